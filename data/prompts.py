@@ -1,0 +1,180 @@
+"""Prompt sets: load_prompts reads a local file or a hub dataset, save_prompts writes a file.
+
+    load_prompts("data/built/gsm8k/train.jsonl", difficulty=(2, 4))
+    load_prompts("HuggingFaceH4/MATH-500", split="test", columns={"prompt": "problem", "difficulty": "level"})
+
+`datasets` reads parquet files and the hub. JSON is parsed here, because the types `datasets` infers rewrite
+gold answers: 1 beside 2.5 becomes 1.0, long integers lose digits, "2020-01-01" becomes a datetime.
+"""
+
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+JSON_SUFFIXES = (".jsonl", ".json")
+FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
+COLUMNS = ("prompt", "answer", "kind", "difficulty")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str  # what the policy continues, after the template
+    answer: str  # gold answer, handed to reward.verify
+    kind: str  # verifier of reward.py: exact | numeric | gsm8k | math
+    source: str  # name of the set, for metrics per source
+    difficulty: float | None = None  # the set's own measure (digits, steps, level), None if it has none
+
+
+def load_prompts(path, *, name=None, subset=None, split="train", kind="math", columns=None,
+                 template="{prompt}", limit=None, difficulty=None) -> list[Prompt]:
+    """Prompts of one set in file order; ValueError names the file, the row (from 1) and the key to change.
+
+    path: .jsonl, .json or .parquet file (read whole), or hub dataset (configuration `subset`, `split`).
+    name: Prompt.source; None takes the file name without suffix, or the hub name.
+    kind: verifier of every row of a set without a kind column.
+    columns: {role: column} where a column is not named after its role in COLUMNS; None for "kind" or
+        "difficulty" ignores a column of that name.
+    template: text around the prompt; only "{prompt}" is replaced, other braces stay.
+    difficulty: closed range (low, high); rows outside it or without a difficulty are dropped.
+    limit: number of prompts kept, from the first, after the difficulty range; None keeps all.
+    """
+    if "{prompt}" not in template:
+        raise ValueError(f"template {template!r} does not contain {{prompt}}, the place of the prompt")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit {limit} must be at least 1, or None to keep all prompts")
+    path = str(path)
+    name = name or (Path(path).stem if path.endswith(FILE_SUFFIXES) else path)
+    rows = load_rows(path, subset, split)
+    columns = resolve_columns(path, rows, columns or {})
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}: row {number}"
+        text = template.replace("{prompt}", field_text(row, columns["prompt"], where))
+        answer = field_text(row, columns["answer"], where)
+        row_kind = field_text(row, columns["kind"], where) if columns["kind"] else kind
+        row_difficulty = field_number(row, columns["difficulty"], where) if columns["difficulty"] else None
+        prompts.append(Prompt(text, answer, row_kind, name, row_difficulty))
+    if difficulty is not None:
+        low, high = difficulty
+        known = [prompt for prompt in prompts if prompt.difficulty is not None]
+        prompts = [prompt for prompt in known if low <= prompt.difficulty <= high]
+        if not prompts:
+            levels = [prompt.difficulty for prompt in known]
+            available = f"{min(levels):g} to {max(levels):g}" if known else "none, set columns.difficulty"
+            raise ValueError(f"{path}: no prompt has difficulty {low:g} to {high:g}; available: {available}")
+    return prompts[:limit]
+
+
+def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
+    """ValueError when a text of `evaluation` is also in `train`. Texts include the template of their set."""
+    trained = {prompt.text for prompt in train}
+    shared = [prompt for prompt in evaluation if prompt.text in trained]
+    if shared:
+        example = shared[0]
+        raise ValueError(f"{len(shared)} evaluation prompts are also training prompts, "
+                         f"for example {example.text[:200]!r} of {example.source!r}")
+
+
+def save_prompts(path, prompts: list[Prompt]) -> None:
+    """Write JSONL for load_prompts; os.replace at the end, so that no reader ever sees half a file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8", newline="\n") as file:
+        for prompt in prompts:
+            row = (prompt.text, prompt.answer, prompt.kind, prompt.difficulty)
+            file.write(json.dumps(dict(zip(COLUMNS, row)), ensure_ascii=False) + "\n")
+    os.replace(partial, path)
+
+
+def load_rows(path: str, subset=None, split="train") -> list[dict]:
+    """All rows of a file, or of one split of a hub dataset. A file never needs the network."""
+    is_file = path.endswith(FILE_SUFFIXES)
+    if is_file and not os.path.isfile(path):
+        raise ValueError(f"{path}: no such file; check data.train[].path or create it with a script in data/")
+    if not is_file and (os.path.exists(path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)):
+        raise ValueError(f"{path}: neither a {', '.join(FILE_SUFFIXES)} file nor a hub name (owner/set)")
+    rows = read_json(path) if path.endswith(JSON_SUFFIXES) else read_with_datasets(path, subset, split)
+    if not rows:
+        raise ValueError(f"{path}: no rows")
+    return rows
+
+
+def read_json(path: str) -> list[dict]:
+    """Rows of a file with one JSON object per line (blank lines are skipped), or with one list of objects."""
+    try:
+        content = Path(path).read_text(encoding="utf-8-sig")  # with or without a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
+    is_list = content.lstrip().startswith("[")
+    rows = []
+    for number, document in enumerate([content] if is_list else content.split("\n"), start=1):
+        try:
+            if document.strip():
+                rows.extend(json.loads(document) if is_list else [json.loads(document)])
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: line {number + error.lineno - 1} is not JSON: {error.msg}") from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}: row {number} must be an object with columns, found {repr(row)[:80]}")
+    return rows
+
+
+def read_with_datasets(path: str, subset, split) -> list[dict]:
+    """Rows of a parquet file or a hub split; the library is silent meanwhile, and as before afterwards."""
+    import datasets  # slow, and not needed for JSON
+
+    show_bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    try:
+        if not path.endswith(".parquet"):
+            return datasets.load_dataset(path, subset, split=split).to_list()
+        with tempfile.TemporaryDirectory() as cache:  # the user's cache would keep a copy of every file
+            return datasets.Dataset.from_parquet(path, cache_dir=cache).to_list()
+    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(f"{path}: cannot be read or has no rows: {error.__cause__ or error}") from error
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if show_bars:
+            datasets.enable_progress_bars()
+
+
+def resolve_columns(path: str, rows: list[dict], columns: dict) -> dict:
+    """Column name of each role in COLUMNS; None for a "kind" or "difficulty" that the set does not have."""
+    available = list(dict.fromkeys(column for row in rows for column in row))
+    if unknown := set(columns) - set(COLUMNS):
+        raise ValueError(f"{path}: columns.{min(unknown)} is unknown, expected one of {', '.join(COLUMNS)}")
+    resolved = {}
+    for role in COLUMNS:
+        column = columns.get(role, role)
+        if column in available:
+            resolved[role] = column
+        elif role in ("kind", "difficulty") and columns.get(role) is None:
+            resolved[role] = None
+        else:
+            raise ValueError(f"{path}: no column {column!r} for columns.{role} among {', '.join(available)}")
+    return resolved
+
+
+def field_text(row: dict, column: str, where: str) -> str:
+    """Text of a field. Whole floats become integers, since tables often store an integer column as floats."""
+    value = row.get(column)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if not isinstance(value, (str, int, float)) or value != value or not str(value).strip():  # != itself: NaN
+        raise ValueError(f"{where}: column {column!r} must hold text or a number, found {repr(value)[:80]}")
+    return str(value)
+
+
+def field_number(row: dict, column: str, where: str) -> float | None:
+    """Number of a field; None where the row has none."""
+    value = row.get(column)
+    try:
+        return None if value is None else float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{where}: column {column!r} must hold a number, found {value!r}; "
+                         "set columns.difficulty to another column, or to null for none") from None

@@ -1,0 +1,223 @@
+"""The embedded default: a character tokenizer, graded additions, and a tiny Qwen3-MoE that half knows them.
+
+    python -m data.tiny            makes data/built/tiny/{model,train.jsonl,test.jsonl}; a second call does nothing
+
+Task. "21+43=" -> "64": numbers are written with the least significant digit first, so a carry is known when it is
+needed. Difficulty is the number of digits of the longer operand, 1 to 6.
+
+Warm start. A tiny model has no latent knowledge for RL to amplify, so it is trained on a corpus of mixed quality, as the
+corpus of a base model is: most answers forget every carry. It then answers wrongly by habit and rightly now and then
+(pass@8 far above pass@1). Longer numbers are rarer in the corpus, and the longest are absent: some prompts are solved
+from the start, some are out of reach, and both kinds of zero-variance groups occur.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+OUTPUT = Path("data/built/tiny")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the built files; its hash, with that of this file's text, is the cache key."""
+
+    seed: int = 0
+    max_digits: int = 6  # difficulty range of train.jsonl and test.jsonl
+    train_per_difficulty: int = 2000  # distinct problems; 1 digit has only 100, 2 digits 8,100
+    test_per_difficulty: int = 100
+    corpus_weights: tuple[float, ...] = (0.1, 0.25, 0.3, 0.25, 0.1, 0.0)  # share of each difficulty in the warm start
+    forget_carry_frac: float = 0.7  # share of corpus answers that add digit by digit without any carry
+    steps: int = 700
+    batch_size: int = 256  # problems per warm-start step
+    learning_rate: float = 3e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
+    hidden_size: int = 128
+    num_layers: int = 2
+    num_experts: int = 8
+    experts_per_token: int = 2
+    expert_width: int = 128
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tokenizer and task
+# ----------------------------------------------------------------------------------------------------------------------
+def build_tokenizer():
+    """One token per printable ASCII character, saved and loaded as any Hugging Face tokenizer."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<pad>", "<eos>", "<unk>", *map(chr, range(32, 127))]
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=512
+    )
+
+
+def digits_of(number: int) -> str:
+    """Decimal digits, least significant first."""
+    return str(number)[::-1]
+
+
+def problem(a: int, b: int) -> dict:
+    """One addition as a row of the prompt files."""
+    return {
+        "prompt": f"{digits_of(a)}+{digits_of(b)}=",
+        "answer": digits_of(a + b),
+        "kind": "exact",
+        "difficulty": max(len(str(a)), len(str(b))),
+    }
+
+
+def answer_without_carry(a: int, b: int) -> str:
+    """Digit-wise sum modulo 10: the mistake that most of the corpus makes."""
+    width = max(len(str(a)), len(str(b)))
+    left, right = digits_of(a).ljust(width, "0"), digits_of(b).ljust(width, "0")
+    return "".join(str((int(x) + int(y)) % 10) for x, y in zip(left, right))
+
+
+def sample_operands(rng: np.random.Generator, digits: int) -> tuple[int, int]:
+    """Two numbers, the longer of exactly `digits` digits, the other of at least one."""
+    longer = int(rng.integers(0 if digits == 1 else 10 ** (digits - 1), 10**digits))
+    other_digits = int(rng.integers(max(1, digits - 1), digits + 1))
+    other = int(rng.integers(0 if other_digits == 1 else 10 ** (other_digits - 1), 10**other_digits))
+    return (longer, other) if rng.random() < 0.5 else (other, longer)
+
+
+def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
+    """Disjoint (train, test) rows, shuffled, the same for the same recipe."""
+    train, test = [], []
+    for digits in range(1, recipe.max_digits + 1):
+        rng = np.random.default_rng([recipe.seed, digits])
+        wanted = recipe.train_per_difficulty + recipe.test_per_difficulty
+        rows = {}
+        for _ in range(4 * wanted):  # one digit has fewer distinct problems than wanted: take what there is
+            row = problem(*sample_operands(rng, digits))
+            rows.setdefault(row["prompt"], row)
+        rows = list(rows.values())[:wanted]
+        num_test = min(recipe.test_per_difficulty, len(rows) // 4)
+        test += rows[:num_test]
+        train += rows[num_test:]
+    rng = np.random.default_rng([recipe.seed, 0])
+    return [train[i] for i in rng.permutation(len(train))], [test[i] for i in rng.permutation(len(test))]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Warm start
+# ----------------------------------------------------------------------------------------------------------------------
+def build_policy(recipe: Recipe, vocab_size: int):
+    """A randomly initialised tiny Qwen3-MoE with tied embeddings."""
+    from moe_model import Policy, random_weights
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=4 * recipe.hidden_size,
+        moe_intermediate_size=recipe.expert_width,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=recipe.num_experts,
+        num_experts_per_tok=recipe.experts_per_token,
+        norm_topk_prob=True,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    policy = Policy(config)
+    random_weights(policy, recipe.seed)
+    return policy
+
+
+def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
+    """Supervised training on the corpus of mixed quality; returns the last loss (nats per token)."""
+    import torch
+    from moe_model import pack
+
+    rng = np.random.default_rng([recipe.seed, 1_000])
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    warmup = max(1, recipe.steps // 20)
+    progress = tqdm(range(recipe.steps), desc="warm start", unit="step", mininterval=1.0, disable=None)
+    for step in progress:
+        prompts, answers = [], []
+        while len(prompts) < recipe.batch_size:
+            digits = int(rng.choice(recipe.max_digits, p=recipe.corpus_weights)) + 1
+            a, b = sample_operands(rng, digits)
+            row = problem(a, b)
+            if row["prompt"] in held_out:
+                continue
+            forget = rng.random() < recipe.forget_carry_frac
+            prompts.append(row["prompt"])
+            answers.append(answer_without_carry(a, b) if forget else row["answer"])
+        completions = [ids + [tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * min((step + 1) / warmup, 1 - step / recipe.steps)
+        logprobs, _, _ = policy(pack(tokenizer(prompts)["input_ids"], completions, "cpu"))
+        loss = -logprobs.mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+    return loss.item()
+
+
+def build(recipe: Recipe, output: Path) -> bool:
+    """Make the folder unless it already holds what this recipe makes; True if something was made."""
+    source = Path(__file__).read_bytes()
+    key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
+    made = output / "recipe.json"
+    if made.is_file() and json.loads(made.read_text())["key"] == key:
+        return False
+    from moe_model import save_hf
+
+    aside = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    train, test = sample_problems(recipe)
+    for name, rows in (("train", train), ("test", test)):
+        (aside / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = build_tokenizer()
+    policy = build_policy(recipe, len(tokenizer))
+    loss = warm_start(policy, tokenizer, recipe, {row["prompt"] for row in test})
+    save_hf(policy, aside / "model")
+    tokenizer.save_pretrained(aside / "model")
+    record = {"key": key, "recipe": asdict(recipe), "loss": loss, "num_train": len(train), "num_test": len(test)}
+    (aside / "recipe.json").write_text(json.dumps(record, indent=1))
+    shutil.rmtree(output, ignore_errors=True)
+    aside.rename(output)  # a killed build leaves no folder that looks finished
+    return True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder to make (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="warm-start steps (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=Recipe.seed, help="of tasks and weights (default: %(default)s)")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    made = build(Recipe(seed=args.seed, steps=args.steps), args.output)
+    record = json.loads((args.output / "recipe.json").read_text())
+    print(
+        f"{args.output}: {record['num_train']} train and {record['num_test']} test problems, "
+        f"warm-start loss {record['loss']:.3f} "
+        + (f"(made in {time.perf_counter() - start:.0f} s)" if made else "(already there)"),
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()

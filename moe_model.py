@@ -1,0 +1,518 @@
+"""The policy: Qwen3-MoE (and dense Qwen3) with dropless expert parallelism on DeepSpeed's process groups.
+
+Reading order: pack() lays prompts and completions out, Policy maps them to log-probabilities, MoEBlock routes tokens
+to the experts of all ranks, load_hf() / save_hf() / hf_tensors() move weights from and to Hugging Face names.
+
+Shape suffixes (x_TD is a tensor of shape [T, D]):
+    T packed tokens of all sequences      N predicted tokens (the completions)      B sequences, S longest of them
+    D hidden size                         H query heads, G key/value heads, R head size
+    E experts of the model, e of a rank   K experts per token, L layers             I expert width, V vocabulary
+    P rows of tokens sent to experts (one per token and chosen expert)
+
+Layout follows transformers' Qwen3MoeForCausalLM: a checkpoint of one is a checkpoint of the other. Expert weights are
+held fused, [e, 2I, D] and [e, D, I], because that is what grouped matrix products and vLLM's loader take.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; without it a warning per rank
+import deepspeed
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from deepspeed.utils import groups
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, PretrainedConfig
+
+LOGIT_ROWS = 4096  # rows of [N, V] logits alive at once; longer inputs are cut and recomputed in backward
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Packing: the only place where a token is paired with the position that predicts it
+# ----------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PackedSequences:
+    """Sequences laid end to end without padding. The last token of each is left out: nothing is predicted from it.
+
+    A sequence of p prompt and c completion tokens takes p + c - 1 places, the same rows that vLLM returns routed
+    experts for.
+    """
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restarting at 0 in every sequence
+    padded_index: Tensor  # [T] int64, place of each token in the padded [B*S] grid that attention works on
+    padded_shape: tuple[int, int]  # (B, S)
+    predictor_index: Tensor  # [N] int64, place in [T] whose output predicts target n
+    target_ids: Tensor  # [N] int64, the completion tokens, sequence after sequence
+
+
+def pack(prompt_ids: list[list[int]], completion_ids: list[list[int]], device: torch.device | str) -> PackedSequences:
+    """Pack B (prompt, completion) pairs; every prompt needs at least one token, completions may be empty."""
+    assert all(prompt_ids), "an empty prompt has no position that predicts the first completion token"
+    lengths = torch.tensor([max(1, len(p) + len(c) - 1) for p, c in zip(prompt_ids, completion_ids, strict=True)])
+    num_sequences, longest = len(lengths), int(lengths.max())
+    starts = lengths.cumsum(0) - lengths
+    sequence = torch.repeat_interleave(torch.arange(num_sequences), lengths)  # [T]
+    position_ids = torch.arange(int(lengths.sum())) - starts[sequence]  # [T]
+    input_ids = [t for p, c in zip(prompt_ids, completion_ids) for t in [*p, *c][: max(1, len(p) + len(c) - 1)]]
+    predictors = [
+        torch.arange(start + len(p) - 1, start + len(p) - 1 + len(c))
+        for start, p, c in zip(starts.tolist(), prompt_ids, completion_ids)
+    ]
+    return PackedSequences(
+        input_ids=torch.tensor(input_ids).to(device),
+        position_ids=position_ids.to(device),
+        padded_index=(sequence * longest + position_ids).to(device),
+        padded_shape=(num_sequences, longest),
+        predictor_index=torch.cat(predictors).to(device),
+        target_ids=torch.tensor([t for c in completion_ids for t in c], dtype=torch.int64).to(device),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Expert parallelism
+# ----------------------------------------------------------------------------------------------------------------------
+def create_expert_parallel_group(ep_size: int, num_experts: int) -> dist.ProcessGroup | None:
+    """Make DeepSpeed's expert-parallel groups; call once, before the model. Returns this rank's group.
+
+    Groups are neighbouring ranks ([0, 1], [2, 3], ...). A dense model has no group.
+    Raises ValueError if ep_size divides neither the experts nor the world.
+    """
+    world_size = dist.get_world_size()
+    if num_experts == 0:
+        if ep_size != 1:
+            raise ValueError(f"model.ep_size is {ep_size}, but the model is dense: set model.ep_size to 1")
+        return None
+    if num_experts % ep_size or world_size % ep_size:
+        raise ValueError(
+            f"model.ep_size {ep_size} must divide the number of experts ({num_experts}) and of processes "
+            f"({world_size}, torchrun --nproc-per-node); e.g. {math.gcd(num_experts, world_size)}"
+        )
+    groups._create_expert_and_data_parallel(ep_size)
+    return groups._get_expert_parallel_group(f"ep_size_{ep_size}")
+
+
+class AllToAll(torch.autograd.Function):
+    """Send rows to the ranks of a group, unevenly; the gradient travels the same way back."""
+
+    @staticmethod
+    def forward(ctx, x_PD: Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.recv_rows, ctx.send_rows, ctx.group = recv_rows, send_rows, group
+        received = x_PD.new_empty(sum(recv_rows), *x_PD.shape[1:])
+        dist.all_to_all_single(received, x_PD.contiguous(), recv_rows, send_rows, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx, grad_PD: Tensor):
+        return AllToAll.apply(grad_PD, ctx.send_rows, ctx.recv_rows, ctx.group), None, None, None
+
+
+class Experts(nn.Module):
+    """The experts of one rank as two fused tensors. DeepSpeed reduces their gradients over expert-data ranks only."""
+
+    def __init__(self, config: PretrainedConfig, num_local_experts: int, group_name: str):
+        super().__init__()
+        width, hidden = config.moe_intermediate_size, config.hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(num_local_experts, 2 * width, hidden))  # [e, 2I, D]
+        self.down_proj = nn.Parameter(torch.empty(num_local_experts, hidden, width))  # [e, D, I]
+        for parameter in self.parameters():
+            parameter.allreduce, parameter.group_name = False, group_name
+
+    def forward(self, x_PD: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """SwiGLU of every row by its expert. Rows are sorted by expert; tokens_per_expert [e] int64."""
+        gate_PI, up_PI = grouped_linear(x_PD, self.gate_up_proj, tokens_per_expert).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate_PI) * up_PI, self.down_proj, tokens_per_expert)
+
+
+def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """x @ weight[expert of the row]^T for rows sorted by expert: [P, D], [e, O, D] -> [P, O]."""
+    grouped_dtypes = (torch.bfloat16,) if x_PD.is_cuda else (torch.bfloat16, torch.float32)
+    if x_PD.dtype in grouped_dtypes:
+        return F.grouped_mm(x_PD, weight_eOD.mT, offs=tokens_per_expert.cumsum(0).to(torch.int32))
+    parts = x_PD.split(tokens_per_expert.tolist())  # the loop for what grouped_mm refuses (fp64; fp32 on GPUs)
+    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_eOD)])
+
+
+class MoEBlock(MoE):
+    """Top-k softmax router and dropless experts, spread over an expert-parallel group.
+
+    A subclass of DeepSpeed's MoE in name only: the engine looks for that class to build expert-data groups. Nothing of
+    its capacity-based dispatch is used, so nn.Module's constructor is called instead of MoE's.
+    """
+
+    def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None):
+        nn.Module.__init__(self)
+        self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
+        self.renormalise = config.norm_topk_prob
+        self.group, self.ep_size = group, dist.get_world_size(group) if group else 1
+        self.expert_group_name = f"ep_size_{self.ep_size}"
+        self.num_local_experts = self.num_experts // self.ep_size
+        self.gate = nn.Linear(config.hidden_size, self.num_experts, bias=False)
+        self.experts = Experts(config, self.num_local_experts, self.expert_group_name)
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Called by deepspeed.initialize; the groups exist already (create_expert_parallel_group)."""
+
+    def forward(self, x_TD: Tensor, replay_ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the block's output [T, D] and the expert ids used [T, K].
+
+        With replay_ids the choice of experts is given and only their weights are live, so the router still learns
+        [secondary: R3, arXiv 2510.11370].
+        """
+        scores_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
+        topk_ids_TK = scores_TE.topk(self.top_k, dim=-1).indices if replay_ids_TK is None else replay_ids_TK
+        topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
+        if self.renormalise:
+            topk_weights_TK = topk_weights_TK / topk_weights_TK.sum(dim=-1, keepdim=True)
+
+        order_P = topk_ids_TK.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
+        tokens_per_expert_E = torch.bincount(topk_ids_TK.flatten(), minlength=self.num_experts)
+        rows_PD = x_TD.index_select(0, order_P // self.top_k)
+        if self.ep_size == 1:
+            out_PD = self.experts(rows_PD, tokens_per_expert_E)
+        else:
+            out_PD = self.experts_of_all_ranks(rows_PD, tokens_per_expert_E)
+        place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=x_TD.device))
+        out_TKD = out_PD.index_select(0, place_P).unflatten(0, (-1, self.top_k))
+        y_TD = (out_TKD * topk_weights_TK.unsqueeze(-1)).sum(dim=1)  # fp32: the weights are
+        return y_TD.to(x_TD.dtype), topk_ids_TK
+
+    def experts_of_all_ranks(self, rows_PD: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
+        """Dispatch rows (sorted by global expert) to the ranks that own the experts, apply them, bring them back."""
+        sent_re = tokens_per_expert_E.view(self.ep_size, self.num_local_experts)  # [rank, e]
+        received_re = torch.empty_like(sent_re)  # from each rank, for each of our experts
+        dist.all_to_all_single(received_re, sent_re, group=self.group)
+        send_rows, recv_rows = sent_re.sum(1).tolist(), received_re.sum(1).tolist()
+        arrived_PD = AllToAll.apply(rows_PD, recv_rows, send_rows, self.group)
+        # Arrived rows are ordered by (rank, expert); the grouped product wants them by expert.
+        local_ids = torch.arange(self.num_local_experts, device=rows_PD.device).repeat(self.ep_size)
+        order = torch.repeat_interleave(local_ids, received_re.flatten()).argsort(stable=True)
+        out_PD = self.experts(arrived_PD.index_select(0, order), received_re.sum(0))
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return AllToAll.apply(out_PD.index_select(0, place), send_rows, recv_rows, self.group)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The transformer
+# ----------------------------------------------------------------------------------------------------------------------
+class DenseMLP(nn.Module):
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with RMS-normed queries and keys.
+
+    Padding sits right of each sequence, so the causal mask alone keeps it out and no mask tensor is made.
+    """
+
+    def __init__(self, config: PretrainedConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        sizes = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+        for name, heads in sizes.items():
+            linear = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
+            setattr(self, f"{name}_proj", linear)
+        width = config.num_attention_heads * self.head_dim
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(self, x_TD: Tensor, rotary_TR: tuple[Tensor, Tensor], packed: PackedSequences) -> Tensor:
+        q_THR = rotate(self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))), rotary_TR)
+        k_TGR = rotate(self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim))), rotary_TR)
+        v_TGR = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
+
+        num_q, num_kv = q_THR.shape[1], k_TGR.shape[1]
+        batch, longest = packed.padded_shape
+        qkv = torch.cat([q_THR, k_TGR, v_TGR], dim=1)  # [T, H+2G, R]: one scatter instead of three
+        grid = qkv.new_zeros(batch * longest, *qkv.shape[1:]).index_copy(0, packed.padded_index, qkv)
+        q, k, v = grid.view(batch, longest, -1, self.head_dim).transpose(1, 2).split([num_q, num_kv, num_kv], dim=1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_q != num_kv)  # [B, H, S, R]
+        out_TD = out.transpose(1, 2).reshape(batch * longest, -1).index_select(0, packed.padded_index)
+        return self.o_proj(out_TD)
+
+
+def rotate(x_THR: Tensor, rotary_TR: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding, half-split convention (RoFormer, arXiv 2104.09864; Hugging Face layout)."""
+    cos, sin = (table.unsqueeze(1) for table in rotary_TR)  # [T, 1, R]
+    first, second = x_THR.chunk(2, dim=-1)
+    return x_THR * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: PretrainedConfig, layer: int, group: dist.ProcessGroup | None):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MoEBlock(config, group) if is_moe_layer(config, layer) else DenseMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x_TD: Tensor, rotary_TR: tuple[Tensor, Tensor], packed: PackedSequences, replay_TK):
+        """Returns the layer's output [T, D] and its expert ids [T, K], or None from a dense layer."""
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotary_TR, packed)
+        normed_TD = self.post_attention_layernorm(x_TD)
+        if isinstance(self.mlp, DenseMLP):
+            return x_TD + self.mlp(normed_TD), None
+        y_TD, topk_ids_TK = self.mlp(normed_TD, replay_TK)
+        return x_TD + y_TD, topk_ids_TK
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, group) for i in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Policy(nn.Module):
+    """A causal language model that maps packed sequences to log-probabilities of their completion tokens."""
+
+    def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None = None):
+        super().__init__()
+        check_supported(config)
+        self.config, self.group = config, group
+        self.activation_checkpointing = False  # recompute each layer in backward: memory for one more forward
+        self.model = Decoder(config, group)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        rotary_base = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        self.inv_freq = (rope_theta(config) ** -rotary_base).float()  # [R/2]; no buffer: it must stay fp32
+
+    def hidden(self, packed: PackedSequences, replay_ids_TLK: Tensor | None = None) -> tuple[Tensor, list]:
+        """Final normed hidden states [T, D] and, per layer, the expert ids used ([T, K], None for dense layers)."""
+        x_TD = self.model.embed_tokens(packed.input_ids)
+        angles_TR = packed.position_ids.unsqueeze(1).float() * self.inv_freq.to(x_TD.device).repeat(2)
+        rotary_TR = (angles_TR.cos().to(x_TD.dtype), angles_TR.sin().to(x_TD.dtype))
+        layer_ids = []
+        for i, layer in enumerate(self.model.layers):
+            replay_TK = None if replay_ids_TLK is None else replay_ids_TLK[:, i].long()
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x_TD, topk_ids_TK = checkpoint(layer, x_TD, rotary_TR, packed, replay_TK, use_reentrant=False)
+            else:
+                x_TD, topk_ids_TK = layer(x_TD, rotary_TR, packed, replay_TK)
+            layer_ids.append(topk_ids_TK)
+        return self.model.norm(x_TD), layer_ids
+
+    def forward(
+        self, packed: PackedSequences, temperature: float = 1.0, replay_ids_TLK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, list]:
+        """Log-probability of each target [N] and entropy of its distribution [N] (fp32, nats; entropy detached),
+        both at the given sampling temperature, and the expert ids of every layer."""
+        x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
+        x_ND = x_TD.index_select(0, packed.predictor_index)
+        logprobs, entropy = linear_logprob_entropy(x_ND, self.lm_head.weight, packed.target_ids, temperature)
+        return logprobs, entropy, layer_ids
+
+
+def linear_logprob_entropy(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float):
+    """log softmax(x W^T / temperature) at the targets [N], and its entropy [N] without gradient; fp32, nats.
+
+    At most LOGIT_ROWS rows of logits are alive at a time, in backward too.
+    """
+
+    def rows(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, weight_VD)
+        logp_NV = (logits if logits.dtype == torch.float64 else logits.float()).div(temperature).log_softmax(dim=-1)
+        with torch.no_grad():
+            entropy = torch.special.entr(logp_NV.exp()).sum(dim=-1)
+        return logp_NV.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+    if len(x_ND) <= LOGIT_ROWS:
+        return rows(x_ND, target_ids_N)
+    chunks = zip(x_ND.split(LOGIT_ROWS), target_ids_N.split(LOGIT_ROWS))
+    logprobs, entropy = zip(*(checkpoint(rows, x, targets, use_reentrant=False) for x, targets in chunks))
+    return torch.cat(logprobs), torch.cat(entropy)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Configuration and weights in Hugging Face's names
+# ----------------------------------------------------------------------------------------------------------------------
+def is_moe_layer(config: PretrainedConfig, layer: int) -> bool:
+    if config.model_type != "qwen3_moe":
+        return False
+    return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+
+
+def rope_theta(config: PretrainedConfig) -> float:
+    return float(config.rope_parameters["rope_theta"])
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """ValueError for what this file does not compute, rather than a silently different model."""
+    problems = []
+    if config.model_type not in ("qwen3_moe", "qwen3"):
+        problems.append(f"model_type is {config.model_type!r}, known are 'qwen3_moe' and 'qwen3'")
+    elif config.rope_parameters["rope_type"] != "default":
+        problems.append(f"rope_type is {config.rope_parameters['rope_type']!r}, known is 'default'")
+    if getattr(config, "use_sliding_window", False):
+        problems.append("use_sliding_window is true")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act is {config.hidden_act!r}, known is 'silu'")
+    if problems:
+        raise ValueError("model not supported: " + "; ".join(problems))
+
+
+def load_config(folder: str | Path) -> PretrainedConfig:
+    """Read config.json of a model folder. ValueError if there is none."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(
+            f"model.path: {folder} holds no config.json; give the folder of a Hugging Face checkpoint "
+            "(the tiny model is made by `python -m data.tiny`)"
+        )
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_supported(config)
+    return config
+
+
+def num_experts_of(config: PretrainedConfig) -> int:
+    """Experts per MoE layer; 0 for a dense model."""
+    return config.num_experts if config.model_type == "qwen3_moe" else 0
+
+
+def random_weights(policy: Policy, seed: int) -> None:
+    """Normal(0, initializer_range) matrices and unit norms, the same model for any number of ranks."""
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+                continue
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+            first, count = local_experts(policy, parameter)
+            full_shape = (policy.config.num_experts, *parameter.shape[1:]) if count else parameter.shape
+            full = torch.randn(full_shape, generator=generator) * policy.config.initializer_range
+            parameter.copy_(full[first : first + count] if count else full)
+
+
+def local_experts(policy: Policy, parameter: Tensor) -> tuple[int, int]:
+    """(first global expert, number of experts) that a fused expert parameter holds; (0, 0) for any other."""
+    if getattr(parameter, "allreduce", True):
+        return 0, 0
+    ep_rank = dist.get_rank(policy.group) if policy.group else 0
+    return ep_rank * parameter.shape[0], parameter.shape[0]
+
+
+def expert_slices(name: str, parameter: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
+    """The per-expert tensors of a checkpoint as views into a fused parameter."""
+    prefix, leaf = name.rsplit(".", 1)
+    for i, expert in enumerate(parameter):
+        if leaf == "down_proj":
+            yield f"{prefix}.{first + i}.down_proj.weight", expert
+        else:
+            gate, up = expert.chunk(2, dim=0)
+            yield f"{prefix}.{first + i}.gate_proj.weight", gate
+            yield f"{prefix}.{first + i}.up_proj.weight", up
+
+
+def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name in a checkpoint, view of this rank's parameter, is it an expert's) for all this rank holds."""
+    for name, parameter in policy.named_parameters():  # a tied head is not listed twice
+        first, count = local_experts(policy, parameter)
+        if count:
+            yield from ((n, t, True) for n, t in expert_slices(name, parameter.data, first))
+        else:
+            yield name, parameter.data, False
+
+
+def load_hf(policy: Policy, folder: str | Path) -> None:
+    """Fill the policy from safetensors, reading only this rank's experts.
+
+    ValueError naming the tensors that are missing or have another shape.
+    """
+    folder = Path(folder)
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        raise ValueError(f"model.path: {folder} holds no *.safetensors file")
+    where = {}
+    files = [safe_open(shard, framework="pt") for shard in shards]
+    for file in files:
+        where.update(dict.fromkeys(file.keys(), file))
+    wanted = list(checkpoint_tensors(policy))
+    missing = [name for name, _, _ in wanted if name not in where]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} of {len(wanted)} tensors, first: {', '.join(missing[:3])}")
+    for name, view, _ in wanted:
+        found = tuple(where[name].get_slice(name).get_shape())
+        if found != tuple(view.shape):
+            raise ValueError(f"{folder}: {name} has shape {found}, config.json asks for {tuple(view.shape)}")
+        view.copy_(where[name].get_tensor(name))
+
+
+def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+    """Write a Hugging Face checkpoint; every rank of the world calls it.
+
+    Rank 0 writes what all ranks share, each rank of the first expert-parallel group its own experts, so nothing is
+    gathered and the result loads in transformers, in vLLM and in load_hf at any number of ranks.
+    """
+    folder = Path(folder)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    num_shards = dist.get_world_size(policy.group) if policy.group else 1
+    if rank >= num_shards:
+        return
+    shard_name = f"model-{rank + 1:05d}-of-{num_shards:05d}.safetensors"
+    own = {n: t for n, t, is_expert in checkpoint_tensors(policy) if is_expert or rank == 0}
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to(dtype or tensor.dtype).cpu().contiguous() for name, tensor in own.items()}
+    save_file(tensors, folder / shard_name, metadata={"format": "pt"})
+    listing = [(shard_name, {name: t.numel() * t.element_size() for name, t in tensors.items()})]
+    if num_shards > 1:
+        gathered = [None] * num_shards
+        dist.all_gather_object(gathered, listing[0], group=policy.group)
+        listing = gathered
+    if rank == 0:
+        weight_map = {name: shard for shard, sizes in listing for name in sizes}
+        total = sum(size for _, sizes in listing for size in sizes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        config = policy.config.__class__.from_dict(policy.config.to_dict())
+        config.architectures = ["Qwen3MoeForCausalLM" if num_experts_of(config) else "Qwen3ForCausalLM"]
+        config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+
+
+def hf_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+    """(name, full tensor) of the whole model in layer order, experts fused; all ranks must exhaust it together.
+
+    At most one gathered expert tensor is alive at a time.
+    """
+    for name, parameter in policy.named_parameters():
+        _, count = local_experts(policy, parameter)
+        if count == 0 or policy.group is None or dist.get_world_size(policy.group) == 1:
+            yield name, parameter.data
+        else:
+            ep_size = dist.get_world_size(policy.group)
+            full = parameter.data.new_empty(ep_size * count, *parameter.shape[1:])
+            dist.all_gather(list(full.chunk(ep_size)), parameter.data, group=policy.group)
+            yield name, full
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# DeepSpeed
+# ----------------------------------------------------------------------------------------------------------------------
+def init_distributed(timeout_s: float) -> None:
+    """Join the process group through DeepSpeed: gloo on CPUs, nccl on GPUs."""
+    if not torch.cuda.is_available():
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else a compiler runs at the first start
+    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_s))
