@@ -464,31 +464,33 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
     """Write a Hugging Face checkpoint; every rank of the world calls it.
 
     Rank 0 writes what all ranks share, each rank of the first expert-parallel group its own experts, so nothing is
-    gathered and the result loads in transformers, in vLLM and in load_hf at any number of ranks.
+    gathered and the result loads in transformers, in vLLM and in load_hf at any number of ranks. No collectives: a rank
+    that fails does not leave others waiting.
     """
     folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
     num_shards = dist.get_world_size(policy.group) if policy.group else 1
     if rank >= num_shards:
         return
-    shard_name = f"model-{rank + 1:05d}-of-{num_shards:05d}.safetensors"
-    own = {n: t for n, t, is_expert in checkpoint_tensors(policy) if is_expert or rank == 0}
+    shard = "model-{:05d}-of-{:05d}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(dtype or tensor.dtype).cpu().contiguous() for name, tensor in own.items()}
-    save_file(tensors, folder / shard_name, metadata={"format": "pt"})
-    listing = [(shard_name, {name: t.numel() * t.element_size() for name, t in tensors.items()})]
-    if num_shards > 1:
-        gathered = [None] * num_shards
-        dist.all_gather_object(gathered, listing[0], group=policy.group)
-        listing = gathered
+    own = [(name, tensor) for name, tensor, is_expert in checkpoint_tensors(policy) if is_expert or rank == 0]
+    dtype = dtype or own[0][1].dtype
+    tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in own}
+    save_file(tensors, folder / shard.format(rank + 1, num_shards), metadata={"format": "pt"})
     if rank == 0:
-        weight_map = {name: shard for shard, sizes in listing for name in sizes}
-        total = sum(size for _, sizes in listing for size in sizes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        weight_map, total_size = {}, 0
+        for name, parameter in policy.named_parameters():
+            _, count = local_experts(policy, parameter)
+            for owner in range(num_shards if count else 1):
+                names = [n for n, _ in expert_slices(name, parameter, owner * count)] if count else [name]
+                weight_map |= dict.fromkeys(names, shard.format(owner + 1, num_shards))
+                total_size += parameter.numel() * dtype.itemsize
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config = policy.config.__class__.from_dict(policy.config.to_dict())
         config.architectures = ["Qwen3MoeForCausalLM" if num_experts_of(config) else "Qwen3ForCausalLM"]
-        config.dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        config.dtype = str(dtype).removeprefix("torch.")
         config.save_pretrained(folder)
 
 
@@ -516,3 +518,40 @@ def init_distributed(timeout_s: float) -> None:
     if not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else a compiler runs at the first start
     deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_s))
+
+
+def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
+    """The policy under ZeRO with AdamW: any number of backward(loss, scale_wrt_gas=False), then one step().
+
+    settings: learning_rate, betas, weight_decay, max_grad_norm, zero_stage (1 or 2: at 0 DeepSpeed clips each rank by
+    the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own).
+    """
+    optimizer = {"lr": settings.learning_rate, "betas": list(settings.betas), "weight_decay": settings.weight_decay}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": settings.zero_stage},
+        "gradient_clipping": settings.max_grad_norm,
+        "optimizer": {"type": "AdamW", "params": optimizer | {"torch_adam": True}},  # needs no compiler
+    }
+    if policy.lm_head.weight.dtype == torch.bfloat16:
+        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    engine, *_ = deepspeed.initialize(model=policy, config=config)
+    return engine
+
+
+def optimizer_shard(engine: deepspeed.DeepSpeedEngine) -> dict:
+    """This rank's float32 weights and AdamW state; fits the same world size, ep_size, ZeRO stage and dtype only."""
+    adamw = engine.optimizer.optimizer  # its parameters are this rank's float32 partitions
+    masters = [p.detach().cpu() for group in adamw.param_groups for p in group["params"]]
+    return {"masters": masters, "adamw": adamw.state_dict()}
+
+
+def load_optimizer_shard(engine: deepspeed.DeepSpeedEngine, shard: dict) -> None:
+    """Undo optimizer_shard(), bit for bit."""
+    adamw = engine.optimizer.optimizer
+    masters = [p for group in adamw.param_groups for p in group["params"]]
+    for parameter, saved in zip(masters, shard["masters"], strict=True):
+        parameter.data.copy_(saved)
+    adamw.load_state_dict(shard["adamw"])

@@ -1,17 +1,17 @@
 r"""Completion text -> verdict, in this process (`verify`) or in killable child processes (`RewardPool`).
 
-    verify("math", r"... so \boxed{\frac{1}{2}}", "0.5")       # Verdict(reward=1.0, status="ok")
+    verify("math", r"... so \boxed{\frac{1}{2}}", "0.5")     # Verdict(reward=1.0, status="ok")
     with RewardPool(num_workers=2) as pool:                  # scores while the caller generates
         pool.submit(key, "math", completion, answer)         # as soon as a completion is finished
         pool.poll()                                          # once per engine step
         verdicts = pool.collect()                            # waits; {key: Verdict} in submit order
 
-Computer algebra on model output can hang for ever, eat all memory or crash, also inside C code that no Python
-exception reaches. So the kernel kills the child at the time limit, and "timeout" and "error" stay apart from
-"wrong". The child is this file run as a script: the caller has a CUDA context and threads, is unsafe to fork
-and expensive to import again.
+Computer algebra on model output can hang for ever, eat all memory or crash, also in C code that no Python
+exception reaches. So the kernel kills a child at its limit, and "timeout" and "error" are not "wrong". The
+child is this file run as a script: a caller with a CUDA context and threads cannot safely fork.
 """
 import contextlib
+import ctypes
 import difflib
 import functools
 import json
@@ -25,16 +25,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
 # ---- 1. Verdicts: one matcher per kind ---------------------------------------------------------------------
 
 NUMERIC_RTOL = Decimal("1e-6")  # relative, for numbers that are not both whole
-# math-verify's regular expressions and parser are quadratic and worse: 4,096 nested braces cost it 10 s. The
-# longest reference answer of MATH-500 has 53 characters.
-MAX_PARSED_CHARS = 4096
+MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; the longest answer of MATH-500 has 53
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ def verify(kind: str, completion: str, answer: str) -> Verdict:
     r"""Scores one completion against the reference answer, in this process and without a time limit.
 
     "exact"    the whole completion equals the answer, surrounding whitespace aside
-    "numeric"  the last number of the completion equals the answer: exactly if both are whole, else within
-               NUMERIC_RTOL of the answer
+    "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL of it
     "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
     "math"     math-verify finds the last \boxed{...} equal to the answer, which is LaTeX or a number; without
                a box, the last expression that it finds in the last MAX_PARSED_CHARS characters
@@ -61,19 +58,15 @@ def verify(kind: str, completion: str, answer: str) -> Verdict:
     try:
         return _MATCHERS[kind](completion, answer)
     except Exception as error:  # untrusted text; MemoryError and RecursionError are among them
-        return _error(f"{type(error).__name__}: {error}")
+        return Verdict(0.0, "error", f"{type(error).__name__}: {error}"[:200])
 
 
 def _check(kind: str, completion: str, answer: str) -> None:
     if kind not in KINDS:
-        nearest = difflib.get_close_matches(str(kind), KINDS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown reward kind {kind!r}: did you mean {nearest!r}? Kinds: {', '.join(KINDS)}")
+        nearest, *others = difflib.get_close_matches(str(kind), KINDS, n=len(KINDS), cutoff=0.0)
+        raise ValueError(f"unknown kind {kind!r}: did you mean {nearest!r}? Others: {', '.join(others)}")
     if not (isinstance(completion, str) and isinstance(answer, str)):
         raise TypeError(f"completion and answer must be str, not {type(completion)} and {type(answer)}")
-
-
-def _error(detail: str) -> Verdict:
-    return Verdict(0.0, "error", detail[:200])
 
 
 def _compared(equal: bool) -> Verdict:
@@ -82,7 +75,7 @@ def _compared(equal: bool) -> Verdict:
 
 def _exact(completion: str, answer: str) -> Verdict:
     if not answer.strip():
-        return _error("the reference answer is empty")
+        return Verdict(0.0, "error", "the reference answer is empty")
     if not completion.strip():
         return Verdict(0.0, "no_answer")
     return _compared(completion.strip() == answer.strip())
@@ -91,25 +84,20 @@ def _exact(completion: str, answer: str) -> Verdict:
 # A minus counts unless it joins two terms, as in "3-5" or "x-5"; commas count in groups of three only; digits
 # are ASCII; an exponent has at most the 17 digits that Decimal can hold. Nothing can backtrack: linear time.
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![0-9A-Za-z.)\]}])[-+\u2212])?\$?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
-    r"(?P<exponent>[eE][-+]?[0-9]{1,17}(?![0-9]))?"
-)
+    r"(?:(?<![0-9A-Za-z.)\]}])[-+\u2212])?\$?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,17}(?![0-9]))?")
+_TO_PLAIN = str.maketrans("\u2212", "-", "$,")
 _DECIMAL = Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
-
-
-def _to_decimal(match: re.Match) -> Decimal:
-    sign = "-" if match["sign"] in ("-", "\u2212") else ""
-    return Decimal(sign + match["digits"].replace(",", "") + (match["exponent"] or ""))  # exact, linear time
 
 
 def _compare_numbers(match: re.Match | None, answer: str) -> Verdict:
     gold_match = _NUMBER.fullmatch(answer.strip().strip("$% "))
     if gold_match is None:
-        return _error(f"the reference answer is not a number: {answer[:100]!r}")
+        return Verdict(0.0, "error", f"the reference answer is not a number: {answer[:99]!r}"[:200])
     if match is None:
         return Verdict(0.0, "no_answer")
-    found, gold = _to_decimal(match), _to_decimal(gold_match)
+    found, gold = (Decimal(number[0].translate(_TO_PLAIN)) for number in (match, gold_match))  # exact
     if found == found.to_integral_value() and gold == gold.to_integral_value():
         return _compared(found == gold)
     tolerance = _DECIMAL.multiply(NUMERIC_RTOL, _DECIMAL.abs(gold))
@@ -127,22 +115,18 @@ def _gsm8k(completion: str, answer: str) -> Verdict:
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} or \\fbox{...} whose braces close, in one pass; None without one."""
+    r"""Content of the last \boxed{...} or \fbox{...} whose braces close, in one pass; None without one."""
     content, open_braces = None, []  # per open brace: where its box's content starts, None for other braces
-    for match in re.finditer(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]", text):
-        token = match.group()
-        if token == "}":
-            start = open_braces.pop() if open_braces else None
-            if start is not None:
-                content = text[start:match.start()]
-        elif token not in (r"\{", r"\}"):
-            open_braces.append(None if token == "{" else match.end())
+    for match in re.finditer(r"(\\(?:boxed|fbox)\s*\{)|(?<!\\)[{}]", text):
+        if match[0] != "}":
+            open_braces.append(match.end() if match[1] else None)
+        elif open_braces and (start := open_braces.pop()) is not None:
+            content = text[start:match.start()]
     return content
 
 
 def _math_verify():
-    # Imported when first used: it takes 0.4 s. It logs that its own time limits are off. They use signal.alarm,
-    # which works in a main thread only and does not stop C code; the pool's limit replaces them.
+    # Imported when first used: it takes 0.4 s. The pool's limit replaces its own, the lack of which it logs.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     import math_verify
     return math_verify
@@ -160,7 +144,7 @@ def _parse_box(content: str) -> list:
 def _math(completion: str, answer: str) -> Verdict:
     gold = _parse_box(answer)
     if not gold or isinstance(gold[0], str):
-        return _error(f"math-verify cannot parse the reference answer {answer[:100]!r}")
+        return Verdict(0.0, "error", f"math-verify cannot parse the reference answer {answer[:99]!r}"[:200])
     content = _last_boxed(completion)
     if content is None:
         tail = completion[-MAX_PARSED_CHARS:]
@@ -183,9 +167,7 @@ KINDS: tuple[str, ...] = tuple(_MATCHERS)
 
 # Items sent ahead to one worker. More saves wake-ups on tiny items; fewer strand less work behind a slow one.
 WINDOW = 16
-# The child's own timer ends every item. A worker still silent this long after it is stopped, swapped out or
-# starting up on a very slow file system, and gets killed.
-GRACE_S = 120.0
+GRACE_S = 120.0  # a child silent for this long past the limit did not even start its own timer: it is killed
 
 
 @dataclass(eq=False)
@@ -199,19 +181,19 @@ class _Worker:
 
 
 class RewardPool:
-    """Scores completions in child processes while the caller goes on. To be used from one thread.
+    """Scores completions in child processes while the caller goes on.
 
     num_workers child processes score one item at a time each, for at most timeout_s wall-clock seconds and
     with at most memory_bytes of address space. A child that dies costs the item it was busy with its verdict
-    ("timeout" or "error"); the other items go to a fresh one. Bytes move inside submit, poll and collect only.
+    ("timeout" or "error"); the other items go to a fresh child. Data moves only inside submit, poll and
+    collect. One thread makes and uses the pool: Linux ends the children together with that thread.
     """
 
     def __init__(self, num_workers: int = 1, timeout_s: float = 10.0, memory_bytes: int = 2 << 30):
         if num_workers < 1 or timeout_s <= 0:
             raise ValueError(f"num_workers={num_workers} and timeout_s={timeout_s} must be positive")
         self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
-        self.num_timeouts = self.num_errors = 0  # verdicts with that status
-        self.num_restarts = 0  # workers replaced
+        self.num_timeouts = self.num_errors = self.num_restarts = 0  # verdicts, verdicts, children replaced
         self._queue = deque()  # items not yet sent: (key, kind, completion, answer)
         self._verdicts: dict[Hashable, Verdict | None] = {}  # in submit order; None while outstanding
         self._workers = [self._start() for _ in range(num_workers)]
@@ -229,6 +211,7 @@ class RewardPool:
 
     def poll(self) -> int:
         """Moves what the pipes take and hold, without waiting; the number of items still without verdict."""
+        self._send()  # first, so that nobody is called silent who waited for the rest of a long item
         for worker in list(self._workers):
             self._receive(worker)
         self._send()
@@ -250,6 +233,7 @@ class RewardPool:
         """Kills the workers; items without verdict are dropped."""
         while self._workers:
             _stop(self._workers.pop().process)
+        self._queue, self._verdicts = deque(), {}
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -258,15 +242,13 @@ class RewardPool:
         self.close()
 
     def _start(self) -> _Worker:
-        # No LD_PRELOAD and no PYTHON* switches of the caller; a fixed hash seed, because sympy's order of terms
-        # can follow hashes.
+        # No LD_PRELOAD, no PYTHON* switches of the caller. sympy's order of terms can follow the hash seed.
         keep = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
         env = {name: os.environ[name] for name in keep if name in os.environ} | {"PYTHONHASHSEED": "0"}
-        command = [sys.executable, os.path.abspath(__file__)]
-        command += ["--worker", str(self.timeout_s), str(self.memory_bytes)]
+        command = [sys.executable, __file__, "--worker", str(self.timeout_s), str(self.memory_bytes)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=env)
-        os.set_blocking(process.stdin.fileno(), False)
-        os.set_blocking(process.stdout.fileno(), False)
+        for pipe in (process.stdin, process.stdout):
+            os.set_blocking(pipe.fileno(), False)
         return _Worker(process)
 
     def _send(self) -> None:
@@ -275,11 +257,9 @@ class RewardPool:
             worker = min(self._workers, key=lambda worker: len(worker.sent))
             if len(worker.sent) >= WINDOW:
                 break
-            if not worker.sent:
-                worker.alive_at = time.monotonic()
             worker.sent.append(self._queue.popleft())
             # ASCII JSON: newlines, null bytes and lone surrogates are escaped and come out as they were.
-            worker.unwritten += json.dumps(worker.sent[-1][1:]).encode("ascii") + b"\n"
+            worker.unwritten += json.dumps(worker.sent[-1][1:]).encode() + b"\n"
         for worker in self._workers:
             # A full pipe is for the next call; a dead child shows in _receive, as the end of its replies.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -289,32 +269,27 @@ class RewardPool:
 
     def _receive(self, worker: _Worker) -> None:
         """Books the replies of a worker; replaces it if it has died or gone silent."""
-        data = None
+        verdicts, data = [], None
         with contextlib.suppress(BlockingIOError):
             while data := os.read(worker.process.stdout.fileno(), 1 << 16):
                 *replies, worker.unread = (worker.unread + data).split(b"\n")
-                for reply in replies:
-                    self._book(worker.sent.popleft(), Verdict(*json.loads(reply)))
+                verdicts += [Verdict(*json.loads(reply)) for reply in replies]
                 worker.alive_at = time.monotonic()
-        if data == b"":
+        ended = data == b""
+        silent = not ended and worker.sent and time.monotonic() > worker.alive_at + self.timeout_s + GRACE_S
+        if ended or silent:
             status = _stop(worker.process)
-            loss = (Verdict(0.0, "timeout", f"killed after {self.timeout_s:g} s") if status == -signal.SIGALRM
-                    else _error(f"the worker died with exit status {status}"))
-        elif worker.sent and time.monotonic() > worker.alive_at + self.timeout_s + GRACE_S:
-            _stop(worker.process)
-            loss = Verdict(0.0, "timeout", f"the worker was silent until {GRACE_S:g} s past the limit")
-        else:
-            return
-        self._workers[self._workers.index(worker)] = self._start()
-        self.num_restarts += 1
-        if worker.sent:
-            self._book(worker.sent.popleft(), loss)
+            late = Verdict(0.0, "timeout", f"killed after the limit of {self.timeout_s:g} s")
+            dead = Verdict(0.0, "error", f"the worker died with exit status {status}")
+            verdicts.append(late if silent or status == -signal.SIGALRM else dead)
+            self._workers[self._workers.index(worker)] = self._start()
+            self.num_restarts += 1
+        for verdict in verdicts[:len(worker.sent)]:  # an idle worker that dies costs no item
+            self._verdicts[worker.sent.popleft()[0]] = verdict
+            self.num_timeouts += verdict.status == "timeout"
+            self.num_errors += verdict.status == "error"
+        if ended or silent:
             self._queue.extendleft(reversed(worker.sent))
-
-    def _book(self, item: tuple, verdict: Verdict) -> None:
-        self._verdicts[item[0]] = verdict
-        self.num_timeouts += verdict.status == "timeout"
-        self.num_errors += verdict.status == "error"
 
 
 def _stop(process: subprocess.Popen) -> int:
@@ -327,32 +302,19 @@ def _stop(process: subprocess.Popen) -> int:
 
 # ---- 3. The pool: the child's side -------------------------------------------------------------------------
 
-def _lines(fd: int) -> Iterator[bytes]:
-    """Lines of a pipe, to its end or the parent's: other children of the parent may hold the pipe open."""
-    parent, rest = os.getppid(), b""
-    while os.getppid() == parent:
-        if not select.select([fd], [], [], 5.0)[0]:
-            continue
-        data = os.read(fd, 1 << 20)
-        if not data:
-            return
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
-
-
 def main() -> None:
     """Answers each line [kind, completion, answer] on stdin by a line [reward, status, detail] on stdout."""
     _, _, timeout_s, memory_bytes = sys.argv  # reward.py --worker TIMEOUT_S MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the end of the parent ends a computation
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have left it ignored or blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)  # whatever a library prints stays out of the replies
-    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes),) * 2)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    # The kernel's default for an alarm is to kill. A caller may have left it ignored or blocked.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    for line in _lines(requests):
+    for line in os.fdopen(requests, "rb"):  # ends when the parent closes it or dies
         kind, completion, answer = json.loads(line)
         if kind == "math":  # a slow import is not the item's fault; verify reports one that fails
             with contextlib.suppress(Exception):
@@ -360,8 +322,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, float(timeout_s))
         verdict = verify(kind, completion, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply = json.dumps([verdict.reward, verdict.status, verdict.detail])
-        os.write(replies, reply.encode("ascii") + b"\n")
+        os.write(replies, json.dumps([verdict.reward, verdict.status, verdict.detail]).encode() + b"\n")
 
 
 if __name__ == "__main__":

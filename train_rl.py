@@ -33,6 +33,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -41,7 +42,6 @@ from typing import Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import yaml
@@ -54,6 +54,7 @@ from transformers import AutoTokenizer
 
 import moe_model
 from data.prompts import Prompt, check_disjoint, load_prompts
+from experiments.summary import plot_curves, print_summary
 from moe_model import Policy, pack
 from reward import KINDS, RewardPool, Verdict
 from rollout import Completion, Request, RolloutEngine
@@ -177,8 +178,10 @@ class StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: Path) -> dict:
+def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
     """The settings of a YAML file over those of the file its top-level `base` names (relative to it)."""
+    if path.resolve() in above:
+        raise ValueError(f"{path}: its `base` leads back to itself")
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
     try:
@@ -188,7 +191,7 @@ def read_yaml(path: Path) -> dict:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected sections such as `train:`, found a {type(values).__name__}")
     base = values.pop("base", None)
-    return merge(read_yaml(path.parent / base), values) if base else values
+    return merge(read_yaml(path.parent / base, (*above, path.resolve())), values) if base else values
 
 
 def merge(below: dict, above: dict) -> dict:
@@ -681,12 +684,7 @@ def save_checkpoint(folder: Path, engine, tokenizer, state: TrainState, config: 
     try:
         aside.mkdir(parents=True, exist_ok=True)
         moe_model.save_hf(engine.module, aside / "model")
-        optimizer = engine.optimizer.optimizer  # torch's AdamW over this rank's float32 partitions
-        shard = {
-            "masters": [p.detach().cpu() for group in optimizer.param_groups for p in group["params"]],
-            "optimizer": optimizer.state_dict(),
-            "torch_rng": torch.get_rng_state(),
-        }
+        shard = {"optimizer": moe_model.optimizer_shard(engine), "torch_rng": torch.get_rng_state()}
         torch.save(shard, aside / f"rank_{rank:05d}.pt")
         if rank == 0:
             tokenizer.save_pretrained(aside / "model")
@@ -749,41 +747,6 @@ def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
     return found[-1], record
 
 
-def restore_optimizer(engine, folder: Path) -> None:
-    """Float32 weights, optimizer state and random state of this rank, bit for bit."""
-    shard = torch.load(folder / f"rank_{dist.get_rank():05d}.pt", map_location="cpu", weights_only=True)
-    optimizer = engine.optimizer.optimizer
-    masters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, saved in zip(masters, shard["masters"], strict=True):
-        parameter.data.copy_(saved)
-    optimizer.load_state_dict(shard["optimizer"])
-    torch.set_rng_state(shard["torch_rng"])
-
-
-def plot_curves(run_dir: Path) -> Path:
-    """run_dir/curves.png: training reward and held-out accuracy over generated tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    steps = [row for row in rows if "reward" in row]
-    axes.plot([r["generated_tokens"] / 1e3 for r in steps], [r["reward"] for r in steps], alpha=0.35, label="reward")
-    names = sorted({n for row in rows for n in row if n.startswith("eval/") and n.split("/")[-1].count("_at_")})
-    names += sorted({n for row in rows for n in row if n.endswith("/accuracy")})
-    for name in names:
-        points = [(row["generated_tokens"] / 1e3, row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points), marker="o", label=name.removeprefix("eval/"))
-    axes.set(xlabel="generated tokens (thousands)", ylabel="reward, accuracy", ylim=(0, 1.02))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(run_dir / "curves.png", dpi=120)
-    plt.close(figure)
-    return run_dir / "curves.png"
-
-
 def write_summary(run_dir: Path, state: TrainState) -> None:
     """run_dir/summary.json. Evaluation figures are means over the held-out sets; peak_rss_bytes sums the ranks."""
     peak_rss = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024), dtype=torch.float64)
@@ -812,58 +775,9 @@ def write_summary(run_dir: Path, state: TrainState) -> None:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
 
 
-def print_summary(run_dir: Path) -> None:
-    """The summary of a finished run, for people."""
-    summary = json.loads((run_dir / "summary.json").read_text())
-    print(f"\n{run_dir}: {summary['num_steps']} steps, {summary['generated_tokens']:,} generated tokens")
-    for name, text in (
-        ("accuracy", "accuracy, greedy"), ("avg_at_8", "pass@1 (mean of 8 samples)"), ("pass_at_8", "pass@8"),
-    ):  # fmt: skip
-        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
-        if before is not None and after is not None:
-            print(f"  {text:<28} {before:6.3f} -> {after:.3f}   held-out problems")
-    for name, before in summary["accuracy_by_difficulty_before"].items():
-        level = name.rsplit("_", 1)[1]
-        print(f"    difficulty {level:<16} {before:6.3f} -> {summary['accuracy_by_difficulty_after'][name]:.3f}")
-    print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
-    print(f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens")
-    total = sum(summary["seconds_by_phase"].values())
-    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
-    print(f"  seconds                      {total:6.1f}   {phases}")
-    print(f"  peak memory of all ranks     {summary['peak_rss_bytes'] / 2**30:6.2f}   GiB")
-    for name, text in (
-        ("curves.png", "reward and accuracy"), ("tensorboard", "tensorboard --logdir"), ("metrics.jsonl", "every metric"),
-        ("model", "the trained policy, Hugging Face format"), ("checkpoints", "to resume from"),
-    ):  # fmt: skip
-        print(f"  {run_dir / name}: {text}")
-
-
 # ======================================================================================================================
 # 9 Main
 # ======================================================================================================================
-def deepspeed_config(config: Config) -> dict:
-    """ZeRO with torch's AdamW (no compiler needed), one step() per update after any number of backward()."""
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
-        "zero_optimization": {"stage": config.train.zero_stage},
-        "gradient_clipping": config.train.max_grad_norm,
-        "optimizer": {
-            "type": "AdamW",
-            "params": {
-                "lr": config.train.learning_rate,
-                "betas": list(config.train.betas),
-                "weight_decay": config.train.weight_decay,
-                "torch_adam": True,
-            },
-        },
-    }
-    if config.model.dtype == "bfloat16":
-        settings |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    return settings
-
-
 def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[list[int]]:
     """Token ids of each prompt; ValueError naming a prompt that is empty or too long."""
     prompt_ids = tokenizer([p.text for p in prompts])["input_ids"]
@@ -1025,10 +939,12 @@ def main(config: Config) -> None:
         sampler = build_sampler(config, weights, hf_config)
         dist.barrier()
         policy = build_policy(config, weights, group, device)
-        engine, *_ = deepspeed.initialize(model=policy, config=deepspeed_config(config))
+        engine = moe_model.deepspeed_engine(policy, config.train)
         reference = build_policy(config, config.model.path, group, device) if config.algorithm.kl_coef > 0 else None
         if found and config.checkpoint.resume == "auto":
-            restore_optimizer(engine, found)
+            shard = torch.load(found / f"rank_{rank:05d}.pt", map_location="cpu", weights_only=True)
+            moe_model.load_optimizer_shard(engine, shard["optimizer"])
+            torch.set_rng_state(shard["torch_rng"])
         if found:
             say(f"resumed from {found}")
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": state.step + 1}})
@@ -1154,6 +1070,7 @@ def run(argv: list[str]) -> int:
     for name, value in {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)
     run_dir = None
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # names that libraries should change
     try:
         config = load_config(argv)
         run_dir = Path(config.run.dir)
@@ -1162,7 +1079,7 @@ def run(argv: list[str]) -> int:
     except (ValueError, RuntimeError) as error:
         # ValueErrors come from settings and files, the same on all ranks: one of them speaks.
         if rank == 0 or isinstance(error, RuntimeError):
-            print(f"\nerror: {error}" if rank == 0 else f"\nerror on rank {rank}: {error}", file=sys.stderr)
+            print(f"\nerror on rank {rank}: {error}\n", file=sys.stderr)
         if run_dir is not None and run_dir.is_dir() and os.access(run_dir, os.W_OK):
             (run_dir / f"error_rank_{rank}.txt").write_text(traceback.format_exc())
         return 2

@@ -2,13 +2,14 @@
 
     python -m data.tiny            makes data/built/tiny/{model,train.jsonl,test.jsonl}; a second call does nothing
 
-Task. "21+43=" -> "64": numbers are written with the least significant digit first, so a carry is known when it is
-needed. Difficulty is the number of digits of the longer operand, 1 to 6.
+Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty. They are
+written with the least significant digit first, so that a carry is known when it is needed, and padded to one width, so
+that a digit always stands at the same place. The sum has one digit more than the operands.
 
 Warm start. A tiny model has no latent knowledge for RL to amplify, so it is trained on a corpus of mixed quality, as the
 corpus of a base model is: most answers forget every carry. It then answers wrongly by habit and rightly now and then
-(pass@8 far above pass@1). Longer numbers are rarer in the corpus, and the longest are absent: some prompts are solved
-from the start, some are out of reach, and both kinds of zero-variance groups occur.
+(pass@8 far above pass@1). Longer numbers are rarer in the corpus and a sum of many digits has more places to go wrong:
+some prompts are solved from the start, some are out of reach, and both kinds of zero-variance groups occur.
 """
 
 import argparse
@@ -32,19 +33,20 @@ class Recipe:
     """All that decides the built files; its hash, with that of this file's text, is the cache key."""
 
     seed: int = 0
-    max_digits: int = 6  # difficulty range of train.jsonl and test.jsonl
-    train_per_difficulty: int = 2000  # distinct problems; 1 digit has only 100, 2 digits 8,100
+    max_digits: int = 5  # difficulty range of train.jsonl and test.jsonl
+    train_per_difficulty: int = 2000  # distinct problems; 1 digit has only 100 in all
     test_per_difficulty: int = 100
-    corpus_weights: tuple[float, ...] = (0.1, 0.25, 0.3, 0.25, 0.1, 0.0)  # share of each difficulty in the warm start
-    forget_carry_frac: float = 0.7  # share of corpus answers that add digit by digit without any carry
-    steps: int = 700
-    batch_size: int = 256  # problems per warm-start step
+    corpus_weights: tuple[float, ...] = (0.1, 0.25, 0.3, 0.25, 0.1)  # share of each difficulty in the warm start
+    forget_carry_frac: float = 0.65 # share of corpus answers that add digit by digit without any carry
+    steps: int = 600
+    batch_size: int = 128  # problems per warm-start step
     learning_rate: float = 3e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
     hidden_size: int = 128
     num_layers: int = 2
     num_experts: int = 8
     experts_per_token: int = 2
     expert_width: int = 128
+    initializer_range: float = 0.09  # 1 / sqrt(hidden_size); the usual 0.02 learns nothing in 600 steps
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -64,34 +66,17 @@ def build_tokenizer():
     )
 
 
-def digits_of(number: int) -> str:
-    """Decimal digits, least significant first."""
-    return str(number)[::-1]
+def problem(a: int, b: int, digits: int, width: int) -> dict:
+    """The addition of two numbers of `digits` digits as a row of the prompt files."""
+    left, right = (f"{n:0{digits}d}"[::-1].ljust(width) for n in (a, b))
+    answer = f"{a + b:0{digits + 1}d}"[::-1]
+    return {"prompt": f"{left}+{right}=", "answer": answer, "kind": "exact", "difficulty": digits}
 
 
-def problem(a: int, b: int) -> dict:
-    """One addition as a row of the prompt files."""
-    return {
-        "prompt": f"{digits_of(a)}+{digits_of(b)}=",
-        "answer": digits_of(a + b),
-        "kind": "exact",
-        "difficulty": max(len(str(a)), len(str(b))),
-    }
-
-
-def answer_without_carry(a: int, b: int) -> str:
+def answer_without_carry(a: int, b: int, digits: int) -> str:
     """Digit-wise sum modulo 10: the mistake that most of the corpus makes."""
-    width = max(len(str(a)), len(str(b)))
-    left, right = digits_of(a).ljust(width, "0"), digits_of(b).ljust(width, "0")
-    return "".join(str((int(x) + int(y)) % 10) for x, y in zip(left, right))
-
-
-def sample_operands(rng: np.random.Generator, digits: int) -> tuple[int, int]:
-    """Two numbers, the longer of exactly `digits` digits, the other of at least one."""
-    longer = int(rng.integers(0 if digits == 1 else 10 ** (digits - 1), 10**digits))
-    other_digits = int(rng.integers(max(1, digits - 1), digits + 1))
-    other = int(rng.integers(0 if other_digits == 1 else 10 ** (other_digits - 1), 10**other_digits))
-    return (longer, other) if rng.random() < 0.5 else (other, longer)
+    columns = zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1])
+    return "".join(str((int(x) + int(y)) % 10) for x, y in columns) + "0"
 
 
 def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
@@ -101,8 +86,8 @@ def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
         rng = np.random.default_rng([recipe.seed, digits])
         wanted = recipe.train_per_difficulty + recipe.test_per_difficulty
         rows = {}
-        for _ in range(4 * wanted):  # one digit has fewer distinct problems than wanted: take what there is
-            row = problem(*sample_operands(rng, digits))
+        for a, b in rng.integers(10**digits, size=(4 * wanted, 2)).tolist():  # takes what there is of few digits
+            row = problem(a, b, digits, recipe.max_digits)
             rows.setdefault(row["prompt"], row)
         rows = list(rows.values())[:wanted]
         num_test = min(recipe.test_per_difficulty, len(rows) // 4)
@@ -134,6 +119,7 @@ def build_policy(recipe: Recipe, vocab_size: int):
         norm_topk_prob=True,
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        initializer_range=recipe.initializer_range,
         eos_token_id=1,
         pad_token_id=0,
     )
@@ -155,13 +141,13 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
         prompts, answers = [], []
         while len(prompts) < recipe.batch_size:
             digits = int(rng.choice(recipe.max_digits, p=recipe.corpus_weights)) + 1
-            a, b = sample_operands(rng, digits)
-            row = problem(a, b)
+            a, b = rng.integers(10**digits, size=2).tolist()
+            row = problem(a, b, digits, recipe.max_digits)
             if row["prompt"] in held_out:
                 continue
             forget = rng.random() < recipe.forget_carry_frac
             prompts.append(row["prompt"])
-            answers.append(answer_without_carry(a, b) if forget else row["answer"])
+            answers.append(answer_without_carry(a, b, digits) if forget else row["answer"])
         completions = [ids + [tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min((step + 1) / warmup, 1 - step / recipe.steps)

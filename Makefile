@@ -1,0 +1,39 @@
+# make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
+# make test   install, run every test
+# make bench  seconds per step of the demo's workload, by phase
+#
+# STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
+# PIP_ARGS is passed to pip, for example to point it at a CPU-only build of torch.
+
+PYTHON ?= python3
+STACK  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+REQUIREMENTS = $(if $(filter cpu,$(STACK)),requirements-cpu.txt,requirements.txt)
+BIN    = .venv/bin
+STAMP  = .venv/installed-$(STACK)
+
+# One thread per rank: two ranks share two cores, and torchrun would set it anyway, with a warning.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test bench install
+install: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m data.tiny
+	$(BIN)/torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest tests -q --durations=15
+
+bench: $(STAMP)
+	$(BIN)/python -m data.tiny
+	$(BIN)/python experiments/bench_step.py
+
+# torch goes first and alone, so that pip takes the one build asked for. vLLM's CPU build brings torchvision, torchaudio
+# and torchcodec made for CUDA; nothing here uses them, and they break `import transformers` on a machine without CUDA.
+$(STAMP): $(REQUIREMENTS)
+	@echo "installing the $(STACK) stack from $(REQUIREMENTS) into .venv (several minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q $(PIP_ARGS) $$(grep '^torch==' $(REQUIREMENTS))
+	$(BIN)/pip install -q $(PIP_ARGS) -r $(REQUIREMENTS)
+	$(if $(filter cpu,$(STACK)),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec)
+	touch $@

@@ -1,0 +1,65 @@
+"""What a finished run shows: a summary for people and a plot.
+
+    python -m experiments.summary runs/demo        print it again
+"""
+
+import json
+import sys
+from pathlib import Path
+
+
+def print_summary(run_dir: Path) -> None:
+    """The summary of a finished run, for people."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    print(f"\n{run_dir}: {summary['num_steps']} steps, {summary['generated_tokens']:,} generated tokens")
+    for name, text in (
+        ("accuracy", "accuracy, greedy"), ("avg_at_8", "pass@1 (mean of 8 samples)"), ("pass_at_8", "pass@8"),
+    ):  # fmt: skip
+        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
+        if before is not None and after is not None:
+            print(f"  {text:<28} {before:6.3f} -> {after:.3f}   held-out problems")
+    for name, before in summary["accuracy_by_difficulty_before"].items():
+        level = name.rsplit("_", 1)[1]
+        print(f"    difficulty {level:<16} {before:6.3f} -> {summary['accuracy_by_difficulty_after'][name]:.3f}")
+    print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
+    print(f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens")
+    total = sum(summary["seconds_by_phase"].values())
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
+    print(f"  seconds                      {total:6.1f}   {phases}")
+    print(f"  peak memory of all ranks     {summary['peak_rss_bytes'] / 2**30:6.2f}   GiB")
+    for name, text in (
+        ("curves.png", "reward and accuracy"), ("tensorboard", "tensorboard --logdir"), ("metrics.jsonl", "every metric"),
+        ("model", "the trained policy, Hugging Face format"), ("checkpoints", "to resume from"),
+    ):  # fmt: skip
+        print(f"  {run_dir / name}: {text}")
+
+
+def plot_curves(run_dir: Path) -> Path:
+    """run_dir/curves.png: training reward and held-out accuracy over generated tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps = [row for row in rows if "reward" in row]
+    axes.plot([r["generated_tokens"] / 1e3 for r in steps], [r["reward"] for r in steps], alpha=0.35, label="reward")
+    names = sorted({n for row in rows for n in row if n.startswith("eval/") and n.split("/")[-1].count("_at_")})
+    names += sorted({n for row in rows for n in row if n.endswith("/accuracy")})
+    for name in names:
+        points = [(row["generated_tokens"] / 1e3, row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points), marker="o", label=name.removeprefix("eval/"))
+    axes.set(xlabel="generated tokens (thousands)", ylabel="reward, accuracy", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(run_dir / "curves.png", dpi=120)
+    plt.close(figure)
+    return run_dir / "curves.png"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "summary.json").is_file():
+        sys.exit("usage: python -m experiments.summary RUN_DIR   (a folder with summary.json, written when a run ends)")
+    plot_curves(Path(sys.argv[1]))
+    print_summary(Path(sys.argv[1]))

@@ -1,0 +1,334 @@
+"""What test_model.py runs on several ranks, and the tiny models and batches that both sides share.
+
+    torchrun --nproc-per-node=W tests/model_worker.py FOLDER SECTION...
+
+FOLDER/start is a checkpoint that the test wrote. Each section stores FOLDER/<section>-<W>-<rank>.pt; the test compares.
+"""
+
+import copy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import moe_model  # before deepspeed: it picks the CPU quietly
+
+import deepspeed  # isort: skip
+
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain matrix products, a loop over experts
+TIMEOUT_S = 60
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Models and batches
+# ----------------------------------------------------------------------------------------------------------------------
+def tiny_config(kind: str):
+    """Sizes are pairwise different, so that a transposed or swapped dimension does not go unnoticed."""
+    sizes = dict(
+        vocab_size=53, hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500.0}, tie_word_embeddings=False,
+        num_hidden_layers=3, max_position_embeddings=64,
+    )  # fmt: skip
+    experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
+    if kind == "moe":  # layer 1 is dense
+        return Qwen3MoeConfig(**sizes | experts, mlp_only_layers=[1])
+    if kind == "moe_other":  # layer 0 is dense
+        changed = dict(norm_topk_prob=False, tie_word_embeddings=True, attention_bias=True, num_hidden_layers=2)
+        return Qwen3MoeConfig(**sizes | experts | changed, decoder_sparse_step=2)
+    if kind == "dense":
+        return Qwen3Config(**sizes)
+    assert kind == "dense_tied"
+    return Qwen3Config(**sizes | dict(tie_word_embeddings=True, attention_bias=True))
+
+
+def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32):
+    """transformers' model with weights large enough that attention, routing and logits are far from uniform."""
+    config = tiny_config(kind)
+    classes = {"qwen3_moe": Qwen3MoeForCausalLM, "qwen3": Qwen3ForCausalLM}
+    model = classes[config.model_type]._from_config(copy.deepcopy(config), dtype=torch.float32, **EAGER)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.25 * noise)
+    return model.to(dtype).eval()
+
+
+def tiny_batch(vocab_size: int = 53) -> SimpleNamespace:
+    """Six sequences: prompts of 1 to 12 tokens, completions of 0, 1 and more, and a weight for every target.
+
+    The weights play the advantages. There are two sets of them, for two optimizer steps.
+    """
+    generator = torch.Generator().manual_seed(7)
+    lengths = [(5, 4), (1, 6), (7, 1), (2, 9), (3, 3), (12, 0)]
+    tokens = [[torch.randint(vocab_size, (n,), generator=generator).tolist() for n in pair] for pair in lengths]
+    return SimpleNamespace(
+        prompt_ids=[p for p, _ in tokens],
+        completion_ids=[c for _, c in tokens],
+        weights=[[torch.randn(len(c), generator=generator) for _, c in tokens] for _ in range(2)],
+        num_targets=sum(len(c) for _, c in tokens),
+    )
+
+
+# Micro-batches of every rank by world size. Ranks hold different numbers of sequences; [] is the dummy that keeps the
+# number of collectives equal; sequence 5 has no target, so the micro-batch of it alone has none either.
+MICRO_BATCHES = {
+    1: [[[0, 1], [2, 3, 5], [4]]],
+    2: [[[0, 1, 5], [2, 3]], [[4], []]],
+    4: [[[0, 1], [2]], [[3], []], [[4], []], [[5], []]],
+}
+
+
+def collect(named) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def policy_from(folder: Path, ep_size: int) -> moe_model.Policy:
+    config = moe_model.load_config(folder)
+    group = moe_model.create_expert_parallel_group(ep_size, moe_model.num_experts_of(config))
+    policy = moe_model.Policy(config, group)
+    moe_model.load_hf(policy, folder)
+    return policy
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizer steps
+# ----------------------------------------------------------------------------------------------------------------------
+SGD = {"type": "SGD", "params": {"lr": 1.0}}
+ADAMW_OPTIONS = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
+ADAMW = {"type": "AdamW", "params": ADAMW_OPTIONS | {"torch_adam": True}}
+MAX_GRAD_NORM = 0.1  # the test asserts that the true norm is several times larger
+STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, checkpoint to start from)
+    1: [(1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start")],
+    2: [
+        (1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start"), (1, 1, "sgd", "dense"),
+        (2, 1, "sgd", "start"), (2, 2, "sgd", "start"), (2, 1, "adamw", "start"),
+    ],
+    4: [(2, 1, "sgd", "start"), (2, 2, "sgd", "start")],
+}  # fmt: skip
+
+
+def initialize(model, optimizer: str, zero_stage: int, **more):
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "managed_gradient_accumulation": False,
+            "zero_optimization": {"stage": zero_stage},
+            "zero_allow_untested_optimizer": True,  # SGD
+            "gradient_clipping": MAX_GRAD_NORM,
+            "optimizer": {"sgd": SGD, "adamw": ADAMW}[optimizer],
+        }
+        | more,
+    )
+    return engine
+
+
+def take_step(engine, batch, step: int) -> float:
+    """One optimizer step of the whole world on the batch; returns the norm of the gradient before clipping."""
+    world_size = dist.get_world_size()
+    for rows in MICRO_BATCHES[world_size][dist.get_rank()]:
+        if rows:
+            packed = moe_model.pack([batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows], "cpu")
+            weights = torch.cat([batch.weights[step][i] for i in rows])
+        else:
+            packed, weights = moe_model.pack([[0]], [[0]], "cpu"), torch.zeros(1)
+        logprobs, _, _ = engine(packed)
+        # DeepSpeed averages gradients over the ranks; this makes the sum over ranks a mean over all targets.
+        loss = -(weights * logprobs).sum() * world_size / batch.num_targets
+        engine.backward(loss, scale_wrt_gas=False)
+    engine.step()
+    return float(engine.get_global_grad_norm())
+
+
+def steps(folder: Path) -> dict:
+    results = {}
+    for case in STEP_CASES[dist.get_world_size()]:
+        ep_size, zero_stage, optimizer, start = case
+        policy = policy_from(folder / start, ep_size)
+        engine = initialize(policy, optimizer, zero_stage)
+        norms = [take_step(engine, tiny_batch(), step) for step in range(2 if optimizer == "adamw" else 1)]
+        results[case] = {"norms": norms, "parameters": collect(policy.named_parameters())}
+        engine.destroy()
+    return results
+
+
+def autoep(folder: Path) -> dict:
+    """The step of steps() by DeepSpeed's own expert parallelism on transformers' model, a sequence at a time."""
+    batch, world_size = tiny_batch(), dist.get_world_size()
+    rows_of = [sum(micro_batches, []) for micro_batches in MICRO_BATCHES[world_size]]
+    own = rows_of[dist.get_rank()]
+    model = Qwen3MoeForCausalLM.from_pretrained(folder / "start", attn_implementation="eager")
+    settings = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe"}
+    engine = initialize(model, "sgd", 1, expert_parallel=settings)
+    for i in own + [None] * (max(map(len, rows_of)) - len(own)):
+        prompt, completion = (batch.prompt_ids[i], batch.completion_ids[i]) if i is not None else ([0], [])
+        logp = engine(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0].log_softmax(-1)
+        chosen = logp[torch.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)), completion]
+        loss = (-(batch.weights[0][i] * chosen).sum() if completion else 0.0 * logp.sum()) * world_size
+        engine.backward(loss / batch.num_targets, scale_wrt_gas=False)
+    engine.step()
+    return {"norm": float(engine.get_global_grad_norm()), "parameters": collect(model.named_parameters())}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pieces of expert parallelism, at EP = 2
+# ----------------------------------------------------------------------------------------------------------------------
+def group_errors(folder: Path) -> dict:
+    messages = {}
+    for ep_size, num_experts in [(3, 8), (4, 8), (2, 9), (2, 0)]:
+        try:
+            moe_model.create_expert_parallel_group(ep_size, num_experts)
+        except ValueError as error:
+            messages[ep_size, num_experts] = str(error)
+    group = moe_model.create_expert_parallel_group(2, 8)
+    return {
+        "messages": messages,
+        "dense": moe_model.create_expert_parallel_group(1, 0),
+        "ranks": dist.get_process_group_ranks(group),
+    }
+
+
+def all_to_all(folder: Path) -> dict:
+    """Rank r sends SEND_ROWS[r][s] rows to rank s; the loss weighs what arrives."""
+    group = moe_model.create_expert_parallel_group(2, 8)
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+    send_rows, recv_rows = SEND_ROWS[rank], [rows[rank] for rows in SEND_ROWS]
+    x = torch.randn(sum(send_rows), 3, generator=generator).requires_grad_()
+    received = moe_model.AllToAll.apply(x, recv_rows, send_rows, group)
+    loss_weights = torch.randn(received.shape, generator=generator)
+    (received * loss_weights).sum().backward()
+    return {"x": x.detach(), "received": received.detach(), "loss_weights": loss_weights, "grad": x.grad}
+
+
+SEND_ROWS = [[2, 3], [0, 1]]
+DISPATCH_CASES = {  # tokens on (rank 0, rank 1), experts per token, experts that may be chosen (None: the router decides)
+    "live": ((5, 3), 3, None),
+    "one_expert": ((5, 3), 1, [5]),
+    "rank_1_receives_nothing": ((4, 6), 2, [0, 1, 2, 3]),
+    "rank_0_receives_nothing": ((4, 6), 2, [6, 7]),
+    "rank_1_sends_nothing": ((4, 0), 2, None),
+}
+
+
+def dispatch_inputs(case: str) -> SimpleNamespace:
+    """Weights of a whole MoE layer and, for each of two ranks, tokens, forced experts and a weight for each output."""
+    num_tokens, top_k, allowed = DISPATCH_CASES[case]
+    config, generator = tiny_config("moe"), torch.Generator().manual_seed(11)
+    width, hidden, num_experts = config.moe_intermediate_size, config.hidden_size, config.num_experts
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def choice() -> list[int]:
+        return [allowed[i] for i in torch.randperm(len(allowed), generator=generator)[:top_k]]
+
+    return SimpleNamespace(
+        top_k=top_k,
+        gate=0.5 * normal(num_experts, hidden),
+        gate_up_proj=0.3 * normal(num_experts, 2 * width, hidden),
+        down_proj=0.3 * normal(num_experts, hidden, width),
+        x=[normal(n, hidden) for n in num_tokens],
+        loss_weights=[normal(n, hidden) for n in num_tokens],
+        replay_ids=[torch.tensor([choice() for _ in range(n)]) for n in num_tokens] if allowed else [None, None],
+    )
+
+
+def dispatch(folder: Path) -> dict:
+    group, rank = moe_model.create_expert_parallel_group(2, 8), dist.get_rank()
+    results = {}
+    for case in DISPATCH_CASES:
+        inputs, config = dispatch_inputs(case), tiny_config("moe")
+        config.num_experts_per_tok = inputs.top_k
+        block = moe_model.MoEBlock(config, group)
+        with torch.no_grad():
+            block.gate.weight.copy_(inputs.gate)
+            block.experts.gate_up_proj.copy_(inputs.gate_up_proj[4 * rank : 4 * rank + 4])
+            block.experts.down_proj.copy_(inputs.down_proj[4 * rank : 4 * rank + 4])
+        x = inputs.x[rank].clone().requires_grad_()
+        y, _ = block(x, inputs.replay_ids[rank])
+        (y * inputs.loss_weights[rank]).sum().backward()
+        results[case] = {"y": y.detach(), "x_grad": x.grad, **collect((n, p.grad) for n, p in block.named_parameters())}
+    return results
+
+
+def recomputed_and_replayed(folder: Path) -> dict:
+    """Log-probabilities and gradients of a policy at EP = 2: plainly, with checkpointed layers, with replayed routes."""
+    batch, rank = tiny_batch(), dist.get_rank()
+    rows = MICRO_BATCHES[2][rank][0]
+    packed = moe_model.pack([batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows], "cpu")
+    policy = policy_from(folder / "start", ep_size=2)
+    results, recorded = {}, None
+    for name in ("plain", "checkpointed", "replayed", "both"):
+        policy.activation_checkpointing = name in ("checkpointed", "both")
+        logprobs, _, layer_ids = policy(packed, replay_ids_TLK=recorded if name in ("replayed", "both") else None)
+        policy.zero_grad()
+        logprobs.sum().backward()
+        results[name] = {"logprobs": logprobs.detach(), **collect((n, p.grad) for n, p in policy.named_parameters())}
+        recorded = recorded if recorded is not None else stack_routes(layer_ids)
+    return results
+
+
+def stack_routes(layer_ids: list) -> torch.Tensor:
+    """[T, L, K] in the sampler's type; dense layers hold zeros, as the sampler returns them."""
+    some = next(ids for ids in layer_ids if ids is not None)
+    return torch.stack([torch.zeros_like(some) if ids is None else ids for ids in layer_ids], dim=1).to(torch.uint8)
+
+
+class ListingFile:
+    """safe_open that notes whose contents are read; shapes come from the header and cost nothing."""
+
+    read: list[str] = []
+
+    def __init__(self, *arguments, **options):
+        self.file = SAFE_OPEN(*arguments, **options)
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_slice(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(get_shape=self.file.get_slice(name).get_shape)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        self.read.append(name)
+        return self.file.get_tensor(name)
+
+
+SAFE_OPEN = moe_model.safe_open
+
+
+def weights(folder: Path) -> dict:
+    """Load at any EP, list what was read, gather for the sampler, save to FOLDER/saved, start from random weights."""
+    world_size = dist.get_world_size()
+    moe_model.safe_open = ListingFile
+    policy = policy_from(folder / "start", ep_size=2)
+    moe_model.safe_open = SAFE_OPEN
+    results = {"read": list(ListingFile.read), "parameters": collect(policy.named_parameters())}
+    results["hf_tensors"] = [(name, tensor.clone()) for name, tensor in moe_model.hf_tensors(policy)]
+    moe_model.save_hf(policy, folder / f"saved_{world_size}")
+    moe_model.save_hf(policy, folder / f"saved_bf16_{world_size}", torch.bfloat16)
+    moe_model.random_weights(policy, seed=3)
+    return results | {"random": collect(policy.named_parameters())}
+
+
+SECTIONS = [steps, autoep, group_errors, all_to_all, dispatch, recomputed_and_replayed, weights]
+
+
+def main() -> None:
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    moe_model.init_distributed(TIMEOUT_S)
+    for section in SECTIONS:
+        if section.__name__ in names:
+            file = folder / f"{section.__name__}-{dist.get_world_size()}-{dist.get_rank()}.pt"
+            torch.save(section(folder), file)
+    dist.barrier()  # leaving while a neighbour still talks aborts it
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,465 @@
+"""reward.py: reference data verify against themselves; the pool survives text and children that misbehave.
+
+Nothing is stubbed: math-verify and the child processes are the real ones.
+"""
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import reward
+from reward import KINDS, RewardPool, Verdict, verify
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
+SLOW = ["9^{9^{9^9}}", "99999999!", r"\prod_{k=1}^{10^7} k", r"\binom{10^9}{5\cdot 10^8}"]
+HANGS = r"\boxed{9^{9^{9^9}}}"  # sympy multiplies it out, inside C, for longer than anybody waits
+
+
+def rows(name: str) -> list[dict]:
+    path = DATA / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"needs {path}")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def score(items: list[tuple[str, str, str]], **options) -> list[Verdict]:
+    """Verdicts of (kind, completion, answer) from a pool of two."""
+    with RewardPool(2, **options) as pool:
+        for index, item in enumerate(items):
+            pool.submit(index, *item)
+        return list(pool.collect().values())
+
+
+def children(parent: int) -> list[int]:
+    """Process ids of the living children of a process, oldest first."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if int(ppid) == parent and state != "Z":
+            found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition, seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+# ---- the kinds ---------------------------------------------------------------------------------------------
+
+CASES = [
+    ("exact", " abc\n", "abc", OK),
+    ("exact", "abc", "abd", WRONG),
+    ("exact", "Abc", "abc", WRONG),
+    ("exact", " \n", "abc", NO_ANSWER),
+    ("numeric", "first 7, then 1,234,567.50 dollars", "1234567.5", OK),
+    ("numeric", "it is -$5", "-5", OK),
+    ("numeric", "it is \u22125", "-5", OK),
+    ("numeric", "8-5", "5", OK),
+    ("numeric", "x = -5", "5", WRONG),
+    ("numeric", "50%", "50", OK),
+    ("numeric", "1.5e3", "1500", OK),
+    ("numeric", ".5", "0.50", OK),
+    ("numeric", "1,2,3", "3", OK),
+    ("numeric", "1,2345", "12345", WRONG),
+    ("numeric", "version 3.1.4", "4", OK),
+    ("numeric", "0.3333333", "0.333333333", OK),
+    ("numeric", "0.3333", "0.333333333", WRONG),
+    ("numeric", "10000001", "10000000", WRONG),
+    ("numeric", "0.0000001", "0", WRONG),
+    ("numeric", "-0", "0", OK),
+    ("numeric", "none", "5", NO_ANSWER),
+    ("numeric", "\u0665", "5", NO_ANSWER),
+    ("numeric", "\x005\x00", "5", OK),
+    ("numeric", "1e999999999", "1e999999999", OK),
+    ("numeric", "1e999999999", "5.5", WRONG),
+    ("numeric", "1e-999999999", "5.5", WRONG),
+    ("gsm8k", "3 + 4 = 7\n#### 7", "so <<3+4=7>>7\n#### 7", OK),
+    ("gsm8k", "#### 8 no, #### 7", "7", OK),
+    ("gsm8k", "#### 7 no, #### 8", "7", WRONG),
+    ("gsm8k", "#### $70,000.00", "70000", OK),
+    ("gsm8k", "the answer is 7", "7", NO_ANSWER),
+    ("gsm8k", "7 ####", "7", NO_ANSWER),
+    ("math", r"thus \boxed{\dfrac{1}{2}}", "0.5", OK),
+    ("math", r"first \boxed{3}, finally \boxed{4}", "4", OK),
+    ("math", r"first \boxed{4}, finally \boxed{3}", "4", WRONG),
+    ("math", r"\boxed{4} and then \boxed{\frac{1}{", "4", OK),
+    ("math", r"\boxed{\boxed{4}}", "4", OK),
+    ("math", r"\fbox{4}", "4", OK),
+    ("math", r"\boxed{4.}", "4", OK),
+    ("math", r"\boxed{\left\{ 1, 2 \right\}}", r"\{2, 1\}", OK),
+    ("math", r"\boxed{(x+1)^2}", "x^2+2x+1", OK),
+    ("math", r"\boxed{}", "4", NO_ANSWER),
+    ("math", r"\boxed{7^{7^{7}} \bmod 10}", "10", WRONG),
+    ("math", "The final answer is $4$. I hope it is correct.", "4", OK),
+    ("math", "Therefore x is 4", "4", OK),
+    ("math", "I do not know.", "4", NO_ANSWER),
+    ("math", "", "4", NO_ANSWER),
+    ("math", r"\boxed{" + "{" * 3000 + "4" + "}" * 3000 + "}", "4", WRONG),
+    ("math", "5" * 5000 + "4", "4", NO_ANSWER),
+]
+
+
+@pytest.mark.parametrize("kind, completion, answer, expected", CASES)
+def test_verdicts(kind, completion, answer, expected):
+    assert verify(kind, completion, answer) == expected
+
+
+@pytest.mark.parametrize("kind, answer", [
+    ("exact", "  "), ("numeric", "five"), ("numeric", "1 or 2"), ("gsm8k", "#### "), ("math", " "),
+    ("math", r"\frac{1}{"),
+])
+def test_bad_reference_answer_is_an_error_whatever_the_completion(kind, answer):
+    for completion in ("5", answer, rf"\boxed{{{answer}}}", "#### 5"):
+        verdict = verify(kind, completion, answer)
+        assert (verdict.reward, verdict.status) == (0.0, "error") and "reference answer" in verdict.detail
+
+
+def test_callers_mistakes_raise():
+    with RewardPool() as pool:
+        for call in (verify, lambda *item: pool.submit("key", *item)):
+            with pytest.raises(ValueError, match="'numerc'.*did you mean 'numeric'"):
+                call("numerc", "5", "5")
+            with pytest.raises(TypeError, match="str"):
+                call("exact", 5, "5")
+            with pytest.raises(TypeError, match="str"):
+                call("exact", "5", 5.0)
+        pool.submit("key", "exact", "5", "5")
+        with pytest.raises(ValueError, match="'key'"):
+            pool.submit("key", "exact", "6", "6")
+        assert pool.collect() == {"key": OK}
+        pool.submit("key", "exact", "6", "5")  # collected keys are free again
+        assert pool.collect() == {"key": WRONG}
+        assert pool.collect() == {} and pool.poll() == 0
+    with pytest.raises(ValueError, match="closed"):
+        pool.submit("key", "exact", "5", "5")
+    for options in ({"num_workers": 0}, {"timeout_s": 0}):
+        with pytest.raises(ValueError, match="positive"):
+            RewardPool(**options)
+
+
+def test_import_is_cheap_and_verify_is_quiet():
+    code = ("import sys, reward; assert not {'sympy', 'math_verify', 'torch'} & set(sys.modules);"
+            "reward.verify('exact', 'a', 'a'); assert 'sympy' not in sys.modules;"
+            r"assert reward.verify('math', r'\boxed{\frac{1}{}}', '5').status == 'wrong'")
+    folder = Path(reward.__file__).parent
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
+
+
+# ---- reference data ----------------------------------------------------------------------------------------
+
+def test_gsm8k_reference_answers():
+    answers = [row["answer"] for row in rows("gsm8k_test")]
+    assert len(answers) == 1319
+    right, wrong = [], []
+    for answer in answers:
+        solution, _, number = answer.rpartition("#### ")
+        right.append(("gsm8k", answer, answer))
+        value = int(number.replace(",", ""))
+        corrupted = {str(value + 1), "1" + number, str(-value or 1)}
+        if len(number) > 1 and number[0] != number[1] and number[:2].isdigit():
+            corrupted.add(number[1] + number[0] + number[2:])
+        wrong += [("gsm8k", solution + "#### " + other, answer) for other in corrupted]
+    assert set(score(right)) == {OK}
+    assert len(wrong) > 4000 and set(score(wrong)) == {WRONG}
+
+
+# Reference answers that math-verify does not match with themselves, by data set: none.
+UNMATCHED = {"math500": set(), "aime24": set(), "amc23": set()}
+# Reference solutions whose last box it does not match with the answer: \textbf{(073)} is text to it.
+UNMATCHED_SOLUTIONS = {"math500": set(), "aime24": {"073"}}
+# Reference answers that it matches with a wrong last digit: it drops the base of a number and the power of a
+# unit, and rounds to six decimals.
+MATCHED_ANYWAY = {
+    "math500": {"52_8", "40_9", "2516_8", "4210_{5}", "204_5", "4343_6", ".0000672",
+                r"864 \mbox{ inches}^2", r"15\mbox{ cm}^2"},
+    "aime24": set(),
+    "amc23": set(),
+}
+
+
+@pytest.mark.parametrize("name", UNMATCHED)
+def test_math_reference_answers(name):
+    answers = [str(row["answer"]) for row in rows(name)]
+    verdicts = score([("math", rf"so it is $\boxed{{{answer}}}$.", answer) for answer in answers])
+    assert {answer for answer, verdict in zip(answers, verdicts) if verdict != OK} == UNMATCHED[name]
+
+
+def last_digit_up(answer: str) -> str:
+    return re.sub(r"[0-9](?=[^0-9]*$)", lambda digit: str((int(digit[0]) + 1) % 10), answer)
+
+
+@pytest.mark.parametrize("name", UNMATCHED)
+def test_math_corrupted_answers(name):
+    answers = [answer for row in rows(name) if last_digit_up(answer := str(row["answer"])) != answer]
+    assert len(answers) == {"math500": 489, "aime24": 30, "amc23": 40}[name]
+    verdicts = score([("math", rf"\boxed{{{last_digit_up(answer)}}}", answer) for answer in answers])
+    assert {answer for answer, verdict in zip(answers, verdicts) if verdict != WRONG} == MATCHED_ANYWAY[name]
+
+
+@pytest.mark.parametrize("name", UNMATCHED_SOLUTIONS)
+def test_math_reference_solutions(name):
+    solved = [row for row in rows(name) if r"\boxed" in row["solution"]]
+    assert len(solved) == {"math500": 500, "aime24": 29}[name]
+    verdicts = score([("math", row["solution"], row["answer"]) for row in solved])
+    unmatched = {row["answer"] for row, verdict in zip(solved, verdicts) if verdict != OK}
+    assert unmatched == UNMATCHED_SOLUTIONS[name]
+
+
+# ---- the pool ----------------------------------------------------------------------------------------------
+
+def hostile_items(count: int) -> list[tuple[str, str, str]]:
+    rng = random.Random(0)
+    n = lambda low, high: rng.randint(low, high)
+    templates = [
+        lambda: "",
+        lambda: "9" * n(1, 6000),
+        lambda: f"1e{n(1, 10**9)}",
+        lambda: f"1e-{'9' * n(1, 40)}",
+        lambda: rf"\boxed{{{n(-9, 9)}e{'9' * n(1, 30)}}}",
+        lambda: r"\boxed{" * n(1, 200),
+        lambda: "}" * n(1, 50) + r"\boxed{5" + "{" * n(0, 9) + "}" * n(0, 9),
+        lambda: r"\boxed{" + "{" * (k := n(1, 4)) + "5" + "}" * k + "}",
+        lambda: r"\boxed{" + r"\frac{1}{" * (k := n(1, 6)) + "2" + "}" * k + "}",
+        lambda: r"\boxed{" + r"\sqrt{2+" * (k := n(1, 5)) + "2" + "}" * k + "}",
+        lambda: "\x00" * n(1, 9) + "5" + chr(n(0, 31)) + r"\boxed{" + chr(n(0, 31)) + "5}",
+        lambda: r"\boxed{" + chr(n(0xD800, 0xDFFF)) + "5}" + chr(n(0xD800, 0xDFFF)),
+        lambda: "#### \u202e" + str(n(0, 99)) + "\u202c" + chr(n(0x660, 0x669)),
+        lambda: "".join(chr(n(1, 0xD7FF)) for _ in range(n(1, 60))),
+        lambda: "".join(rng.choice("$\\{}[]()^_&%#0159xyi,.=+- \n") for _ in range(n(1, 40))),
+        lambda: rf"\def\x{{\x\x}}\x $\input{{/etc/passwd}}$ \write18{{exit}} \boxed{{\x}}",
+        lambda: '"], "ok"]\n[1.0, "ok", ""]\n' + "\r\n" * n(1, 5),
+        lambda: r"\boxed{__import__('os')._exit(0)}" + "import os; os._exit(1)",
+        lambda: rf"\boxed{{\frac{{0}}{{0}} + \infty - \infty \cdot {n(0, 9)}}}",
+        lambda: r"\boxed{\begin{pmatrix}" + "1&" * n(1, 20) + r"\\ 2 \end{pmatrix}}",
+        lambda: "$" * n(1, 99) + r"\[" * n(1, 99) + "answer: " * n(1, 99),
+    ]
+    rare = [
+        lambda: "7" * 1_000_000,
+        lambda: r"\boxed{" * 150_000,
+        lambda: "{" * 300_000 + "}" * 300_000,
+        lambda: "1,234 " * 200_000,
+        lambda: "\ud800\x00" * 100_000,
+        lambda: r"\boxed{" + r"\frac{1}{" * 3000 + "5" + "}" * 3000 + "}",
+        lambda: r"\boxed{" + "1+" * 500_000 + "1}",
+    ]
+    answers = {"exact": "5", "numeric": "5", "gsm8k": "so 5\n#### 5", "math": r"\frac{10}{2}"}
+    items = []
+    for index in range(count):
+        kind = rng.choice(KINDS)
+        make = rng.choice(rare if index % 200 == 0 else templates)
+        items.append((kind, make(), answers[kind]))
+    for index, content in enumerate(SLOW):
+        items[(2 * index + 1) * count // 8] = ("math", rf"\boxed{{{content}}}", "5")
+    return items
+
+
+def test_ten_thousand_hostile_completions():
+    items = hostile_items(10_000)
+    with RewardPool(2, timeout_s=2.0) as pool:
+        for key, item in enumerate(items):
+            pool.submit(key, *item)
+        verdicts = pool.collect()
+        assert list(verdicts) == list(range(10_000))
+        statuses = {verdict.status for verdict in verdicts.values()}
+        assert statuses <= {"ok", "wrong", "no_answer", "timeout", "error"}
+        assert all(0 <= verdict.reward <= (verdict.status == "ok") for verdict in verdicts.values())
+        hung = [key for key, verdict in verdicts.items() if verdict.status == "timeout"]
+        assert {1250, 3750, 6250, 8750} <= set(hung)
+        assert len(hung) == pool.num_timeouts == pool.num_restarts <= 8  # no child was lost in another way
+        assert all(items[key][0] == "math" for key in hung)
+        assert pool.num_errors == sum(verdict.status == "error" for verdict in verdicts.values())
+        assert len(children(os.getpid())) == 2
+        for key in range(50):
+            pool.submit(key, "math", r"\boxed{\frac{10}{2}}", "5")
+        assert set(pool.collect().values()) == {OK}
+
+
+def test_pool_agrees_with_verify_in_any_order():
+    for seed in range(2):
+        cases = random.Random(seed).sample(CASES, len(CASES))
+        assert score([case[:3] for case in cases]) == [case[3] for case in cases]
+
+
+def test_timeout_is_not_wrong_and_costs_only_its_item():
+    with RewardPool(1, timeout_s=0.5) as pool:
+        pool.submit("hangs", "math", HANGS, "5")
+        for n in range(40):
+            pool.submit(n, "exact", str(n), "7")
+        verdicts = pool.collect()
+        assert verdicts.pop("hangs") == Verdict(0.0, "timeout", "killed after the limit of 0.5 s")
+        assert verdicts == {n: OK if n == 7 else WRONG for n in range(40)}
+        assert (pool.num_timeouts, pool.num_errors, pool.num_restarts) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_timeout_holds_when_the_caller_ignores_or_blocks_alarms(mask):
+    old = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    if mask:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    try:
+        assert [verdict.status for verdict in score([("math", HANGS, "5")], timeout_s=0.3)] == ["timeout"]
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_killed_worker_costs_only_the_item_in_its_hands():
+    with RewardPool(1, timeout_s=60.0) as pool:
+        pool.submit("hangs", "math", HANGS, "5")
+        for n in range(40):
+            pool.submit(n, "exact", "7", "7")
+        os.kill(children(os.getpid())[0], signal.SIGKILL)
+        verdicts = pool.collect()
+        assert verdicts.pop("hangs") == Verdict(0.0, "error", "the worker died with exit status -9")
+        assert verdicts == dict.fromkeys(range(40), OK)
+        assert (pool.num_timeouts, pool.num_errors, pool.num_restarts) == (0, 1, 1)
+
+
+def test_killed_idle_worker_costs_nothing():
+    with RewardPool(2) as pool:
+        for pid in children(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+            assert wait_until(lambda: not alive(pid))
+        for n in range(40):
+            pool.submit(n, "exact", "7", "7")
+        verdicts = pool.collect()
+        # An item on the way to a child whose death is not yet noticed counts as in its hands.
+        assert sum(verdict == OK for verdict in verdicts.values()) >= 38
+        pool.submit("next", "exact", "7", "7")
+        assert pool.collect() == {"next": OK} and pool.num_restarts == 2
+
+
+def test_memory_limit_is_an_error_of_one_item():
+    bomb = "x" * (64 << 20)
+    with RewardPool(1, memory_bytes=100 << 20) as pool:
+        pool.submit("before", "exact", "7", "7")
+        pool.submit("bomb", "exact", bomb, bomb)
+        pool.submit("after", "math", r"\boxed{7}", "7")
+        verdicts = pool.collect()
+        assert verdicts["bomb"].status == "error" and pool.num_errors == 1
+        assert verdicts["before"] == verdicts["after"] == OK
+    with RewardPool(1, memory_bytes=40 << 20) as pool:  # too little to import sympy
+        pool.submit("math", "math", r"\boxed{7}", "7")
+        pool.submit("exact", "exact", "7", "7")
+        verdicts = pool.collect()
+        assert verdicts["math"].status == "error" and verdicts["exact"] == OK
+
+
+def test_stopped_worker_is_replaced(monkeypatch):
+    monkeypatch.setattr(reward, "GRACE_S", 0.5)
+    with RewardPool(1, timeout_s=0.5) as pool:
+        (stopped,) = children(os.getpid())
+        os.kill(stopped, signal.SIGSTOP)
+        big = "7" * 1_000_000  # fills the pipe, which the stopped child does not empty
+        for n in range(3):
+            pool.submit(n, "exact", big, big)
+        verdicts = pool.collect()
+        assert [verdicts[n].status for n in range(3)] == ["timeout", "ok", "ok"]
+        assert not alive(stopped) and (pool.num_timeouts, pool.num_restarts) == (1, 1)
+
+
+def test_absent_caller_does_not_make_workers_late(monkeypatch):
+    monkeypatch.setattr(reward, "GRACE_S", 0.0)
+    with RewardPool(1, timeout_s=1.0) as pool:
+        big = "7" * 1_000_000  # its rest waits in the parent until the next poll
+        for n in range(3):
+            pool.submit(n, "exact", big, big)
+        time.sleep(1.5)
+        assert pool.collect() == dict.fromkeys(range(3), OK)
+
+
+def test_submit_and_poll_do_not_wait():
+    with RewardPool(1, timeout_s=20.0) as pool:
+        pool.submit("hangs", "math", HANGS, "5")
+        start = time.monotonic()
+        for n in range(20):
+            pool.submit(n, "exact", "7" * 1_000_000, "7")
+        assert pool.poll() == 21
+        assert time.monotonic() - start < 10  # a call that waits for the child waits for 20 s
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {folder!r})
+from reward import RewardPool
+pool = RewardPool(2, timeout_s=600.0)
+pool.submit(0, "math", {hangs!r}, "5")
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_worker_outlives_a_killed_parent():
+    code = PARENT.format(folder=str(Path(reward.__file__).parent), hangs=HANGS)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout.readline() == b"started\n"
+        workers = children(parent.pid)
+        assert len(workers) == 2
+        time.sleep(1.0)  # one is idle, one inside the computation
+        assert all(alive(pid) for pid in workers)
+        parent.kill()
+    assert wait_until(lambda: not any(alive(pid) for pid in workers), 10.0)
+
+
+def test_close_ends_the_workers():
+    with RewardPool(2, timeout_s=600.0) as pool:
+        pool.submit("hangs", "math", HANGS, "5")
+        workers = children(os.getpid())
+        assert len(workers) == 2
+    assert not any(alive(pid) for pid in workers)
+    assert pool.collect() == {}
+
+
+def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeypatch):
+    """math-verify neither prints nor reads stdin, so a module of its name does: directly, raw and by a shell."""
+    (tmp_path / "math_verify.py").write_text(
+        "import os, sys\n"
+        "def LatexExtractionConfig(): pass\n"
+        "def parse(text, *args, **options):\n"
+        "    for fd in (1, 2):\n"
+        "        os.write(fd, b'[1.0, \"ok\", \"\"]\\n' * 10000)\n"
+        "    print('[0.0, \"wrong\", \"\"]\\n' * 10000, flush=True)\n"
+        "    os.system('echo [1.0]')\n"
+        "    sys.stdin.read()\n"
+        "    return [len(text)]\n"
+        "def verify(gold, found, **options):\n"
+        "    return gold == found\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    verdicts = score([("math", rf"\boxed{{{'x' * (n % 3)}}}", "x") for n in range(30)])
+    assert verdicts == [OK if n % 3 == 1 else WRONG for n in range(30)]
+
+
+def test_file_descriptors_are_not_leaked():
+    def use():
+        with RewardPool(2, timeout_s=0.2) as pool:
+            pool.submit("hangs", "math", HANGS, "5")
+            assert pool.collect()["hangs"].status == "timeout"
+
+    use()
+    before = len(os.listdir("/proc/self/fd"))
+    use()
+    assert len(os.listdir("/proc/self/fd")) == before
