@@ -227,7 +227,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim = head_dim(config)
         sizes = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
         for name, heads in sizes.items():
             linear = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
@@ -297,7 +297,7 @@ class Policy(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        rotary_base = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        rotary_base = torch.arange(0, head_dim(config), 2, dtype=torch.float64) / head_dim(config)
         self.inv_freq = (rope_theta(config) ** -rotary_base).float()  # [R/2]; no buffer: it must stay fp32
 
     def hidden(self, packed: PackedSequences, replay_ids_TLK: Tensor | None = None) -> tuple[Tensor, list]:
@@ -353,6 +353,11 @@ def is_moe_layer(config: PretrainedConfig, layer: int) -> bool:
     if config.model_type != "qwen3_moe":
         return False
     return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """config.json of a qwen3_moe model may leave it out; the default is transformers'."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rope_theta(config: PretrainedConfig) -> float:
@@ -443,6 +448,10 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
     """
     folder = Path(folder)
     shards = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():  # the folder may also hold shards of an earlier save by another number of ranks
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+        shards = [shard for shard in shards if shard.name in listed]
     if not shards:
         raise ValueError(f"model.path: {folder} holds no *.safetensors file")
     where = {}

@@ -117,10 +117,10 @@ def _gsm8k(completion: str, answer: str) -> Verdict:
 def _last_boxed(text: str) -> str | None:
     r"""Content of the last \boxed{...} or \fbox{...} whose braces close, in one pass; None without one."""
     content, open_braces = None, []  # per open brace: where its box's content starts, None for other braces
-    for match in re.finditer(r"(\\(?:boxed|fbox)\s*\{)|(?<!\\)[{}]", text):
-        if match[0] != "}":
+    for match in re.finditer(r"\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}", text):  # \{ and \} are skipped
+        if match[1] or match[0] == "{":
             open_braces.append(match.end() if match[1] else None)
-        elif open_braces and (start := open_braces.pop()) is not None:
+        elif match[0] == "}" and open_braces and (start := open_braces.pop()) is not None:
             content = text[start:match.start()]
     return content
 

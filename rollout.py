@@ -5,7 +5,6 @@ driven by add_request() and step(), so that a completion can be scored the momen
 algorithm: tokens in, tokens and their log-probabilities out.
 """
 
-import inspect
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -48,7 +47,8 @@ class SyncReport:
 class RolloutEngine:
     """vLLM with the policy's weights.
 
-    model_path: folder of a Hugging Face checkpoint (configuration, tokenizer, first weights).
+    model_path: folder of a Hugging Face checkpoint; only its configuration and tokenizer are read. Weights are random
+        until the first sync(), which every run does before it samples: so the path of all later syncs is proven first.
     max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
     dtype: "float32" or "bfloat16"; the engine rounds what it is given in sync().
     kv_cache_gib: memory for keys and values; None lets vLLM take its default share of a GPU.
@@ -75,6 +75,7 @@ class RolloutEngine:
 
         options = {
             "model": str(model_path),
+            "load_format": "dummy",
             "dtype": dtype,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
@@ -93,11 +94,8 @@ class RolloutEngine:
             options["distributed_executor_backend"] = "external_launcher"
         self.llm = LLM(**options)
         self.engine = self.llm.llm_engine
-        if "weights_iterator" not in inspect.signature(self._worker().reload_weights).parameters and not hasattr(
-            self._worker().model_runner, "reload_weights"
-        ):
-            raise ValueError("this vLLM cannot reload weights from memory: install the version in requirements.txt")
         self.sleep_level = sleep_level
+        self.num_experts = getattr(self.llm.model_config.hf_config, "num_experts", 0)
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
 
     def generate(
@@ -149,12 +147,15 @@ class RolloutEngine:
 
         Raises RuntimeError naming the engine's parameters that were not covered, or the tensor it does not know.
         """
-        start, num_tensors, num_bytes = time.perf_counter(), 0, 0
+        start, num_tensors, num_bytes, last_name = time.perf_counter(), 0, 0, None
         self.policy_version = None  # a failed sync leaves an engine that refuses to generate
 
         def counted():
-            nonlocal num_tensors, num_bytes
+            nonlocal num_tensors, num_bytes, last_name
             for name, tensor in named_tensors:
+                last_name = name
+                if tensor.dim() == 3 and len(tensor) != self.num_experts:  # vLLM would fill the first ones only
+                    raise ValueError(f"{name} holds {len(tensor)} experts, the model has {self.num_experts}")
                 num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.numel() * tensor.element_size()
                 yield name, tensor
 
@@ -162,8 +163,8 @@ class RolloutEngine:
             self.llm.wake_up(tags=["weights"])
         try:
             (missing,) = self.llm.collective_rpc(load_weights_in_worker, args=(counted(), not self.on_gpu))
-        except (ValueError, KeyError) as error:  # vLLM's loader names the tensor it has no place for
-            raise RuntimeError(f"weight sync: the engine refused a tensor: {error}") from error
+        except Exception as error:  # vLLM's loaders assert, or raise what they like
+            raise RuntimeError(f"weight sync: the engine refused {last_name}: {error or type(error).__name__}") from error
         if missing:
             raise RuntimeError(
                 f"weight sync: {len(missing)} parameters of the engine were not covered, first: {', '.join(missing[:3])}"
@@ -180,9 +181,6 @@ class RolloutEngine:
         if self.sleep_level:
             self.policy_version = None
             self.llm.sleep(level=self.sleep_level)
-
-    def _worker(self):
-        return self.engine.model_executor.driver_worker
 
 
 def set_vllm_environment(on_gpu: bool) -> None:

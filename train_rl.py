@@ -21,6 +21,7 @@ Provenance of choices: [paper] printed in the source named, [secondary] reported
 # 1 Imports
 # ======================================================================================================================
 import argparse
+import ctypes
 import difflib
 import hashlib
 import importlib.metadata
@@ -29,6 +30,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -270,7 +272,10 @@ def load_config(argv: list[str]) -> Config:
         name, equals, text = setting.partition("=")
         if not equals:
             raise ValueError(f"{setting!r}: expected section.key=value")
-        value = yaml.load(text, Loader=StrictLoader)
+        try:
+            value = yaml.load(text, Loader=StrictLoader)
+        except (yaml.YAMLError, ValueError) as error:
+            raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
         for part in reversed(name.split(".")):
             value = {part: value}
         values = merge(values, value)
@@ -1064,8 +1069,15 @@ def main(config: Config) -> None:
     accelerator.end_training()
 
 
+def die_with_parent() -> None:
+    """Ask Linux to end this rank when torchrun is killed, which otherwise goes on writing to run.dir on its own."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 def run(argv: list[str]) -> int:
     """main() with errors as one line; returns the exit code. The stack goes to run.dir/error_rank_R.txt."""
+    die_with_parent()
     rank = int(os.environ.setdefault("RANK", "0"))  # without torchrun: a world of one process
     for name, value in {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)

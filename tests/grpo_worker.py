@@ -1,6 +1,7 @@
-"""Runs update_policy() on the ranks of torchrun: `grpo_worker.py FOLDER` takes the cases of FOLDER/request.pt.
+"""Cases of update_policy() on the ranks of torchrun: `grpo_worker.py FOLDER` runs those of FOLDER/request.pt.
 
-Each case starts from the same weights. Rank 0 writes FOLDER/results.pt: {case: parameters, reduced metrics, ...}.
+Each case starts from the weights of FOLDER/model. Rank 0 writes FOLDER/results_N.pt for N ranks: {"cases":
+{name: parameters, reduced metrics, ...}, "helpers": [what collective_helpers() gave on each rank]}.
 """
 
 import sys

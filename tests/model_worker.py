@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=W tests/model_worker.py FOLDER SECTION...
 
-FOLDER/start is a checkpoint that the test wrote. Each section stores FOLDER/<section>-<W>-<rank>.pt; the test compares.
+FOLDER/start and FOLDER/dense are checkpoints that the test wrote. Every rank stores the results of a section
+in FOLDER/<section>-<W>-<rank>.pt; comparing them is up to the test.
 """
 
 import copy
@@ -18,26 +19,27 @@ import moe_model  # before deepspeed: it picks the CPU quietly
 
 import deepspeed  # isort: skip
 
-EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # plain matrix products, a loop over experts
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # experts one by one in a loop
 TIMEOUT_S = 60
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Models and batches
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def tiny_config(kind: str):
     """Sizes are pairwise different, so that a transposed or swapped dimension does not go unnoticed."""
     sizes = dict(
-        vocab_size=53, hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
-        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500.0}, tie_word_embeddings=False,
-        num_hidden_layers=3, max_position_embeddings=64,
+        vocab_size=53, hidden_size=32, intermediate_size=40, num_hidden_layers=3, max_position_embeddings=64,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     )  # fmt: skip
     experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
     if kind == "moe":  # layer 1 is dense
         return Qwen3MoeConfig(**sizes | experts, mlp_only_layers=[1])
-    if kind == "moe_other":  # layer 0 is dense
-        changed = dict(norm_topk_prob=False, tie_word_embeddings=True, attention_bias=True, num_hidden_layers=2)
-        return Qwen3MoeConfig(**sizes | experts | changed, decoder_sparse_step=2)
+    if kind == "moe_other":  # layer 0 is dense; the head size is left to its default, 32 / 4
+        del sizes["head_dim"]
+        other = dict(norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=2)
+        return Qwen3MoeConfig(**sizes | experts | other | dict(tie_word_embeddings=True, attention_bias=True))
     if kind == "dense":
         return Qwen3Config(**sizes)
     assert kind == "dense_tied"
@@ -45,7 +47,7 @@ def tiny_config(kind: str):
 
 
 def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32):
-    """transformers' model with weights large enough that attention, routing and logits are far from uniform."""
+    """transformers' model with weights so large that attention, routing and logits are far from uniform."""
     config = tiny_config(kind)
     classes = {"qwen3_moe": Qwen3MoeForCausalLM, "qwen3": Qwen3ForCausalLM}
     model = classes[config.model_type]._from_config(copy.deepcopy(config), dtype=torch.float32, **EAGER)
@@ -53,7 +55,7 @@ def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.25 * noise)
+            parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
     return model.to(dtype).eval()
 
 
@@ -64,7 +66,11 @@ def tiny_batch(vocab_size: int = 53) -> SimpleNamespace:
     """
     generator = torch.Generator().manual_seed(7)
     lengths = [(5, 4), (1, 6), (7, 1), (2, 9), (3, 3), (12, 0)]
-    tokens = [[torch.randint(vocab_size, (n,), generator=generator).tolist() for n in pair] for pair in lengths]
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(vocab_size, (count,), generator=generator).tolist()
+
+    tokens = [(draw(num_prompt), draw(num_completion)) for num_prompt, num_completion in lengths]
     return SimpleNamespace(
         prompt_ids=[p for p, _ in tokens],
         completion_ids=[c for _, c in tokens],
@@ -73,8 +79,8 @@ def tiny_batch(vocab_size: int = 53) -> SimpleNamespace:
     )
 
 
-# Micro-batches of every rank by world size. Ranks hold different numbers of sequences; [] is the dummy that keeps the
-# number of collectives equal; sequence 5 has no target, so the micro-batch of it alone has none either.
+# Micro-batches of every rank by world size. Ranks hold different numbers of sequences; [] is the dummy that
+# keeps the number of collectives equal; sequence 5 has no target: neither has the micro-batch of it alone.
 MICRO_BATCHES = {
     1: [[[0, 1], [2, 3, 5], [4]]],
     2: [[[0, 1, 5], [2, 3]], [[4], []]],
@@ -82,8 +88,16 @@ MICRO_BATCHES = {
 }
 
 
+def pack_rows(batch: SimpleNamespace, rows: list[int]) -> moe_model.PackedSequences:
+    return moe_model.pack([batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows], "cpu")
+
+
 def collect(named) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def grads(module) -> dict[str, torch.Tensor]:
+    return collect((name, parameter.grad) for name, parameter in module.named_parameters())
 
 
 def policy_from(folder: Path, ep_size: int) -> moe_model.Policy:
@@ -94,9 +108,9 @@ def policy_from(folder: Path, ep_size: int) -> moe_model.Policy:
     return policy
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Optimizer steps
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 SGD = {"type": "SGD", "params": {"lr": 1.0}}
 ADAMW_OPTIONS = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
 ADAMW = {"type": "AdamW", "params": ADAMW_OPTIONS | {"torch_adam": True}}
@@ -129,11 +143,11 @@ def initialize(model, optimizer: str, zero_stage: int, **more):
 
 
 def take_step(engine, batch, step: int) -> float:
-    """One optimizer step of the whole world on the batch; returns the norm of the gradient before clipping."""
+    """One optimizer step of all ranks on the batch; returns the norm of the gradient before clipping."""
     world_size = dist.get_world_size()
     for rows in MICRO_BATCHES[world_size][dist.get_rank()]:
         if rows:
-            packed = moe_model.pack([batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows], "cpu")
+            packed = pack_rows(batch, rows)
             weights = torch.cat([batch.weights[step][i] for i in rows])
         else:
             packed, weights = moe_model.pack([[0]], [[0]], "cpu"), torch.zeros(1)
@@ -158,7 +172,7 @@ def steps(folder: Path) -> dict:
 
 
 def autoep(folder: Path) -> dict:
-    """The step of steps() by DeepSpeed's own expert parallelism on transformers' model, a sequence at a time."""
+    """The step of steps() by DeepSpeed's expert parallelism on transformers' model, a sequence at a time."""
     batch, world_size = tiny_batch(), dist.get_world_size()
     rows_of = [sum(micro_batches, []) for micro_batches in MICRO_BATCHES[world_size]]
     own = rows_of[dist.get_rank()]
@@ -167,7 +181,8 @@ def autoep(folder: Path) -> dict:
     engine = initialize(model, "sgd", 1, expert_parallel=settings)
     for i in own + [None] * (max(map(len, rows_of)) - len(own)):
         prompt, completion = (batch.prompt_ids[i], batch.completion_ids[i]) if i is not None else ([0], [])
-        logp = engine(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0].log_softmax(-1)
+        logits = engine(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
+        logp = logits.log_softmax(-1)
         chosen = logp[torch.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)), completion]
         loss = (-(batch.weights[0][i] * chosen).sum() if completion else 0.0 * logp.sum()) * world_size
         engine.backward(loss / batch.num_targets, scale_wrt_gas=False)
@@ -175,9 +190,9 @@ def autoep(folder: Path) -> dict:
     return {"norm": float(engine.get_global_grad_norm()), "parameters": collect(model.named_parameters())}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Pieces of expert parallelism, at EP = 2
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def group_errors(folder: Path) -> dict:
     messages = {}
     for ep_size, num_experts in [(3, 8), (4, 8), (2, 9), (2, 0)]:
@@ -206,7 +221,7 @@ def all_to_all(folder: Path) -> dict:
 
 
 SEND_ROWS = [[2, 3], [0, 1]]
-DISPATCH_CASES = {  # tokens on (rank 0, rank 1), experts per token, experts that may be chosen (None: the router decides)
+DISPATCH_CASES = {  # tokens on (rank 0, rank 1), experts per token, experts to choose from (None: by router)
     "live": ((5, 3), 3, None),
     "one_expert": ((5, 3), 1, [5]),
     "rank_1_receives_nothing": ((4, 6), 2, [0, 1, 2, 3]),
@@ -216,7 +231,7 @@ DISPATCH_CASES = {  # tokens on (rank 0, rank 1), experts per token, experts tha
 
 
 def dispatch_inputs(case: str) -> SimpleNamespace:
-    """Weights of a whole MoE layer and, for each of two ranks, tokens, forced experts and a weight for each output."""
+    """Weights of a MoE layer and, for each of two ranks, tokens, forced experts, weights of the outputs."""
     num_tokens, top_k, allowed = DISPATCH_CASES[case]
     config, generator = tiny_config("moe"), torch.Generator().manual_seed(11)
     width, hidden, num_experts = config.moe_intermediate_size, config.hidden_size, config.num_experts
@@ -230,11 +245,11 @@ def dispatch_inputs(case: str) -> SimpleNamespace:
     return SimpleNamespace(
         top_k=top_k,
         gate=0.5 * normal(num_experts, hidden),
-        gate_up_proj=0.3 * normal(num_experts, 2 * width, hidden),
-        down_proj=0.3 * normal(num_experts, hidden, width),
+        gate_up_proj=0.15 * normal(num_experts, 2 * width, hidden),
+        down_proj=0.15 * normal(num_experts, hidden, width),
         x=[normal(n, hidden) for n in num_tokens],
         loss_weights=[normal(n, hidden) for n in num_tokens],
-        replay_ids=[torch.tensor([choice() for _ in range(n)]) for n in num_tokens] if allowed else [None, None],
+        replay_ids=[torch.tensor([choice() for _ in range(n)]) if allowed else None for n in num_tokens],
     )
 
 
@@ -252,23 +267,24 @@ def dispatch(folder: Path) -> dict:
         x = inputs.x[rank].clone().requires_grad_()
         y, _ = block(x, inputs.replay_ids[rank])
         (y * inputs.loss_weights[rank]).sum().backward()
-        results[case] = {"y": y.detach(), "x_grad": x.grad, **collect((n, p.grad) for n, p in block.named_parameters())}
+        results[case] = {"y": y.detach(), "x_grad": x.grad, **grads(block)}
     return results
 
 
 def recomputed_and_replayed(folder: Path) -> dict:
-    """Log-probabilities and gradients of a policy at EP = 2: plainly, with checkpointed layers, with replayed routes."""
+    """Log-probabilities and gradients at EP = 2: as is, with checkpointed layers, replayed routes, both."""
     batch, rank = tiny_batch(), dist.get_rank()
     rows = MICRO_BATCHES[2][rank][0]
-    packed = moe_model.pack([batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows], "cpu")
+    packed = pack_rows(batch, rows)
     policy = policy_from(folder / "start", ep_size=2)
     results, recorded = {}, None
     for name in ("plain", "checkpointed", "replayed", "both"):
         policy.activation_checkpointing = name in ("checkpointed", "both")
-        logprobs, _, layer_ids = policy(packed, replay_ids_TLK=recorded if name in ("replayed", "both") else None)
+        replay_ids = recorded if name in ("replayed", "both") else None
+        logprobs, _, layer_ids = policy(packed, replay_ids_TLK=replay_ids)
         policy.zero_grad()
         logprobs.sum().backward()
-        results[name] = {"logprobs": logprobs.detach(), **collect((n, p.grad) for n, p in policy.named_parameters())}
+        results[name] = {"logprobs": logprobs.detach(), **grads(policy)}
         recorded = recorded if recorded is not None else stack_routes(layer_ids)
     return results
 
@@ -276,7 +292,8 @@ def recomputed_and_replayed(folder: Path) -> dict:
 def stack_routes(layer_ids: list) -> torch.Tensor:
     """[T, L, K] in the sampler's type; dense layers hold zeros, as the sampler returns them."""
     some = next(ids for ids in layer_ids if ids is not None)
-    return torch.stack([torch.zeros_like(some) if ids is None else ids for ids in layer_ids], dim=1).to(torch.uint8)
+    routes = [torch.zeros_like(some) if ids is None else ids for ids in layer_ids]
+    return torch.stack(routes, dim=1).to(torch.uint8)
 
 
 class ListingFile:
@@ -302,7 +319,7 @@ SAFE_OPEN = moe_model.safe_open
 
 
 def weights(folder: Path) -> dict:
-    """Load at any EP, list what was read, gather for the sampler, save to FOLDER/saved, start from random weights."""
+    """Load and list what was read, gather for the sampler, save to FOLDER/saved_<W>, draw random weights."""
     world_size = dist.get_world_size()
     moe_model.safe_open = ListingFile
     policy = policy_from(folder / "start", ep_size=2)

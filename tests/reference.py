@@ -1,8 +1,9 @@
 """The equations of the method as slow, literal loops over Python floats, for tests to compare with.
 
-One function per equation and named after it: a sentence, the formula, its source. Nothing is imported from the project.
-x[i][t] belongs to token t of completion i. Lists are ragged, so there is neither padding nor a mask. Log-probabilities
-are in nats. A function named *_slope is the derivative of its equation by logprob, written out by hand.
+One function per equation and named after it: a sentence, the formula, its source. Nothing is imported from
+the project. x[i][t] belongs to token t of completion i; lists are ragged, so there is neither padding nor a
+mask. Log-probabilities are in nats. A function named *_slope is the derivative of its equation by logprob,
+written out by hand.
 """
 
 import math
@@ -14,16 +15,17 @@ def group_advantages(rewards: list[float], valid: list[bool], eps: float = 1e-6)
 
         A_i = (R_i - mean R) / (std R + eps)
 
-    DeepSeekMath, arXiv 2402.03300, section 4.1.2. mean and std are over the valid completions and std divides by
-    n - 1; an invalid completion, and all of a group with fewer than two valid ones, have A_i = 0. The mean is an exact
-    fraction, so that equal rewards give exactly 0.
+    DeepSeekMath, arXiv 2402.03300, section 4.1.2. mean and std are over the valid completions and std
+    divides by n - 1; an invalid completion, and all of a group with fewer than two valid ones, have A_i = 0.
+    The mean is an exact fraction, so that equal rewards give exactly 0.
     """
     counted = [Fraction(reward) for reward, ok in zip(rewards, valid) if ok]
     if len(counted) < 2:
         return [0.0 for _ in rewards]
     mean = sum(counted) / len(counted)
     variance = sum((reward - mean) ** 2 for reward in counted) / (len(counted) - 1)
-    return [float(Fraction(r) - mean) / (math.sqrt(variance) + eps) if ok else 0.0 for r, ok in zip(rewards, valid)]
+    std = math.sqrt(variance)
+    return [float(Fraction(r) - mean) / (std + eps) if ok else 0.0 for r, ok in zip(rewards, valid)]
 
 
 def token_weight(num_tokens: int, num_completions: int) -> float:
@@ -31,7 +33,7 @@ def token_weight(num_tokens: int, num_completions: int) -> float:
 
         w_{i,t} = 1 / (N T_i)
 
-    DeepSeekMath, eq. 3, with N the completions of all prompts of the update (its outer expectation is a mean too).
+    DeepSeekMath, eq. 3, with N the completions of all prompts of the update (its expectation is a mean too).
     """
     return 1.0 / (num_completions * num_tokens)
 
@@ -76,7 +78,7 @@ def kl_k3(logprob: float, ref_logprob: float) -> float:
 
         pi_ref / pi - log(pi_ref / pi) - 1
 
-    DeepSeekMath, eq. 4.
+    DeepSeekMath, eq. 4. expm1(d) is exp(d) - 1 without the loss of digits near 0.
     """
     log_ref_ratio = ref_logprob - logprob
     return math.expm1(log_ref_ratio) - log_ref_ratio
@@ -87,12 +89,12 @@ def kl_k3_slope(logprob: float, ref_logprob: float) -> float:
     return -math.expm1(ref_logprob - logprob)
 
 
-def grpo_objective(logprobs, old_logprobs, advantages, clip_eps, kl_coef=0.0, ref_logprobs=None) -> float:
+def grpo_objective(logprobs, old_logprobs, advantages, ref_logprobs, clip_eps, kl_coef) -> float:
     """What GRPO maximises.
 
         J = 1/N sum_i 1/T_i sum_t { min( r A, clip(r, 1 - eps, 1 + eps) A ) - beta KL_k3 }
 
-    DeepSeekMath, eq. 3 and 4, with N as in token_weight(). A completion without tokens adds 0 and counts in N.
+    DeepSeekMath, eq. 3 and 4, N as in token_weight(). A completion without tokens adds 0 and counts in N.
     """
     total = 0.0
     for i in range(len(logprobs)):
@@ -105,7 +107,7 @@ def grpo_objective(logprobs, old_logprobs, advantages, clip_eps, kl_coef=0.0, re
     return total
 
 
-def grpo_objective_slope(logprobs, old_logprobs, advantages, clip_eps, kl_coef=0.0, ref_logprobs=None) -> list:
+def grpo_objective_slope(logprobs, old_logprobs, advantages, ref_logprobs, clip_eps, kl_coef) -> list:
     """dJ / dlogprob_{i,t}, term by term."""
     slopes = []
     for i in range(len(logprobs)):

@@ -1,0 +1,359 @@
+"""Settings: where they come from, and what is said about wrong ones."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT
+from pydantic import ValidationError
+
+import train_rl
+
+TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
+SETTINGS = train_rl.setting_names()
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
+
+
+def load(*overrides: str, file=None):
+    return train_rl.load_config([*(["--config", str(file)] if file else []), TRAIN, *overrides])
+
+
+def error_of(*overrides: str, file=None) -> str:
+    """The message of the ValueError, one line as it is printed."""
+    with pytest.raises(ValueError) as caught:
+        load(*overrides, file=file)
+    assert type(caught.value) is ValueError, caught.value
+    message = str(caught.value)
+    assert "\n" not in message and message.strip() == message
+    return message
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text: str, name: str = "run.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+# ---- sources -----------------------------------------------------------------------------------------------
+
+
+def test_command_line_over_file_over_defaults(write):
+    file = write("train: {seed: 5, num_steps: 7}\nrun: {dir: from_file}\n")
+    config = load("train.num_steps=9", file=file)
+    assert (config.train.num_steps, config.train.seed, config.run.dir) == (9, 5, "from_file")
+    assert config.train.learning_rate == train_rl.Config().train.learning_rate
+    assert load("train.seed=1", "train.seed=2").train.seed == 2
+
+
+def test_settings_may_stand_on_both_sides_of_the_file(write):
+    file = write("train: {seed: 5, num_steps: 7}")
+    config = train_rl.load_config([TRAIN, "--config", str(file), "train.num_steps=9"])
+    assert (config.train.num_steps, config.train.seed, config.data.train[0].path) == (9, 5, "a.jsonl")
+
+
+def test_an_override_may_be_a_whole_section_and_keeps_the_rest_of_it(write):
+    file = write("train: {seed: 5}\ndata: {train: [{path: x}, {path: y}]}\n")
+    config = load("train={num_steps: 3}", "data.train=[{path: z, limit: 2}]", file=file)
+    assert (config.train.num_steps, config.train.seed) == (3, 5)
+    assert [(source.path, source.limit) for source in config.data.train] == [("z", 2)]  # a list is one value
+
+
+def test_a_file_inherits_from_its_base(write):
+    write("train: {seed: 1, num_steps: 1, warmup_steps: 1}\nrun: {dir: grandparent}\n", "deep/first.yaml")
+    write("base: deep/first.yaml\ntrain: {num_steps: 2, warmup_steps: 2}\n", "parent.yaml")
+    config = load(file=write("base: parent.yaml\ntrain: {warmup_steps: 3}\n"))
+    assert (config.train.seed, config.train.num_steps, config.train.warmup_steps) == (1, 2, 3)
+    assert config.run.dir == "grandparent"
+
+
+def test_a_base_is_relative_to_the_file_that_names_it(write):
+    write("train: {seed: 1}", "deep/parent.yaml")
+    file = write("base: parent.yaml", "deep/child.yaml")
+    assert load(file=file).train.seed == 1
+    assert load(file=write(f"base: {file.parent / 'parent.yaml'}")).train.seed == 1
+
+
+@pytest.mark.parametrize("text, value", [("1e-6", 1e-6), ("1E6", 1e6), ("1.0e-6", 1e-6), ("3", 3.0)])
+def test_numbers_as_people_write_them(text, value, write):
+    file = write(f"train: {{learning_rate: {text}}}")
+    for config in (load(f"train.learning_rate={text}"), load(file=file)):
+        assert config.train.learning_rate == value and type(config.train.learning_rate) is float
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "null\n"])
+def test_an_empty_file_leaves_the_defaults(text, write):
+    assert load(file=write(text)) == load()
+
+
+def test_a_setting_that_is_off_by_default_names_the_word_that_turns_it_off():
+    optional = {name: info for name, info in SETTINGS.items() if info.default is None}
+    assert "rollout.kv_cache_gib" in optional and "data.train[].limit" in optional
+    for name, info in optional.items():
+        word = re.search(r"\b(\w+): ", info.description)[1]
+        source, _, leaf = name.rpartition("[].")
+        text = f"{source}=[{{path: a.jsonl, {leaf}: {word}}}]" if source else f"{name}={word}"
+        config = load(text)
+        for part in name.replace("[]", ".0").split("."):
+            config = config[int(part)] if part.isdigit() else getattr(config, part)
+        assert config is None, name
+
+
+def test_a_config_cannot_be_changed():
+    config = load()
+    for owner, name in ((config, "train"), (config.train, "seed"), (config.data.train[0], "path")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(owner, name, getattr(owner, name))
+    with pytest.raises(ValidationError):
+        config.train.undeclared = 1
+
+
+def test_the_resolved_config_loads_as_the_same_config(write):
+    config = load("train.betas=[0.8, 0.9]", "data.eval=[{path: b, difficulty: [1, 2], columns: {prompt: q}}]")
+    file = write(yaml.safe_dump(config.model_dump(mode="json")))
+    assert train_rl.load_config(["--config", str(file)]) == config
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_experiment_loads(file):
+    assert train_rl.load_config(["--config", str(file)]).data.train
+
+
+def test_there_are_experiments():
+    assert EXPERIMENTS
+
+
+# ---- wrong names -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting, name, near",
+    [
+        ("trian.seed=1", "trian", "train"),
+        ("seed=1", "seed", "train.seed"),
+        ("learning_rate=1", "learning_rate", "train.learning_rate"),
+        ("train.learning_rte=1", "train.learning_rte", "train.learning_rate"),
+        ("train.group_size=4", "train.group_size", "rollout.group_size"),
+        ("rollout.kv_cache_gb=1", "rollout.kv_cache_gb", "rollout.kv_cache_gib"),
+        ("data.trian=[{path: x}]", "data.trian", "data.train"),
+        ("data.eval=[{path: x, lmit: 1}]", "data.eval[].lmit", "data.eval[].limit"),
+        ("data.eval=[{path: x}, {path: y, lmit: 1}]", "data.eval.1.lmit", "data.eval[].limit"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest_one(setting, name, near, write):
+    expected = f"{name}: unknown setting, did you mean {near}?"
+    assert error_of(setting) == expected
+    section, _, value = setting.partition("=")
+    for part in reversed(section.split(".")):
+        value = f"{{{part}: {value}}}"
+    write(value, "base.yaml")
+    assert error_of(file=write(value)) == error_of(file=write("base: base.yaml")) == expected
+
+
+def test_all_wrong_settings_are_named_at_once():
+    message = error_of("train.sed=1", "train.num_steps=x", "rollout.group_size=0")
+    assert all(name in message for name in ("train.sed:", "train.num_steps:", "rollout.group_size:"))
+
+
+# ---- wrong values ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_value_of_the_wrong_type_is_refused_by_name(name):
+    value = "5" if name.endswith("columns") else "{a: {b: 1}}"
+    source, _, leaf = name.rpartition("[].")
+    if source:
+        entry = f"{leaf}: {value}" if leaf == "path" else f"path: x, {leaf}: {value}"
+        message = error_of(f"{source}=[{{path: x}}, {{{entry}}}]")
+        assert re.match(rf"{re.escape(source)}(\.\d+|\[\])\.{leaf}: ", message)
+    else:
+        message = error_of(f"{name}={value}")
+        assert message.startswith(f"{name}: ")
+    assert "found " in message
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.num_steps=many", "train.num_steps=1.5", "train.num_steps=", "train.seed=[1]", "train.seed.x=1",
+        "train.learning_rate=fast", "model.activation_checkpointing=perhaps", "run.dir=5", "run.dir=",
+        "train.betas=[0.9]", "train.betas=0.9", "train=5", "train=", "model.dtype=fp16", "train.zero_stage=3",
+        "checkpoint.resume=always", "data.eval=x", "data.eval={path: x}", "data.eval=[5]",
+    ],
+)  # fmt: skip
+def test_other_wrong_types(setting):
+    assert error_of(setting).startswith(setting.split("=")[0].removesuffix(".x"))
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.ep_size=0", "rollout.prompts_per_step=0", "rollout.group_size=0", "rollout.temperature=0",
+        "rollout.max_new_tokens=0", "rollout.kv_cache_gib=0", "reward.timeout_s=0", "reward.num_workers=0",
+        "reward.max_failed_frac=1.1", "reward.max_failed_frac=0", "algorithm.clip_eps=0",
+        "algorithm.kl_coef=-0.1", "train.num_steps=0", "train.minibatches_per_step=0", "train.seed=-1",
+        "train.micro_batch_tokens=0", "train.learning_rate=0", "train.learning_rate=-1e-6",
+        "train.learning_rate=.nan", "train.warmup_steps=-1", "train.weight_decay=-1", "train.max_grad_norm=0",
+        "eval.every=-1", "eval.num_samples=-1", "eval.max_new_tokens=0", "checkpoint.keep=0",
+        "checkpoint.every=-1", "run.log_every=0", "run.timeout_s=0",
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_with_the_range(setting):
+    name, _, value = setting.partition("=")
+    message = error_of(setting)
+    assert re.fullmatch(rf"{name}: .*(greater|less) than (or equal to )?\d.*, found .+", message)
+    assert repr(yaml.safe_load(value)).strip("'") in message
+
+
+def test_checks_across_settings_name_both():
+    message = error_of("train.minibatches_per_step=3", "rollout.prompts_per_step=8")
+    assert "train.minibatches_per_step 3" in message and "rollout.prompts_per_step 8" in message
+    assert load("train.minibatches_per_step=4", "rollout.prompts_per_step=8")
+
+
+@pytest.mark.parametrize("place", ["train", "eval"])
+def test_an_unknown_verifier_is_refused(place):
+    message = error_of(f"data.{place}=[{{path: x, kind: maths}}]")
+    assert message.startswith(f"data.{place}[].kind") and "'maths'" in message and "math" in message
+
+
+def test_a_config_without_training_prompts_is_refused():
+    with pytest.raises(ValueError, match=r"^data\.train: "):
+        train_rl.load_config([])
+
+
+# ---- wrong files and arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["- a\n", "abc\n", "5\n", "[]\n", "false\n", "0\n", "''\n"])
+def test_a_file_that_is_no_mapping_is_refused(text, write):
+    file = write(text)
+    message = error_of(file=file)
+    assert message.startswith(f"{file}: ") and "section" in message
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        ("train:\n  seed: 1\n  num_steps: 2\n  seed: 1\n", "line 4: key 'seed'"),
+        ("train: {seed: 1}\nrun: {dir: x}\ntrain: {seed: 2}\n", "line 3: key 'train'"),
+        ("data:\n  eval:\n  - path: x\n    path: y\n", "line 4: key 'path'"),
+    ],
+)
+def test_a_key_given_twice_is_refused(text, line, write):
+    file = write(text)
+    assert error_of(file=file) == f"{file}: {line} is given twice"
+
+
+BROKEN_YAML = ["train: [1", "train: {seed: 1", "a: b: c", "\tx: 1", "data: {{x}}", "? [1]\n: 2"]
+
+
+@pytest.mark.parametrize("text", BROKEN_YAML)
+def test_broken_yaml_is_refused_with_the_file(text, write):
+    file = write(text)
+    assert error_of(file=file).startswith(f"{file}: ")
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    file = tmp_path / "binary.yaml"
+    file.write_bytes(b"\xff\xfe\xfa")
+    assert error_of(file=file).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize("value", ["[1", "{a: 1", "a: b: c", "{{x}}", "{a: 1, a: 2}", "!!python/none"])
+def test_broken_yaml_on_the_command_line_is_refused_by_name(value):
+    assert "train.seed" in error_of(f"train.seed={value}")
+
+
+@pytest.mark.parametrize("setting", ["train.seed", "seed", "config.yaml"])
+def test_an_argument_without_a_value_is_refused(setting):
+    message = error_of(setting)
+    assert repr(setting) in message and "section.key=value" in message
+
+
+def test_a_missing_file_is_named(tmp_path, write):
+    for missing in (tmp_path / "none.yaml", tmp_path):
+        assert str(missing) in error_of(file=missing)
+    assert str(tmp_path / "none.yaml") in error_of(file=write("base: none.yaml"))
+
+
+@pytest.mark.parametrize("base", ["5", "[a.yaml]", "{a: b}", "true"])
+def test_a_base_that_is_no_name_is_refused(base, write):
+    file = write(f"base: {base}\n")
+    message = error_of(file=file)
+    assert str(file) in message and "base" in message
+
+
+def test_files_that_inherit_from_each_other_are_refused(write):
+    itself = write("base: itself.yaml", "itself.yaml")
+    assert str(itself) in error_of(file=itself) and "base" in error_of(file=itself)
+    write("base: second.yaml", "first.yaml")
+    assert "base" in error_of(file=write("base: first.yaml", "second.yaml"))
+
+
+def test_two_files_may_share_a_grandparent(write):
+    """Only a chain that closes is a cycle."""
+    write("train: {seed: 4}", "a.yaml")
+    write("base: a.yaml", "b.yaml")
+    for name in ("c.yaml", "d.yaml"):
+        assert load(file=write("base: b.yaml", name)).train.seed == 4
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "!!python/object/apply:os.system ['touch {mark}']", "!!python/object/new:os.system ['touch {mark}']",
+        "!!python/name:os.system", "!!python/module:os", "!!python/tuple [1, 2]",
+    ],
+)  # fmt: skip
+def test_no_tag_makes_a_python_object(tag, tmp_path, write):
+    mark = tmp_path / "mark"
+    text = tag.replace("{mark}", str(mark))
+    assert "tag" in error_of(file=write(f"run:\n  dir: {text}\n"))
+    assert "tag" in error_of(f"run.dir={text}")
+    assert not mark.exists()
+
+
+# ---- help --------------------------------------------------------------------------------------------------
+
+
+def test_help_prints_every_setting_with_its_default_and_meaning():
+    command = [sys.executable, str(ROOT / "train_rl.py"), "--help"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0 and finished.stderr == ""
+    text = " ".join(finished.stdout.split())
+    assert finished.stdout.startswith("usage: ")
+    assert len(SETTINGS) > 40
+    for name, info in SETTINGS.items():
+        default = "required" if info.is_required() else f"default {info.default!r}"
+        assert f" {name} ({default}) {' '.join(info.description.split())} " in text + " ", name
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_has_a_description(name):
+    assert len((SETTINGS[name].description or "").split()) >= 2
+
+
+def test_no_section_is_left_out_of_the_setting_names():
+    def leaves(values, prefix=""):
+        for key, value in values.items():
+            yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
+
+    assert set(leaves(train_rl.Config().model_dump())) == {name for name in SETTINGS if "[]" not in name}
+    for source in ("data.train", "data.eval"):
+        listed = {name.removeprefix(f"{source}[].") for name in SETTINGS if name.startswith(f"{source}[].")}
+        assert listed == set(train_rl.PromptSource.model_fields)
+
+
+def test_an_unknown_option_is_refused_in_few_lines(capsys):
+    with pytest.raises(SystemExit) as caught:
+        train_rl.load_config(["--confgi", "x.yaml"])
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and "--confgi" in error
+    assert len(error.splitlines()) < 10

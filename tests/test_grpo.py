@@ -1,0 +1,620 @@
+"""GRPO against the equations of reference.py, the update against plain torch, and the order of prompts."""
+
+import itertools
+import math
+import random
+
+import pytest
+import reference
+import torch
+from conftest import ROOT, torchrun
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import train_rl
+from data.prompts import Prompt
+from rollout import Completion
+
+SMALLEST_TRAINING_SET = "data.train=[{path: unused}]"
+CLIP_EPS = 0.2
+
+
+@pytest.fixture
+def float64():
+    """loss_weights() makes tensors of the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def close(actual, expected, rtol=1e-10, atol=1e-13):
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=rtol, atol=atol)
+
+
+# ---- advantages --------------------------------------------------------------------------------------------
+
+
+def advantages_of(rewards, valid=None, group_index=None):
+    """compute_advantages() of lists, by default one group, all valid; it must leave its inputs alone."""
+    rewards = torch.as_tensor(rewards)
+    valid = torch.tensor(valid or [True] * len(rewards))
+    group_index = torch.tensor(group_index or [0] * len(rewards))
+    given = (rewards, valid, group_index)
+    kept = [tensor.clone() for tensor in given]
+    advantages = train_rl.compute_advantages(*given)
+    for tensor, copy in zip(given, kept):
+        assert tensor._version == 0 and torch.equal(tensor.nan_to_num(), copy.nan_to_num())
+    assert advantages.shape == rewards.shape and advantages.dtype == rewards.dtype
+    return advantages
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_advantages_of_random_groups_in_any_order(seed, float64):
+    rng = random.Random(seed)
+    groups = [
+        [(rng.choice([0.0, 1.0, rng.uniform(-1, 1)]), rng.random() < 0.8) for _ in range(rng.randint(1, 9))]
+        for _ in range(rng.randint(1, 5))
+    ]
+    expected = [reference.group_advantages(*zip(*group)) for group in groups]
+    rows = [(g, i) for g, group in enumerate(groups) for i in range(len(group))]
+    rng.shuffle(rows)  # members of a group need not be neighbours
+    actual = advantages_of(
+        [groups[g][i][0] for g, i in rows], [groups[g][i][1] for g, i in rows], [g for g, _ in rows]
+    )
+    close(actual, [expected[g][i] for g, i in rows])
+
+
+def test_advantages_worked_out_by_hand(float64):
+    std = math.sqrt(0.75 / 3)  # of 1, 0, 0, 0 with n - 1
+    close(advantages_of([1.0, 0.0, 0.0, 0.0]), [0.75 / (std + 1e-6)] + [-0.25 / (std + 1e-6)] * 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 0.3, 1 / 3, 0.7])
+def test_equal_rewards_give_exactly_zero(reward, dtype):
+    """A mean that is off by one rounding must not become an advantage: 6e-8 / eps is 0.06."""
+    for size in range(2, 17):
+        assert not advantages_of(torch.full((size,), reward, dtype=dtype)).any()
+
+
+def test_groups_without_a_baseline_give_zero(float64):
+    assert advantages_of([1.0]).tolist() == [0.0]
+    assert advantages_of([1.0, 0.0, 0.0], [True, False, False]).tolist() == [0.0, 0.0, 0.0]
+    assert advantages_of([1.0, 0.0], [False, False]).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("failed_reward", [0.0, 1e9, float("nan")])
+def test_a_failed_verdict_enters_no_mean(failed_reward, float64):
+    without = advantages_of([1.0, 0.0, 0.5])
+    actual = advantages_of([1.0, failed_reward, 0.0, 0.5], [True, False, True, True])
+    close(actual[[0, 2, 3]], without)
+    assert actual[1] == 0 and without.abs().min() == 0 < without.abs().max()
+
+
+# ---- loss --------------------------------------------------------------------------------------------------
+
+
+def random_case(seed: int, num_rows: int, spread: float) -> dict:
+    """Ragged logprobs of num_rows completions; spread is the size of log ratios in nats."""
+    rng = random.Random(seed)
+    lengths = [rng.choice([0, 1, 1, 2, 5, 8]) for _ in range(num_rows)]
+    lengths[0] = max(1, lengths[0])
+    old = [[-rng.expovariate(1.0) for _ in range(n)] for n in lengths]
+    return {
+        "logprobs": [[x + rng.uniform(-spread, spread) for x in row] for row in old],
+        "old_logprobs": old,
+        "ref_logprobs": [[x + rng.uniform(-spread, spread) for x in row] for row in old],
+        "advantages": [[rng.choice([0.0, rng.gauss(0, 1)])] * n for n in lengths],
+    }
+
+
+def run_policy_loss(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=0):
+    """Loss, gradient, statistics, mask of policy_loss() for ragged lists; it must leave its inputs alone."""
+    lengths = torch.tensor([len(row) for row in case["logprobs"]])
+    width = int(lengths.max()) + padding
+    tensors = {
+        name: torch.tensor([row + [0.0] * (width - len(row)) for row in rows]) for name, rows in case.items()
+    }
+    mask = torch.arange(width) < lengths.unsqueeze(1)
+    weights = train_rl.loss_weights(mask, len(lengths))
+    logprobs = tensors.pop("logprobs").requires_grad_()
+    given = {**tensors, "weights": weights, "mask": mask, "logprobs": logprobs}
+    kept = {name: tensor.detach().clone() for name, tensor in given.items()}
+    loss, statistics = train_rl.policy_loss(
+        logprobs, tensors["old_logprobs"], tensors["advantages"], weights, clip_eps, kl_coef,
+        tensors["ref_logprobs"] if kl_coef else None,
+    )  # fmt: skip
+    loss.backward()
+    for name, tensor in given.items():
+        assert tensor._version == 0 and torch.equal(tensor.detach(), kept[name]), f"{name} was written to"
+    assert loss.shape == () and not any(value.requires_grad for value in statistics.values())
+    return loss.detach(), logprobs.grad, statistics, mask
+
+
+def check_against_reference(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=0):
+    loss, gradient, statistics, mask = run_policy_loss(case, clip_eps, kl_coef, padding)
+    settings = {"clip_eps": clip_eps, "kl_coef": kl_coef}
+    close(loss, -reference.grpo_objective(**case, **settings))
+    close(gradient[mask], [-x for row in reference.grpo_objective_slope(**case, **settings) for x in row])
+    assert (gradient[~mask] == 0).all()
+    tokens = [
+        values
+        for rows in zip(case["logprobs"], case["old_logprobs"], case["advantages"], case["ref_logprobs"])
+        for values in zip(*rows)
+    ]
+    ratios = [reference.importance_ratio(new, old) for new, old, _, _ in tokens]
+    close(statistics["ratio"][mask], ratios)
+    clipped = [float(reference.is_clipped(r, a, clip_eps)) for r, (_, _, a, _) in zip(ratios, tokens)]
+    assert statistics["clipped"][mask].tolist() == clipped
+    assert ("ref_kl_k3" in statistics) == (kl_coef > 0)
+    if kl_coef:
+        close(statistics["ref_kl_k3"][mask], [reference.kl_k3(new, ref) for new, _, _, ref in tokens])
+    return clipped
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+@pytest.mark.parametrize("spread", [0.01, 0.5, 30.0])
+def test_loss_of_random_batches(spread, kl_coef, float64):
+    clipped = []
+    for seed in range(40):
+        case = random_case(seed, num_rows=1 + seed % 6, spread=spread)
+        clipped += check_against_reference(case, 0.1 + 0.01 * seed, kl_coef, padding=seed % 3)
+    assert (0 < sum(clipped) < len(clipped)) == (spread > 0.1)
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5, 0.0])
+@pytest.mark.parametrize("difference", [0.0, 1e-9, 0.1, 0.3, -0.3, 40.0, -40.0, 500.0, -500.0])
+def test_loss_of_one_token(difference, advantage, float64):
+    case = {"logprobs": [[-1.0 + difference]], "old_logprobs": [[-1.0]], "advantages": [[advantage]]}
+    case["ref_logprobs"] = [[-1.2]]
+    check_against_reference(case)
+    check_against_reference(case, kl_coef=0.1 if abs(difference) < 100 else 0.0)
+
+
+def exactly_representable_ratio(near: float) -> tuple[float, float]:
+    """A log ratio whose exponential is the same float in torch and in math, and that float."""
+    candidate = math.log(near)
+    for _ in range(1000):
+        if torch.tensor([[candidate]]).exp().item() == math.exp(candidate):
+            return candidate, math.exp(candidate)
+        candidate = math.nextafter(candidate, 1.0)
+    raise AssertionError("no such float")
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 2.0, -0.5])
+@pytest.mark.parametrize("near", [1.2, 0.8])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_ratio_on_the_clip_edge_and_one_ulp_beside_it(near, beyond, advantage, float64):
+    """On the edge both branches are equal and the gradient is the unclipped one. Only the edge is moved."""
+    log_ratio, ratio = exactly_representable_ratio(near)
+    edge = ratio
+    if beyond:  # 1: the ratio is one ulp outside of [1 - eps, 1 + eps]; -1: one ulp inside
+        edge = math.nextafter(ratio, ratio + beyond * (1.0 - ratio))
+    clip_eps = abs(edge - 1.0)
+    assert edge in (1.0 - clip_eps, 1.0 + clip_eps)
+    case = {"logprobs": [[log_ratio]], "old_logprobs": [[0.0]], "ref_logprobs": [[0.0]]}
+    case["advantages"] = [[advantage]]
+    clipped = check_against_reference(case, clip_eps)
+    assert clipped == [float(beyond == 1 and (advantage > 0) == (near > 1))]
+
+
+def test_a_completion_without_tokens_counts_as_one_of_the_mean(float64):
+    case = random_case(1, num_rows=4, spread=0.5)
+    for rows in case.values():
+        rows[2] = []
+    check_against_reference(case, kl_coef=0.1)
+    alone = {name: rows[:2] + rows[3:] for name, rows in case.items()}
+    close(run_policy_loss(case)[0] * 4, run_policy_loss(alone)[0] * 3)
+
+
+def test_a_batch_without_any_token_has_loss_zero(float64):
+    empty = {name: [[], []] for name in ("logprobs", "old_logprobs", "advantages", "ref_logprobs")}
+    loss, gradient, _, _ = run_policy_loss(empty, kl_coef=0.1, padding=3)
+    assert loss == 0 and (gradient == 0).all()
+
+
+def test_loss_weights(float64):
+    lengths = [3, 0, 1, 5]
+    mask = torch.arange(7) < torch.tensor(lengths).unsqueeze(1)
+    weights = train_rl.loss_weights(mask, 6)
+    for row, length in enumerate(lengths):
+        close(weights[row, :length], [reference.token_weight(length, 6) for _ in range(length)])
+        assert (weights[row, length:] == 0).all()
+    close(train_rl.loss_weights(mask, 3).sum(), 1.0)  # three completions have tokens
+
+
+def test_the_kl_estimate_of_close_policies_is_exact_and_never_negative():
+    """In float32, exp(d) - d - 1 is nothing but rounding at d = 1e-4 nats."""
+    differences = [sign * 10.0**-k for k in range(1, 7) for sign in (1, -1)]
+    logprobs, ref_logprobs = torch.zeros(1, 12), torch.tensor([differences])
+    ones = torch.ones(1, 12)
+    _, statistics = train_rl.policy_loss(logprobs, logprobs, ones, ones, CLIP_EPS, 0.1, ref_logprobs)
+    kl_k3 = statistics["ref_kl_k3"][0]
+    assert (kl_k3 >= 0).all()
+    close(kl_k3[:8], torch.tensor([reference.kl_k3(0.0, d) for d in differences[:8]]), rtol=1e-2, atol=0.0)
+
+
+def test_slopes_of_the_reference_are_derivatives_of_its_values():
+    case = random_case(3, num_rows=5, spread=0.5)
+    fixed = (case["old_logprobs"], case["advantages"], case["ref_logprobs"], CLIP_EPS, 0.3)
+    slopes = reference.grpo_objective_slope(case["logprobs"], *fixed)
+    step = 1e-6
+    for i, row in enumerate(case["logprobs"]):
+        for t in range(len(row)):
+            above, below = ([list(r) for r in case["logprobs"]] for _ in range(2))
+            above[i][t] += step
+            below[i][t] -= step
+            difference = reference.grpo_objective(above, *fixed) - reference.grpo_objective(below, *fixed)
+            assert difference / (2 * step) == pytest.approx(slopes[i][t], rel=1e-6, abs=1e-9)
+
+
+# ---- prompts, rows, batches --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_prompts, per_step", [(12, 4), (10, 4), (7, 3), (5, 12), (1, 3), (6, 6), (9, 1)])
+def test_consecutive_steps_tile_shuffled_epochs(num_prompts, per_step):
+    stream = []
+    for step in range(3 * num_prompts):
+        stream += train_rl.prompts_of_step(num_prompts, per_step, step * per_step, seed=3)
+        assert len(stream) == (step + 1) * per_step
+    epochs = [stream[i : i + num_prompts] for i in range(0, len(stream) - num_prompts + 1, num_prompts)]
+    assert all(sorted(epoch) == list(range(num_prompts)) for epoch in epochs)
+    assert num_prompts < 5 or len({tuple(epoch) for epoch in epochs}) > len(epochs) // 2
+    assert num_prompts < 5 or epochs[0] != sorted(epochs[0])
+
+
+def test_prompts_depend_on_the_number_consumed_and_the_seed_only():
+    stream = train_rl.prompts_of_step(11, 60, 0, seed=0)
+    for consumed in (0, 1, 10, 11, 12, 37):
+        for per_step in (1, 5, 23):
+            expected = stream[consumed : consumed + per_step]
+            torch.manual_seed(consumed)
+            assert train_rl.prompts_of_step(11, per_step, consumed, seed=0) == expected
+    assert train_rl.prompts_of_step(11, 11, 0, seed=1) != stream[:11]
+
+
+def test_seeds_are_63_bits_distinct_and_the_same_in_every_process():
+    parts = list(itertools.product(range(4), range(25), range(50), range(8)))  # as (seed, step, prompt, n)
+    parts += [(seed, "epoch", epoch) for seed in range(4) for epoch in range(500)]
+    parts += [(0, "eval", name, i, n) for name in ("a", "b") for i in range(500) for n in range(9)]
+    parts += [(1, 23), (12, 3), (123,), (1, 2, 3)]
+    seeds = {train_rl.seed_of(*p) for p in parts}
+    assert len(seeds) == len(parts)
+    either = every = next(iter(seeds))
+    for seed in seeds:
+        either, every = either | seed, every & seed
+    assert either == 2**63 - 1 and every == 0  # each of 63 bits is used, none is fixed, the sign is never set
+    assert train_rl.seed_of(0, "epoch", 0) == 5326116194759978245  # another value is another order of prompts
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 64, 300, 10**6])
+def test_rows_are_split_within_the_budget(max_tokens):
+    rng = random.Random(0)
+    for size in (0, 1, 2, 50):
+        lengths = [rng.randint(1, 100) for _ in range(2 * size)]
+        rows = rng.sample(range(2 * size), size)
+        micro_batches = train_rl.split_rows(lengths, rows, max_tokens)
+        assert sorted(row for part in micro_batches for row in part) == sorted(rows)
+        for part in micro_batches:
+            assert part and (len(part) == 1 or len(part) * max(lengths[row] for row in part) <= max_tokens)
+        assert train_rl.split_rows(lengths, rng.sample(rows, size), max_tokens) == micro_batches
+
+
+def test_split_rows_keeps_padding_and_the_number_of_micro_batches_low():
+    """256 rows of 1 to 1000 tokens in micro-batches of 16384: 10 % padding (45 % in the given order), and 10
+    micro-batches where 9 would do without padding."""
+    rng = random.Random(0)
+    lengths = [rng.randint(1, 1000) for _ in range(256)]
+
+    def padding_share(micro_batches):
+        places = sum(len(part) * max(lengths[row] for row in part) for part in micro_batches)
+        return 1 - sum(lengths) / places
+
+    micro_batches = train_rl.split_rows(lengths, list(range(256)), 16384)
+    assert padding_share(micro_batches) < 0.12
+    assert padding_share([list(range(i, i + 16)) for i in range(0, 256, 16)]) > 0.4
+    assert len(micro_batches) <= 1 + math.ceil(sum(lengths) / 16384)
+
+
+def test_collate_shapes_and_values():
+    prompts = [Prompt("a", "1", "exact", "set"), Prompt("b", "2", "exact", "set")]
+    ids = [[5, 6], [5, 7], [8], [9, 9, 9]]
+    reasons = ["stop", "stop", "stop", "length"]
+    completions = [
+        Completion(ids[i], [-0.5 - i - t for t in range(len(ids[i]))], reasons[i], float(i)) for i in range(4)
+    ]
+    batch = train_rl.collate(prompts, [[1], [2, 3]], completions, group_size=2)
+    assert batch.prompts == [prompts[0], prompts[0], prompts[1], prompts[1]]
+    assert batch.prompt_ids == [[1], [1], [2, 3], [2, 3]] and batch.completion_ids == ids
+    assert batch.finish_reason == reasons and batch.seconds == [0.0, 1.0, 2.0, 3.0]
+    assert batch.group_index.tolist() == [0, 0, 1, 1] and batch.group_index.dtype == torch.int64
+    assert batch.response_mask.dtype == torch.bool
+    assert batch.response_mask.tolist() == [[t < len(row) for t in range(3)] for row in ids]
+    expected = [[-0.5, -1.5, 0.0], [-1.5, -2.5, 0.0], [-2.5, 0.0, 0.0], [-3.5, -4.5, -5.5]]
+    close(batch.rollout_logprobs, torch.tensor(expected))
+    assert batch.rewards is batch.advantages is batch.old_logprobs is batch.ref_logprobs is None
+
+
+def test_minibatches_are_whole_groups_and_as_many_on_every_rank():
+    def split(num_groups, group_size, num_minibatches):
+        group_index = torch.arange(num_groups).repeat_interleave(group_size)
+        batch = train_rl.RolloutBatch([], [], [], [], [], torch.ones(1, 1), torch.ones(1, 1), group_index)
+        return train_rl.split_minibatches(batch, num_minibatches)
+
+    assert split(4, 2, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert split(3, 2, 2) == [[0, 1, 2, 3], [4, 5]]
+    assert split(1, 2, 2) == [[0, 1], []]
+    assert split(2, 3, 1) == [list(range(6))]
+    assert split(3, 1, 3) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1, 4])
+def test_learning_rate_warms_up_and_stays(warmup_steps):
+    overrides = [f"train.warmup_steps={warmup_steps}", "train.learning_rate=1e-3"]
+    config = train_rl.load_config([SMALLEST_TRAINING_SET, *overrides])
+    for step in range(8):
+        expected = reference.warmed_up_learning_rate(1e-3, warmup_steps, step)
+        close(train_rl.learning_rate(config, step), expected)
+
+
+# ---- the update: cases -------------------------------------------------------------------------------------
+# Adam divides each gradient by its own size, so that the rounding of a gradient near 0 becomes a step of lr.
+# SMOOTH_EPS in the denominator bounds what rounding does: lr / eps * 1e-8 = 1e-7. "adam" has torch's eps.
+SMOOTH_EPS, TORCH_EPS = 1e-2, 1e-8
+TOLERANCE = 1e-6  # a few roundings of parameters of size 1 in float32
+LEARNING_RATE, TEMPERATURE = 0.1, 0.7
+GROUPS = [list(range(g * 3, g * 3 + 3)) for g in range(4)]
+EVERYTHING = [row for group in GROUPS for row in group]
+VERDICTS = [  # (reward, valid) of each completion: one right, one half right, one timed out, no variance
+    [(1.0, True), (0.0, True), (0.0, True)],
+    [(0.0, True), (0.5, True), (1.0, True)],
+    [(1.0, True), (0.0, True), (0.0, False)],
+    [(1.0, True), (1.0, True), (1.0, True)],
+]
+
+
+def case(name, *rows, old="none", ep_size=1, padding=0, adam_eps=SMOOTH_EPS, **settings):
+    """One run of grpo_worker.py: the rows of each rank, settings of section `train` or named section__key."""
+    settings = {
+        "learning_rate": LEARNING_RATE, "max_grad_norm": 1e3, "rollout__temperature": TEMPERATURE,
+        "model__ep_size": ep_size,
+    } | settings  # fmt: skip
+    names = {key: key.replace("__", ".") if "__" in key else f"train.{key}" for key in settings}
+    return {
+        "name": name, "rows": list(rows), "old": old, "ep_size": ep_size, "padding": padding,
+        "adam_eps": adam_eps, "settings": [f"{names[key]}={value}" for key, value in settings.items()],
+    }  # fmt: skip
+
+
+OFF_POLICY = {"old": "given", "algorithm__kl_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.05}
+TWO_UPDATES = {"old": "computed", "minibatches_per_step": 2, "betas": "[0.8, 0.9]"}
+HALVES, SHARES = (EVERYTHING[:6], EVERYTHING[6:]), (EVERYTHING[:9], EVERYTHING[9:])
+INTERLEAVED = (GROUPS[0] + GROUPS[2], GROUPS[1] + GROUPS[3])  # so that minibatches are those of one rank
+SHUFFLED = [GROUPS[g][i] for g in (2, 0, 3, 1) for i in (1, 2, 0)]
+ONE_RANK = [
+    case("whole", EVERYTHING),
+    case("small micro-batches", EVERYTHING, micro_batch_tokens=20),
+    case("single rows", EVERYTHING, micro_batch_tokens=1),
+    case("padded", EVERYTHING, padding=5),
+    case("shuffled", SHUFFLED, micro_batch_tokens=40),
+    case("computed old", EVERYTHING, old="computed"),
+    case("off-policy", EVERYTHING, **OFF_POLICY),
+    case("off-policy small", EVERYTHING, micro_batch_tokens=20, padding=2, **OFF_POLICY),
+    case("two updates", EVERYTHING, **TWO_UPDATES),
+    case("adam", EVERYTHING, adam_eps=TORCH_EPS, **OFF_POLICY),
+]
+TWO_RANKS = [
+    case("halves", *HALVES),
+    case("shares", *SHARES, micro_batch_tokens=20),
+    case("halves ep", *HALVES, ep_size=2),
+    case("shares ep", *SHARES, ep_size=2, micro_batch_tokens=20),
+    case("off-policy halves", *HALVES, **OFF_POLICY),
+    case("off-policy shares ep", *SHARES, ep_size=2, micro_batch_tokens=20, **OFF_POLICY),
+    case("off-policy ep zero 2", *HALVES, ep_size=2, zero_stage=2, **OFF_POLICY),
+    case("two updates halves", *INTERLEAVED, **TWO_UPDATES),
+    case("two updates shares ep", *SHARES, ep_size=2, **TWO_UPDATES),
+]
+
+
+def make_completions() -> list[dict]:
+    """Twelve ragged completions in four groups; old_logprobs and ref_logprobs are far from the policy's."""
+    rng = random.Random(0)
+    completions = []
+    for group, verdicts in enumerate(VERDICTS):
+        prompt_ids = [rng.randrange(24) for _ in range(rng.randint(1, 6))]
+        advantages = reference.group_advantages(*map(list, zip(*verdicts)))
+        for advantage in advantages:
+            completion_ids = [rng.randrange(24) for _ in range(rng.randint(1, 9))]
+            values = {
+                name: [rng.uniform(-5.0, -1.0) for _ in completion_ids]
+                for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs")
+            }
+            completions.append({
+                "group": group, "prompt_ids": prompt_ids, "completion_ids": completion_ids,
+                "advantages": [advantage] * len(completion_ids), **values,
+            })  # fmt: skip
+    return completions
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory):
+    """The folder with the model, its completions, and {case name: result} of both runs of grpo_worker.py."""
+    folder = tmp_path_factory.mktemp("updates")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
+        initializer_range=0.3, tie_word_embeddings=False, max_position_embeddings=64,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    completions, results = make_completions(), {}
+    for num_ranks, cases in ((1, ONE_RANK), (2, TWO_RANKS)):
+        torch.save({"completions": completions, "cases": cases}, folder / "request.pt")
+        finished = torchrun(num_ranks, ROOT / "tests" / "grpo_worker.py", folder)
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        result = torch.load(folder / f"results_{num_ranks}.pt")
+        results |= result["cases"] | {f"helpers {num_ranks}": result["helpers"]}
+    return folder / "model", completions, results
+
+
+def parameter_distance(a: dict, b: dict) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+# ---- the update: plain torch -------------------------------------------------------------------------------
+
+
+def plain_logprobs(model, completion: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each completion token and entropy of its distribution, one sequence, no padding."""
+    prompt, tokens = completion["prompt_ids"], completion["completion_ids"]
+    logits = model(torch.tensor([prompt + tokens])).logits[0] / TEMPERATURE
+    rows = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return torch.stack([row[token] for row, token in zip(rows, tokens)]), -(rows.exp() * rows).sum(dim=-1)
+
+
+def plain_update(folder, completions, minibatches, old="current", kl_coef=0.0, max_grad_norm=1e3, **adam):
+    """Updates on minibatches (lists of rows) with transformers' model and torch's AdamW.
+
+    The loss enters as its derivative by the log-probabilities, which reference.py writes out by hand.
+    """
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": LEARNING_RATE, "eps": SMOOTH_EPS} | adam)
+    with torch.no_grad():
+        current = [plain_logprobs(model, c)[0].tolist() for c in completions]
+    grad_norms, tokens = [], []
+    for rows in minibatches:
+        chosen = [completions[row] for row in rows]
+        logprobs, entropies = zip(*(plain_logprobs(model, c) for c in chosen))
+        values = [x.tolist() for x in logprobs]
+        old_values = [c["old_logprobs"] for c in chosen] if old == "given" else [current[row] for row in rows]
+        fixed = ([c["advantages"] for c in chosen], [c["ref_logprobs"] for c in chosen], CLIP_EPS, kl_coef)
+        slopes = reference.grpo_objective_slope(values, old_values, *fixed)
+        optimizer.zero_grad()
+        torch.cat(logprobs).backward(-torch.tensor([x for row in slopes for x in row]))
+        grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item())
+        optimizer.step()
+        for i, completion in enumerate(chosen):
+            for t, (new, before) in enumerate(zip(values[i], old_values[i])):
+                ratio = reference.importance_ratio(new, before)
+                tokens.append({
+                    "ratio": ratio,
+                    "clipped": float(reference.is_clipped(ratio, completion["advantages"][t], CLIP_EPS)),
+                    "abs_dlogp": abs(new - completion["rollout_logprobs"][t]),
+                    "entropy": entropies[i][t].item(),
+                    "ref_kl_k3": reference.kl_k3(new, completion["ref_logprobs"][t]),
+                })  # fmt: skip
+    metrics = {name: sum(token[name] for token in tokens) / len(tokens) for name in tokens[0]}
+    metrics["abs_dlogp_max"] = max(token["abs_dlogp"] for token in tokens)
+    metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {"parameters": parameters, "metrics": metrics, "old": current}
+
+
+@pytest.fixture(scope="module")
+def plain(updates):
+    """{name: plain_update()} of what the cases compute in their several ways."""
+    folder, completions, _ = updates
+    off_policy = {"old": "given", "kl_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.05}
+    two_updates = {"betas": (0.8, 0.9), "weight_decay": 0.0}
+    uneven = [GROUPS[0] + GROUPS[1] + GROUPS[3], GROUPS[2]]  # rank 1 has one group, and takes it first
+    return {
+        "whole": plain_update(folder, completions, [EVERYTHING], weight_decay=0.0),
+        "off-policy": plain_update(folder, completions, [EVERYTHING], **off_policy),
+        "two updates": plain_update(folder, completions, [EVERYTHING[:6], EVERYTHING[6:]], **two_updates),
+        "two updates shares": plain_update(folder, completions, uneven, **two_updates),
+        "adam": plain_update(folder, completions, [EVERYTHING], eps=TORCH_EPS, **off_policy),
+    }
+
+
+SAME_UPDATE = {
+    "whole": [
+        "whole", "small micro-batches", "single rows", "padded", "shuffled", "computed old",
+        "halves", "shares", "halves ep", "shares ep",
+    ],
+    "off-policy": [
+        "off-policy", "off-policy small",
+        "off-policy halves", "off-policy shares ep", "off-policy ep zero 2",
+    ],
+    "two updates": ["two updates", "two updates halves"],
+    "two updates shares": ["two updates shares ep"],
+}  # fmt: skip
+
+
+MEASURED = {"whole": ["abs_dlogp", "abs_dlogp_max"], "off-policy": ["ref_kl_k3"]}  # besides what all have
+
+
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in SAME_UPDATE for name in SAME_UPDATE[kind]])
+def test_update_equals_plain_torch_however_it_is_split(kind, name, updates, plain):
+    result = updates[2][name]
+    assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < TOLERANCE
+    for metric in ["ratio", "clipped", "entropy", "grad_norm", *MEASURED.get(kind, [])]:
+        assert result["metrics"][metric] == pytest.approx(plain[kind]["metrics"][metric], rel=1e-5), metric
+    assert result["written"] == []
+
+
+def test_update_with_the_eps_of_torch(updates, plain):
+    """Rounding shows where a gradient is near 0: in under 1 % of parameters, by under 1 % of a step."""
+    expected, actual = plain["adam"]["parameters"], updates[2]["adam"]["parameters"]
+    distances = torch.cat([(expected[name] - actual[name]).abs().flatten() for name in expected])
+    assert (distances > TOLERANCE).double().mean() < 0.01
+    assert distances.max() < 0.01 * LEARNING_RATE
+
+
+def test_the_cases_above_could_fail(updates, plain):
+    """The update is large, every setting under test is active, and the kinds of updates differ."""
+    start = {n: p for n, p in Qwen3MoeForCausalLM.from_pretrained(updates[0]).named_parameters()}
+    for kind, one in plain.items():
+        assert parameter_distance(one["parameters"], start) > 1e4 * TOLERANCE
+        for other in plain.keys() - {kind}:
+            assert parameter_distance(one["parameters"], plain[other]["parameters"]) > 1e3 * TOLERANCE
+    assert plain["off-policy"]["metrics"]["grad_norm"] > 2 * 0.05
+    assert 0.1 < plain["off-policy"]["metrics"]["clipped"] < 0.9
+    assert plain["two updates"]["metrics"]["clipped"] > 0.02
+
+
+def test_ratio_is_exactly_one_where_the_old_policy_is_the_current_one(updates):
+    results = updates[2]
+    for name in SAME_UPDATE["whole"]:
+        exact = results[name]["old_logprobs"] is None
+        assert results[name]["metrics"]["ratio"] == (1.0 if exact else pytest.approx(1.0, abs=1e-6))
+        assert results[name]["metrics"]["clipped"] == 0
+    assert results["two updates"]["metrics"]["ratio"] != pytest.approx(1.0, abs=1e-3)
+
+
+def test_old_logprobs_computed_before_give_bitwise_the_same_update(updates):
+    computed, without = updates[2]["computed old"], updates[2]["whole"]
+    assert without["old_logprobs"] is None and computed["old_logprobs"] is not None
+    assert parameter_distance(computed["parameters"], without["parameters"]) == 0
+    assert computed["metrics"] == without["metrics"]
+
+
+def test_logprobs_of_a_batch_equal_those_of_transformers(updates, plain):
+    actual = updates[2]["computed old"]["old_logprobs"]
+    expected = plain["whole"]["old"]
+    for row, values in enumerate(expected):
+        close(actual[row, : len(values)], torch.tensor(values), rtol=1e-5, atol=1e-5)
+        assert (actual[row, len(values) :] == 0).all()
+
+
+def test_dlogp_compares_the_sampler_with_the_policy_it_sampled_from(updates, plain):
+    """Not with the policy after the first update."""
+    pairs = zip(plain["two updates"]["old"], updates[1])
+    dlogp = [abs(a - b) for old, c in pairs for a, b in zip(old, c["rollout_logprobs"])]
+    actual = updates[2]["two updates"]["metrics"]["abs_dlogp"]
+    assert actual == pytest.approx(sum(dlogp) / len(dlogp), rel=1e-5)
+
+
+def test_metrics_are_reduced_by_their_suffix(updates):
+    for num_ranks, mean, total in ((1, 1.0, 5.0), (2, 3.0 / 4.0, 11.0)):
+        for helpers in updates[2][f"helpers {num_ranks}"]:
+            reduced = helpers["reduced"]
+            assert math.isnan(reduced.pop("none"))  # a mean of nothing
+            assert reduced == {
+                "mean": mean, "tokens_total": total, "length_max": 7.0, "below_max": -2.0,
+                "max_of_total": 3.0 * num_ranks,
+            }  # fmt: skip
+
+
+def test_every_rank_gets_the_largest_number_of_micro_batches(updates):
+    assert [helpers["same_number"] for helpers in updates[2]["helpers 1"]] == [[[0]]]
+    assert [helpers["same_number"] for helpers in updates[2]["helpers 2"]] == [[[0], [], []], [[0], [1], [2]]]

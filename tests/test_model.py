@@ -1,0 +1,731 @@
+"""moe_model.py against transformers (each sequence alone, unpadded), DeepSpeed's AutoEP and slow loops.
+
+What needs several ranks runs in model_worker.py, once per world size; the tests here compare what it stored.
+
+Tolerances. fp32 rounds at 6e-8; activations and gradients here are of size 1 and pass about ten matrix
+products of width 12 to 50, whose sums come in another order on either side: 1e-5 leaves a factor of ten. A
+wrong formula is off by 1e-2 and more. Where both sides do the same operations in the same order, results are
+equal bit by bit.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import torchrun
+from model_worker import (
+    ADAMW_OPTIONS,
+    DISPATCH_CASES,
+    EAGER,
+    MAX_GRAD_NORM,
+    MICRO_BATCHES,
+    SEND_ROWS,
+    STEP_CASES,
+    dispatch_inputs,
+    stack_routes,
+    tiny_batch,
+    tiny_config,
+    tiny_model,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import moe_model
+from moe_model import Policy, grouped_linear, load_config, load_hf, pack, save_hf
+
+KINDS = ["moe", "moe_other", "dense", "dense_tied"]
+PARITY = 1e-5  # see above
+WORKER = Path(__file__).with_name("model_worker.py")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Helpers
+# ------------------------------------------------------------------------------------------------------------
+def policy_like(hf) -> Policy:
+    """A policy with the weights of a transformers model; the names are the same."""
+    policy = Policy(hf.config)
+    policy.load_state_dict(hf.state_dict())
+    return policy
+
+
+def packed_batch(batch=None) -> moe_model.PackedSequences:
+    batch = batch or tiny_batch()
+    return pack(batch.prompt_ids, batch.completion_ids, "cpu")
+
+
+def reference_logprobs(hf, batch, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probabilities and entropies of every completion, each sequence alone and without packing."""
+    logprobs, entropies = [], []
+    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids):
+        logits = hf(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0] / temperature
+        logp = logits - logits.logsumexp(dim=-1, keepdim=True)
+        logp = logp[len(prompt) - 1 : len(prompt) - 1 + len(completion)]  # predicted by the token before
+        logprobs.append(logp.gather(1, torch.tensor(completion, dtype=torch.int64).unsqueeze(1)).squeeze(1))
+        entropies.append(-(logp.exp() * logp).sum(dim=-1))
+    return logprobs, entropies
+
+
+def gradients(module) -> dict[str, Tensor]:
+    """Take the gradients away, so that the next backward starts from none."""
+    found = {name: p.grad for name, p in module.named_parameters()}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def backward(logprobs: Tensor, batch, step: int = 0) -> None:
+    (-(torch.cat(batch.weights[step]) * logprobs).sum() / batch.num_targets).backward()
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float, alive: float = 0.0) -> None:
+    """Same names, and values within atol (0: bit by bit); every expected tensor reaches `alive` somewhere."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
+        difference = float((got[name] - value).detach().abs().max()) if value.numel() else 0.0
+        assert difference <= atol, f"{name} differs by {difference}"
+        assert alive == 0.0 or value.abs().max() > alive, f"{name} is too small to be compared"
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Path:
+    """The folder shared with the workers; start/ and dense/ in it are checkpoints written by transformers."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model("moe").save_pretrained(folder / "start", max_shard_size="40KB")
+    tiny_model("dense").save_pretrained(folder / "dense")
+    assert len(list((folder / "start").glob("*.safetensors"))) > 1, "load_hf should meet several files"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def section(start) -> Callable[[str, int], list[dict]]:
+    """section(name, world size): what every rank stored. One launch per world size serves all sections."""
+    pieces = ["autoep", "group_errors", "all_to_all", "dispatch", "recomputed_and_replayed"]
+    names = {1: ["steps"], 2: ["steps", *pieces, "weights"], 4: ["steps", "weights"]}
+    launches = {}
+
+    def results(name: str, world_size: int) -> list[dict]:
+        if world_size not in launches:
+            launches[world_size] = torchrun(world_size, WORKER, start, *names[world_size])
+        files = [start / f"{name}-{world_size}-{rank}.pt" for rank in range(world_size)]
+        if not all(file.exists() for file in files):
+            log = launches[world_size].stderr[-4000:]
+            pytest.fail(f"no results of {name!r} from {world_size} ranks:\n{log}")
+        return [torch.load(file, weights_only=False) for file in files]
+
+    return results
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Packing
+# ------------------------------------------------------------------------------------------------------------
+def test_pack_against_slow_construction():
+    batch = tiny_batch()
+    batch.prompt_ids.append([9]), batch.completion_ids.append([])  # one token, nothing predicted
+    packed = packed_batch(batch)
+    longest = max(max(1, len(p) + len(c) - 1) for p, c in zip(batch.prompt_ids, batch.completion_ids))
+    tokens, positions, places, predictors, targets = [], [], [], [], []
+    for b, (prompt, completion) in enumerate(zip(batch.prompt_ids, batch.completion_ids)):
+        sequence = prompt + completion
+        for i, token in enumerate(sequence):
+            if i == len(sequence) - 1 and i > 0:
+                continue  # the last token predicts nothing
+            if i + 1 >= len(prompt) and i + 1 < len(sequence):  # the next token is one of the completion
+                predictors.append(len(tokens))
+                targets.append(sequence[i + 1])
+            tokens.append(token), positions.append(i), places.append(b * longest + i)
+    assert packed.input_ids.tolist() == tokens
+    assert packed.position_ids.tolist() == positions
+    assert packed.padded_index.tolist() == places
+    assert packed.padded_shape == (len(batch.prompt_ids), longest)
+    assert packed.predictor_index.tolist() == predictors
+    assert packed.target_ids.tolist() == targets == [t for c in batch.completion_ids for t in c]
+    assert {t.dtype for t in vars(packed).values() if isinstance(t, Tensor)} == {torch.int64}
+
+
+def test_pack_pairs_a_target_with_the_token_before_it():
+    packed = pack([[10, 11], [20]], [[12, 13], [21, 22, 23]], "cpu")
+    assert packed.input_ids.tolist() == [10, 11, 12, 20, 21, 22]
+    pairs = zip(packed.input_ids[packed.predictor_index].tolist(), packed.target_ids.tolist())
+    assert list(pairs) == [(11, 12), (12, 13), (20, 21), (21, 22), (22, 23)]
+
+
+def test_pack_refuses_what_it_cannot_lay_out():
+    with pytest.raises(AssertionError, match="empty prompt"):
+        pack([[1], []], [[2], [3]], "cpu")
+    with pytest.raises(ValueError):
+        pack([[1], [2]], [[3]], "cpu")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Parity with transformers
+# ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_and_gradients_match_transformers(kind, temperature):
+    hf, batch = tiny_model(kind), tiny_batch()
+    policy = policy_like(hf)
+    logprobs, entropy, layer_ids = policy(packed_batch(batch), temperature=temperature)
+    expected, _ = reference_logprobs(hf, batch, temperature)
+    assert logprobs.dtype == torch.float32 and not entropy.requires_grad
+    routed = [hasattr(layer.mlp, "experts") for layer in hf.model.layers]
+    assert [ids is not None for ids in layer_ids] == routed
+    torch.testing.assert_close(logprobs, torch.cat(expected), rtol=0, atol=PARITY)
+    backward(logprobs, batch), backward(torch.cat(expected), batch)
+    assert_same(gradients(policy), gradients(hf), atol=PARITY, alive=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_match_transformers_at_every_position(kind):
+    hf, batch = tiny_model(kind), tiny_batch()
+    policy = policy_like(hf)
+    with torch.no_grad():
+        hidden, _ = policy.hidden(packed_batch(batch))
+        expected = []
+        for prompt, completion in zip(batch.prompt_ids, batch.completion_ids):
+            expected.append(hf(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, :-1])
+        expected = torch.cat(expected)  # [T, V]
+        assert expected.std() > 0.5, "logits close to uniform would hide a mistake"
+        # Logits reach 10, hence the relative part.
+        torch.testing.assert_close(policy.lm_head(hidden), expected, rtol=PARITY, atol=PARITY)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_entropy_matches_the_formula_in_fp64(temperature):
+    batch = tiny_batch()
+    with torch.no_grad():
+        _, expected = reference_logprobs(tiny_model("moe", dtype=torch.float64), batch, temperature)
+        _, entropy, _ = policy_like(tiny_model("moe"))(packed_batch(batch), temperature=temperature)
+    expected = torch.cat(expected)
+    assert expected.max() - expected.min() > 0.5 and entropy.dtype == torch.float32
+    torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=PARITY)
+
+
+def test_entropy_of_a_certain_token_is_zero():
+    """exp(logp) is exactly 0 for the others; 0 log 0 must not become nan."""
+    logprobs, entropy = moe_model.linear_logprob_entropy(
+        torch.tensor([[1000.0, 0.0]]), torch.eye(2), torch.tensor([0]), temperature=1.0
+    )
+    assert entropy.tolist() == [0.0] and logprobs.tolist() == [0.0]
+
+
+def test_batch_without_targets():
+    policy = policy_like(tiny_model("moe"))
+    logprobs, entropy, _ = policy(pack([[1, 2, 3], [4]], [[], []], "cpu"))
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert all(grad.count_nonzero() == 0 for grad in gradients(policy).values())
+
+
+def test_logit_rows_change_neither_value_nor_gradient(monkeypatch):
+    """23 targets in chunks of 5: same numbers, no more than 5 rows of logits alive, in backward too."""
+    policy, batch = policy_like(tiny_model("moe")), tiny_batch()
+    packed, vocab_size = packed_batch(batch), policy.config.vocab_size
+    whole, whole_entropy, _ = policy(packed, temperature=0.7)
+    backward(whole, batch)
+    expected = gradients(policy)
+
+    rows, saved = [], []
+
+    def counting_linear(x, weight, bias=None):
+        rows.append(len(x)) if len(weight) == vocab_size else None
+        return torch._C._nn.linear(x, weight, bias)
+
+    def keep(tensor):
+        saved.append(tuple(tensor.shape))
+        return tensor
+
+    monkeypatch.setattr(moe_model, "LOGIT_ROWS", 5)
+    monkeypatch.setattr(moe_model.F, "linear", counting_linear)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs, entropy, _ = policy(packed, temperature=0.7)
+    assert saved and not [shape for shape in saved if shape[-1:] == (vocab_size,)], "logits are kept"
+    backward(logprobs, batch)
+    assert rows == [5, 5, 5, 5, 3, 3, 5, 5, 5, 5], "once forward, once recomputed in backward"
+    # A product of fewer rows may sum in another order: a few roundings of numbers up to 5.
+    torch.testing.assert_close(logprobs, whole, rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropy, whole_entropy, rtol=0, atol=2e-6)
+    assert_same(gradients(policy), expected, atol=2e-6, alive=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Recomputation and replay
+# ------------------------------------------------------------------------------------------------------------
+def run(policy: Policy, batch, replay_ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor], list]:
+    logprobs, _, layer_ids = policy(packed_batch(batch), replay_ids_TLK=replay_ids)
+    backward(logprobs, batch)
+    return logprobs.detach(), gradients(policy), layer_ids
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_activation_checkpointing_changes_nothing(kind):
+    policy, batch = policy_like(tiny_model(kind)), tiny_batch()
+    logprobs, expected, _ = run(policy, batch)
+    calls = []
+    policy.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    policy.activation_checkpointing = True
+    again, got, _ = run(policy, batch)
+    assert len(calls) == 2, "the layer runs once more in backward"
+    assert torch.equal(again, logprobs)
+    assert_same(got, expected, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["moe", "moe_other"])
+def test_replay_of_own_routes_is_bitwise_equal(kind):
+    policy, batch = policy_like(tiny_model(kind)), tiny_batch()
+    logprobs, expected, layer_ids = run(policy, batch)
+    routes = stack_routes(layer_ids)  # [T, L, K]
+    again, got, used = run(policy, batch, routes)
+    assert torch.equal(again, logprobs)
+    assert_same(got, expected, atol=0)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(used, layer_ids))
+
+    for shifted in (routes.roll(1, dims=0), routes.roll(1, dims=1)):  # by a token, by a layer
+        other, _, _ = run(policy, batch, shifted)
+        assert (other - logprobs).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["moe", "moe_other"])
+def test_replay_of_given_routes_matches_transformers(kind):
+    """Random routes, forced on transformers' router too: ids from outside, weights from its own softmax."""
+    hf, batch = tiny_model(kind), tiny_batch()
+    policy, config = policy_like(hf), hf.config
+    num_tokens = len(packed_batch(batch).input_ids)
+    generator = torch.Generator().manual_seed(5)
+    draws = torch.rand(num_tokens, config.num_hidden_layers, config.num_experts, generator=generator)
+    routes = draws.argsort(dim=-1)[..., : config.num_experts_per_tok].to(torch.uint8)  # [T, L, K]
+
+    forced = {}  # layer -> [S, K] of the sequence at hand
+
+    def force(layer: int):
+        def hook(router, inputs, outputs):
+            scores, ids = outputs[0].softmax(dim=-1), forced[layer]
+            chosen = scores.gather(1, ids)
+            return outputs[0], chosen / chosen.sum(1, keepdim=True) if config.norm_topk_prob else chosen, ids
+
+        return hook
+
+    for i, layer in enumerate(hf.model.layers):
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.gate.register_forward_hook(force(i))
+    expected, first = [], 0
+    for prompt, completion in zip(batch.prompt_ids, batch.completion_ids):
+        inputs = (prompt + completion)[:-1]
+        forced |= {i: routes[first : first + len(inputs), i].long() for i in range(config.num_hidden_layers)}
+        first += len(inputs)
+        logp = hf(input_ids=torch.tensor([inputs]), use_cache=False).logits[0].log_softmax(-1)
+        expected += [logp[len(prompt) - 1 + t, token] for t, token in enumerate(completion)]
+    backward(torch.stack(expected), batch)
+    logprobs, got, _ = run(policy, batch, routes)
+    torch.testing.assert_close(logprobs, torch.stack(expected).detach(), rtol=0, atol=PARITY)
+    assert_same(got, gradients(hf), atol=PARITY, alive=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Experts
+# ------------------------------------------------------------------------------------------------------------
+def grouped_by_row(x: Tensor, weight: Tensor, tokens_per_expert: list[int]) -> Tensor:
+    """Every row with its own copy of its expert's matrix."""
+    expert = [e for e, count in enumerate(tokens_per_expert) for _ in range(count)]
+    return torch.einsum("pd,pod->po", x, weight[expert])
+
+
+@pytest.mark.parametrize("counts", [[3, 1, 4, 2], [0, 5, 0, 1], [0, 0, 7, 0], [0, 0, 0, 0]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_grouped_linear_against_rows(counts, dtype):
+    """Unaligned counts, empty experts, no row at all. fp64 takes the loop, the others grouped_mm.
+
+    Numbers are of size 5, sums of up to 24 products: atol is 20 roundings of that in each type.
+    """
+    generator = torch.Generator().manual_seed(2)
+    x, weight, grad = [
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in [(sum(counts), 24), (4, 16, 24), (sum(counts), 16)]
+    ]
+    leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    out = grouped_linear(*leaves, torch.tensor(counts))
+    out.backward(grad)
+    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    expected = grouped_by_row(*exact, counts)
+    expected.backward(grad.double())
+    assert out.dtype == dtype and out.shape == expected.shape
+    atol = 20 * 5 * torch.finfo(dtype).eps / 2
+    for got, want in [(out, expected), *((a.grad, b.grad) for a, b in zip(leaves, exact))]:
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("counts", [[3, 1, 4, 2], [0, 5, 0, 1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_mm_equals_the_loop(counts, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(sum(counts), 24, generator=generator).to(dtype)
+    weight = torch.randn(4, 16, 24, generator=generator).to(dtype)
+    parts = [F.linear(part, w) for part, w in zip(x.split(counts), weight)]
+    calls, grouped_mm = [], F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *a, **k: calls.append(1) or grouped_mm(*a, **k))
+    out = grouped_linear(x, weight, torch.tensor(counts))
+    assert calls, "the loop would be compared with itself"
+    # Both accumulate in fp32 and round once; the order of 24 terms may differ by one rounding.
+    rtol = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(out, torch.cat(parts), rtol=rtol, atol=rtol)
+
+
+def slow_moe(x, gate, gate_up_proj, down_proj, top_k: int, renormalise: bool, forced=None) -> Tensor:
+    """A MoE layer from its equations, one token and one expert at a time."""
+    rows = []
+    for t, token in enumerate(x):
+        scores = torch.stack([gate[e] @ token for e in range(len(gate))])
+        scores = scores.exp() / scores.exp().sum()
+        chosen = sorted(range(len(gate)), key=lambda e: -scores[e].item())[:top_k]
+        chosen = chosen if forced is None else forced[t].tolist()
+        total = sum(scores[e] for e in chosen) if renormalise else 1.0
+        row = torch.zeros_like(token)
+        for e in chosen:
+            gated, up = (gate_up_proj[e] @ token).chunk(2)
+            row = row + scores[e] / total * (down_proj[e] @ (gated * torch.sigmoid(gated) * up))
+        rows.append(row)
+    return torch.stack(rows) if rows else x * 1.0
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_moe_block_against_slow_loop(renormalise):
+    inputs, config = dispatch_inputs("live"), tiny_config("moe")
+    config.norm_topk_prob = renormalise
+    block = moe_model.MoEBlock(config, None)
+    names = {"gate.weight": "gate", "experts.gate_up_proj": "gate_up_proj", "experts.down_proj": "down_proj"}
+    exact = {name: getattr(inputs, field).double().requires_grad_() for name, field in names.items()}
+    block.load_state_dict(exact)
+    x, x_exact = inputs.x[0].requires_grad_(), inputs.x[0].detach().double().requires_grad_()
+    y, ids = block(x)
+    expected = slow_moe(x_exact, *exact.values(), top_k=3, renormalise=renormalise)
+    torch.testing.assert_close(y.double(), expected, rtol=PARITY, atol=PARITY)
+    assert ids.shape == (5, 3)
+    (y * inputs.loss_weights[0]).sum().backward()
+    (expected * inputs.loss_weights[0]).sum().backward()
+    for got, want in [(x, x_exact), *((p, exact[name]) for name, p in block.named_parameters())]:
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=PARITY, atol=PARITY)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------------------
+def fresh_policy(config) -> Policy:
+    """Parameters that no loader would leave alone unnoticed."""
+    policy = Policy(config)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.fill_(float("nan"))
+    return policy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_to_policy_to_transformers(kind, tmp_path):
+    hf = tiny_model(kind)
+    hf.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
+    policy = fresh_policy(load_config(tmp_path / "hf"))
+    load_hf(policy, tmp_path / "hf")
+    assert_same(dict(policy.named_parameters()), dict(hf.named_parameters()), atol=0)
+
+    save_hf(policy, tmp_path / "own")
+    again = fresh_policy(load_config(tmp_path / "own"))
+    load_hf(again, tmp_path / "own")
+    assert_same(dict(again.named_parameters()), dict(policy.named_parameters()), atol=0)
+
+    back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "own", output_loading_info=True, **EAGER)
+    assert type(back) is type(hf) and not any(info.values()), info
+    assert_same(back.state_dict(), hf.state_dict(), atol=0)
+    ids = torch.tensor([tiny_batch().prompt_ids[2]])
+    with torch.no_grad():  # the configuration survived too: theta, eps, head size, top-k, ...
+        assert torch.equal(back(input_ids=ids).logits, hf(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_names_and_index(kind, tmp_path):
+    """Names, index and size agree with what transformers writes for the same model."""
+    hf = tiny_model(kind)
+    hf.save_pretrained(tmp_path / "hf")
+    save_hf(policy_like(hf), tmp_path / "own", torch.bfloat16)
+    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    own = load_file(shard := only_shard(tmp_path / "own"))
+    assert_same(own, {name: tensor.bfloat16() for name, tensor in theirs.items()}, atol=0)
+    index = json.loads((tmp_path / "own" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == dict.fromkeys(theirs, shard.name)
+    assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in theirs.values())
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def only_shard(folder: Path) -> Path:
+    (shard,) = folder.glob("*.safetensors")
+    return shard
+
+
+def test_files_left_by_another_save_are_not_read(tmp_path):
+    """A folder saved first by two ranks, then by one, still holds the second shard of the first save."""
+    policy = policy_like(tiny_model("moe"))
+    save_hf(policy, tmp_path)
+    stale = {name: torch.full_like(tensor, 7.0) for name, tensor in load_file(only_shard(tmp_path)).items()}
+    save_file(stale, tmp_path / "model-00002-of-00002.safetensors")
+    again = fresh_policy(policy.config)
+    load_hf(again, tmp_path)
+    assert_same(dict(again.named_parameters()), dict(policy.named_parameters()), atol=0)
+
+
+def test_load_names_what_is_wrong(tmp_path):
+    policy = policy_like(tiny_model("moe"))
+    with pytest.raises(ValueError, match=r"holds no \*\.safetensors"):
+        load_hf(policy, tmp_path)
+    save_hf(policy, tmp_path)
+    tensors = load_file(shard := only_shard(tmp_path))
+
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != name}, shard)
+    with pytest.raises(ValueError, match=f"lacks 1 of .*{name}"):
+        load_hf(policy, tmp_path)
+    save_file(tensors | {name: torch.zeros(24, 31)}, shard)
+    with pytest.raises(ValueError, match=rf"{name} has shape \(24, 31\).*\(24, 32\)"):
+        load_hf(policy, tmp_path)
+
+
+def test_unsupported_configurations_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no config.json"):
+        load_config(tmp_path)
+    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_type is 'llama'"):
+        load_config(tmp_path)
+    changes = {
+        "rope_type is 'yarn'": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}},
+        "use_sliding_window is true": {"use_sliding_window": True},
+        "hidden_act is 'gelu'": {"hidden_act": "gelu"},
+    }
+    for kind in ("moe", "dense"):
+        for message, change in changes.items():
+            config = tiny_config(kind)
+            config = type(config)(**config.to_dict() | change)
+            config.save_pretrained(tmp_path)
+            with pytest.raises(ValueError, match=message):
+                load_config(tmp_path)
+            with pytest.raises(ValueError, match=message):
+                Policy(config)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Several ranks: weights
+# ------------------------------------------------------------------------------------------------------------
+def joined(ranks: list[dict[str, Tensor]], ep_size: int) -> dict[str, Tensor]:
+    """The whole model from the parameters of every rank; copies on several ranks must agree bit by bit."""
+    for rank, parameters in enumerate(ranks):
+        for name, value in parameters.items():
+            twin = rank % ep_size if ".experts." in name else 0
+            assert torch.equal(value, ranks[twin][name]), f"{name} differs between ranks {twin} and {rank}"
+    return {
+        name: torch.cat([ranks[r][name] for r in range(ep_size)]) if ".experts." in name else value
+        for name, value in ranks[0].items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_each_rank_loads_its_own_experts_only(section, world_size):
+    hf, ranks = tiny_model("moe"), section("weights", world_size)
+    assert_same(joined([r["parameters"] for r in ranks], 2), dict(hf.named_parameters()), atol=0)
+    projections = [f"{p}_proj.weight" for p in ("gate", "up", "down")]
+    shared = [name for name, _ in hf.named_parameters() if ".experts." not in name]
+    for rank, result in enumerate(ranks):
+        own = range(4 * (rank % 2), 4 * (rank % 2) + 4)
+        names = [f"model.layers.{i}.mlp.experts.{e}.{p}" for i in (0, 2) for e in own for p in projections]
+        assert sorted(result["read"]) == sorted(shared + names)  # each tensor once, no other rank's
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_gathered_tensors_equal_transformers(section, world_size):
+    expected = dict(tiny_model("moe").named_parameters())
+    for result in section("weights", world_size):  # every rank feeds a sampler
+        names = [name for name, _ in result["hf_tensors"]]
+        assert len(set(names)) == len(names)
+        assert_same(dict(result["hf_tensors"]), expected, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_of_one_process_equal_transformers(kind):
+    hf = tiny_model(kind)
+    named = list(moe_model.hf_tensors(policy_like(hf)))
+    assert len({name for name, _ in named}) == len(named)
+    assert_same(dict(named), dict(hf.named_parameters()), atol=0)  # a tied head is not among them
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_checkpoint_saved_by_ranks_loads_anywhere(section, start, world_size):
+    section("weights", world_size)
+    hf, folder = tiny_model("moe"), start / f"saved_{world_size}"
+    files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+    assert len(files) == 2
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file for file, tensors in files.items() for name in tensors}
+    assert sum(map(len, files.values())) == len(index["weight_map"]), "a tensor is written twice"
+    assert index["metadata"]["total_size"] == sum(4 * p.numel() for p in hf.parameters())
+    policy = fresh_policy(load_config(folder))
+    load_hf(policy, folder)
+    assert_same(dict(policy.named_parameters()), dict(hf.named_parameters()), atol=0)
+    back, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EAGER)
+    assert not any(info.values()), info
+    assert_same(back.state_dict(), hf.state_dict(), atol=0)
+    half = AutoModelForCausalLM.from_pretrained(start / f"saved_bf16_{world_size}", **EAGER)
+    assert_same(half.state_dict(), hf.bfloat16().state_dict(), atol=0)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_random_weights_do_not_depend_on_ranks(section, world_size):
+    policy = Policy(tiny_config("moe"))
+    moe_model.random_weights(policy, seed=3)
+    whole = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    assert_same(joined([r["random"] for r in section("weights", world_size)], 2), whole, atol=0)
+
+    moe_model.random_weights(policy, seed=4)
+    for name, value in whole.items():
+        if name.endswith("norm.weight"):
+            assert (value == 1).all()
+            continue
+        # The standard error of a deviation from n numbers is 1 / sqrt(2 n) of it; 5 of them never happen.
+        relative = float(value.std()) / policy.config.initializer_range - 1
+        assert abs(relative) < 5 / math.sqrt(2 * value.numel()), name
+        assert not torch.equal(value, policy.get_parameter(name)), "the seed is not used"
+    experts = whole["model.layers.0.mlp.experts.down_proj"]
+    assert len({e.sum().item() for e in experts}) == 8, "experts must differ"
+    assert not torch.equal(experts, whole["model.layers.2.mlp.experts.down_proj"]), "layers must differ"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Several ranks: optimizer steps
+# ------------------------------------------------------------------------------------------------------------
+def reference_steps(hf, optimizer: torch.optim.Optimizer, num_steps: int) -> tuple[list, dict[str, Tensor]]:
+    """Clipped steps of transformers' model in this process, on all sequences at once."""
+    batch, norms = tiny_batch(), []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        backward(torch.cat(reference_logprobs(hf, batch)[0]), batch, step)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), MAX_GRAD_NORM)))
+        optimizer.step()
+    return norms, {name: p.detach() for name, p in hf.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[tuple[str, str], tuple[list[float], dict[str, Tensor]]]:
+    moe, dense, adam = tiny_model("moe"), tiny_model("dense"), tiny_model("moe")
+    return {
+        ("sgd", "start"): reference_steps(moe, torch.optim.SGD(moe.parameters(), lr=1.0), 1),
+        ("sgd", "dense"): reference_steps(dense, torch.optim.SGD(dense.parameters(), lr=1.0), 1),
+        ("adamw", "start"): reference_steps(adam, torch.optim.AdamW(adam.parameters(), **ADAMW_OPTIONS), 2),
+    }
+
+
+STEPS = [(world_size, *case) for world_size, cases in STEP_CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize("world_size, ep_size, zero_stage, optimizer, checkpoint", STEPS)
+def test_step_equals_one_process(section, reference, world_size, ep_size, zero_stage, optimizer, checkpoint):
+    """SGD with lr 1 shows the clipped gradient. Its norm is 0.1 and weights are of size 1, so the difference
+    is that of the gradients (about 1e-8) and the rounding of weights (6e-8): 1e-6 leaves a factor of ten.
+
+    AdamW: an update is lr m / (sqrt(v) + eps). With eps = 1e-3 its slope in the gradient is at most
+    lr / eps = 10 whatever the gradient (at the usual 1e-8 the sign of a rounding error would decide), so
+    errors of 1e-8 become 1e-7; the second step adds as much. Clipped elements are near 1e-3: half a full step.
+    """
+    case = (ep_size, zero_stage, optimizer, checkpoint)
+    ranks = [rank[case] for rank in section("steps", world_size)]
+    norms, expected = reference[optimizer, checkpoint]
+    assert min(norms) > 3 * MAX_GRAD_NORM, "clipping must bite"
+    for rank in ranks:  # the norm counts every expert once
+        torch.testing.assert_close(rank["norms"], norms, rtol=1e-5, atol=0)
+    got = joined([rank["parameters"] for rank in ranks], ep_size)
+    assert_same(got, expected, atol=1e-6)
+    before = dict(tiny_model({"start": "moe", "dense": "dense"}[checkpoint]).named_parameters())
+    assert all((expected[name] - before[name]).abs().max() > 1e-4 for name in expected), "a step too small"
+
+
+def test_micro_batches_of_the_steps_are_uneven():
+    """What the steps above claim to cover."""
+    for world_size, ranks in MICRO_BATCHES.items():
+        assert len(ranks) == world_size and len({len(rank) for rank in ranks}) == 1
+        assert sorted(i for rank in ranks for rows in rank for i in rows) == list(range(6))
+        assert world_size == 1 or len({len(sum(rank, [])) for rank in ranks}) > 1
+        assert world_size == 1 or any([] in rank for rank in ranks)
+
+
+def test_step_equals_deepspeed_autoep(section):
+    """AutoEP's step on transformers' model at EP = 2. Its w1 and w3 are gate_up_proj, its w2 is down_proj."""
+    theirs = []
+    for rank in section("autoep", 2):
+        named = {name.replace(".router.gate.", ".gate."): value for name, value in rank["parameters"].items()}
+        for name in [name for name in named if name.endswith(".experts.w1")]:
+            prefix = name.removesuffix("w1")
+            gate, up, down = (named.pop(prefix + leaf) for leaf in ("w1", "w3", "w2"))
+            named |= {prefix + "gate_up_proj": torch.cat([gate, up], dim=1), prefix + "down_proj": down}
+        theirs.append(named)
+    ours = [rank[2, 1, "sgd", "start"] for rank in section("steps", 2)]
+    torch.testing.assert_close(ours[0]["norms"][0], section("autoep", 2)[0]["norm"], rtol=1e-5, atol=0)
+    # The tolerance is that of test_step_equals_one_process.
+    assert_same(joined([rank["parameters"] for rank in ours], 2), joined(theirs, 2), atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Several ranks: pieces
+# ------------------------------------------------------------------------------------------------------------
+def test_expert_parallel_group_errors(section):
+    for rank in section("group_errors", 2):
+        messages = rank["messages"]
+        assert messages.keys() == {(3, 8), (4, 8), (2, 9), (2, 0)}
+        assert "model.ep_size 3 must divide the number of experts (8) and of processes (2" in messages[3, 8]
+        assert "model.ep_size 4 must divide the number of experts (8) and of processes (2" in messages[4, 8]
+        assert messages[4, 8].endswith("e.g. 2")
+        assert "model.ep_size 2 must divide the number of experts (9)" in messages[2, 9]
+        assert "model.ep_size is 2, but the model is dense" in messages[2, 0]
+        assert rank["dense"] is None and rank["ranks"] == [0, 1]
+
+
+def test_all_to_all_against_gathered_rows(section):
+    ranks = section("all_to_all", 2)
+    x = [rank["x"].clone().requires_grad_() for rank in ranks]
+    received = [torch.cat([x[s].split(SEND_ROWS[s])[r] for s in range(2)]) for r in range(2)]
+    sum((received[r] * ranks[r]["loss_weights"]).sum() for r in range(2)).backward()
+    for r in range(2):  # rows are only moved: bit by bit
+        assert torch.equal(ranks[r]["received"], received[r])
+        assert torch.equal(ranks[r]["grad"], x[r].grad)
+
+
+@pytest.mark.parametrize("case", DISPATCH_CASES)
+def test_uneven_dispatch_against_slow_loop(section, case):
+    """Two ranks with tokens of their own; a slow loop over the tokens of both with all experts."""
+    ranks, inputs = [rank[case] for rank in section("dispatch", 2)], dispatch_inputs(case)
+    names = {"gate.weight": "gate", "experts.gate_up_proj": "gate_up_proj", "experts.down_proj": "down_proj"}
+    exact = {name: getattr(inputs, field).double().requires_grad_() for name, field in names.items()}
+    x = [tokens.double().requires_grad_() for tokens in inputs.x]
+    gate_grads = 0.0
+    for r in range(2):
+        y = slow_moe(x[r], *exact.values(), inputs.top_k, renormalise=True, forced=inputs.replay_ids[r])
+        (y * inputs.loss_weights[r]).sum().backward()
+        torch.testing.assert_close(ranks[r]["y"].double(), y.detach(), rtol=PARITY, atol=PARITY)
+        torch.testing.assert_close(ranks[r]["x_grad"].double(), x[r].grad, rtol=PARITY, atol=PARITY)
+        gate_grads = gate_grads + ranks[r]["gate.weight"].double()
+    torch.testing.assert_close(gate_grads, exact.pop("gate.weight").grad, rtol=PARITY, atol=PARITY)
+    for name, value in exact.items():  # an expert's gradient comes from the tokens of both ranks
+        got = torch.cat([rank[name] for rank in ranks]).double()
+        torch.testing.assert_close(got, value.grad, rtol=PARITY, atol=PARITY)
+        assert value.grad.abs().max() > 0.1
+
+
+def test_recomputation_and_replay_with_expert_parallelism(section):
+    for rank in section("recomputed_and_replayed", 2):
+        for name in ("checkpointed", "replayed", "both"):
+            assert_same(rank[name], rank["plain"], atol=0)
+
+
+def test_logprobs_with_expert_parallelism_match_transformers(section):
+    batch, hf = tiny_batch(), tiny_model("moe")
+    with torch.no_grad():
+        expected, _ = reference_logprobs(hf, batch)
+    for rows, result in zip(MICRO_BATCHES[2], section("recomputed_and_replayed", 2)):
+        rank_expected = torch.cat([expected[i] for i in rows[0]])
+        torch.testing.assert_close(result["plain"]["logprobs"], rank_expected, rtol=0, atol=PARITY)

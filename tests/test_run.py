@@ -1,0 +1,263 @@
+"""The whole of train_rl.py as a user starts it: two ranks, EP = 2, real DeepSpeed, real vLLM, real checkpoints."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, torchrun
+from safetensors.torch import load_file
+
+TINY = ROOT / "data" / "built" / "tiny"
+SMALL = [  # six quick steps with two checkpoints on the way
+    "--config", "experiments/tiny/grpo.yaml", "train.num_steps=6", "rollout.prompts_per_step=8", "rollout.group_size=4",
+    "checkpoint.every=2", "eval.every=0", "eval.num_samples=2", "run.log_every=1",
+    "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
+]  # fmt: skip
+TIMES = ("seconds", "peak_rss")  # what may differ between two runs of the same numbers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tiny_model():
+    """The embedded default, made once as the demo makes it."""
+    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
+
+
+def train(*settings, ranks=2, **options) -> subprocess.CompletedProcess:
+    return torchrun(ranks, "train_rl.py", *settings, **options)
+
+
+def numbers(run_dir: Path) -> tuple[dict, list[dict], dict]:
+    """Summary, metrics and final weights without anything that measures time or memory."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    drop = lambda values: {k: v for k, v in values.items() if not k.startswith(TIMES)}  # noqa: E731
+    weights = {}
+    for shard in sorted((run_dir / "model").glob("*.safetensors")):
+        weights |= load_file(shard)
+    return drop(summary), [drop(row) for row in rows], weights
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    (summary_1, rows_1, weights_1), (summary_2, rows_2, weights_2) = numbers(one), numbers(other)
+    assert summary_1 == summary_2
+    assert rows_1 == rows_2
+    assert weights_1.keys() == weights_2.keys() and all(torch.equal(weights_1[n], weights_2[n]) for n in weights_1)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
+    done = train(*SMALL, f"run.dir={run_dir}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return run_dir
+
+
+def test_a_run_leaves_what_the_readme_promises(undisturbed):
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    promised = {
+        "accuracy_before", "accuracy_after", "pass_at_8_before", "pass_at_8_after", "generated_tokens",
+        "gradient_token_share", "seconds_by_phase", "mean_abs_dlogp", "peak_rss_bytes", "num_steps",
+    }  # fmt: skip
+    assert promised <= summary.keys() and summary["num_steps"] == 6
+    assert 0 < summary["mean_abs_dlogp"] < 1e-4  # float32 engine and policy: rounding only
+    rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward" in row]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert summary["generated_tokens"] == sum(row["tokens_total"] for row in steps)
+    assert all(row["ratio"] == 1.0 and row["clipped"] == 0.0 for row in steps), "one update per rollout is on-policy"
+    for name in ("curves.png", "config.yaml", "versions.json", "samples.jsonl"):
+        assert (undisturbed / name).stat().st_size > 0
+    assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
+
+
+def test_tensorboard_holds_the_metrics(undisturbed):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(undisturbed / "tensorboard"))
+    events.Reload()
+    rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
+    expected = {row["step"]: row["reward"] for row in rows if "reward" in row}
+    assert {e.step: pytest.approx(e.value, abs=1e-6) for e in events.Scalars("reward")} == expected
+
+
+def test_the_exported_model_loads_in_transformers_and_generates(undisturbed):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(undisturbed / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(undisturbed / "model")
+    ids = tokenizer("1    +1    =", return_tensors="pt")["input_ids"]
+    text = tokenizer.decode(model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :])
+    assert text == "20<eos>"  # one digit without a carry: known from the start
+
+
+@pytest.mark.parametrize("kill_after", [1, 3, 5])
+def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(kill_after, undisturbed, tmp_path):
+    run_dir = tmp_path / "killed"
+    command = [*SMALL, f"run.dir={run_dir}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train_rl.py", *command],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.is_file() or f'"step": {kill_after},' not in metrics.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        time.sleep(0.002)
+    ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert len(ranks) == 2
+    os.kill(process.pid, signal.SIGKILL)  # torchrun alone: its ranks must not outlive it
+    process.wait()
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < deadline, "a rank outlived torchrun"
+        time.sleep(0.01)
+    assert not (run_dir / "summary.json").exists()
+    again = train(*command)
+    assert again.returncode == 0, again.stderr[-3000:]
+    if kill_after > 2:
+        assert "resumed from" in again.stdout + again.stderr
+    assert_same_run(undisturbed, run_dir)
+
+
+def test_a_finished_run_is_not_started_again(undisturbed):
+    before = numbers(undisturbed)[1]
+    again = train(*SMALL, f"run.dir={undisturbed}")
+    assert again.returncode == 0 and "this run is finished" in again.stdout + again.stderr
+    assert numbers(undisturbed)[1] == before
+
+
+def test_more_steps_go_on_from_a_finished_run_as_if_never_stopped(undisturbed, tmp_path):
+    short = tmp_path / "short"
+    assert train(*SMALL, "train.num_steps=4", f"run.dir={short}").returncode == 0
+    assert train(*SMALL, f"run.dir={short}").returncode == 0
+    # the shorter run evaluated after step 4 too; all else is the same
+    (_, rows, weights), (_, rows_undisturbed, weights_undisturbed) = numbers(short), numbers(undisturbed)
+    training = lambda rows: [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in rows]  # noqa: E731
+    assert training(rows) == training(rows_undisturbed)
+    assert all(torch.equal(weights[n], weights_undisturbed[n]) for n in weights)
+
+
+def test_another_topology_is_refused_or_continues_from_weights_if_asked(undisturbed, tmp_path):
+    import shutil
+
+    run_dir = tmp_path / "copy"
+    shutil.copytree(undisturbed, run_dir)
+    more = [*SMALL, f"run.dir={run_dir}", "train.num_steps=7"]
+    refused = train(*more, "model.ep_size=1")
+    assert refused.returncode != 0
+    assert "another topology (ep_size 2 -> 1)" in refused.stderr and "checkpoint.resume=weights" in refused.stderr
+    alone = train(*more, "model.ep_size=1", ranks=1)
+    assert alone.returncode != 0 and "world_size 2 -> 1" in alone.stderr
+    changed = train(*more, "train.learning_rate=1e-5")
+    assert changed.returncode != 0 and "train.learning_rate 0.0003 -> 1e-05" in changed.stderr
+    weights_only = train(*more, "model.ep_size=1", "checkpoint.resume=weights", ranks=1)
+    assert weights_only.returncode == 0, weights_only.stderr[-3000:]
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 7 and rows[-1]["abs_dlogp"] < 1e-4
+
+
+def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(tmp_path):
+    """A file-size limit below the checkpoint's stands in for a full disk: writes fail in the same place."""
+    run_dir = tmp_path / "full"
+    limited = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); "
+        "sys.argv = ['train_rl.py', *sys.argv[1:]]; runpy.run_path('train_rl.py', run_name='__main__')"
+    )
+    script = tmp_path / "limited.py"
+    script.write_text(limited)
+    assert train(*SMALL, "train.num_steps=2", f"run.dir={run_dir}").returncode == 0
+    done = torchrun(2, script, *SMALL, "train.num_steps=4", f"run.dir={run_dir}")
+    assert done.returncode != 0
+    assert "could not be written" in done.stderr and "earlier checkpoints are intact" in done.stderr
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_000002"]
+    assert train(*SMALL, "train.num_steps=4", f"run.dir={run_dir}").returncode == 0
+
+
+BAD_INPUT = {
+    "unknown setting": (["train.learning_rat=1"], "did you mean train.learning_rate"),
+    "wrong type": (["train.num_steps=many"], "train.num_steps"),
+    "missing data": (["data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
+    "no model": (["model.path=nowhere"], "model.path: nowhere holds no config.json"),
+    "ep_size": (["model.ep_size=3"], "model.ep_size 3 must divide the number of experts (8)"),
+    "long prompts": (["rollout.max_prompt_tokens=4"], "rollout.max_prompt_tokens is 4"),
+    "context": (["rollout.max_new_tokens=1000"], "the model's context is 512"),
+    "zero prompts left": (
+        ["data.train=[{path: data/built/tiny/train.jsonl, difficulty: [8, 9]}]"], "difficulty",
+    ),
+    "overlap": (["data.eval=[{path: data/built/tiny/train.jsonl}]"], "train"),
+    "run folder": (["run.dir=/proc/nowhere"], "run.dir: cannot write to /proc/nowhere"),
+    "ranks": (["rollout.prompts_per_step=7", "train.minibatches_per_step=7"], "rollout.prompts_per_step"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_one_clear_message(case, tmp_path):
+    settings, message = BAD_INPUT[case]
+    command = ["--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", f"run.dir={tmp_path / 'run'}", *settings]
+    if case == "ranks":
+        command = [s for s in command if s != "train.minibatches_per_step=7"]
+        done = train(*command)
+    else:
+        done = subprocess.run(
+            [sys.executable, "train_rl.py", *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert "Traceback" not in done.stderr
+    assert done.returncode != 0
+    error = [line for line in done.stderr.splitlines() if line.startswith("error on rank")]
+    assert len(error) == 1 and message in error[0], done.stderr[-3000:]
+    assert "Traceback" not in done.stderr.partition(error[0])[0], "library traces come before the message"
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_broken_model_folder_names_the_tensor(tmp_path):
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(TINY / "model", folder)
+    (shard,) = folder.glob("*.safetensors")
+    from safetensors.torch import save_file
+
+    tensors = load_file(shard)
+    router = tensors.pop("model.layers.1.mlp.gate.weight")
+    for broken, message in (
+        (tensors, "model.layers.1.mlp.gate.weight"),
+        (tensors | {"model.layers.1.mlp.gate.weight": router[:4].clone()}, "has shape (4, 128), config.json asks for (8, 128)"),
+    ):
+        save_file(broken, shard)
+        command = ["--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", f"model.path={folder}"]
+        done = subprocess.run(
+            [sys.executable, "train_rl.py", *command, f"run.dir={tmp_path / 'run'}"],
+            cwd=ROOT, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tampered_engine_is_caught_by_the_parity_check(tmp_path):
+    """An engine that answers from other weights than it was sent, here because the sync is tampered with."""
+    script = tmp_path / "tampered.py"
+    script.write_text(
+        "import runpy, sys, moe_model\n"
+        "original = moe_model.hf_tensors\n"
+        "moe_model.hf_tensors = lambda policy: ((n, t * 1.1 if 'layers.1.mlp.gate' in n else t) for n, t in original(policy))\n"
+        "sys.argv = ['train_rl.py', *sys.argv[1:]]\n"
+        "runpy.run_path('train_rl.py', run_name='__main__')\n"
+    )
+    done = torchrun(2, script, *SMALL, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode != 0 and "trainer and engine disagree" in done.stderr
+
+
+def test_the_demo_learns(tmp_path):
+    """A third of the demo: held-out accuracy rises clearly above the warm start."""
+    done = train("--config", "experiments/tiny/demo.yaml", "train.num_steps=100", f"run.dir={tmp_path}", timeout_s=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 0.15 < summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.25
+    assert summary["pass_at_8_before"] > summary["avg_at_8_before"] + 0.2, "the start knows more than it says"
+    assert summary["mean_abs_dlogp"] < 1e-4
+    assert summary["peak_rss_bytes"] < 8 * 2**30
