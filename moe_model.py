@@ -1,16 +1,18 @@
 """The policy: Qwen3-MoE (and dense Qwen3) with dropless expert parallelism on DeepSpeed's process groups.
 
-Reading order: pack() lays prompts and completions out, Policy maps them to log-probabilities, MoEBlock routes tokens
-to the experts of all ranks, load_hf() / save_hf() / hf_tensors() move weights from and to Hugging Face names.
+Reading order: pack() lays prompts and completions out, Policy maps them to log-probabilities, MoEBlock routes
+tokens to the experts of all ranks, load_hf() / save_hf() / hf_tensors() move weights from and to Hugging Face
+names.
 
 Shape suffixes (x_TD is a tensor of shape [T, D]):
-    T packed tokens of all sequences      N predicted tokens (the completions)      B sequences, S longest of them
-    D hidden size                         H query heads, G key/value heads, R head size
-    E experts of the model, e of a rank   K experts per token, L layers             I expert width, V vocabulary
-    P rows of tokens sent to experts (one per token and chosen expert)
+    T packed tokens of all sequences      N predicted tokens (the completions)      B sequences, S longest of
+    them D hidden size                         H query heads, G key/value heads, R head size
+    E experts of the model, e of a rank   K experts per token, L layers             I expert width, V
+    vocabulary P rows of tokens sent to experts (one per token and chosen expert)
 
-Layout follows transformers' Qwen3MoeForCausalLM: a checkpoint of one is a checkpoint of the other. Expert weights are
-held fused, [e, 2I, D] and [e, D, I], because that is what grouped matrix products and vLLM's loader take.
+Layout follows transformers' Qwen3MoeForCausalLM: a checkpoint of one is a checkpoint of the other. Expert
+weights are held fused, [e, 2I, D] and [e, D, I], because that is what grouped matrix products and vLLM's
+loader take.
 """
 
 import hashlib
@@ -25,7 +27,9 @@ from pathlib import Path
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported; without it a warning per rank
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # read when deepspeed is imported; without it a warning per rank
 import deepspeed
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,15 +44,16 @@ from transformers import AutoConfig, PretrainedConfig
 LOGIT_ROWS = 4096  # rows of [N, V] logits alive at once; longer inputs are cut and recomputed in backward
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Packing: the only place where a token is paired with the position that predicts it
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PackedSequences:
-    """Sequences laid end to end without padding. The last token of each is left out: nothing is predicted from it.
+    """Sequences laid end to end without padding. The last token of each is left out: nothing is predicted
+    from it.
 
-    A sequence of p prompt and c completion tokens takes p + c - 1 places, the same rows that vLLM returns routed
-    experts for.
+    A sequence of p prompt and c completion tokens takes p + c - 1 places, the same rows that vLLM returns
+    routed experts for.
     """
 
     input_ids: Tensor  # [T] int64
@@ -59,15 +64,21 @@ class PackedSequences:
     target_ids: Tensor  # [N] int64, the completion tokens, sequence after sequence
 
 
-def pack(prompt_ids: list[list[int]], completion_ids: list[list[int]], device: torch.device | str) -> PackedSequences:
+def pack(
+    prompt_ids: list[list[int]], completion_ids: list[list[int]], device: torch.device | str
+) -> PackedSequences:
     """Pack B (prompt, completion) pairs; every prompt needs at least one token, completions may be empty."""
     assert all(prompt_ids), "an empty prompt has no position that predicts the first completion token"
-    lengths = torch.tensor([max(1, len(p) + len(c) - 1) for p, c in zip(prompt_ids, completion_ids, strict=True)])
+    lengths = torch.tensor(
+        [max(1, len(p) + len(c) - 1) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+    )
     num_sequences, longest = len(lengths), int(lengths.max())
     starts = lengths.cumsum(0) - lengths
     sequence = torch.repeat_interleave(torch.arange(num_sequences), lengths)  # [T]
     position_ids = torch.arange(int(lengths.sum())) - starts[sequence]  # [T]
-    input_ids = [t for p, c in zip(prompt_ids, completion_ids) for t in [*p, *c][: max(1, len(p) + len(c) - 1)]]
+    input_ids = [
+        t for p, c in zip(prompt_ids, completion_ids) for t in [*p, *c][: max(1, len(p) + len(c) - 1)]
+    ]
     predictors = [
         torch.arange(start + len(p) - 1, start + len(p) - 1 + len(c))
         for start, p, c in zip(starts.tolist(), prompt_ids, completion_ids)
@@ -82,9 +93,9 @@ def pack(prompt_ids: list[list[int]], completion_ids: list[list[int]], device: t
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Expert parallelism
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def create_expert_parallel_group(ep_size: int, num_experts: int) -> dist.ProcessGroup | None:
     """Make DeepSpeed's expert-parallel groups; call once, before the model. Returns this rank's group.
 
@@ -109,7 +120,9 @@ class AllToAll(torch.autograd.Function):
     """Send rows to the ranks of a group, unevenly; the gradient travels the same way back."""
 
     @staticmethod
-    def forward(ctx, x_PD: Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx, x_PD: Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.recv_rows, ctx.send_rows, ctx.group = recv_rows, send_rows, group
         received = x_PD.new_empty(sum(recv_rows), *x_PD.shape[1:])
         dist.all_to_all_single(received, x_PD.contiguous(), recv_rows, send_rows, group=group)
@@ -121,7 +134,8 @@ class AllToAll(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The experts of one rank as two fused tensors. DeepSpeed reduces their gradients over expert-data ranks only."""
+    """The experts of one rank as two fused tensors. DeepSpeed reduces their gradients over expert-data ranks
+    only."""
 
     def __init__(self, config: PretrainedConfig, num_local_experts: int, group_name: str):
         super().__init__()
@@ -142,15 +156,17 @@ def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) 
     grouped_dtypes = (torch.bfloat16,) if x_PD.is_cuda else (torch.bfloat16, torch.float32)
     if x_PD.dtype in grouped_dtypes:
         return F.grouped_mm(x_PD, weight_eOD.mT, offs=tokens_per_expert.cumsum(0).to(torch.int32))
-    parts = x_PD.split(tokens_per_expert.tolist())  # the loop for what grouped_mm refuses (fp64; fp32 on GPUs)
+    parts = x_PD.split(
+        tokens_per_expert.tolist()
+    )  # the loop for what grouped_mm refuses (fp64; fp32 on GPUs)
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_eOD)])
 
 
 class MoEBlock(MoE):
     """Top-k softmax router and dropless experts, spread over an expert-parallel group.
 
-    A subclass of DeepSpeed's MoE in name only: the engine looks for that class to build expert-data groups. Nothing of
-    its capacity-based dispatch is used, so nn.Module's constructor is called instead of MoE's.
+    A subclass of DeepSpeed's MoE in name only: the engine looks for that class to build expert-data groups.
+    Nothing of its capacity-based dispatch is used, so nn.Module's constructor is called instead of MoE's.
     """
 
     def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None):
@@ -169,7 +185,8 @@ class MoEBlock(MoE):
     def forward(self, x_TD: Tensor, replay_ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the block's output [T, D] and the expert ids used [T, K].
 
-        With replay_ids the choice of experts is given and only their weights are live, so the router still learns
+        With replay_ids the choice of experts is given and only their weights are live, so the router still
+        learns
         [secondary: R3, arXiv 2510.11370].
         """
         scores_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
@@ -185,13 +202,16 @@ class MoEBlock(MoE):
             out_PD = self.experts(rows_PD, tokens_per_expert_E)
         else:
             out_PD = self.experts_of_all_ranks(rows_PD, tokens_per_expert_E)
-        place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=x_TD.device))
+        place_P = torch.empty_like(order_P).scatter_(
+            0, order_P, torch.arange(len(order_P), device=x_TD.device)
+        )
         out_TKD = out_PD.index_select(0, place_P).unflatten(0, (-1, self.top_k))
         y_TD = (out_TKD * topk_weights_TK.unsqueeze(-1)).sum(dim=1)  # fp32: the weights are
         return y_TD.to(x_TD.dtype), topk_ids_TK
 
     def experts_of_all_ranks(self, rows_PD: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
-        """Dispatch rows (sorted by global expert) to the ranks that own the experts, apply them, bring them back."""
+        """Dispatch rows (sorted by global expert) to the ranks that own the experts, apply them, bring them
+        back."""
         sent_re = tokens_per_expert_E.view(self.ep_size, self.num_local_experts)  # [rank, e]
         received_re = torch.empty_like(sent_re)  # from each rank, for each of our experts
         dist.all_to_all_single(received_re, sent_re, group=self.group)
@@ -205,9 +225,9 @@ class MoEBlock(MoE):
         return AllToAll.apply(out_PD.index_select(0, place), send_rows, recv_rows, self.group)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # The transformer
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 class DenseMLP(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
@@ -228,7 +248,11 @@ class Attention(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.head_dim = head_dim(config)
-        sizes = {"q": config.num_attention_heads, "k": config.num_key_value_heads, "v": config.num_key_value_heads}
+        sizes = {
+            "q": config.num_attention_heads,
+            "k": config.num_key_value_heads,
+            "v": config.num_key_value_heads,
+        }
         for name, heads in sizes.items():
             linear = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
             setattr(self, f"{name}_proj", linear)
@@ -246,8 +270,12 @@ class Attention(nn.Module):
         batch, longest = packed.padded_shape
         qkv = torch.cat([q_THR, k_TGR, v_TGR], dim=1)  # [T, H+2G, R]: one scatter instead of three
         grid = qkv.new_zeros(batch * longest, *qkv.shape[1:]).index_copy(0, packed.padded_index, qkv)
-        q, k, v = grid.view(batch, longest, -1, self.head_dim).transpose(1, 2).split([num_q, num_kv, num_kv], dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=num_q != num_kv)  # [B, H, S, R]
+        q, k, v = (
+            grid.view(batch, longest, -1, self.head_dim).transpose(1, 2).split([num_q, num_kv, num_kv], dim=1)
+        )
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=num_q != num_kv
+        )  # [B, H, S, R]
         out_TD = out.transpose(1, 2).reshape(batch * longest, -1).index_select(0, packed.padded_index)
         return self.o_proj(out_TD)
 
@@ -301,7 +329,8 @@ class Policy(nn.Module):
         self.inv_freq = (rope_theta(config) ** -rotary_base).float()  # [R/2]; no buffer: it must stay fp32
 
     def hidden(self, packed: PackedSequences, replay_ids_TLK: Tensor | None = None) -> tuple[Tensor, list]:
-        """Final normed hidden states [T, D] and, per layer, the expert ids used ([T, K], None for dense layers)."""
+        """Final normed hidden states [T, D] and, per layer, the expert ids used ([T, K], None for dense
+        layers)."""
         x_TD = self.model.embed_tokens(packed.input_ids)
         angles_TR = packed.position_ids.unsqueeze(1).float() * self.inv_freq.to(x_TD.device).repeat(2)
         rotary_TR = (angles_TR.cos().to(x_TD.dtype), angles_TR.sin().to(x_TD.dtype))
@@ -318,8 +347,8 @@ class Policy(nn.Module):
     def forward(
         self, packed: PackedSequences, temperature: float = 1.0, replay_ids_TLK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list]:
-        """Log-probability of each target [N] and entropy of its distribution [N] (fp32, nats; entropy detached),
-        both at the given sampling temperature, and the expert ids of every layer."""
+        """Log-probability of each target [N] and entropy of its distribution [N] (fp32, nats; entropy
+        detached), both at the given sampling temperature, and the expert ids of every layer."""
         x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
         x_ND = x_TD.index_select(0, packed.predictor_index)
         logprobs, entropy = linear_logprob_entropy(x_ND, self.lm_head.weight, packed.target_ids, temperature)
@@ -334,7 +363,9 @@ def linear_logprob_entropy(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor
 
     def rows(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x, weight_VD)
-        logp_NV = (logits if logits.dtype == torch.float64 else logits.float()).div(temperature).log_softmax(dim=-1)
+        logp_NV = (
+            (logits if logits.dtype == torch.float64 else logits.float()).div(temperature).log_softmax(dim=-1)
+        )
         with torch.no_grad():
             entropy = torch.special.entr(logp_NV.exp()).sum(dim=-1)
         return logp_NV.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
@@ -346,9 +377,9 @@ def linear_logprob_entropy(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor
     return torch.cat(logprobs), torch.cat(entropy)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Configuration and weights in Hugging Face's names
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def is_moe_layer(config: PretrainedConfig, layer: int) -> bool:
     if config.model_type != "qwen3_moe":
         return False
@@ -461,7 +492,9 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
     wanted = list(checkpoint_tensors(policy))
     missing = [name for name, _, _ in wanted if name not in where]
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} of {len(wanted)} tensors, first: {', '.join(missing[:3])}")
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of {len(wanted)} tensors, first: {', '.join(missing[:3])}"
+        )
     for name, view, _ in wanted:
         found = tuple(where[name].get_slice(name).get_shape())
         if found != tuple(view.shape):
@@ -472,9 +505,9 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
 def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
     """Write a Hugging Face checkpoint; every rank of the world calls it.
 
-    Rank 0 writes what all ranks share, each rank of the first expert-parallel group its own experts, so nothing is
-    gathered and the result loads in transformers, in vLLM and in load_hf at any number of ranks. No collectives: a rank
-    that fails does not leave others waiting.
+    Rank 0 writes what all ranks share, each rank of the first expert-parallel group its own experts, so
+    nothing is gathered and the result loads in transformers, in vLLM and in load_hf at any number of ranks.
+    No collectives: a rank that fails does not leave others waiting.
     """
     folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -504,7 +537,8 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
 
 
 def hf_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of the whole model in layer order, experts fused; all ranks must exhaust it together.
+    """(name, full tensor) of the whole model in layer order, experts fused; all ranks must exhaust it
+    together.
 
     At most one gathered expert tensor is alive at a time.
     """
@@ -519,23 +553,29 @@ def hf_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
             yield name, full
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # DeepSpeed
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def init_distributed(timeout_s: float) -> None:
     """Join the process group through DeepSpeed: gloo on CPUs, nccl on GPUs."""
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else a compiler runs at the first start
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+            False  # else a compiler runs at the first start
+        )
     deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_s))
 
 
 def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
     """The policy under ZeRO with AdamW: any number of backward(loss, scale_wrt_gas=False), then one step().
 
-    settings: learning_rate, betas, weight_decay, max_grad_norm, zero_stage (1 or 2: at 0 DeepSpeed clips each rank by
-    the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own).
+    settings: learning_rate, betas, weight_decay, max_grad_norm, zero_stage (1 or 2: at 0 DeepSpeed clips each
+    rank by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own).
     """
-    optimizer = {"lr": settings.learning_rate, "betas": list(settings.betas), "weight_decay": settings.weight_decay}
+    optimizer = {
+        "lr": settings.learning_rate,
+        "betas": list(settings.betas),
+        "weight_decay": settings.weight_decay,
+    }
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -551,7 +591,8 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
 
 
 def optimizer_shard(engine: deepspeed.DeepSpeedEngine) -> dict:
-    """This rank's float32 weights and AdamW state; fits the same world size, ep_size, ZeRO stage and dtype only."""
+    """This rank's float32 weights and AdamW state; fits the same world size, ep_size, ZeRO stage and dtype
+    only."""
     adamw = engine.optimizer.optimizer  # its parameters are this rank's float32 partitions
     masters = [p.detach().cpu() for group in adamw.param_groups for p in group["params"]]
     return {"masters": masters, "adamw": adamw.state_dict()}

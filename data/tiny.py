@@ -1,15 +1,18 @@
 """The embedded default: a character tokenizer, graded additions, and a tiny Qwen3-MoE that half knows them.
 
-    python -m data.tiny            makes data/built/tiny/{model,train.jsonl,test.jsonl}; a second call does nothing
+    python -m data.tiny            makes data/built/tiny/{model,train.jsonl,test.jsonl}; a second call does
+    nothing
 
-Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty. They are
-written with the least significant digit first, so that a carry is known when it is needed, and padded to one width, so
-that a digit always stands at the same place. The sum has one digit more than the operands.
+Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty.
+They are written with the least significant digit first, so that a carry is known when it is needed, and
+padded to one width, so that a digit always stands at the same place. The sum has one digit more than the
+operands.
 
-Warm start. A tiny model has no latent knowledge for RL to amplify, so it is trained on a corpus of mixed quality, as the
-corpus of a base model is: most answers forget every carry. It then answers wrongly by habit and rightly now and then
-(pass@8 far above pass@1). Longer numbers are rarer in the corpus and a sum of many digits has more places to go wrong:
-some prompts are solved from the start, some are out of reach, and both kinds of zero-variance groups occur.
+Warm start. A tiny model has no latent knowledge for RL to amplify, so it is trained on a corpus of mixed
+quality, as the corpus of a base model is: most answers forget every carry. It then answers wrongly by habit
+and rightly now and then (pass@8 far above pass@1). Longer numbers are rarer in the corpus and a sum of many
+digits has more places to go wrong: some prompts are solved from the start, some are out of reach, and both
+kinds of zero-variance groups occur.
 """
 
 import argparse
@@ -36,8 +39,14 @@ class Recipe:
     max_digits: int = 5  # difficulty range of train.jsonl and test.jsonl
     train_per_difficulty: int = 2000  # distinct problems; 1 digit has only 100 in all
     test_per_difficulty: int = 100
-    corpus_weights: tuple[float, ...] = (0.1, 0.25, 0.3, 0.25, 0.1)  # share of each difficulty in the warm start
-    forget_carry_frac: float = 0.65 # share of corpus answers that add digit by digit without any carry
+    corpus_weights: tuple[float, ...] = (
+        0.1,
+        0.25,
+        0.3,
+        0.25,
+        0.1,
+    )  # share of each difficulty in the warm start
+    forget_carry_frac: float = 0.65  # share of corpus answers that add digit by digit without any carry
     steps: int = 600
     batch_size: int = 128  # problems per warm-start step
     learning_rate: float = 3e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
@@ -49,9 +58,9 @@ class Recipe:
     initializer_range: float = 0.09  # 1 / sqrt(hidden_size); the usual 0.02 learns nothing in 600 steps
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Tokenizer and task
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def build_tokenizer():
     """One token per printable ASCII character, saved and loaded as any Hugging Face tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -62,7 +71,11 @@ def build_tokenizer():
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=512
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=512,
     )
 
 
@@ -86,7 +99,9 @@ def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
         rng = np.random.default_rng([recipe.seed, digits])
         wanted = recipe.train_per_difficulty + recipe.test_per_difficulty
         rows = {}
-        for a, b in rng.integers(10**digits, size=(4 * wanted, 2)).tolist():  # takes what there is of few digits
+        for a, b in rng.integers(
+            10**digits, size=(4 * wanted, 2)
+        ).tolist():  # takes what there is of few digits
             row = problem(a, b, digits, recipe.max_digits)
             rows.setdefault(row["prompt"], row)
         rows = list(rows.values())[:wanted]
@@ -97,9 +112,9 @@ def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
     return [train[i] for i in rng.permutation(len(train))], [test[i] for i in rng.permutation(len(test))]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Warm start
-# ----------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 def build_policy(recipe: Recipe, vocab_size: int):
     """A randomly initialised tiny Qwen3-MoE with tied embeddings."""
     from moe_model import Policy, random_weights
@@ -134,7 +149,9 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
     from moe_model import pack
 
     rng = np.random.default_rng([recipe.seed, 1_000])
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
     warmup = max(1, recipe.steps // 20)
     progress = tqdm(range(recipe.steps), desc="warm start", unit="step", mininterval=1.0, disable=None)
     for step in progress:
@@ -181,7 +198,13 @@ def build(recipe: Recipe, output: Path) -> bool:
     loss = warm_start(policy, tokenizer, recipe, {row["prompt"] for row in test})
     save_hf(policy, aside / "model")
     tokenizer.save_pretrained(aside / "model")
-    record = {"key": key, "recipe": asdict(recipe), "loss": loss, "num_train": len(train), "num_test": len(test)}
+    record = {
+        "key": key,
+        "recipe": asdict(recipe),
+        "loss": loss,
+        "num_train": len(train),
+        "num_test": len(test),
+    }
     (aside / "recipe.json").write_text(json.dumps(record, indent=1))
     shutil.rmtree(output, ignore_errors=True)
     aside.rename(output)  # a killed build leaves no folder that looks finished
@@ -189,10 +212,16 @@ def build(recipe: Recipe, output: Path) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder to make (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="warm-start steps (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=Recipe.seed, help="of tasks and weights (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=Recipe.steps, help="warm-start steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=Recipe.seed, help="of tasks and weights (default: %(default)s)"
+    )
     args = parser.parse_args()
     start = time.perf_counter()
     made = build(Recipe(seed=args.seed, steps=args.steps), args.output)

@@ -1,6 +1,6 @@
 """What a finished run shows: a summary for people and a plot.
 
-    python -m experiments.summary runs/demo        print it again
+python -m experiments.summary runs/demo        print it again
 """
 
 import json
@@ -20,9 +20,13 @@ def print_summary(run_dir: Path) -> None:
             print(f"  {text:<28} {before:6.3f} -> {after:.3f}   held-out problems")
     for name, before in summary["accuracy_by_difficulty_before"].items():
         level = name.rsplit("_", 1)[1]
-        print(f"    difficulty {level:<16} {before:6.3f} -> {summary['accuracy_by_difficulty_after'][name]:.3f}")
+        print(
+            f"    difficulty {level:<16} {before:6.3f} -> {summary['accuracy_by_difficulty_after'][name]:.3f}"
+        )
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
-    print(f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens")
+    print(
+        f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens"
+    )
     total = sum(summary["seconds_by_phase"].values())
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
     print(f"  seconds                      {total:6.1f}   {phases}")
@@ -44,8 +48,12 @@ def plot_curves(run_dir: Path) -> Path:
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     steps = [row for row in rows if "reward" in row]
-    axes.plot([r["generated_tokens"] / 1e3 for r in steps], [r["reward"] for r in steps], alpha=0.35, label="reward")
-    names = sorted({n for row in rows for n in row if n.startswith("eval/") and n.split("/")[-1].count("_at_")})
+    axes.plot(
+        [r["generated_tokens"] / 1e3 for r in steps], [r["reward"] for r in steps], alpha=0.35, label="reward"
+    )
+    names = sorted(
+        {n for row in rows for n in row if n.startswith("eval/") and n.split("/")[-1].count("_at_")}
+    )
     names += sorted({n for row in rows for n in row if n.endswith("/accuracy")})
     for name in names:
         points = [(row["generated_tokens"] / 1e3, row[name]) for row in rows if name in row]
@@ -60,6 +68,8 @@ def plot_curves(run_dir: Path) -> Path:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "summary.json").is_file():
-        sys.exit("usage: python -m experiments.summary RUN_DIR   (a folder with summary.json, written when a run ends)")
+        sys.exit(
+            "usage: python -m experiments.summary RUN_DIR   (a folder with summary.json, written when a run ends)"
+        )
     plot_curves(Path(sys.argv[1]))
     print_summary(Path(sys.argv[1]))

@@ -1,4 +1,5 @@
-"""Shared by all tests: the repository root on the path, quiet libraries, and a way to run something on several ranks."""
+"""Shared by all tests: the repository root on the path, quiet libraries, and a way to run something on
+several ranks."""
 
 import os
 import socket
@@ -10,10 +11,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-SHARED_DATA = ROOT.parent / "shared" / "data"  # public test sets, where they are at hand; tests skip without them
+SHARED_DATA = (
+    ROOT.parent / "shared" / "data"
+)  # public test sets, where they are at hand; tests skip without them
 
 
-def torchrun(num_ranks: int, *arguments: object, timeout_s: float = 240, **options) -> subprocess.CompletedProcess:
+def torchrun(
+    num_ranks: int, *arguments: object, timeout_s: float = 240, **options
+) -> subprocess.CompletedProcess:
     """Run a script with its arguments on num_ranks processes of this machine; output is captured as text."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

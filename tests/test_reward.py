@@ -269,7 +269,7 @@ def hostile_items(count: int) -> list[tuple[str, str, str]]:
     answers = {"exact": "5", "numeric": "5", "gsm8k": "so 5\n#### 5", "math": r"\frac{10}{2}"}
     items = []
     for index in range(count):
-        kind = rng.choice(2 * KINDS + ("exact", "numeric", "gsm8k"))  # fewer of math, which is slow
+        kind = rng.choice(KINDS + 2 * ("exact", "numeric", "gsm8k"))  # fewer of math, which is slow
         make = rng.choice(rare if index % 400 == 0 else templates)
         items.append((kind, make(), answers[kind]))
     for index, content in enumerate(SLOW):

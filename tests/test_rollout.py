@@ -6,7 +6,9 @@ from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from moe_model import hf_tensors, pack, save_hf
 from rollout import Request, RolloutEngine, set_vllm_environment
 
-PROMPTS = [problem(a, b, 3, 5)["prompt"] for a, b in ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))]
+PROMPTS = [
+    problem(a, b, 3, 5)["prompt"] for a, b in ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,13 @@ def policy(folder, tokenizer):
 
 def make_engine(folder, dtype):
     return RolloutEngine(
-        folder, max_model_len=64, max_num_seqs=64, dtype=dtype, kv_cache_gib=0.25, prefix_caching=True, sleep_level=0
+        folder,
+        max_model_len=64,
+        max_num_seqs=64,
+        dtype=dtype,
+        kv_cache_gib=0.25,
+        prefix_caching=True,
+        sleep_level=0,
     )
 
 
@@ -41,7 +49,11 @@ def engine(folder):
 
 def requests_for(tokenizer, temperature=1.0, per_prompt=4, max_new_tokens=12):
     ids = tokenizer(PROMPTS)["input_ids"]
-    return [Request(p, 1000 * i + k, temperature, max_new_tokens) for i, p in enumerate(ids) for k in range(per_prompt)]
+    return [
+        Request(p, 1000 * i + k, temperature, max_new_tokens)
+        for i, p in enumerate(ids)
+        for k in range(per_prompt)
+    ]
 
 
 def dlogp(policy, requests, completions) -> torch.Tensor:
@@ -53,12 +65,15 @@ def dlogp(policy, requests, completions) -> torch.Tensor:
 
 
 def change(policy, part: str, seed: int = 0) -> None:
-    """Move one kind of parameter far enough that an engine with the old one is off by much more than rounding."""
+    """Move one kind of parameter far enough that an engine with the old one is off by much more than
+    rounding."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if part in name:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * parameter.std().clamp(min=0.3))
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator) * parameter.std().clamp(min=0.3)
+                )
 
 
 def test_export_and_sync_give_the_text_that_transformers_gives(folder, policy, engine, tokenizer):
@@ -84,7 +99,9 @@ def test_export_and_sync_give_the_text_that_transformers_gives(folder, policy, e
     assert [c.token_ids for c in completions] == expected
 
 
-@pytest.mark.parametrize("part", ["experts.down_proj", "experts.gate_up_proj", "gate.weight", "embed", "q_proj", "norm"])
+@pytest.mark.parametrize(
+    "part", ["experts.down_proj", "experts.gate_up_proj", "gate.weight", "embed", "q_proj", "norm"]
+)
 def test_sync_carries_every_kind_of_parameter(part, policy, engine, tokenizer):
     engine.sync(hf_tensors(policy), 1)
     requests = requests_for(tokenizer)
@@ -127,7 +144,9 @@ def test_completions_end_at_eos_or_at_the_limit_and_are_reported_as_they_end(pol
     engine.sync(hf_tensors(policy), 6)
     requests = requests_for(tokenizer, per_prompt=10, max_new_tokens=40)
     order = []
-    completions = engine.generate(requests, 6, lambda index, completion: order.append((index, len(completion.token_ids))))
+    completions = engine.generate(
+        requests, 6, lambda index, completion: order.append((index, len(completion.token_ids)))
+    )
     assert sorted(index for index, _ in order) == list(range(len(requests)))
     assert [length for _, length in order] == sorted(length for _, length in order), "the shortest ends first"
     reasons = {c.finish_reason for c in completions}
@@ -135,7 +154,10 @@ def test_completions_end_at_eos_or_at_the_limit_and_are_reported_as_they_end(pol
     for completion in completions:
         assert len(completion.logprobs) == len(completion.token_ids) <= 40
         ended = completion.token_ids[-1] == tokenizer.eos_token_id
-        assert ended == (completion.finish_reason == "stop") and tokenizer.eos_token_id not in completion.token_ids[:-1]
+        assert (
+            ended == (completion.finish_reason == "stop")
+            and tokenizer.eos_token_id not in completion.token_ids[:-1]
+        )
 
 
 def drop(named, part):
@@ -165,7 +187,9 @@ def wrong_shape(named):
     ],
     ids=["without an expert tensor", "without a norm", "half of the experts", "misnamed", "wrong shape"],
 )
-def test_a_faulty_sync_is_an_error_and_the_engine_refuses_to_sample(faulty, named_in_message, policy, folder, tokenizer):
+def test_a_faulty_sync_is_an_error_and_the_engine_refuses_to_sample(
+    faulty, named_in_message, policy, folder, tokenizer
+):
     engine = make_engine(folder, "float32")  # a failed reload leaves an engine that nothing should use
     with pytest.raises(RuntimeError, match="weight sync") as caught:
         engine.sync(faulty(hf_tensors(policy)), 7)
@@ -183,5 +207,11 @@ def test_a_skipped_sync_is_an_error(policy, engine, tokenizer):
 def test_sleep_without_a_gpu_is_refused(folder):
     with pytest.raises(ValueError, match="rollout.sleep_level"):
         RolloutEngine(
-            folder, max_model_len=64, max_num_seqs=8, dtype="float32", kv_cache_gib=0.25, prefix_caching=True, sleep_level=1
+            folder,
+            max_model_len=64,
+            max_num_seqs=8,
+            dtype="float32",
+            kv_cache_gib=0.25,
+            prefix_caching=True,
+            sleep_level=1,
         )

@@ -1,4 +1,5 @@
-"""The whole of train_rl.py as a user starts it: two ranks, EP = 2, real DeepSpeed, real vLLM, real checkpoints."""
+"""The whole of train_rl.py as a user starts it: two ranks, EP = 2, real DeepSpeed, real vLLM, real
+checkpoints."""
 
 import json
 import os
@@ -47,7 +48,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     (summary_1, rows_1, weights_1), (summary_2, rows_2, weights_2) = numbers(one), numbers(other)
     assert summary_1 == summary_2
     assert rows_1 == rows_2
-    assert weights_1.keys() == weights_2.keys() and all(torch.equal(weights_1[n], weights_2[n]) for n in weights_1)
+    assert weights_1.keys() == weights_2.keys() and all(
+        torch.equal(weights_1[n], weights_2[n]) for n in weights_1
+    )
 
 
 @pytest.fixture(scope="session")
@@ -70,7 +73,9 @@ def test_a_run_leaves_what_the_readme_promises(undisturbed):
     steps = [row for row in rows if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     assert summary["generated_tokens"] == sum(row["tokens_total"] for row in steps)
-    assert all(row["ratio"] == 1.0 and row["clipped"] == 0.0 for row in steps), "one update per rollout is on-policy"
+    assert all(row["ratio"] == 1.0 and row["clipped"] == 0.0 for row in steps), (
+        "one update per rollout is on-policy"
+    )
     for name in ("curves.png", "config.yaml", "versions.json", "samples.jsonl"):
         assert (undisturbed / name).stat().st_size > 0
     assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
@@ -107,7 +112,9 @@ def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(kill_after, un
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.is_file() or f'"step": {kill_after},' not in metrics.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
+        assert process.poll() is None and time.monotonic() < deadline, (
+            "the run ended before it could be killed"
+        )
         time.sleep(0.002)
     ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert len(ranks) == 2
@@ -150,7 +157,10 @@ def test_another_topology_is_refused_or_continues_from_weights_if_asked(undistur
     more = [*SMALL, f"run.dir={run_dir}", "train.num_steps=7"]
     refused = train(*more, "model.ep_size=1")
     assert refused.returncode != 0
-    assert "another topology (ep_size 2 -> 1)" in refused.stderr and "checkpoint.resume=weights" in refused.stderr
+    assert (
+        "another topology (ep_size 2 -> 1)" in refused.stderr
+        and "checkpoint.resume=weights" in refused.stderr
+    )
     alone = train(*more, "model.ep_size=1", ranks=1)
     assert alone.returncode != 0 and "world_size 2 -> 1" in alone.stderr
     changed = train(*more, "train.learning_rate=1e-5")
@@ -198,7 +208,13 @@ BAD_INPUT = {
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_one_clear_message(case, tmp_path):
     settings, message = BAD_INPUT[case]
-    command = ["--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", f"run.dir={tmp_path / 'run'}", *settings]
+    command = [
+        "--config",
+        "experiments/tiny/grpo.yaml",
+        "model.ep_size=1",
+        f"run.dir={tmp_path / 'run'}",
+        *settings,
+    ]
     if case == "ranks":
         command = [s for s in command if s != "train.minibatches_per_step=7"]
         done = train(*command)
@@ -226,7 +242,10 @@ def test_a_broken_model_folder_names_the_tensor(tmp_path):
     router = tensors.pop("model.layers.1.mlp.gate.weight")
     for broken, message in (
         (tensors, "model.layers.1.mlp.gate.weight"),
-        (tensors | {"model.layers.1.mlp.gate.weight": router[:4].clone()}, "has shape (4, 128), config.json asks for (8, 128)"),
+        (
+            tensors | {"model.layers.1.mlp.gate.weight": router[:4].clone()},
+            "has shape (4, 128), config.json asks for (8, 128)",
+        ),
     ):
         save_file(broken, shard)
         command = ["--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", f"model.path={folder}"]
@@ -253,7 +272,9 @@ def test_a_tampered_engine_is_caught_by_the_parity_check(tmp_path):
 
 def test_the_demo_learns(tmp_path):
     """A third of the demo: held-out accuracy rises clearly above the warm start."""
-    done = train("--config", "experiments/tiny/demo.yaml", "train.num_steps=100", f"run.dir={tmp_path}", timeout_s=400)
+    done = train(
+        "--config", "experiments/tiny/demo.yaml", "train.num_steps=100", f"run.dir={tmp_path}", timeout_s=400
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 0.15 < summary["accuracy_before"] < 0.5
