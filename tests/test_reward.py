@@ -250,7 +250,7 @@ def hostile_items(count: int) -> list[tuple[str, str, str]]:
         lambda: "#### \u202e" + str(n(0, 99)) + "\u202c" + chr(n(0x660, 0x669)),
         lambda: "".join(chr(n(1, 0xD7FF)) for _ in range(n(1, 60))),
         lambda: "".join(rng.choice("$\\{}[]()^_&%#0159xyi,.=+- \n") for _ in range(n(1, 40))),
-        lambda: rf"\def\x{{\x\x}}\x $\input{{/etc/passwd}}$ \write18{{exit}} \boxed{{\x}}",
+        lambda: r"\def\x{\x\x}\x $\input{/etc/passwd}$ \write18{exit} \boxed{\x}",
         lambda: '"], "ok"]\n[1.0, "ok", ""]\n' + "\r\n" * n(1, 5),
         lambda: r"\boxed{__import__('os')._exit(0)}" + "import os; os._exit(1)",
         lambda: rf"\boxed{{\frac{{0}}{{0}} + \infty - \infty \cdot {n(0, 9)}}}",

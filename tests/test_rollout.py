@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from moe_model import hf_tensors, pack, save_hf
 from rollout import Request, RolloutEngine, set_vllm_environment
@@ -88,7 +89,7 @@ def test_export_and_sync_give_the_text_that_transformers_gives(folder, policy, e
         expected.append(out[0, len(prompt) :].tolist())
     set_vllm_environment(on_gpu=False)
     from_disk = LLM(
-        str(folder), dtype="float32", max_model_len=64, enforce_eager=True, kv_cache_memory_bytes=2**28, seed=0,
+        str(folder), dtype="float32", max_model_len=64, enforce_eager=True, kv_cache_memory_bytes=2**28,
         use_tqdm_on_load=False,
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=12)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 TINY = ROOT / "data" / "built" / "tiny"
 SMALL = [  # six quick steps with two checkpoints on the way
-    "--config", "experiments/tiny/grpo.yaml", "train.num_steps=6", "rollout.prompts_per_step=8", "rollout.group_size=4",
-    "checkpoint.every=2", "eval.every=0", "eval.num_samples=2", "run.log_every=1",
+    "--config", "experiments/tiny/grpo.yaml", "train.num_steps=6", "rollout.prompts_per_step=8",
+    "rollout.group_size=4", "checkpoint.every=2", "eval.every=0", "eval.num_samples=2", "run.log_every=1",
     "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
 ]  # fmt: skip
 TIMES = ("seconds", "peak_rss")  # what may differ between two runs of the same numbers
@@ -106,8 +106,9 @@ def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(kill_after, un
     run_dir = tmp_path / "killed"
     command = [*SMALL, f"run.dir={run_dir}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train_rl.py", *command],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         "train_rl.py", *command],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 120
@@ -262,7 +263,9 @@ def test_a_tampered_engine_is_caught_by_the_parity_check(tmp_path):
     script.write_text(
         "import runpy, sys, moe_model\n"
         "original = moe_model.hf_tensors\n"
-        "moe_model.hf_tensors = lambda policy: ((n, t * 1.1 if 'layers.1.mlp.gate' in n else t) for n, t in original(policy))\n"
+        "def tampered(policy):\n"
+        "    return ((n, t * 1.1 if 'layers.1.mlp.gate' in n else t) for n, t in original(policy))\n"
+        "moe_model.hf_tensors = tampered\n"
         "sys.argv = ['train_rl.py', *sys.argv[1:]]\n"
         "runpy.run_path('train_rl.py', run_name='__main__')\n"
     )
