@@ -83,7 +83,7 @@ class PromptSource(Section):
     subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; off: its default")
     split: str = setting("train", "split of a hub dataset; local files are taken whole")
     kind: str = setting("math", f"verifier of rows without a kind of their own: {', '.join(KINDS)}")
-    columns: dict[str, str] = setting({}, "column of prompt, answer, difficulty, kind where named otherwise")
+    columns: dict[str, str | None] = setting({}, "column of prompt, answer, difficulty, kind where named otherwise")
     template: str = setting("{prompt}", "text around each prompt")
     limit: int | None = setting(None, "take the first rows only; off: all", ge=1)
     difficulty: tuple[float, float] | None = setting(None, "keep this closed range; off: all")

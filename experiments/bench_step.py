@@ -1,11 +1,11 @@
 """Seconds per training step by phase, on two ranks with everything on: the README's step table.
 
-    python experiments/bench_step.py                     both workloads, three runs each, about 5 minutes on
-    two cores python experiments/bench_step.py --json step.json    and the same numbers as JSON
+    python experiments/bench_step.py                     both workloads, three runs each, about 5 minutes
+    python experiments/bench_step.py --json step.json    and the same numbers as JSON
 
-Workloads: the demo's (32 prompts x 8 completions of at most 16 tokens), and the same with completions of
-exactly 256 tokens, from the same model with an end-of-sequence token it never says. Each figure is the median
-over the steps of a run after the first ones; the table shows the median run and the range of the runs.
+Workloads: the demo's (32 prompts x 8 completions of at most 16 tokens), and the same with completions of 256
+tokens, from the same model with an end-of-sequence token it hardly ever says. A figure is the median over the
+steps of a run after the first ones; the table shows the median run and the range of the runs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ WORKLOADS = {"16 new tokens": (16, 60), "256 new tokens": (256, 12)}  # name -> 
 
 
 def endless_model(folder: Path) -> Path:
-    """The tiny model with an end-of-sequence token that it never produces."""
+    """The tiny model with an end-of-sequence token that it hardly ever produces."""
     shutil.copytree(MODEL, folder)
     for name, key, value in (
         ("config.json", "eos_token_id", 2),

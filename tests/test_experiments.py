@@ -1,0 +1,88 @@
+"""The scripts of experiments/ and data/tiny.py, run as the README says."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
+
+
+def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def test_bench_step_writes_the_table_it_prints(tmp_path):
+    assert run("-m", "data.tiny", timeout_s=600).returncode == 0
+    done = run("experiments/bench_step.py", "--repeats", 1, "--steps", 7, "--json", tmp_path / "step.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    table = json.loads((tmp_path / "step.json").read_text())
+    assert list(table) == ["16 new tokens", "256 new tokens"]
+    for column, workload in enumerate(table.values()):
+        phases = ["rollout", "reward", "logprobs", "update", "sync", "other"]
+        assert sum(workload[phase]["median"] for phase in phases) == pytest.approx(workload["step"]["median"])
+        for phase in [*phases, "step"]:
+            (row,) = re.findall(rf"^\| {phase} \|(.*)\|$", done.stdout, re.M)
+            assert f"{workload[phase]['median']:.3f}" in row.split("|")[column]
+    long = table["256 new tokens"]
+    tokens = long["tokens_per_s"]["median"] * long["step"]["median"]
+    assert 0.9 * 256 * 256 < tokens <= 256 * 256 + 1, "nearly every completion of the long workload is cut at 256"
+
+
+def test_the_problems_are_right_disjoint_and_the_same_every_time():
+    recipe = Recipe(train_per_difficulty=300, test_per_difficulty=50)
+    train, test = sample_problems(recipe)
+    assert (train, test) == sample_problems(recipe)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in test}
+    assert len({row["prompt"] for row in train}) == len(train)
+    assert {row["difficulty"] for row in train} == {row["difficulty"] for row in test} == {1, 2, 3, 4, 5}
+    for row in train + test:
+        left, right = row["prompt"].removesuffix("=").split("+")
+        a, b = int(left.strip()[::-1]), int(right.strip()[::-1])
+        assert int(row["answer"][::-1]) == a + b and len(row["answer"]) == row["difficulty"] + 1
+        assert len(left) == len(right) == 5
+
+
+@pytest.mark.parametrize(("a", "b", "wrong"), [(12, 34, "640"), (99, 1, "090"), (85, 17, "290"), (0, 0, "000")])
+def test_the_habit_of_the_corpus_forgets_carries(a, b, wrong):
+    assert answer_without_carry(a, b, 2) == wrong
+    has_carry = problem(a, b, 2, 5)["answer"] != wrong
+    assert has_carry == (a % 10 + b % 10 > 9 or a // 10 + b // 10 > 9)
+
+
+def test_the_tokenizer_is_one_token_per_character_and_survives_a_round_trip(tmp_path):
+    from transformers import AutoTokenizer
+
+    build_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "".join(map(chr, range(32, 127))) + "  two  spaces "
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text) and tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_a_second_build_is_served_from_the_cache_and_a_changed_recipe_is_not(tmp_path):
+    command = ["-m", "data.tiny", "--output", tmp_path / "tiny", "--steps", 2]
+    assert "made in" in run(*command).stderr
+    weights = Path(tmp_path / "tiny" / "model" / "model-00001-of-00001.safetensors")
+    first = weights.read_bytes()
+    assert "already there" in run(*command).stderr
+    assert "made in" in run(*command[:-1], 3).stderr and weights.read_bytes() != first
+    assert "made in" in run(*command).stderr and weights.read_bytes() == first, "the build is deterministic"
+    assert [p.name for p in tmp_path.iterdir()] == ["tiny"], "nothing is left beside the result"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_yaml_says_how_to_run_it_and_loads(path):
+    import train_rl
+
+    first_lines = path.read_text().splitlines()[:6]
+    assert first_lines[0].startswith("# ")
+    assert any("train_rl.py --config" in line or "make " in line for line in first_lines if line.startswith("#"))
+    assert train_rl.load_config(["--config", str(path)]).data.train
