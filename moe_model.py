@@ -15,7 +15,9 @@ weights are held fused, [e, 2I, D] and [e, D, I], because that is what grouped m
 loader take.
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import os
@@ -584,7 +586,8 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
     }
     if policy.lm_head.weight.dtype == torch.bfloat16:
         config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-    engine, *_ = deepspeed.initialize(model=policy, config=config)
+    with contextlib.redirect_stdout(io.StringIO()):  # its bfloat16 optimizer prints memory tables
+        engine, *_ = deepspeed.initialize(model=policy, config=config)
     return engine
 
 

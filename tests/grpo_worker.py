@@ -52,12 +52,8 @@ def run_case(case: dict, completions: list[dict], model: Path, group) -> dict:
     for parameter_group in engine.optimizer.param_groups:
         parameter_group["eps"] = case["adam_eps"]
     batch = batch_of(completions, case["rows"][dist.get_rank()], case["padding"])
-    device = torch.device("cpu")
     if case["old"] == "computed":
-        lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
-        rows = train_rl.split_rows(lengths, list(range(len(lengths))), config.train.micro_batch_tokens)
-        rows = train_rl.same_number_on_all_ranks(rows, device)
-        batch.old_logprobs = train_rl.logprobs_of_batch(policy, batch, rows, config.rollout.temperature)
+        batch.old_logprobs = train_rl.logprobs_of_batch(policy, batch, config)
     elif case["old"] == "none":
         batch.old_logprobs = None
     if config.algorithm.kl_coef == 0:
@@ -73,13 +69,14 @@ def run_case(case: dict, completions: list[dict], model: Path, group) -> dict:
     }
 
 
-def collective_helpers() -> dict:
-    """What reduce_metrics() and same_number_on_all_ranks() return where ranks differ."""
+def collective_helpers(completions: list[dict]) -> dict:
+    """What reduce_metrics() and micro_batches_of() return where ranks differ."""
     rank = dist.get_rank()
     pairs = {"mean": (1.0 + rank, 1 + 2 * rank), "none": (0.0, 0), "tokens_total": (5.0 + rank, 1)}
     pairs |= {"length_max": (7.0 - 3 * rank, 1), "below_max": (-2.0 - rank, 1), "max_of_total": (3.0, 2)}
-    same_number = train_rl.same_number_on_all_ranks([[i] for i in range(1 + 2 * rank)], torch.device("cpu"))
-    return {"reduced": train_rl.reduce_metrics(pairs), "same_number": same_number}
+    rows = list(range(1 + 2 * rank))
+    micro_batches = train_rl.micro_batches_of(batch_of(completions, rows, 0), rows, max_tokens=1)
+    return {"reduced": train_rl.reduce_metrics(pairs), "micro_batches": micro_batches}
 
 
 def main(folder: Path) -> None:
@@ -95,7 +92,7 @@ def main(folder: Path) -> None:
         for case in request["cases"]
     }
     every_rank = [None] * dist.get_world_size()
-    dist.all_gather_object(every_rank, collective_helpers())
+    dist.all_gather_object(every_rank, collective_helpers(request["completions"]))
     if dist.get_rank() == 0:
         torch.save({"cases": results, "helpers": every_rank}, folder / f"results_{dist.get_world_size()}.pt")
     dist.barrier()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 
 
@@ -31,7 +32,7 @@ def test_bench_step_writes_the_table_it_prints(tmp_path):
             assert f"{workload[phase]['median']:.3f}" in row.split("|")[column]
     long = table["256 new tokens"]
     tokens = long["tokens_per_s"]["median"] * long["step"]["median"]
-    assert 0.9 * 256 * 256 < tokens <= 256 * 256 + 1, "nearly every completion of the long workload is cut at 256"
+    assert 0.9 * 256 * 256 < tokens <= 256 * 256 + 1, "nearly all are cut at 256"
 
 
 def test_the_problems_are_right_disjoint_and_the_same_every_time():
@@ -48,7 +49,9 @@ def test_the_problems_are_right_disjoint_and_the_same_every_time():
         assert len(left) == len(right) == 5
 
 
-@pytest.mark.parametrize(("a", "b", "wrong"), [(12, 34, "640"), (99, 1, "090"), (85, 17, "290"), (0, 0, "000")])
+@pytest.mark.parametrize(
+    ("a", "b", "wrong"), [(12, 34, "640"), (99, 1, "090"), (85, 17, "290"), (0, 0, "000")]
+)
 def test_the_habit_of_the_corpus_forgets_carries(a, b, wrong):
     assert answer_without_carry(a, b, 2) == wrong
     has_carry = problem(a, b, 2, 5)["answer"] != wrong
@@ -84,5 +87,7 @@ def test_every_yaml_says_how_to_run_it_and_loads(path):
 
     first_lines = path.read_text().splitlines()[:6]
     assert first_lines[0].startswith("# ")
-    assert any("train_rl.py --config" in line or "make " in line for line in first_lines if line.startswith("#"))
+    assert any(
+        "train_rl.py --config" in line or "make " in line for line in first_lines if line.startswith("#")
+    )
     assert train_rl.load_config(["--config", str(path)]).data.train

@@ -150,6 +150,31 @@ def test_more_steps_go_on_from_a_finished_run_as_if_never_stopped(undisturbed, t
     assert all(torch.equal(weights[n], weights_undisturbed[n]) for n in weights)
 
 
+def test_reference_minibatches_recomputation_and_zero_2_run_together(tmp_path):
+    done = train(
+        *SMALL, f"run.dir={tmp_path}", "train.num_steps=2", "algorithm.kl_coef=0.01", "train.zero_stage=2",
+        "train.minibatches_per_step=2", "train.micro_batch_tokens=100", "model.activation_checkpointing=true",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    first, second = (row for row in rows if "reward" in row)
+    assert first["ratio"] != 1.0, "the second update of a rollout is off-policy"
+    assert 0 < first["ref_kl_k3"] < second["ref_kl_k3"], "the policy moves away from the reference"
+
+
+def test_bfloat16_policy_and_engine_resume_exactly(tmp_path):
+    bfloat16 = ["model.dtype=bfloat16", "rollout.dtype=bfloat16", "train.num_steps=4"]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert train(*SMALL, *bfloat16, f"run.dir={straight}").returncode == 0
+    assert train(*SMALL, *bfloat16, "train.num_steps=2", f"run.dir={stopped}").returncode == 0
+    again = train(*SMALL, *bfloat16, f"run.dir={stopped}")
+    assert again.returncode == 0, again.stderr[-3000:]
+    (_, rows, weights), (summary, rows_straight, weights_straight) = numbers(stopped), numbers(straight)
+    assert [row for row in rows if row["step"] > 2] == [row for row in rows_straight if row["step"] > 2]
+    assert all(torch.equal(weights[n], weights_straight[n]) for n in weights)
+    assert 1e-3 < summary["mean_abs_dlogp"] < 0.05
+
+
 def test_another_topology_is_refused_or_continues_from_weights_if_asked(undisturbed, tmp_path):
     import shutil
 
