@@ -112,7 +112,7 @@ class RolloutSection(Section):
     kv_cache_gib: float | None = setting(None, "GiB of keys and values per engine; off: vLLM decides", gt=0)
     prefix_caching: bool = setting(True, "share the prompt's keys and values within a group")
     sleep_level: Literal[0, 1, 2] = setting(0, "GPU memory freed in updates: 0 none, 1 to host, 2 dropped")
-    parity_mean: float = setting(0.05, "nats; stop if mean |dlogp| trainer-engine is above, first step", gt=0)
+    parity_mean: float = setting(0.1, "nats; stop if mean |dlogp| trainer-engine is above, first step", gt=0)
     parity_max: float = setting(1e-3, "nats; the same for the maximum, float32 engine and policy only", gt=0)
 
 

@@ -111,9 +111,7 @@ def policy_from(folder: Path, ep_size: int) -> moe_model.Policy:
 # ------------------------------------------------------------------------------------------------------------
 # Optimizer steps
 # ------------------------------------------------------------------------------------------------------------
-SGD = {"type": "SGD", "params": {"lr": 1.0}}
-ADAMW_OPTIONS = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
-ADAMW = {"type": "AdamW", "params": ADAMW_OPTIONS | {"torch_adam": True}}
+ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
 MAX_GRAD_NORM = 0.1  # the test asserts that the true norm is several times larger
 STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, checkpoint to start from)
     1: [(1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start")],
@@ -125,20 +123,35 @@ STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, c
 }  # fmt: skip
 
 
-def initialize(model, optimizer: str, zero_stage: int, **more):
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "managed_gradient_accumulation": False,
-            "zero_optimization": {"stage": zero_stage},
-            "zero_allow_untested_optimizer": True,  # SGD
-            "gradient_clipping": MAX_GRAD_NORM,
-            "optimizer": {"sgd": SGD, "adamw": ADAMW}[optimizer],
-        }
-        | more,
+RESUME_CASES = [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)]  # weights, ZeRO stage; EP = 2
+
+
+def sgd_engine(model, zero_stage: int, **more):
+    """deepspeed_engine() with another optimizer, and for any model."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": MAX_GRAD_NORM,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config | more)
+    return engine
+
+
+def adamw_engine(policy: moe_model.Policy, zero_stage: int):
+    settings = SimpleNamespace(
+        learning_rate=ADAMW["lr"],
+        betas=ADAMW["betas"],
+        weight_decay=ADAMW["weight_decay"],
+        max_grad_norm=MAX_GRAD_NORM,
+        zero_stage=zero_stage,
     )
+    engine = moe_model.deepspeed_engine(policy, settings)
+    for group in engine.optimizer.param_groups:
+        group["eps"] = ADAMW["eps"]
     return engine
 
 
@@ -164,10 +177,35 @@ def steps(folder: Path) -> dict:
     for case in STEP_CASES[dist.get_world_size()]:
         ep_size, zero_stage, optimizer, start = case
         policy = policy_from(folder / start, ep_size)
-        engine = initialize(policy, optimizer, zero_stage)
+        engine = {"sgd": sgd_engine, "adamw": adamw_engine}[optimizer](policy, zero_stage)
         norms = [take_step(engine, tiny_batch(), step) for step in range(2 if optimizer == "adamw" else 1)]
         results[case] = {"norms": norms, "parameters": collect(policy.named_parameters())}
         engine.destroy()
+    return results
+
+
+def resume(folder: Path) -> dict:
+    """Two AdamW steps at a stretch, and again with the second taken by a new engine from what was saved."""
+    results, batch = {}, tiny_batch()
+    for case in RESUME_CASES:
+        dtype, zero_stage = case
+        policy = policy_from(folder / "start", ep_size=2).to(dtype)
+        engine = adamw_engine(policy, zero_stage)
+        norm = take_step(engine, batch, 0)
+        saved, file = collect(policy.named_parameters()), folder / f"optimizer-{dist.get_rank()}.pt"
+        torch.save(moe_model.optimizer_shard(engine), file)
+        take_step(engine, batch, 1)
+        once = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
+        engine.destroy()
+
+        policy = policy_from(folder / "start", ep_size=2).to(dtype)
+        policy.load_state_dict(saved)
+        engine = adamw_engine(policy, zero_stage)
+        moe_model.load_optimizer_shard(engine, torch.load(file))
+        take_step(engine, batch, 1)
+        again = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
+        engine.destroy()
+        results[case] = {"norm": norm, "once": once, "again": again}
     return results
 
 
@@ -178,7 +216,7 @@ def autoep(folder: Path) -> dict:
     own = rows_of[dist.get_rank()]
     model = Qwen3MoeForCausalLM.from_pretrained(folder / "start", attn_implementation="eager")
     settings = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe"}
-    engine = initialize(model, "sgd", 1, expert_parallel=settings)
+    engine = sgd_engine(model, 1, expert_parallel=settings)
     for i in own + [None] * (max(map(len, rows_of)) - len(own)):
         prompt, completion = (batch.prompt_ids[i], batch.completion_ids[i]) if i is not None else ([0], [])
         logits = engine(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
@@ -332,7 +370,7 @@ def weights(folder: Path) -> dict:
     return results | {"random": collect(policy.named_parameters())}
 
 
-SECTIONS = [steps, autoep, group_errors, all_to_all, dispatch, recomputed_and_replayed, weights]
+SECTIONS = [steps, resume, autoep, group_errors, all_to_all, dispatch, recomputed_and_replayed, weights]
 
 
 def main() -> None:
