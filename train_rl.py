@@ -7,19 +7,18 @@ With every setting at its default this is GRPO (DeepSeekMath, arXiv 2402.03300, 
 names its phases in the order of the method: sample prompts, rollout (rewards arrive meanwhile), advantages,
 old log-probabilities, update, weight sync, log, evaluation, checkpoint.
 
-    python -m data.tiny                                                              make the tiny model and
-    tasks, once torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml      run
-    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml train.seed=1
-    run.dir=runs/seed1 python train_rl.py --help                                                        every
-    setting
+    python -m data.tiny            # makes the tiny model and its tasks, once
+    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml
+    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml train.seed=1 run.dir=runs/1
+    python train_rl.py --help      # every setting
 
 Vocabulary: G = group_size completions per prompt, B completions on this rank, T longest of them. logprobs
 carry gradient; old_logprobs are the trainer's before the update; rollout_logprobs are the sampler's; all in
-nats. Provenance of choices: [paper] printed in the source named, [secondary] reported by others, [ours] the
-sources are silent.
+nats. Provenance of choices: [paper] printed in the source named, [secondary] reported by others, [ours] where
+the sources are silent.
 """
 
-# ===========================================================================================================
+# ============================================================================================================
 # 1 Imports
 # ============================================================================================================
 import argparse
@@ -65,7 +64,7 @@ from reward import KINDS, RewardPool, Verdict
 from rollout import Completion, Request, RolloutEngine
 
 
-# ==========================================================================================================
+# ============================================================================================================
 # 2 Config
 # ============================================================================================================
 class Section(BaseModel):
@@ -79,14 +78,16 @@ def setting(default, description: str, **limits):
 
 class PromptSource(Section):
     path: str = setting(..., "JSONL or parquet file, or the name of a hub dataset")
-    name: str | None = setting(None, "name in logs; off: the file's name")
-    subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; off: its default")
+    name: str | None = setting(None, "name in logs; null: the file's name")
+    subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; null: its default")
     split: str = setting("train", "split of a hub dataset; local files are taken whole")
     kind: str = setting("math", f"verifier of rows without a kind of their own: {', '.join(KINDS)}")
-    columns: dict[str, str | None] = setting({}, "column of prompt, answer, difficulty, kind where named otherwise")
+    columns: dict[str, str | None] = setting(
+        {}, "column of prompt, answer, difficulty, kind where named otherwise"
+    )
     template: str = setting("{prompt}", "text around each prompt")
-    limit: int | None = setting(None, "take the first rows only; off: all", ge=1)
-    difficulty: tuple[float, float] | None = setting(None, "keep this closed range; off: all")
+    limit: int | None = setting(None, "take the first rows only; null: all", ge=1)
+    difficulty: tuple[float, float] | None = setting(None, "keep this closed range; null: all")
 
 
 class ModelSection(Section):
@@ -109,7 +110,7 @@ class RolloutSection(Section):
     max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "of the engine's weights and activations")
     max_num_seqs: int = setting(256, "completions an engine works on at once", ge=1)
-    kv_cache_gib: float | None = setting(None, "GiB of keys and values per engine; off: vLLM decides", gt=0)
+    kv_cache_gib: float | None = setting(None, "GiB of keys and values per engine; null: vLLM decides", gt=0)
     prefix_caching: bool = setting(True, "share the prompt's keys and values within a group")
     sleep_level: Literal[0, 1, 2] = setting(0, "GPU memory freed in updates: 0 none, 1 to host, 2 dropped")
     parity_mean: float = setting(0.1, "nats; stop if mean |dlogp| trainer-engine is above, first step", gt=0)
@@ -144,7 +145,7 @@ class TrainSection(Section):
 class EvalSection(Section):
     every: int = setting(50, "steps between evaluations, besides before and after; 0: only those", ge=0)
     num_samples: int = setting(8, "k sampled completions per prompt for avg@k, pass@k; 0: greedy only", ge=0)
-    max_new_tokens: int | None = setting(None, "off: as in rollout", ge=1)
+    max_new_tokens: int | None = setting(None, "null: as in rollout", ge=1)
 
 
 class CheckpointSection(Section):
@@ -179,13 +180,14 @@ class StrictLoader(yaml.SafeLoader):
     """safe_load that refuses a key given twice."""
 
     def construct_mapping(self, node, deep=False):
+        mapping = super().construct_mapping(node, deep)  # first: it refuses keys that cannot be one
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise ValueError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
             seen.add(key)
-        return super().construct_mapping(node, deep)
+        return mapping
 
 
 def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
@@ -195,13 +197,18 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
     try:
-        values = yaml.load(path.read_text(), Loader=StrictLoader) or {}
+        values = yaml.load(path.read_text(), Loader=StrictLoader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    values = {} if values is None else values
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected sections such as `train:`, found a {type(values).__name__}")
-    base = values.pop("base", None)
-    return merge(read_yaml(path.parent / base, (*above, path.resolve())), values) if base else values
+    if "base" not in values:
+        return values
+    base = values.pop("base")
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: base must be the path of a YAML file, found {base!r}")
+    return merge(read_yaml(path.parent / base, (*above, path.resolve())), values)
 
 
 def merge(below: dict, above: dict) -> dict:
@@ -234,12 +241,18 @@ def explain(error: ValidationError) -> str:
     for item in error.errors():
         name = ".".join(str(part) for part in item["loc"]).replace(".0.", "[].")
         if item["type"] == "extra_forbidden":
-            known = [known for known in setting_names() if known.count(".") or "." not in name]
-            near = difflib.get_close_matches(name, [*known, *Config.model_fields], n=1, cutoff=0.0)
-            lines.append(f"{name}: unknown setting, did you mean {near[0]}?")
+            known = [*setting_names(), *Config.model_fields]
+            same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+            (near,) = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0)
+            lines.append(f"{name}: unknown setting, did you mean {near}?")
         else:
             lines.append(f"{name}: {item['msg'].lower()}, found {item['input']!r}")
     return "; ".join(lines)
+
+
+def eval_name(source: PromptSource) -> str:
+    """Name of a held-out set in the metrics."""
+    return source.name or Path(source.path).stem
 
 
 def check_config(config: Config) -> None:
@@ -250,6 +263,9 @@ def check_config(config: Config) -> None:
         for source in sources:
             if source.kind not in KINDS:
                 raise ValueError(f"data.{place}[].kind: {source.kind!r} is none of {', '.join(KINDS)}")
+    names = [eval_name(source) for source in config.data.eval]
+    if len(set(names)) < len(names):
+        raise ValueError(f"data.eval[].name: {', '.join(names)} are not all different; name the sets")
     per_step = config.rollout.prompts_per_step
     if per_step % config.train.minibatches_per_step:
         raise ValueError(
@@ -258,25 +274,27 @@ def check_config(config: Config) -> None:
         )
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """The module's docstring as it is, then every setting with its default and meaning."""
-
-    def format_help(self) -> str:
-        lines = [super().format_help(), "settings (section.key=value, or in YAML):"]
-        for name, info in setting_names().items():
-            default = "required" if info.is_required() else f"default {info.default!r}"
-            lines.append(f"  {name}  ({default})\n      {info.description}")
-        return "\n".join(lines) + "\n"
+def settings_help() -> str:
+    """Every setting with its default and meaning, for --help."""
+    lines = ["settings (section.key=value, or in YAML):"]
+    for name, info in setting_names().items():
+        default = "required" if info.is_required() else f"default {info.default!r}"
+        lines.append(f"  {name}  ({default})\n      {info.description}")
+    return "\n".join(lines).replace("%", "%%")
 
 
 def load_config(argv: list[str]) -> Config:
     """Defaults < YAML of --config < section.key=value. ValueError names the setting and the fix."""
-    parser = argparse.ArgumentParser(prog="train_rl.py", description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument("--config", type=Path, help="YAML file of settings that differ from the defaults")
-    parser.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="single settings, over the file's"
+    parser = argparse.ArgumentParser(
+        prog="train_rl.py",
+        description=__doc__,
+        epilog=settings_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    args = parser.parse_args(argv)
+    parser.add_argument("--config", type=Path, help="YAML file of settings that differ from the defaults")
+    overrides = {"nargs": "*", "metavar": "section.key=value", "help": "single settings, over the file's"}
+    parser.add_argument("settings", **overrides)
+    args = parser.parse_intermixed_args(argv)
     values = read_yaml(args.config) if args.config else {}
     for setting in args.settings:
         name, equals, text = setting.partition("=")
@@ -297,7 +315,7 @@ def load_config(argv: list[str]) -> Config:
     return config
 
 
-# ==========================================================================================================
+# ============================================================================================================
 # 3 The batch, and prompts in a reproducible order
 # ============================================================================================================
 @dataclass
@@ -359,9 +377,12 @@ def collate(
     )
 
 
-# ==========================================================================================================
+# ============================================================================================================
 # 4 Advantages
 # ============================================================================================================
+ZERO_VARIANCE = 1e-6  # rewards of a group closer than this are equal: no rounding error becomes an advantage
+
+
 def compute_advantages(rewards: Tensor, valid: Tensor, group_index: Tensor, eps: float = 1e-6) -> Tensor:
     """Group-relative advantage of each completion, A_i = (R_i - mean R) / (std R + eps) (DeepSeekMath,
     section 4.1.2).
@@ -374,13 +395,13 @@ def compute_advantages(rewards: Tensor, valid: Tensor, group_index: Tensor, eps:
     advantages = torch.zeros_like(rewards)
     for group in group_index.unique():
         members = (group_index == group) & valid
-        if members.sum() >= 2:
-            group_rewards = rewards[members]
+        group_rewards = rewards[members]
+        if len(group_rewards) >= 2 and group_rewards.max() - group_rewards.min() > ZERO_VARIANCE:
             advantages[members] = (group_rewards - group_rewards.mean()) / (group_rewards.std() + eps)
     return advantages
 
 
-# ==========================================================================================================
+# ============================================================================================================
 # 5 Ratio, clip, loss
 # ============================================================================================================
 def loss_weights(response_mask: Tensor, num_completions: int) -> Tensor:
@@ -405,13 +426,15 @@ def policy_loss(
     """The loss of a micro-batch, its share of -J (DeepSeekMath, eq. 3 and 4).
 
         r = exp(logprobs - old_logprobs)
-        loss = -sum_{i,t} w_{i,t} [ min(r A, clip(r, 1 - eps, 1 + eps) A) - beta (exp(d) - d - 1) ],  d = log
-        pi_ref/pi
+        d = ref_logprobs - logprobs
+        loss = -sum_{i,t} w_{i,t} [ min(r A, clip(r, 1 - eps, 1 + eps) A) - beta (exp(d) - d - 1) ]
 
     All tensors [B, T]; weights from loss_weights() are 0 on padding. ref_logprobs only with kl_coef > 0.
     Returns the loss (scalar with gradient) and detached per-token statistics [B, T].
     """
-    ratio = (logprobs - old_logprobs).exp()  # [B, T]
+    ratio = (
+        (logprobs - old_logprobs).clamp(max=80).exp()
+    )  # [B, T]; above, float32 overflows and 0 * inf is NaN
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     statistics = {
@@ -420,13 +443,13 @@ def policy_loss(
     }
     if kl_coef > 0:
         log_ref_ratio = ref_logprobs - logprobs
-        kl_k3 = log_ref_ratio.exp() - log_ref_ratio - 1  # >= 0, unbiased under pi
+        kl_k3 = log_ref_ratio.expm1() - log_ref_ratio  # >= 0, unbiased under pi
         objective = objective - kl_coef * kl_k3
         statistics["ref_kl_k3"] = kl_k3
     return -(weights * objective).sum(), {name: value.detach() for name, value in statistics.items()}
 
 
-# ==========================================================================================================
+# ============================================================================================================
 # 6 Micro-batches, log-probabilities, update
 # ============================================================================================================
 def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[list[int]]:
@@ -441,7 +464,7 @@ def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[lis
 
 
 def micro_batches_of(batch: RolloutBatch, rows: list[int], max_tokens: int) -> list[list[int]]:
-    """split_rows(), then empty micro-batches up to the largest number on any rank: a forward is collective."""
+    """split_rows(), then empty ones up to the largest number on any rank: a forward is collective."""
     lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
     micro_batches = split_rows(lengths, rows, max_tokens)
     most = torch.tensor(len(micro_batches), device=collective_device())
@@ -556,7 +579,7 @@ def check_parity(batch: RolloutBatch, config: Config, step: int) -> None:
         )
 
 
-# ==========================================================================================================
+# ============================================================================================================
 # 7 Rollouts with rewards, evaluation
 # ============================================================================================================
 def sample_and_score(
@@ -632,7 +655,7 @@ def evaluate(
     return metrics
 
 
-# ==========================================================================================================
+# ============================================================================================================
 # 8 Logging, checkpoints
 # ============================================================================================================
 def collective_device() -> torch.device:
@@ -787,7 +810,7 @@ def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
     return found[-1], record
 
 
-# ==========================================================================================================
+# ============================================================================================================
 # 9 Main
 # ============================================================================================================
 def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[list[int]]:
@@ -851,7 +874,7 @@ def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]],
     for source in config.data.eval:
         prompts = load_prompts(**source.model_dump())
         check_disjoint(train, prompts)
-        eval_sets[source.name or Path(source.path).stem] = (prompts, tokenize(prompts, tokenizer, limit))
+        eval_sets[eval_name(source)] = (prompts, tokenize(prompts, tokenizer, limit))
     return train, tokenize(train, tokenizer, limit), eval_sets
 
 
@@ -885,7 +908,7 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, tuple[float, float]]:
     num, tokens = len(batch.verdicts), batch.response_mask.sum(1)  # [B]
     statuses = Counter(v.status for v in batch.verdicts)
     group_rewards = batch.rewards.view(int(batch.group_index[-1]) + 1, -1)  # [groups, G]
-    zero_variance = (group_rewards.max(1).values - group_rewards.min(1).values) < 1e-6
+    zero_variance = (group_rewards.max(1).values - group_rewards.min(1).values) <= ZERO_VARIANCE
     return {
         "reward": (batch.rewards.sum().item(), num),
         "zero_variance_frac": (zero_variance.sum().item(), len(zero_variance)),

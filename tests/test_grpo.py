@@ -162,7 +162,18 @@ def test_loss_of_random_batches(spread, kl_coef, float64):
 
 
 @pytest.mark.parametrize("advantage", [1.5, -1.5, 0.0])
-@pytest.mark.parametrize("difference", [0.0, 1e-9, 0.1, 0.3, -0.3, 40.0, -40.0, 500.0, -500.0])
+def test_a_ratio_beyond_float32_gives_no_nan(advantage):
+    logprobs = torch.tensor([[0.0]], requires_grad=True)
+    loss, _ = train_rl.policy_loss(
+        logprobs, torch.tensor([[-200.0]]), torch.tensor([[advantage]]), torch.ones(1, 1), 0.2
+    )
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
+    assert (logprobs.grad == 0).all(), "clipped for A > 0, cut off for A < 0, nothing for A = 0"
+
+
+@pytest.mark.parametrize("advantage", [1.5, -1.5, 0.0])
+@pytest.mark.parametrize("difference", [0.0, 1e-9, 0.1, 0.3, -0.3, 40.0, -40.0, 79.0, -500.0])
 def test_loss_of_one_token(difference, advantage, float64):
     case = {"logprobs": [[-1.0 + difference]], "old_logprobs": [[-1.0]], "advantages": [[advantage]]}
     case["ref_logprobs"] = [[-1.2]]
