@@ -381,7 +381,7 @@ def linear_logprob_entropy(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor
 # Configuration and weights in Hugging Face's names
 # ------------------------------------------------------------------------------------------------------------
 def is_moe_layer(config: PretrainedConfig, layer: int) -> bool:
-    if config.model_type != "qwen3_moe":
+    if num_experts_of(config) == 0:
         return False
     return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
 
@@ -531,7 +531,8 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
         index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config = policy.config.__class__.from_dict(policy.config.to_dict())
-        config.architectures = ["Qwen3MoeForCausalLM" if num_experts_of(config) else "Qwen3ForCausalLM"]
+        is_moe = config.model_type == "qwen3_moe"
+        config.architectures = ["Qwen3MoeForCausalLM" if is_moe else "Qwen3ForCausalLM"]
         config.dtype = str(dtype).removeprefix("torch.")
         config.save_pretrained(folder)
 

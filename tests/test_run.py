@@ -175,6 +175,31 @@ def test_bfloat16_policy_and_engine_resume_exactly(tmp_path):
     assert 1e-3 < summary["mean_abs_dlogp"] < 0.1
 
 
+def test_a_dense_model_runs_too(tmp_path):
+    """Random weights earn nothing, so weight decay moves them and the sync has something to carry."""
+    from data.tiny import build_tokenizer
+    from moe_model import Policy, random_weights, save_hf
+    from transformers import Qwen3Config
+
+    tokenizer = build_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2, eos_token_id=1,
+    )  # fmt: skip
+    policy = Policy(config)
+    random_weights(policy, seed=0)
+    save_hf(policy, tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    done = train(
+        *SMALL, f"model.path={tmp_path / 'model'}", "model.ep_size=1", f"run.dir={tmp_path / 'run'}",
+        "train.num_steps=3", "train.weight_decay=0.5", "train.learning_rate=0.1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary, _, weights = numbers(tmp_path / "run")
+    assert summary["mean_abs_dlogp"] < 1e-4
+    assert not torch.equal(weights["lm_head.weight"], policy.lm_head.weight)
+
+
 def test_another_topology_is_refused_or_continues_from_weights_if_asked(undisturbed, tmp_path):
     import shutil
 
