@@ -3,23 +3,30 @@
 # make bench  seconds per step of the demo's workload, by phase
 #
 # STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
+# RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.
 # PIP_ARGS is passed to pip, for example to point it at a CPU-only build of torch.
 
 PYTHON ?= python3
 STACK  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 REQUIREMENTS = $(if $(filter cpu,$(STACK)),requirements-cpu.txt,requirements.txt)
+RANKS  ?= $(if $(filter gpu,$(STACK)),$(shell nvidia-smi -L | head -n 2 | wc -l),2)
 BIN    = .venv/bin
 STAMP  = .venv/installed-$(STACK)
 
 # One thread per rank: two ranks share two cores, and torchrun would set it anyway, with a warning.
 export OMP_NUM_THREADS ?= 1
 
+# The CPU stack must not see a GPU: torch as the registry ships it would take it, vLLM's CPU build cannot.
+ifeq ($(STACK),cpu)
+export CUDA_VISIBLE_DEVICES =
+endif
+
 .PHONY: demo test bench install
 install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m data.tiny
-	$(BIN)/torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml
+	$(BIN)/torchrun --nproc-per-node=$(RANKS) train_rl.py --config experiments/tiny/demo.yaml model.ep_size=$(RANKS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest tests -q --durations=15

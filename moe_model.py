@@ -1,18 +1,17 @@
 """The policy: Qwen3-MoE (and dense Qwen3) with dropless expert parallelism on DeepSpeed's process groups.
 
 Reading order: pack() lays prompts and completions out, Policy maps them to log-probabilities, MoEBlock routes
-tokens to the experts of all ranks, load_hf() / save_hf() / hf_tensors() move weights from and to Hugging Face
-names.
+tokens to the experts of all ranks, load_hf() / save_hf() / hf_tensors() move weights from and to checkpoints.
 
 Shape suffixes (x_TD is a tensor of shape [T, D]):
-    T packed tokens of all sequences      N predicted tokens (the completions)      B sequences, S longest of
-    them D hidden size                         H query heads, G key/value heads, R head size
-    E experts of the model, e of a rank   K experts per token, L layers             I expert width, V
-    vocabulary P rows of tokens sent to experts (one per token and chosen expert)
+    T  packed tokens of all sequences            N  predicted tokens (the completions)
+    B  sequences, S the longest of them          P  rows sent to experts, one per token and chosen expert
+    D  hidden size                               H  query heads, G key/value heads, R head size
+    E  experts of the model, e those of a rank   K  experts per token, L layers
+    I  expert width                              V  vocabulary
 
 Layout follows transformers' Qwen3MoeForCausalLM: a checkpoint of one is a checkpoint of the other. Expert
-weights are held fused, [e, 2I, D] and [e, D, I], because that is what grouped matrix products and vLLM's
-loader take.
+weights are held fused, [e, 2I, D] and [e, D, I]: grouped matrix products and vLLM's loader take them so.
 """
 
 import contextlib
@@ -23,7 +22,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -37,7 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -186,9 +184,8 @@ class MoEBlock(MoE):
     def forward(self, x_TD: Tensor, replay_ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the block's output [T, D] and the expert ids used [T, K].
 
-        With replay_ids the choice of experts is given and only their weights are live, so the router still
-        learns
-        [secondary: R3, arXiv 2510.11370].
+        With replay_ids the choice of experts is given and only their weights are live, so that the router
+        still learns [secondary: R3, arXiv 2510.11370].
         """
         scores_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
         topk_ids_TK = scores_TE.topk(self.top_k, dim=-1).indices if replay_ids_TK is None else replay_ids_TK
@@ -462,14 +459,19 @@ def expert_slices(name: str, parameter: Tensor, first: int) -> Iterator[tuple[st
             yield f"{prefix}.{first + i}.up_proj.weight", up
 
 
-def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name in a checkpoint, view of this rank's parameter, is it an expert's) for all this rank holds."""
-    for name, parameter in policy.named_parameters():  # a tied head is not listed twice
-        first, count = local_experts(policy, parameter)
-        if count:
-            yield from ((n, t, True) for n, t in expert_slices(name, parameter.data, first))
-        else:
-            yield name, parameter.data, False
+def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None]]:
+    """(name in a checkpoint, tensor, owner) of the whole model; a tied head is not listed twice.
+
+    owner: rank in the expert-parallel group that holds an expert, None for what all ranks share. The tensor
+    is a view of this rank's parameter; for another rank's expert it has the right shape, other contents.
+    """
+    num_owners = dist.get_world_size(policy.group) if policy.group else 1
+    for name, parameter in policy.named_parameters():
+        _, count = local_experts(policy, parameter)
+        if count == 0:
+            yield name, parameter.data, None
+        for owner in range(num_owners if count else 0):
+            yield from ((n, t, owner) for n, t in expert_slices(name, parameter.data, owner * count))
 
 
 def load_hf(policy: Policy, folder: str | Path) -> None:
@@ -486,20 +488,25 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
     if not shards:
         raise ValueError(f"model.path: {folder} holds no *.safetensors file")
     where = {}
-    files = [safe_open(shard, framework="pt") for shard in shards]
-    for file in files:
+    for shard in shards:
+        try:
+            file = safe_open(shard, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{shard} is not a whole safetensors file: {error}") from error
         where.update(dict.fromkeys(file.keys(), file))
-    wanted = list(checkpoint_tensors(policy))
-    missing = [name for name, _, _ in wanted if name not in where]
+    tensors = list(checkpoint_tensors(policy))
+    missing = [name for name, _, _ in tensors if name not in where]
     if missing:
         raise ValueError(
-            f"{folder} lacks {len(missing)} of {len(wanted)} tensors, first: {', '.join(missing[:3])}"
+            f"{folder} lacks {len(missing)} of {len(tensors)} tensors: {', '.join(missing[:3])} ..."
         )
-    for name, view, _ in wanted:
+    ep_rank = dist.get_rank(policy.group) if policy.group else 0
+    for name, view, owner in tensors:  # shapes of all, contents of this rank's: all ranks see the same errors
         found = tuple(where[name].get_slice(name).get_shape())
         if found != tuple(view.shape):
             raise ValueError(f"{folder}: {name} has shape {found}, config.json asks for {tuple(view.shape)}")
-        view.copy_(where[name].get_tensor(name))
+        if owner in (None, ep_rank):
+            view.copy_(where[name].get_tensor(name))
 
 
 def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -516,18 +523,14 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
         return
     shard = "model-{:05d}-of-{:05d}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    own = [(name, tensor) for name, tensor, is_expert in checkpoint_tensors(policy) if is_expert or rank == 0]
+    all_tensors = list(checkpoint_tensors(policy))
+    own = [(name, tensor) for name, tensor, owner in all_tensors if (owner or 0) == rank]
     dtype = dtype or own[0][1].dtype
     tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in own}
     save_file(tensors, folder / shard.format(rank + 1, num_shards), metadata={"format": "pt"})
     if rank == 0:
-        weight_map, total_size = {}, 0
-        for name, parameter in policy.named_parameters():
-            _, count = local_experts(policy, parameter)
-            for owner in range(num_shards if count else 1):
-                names = [n for n, _ in expert_slices(name, parameter, owner * count)] if count else [name]
-                weight_map |= dict.fromkeys(names, shard.format(owner + 1, num_shards))
-                total_size += parameter.numel() * dtype.itemsize
+        weight_map = {name: shard.format((owner or 0) + 1, num_shards) for name, _, owner in all_tensors}
+        total_size = sum(tensor.numel() for _, tensor, _ in all_tensors) * dtype.itemsize
         index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config = policy.config.__class__.from_dict(policy.config.to_dict())
@@ -538,8 +541,7 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
 
 
 def hf_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of the whole model in layer order, experts fused; all ranks must exhaust it
-    together.
+    """(name, full tensor) of the whole model in layer order, experts fused; all ranks exhaust it together.
 
     At most one gathered expert tensor is alive at a time.
     """
@@ -557,13 +559,11 @@ def hf_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 # ------------------------------------------------------------------------------------------------------------
 # DeepSpeed
 # ------------------------------------------------------------------------------------------------------------
-def init_distributed(timeout_s: float) -> None:
-    """Join the process group through DeepSpeed: gloo on CPUs, nccl on GPUs."""
+def init_deepspeed() -> None:
+    """Tell DeepSpeed of the process group; makes one (gloo on CPUs, nccl on GPUs) if there is none."""
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
-            False  # else a compiler runs at the first start
-        )
-    deepspeed.init_distributed(verbose=False, timeout=timedelta(seconds=timeout_s))
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it runs a compiler
+    deepspeed.init_distributed(verbose=False)
 
 
 def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:

@@ -1,10 +1,8 @@
-"""The sampler: a vLLM engine in the trainer's own process, which gets the policy's weights after every
-update.
+"""The sampler: a vLLM engine in the trainer's own process; it gets the policy's weights after every update.
 
 One engine per rank (tensor parallel 1), built under torchrun's environment through vLLM's external launcher.
 It is driven by add_request() and step(), so that a completion can be scored the moment it ends. Knows no
-rewards and no
-algorithm: tokens in, tokens and their log-probabilities out.
+rewards and no algorithm: tokens in, tokens and their log-probabilities out.
 """
 
 import os
@@ -43,16 +41,14 @@ class SyncReport:
 
     num_tensors: int
     num_bytes: int
-    seconds: float
 
 
 class RolloutEngine:
     """vLLM with the policy's weights.
 
     model_path: folder of a Hugging Face checkpoint; only its configuration and tokenizer are read. Weights
-    are random
-        until the first sync(), which every run does before it samples: so the path of all later syncs is
-        proven first.
+        are random until the first sync(), which every run does before it samples: so the path of all later
+        syncs is proven first.
     max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
     dtype: "float32" or "bfloat16"; the engine rounds what it is given in sync().
     kv_cache_gib: memory for keys and values; None lets vLLM take its default share of a GPU.
@@ -153,7 +149,7 @@ class RolloutEngine:
         Raises RuntimeError naming the engine's parameters that were not covered, or the tensor it does not
         know.
         """
-        start, num_tensors, num_bytes, last_name = time.perf_counter(), 0, 0, None
+        num_tensors, num_bytes, last_name = 0, 0, None
         self.policy_version = None  # a failed sync leaves an engine that refuses to generate
 
         def counted():
@@ -187,7 +183,7 @@ class RolloutEngine:
         if self.sleep_level:
             self.llm.wake_up(tags=["kv_cache"])
         self.policy_version = policy_version
-        return SyncReport(num_tensors, num_bytes, time.perf_counter() - start)
+        return SyncReport(num_tensors, num_bytes)
 
     def sleep(self) -> None:
         """Free GPU memory for the update; the next sync() wakes the engine. Nothing to do at sleep_level

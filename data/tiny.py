@@ -1,7 +1,6 @@
 """The embedded default: a character tokenizer, graded additions, and a tiny Qwen3-MoE that half knows them.
 
-    python -m data.tiny            makes data/built/tiny/{model,train.jsonl,test.jsonl}; a second call does
-    nothing
+    python -m data.tiny      # makes data/built/tiny/{model,train.jsonl,test.jsonl}; does nothing twice
 
 Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty.
 They are written with the least significant digit first, so that a carry is known when it is needed, and

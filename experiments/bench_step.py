@@ -57,14 +57,19 @@ def run_once(max_new_tokens: int, num_steps: int, scratch: Path, settings: list[
         sys.exit(f"the run failed:\n{done.stderr[-3000:]}")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "reward" in row][WARMUP_STEPS:]
-    figures = {phase: statistics.median(row.get(f"seconds/{phase}", 0.0) for row in rows) for phase in PHASES}
+    for row in rows:
+        row["seconds/other"] = row["seconds_per_step"] - sum(
+            row.get(f"seconds/{phase}", 0.0) for phase in PHASES
+        )
+    phases = [*PHASES, "other"]
+    figures = {phase: statistics.median(row.get(f"seconds/{phase}", 0.0) for row in rows) for phase in phases}
     step = statistics.median(row["seconds_per_step"] for row in rows)
     tokens = statistics.median(row["tokens_total"] for row in rows)
+    completions = round(rows[0]["tokens_total"] / rows[0]["completion_tokens"])
     copy = copy_seconds(rows[0]["sync_bytes"])
     return figures | {
-        "other": step - sum(figures.values()),
         "step": step,
-        "completions_per_s": 256 / step,
+        "completions_per_s": completions / step,
         "tokens_per_s": tokens / step,
         "rollout_tokens_per_s": tokens / figures["rollout"],
         "sync_bytes": rows[0]["sync_bytes"],
@@ -95,6 +100,8 @@ def main() -> None:
         "settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py to compare"
     )
     args = parser.parse_args()
+    if args.steps is not None and args.steps <= WARMUP_STEPS:
+        sys.exit(f"--steps must be above {WARMUP_STEPS}, the first steps that are not counted")
     if not MODEL.is_dir():
         sys.exit("the tiny model is not there yet: run `python -m data.tiny` first")
     torch.set_num_threads(1)

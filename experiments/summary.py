@@ -14,7 +14,8 @@ def write_summary(run_dir: Path, state, peak_rss_bytes: int) -> None:
     Evaluation figures are means over the held-out sets.
     """
     summary = {"num_steps": state.step}
-    for name in ("accuracy", "avg_at_8", "pass_at_8"):
+    sampled = {key.split("/")[-1] for key in state.last_eval if "_at_" in key}  # avg_at_k and pass_at_k
+    for name in ("accuracy", *sorted(sampled | {"avg_at_8", "pass_at_8"})):
         for when, evaluation in (("before", state.first_eval), ("after", state.last_eval)):
             values = [value for key, value in evaluation.items() if key.split("/")[-1] == name]
             summary[f"{name}_{when}"] = sum(values) / len(values) if values else None
@@ -34,17 +35,17 @@ def print_summary(run_dir: Path) -> None:
     """The summary of a finished run, for people."""
     summary = json.loads((run_dir / "summary.json").read_text())
     print(f"\n{run_dir}: {summary['num_steps']} steps, {summary['generated_tokens']:,} generated tokens")
-    for name, text in (
-        ("accuracy", "accuracy, greedy"), ("avg_at_8", "pass@1 (mean of 8 samples)"), ("pass_at_8", "pass@8"),
-    ):  # fmt: skip
-        before, after = summary[f"{name}_before"], summary[f"{name}_after"]
+    for key in [key for key in summary if key.endswith("_after") and not key.startswith("accuracy_by")]:
+        name = key.removesuffix("_after")
+        before, after = summary[f"{name}_before"], summary[key]
+        text = name.replace("avg_at_", "pass@1, mean of ").replace("pass_at_", "pass@")
+        text = "accuracy, greedy" if name == "accuracy" else text
         if before is not None and after is not None:
             print(f"  {text:<28} {before:6.3f} -> {after:.3f}   held-out problems")
+    after_by_difficulty = summary["accuracy_by_difficulty_after"]
     for name, before in summary["accuracy_by_difficulty_before"].items():
-        level = name.rsplit("_", 1)[1]
-        print(
-            f"    difficulty {level:<16} {before:6.3f} -> {summary['accuracy_by_difficulty_after'][name]:.3f}"
-        )
+        after = after_by_difficulty.get(name, float("nan"))
+        print(f"    difficulty {name.rsplit('_', 1)[1]:<16} {before:6.3f} -> {after:.3f}")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
     print(
         f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens"

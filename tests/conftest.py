@@ -1,5 +1,4 @@
-"""Shared by all tests: the repository root on the path, quiet libraries, and a way to run something on
-several ranks."""
+"""Shared by all tests: the root on the path, quiet libraries, and a way to run something on several ranks."""
 
 import os
 import socket
@@ -11,9 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-SHARED_DATA = (
-    ROOT.parent / "shared" / "data"
-)  # public test sets, where they are at hand; tests skip without them
+SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); tests skip without them
 
 
 def torchrun(

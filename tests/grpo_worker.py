@@ -81,7 +81,7 @@ def collective_helpers(completions: list[dict]) -> dict:
 
 def main(folder: Path) -> None:
     request = torch.load(folder / "request.pt")
-    moe_model.init_distributed(timeout_s=60.0)
+    moe_model.init_deepspeed()
     num_experts = moe_model.num_experts_of(moe_model.load_config(folder / "model"))
     groups = {
         ep_size: moe_model.create_expert_parallel_group(ep_size, num_experts)

@@ -20,7 +20,6 @@ import moe_model  # before deepspeed: it picks the CPU quietly
 import deepspeed  # isort: skip
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # experts one by one in a loop
-TIMEOUT_S = 60
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -376,7 +375,7 @@ SECTIONS = [steps, resume, autoep, group_errors, all_to_all, dispatch, recompute
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
-    moe_model.init_distributed(TIMEOUT_S)
+    moe_model.init_deepspeed()
     for section in SECTIONS:
         if section.__name__ in names:
             file = folder / f"{section.__name__}-{dist.get_world_size()}-{dist.get_rank()}.pt"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import datasets
 import pytest
+from conftest import SHARED_DATA as SHARED
 
 from data import gsm8k, math_sets
 from data.prompts import Prompt, check_disjoint, load_prompts, save_prompts
 
 ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real sets are not in {SHARED}")
 
 ROWS = [

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import SHARED_DATA as DATA
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import reward
 from reward import KINDS, RewardPool, Verdict, verify
 
-DATA = Path(__file__).parents[2] / "shared" / "data"
 OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
 SLOW = ["9^{9^{9^9}}", "99999999!", r"\prod_{k=1}^{10^7} k", r"\binom{10^9}{5\cdot 10^8}"]
 HANGS = r"\boxed{9^{9^{9^9}}}"  # sympy multiplies it out, inside C, for longer than anybody waits

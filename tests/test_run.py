@@ -20,7 +20,7 @@ SMALL = [  # six quick steps with two checkpoints on the way
     "rollout.group_size=4", "checkpoint.every=2", "eval.every=0", "eval.num_samples=2", "run.log_every=1",
     "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
 ]  # fmt: skip
-TIMES = ("seconds", "peak_rss")  # what may differ between two runs of the same numbers
+TIMES = ("seconds", "completion_seconds", "peak_rss")  # what may differ between two runs of the same numbers
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -132,6 +132,17 @@ def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(kill_after, un
     assert_same_run(undisturbed, run_dir)
 
 
+def test_the_summary_of_a_shorter_run_does_not_stand_for_a_longer_one(undisturbed, tmp_path):
+    import shutil
+
+    run_dir = tmp_path / "copy"
+    shutil.copytree(undisturbed, run_dir)
+    (run_dir / "summary.json").write_text(json.dumps({"num_steps": 3}))
+    shutil.rmtree(run_dir / "checkpoints" / "step_000006")  # go on from step 4, as if killed after it
+    assert train(*SMALL, f"run.dir={run_dir}").returncode == 0
+    assert_same_run(undisturbed, run_dir)
+
+
 def test_a_finished_run_is_not_started_again(undisturbed):
     before = numbers(undisturbed)[1]
     again = train(*SMALL, f"run.dir={undisturbed}")
@@ -177,14 +188,15 @@ def test_bfloat16_policy_and_engine_resume_exactly(tmp_path):
 
 def test_a_dense_model_runs_too(tmp_path):
     """Random weights earn nothing, so weight decay moves them and the sync has something to carry."""
+    from transformers import Qwen3Config
+
     from data.tiny import build_tokenizer
     from moe_model import Policy, random_weights, save_hf
-    from transformers import Qwen3Config
 
     tokenizer = build_tokenizer()
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, initializer_range=0.2, eos_token_id=1,
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512, initializer_range=0.2,
     )  # fmt: skip
     policy = Policy(config)
     random_weights(policy, seed=0)
@@ -215,7 +227,7 @@ def test_another_topology_is_refused_or_continues_from_weights_if_asked(undistur
     alone = train(*more, "model.ep_size=1", ranks=1)
     assert alone.returncode != 0 and "world_size 2 -> 1" in alone.stderr
     changed = train(*more, "train.learning_rate=1e-5")
-    assert changed.returncode != 0 and "train.learning_rate 0.0003 -> 1e-05" in changed.stderr
+    assert changed.returncode != 0 and "train.learning_rate 0.0002 -> 1e-05" in changed.stderr
     weights_only = train(*more, "model.ep_size=1", "checkpoint.resume=weights", ranks=1)
     assert weights_only.returncode == 0, weights_only.stderr[-3000:]
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -243,6 +255,12 @@ BAD_INPUT = {
     "unknown setting": (["train.learning_rat=1"], "did you mean train.learning_rate"),
     "wrong type": (["train.num_steps=many"], "train.num_steps"),
     "missing data": (["data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
+    "no such set": (["data.train=[{path: data/trian}]"], "data/trian: neither a file here nor a hub set"),
+    "unknown verifier": (["data.train=[{path: ODD_KIND}]"], "kind 'exakt' of '1+1='"),
+    "two sets of one name": (
+        ["data.eval=[{path: data/built/tiny/test.jsonl}, {path: data/built/tiny/test.jsonl}]"],
+        "data.eval[].name: test, test are not all different",
+    ),
     "no model": (["model.path=nowhere"], "model.path: nowhere holds no config.json"),
     "ep_size": (["model.ep_size=3"], "model.ep_size 3 must divide the number of experts (8)"),
     "long prompts": (["rollout.max_prompt_tokens=4"], "rollout.max_prompt_tokens is 4"),
@@ -274,7 +292,12 @@ def bad_input_outcomes(tmp_path_factory) -> dict[str, tuple[int, str]]:
         "os._exit(0)\n"
     )
     common = ["--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", f"run.dir={folder / 'run'}"]
-    cases = {name: [*common, *settings] for name, (settings, _) in BAD_INPUT.items()}
+    odd_kind = folder / "odd.jsonl"
+    odd_kind.write_text(json.dumps({"prompt": "1+1=", "answer": "2", "kind": "exakt"}))
+    cases = {
+        name: [*common, *(setting.replace("ODD_KIND", str(odd_kind)) for setting in settings)]
+        for name, (settings, _) in BAD_INPUT.items()
+    }
     done = subprocess.run(
         [sys.executable, script, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -313,44 +336,50 @@ def test_a_second_run_into_the_same_folder_is_refused(undisturbed):
 
 
 def test_a_broken_model_folder_names_the_tensor(tmp_path):
+    """The missing expert is one that rank 0 does not hold: all ranks check all names."""
     import shutil
+
+    from safetensors.torch import save_file
 
     folder = tmp_path / "model"
     shutil.copytree(TINY / "model", folder)
     (shard,) = folder.glob("*.safetensors")
-    from safetensors.torch import save_file
-
     tensors = load_file(shard)
-    router = tensors.pop("model.layers.1.mlp.gate.weight")
+    name = "model.layers.1.mlp.experts.7.down_proj.weight"
+    expert = tensors.pop(name)
     for broken, message in (
-        (tensors, "model.layers.1.mlp.gate.weight"),
-        (
-            tensors | {"model.layers.1.mlp.gate.weight": router[:4].clone()},
-            "has shape (4, 128), config.json asks for (8, 128)",
-        ),
+        (tensors, f"lacks 1 of {len(tensors) + 1} tensors: {name}"),
+        (tensors | {name: expert[:, :4].clone()}, "has shape (128, 4), config.json asks for (128, 128)"),
+        (None, "is not a whole safetensors file"),
     ):
-        save_file(broken, shard)
-        command = ["--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", f"model.path={folder}"]
-        done = subprocess.run(
-            [sys.executable, "train_rl.py", *command, f"run.dir={tmp_path / 'run'}"],
-            cwd=ROOT, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert done.returncode != 0 and message in done.stderr and "Traceback" not in done.stderr
+        if broken is None:
+            shard.write_bytes(shard.read_bytes()[:1000])
+        else:
+            save_file(broken, shard)
+        done = train(*SMALL, f"model.path={folder}", f"run.dir={tmp_path / 'run'}")
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        assert done.returncode != 0 and lines[0].startswith("error on rank") and message in lines[0], lines[
+            :3
+        ]
 
 
-def test_a_tampered_engine_is_caught_by_the_parity_check(tmp_path):
-    """An engine that answers from other weights than it was sent, here because the sync is tampered with."""
+@pytest.mark.parametrize(
+    ("dtype", "part", "factor"),
+    [("float32", "layers.1.mlp.gate", 1.1), ("bfloat16", "layers.1.mlp.experts", -1)],
+)
+def test_a_tampered_engine_is_caught_by_the_parity_check(dtype, part, factor, tmp_path):
+    """An engine that answers from other weights than the policy's, here because the sync is tampered with."""
     script = tmp_path / "tampered.py"
     script.write_text(
         "import runpy, sys, moe_model\n"
         "original = moe_model.hf_tensors\n"
         "def tampered(policy):\n"
-        "    return ((n, t * 1.1 if 'layers.1.mlp.gate' in n else t) for n, t in original(policy))\n"
+        f"    return ((n, t * {factor} if {part!r} in n else t) for n, t in original(policy))\n"
         "moe_model.hf_tensors = tampered\n"
         "sys.argv = ['train_rl.py', *sys.argv[1:]]\n"
         "runpy.run_path('train_rl.py', run_name='__main__')\n"
     )
-    done = torchrun(2, script, *SMALL, f"run.dir={tmp_path / 'run'}")
+    done = torchrun(2, script, *SMALL, f"rollout.dtype={dtype}", f"run.dir={tmp_path / 'run'}")
     assert done.returncode != 0 and "trainer and engine disagree" in done.stderr
 
 
