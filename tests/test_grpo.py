@@ -26,7 +26,7 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-def close(actual, expected, rtol=1e-10, atol=1e-13):
+def assert_close(actual, expected, rtol=1e-10, atol=1e-13):
     torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=rtol, atol=atol)
 
 
@@ -60,12 +60,12 @@ def test_advantages_of_random_groups_in_any_order(seed, float64):
     actual = advantages_of(
         [groups[g][i][0] for g, i in rows], [groups[g][i][1] for g, i in rows], [g for g, _ in rows]
     )
-    close(actual, [expected[g][i] for g, i in rows])
+    assert_close(actual, [expected[g][i] for g, i in rows])
 
 
 def test_advantages_worked_out_by_hand(float64):
     std = math.sqrt(0.75 / 3)  # of 1, 0, 0, 0 with n - 1
-    close(advantages_of([1.0, 0.0, 0.0, 0.0]), [0.75 / (std + 1e-6)] + [-0.25 / (std + 1e-6)] * 3)
+    assert_close(advantages_of([1.0, 0.0, 0.0, 0.0]), [0.75 / (std + 1e-6)] + [-0.25 / (std + 1e-6)] * 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -86,7 +86,7 @@ def test_groups_without_a_baseline_give_zero(float64):
 def test_a_failed_verdict_enters_no_mean(failed_reward, float64):
     without = advantages_of([1.0, 0.0, 0.5])
     actual = advantages_of([1.0, failed_reward, 0.0, 0.5], [True, False, True, True])
-    close(actual[[0, 2, 3]], without)
+    assert_close(actual[[0, 2, 3]], without)
     assert actual[1] == 0 and without.abs().min() == 0 < without.abs().max()
 
 
@@ -130,11 +130,13 @@ def run_policy_loss(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=0):
     return loss.detach(), logprobs.grad, statistics, mask
 
 
-def check_against_reference(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=0):
+def assert_matches_reference(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=0):
     loss, gradient, statistics, mask = run_policy_loss(case, clip_eps, kl_coef, padding)
     settings = {"clip_eps": clip_eps, "kl_coef": kl_coef}
-    close(loss, -reference.grpo_objective(**case, **settings))
-    close(gradient[mask], [-x for row in reference.grpo_objective_slope(**case, **settings) for x in row])
+    assert_close(loss, -reference.grpo_objective(**case, **settings))
+    assert_close(
+        gradient[mask], [-x for row in reference.grpo_objective_slope(**case, **settings) for x in row]
+    )
     assert (gradient[~mask] == 0).all()
     tokens = [
         values
@@ -142,12 +144,12 @@ def check_against_reference(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=
         for values in zip(*rows)
     ]
     ratios = [reference.importance_ratio(new, old) for new, old, _, _ in tokens]
-    close(statistics["ratio"][mask], ratios)
+    assert_close(statistics["ratio"][mask], ratios)
     clipped = [float(reference.is_clipped(r, a, clip_eps)) for r, (_, _, a, _) in zip(ratios, tokens)]
     assert statistics["clipped"][mask].tolist() == clipped
     assert ("ref_kl_k3" in statistics) == (kl_coef > 0)
     if kl_coef:
-        close(statistics["ref_kl_k3"][mask], [reference.kl_k3(new, ref) for new, _, _, ref in tokens])
+        assert_close(statistics["ref_kl_k3"][mask], [reference.kl_k3(new, ref) for new, _, _, ref in tokens])
     return clipped
 
 
@@ -157,7 +159,7 @@ def test_loss_of_random_batches(spread, kl_coef, float64):
     clipped = []
     for seed in range(40):
         case = random_case(seed, num_rows=1 + seed % 6, spread=spread)
-        clipped += check_against_reference(case, 0.1 + 0.01 * seed, kl_coef, padding=seed % 3)
+        clipped += assert_matches_reference(case, 0.1 + 0.01 * seed, kl_coef, padding=seed % 3)
     assert (0 < sum(clipped) < len(clipped)) == (spread > 0.1)
 
 
@@ -177,8 +179,8 @@ def test_a_ratio_beyond_float32_gives_no_nan(advantage):
 def test_loss_of_one_token(difference, advantage, float64):
     case = {"logprobs": [[-1.0 + difference]], "old_logprobs": [[-1.0]], "advantages": [[advantage]]}
     case["ref_logprobs"] = [[-1.2]]
-    check_against_reference(case)
-    check_against_reference(case, kl_coef=0.1 if abs(difference) < 100 else 0.0)
+    assert_matches_reference(case)
+    assert_matches_reference(case, kl_coef=0.1 if abs(difference) < 100 else 0.0)
 
 
 def exactly_representable_ratio(near: float) -> tuple[float, float]:
@@ -204,7 +206,7 @@ def test_ratio_on_the_clip_edge_and_one_ulp_beside_it(near, beyond, advantage, f
     assert edge in (1.0 - clip_eps, 1.0 + clip_eps)
     case = {"logprobs": [[log_ratio]], "old_logprobs": [[0.0]], "ref_logprobs": [[0.0]]}
     case["advantages"] = [[advantage]]
-    clipped = check_against_reference(case, clip_eps)
+    clipped = assert_matches_reference(case, clip_eps)
     assert clipped == [float(beyond == 1 and (advantage > 0) == (near > 1))]
 
 
@@ -212,9 +214,9 @@ def test_a_completion_without_tokens_counts_as_one_of_the_mean(float64):
     case = random_case(1, num_rows=4, spread=0.5)
     for rows in case.values():
         rows[2] = []
-    check_against_reference(case, kl_coef=0.1)
+    assert_matches_reference(case, kl_coef=0.1)
     alone = {name: rows[:2] + rows[3:] for name, rows in case.items()}
-    close(run_policy_loss(case)[0] * 4, run_policy_loss(alone)[0] * 3)
+    assert_close(run_policy_loss(case)[0] * 4, run_policy_loss(alone)[0] * 3)
 
 
 def test_a_batch_without_any_token_has_loss_zero(float64):
@@ -228,9 +230,9 @@ def test_loss_weights(float64):
     mask = torch.arange(7) < torch.tensor(lengths).unsqueeze(1)
     weights = train_rl.loss_weights(mask, 6)
     for row, length in enumerate(lengths):
-        close(weights[row, :length], [reference.token_weight(length, 6) for _ in range(length)])
+        assert_close(weights[row, :length], [reference.token_weight(length, 6) for _ in range(length)])
         assert (weights[row, length:] == 0).all()
-    close(train_rl.loss_weights(mask, 3).sum(), 1.0)  # three completions have tokens
+    assert_close(train_rl.loss_weights(mask, 3).sum(), 1.0)  # three completions have tokens
 
 
 def test_the_kl_estimate_of_close_policies_is_exact_and_never_negative():
@@ -241,7 +243,9 @@ def test_the_kl_estimate_of_close_policies_is_exact_and_never_negative():
     _, statistics = train_rl.policy_loss(logprobs, logprobs, ones, ones, CLIP_EPS, 0.1, ref_logprobs)
     kl_k3 = statistics["ref_kl_k3"][0]
     assert (kl_k3 >= 0).all()
-    close(kl_k3[:8], torch.tensor([reference.kl_k3(0.0, d) for d in differences[:8]]), rtol=1e-2, atol=0.0)
+    assert_close(
+        kl_k3[:8], torch.tensor([reference.kl_k3(0.0, d) for d in differences[:8]]), rtol=1e-2, atol=0.0
+    )
 
 
 def test_slopes_of_the_reference_are_derivatives_of_its_values():
@@ -342,7 +346,7 @@ def test_collate_shapes_and_values():
     assert batch.response_mask.dtype == torch.bool
     assert batch.response_mask.tolist() == [[t < len(row) for t in range(3)] for row in ids]
     expected = [[-0.5, -1.5, 0.0], [-1.5, -2.5, 0.0], [-2.5, 0.0, 0.0], [-3.5, -4.5, -5.5]]
-    close(batch.rollout_logprobs, torch.tensor(expected))
+    assert_close(batch.rollout_logprobs, torch.tensor(expected))
     assert batch.rewards is batch.advantages is batch.old_logprobs is batch.ref_logprobs is None
 
 
@@ -365,7 +369,7 @@ def test_learning_rate_warms_up_and_stays(warmup_steps):
     config = train_rl.load_config([SMALLEST_TRAINING_SET, *overrides])
     for step in range(8):
         expected = reference.warmed_up_learning_rate(1e-3, warmup_steps, step)
-        close(train_rl.learning_rate(config, step), expected)
+        assert_close(train_rl.learning_rate(config, step), expected)
 
 
 # ---- the update: cases -------------------------------------------------------------------------------------
@@ -603,7 +607,7 @@ def test_logprobs_of_a_batch_equal_those_of_transformers(updates, plain):
     actual = updates[2]["computed old"]["old_logprobs"]
     expected = plain["whole"]["old"]
     for row, values in enumerate(expected):
-        close(actual[row, : len(values)], torch.tensor(values), rtol=1e-5, atol=1e-5)
+        assert_close(actual[row, : len(values)], torch.tensor(values), rtol=1e-5, atol=1e-5)
         assert (actual[row, len(values) :] == 0).all()
 
 
