@@ -143,11 +143,9 @@ class RolloutEngine:
         return completions
 
     def sync(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> SyncReport:
-        """Replace all weights by named_tensors (Hugging Face names, fused experts) and forget cached
-        prefixes.
+        """Replace all weights by named_tensors (Hugging Face names, fused experts); forgets cached prefixes.
 
-        Raises RuntimeError naming the engine's parameters that were not covered, or the tensor it does not
-        know.
+        Raises RuntimeError naming the parameters that were not covered, or the tensor the engine refused.
         """
         num_tensors, num_bytes, last_name = 0, 0, None
         self.policy_version = None  # a failed sync leaves an engine that refuses to generate
@@ -156,9 +154,8 @@ class RolloutEngine:
             nonlocal num_tensors, num_bytes, last_name
             for name, tensor in named_tensors:
                 last_name = name
-                if (
-                    tensor.dim() == 3 and len(tensor) != self.num_experts
-                ):  # vLLM would fill the first ones only
+                is_fused = tensor.dim() == 3
+                if is_fused and len(tensor) != self.num_experts:  # vLLM would fill the first ones only
                     raise ValueError(f"{name} holds {len(tensor)} experts, the model has {self.num_experts}")
                 num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.numel() * tensor.element_size()
                 yield name, tensor
@@ -186,8 +183,7 @@ class RolloutEngine:
         return SyncReport(num_tensors, num_bytes)
 
     def sleep(self) -> None:
-        """Free GPU memory for the update; the next sync() wakes the engine. Nothing to do at sleep_level
-        0."""
+        """Free GPU memory for the update; the next sync() wakes the engine. Nothing at sleep_level 0."""
         if self.sleep_level:
             self.policy_version = None
             self.llm.sleep(level=self.sleep_level)
@@ -203,10 +199,7 @@ def set_vllm_environment(on_gpu: bool) -> None:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if not on_gpu:
-        settings |= {
-            "TORCHDYNAMO_DISABLE": "1",
-            "VLLM_USE_AOT_COMPILE": "0",
-        }  # compiling costs more than it saves
+        settings |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}  # costs more than it saves
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
@@ -217,9 +210,8 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.get_model()
-    expected = {
-        name.replace(".routed_experts.", ".") for name, _ in model.named_parameters()
-    }  # as the loader reports
+    # The loader reports experts without the module that holds them.
+    expected = {name.replace(".routed_experts.", ".") for name, _ in model.named_parameters()}
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
         loaded = model.load_weights(named_tensors)

@@ -386,8 +386,9 @@ ZERO_VARIANCE = 1e-6  # rewards of a group closer than this are equal: no roundi
 
 
 def compute_advantages(rewards: Tensor, valid: Tensor, group_index: Tensor, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantage of each completion, A_i = (R_i - mean R) / (std R + eps) (DeepSeekMath,
-    section 4.1.2).
+    """Group-relative advantage of each completion (DeepSeekMath, section 4.1.2).
+
+        A_i = (R_i - mean R) / (std R + eps) over the group; 0 if its rewards lie within ZERO_VARIANCE
 
     rewards [B] float; valid [B] bool, False where the verifier gave no verdict (timeout, crash): such a
     completion enters no mean and gets 0; group_index [B] int64. Returns [B]. std divides by n - 1 and eps is
@@ -434,9 +435,8 @@ def policy_loss(
     All tensors [B, T]; weights from loss_weights() are 0 on padding. ref_logprobs only with kl_coef > 0.
     Returns the loss (scalar with gradient) and detached per-token statistics [B, T].
     """
-    ratio = (
-        (logprobs - old_logprobs).clamp(max=80).exp()
-    )  # [B, T]; above, float32 overflows and 0 * inf is NaN
+    log_ratio = (logprobs - old_logprobs).clamp(max=80)  # [B, T]; above, float32 overflows and 0 * inf is NaN
+    ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     statistics = {
@@ -477,8 +477,7 @@ def micro_batches_of(batch: RolloutBatch, rows: list[int], max_tokens: int) -> l
 def completion_logprobs(
     policy, batch: RolloutBatch, rows: list[int], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [b, T] (nats, 0 on padding) of the completions of `rows` under the
-    policy.
+    """Log-probabilities and entropies [b, T] (nats, 0 on padding) of the completions of `rows`.
 
     No rows: one dummy sequence goes through the model, so that all ranks take part in its collectives; the
     result [1, T] is multiplied by 0.
@@ -786,19 +785,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 # What may change between a checkpoint and its continuation: what is learned depends on it by rounding only.
-FREE_ON_RESUME = {
-    *(
-        "run",
-        "checkpoint",
-        "eval",
-        "reward",
-        "data.eval",
-        "train.num_steps",
-        "model.activation_checkpointing",
-    ),
-    *("train.micro_batch_tokens", "rollout.max_num_seqs", "rollout.kv_cache_gib", "rollout.sleep_level"),
-    *("rollout.prefix_caching", "rollout.parity_mean", "rollout.parity_max"),
-}
+FREE_ON_RESUME = frozenset(
+    "run checkpoint eval reward data.eval train.num_steps train.micro_batch_tokens "
+    "model.activation_checkpointing rollout.max_num_seqs rollout.kv_cache_gib rollout.sleep_level "
+    "rollout.prefix_caching rollout.parity_mean rollout.parity_max".split()
+)
 
 
 def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
