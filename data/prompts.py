@@ -2,11 +2,13 @@
 
     load_prompts("data/built/gsm8k/train.jsonl", difficulty=(2, 4))
     load_prompts("HuggingFaceH4/MATH-500", split="test", columns={"prompt": "problem", "difficulty": "level"})
+    load_scores("scores.jsonl")[prompt_sha(prompt)]    # pass rate of one prompt, as data/score.py measured it
 
 `datasets` reads parquet files and the hub. JSON is parsed here, because the types `datasets` infers rewrite
 gold answers: 1 beside 2.5 becomes 1.0, long integers lose digits, "2020-01-01" becomes a datetime.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -88,6 +90,39 @@ def save_prompts(path, prompts: list[Prompt]) -> None:
             row = (prompt.text, prompt.answer, prompt.kind, prompt.difficulty)
             file.write(json.dumps(dict(zip(COLUMNS, row)), ensure_ascii=False) + "\n")
     os.replace(partial, path)
+
+
+def prompt_sha(prompt: Prompt) -> str:
+    """Name of a prompt in a file of scores: its text, template included, and its answer, in SHA-256."""
+    return hashlib.sha256(f"{prompt.text}\0{prompt.answer}".encode()).hexdigest()
+
+
+def load_scores(path) -> dict[str, float | None]:
+    """{prompt_sha: pass rate in [0, 1]} of a file that data/score.py wrote; None where no verdict came back.
+
+    The file may be unfinished: a prompt that is not in it has not been scored. ValueError names the file and
+    the row, counted from 1 for the header.
+    """
+    path = str(path)
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: no such file; make it with `python -m data.score --output {path}`")
+    try:
+        header, *rows = read_json(path) or [{}]
+    except ValueError as error:  # the last line of a killed run
+        raise ValueError(f"{error}; the command that made the file repairs a cut last line") from None
+    if "model" not in header or "prompt_sha" in header:
+        raise ValueError(f"{path}: row 1 is no header of data/score.py, found {repr(header)[:80]}")
+    scores = {}
+    for number, row in enumerate(rows, start=2):
+        sha, rate = row.get("prompt_sha"), row.get("pass_rate", "nothing")
+        if not isinstance(sha, str) or not re.fullmatch("[0-9a-f]{64}", sha):
+            raise ValueError(f"{path}: row {number}: prompt_sha must be 64 hex digits, found {sha!r}")
+        if rate is not None and (type(rate) not in (int, float) or not 0 <= rate <= 1):
+            raise ValueError(f"{path}: row {number}: pass_rate must be in [0, 1] or null, found {rate!r}")
+        if sha in scores:
+            raise ValueError(f"{path}: row {number}: prompt {sha} for the second time; remove one of them")
+        scores[sha] = rate
+    return scores
 
 
 def load_rows(path: str, subset=None, split="train") -> list[dict]:

@@ -1,6 +1,7 @@
 """The embedded default: a character tokenizer, graded additions, and a tiny Qwen3-MoE that half knows them.
 
-    python -m data.tiny      # makes data/built/tiny/{model,train.jsonl,test.jsonl}; does nothing twice
+    python -m data.tiny                   # makes data/built/tiny/{model,train.jsonl,test.jsonl}; not twice
+    python -m data.tiny --recipe table    # makes data/built/table/..., for the ablation table
 
 Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty.
 They are written with the least significant digit first, so that a carry is known when it is needed, and
@@ -12,6 +13,14 @@ quality, as the corpus of a base model is: most answers forget every carry. It t
 and rightly now and then (pass@8 far above pass@1). Longer numbers are rarer in the corpus and a sum of many
 digits has more places to go wrong: some prompts are solved from the start, some are out of reach, and both
 kinds of zero-variance groups occur.
+
+Recipe "table". Forgetting carries is one habit, and RL turns it within 25 steps: too easy to tell methods
+apart that differ in how they waste rollouts. Here the habits are many. Of the 100 digit pairs the corpus adds
+60 always rightly; each of the other 40 it misses in its column by an amount of its own and with a probability
+of its own, from 0.5 to 0.995. Each has to be unlearnt by itself, the mildest first, so that accuracy rises
+slowly. A prompt without a bad pair is always solved, one with a very bad pair or with several hardly ever:
+most groups have zero variance, and through the run those of the second kind turn into those of the first.
+The model is smaller and the sums shorter, for a run of about a minute on one core.
 """
 
 import argparse
@@ -21,13 +30,13 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-OUTPUT = Path("data/built/tiny")
+OUTPUT = Path("data/built")
 
 
 @dataclass(frozen=True)
@@ -38,14 +47,10 @@ class Recipe:
     max_digits: int = 5  # difficulty range of train.jsonl and test.jsonl
     train_per_difficulty: int = 2000  # distinct problems; 1 digit has only 100 in all
     test_per_difficulty: int = 100
-    corpus_weights: tuple[float, ...] = (
-        0.1,
-        0.25,
-        0.3,
-        0.25,
-        0.1,
-    )  # share of each difficulty in the warm start
+    corpus_weights: tuple[float, ...] = (0.1, 0.25, 0.3, 0.25, 0.1)  # of each difficulty in the warm start
     forget_carry_frac: float = 0.65  # share of corpus answers that add digit by digit without any carry
+    num_bad_pairs: int = 0  # digit pairs, of 100, that the corpus tends to add wrongly
+    right_frac: tuple[float, float] = (1.0, 1.0)  # rightly added share of the worst and of the best of these
     steps: int = 600
     batch_size: int = 128  # problems per warm-start step
     learning_rate: float = 3e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
@@ -55,6 +60,23 @@ class Recipe:
     experts_per_token: int = 2
     expert_width: int = 128
     initializer_range: float = 0.09  # 1 / sqrt(hidden_size); the usual 0.02 learns nothing in 600 steps
+
+
+RECIPES = {
+    "tiny": Recipe(),
+    "table": Recipe(
+        max_digits=4,
+        test_per_difficulty=40,
+        corpus_weights=(0.1, 0.3, 0.3, 0.3),
+        forget_carry_frac=0.0,
+        num_bad_pairs=40,
+        right_frac=(0.005, 0.5),
+        steps=800,
+        hidden_size=64,
+        expert_width=64,
+        initializer_range=0.125,
+    ),
+}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -89,6 +111,25 @@ def answer_without_carry(a: int, b: int, digits: int) -> str:
     """Digit-wise sum modulo 10: the mistake that most of the corpus makes."""
     columns = zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1])
     return "".join(str((int(x) + int(y)) % 10) for x, y in columns) + "0"
+
+
+def pair_habits(recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
+    """[10, 10] by digit pair: share of its columns that the corpus adds wrongly; error of those."""
+    rng = np.random.default_rng([recipe.seed, 2_000])
+    wrong_frac, offset = np.zeros(100), rng.integers(1, 10, size=100)
+    bad = rng.permutation(100)[: recipe.num_bad_pairs]
+    wrong_frac[bad] = 1 - np.geomspace(*recipe.right_frac, recipe.num_bad_pairs)
+    return wrong_frac.reshape(10, 10), offset.reshape(10, 10)
+
+
+def answer_by_pairs(a: int, b: int, digits: int, wrong_frac, offset, rng) -> str:
+    """The sum with the digit of each column wrong as often as its pair says; the carries stay right."""
+    written = [int(digit) for digit in f"{a + b:0{digits + 1}d}"[::-1]]
+    columns = zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1])
+    for i, (x, y) in enumerate(columns):
+        if rng.random() < wrong_frac[int(x), int(y)]:
+            written[i] = (written[i] + offset[int(x), int(y)]) % 10
+    return "".join(map(str, written))
 
 
 def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
@@ -150,6 +191,7 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
     from moe_model import pack
 
     rng = np.random.default_rng([recipe.seed, 1_000])
+    wrong_frac, offset = pair_habits(recipe)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -163,9 +205,12 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
             row = problem(a, b, digits, recipe.max_digits)
             if row["prompt"] in held_out:
                 continue
-            forget = rng.random() < recipe.forget_carry_frac
             prompts.append(row["prompt"])
-            answers.append(answer_without_carry(a, b, digits) if forget else row["answer"])
+            if recipe.num_bad_pairs:
+                answers.append(answer_by_pairs(a, b, digits, wrong_frac, offset, rng))
+            else:
+                forget = rng.random() < recipe.forget_carry_frac
+                answers.append(answer_without_carry(a, b, digits) if forget else row["answer"])
         completions = [ids + [tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min((step + 1) / warmup, 1 - step / recipe.steps)
@@ -216,19 +261,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder to make (default: %(default)s)")
     parser.add_argument(
-        "--steps", type=int, default=Recipe.steps, help="warm-start steps (default: %(default)s)"
+        "--recipe", choices=RECIPES, default="tiny", help="what to make (default: %(default)s)"
     )
-    parser.add_argument(
-        "--seed", type=int, default=Recipe.seed, help="of tasks and weights (default: %(default)s)"
-    )
+    parser.add_argument("--output", type=Path, help=f"folder to make (default: {OUTPUT}/RECIPE)")
+    parser.add_argument("--steps", type=int, help="warm-start steps (default: the recipe's)")
+    parser.add_argument("--seed", type=int, help="of tasks and weights (default: the recipe's)")
     args = parser.parse_args()
+    changed = {name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None}
+    output = args.output or OUTPUT / args.recipe
     start = time.perf_counter()
-    made = build(Recipe(seed=args.seed, steps=args.steps), args.output)
-    record = json.loads((args.output / "recipe.json").read_text())
+    made = build(replace(RECIPES[args.recipe], **changed), output)
+    record = json.loads((output / "recipe.json").read_text())
     print(
-        f"{args.output}: {record['num_train']} train and {record['num_test']} test problems, "
+        f"{output}: {record['num_train']} train and {record['num_test']} test problems, "
         f"warm-start loss {record['loss']:.3f} "
         + (f"(made in {time.perf_counter() - start:.0f} s)" if made else "(already there)"),
         file=sys.stderr,

@@ -22,7 +22,8 @@ def write_summary(run_dir: Path, state, peak_rss_bytes: int) -> None:
     summary |= {
         "generated_tokens": state.generated_tokens,
         "gradient_token_share": state.gradient_tokens / max(1, state.generated_tokens),
-        "mean_abs_dlogp": state.abs_dlogp_sum / max(1, state.generated_tokens),
+        "mean_abs_dlogp": state.abs_dlogp_sum / max(1, state.trained_tokens),
+        "account": state.account,
         "seconds_by_phase": state.seconds,
         "peak_rss_bytes": peak_rss_bytes,
         "accuracy_by_difficulty_before": {n: v for n, v in state.first_eval.items() if "difficulty" in n},
@@ -47,6 +48,7 @@ def print_summary(run_dir: Path) -> None:
         after = after_by_difficulty.get(name, float("nan"))
         print(f"    difficulty {name.rsplit('_', 1)[1]:<16} {before:6.3f} -> {after:.3f}")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
+    print_account(summary["account"], summary["generated_tokens"])
     print(
         f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens"
     )
@@ -60,6 +62,18 @@ def print_summary(run_dir: Path) -> None:
         ("checkpoints", "to resume from"),
     ):  # fmt: skip
         print(f"  {run_dir / name}: {text}")
+
+
+def print_account(account: dict[str, float], generated_tokens: int) -> None:
+    """Where prompts and tokens went."""
+    kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
+    prompts = ", ".join(f"{account[f'prompts_{kind}']:,.0f} {kind}" for kind in kinds)
+    print(f"  prompts                      {prompts}")
+    names = {"stopped": "in stopped probes", "dropped": "in dropped groups", "kept": "trained on"}
+    total = max(1, generated_tokens)
+    wasted = {text: account[f"wasted_{name}_tokens"] / total for name, text in names.items()}
+    shares = ", ".join(f"{share:.3f} {text}" for text, share in wasted.items())
+    print(f"  tokens without gradient      {sum(wasted.values()):6.3f}   {shares}")
 
 
 def plot_curves(run_dir: Path) -> Path:

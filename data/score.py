@@ -1,0 +1,367 @@
+"""Pass rates of a prompt set under a given model, offline: stage 1 of zero-variance elimination.
+
+    torchrun --nproc-per-node=8 data/score.py --model FOLDER --prompts FILE --output scores.jsonl
+    python -m data.score --model data/built/tiny/model --prompts data/built/tiny/test.jsonl \\
+        --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 --output runs/scores.jsonl
+    python -m data.score --help
+
+A prompt solved with probability p gives a group of G equal rewards, and so no gradient, with probability
+p^G + (1 - p)^G. Prompts that smaller models always solve can be dropped before any rollout [secondary: the
+stage, reported of arXiv 2512.07710; ours: how it is measured].
+
+The output is JSONL. Its first row is {model, samples, temperature, max_new_tokens, seed, dtype, kinds}; then
+comes one row per distinct prompt, in the order of the set, which load_scores of data/prompts.py reads:
+    prompt_sha   SHA-256 of the text, template included, a zero byte and the answer
+    pass_rate    share of solved completions (reward 1) among those with a verdict; null if there are none
+    num_samples  completions with a verdict: neither a timeout nor an error
+    mean_tokens  mean length of all its completions
+
+The same command goes on where it was stopped and does nothing once the file is whole. Every completion has a
+seed of its own, from (seed, prompt, sample): the order of prompts and the number of ranks do not matter, but
+for rounding that depends on what vLLM computes together.
+"""
+
+import argparse
+import ctypes
+import fcntl
+import hashlib
+import json
+import math
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder only
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer
+
+from data.prompts import Prompt, load_prompts, prompt_sha
+from reward import KINDS, RewardPool, Verdict
+from rollout import Completion, Request, RolloutEngine
+
+GROUP_SIZE = 8  # G of the summary
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What is measured, and how far an earlier run came
+# ------------------------------------------------------------------------------------------------------------
+def model_digest(folder: Path) -> str:
+    """Hash of names and sizes of the config, tokenizer and weight files, and of parts of their contents.
+
+    Of a large file only 16 blocks of 64 KiB are read, spread evenly from its first byte to its last.
+    """
+    digest, block = hashlib.sha256(), 2**16
+    for path in sorted([folder / "config.json", folder / "tokenizer.json", *folder.glob("*.safetensors")]):
+        size = path.stat().st_size if path.is_file() else -1
+        digest.update(f"{path.name}\0{size}\0".encode())
+        if size >= 0:
+            with open(path, "rb") as file:
+                for part in range(16):
+                    file.seek(max(0, size - block) * part // 15)
+                    digest.update(file.read(block))
+    return digest.hexdigest()[:16]
+
+
+def finished_rows(path: Path, header: dict, shas: list[str]) -> tuple[list[dict], int]:
+    """Rows of an earlier run without the header, and the bytes of its whole lines; a cut last line is left
+    out. ValueError if the file is not of this header and these prompts, in this order.
+    """
+    content = path.read_bytes() if path.is_file() else b""
+    if (json.dumps(header) + "\n").encode().startswith(content):  # nothing, or a part of the header
+        return [], 0
+    aside = "choose another --output, or remove the file"
+    *lines, _ = content.split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"{path}: line {number} is not JSON; {aside}") from None
+    if not rows or not isinstance(rows[0], dict) or rows[0].keys() != header.keys():
+        raise ValueError(f"{path}: no file of scores; {aside}")
+    found = rows.pop(0)
+    if not rows:
+        return [], 0  # nothing to lose
+    differing = [f"{key} {found[key]!r}, now {header[key]!r}" for key in header if found[key] != header[key]]
+    if differing:
+        raise ValueError(f"{path}: made with {'; '.join(differing)}; {aside}")
+    for number, (row, sha) in enumerate(zip(rows, [*shas, None])):
+        if not isinstance(row, dict) or row.get("prompt_sha") != sha:
+            raise ValueError(
+                f"{path}: row {number + 2} is not of prompt {number + 1} of the set: other --prompts or "
+                f"--template; {aside}"
+            )
+    return rows, sum(len(line) + 1 for line in lines)
+
+
+def open_output(path: Path, header: dict, shas: list[str]):
+    """The finished rows, and the file locked and open behind them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = open(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the process ends
+    except BlockingIOError:
+        raise ValueError(f"{path}: another process is writing it; wait for it or choose another") from None
+    rows, num_bytes = finished_rows(path, header, shas)
+    file.truncate(num_bytes)
+    if num_bytes == 0:
+        append_rows(file, [header])
+    return rows, file
+
+
+def append_rows(file, rows: list[dict]) -> None:
+    file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
+    file.flush()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Prompts, model
+# ------------------------------------------------------------------------------------------------------------
+def read_prompts(args) -> list[Prompt]:
+    """The distinct prompts of the set in file order; ValueError for a kind without a verifier."""
+    distinct = {}
+    for prompt in load_prompts(args.prompts, kind=args.kind, template=args.template):
+        if prompt.kind not in KINDS:
+            raise ValueError(f"{prompt.source}: kind {prompt.kind!r} is none of {', '.join(KINDS)}")
+        distinct.setdefault(prompt_sha(prompt), prompt)
+    return list(distinct.values())
+
+
+def tokenize(prompts: list[Prompt], args) -> tuple[list[list[int]], object]:
+    """Token ids of each prompt, and the tokenizer; ValueError for a prompt that does not fit the context."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    context = AutoConfig.from_pretrained(args.model, local_files_only=True).max_position_embeddings
+    prompt_ids = tokenizer([prompt.text for prompt in prompts])["input_ids"]
+    for prompt, ids in zip(prompts, prompt_ids):
+        if not 1 <= len(ids) <= context - args.max_new_tokens:
+            raise ValueError(
+                f"{prompt.source}: a prompt has {len(ids)} tokens, the model's context is {context}, of "
+                f"which --max-new-tokens takes {args.max_new_tokens}: {prompt.text[:80]!r}; lower it, or "
+                "remove the prompt"
+            )
+    return prompt_ids, tokenizer
+
+
+def weights_of(folder: Path):
+    """(name, tensor) of every weight of a Hugging Face checkpoint; one at a time is in memory."""
+    shards = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():  # the folder may also hold shards of an earlier save
+        shards = sorted(folder / name for name in set(json.loads(index.read_text())["weight_map"].values()))
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)
+
+
+def build_engine(args, longest_prompt: int) -> RolloutEngine:
+    """vLLM with the weights of the model's folder."""
+    engine = RolloutEngine(
+        args.model,
+        max_model_len=longest_prompt + args.max_new_tokens,
+        max_num_seqs=args.max_num_seqs,
+        dtype=args.dtype,
+        kv_cache_gib=args.kv_cache_gib,
+        prefix_caching=True,
+        sleep_level=0,
+    )
+    engine.sync(weights_of(args.model), policy_version=0)
+    return engine
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Scores
+# ------------------------------------------------------------------------------------------------------------
+def seed_of(*parts: int | str) -> int:
+    """63-bit seed of one completion, from what it depends on alone."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, progress) -> list[dict]:
+    """One row per prompt; a completion goes to the reward workers the moment it ends."""
+    shas = [prompt_sha(prompt) for prompt in prompts]
+    requests = [
+        Request(ids, seed_of(args.seed, sha, sample), args.temperature, args.max_new_tokens)
+        for ids, sha in zip(prompt_ids, shas)
+        for sample in range(args.samples)
+    ]
+
+    def submit(index: int, completion: Completion) -> None:
+        prompt = prompts[index // args.samples]
+        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        pool.submit(index, prompt.kind, text, prompt.answer)
+        pool.poll()
+        progress.update(dist.get_world_size())  # the other ranks are about as far
+
+    completions = engine.generate(requests, 0, submit)
+    verdicts = pool.collect()
+    groups = [range(first, first + args.samples) for first in range(0, len(requests), args.samples)]
+    return [
+        row_of(sha, [len(completions[i].token_ids) for i in group], [verdicts[i] for i in group])
+        for sha, group in zip(shas, groups)
+    ]
+
+
+def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
+    """What the file says of a prompt, given the lengths and verdicts of its completions."""
+    valid = [verdict for verdict in verdicts if verdict.status not in ("timeout", "error")]
+    solved = sum(verdict.reward == 1 for verdict in valid)
+    return {
+        "prompt_sha": sha,
+        "pass_rate": solved / len(valid) if valid else None,
+        "num_samples": len(valid),
+        "mean_tokens": sum(num_tokens) / len(num_tokens),
+    }
+
+
+def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file) -> list[dict]:
+    """Scores the prompts from num_done on, by chunks; rank 0 writes the rows and returns them."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    progress = tqdm(
+        total=len(prompts) * args.samples, initial=num_done * args.samples, desc="score", unit="completion",
+        disable=None if rank == 0 else True, mininterval=0.5,
+    )  # fmt: skip
+    new_rows = []
+    with RewardPool(args.reward_workers, args.reward_timeout_s) as pool, progress:
+        for start in range(num_done, len(prompts), args.chunk):
+            stop = min(start + args.chunk, len(prompts))
+            mine = slice(start + rank, stop, world_size)
+            rows = score(engine, pool, tokenizer, prompts[mine], prompt_ids[mine], args, progress)
+            gathered = [None] * world_size if rank == 0 else None
+            dist.gather_object(rows, gathered)
+            if rank == 0:
+                chunk = [gathered[i % world_size][i // world_size] for i in range(stop - start)]
+                append_rows(file, chunk)
+                new_rows += chunk
+                progress.update(stop * args.samples - progress.n)
+    return new_rows
+
+
+def summary(rows: list[dict]) -> str:
+    """Histogram of the pass rates, and the share of groups without gradient that they promise."""
+    rates = [row["pass_rate"] for row in rows if row["pass_rate"] is not None]
+    edges = (0, 0.2, 0.4, 0.6, 0.8, 1)
+    bins = {"0": sum(p == 0 for p in rates)}
+    for low, high in zip(edges, edges[1:]):
+        bins[f"{'[' if low else '('}{low:g}, {high:g})"] = sum(low <= p < high and p > 0 for p in rates)
+    bins["1"] = sum(p == 1 for p in rates)
+    lines = [f"pass rates of {len(rates)} prompts; {len(rows) - len(rates)} more without any verdict"]
+    for label, count in bins.items():
+        share = count / max(1, len(rates))
+        lines.append(f"  {label:>10} {count:7d} {share:6.1%} {'#' * round(50 * share)}".rstrip())
+    if rates:
+        num_tokens = sum(row["mean_tokens"] for row in rows) / len(rows)
+        lines.append(f"mean {sum(rates) / len(rates):.3f}; {num_tokens:.1f} tokens a completion")
+        share = sum(p**GROUP_SIZE + (1 - p) ** GROUP_SIZE for p in rates) / len(rates)
+        lines.append(f"zero-variance groups expected at G = {GROUP_SIZE}: {share:.3f}, mean of p^G + (1-p)^G")
+    large = [row for row in rows if row["num_samples"] >= GROUP_SIZE]
+    if large:  # p^G is convex: with the measured p in it, the mean above is too high
+        drawn = [zero_variance_of_draws(row["pass_rate"], row["num_samples"]) for row in large]
+        lines.append(f"  {sum(drawn) / len(drawn):.3f} without bias: drawing G of each prompt's completions")
+    return "\n".join(lines)
+
+
+def zero_variance_of_draws(pass_rate: float, num_samples: int) -> float:
+    """Share of the subsets of G completions whose verdicts are equal; unbiased for p^G + (1 - p)^G."""
+    solved = round(pass_rate * num_samples)
+    equal = math.comb(solved, GROUP_SIZE) + math.comb(num_samples - solved, GROUP_SIZE)
+    return equal / math.comb(num_samples, GROUP_SIZE)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------------------
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="data/score.py", description=__doc__, formatter_class=keep_lines)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of a Hugging Face checkpoint in safetensors")
+    add("--prompts", required=True, help="prompt set: .jsonl, .json or .parquet file, or hub name")
+    add("--output", type=Path, required=True, help="file of scores to make or to go on with")
+    add("--kind", default="math", help="verifier of rows without a kind (default: %(default)s)")
+    add("--template", default="{prompt}", help="around each prompt, as in training (default: %(default)s)")
+    add("--samples", type=int, default=16, help="completions per prompt (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=512, help="completions are cut here (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
+    add("--chunk", type=int, default=256, help="prompts between two writes (default: %(default)s)")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of vLLM (default: %(default)s)")
+    add("--kv-cache-gib", type=float, help="keys and values per rank; without it vLLM decides")
+    add("--max-num-seqs", type=int, default=256, help="completions at once per rank (default: %(default)s)")
+    add("--reward-workers", type=int, default=1, help="scoring processes per rank (default: %(default)s)")
+    add("--reward-timeout-s", type=float, default=10.0, help="seconds for a verdict (default: %(default)s)")
+    args = parser.parse_args(argv)
+    for name in ("samples", "max_new_tokens", "chunk", "max_num_seqs", "reward_workers"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.temperature < 0 or (args.temperature == 0 and args.samples > 1):
+        raise ValueError(f"--temperature {args.temperature:g}: must be positive, or 0 with --samples 1")
+    if not (args.model / "config.json").is_file() or not any(args.model.glob("*.safetensors")):
+        raise ValueError(f"--model {args.model} must be a folder with config.json and *.safetensors; "
+                         "`python -m data.tiny` makes a tiny one")  # fmt: skip
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        raise ValueError(f"torchrun --nproc-per-node: one rank a GPU, there are {torch.cuda.device_count()}")
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    prompts = read_prompts(args)
+    shas = [prompt_sha(prompt) for prompt in prompts]
+    header = {"model": f"{args.model.resolve().name} {model_digest(args.model)}"}
+    settings = ("samples", "temperature", "max_new_tokens", "seed", "dtype")
+    header |= {name: getattr(args, name) for name in settings}
+    header["kinds"] = sorted({prompt.kind for prompt in prompts})
+    prompt_ids, tokenizer = tokenize(prompts, args)
+
+    # A rank may wait long for another's completions; torchrun notices one that died.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
+    rows, file = open_output(args.output, header, shas) if dist.get_rank() == 0 else ([], None)
+    num_done = [len(rows)]
+    dist.broadcast_object_list(num_done)
+    if num_done[0] < len(prompts):
+        if dist.get_rank() == 0:
+            done = f"{num_done[0]} of {len(prompts)} prompts done"
+            print(f"{args.output}: {done}; starting vLLM", file=sys.stderr)
+        engine = build_engine(args, max(map(len, prompt_ids)))
+        rows += score_all(engine, tokenizer, prompts, prompt_ids, args, num_done[0], file)
+    if dist.get_rank() == 0:
+        print(f"{args.output}: {header['model']}, {args.samples} samples a prompt\n{summary(rows)}")
+    dist.destroy_process_group()
+
+
+def run(argv: list[str]) -> int:
+    """main() with errors as one line; returns the exit code."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank ends with its torchrun
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
+        os.environ.setdefault(name, value)  # without torchrun: a world of one process
+    try:
+        main(argv)
+        return 0
+    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
+        if os.environ["RANK"] != "0":
+            time.sleep(5)  # most errors are the same on all ranks: rank 0 speaks, torchrun ends the rest
+        print(f"\nerror on rank {os.environ['RANK']}: {error}\n", file=sys.stderr, flush=True)
+        return 2
+
+
+if __name__ == "__main__":
+    code = run(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # skips the leak reports that vLLM's native libraries print at a normal exit

@@ -1,0 +1,62 @@
+"""The training prompts of a run: which are kept, their tokens, and their order, reproducible from a seed."""
+
+import functools
+import hashlib
+
+import torch
+
+from data.prompts import Prompt, load_scores, prompt_sha
+
+
+def keep_by_offline_scores(prompts: list[Prompt], path: str, low: float, high: float) -> list[Prompt]:
+    """Stage 1: prompts whose offline pass rate is in the range kept, and those without one.
+
+    [secondary: prompts that smaller models already solve are dropped before training; ours: the range]
+    """
+    scores = load_scores(path)
+    rates = [scores.get(prompt_sha(prompt)) for prompt in prompts]
+    if all(rate is None for rate in rates):
+        raise ValueError(
+            f"zero_variance.offline_scores: {path} holds no pass rate of any training "
+            "prompt: score these prompts, with the same template, by data/score.py"
+        )
+    kept = [prompt for prompt, rate in zip(prompts, rates) if rate is None or low <= rate <= high]
+    if not kept:
+        raise ValueError(f"zero_variance.offline_pass_rate: no pass rate lies in {low:g} to {high:g}")
+    return kept
+
+
+def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[list[int]]:
+    """Token ids of each prompt; ValueError naming a prompt that is empty or too long."""
+    prompt_ids = tokenizer([p.text for p in prompts])["input_ids"]
+    for prompt, ids in zip(prompts, prompt_ids):
+        if not 1 <= len(ids) <= max_prompt_tokens:
+            raise ValueError(
+                f"{prompt.source}: a prompt has {len(ids)} tokens, rollout.max_prompt_tokens is "
+                f"{max_prompt_tokens}: {prompt.text[:80]!r}; raise the limit or remove the prompt"
+            )
+    return prompt_ids
+
+
+def seed_of(*parts: int | str) -> int:
+    """63-bit seed of a random decision, from what it depends on (seed, step, prompt, completion) alone."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@functools.lru_cache(maxsize=2)
+def epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed_of(seed, "epoch", epoch))
+    return torch.randperm(num_prompts, generator=generator).tolist()
+
+
+def prompts_of_step(num_prompts: int, per_step: int, consumed: int, seed: int) -> list[int]:
+    """Indices of the next per_step prompts after `consumed`: whole shuffled epochs, one after another.
+
+    A function of the number consumed, so that resuming needs no sampler state.
+    """
+    indices = []
+    while len(indices) < per_step:
+        epoch, offset = divmod(consumed + len(indices), num_prompts)
+        indices += epoch_order(num_prompts, epoch, seed)[offset : offset + per_step - len(indices)]
+    return indices

@@ -1,0 +1,163 @@
+"""What a step reports: (sum, count) pairs on each rank, reduced once a step, written once.
+
+Names, estimators and units are listed in the README. A name ending in _total is a sum over ranks, one ending
+in _max a maximum, all others are means over what they count.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """(sum, count) over all ranks to sum / count; to the sum for names in _total, the maximum for _max.
+
+    All ranks call it; a name may be missing on some.
+    """
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, metrics)
+    reduced = {}
+    for name in {name: None for metrics_of_rank in everyone for name in metrics_of_rank}:
+        values, counts = zip(*(of_rank[name] for of_rank in everyone if name in of_rank))
+        mean = sum(values) / sum(counts) if sum(counts) else float("nan")
+        reduced[name] = (
+            max(values) if name.endswith("_max") else sum(values) if name.endswith("_total") else mean
+        )
+    return reduced
+
+
+def rollout_metrics(groups, dense: bool) -> dict[str, tuple[float, float]]:
+    """Metrics of all completions sampled on this rank, also those that will be dropped, as (sum, count)."""
+    completions = [c for group in groups for c in group.completions]
+    verdicts = [v for group in groups for v in group.verdicts]
+    outcomes = [group.outcome(dense) for group in groups]
+    equal = [o for o in outcomes if not o.has_variance]
+    lengths = [len(c.token_ids) for c in completions]
+    statuses, num = Counter(v.status for v in verdicts), len(verdicts)
+    return {
+        "reward": (sum(o.score_sum for o in outcomes), sum(o.valid for o in outcomes)),
+        "zero_variance_frac": (len(equal), len(groups)),
+        "zero_variance/all_right_frac": (sum(0 < o.solved == o.valid for o in equal), len(groups)),
+        "zero_variance/all_wrong_frac": (sum(o.solved == 0 for o in equal), len(groups)),
+        "tokens_total": (sum(lengths), 1),
+        "completion_tokens": (sum(lengths), num),
+        "completion_tokens_max": (max(lengths, default=0), 1),
+        "completion_seconds": (sum(c.seconds for c in completions), num),
+        "completion_seconds_max": (max((c.seconds for c in completions), default=0.0), 1),
+        "cut_at_limit_frac": (sum(c.finish_reason == "length" for c in completions), num),
+        **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
+    }
+
+
+def batch_metrics(batch, groups, group_size: int) -> dict[str, tuple[float, float]]:
+    """Metrics of what is trained on, as (sum, count): inversion, and tokens with and without gradient."""
+    correct = torch.tensor([v.status == "ok" for v in batch.verdicts], dtype=torch.bool)  # [B]
+    signs = batch.advantages.sum(dim=1).sign()  # [B]; all tokens of a completion have one sign
+    inverted = torch.where(correct, signs < 0, signs > 0) & batch.valid
+    with_gradient = (batch.advantages != 0).sum(dim=1)  # [B]
+    without = batch.response_mask.sum(dim=1) - with_gradient
+    is_probe = torch.tensor([len(g.completions) < group_size for g in groups], dtype=torch.bool)
+    of_probe = is_probe[batch.group_index]  # [B]
+    return {
+        "shaped_reward": (batch.rewards[batch.valid].sum().item(), batch.valid.sum().item()),
+        "inversion_frac": (inverted.sum().item(), batch.valid.sum().item()),
+        "gradient_tokens_total": (with_gradient.sum().item(), 1),
+        "account/wasted_stopped_tokens_total": (without[of_probe].sum().item(), 1),
+        "account/wasted_kept_tokens_total": (without[~of_probe].sum().item(), 1),
+    }
+
+
+def account_of(account: Counter, outcomes, left) -> dict[str, float]:
+    """Where the prompts and rollouts of a step went, over all ranks."""
+    dropped = [o for o in outcomes.values() if o.place not in left]
+    return {
+        "account/prompts_offered": account["offered"],
+        "account/prompts_skipped": account["skipped"],
+        "account/prompts_sampled": len(outcomes),
+        "account/prompts_probed": account["probed"],
+        "account/prompts_stopped": account["stopped"],
+        "account/prompts_dropped": len(dropped),
+        "account/prompts_refilled": account["refilled"],
+        "account/rounds": account["rounds"],
+        "account/wasted_dropped_tokens": sum(o.tokens for o in dropped),
+    }
+
+
+def token_metrics(
+    batch, seen: list[tuple[list[int], dict]], num_groups: int
+) -> dict[str, tuple[float, float]]:
+    """(sum, count) over the tokens of an update, some of them by entropy group; _max is the largest.
+
+    seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group and ratio.
+    """
+    sums, counts, largest = Counter(), Counter(), Counter()
+    for rows, statistics in seen:
+        mask = batch.response_mask[rows]
+        values = {name: value.cpu()[mask] for name, value in statistics.items()}  # [tokens]
+        groups = values.pop("entropy_group")
+        values["abs_log_ratio"] = values["ratio"].clamp(min=1e-30).log().abs()
+        for name, value in values.items():
+            sums[name] += value.sum().item()
+            counts[name] += value.numel()
+            for k in range(num_groups if name in ("entropy", "clipped", "clip_eps") else 0):
+                sums[f"{name}/entropy_group_{k}"] += value[groups == k].sum().item()
+                counts[f"{name}/entropy_group_{k}"] += int((groups == k).sum())
+            if name in ("abs_dlogp", "abs_log_ratio", "clip_eps"):
+                largest[f"{name}_max"] = max(largest[f"{name}_max"], value.max().item())
+    return {n: (sums[n], counts[n]) for n in sums} | {n: (value, 1) for n, value in largest.items()}
+
+
+class Clock:
+    """Wall time by phase: `with clock("update"): ...`. Phases may be entered many times a step."""
+
+    def __init__(self, total: dict[str, float]):
+        self.total, self.step = total, {}
+
+    @contextlib.contextmanager
+    def __call__(self, phase: str):
+        start = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - start
+        self.step[phase] = self.step.get(phase, 0.0) + elapsed
+        self.total[phase] = self.total.get(phase, 0.0) + elapsed
+
+    def take_step(self) -> dict[str, float]:
+        """Seconds by phase since the last call."""
+        taken, self.step = self.step, {}
+        return {f"seconds/{phase}": seconds for phase, seconds in taken.items()}
+
+
+def log_metrics(accelerator, config, state, metrics: dict) -> None:
+    """One row of metrics.jsonl and the same scalars in TensorBoard."""
+    if accelerator.is_main_process:
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        row = {"step": state.step, "generated_tokens": state.generated_tokens} | metrics
+        with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        accelerator.log(metrics, step=state.step)
+
+
+def log_samples(config, state, batch, tokenizer) -> None:
+    """The first group of a step in samples.jsonl, to be read by people."""
+    with (Path(config.run.dir) / "samples.jsonl").open("a") as file:
+        for i in (batch.group_index == 0).nonzero().flatten().tolist():
+            text, verdict = tokenizer.decode(batch.completion_ids[i]), batch.verdicts[i]
+            row = {"step": state.step, "prompt": batch.prompts[i].text, "completion": text} | asdict(verdict)
+            file.write(json.dumps(row) + "\n")
+
+
+def console_line(state, metrics: dict[str, float]) -> str:
+    share = metrics["gradient_tokens_total"] / max(1, metrics["tokens_total"])
+    return (
+        f"step {state.step:>5}  reward {metrics['reward']:.3f}  "
+        f"zero-variance {metrics['zero_variance_frac']:.2f}  gradient tokens {share:.2f}  "
+        f"tokens {state.generated_tokens:,}  |dlogp| {metrics.get('abs_dlogp', math.nan):.1e}  "
+        f"{metrics['seconds_per_step']:.2f} s"
+    )

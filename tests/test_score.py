@@ -1,0 +1,284 @@
+"""data/score.py as a user starts it, against probabilities by transformers; load_scores."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, torchrun
+
+from data.prompts import Prompt, load_prompts, load_scores, prompt_sha
+from data.score import (
+    finished_rows,
+    model_digest,
+    open_output,
+    parse_args,
+    row_of,
+    summary,
+    weights_of,
+    zero_variance_of_draws,
+)
+from reward import Verdict
+
+TINY = ROOT / "data" / "built" / "tiny"
+NUM_PROMPTS, SAMPLES, TEMPERATURE = 100, 16, 0.7
+HEADER = {"model": "m 0", "samples": 4, "temperature": 1.0}
+SHAS = [prompt_sha(Prompt(f"{i}=", "1", "exact", "set")) for i in range(3)]
+
+
+def row(sha, pass_rate=0.5):
+    return {"prompt_sha": sha, "pass_rate": pass_rate, "num_samples": 4, "mean_tokens": 3.0}
+
+
+def write(path, rows, tail=""):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return path
+
+
+# ---- a real run --------------------------------------------------------------------------------------------
+def command(prompts, output, *options):
+    return [
+        "--model", TINY / "model", "--prompts", prompts, "--output", output, "--max-new-tokens", 16,
+        "--temperature", TEMPERATURE, "--dtype", "float32", "--kv-cache-gib", 0.25, *options,
+    ]  # fmt: skip
+
+
+def score(*arguments) -> subprocess.CompletedProcess:
+    """Without torchrun: one process."""
+    line = [sys.executable, "-m", "data.score", *map(str, arguments)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    """Additions, of which the first stands twice, and last a prompt whose reference answer is no number."""
+    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
+    rows = [json.loads(line) for line in (TINY / "test.jsonl").read_text().splitlines()[:NUM_PROMPTS]]
+    broken = {"prompt": "1    +2    =", "answer": "three", "kind": "numeric", "difficulty": 1}
+    return write(tmp_path_factory.mktemp("score") / "prompts.jsonl", [*rows, rows[0], broken])
+
+
+@pytest.fixture(scope="module")
+def scored(prompts_file):
+    """(file, what was printed) of one rank, in chunks of 70 prompts."""
+    output = prompts_file.with_name("scores.jsonl")
+    done = score(*command(prompts_file, output, "--chunk", 70))
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output, done.stdout
+
+
+def solve_probabilities(prompts: list[Prompt]) -> torch.Tensor:
+    """P(completion = answer + end of sequence) of each prompt by transformers, teacher-forced."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    probabilities = []
+    for prompt in prompts:
+        start, answer = (tokenizer(text)["input_ids"] for text in (prompt.text, prompt.answer))
+        answer = answer + [tokenizer.eos_token_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([start + answer])).logits[0, len(start) - 1 : -1]
+        logp = (logits.double() / TEMPERATURE).log_softmax(-1)
+        probabilities.append(logp.gather(1, torch.tensor(answer).unsqueeze(1)).sum().exp())
+    return torch.stack(probabilities)
+
+
+def test_pass_rates_are_those_of_transformers_probabilities(scored, prompts_file):
+    """n = 1600 completions: their sum within 4 standard deviations, and chi-square prompt by prompt."""
+    prompts = load_prompts(prompts_file)[:NUM_PROMPTS]
+    scores = load_scores(scored[0])
+    solved = torch.tensor([scores[prompt_sha(prompt)] for prompt in prompts]).double() * SAMPLES
+    p = solve_probabilities(prompts)
+    expected, variance = SAMPLES * p, SAMPLES * p * (1 - p)
+    assert abs(solved.sum() - expected.sum()) < 4 * variance.sum().sqrt()
+    spread = variance > 0.5  # the others are too skewed for chi-square
+    squares = ((solved - expected) ** 2 / variance)[spread]
+    assert spread.sum() > 30 and abs(squares.sum() - len(squares)) < 4 * (2 * len(squares)) ** 0.5
+    assert (solved[p < 1e-4] == 0).all() and (solved[p > 1 - 1e-4] == SAMPLES).all()
+    wrong_pairs = ((solved.roll(1) - expected) ** 2 / variance)[spread]
+    assert abs(wrong_pairs.sum() - len(squares)) > 4 * (2 * len(squares)) ** 0.5, "the bound can fail"
+
+
+def test_file_and_summary(scored, prompts_file):
+    path, printed = scored
+    header, *rows = map(json.loads, path.read_text().splitlines())
+    model = f"model {model_digest(TINY / 'model')}"
+    assert header == {
+        "model": model, "samples": SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": 16, "seed": 0,
+        "dtype": "float32", "kinds": ["exact", "numeric"],
+    }  # fmt: skip
+    prompts = load_prompts(prompts_file)
+    assert [r["prompt_sha"] for r in rows] == list(dict.fromkeys(map(prompt_sha, prompts)))
+    assert all(r["num_samples"] == SAMPLES for r in rows[:-1])
+    assert rows[-1] | {"prompt_sha": ""} == row("", None) | {
+        "num_samples": 0, "mean_tokens": rows[-1]["mean_tokens"]
+    }, "a verdict that fails is no wrong answer"  # fmt: skip
+    lengths = sum(r["mean_tokens"] for r in rows[:-1]) / NUM_PROMPTS
+    digits = sum(prompt.difficulty for prompt in prompts[:NUM_PROMPTS]) / NUM_PROMPTS
+    assert abs(lengths - (digits + 2)) < 0.1  # a digit more than the operands, and the end of the sequence
+    assert f"pass rates of {NUM_PROMPTS} prompts; 1 more without any verdict" in printed
+    assert printed.rstrip().endswith(summary(rows))
+
+
+def test_two_ranks_go_on_after_a_cut_line_and_write_the_same_file(scored, prompts_file, tmp_path):
+    whole = scored[0].read_bytes()
+    lines = whole.splitlines(keepends=True)
+    cut = tmp_path / "scores.jsonl"
+    cut.write_bytes(b"".join(lines[:8]) + lines[8][:50])
+    done = torchrun(2, "data/score.py", *command(prompts_file, cut, "--chunk", 31))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert cut.read_bytes() == whole and "7 of 101 prompts done" in done.stderr
+    assert done.stdout.split("\n", 1)[1] == scored[1].split("\n", 1)[1]  # the summary is of the whole file
+
+
+def test_a_finished_file_and_another_seed_need_no_engine(scored, prompts_file):
+    again = score(*command(prompts_file, scored[0]))
+    assert again.returncode == 0 and again.stdout == scored[1] and "starting vLLM" not in again.stderr
+    before = scored[0].read_bytes()
+    refused = score(*command(prompts_file, scored[0], "--seed", 1, "--samples", 8))
+    assert refused.returncode == 2 and "samples 16, now 8; seed 0, now 1" in refused.stderr
+    assert "Traceback" not in refused.stderr and scored[0].read_bytes() == before
+
+
+# ---- going on ----------------------------------------------------------------------------------------------
+def test_finished_rows_takes_whole_lines_only(tmp_path):
+    path = tmp_path / "scores.jsonl"
+    rows = [row(sha) for sha in SHAS]
+    assert finished_rows(path, HEADER, SHAS) == ([], 0)
+    for content in ("", json.dumps(HEADER)[:20], json.dumps(HEADER), json.dumps(HEADER) + "\n"):
+        path.write_text(content)
+        assert finished_rows(path, HEADER, SHAS) == ([], 0)
+    write(path, [HEADER | {"samples": 9}])
+    assert finished_rows(path, HEADER, SHAS) == ([], 0)  # no row was ever written: nothing to lose
+    size = write(path, [HEADER, *rows[:2]]).stat().st_size
+    for tail in ("", "{", json.dumps(rows[2])):
+        assert finished_rows(write(path, [HEADER, *rows[:2]], tail), HEADER, SHAS) == (rows[:2], size)
+    assert finished_rows(write(path, [HEADER, *rows]), HEADER, SHAS)[0] == rows
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([HEADER | {"model": "m 1"}, row(SHAS[0])], "made with model 'm 1', now 'm 0'; choose another"),
+        ([HEADER | {"temperature": 0.5}, row(SHAS[0])], "made with temperature 0.5, now 1.0"),
+        ([HEADER, row(SHAS[0]), row(SHAS[2])], "row 3 is not of prompt 2 of the set"),
+        ([HEADER, *map(row, SHAS), row(SHAS[0])], "row 5 is not of prompt 4"),
+        ([{"prompt": "1=", "answer": "1"}], "no file of scores"),
+        ([["a list"]], "no file of scores"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_left_alone(rows, message, tmp_path):
+    path = write(tmp_path / "scores.jsonl", rows)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=message):
+        open_output(path, HEADER, SHAS)
+    assert path.read_bytes() == before
+
+
+def test_broken_lines_before_the_last_and_a_second_writer_are_refused(tmp_path):
+    path = write(tmp_path / "scores.jsonl", [HEADER], "{\n" + json.dumps(row(SHAS[1])) + "\n")
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        finished_rows(path, HEADER, SHAS)
+    rows, file = open_output(tmp_path / "new" / "scores.jsonl", HEADER, SHAS)
+    assert rows == []
+    with file, pytest.raises(ValueError, match="another process is writing it"):
+        open_output(tmp_path / "new" / "scores.jsonl", HEADER, SHAS)
+
+
+# ---- parts -------------------------------------------------------------------------------------------------
+def test_failed_verdicts_enter_no_pass_rate():
+    verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "timeout"), Verdict(0.0, "no_answer"), Verdict(0.0, "error")]
+    assert row_of("a", [1, 2, 3, 6], verdicts) == row("a", 0.5) | {"num_samples": 2}
+    assert row_of("a", [1, 5], verdicts[1::2]) == row("a", None) | {"num_samples": 0}
+
+
+def test_summary_counts_every_rate_once_and_expects_what_the_formula_says():
+    rates = [0, 0, 0.1, 0.2, 0.5, 0.8, 0.95, 1, None]
+    text = summary([row(sha, rate) for sha, rate in zip("abcdefghi", rates)])
+    counts = [int(line.split("%")[0].split()[-2]) for line in text.splitlines() if "%" in line]
+    assert counts == [2, 1, 1, 1, 0, 2, 1] and "of 8 prompts; 1 more" in text
+    expected = sum(p**8 + (1 - p) ** 8 for p in rates[:-1]) / 8
+    assert f"expected at G = 8: {expected:.3f}" in text and "bias" not in text  # fewer than G samples
+
+
+def test_zero_variance_of_draws_has_no_bias():
+    """Exact mean over the binomial of 16 samples; the plug-in estimate is off by more than a tenth."""
+    for p in (0.1, 0.3, 0.9):
+        weights = [math.comb(16, k) * p**k * (1 - p) ** (16 - k) for k in range(17)]
+        mean = sum(w * zero_variance_of_draws(k / 16, 16) for k, w in enumerate(weights))
+        assert mean == pytest.approx(p**8 + (1 - p) ** 8, rel=1e-12)
+        assert sum(w * ((k / 16) ** 8 + (1 - k / 16) ** 8) for k, w in enumerate(weights)) > 1.05 * mean
+
+
+def test_digest_and_weights_follow_the_folder(tmp_path):
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text("{}")
+    a, b = torch.arange(4.0), torch.arange(1_000_000.0)
+    save_file({"a": a}, tmp_path / "model-1.safetensors")
+    save_file({"b": b}, tmp_path / "model-2.safetensors")
+    one = model_digest(tmp_path)
+    assert model_digest(tmp_path) == one and {n for n, _ in weights_of(tmp_path)} == {"a", "b"}
+    index = {"weight_map": {"b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    ((name, tensor),) = weights_of(tmp_path)  # the other shard is of an earlier save
+    assert name == "b" and torch.equal(tensor, b)
+    save_file({"b": b + 1}, tmp_path / "model-2.safetensors")
+    two = model_digest(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert len({one, two, model_digest(tmp_path)}) == 3
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--samples", "0"], "--samples 0 must be at least 1"),
+        (["--temperature", "0"], "--temperature 0: must be positive, or 0 with --samples 1"),
+        (["--temperature", "-1"], "--temperature -1"),
+        (["--model", "no/such/folder"], "--model no/such/folder must be a folder with config.json"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        parse_args(["--model", str(ROOT), "--prompts", "p.jsonl", "--output", "s.jsonl", *options])
+
+
+# ---- load_scores -------------------------------------------------------------------------------------------
+def test_load_scores(tmp_path):
+    path = write(tmp_path / "s.jsonl", [HEADER, row(SHAS[0], 0.25), row(SHAS[1], None), row(SHAS[2], 1)])
+    assert load_scores(path) == {SHAS[0]: 0.25, SHAS[1]: None, SHAS[2]: 1}
+    assert prompt_sha(Prompt("a", "b", "exact", "s")) == prompt_sha(Prompt("a", "b", "math", "t", 3.0))
+    assert prompt_sha(Prompt("1=", "12", "exact", "s")) != prompt_sha(Prompt("1=1", "2", "exact", "s"))
+
+
+@pytest.mark.parametrize(
+    "rows, tail, message",
+    [
+        ([row(SHAS[0])], "", "row 1 is no header"),
+        ([{"prompt": "1="}], "", "row 1 is no header"),
+        ([], "", "row 1 is no header"),
+        ([HEADER, row(SHAS[0])], '{"prom', "line 3 is not JSON: .*; the command that made the file repairs"),
+        ([HEADER, ["a list"]], "", "row 2 must be an object"),
+        ([HEADER, row(SHAS[0]), row("abc")], "", "row 3: prompt_sha must be 64 hex digits, found 'abc'"),
+        ([HEADER, {"pass_rate": 0.5}], "", "row 2: prompt_sha must be 64 hex digits, found None"),
+        ([HEADER, {"prompt_sha": SHAS[0]}], "", "row 2: pass_rate must be in"),
+        ([HEADER, row(SHAS[0], 1.5)], "", "row 2: pass_rate must be in .* found 1.5"),
+        ([HEADER, row(SHAS[0], float("nan"))], "", "row 2: pass_rate must be in .* found nan"),
+        ([HEADER, row(SHAS[0], "1")], "", "row 2: pass_rate must be in .* found '1'"),
+        ([HEADER, row(SHAS[0], True)], "", "row 2: pass_rate must be in .* found True"),
+        ([HEADER, row(SHAS[0]), row(SHAS[0])], "", "row 3: prompt .* for the second time"),
+    ],
+)
+def test_load_scores_names_file_and_row(rows, tail, message, tmp_path):
+    path = write(tmp_path / "s.jsonl", rows, tail)
+    with pytest.raises(ValueError, match=message) as error:
+        load_scores(path)
+    assert str(path) in str(error.value)
+
+
+def test_load_scores_of_no_file():
+    with pytest.raises(ValueError, match="no/such.jsonl: no such file; make it with"):
+        load_scores("no/such.jsonl")
