@@ -1,4 +1,4 @@
-r"""Completion text -> verdict, in this process (`verify`) or in killable child processes (`RewardPool`).
+r"""Completion text -> verdict, in this process (`verify`) or killable children (`RewardPool`); judges.
 
     verify("math", r"... so \boxed{\frac{1}{2}}", "0.5")     # Verdict(reward=1.0, status="ok")
     with RewardPool(num_workers=2) as pool:                  # scores while the caller generates
@@ -49,8 +49,7 @@ class Verdict:
 def verify(kind: str, completion: str, answer: str) -> Verdict:
     r"""Scores one completion against the reference answer, in this process and without a time limit.
 
-    "exact"    the whole completion equals the answer, surrounding whitespace aside; if not, pass_frac
-               is the number of characters in place / the longer length [ours: a character is a constraint]
+    "exact"    the whole completion equals the answer, surrounding whitespace aside
     "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL of it
     "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
     "math"     math-verify finds the last \boxed{...} equal to the answer, which is LaTeX or a number; without
@@ -168,7 +167,7 @@ def _math(completion: str, answer: str) -> Verdict:
 
 _MATCHERS = {"exact": _exact, "numeric": _numeric, "gsm8k": _gsm8k, "math": _math}
 KINDS: tuple[str, ...] = tuple(_MATCHERS)
-DENSE_KINDS: tuple[str, ...] = ("exact",)  # kinds whose wrong verdicts carry an informative pass_frac
+DENSE_KINDS: tuple[str, ...] = ("exact",)  # pass_frac if wrong: characters in place / longer length [ours]
 
 # ---- 2. The pool: the caller's side ------------------------------------------------------------------------
 
@@ -187,7 +186,7 @@ class _Worker:
     alive_at: float = field(default_factory=time.monotonic)  # the last reply, or the last bytes taken
 
 
-class RewardPool:
+class RewardPool(contextlib.AbstractContextManager):
     """Scores completions in child processes while the caller goes on.
 
     num_workers child processes score one item at a time each, for at most timeout_s wall-clock seconds and
@@ -241,9 +240,6 @@ class RewardPool:
         while self._workers:
             _stop(self._workers.pop().process)
         self._queue, self._verdicts = deque(), {}
-
-    def __enter__(self) -> "RewardPool":
-        return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()
@@ -336,9 +332,7 @@ def main() -> None:
 
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
 Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the
-first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""
-# The word ends a line, after "Verdict" or alone. Nothing repeats without bound: linear time.
-_THREE_WAY = re.compile(r"(?im)(?:\bverdict\W{0,9}|^\W{0,9})\b(better|tie|worse)\b\W{0,9}$")
+first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""  # [ours]
 
 
 class ScalarJudge:
@@ -350,19 +344,17 @@ class ScalarJudge:
     def __init__(self, path: str | os.PathLike, batch_size: int = 32, max_tokens: int = 4096):
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
-        # float32 [ours]: bfloat16 would make ties of near scores, and padding would change them
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
+        model, loading = AutoModelForSequenceClassification.from_pretrained(  # [ours]: bfloat16 makes ties
             path, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True)
-        labels, missing = model.config.num_labels, sorted(loading["missing_keys"])
-        if labels != 1 or missing:  # transformers makes up what a causal LM lacks
-            raise ValueError(f"{path} is no scalar judge: it has {labels} labels, not 1, or lacks {missing}")
+        if model.config.num_labels != 1 or loading["missing_keys"]:  # a causal LM's head would be random
+            raise ValueError(f"judge {path} has {model.config.num_labels} labels, not 1, or no trained head")
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, truncation_side="left")
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # it marks the end of a text
-        self.tokenize = functools.partial(tokenizer, padding=True, padding_side="right", truncation=True,
-                                          max_length=max_tokens, return_token_type_ids=False, return_tensors="pt")
+        self.batch_size, self.tokenize = batch_size, functools.partial(
+            tokenizer, padding=True, padding_side="right", truncation=True, max_length=max_tokens,
+            return_token_type_ids=False, return_tensors="pt")
         self.model = model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
-        self.batch_size = batch_size
 
     def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
         """Raw scores; NaN and inf are handed on. Equal texts are read once and get equal scores."""
@@ -377,31 +369,28 @@ class ScalarJudge:
     def compare(self, prompts, firsts, seconds, margin: float = 0.0) -> list[int]:
         """+1 where the first completion scores more than margin above the second, -1 below it, else 0."""
         scores = self.scores([*prompts, *prompts], [*firsts, *seconds])
-        gaps = map(operator.sub, scores[:len(prompts)], scores[len(prompts):])
-        return [(gap > margin) - (gap < -margin) for gap in gaps]
+        return [(a - b > margin) - (b - a > margin) for a, b in zip(scores, scores[len(prompts):])]
 
 
 class GenerativeJudge:
-    """A language model that compares two completions in words and ends with one of three verdicts.
+    """A language model: a chain of thought on two completions, then Better, Tie or Worse [secondary].
 
-    [secondary: the paper's is generative, with chain of thought and Better / Tie / Worse]; wording [ours].
-    generate: prompts -> answers, in order. template: {prompt}, {first}, {second}, and other braces doubled.
+    generate: prompts -> answers, in order. num_unreadable: answers without a verdict so far; they are ties.
     """
 
     def __init__(self, generate: Callable[[list[str]], list[str]], template: str = TEMPLATE):
-        self.generate, self.template = generate, template
-        self.num_unreadable = 0  # answers without a verdict so far; they are ties
+        self.generate, self.template, self.num_unreadable = generate, template, 0
 
     def compare(self, prompts, firsts, seconds) -> list[int]:
-        """+1 where the first completion is better, 0 in a tie, -1 where it is worse; the last verdict counts."""
+        """+1 where the answer's last verdict finds the first completion better, -1 where worse, else 0."""
         questions = [self.template.format(prompt=prompt, first=first, second=second)
                      for prompt, first, second in zip(prompts, firsts, seconds, strict=True)]
         answers = self.generate(questions) if questions else []
         if len(answers) != len(questions):
             raise ValueError(f"the generative judge gave {len(answers)} answers to {len(questions)} prompts")
-        verdicts = [(_THREE_WAY.findall(answer) or [""])[-1].lower() for answer in answers]
-        self.num_unreadable += verdicts.count("")
-        return [(verdict == "better") - (verdict == "worse") for verdict in verdicts]
+        found = [re.findall(r"(?<!\|)\b(Better|Tie|Worse)\b(?!\|)", answer) for answer in answers]  # no echo
+        self.num_unreadable += found.count([])
+        return [{"Better": 1, "Worse": -1}.get(words[-1], 0) if words else 0 for words in found]
 
 
 def pairwise_reference(judge, prompts, completions, references) -> list[float]:
@@ -426,10 +415,7 @@ def round_robin(judge, prompts, completions, group_index: list[int]) -> list[flo
 
 
 def build_judge(kind: str, path: str, batch_size: int = 32, max_tokens: int = 4096):
-    """The "scalar" or "generative" judge in a folder, or the generative one "module:function"; else ValueError.
-
-    batch_size: texts at a time. max_tokens: of prompt + completion, or of a generative folder's answer.
-    """
+    """The judge in a folder, or the generative one "module:function"; ValueError says why it cannot be."""
     if os.path.isfile(os.path.join(path, "config.json")):
         return {"scalar": ScalarJudge, "generative": _vllm_judge}[kind](path, batch_size, max_tokens)
     if kind == "scalar" or ":" not in path:
@@ -441,28 +427,23 @@ def build_judge(kind: str, path: str, batch_size: int = 32, max_tokens: int = 40
 
 
 def _vllm_judge(path: str, batch_size: int, max_tokens: int) -> GenerativeJudge:
-    """Greedy answers of a second vLLM engine in this process; of a too long question only the end is read.
+    """Greedy answers of a second vLLM engine in this process; of a long question only the end is read.
 
-    Tried after the policy's engine on 1 and 2 CPU ranks, vLLM 0.30: the text is that of transformers. Its first
-    engine makes the parallel groups of a process: first a dense policy, then a mixture of experts, fails.
+    Tried after the policy's, on 1 and 2 CPU ranks, vLLM 0.30: exact, but an MoE after a dense policy fails.
     """
-    import torch
-
     import rollout
-    rollout.set_vllm_environment(on_gpu := torch.cuda.is_available())
+    rollout.set_vllm_environment(on_gpu := rollout.torch.cuda.is_available())
     from vllm import LLM, SamplingParams
-    llm = LLM(str(path), load_format="safetensors", dtype="auto" if on_gpu else "float32",
-              enforce_eager=not on_gpu, max_num_seqs=batch_size, use_tqdm_on_load=False,
+    llm = LLM(path, load_format="safetensors", dtype="auto" if on_gpu else "float32", max_num_seqs=batch_size,
+              kv_cache_memory_bytes=1 << 30, max_model_len=-1, gpu_memory_utilization=0.01,  # what fits
               distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
-              kv_cache_memory_bytes=1 << 30, max_model_len=-1,  # the context is what fits
-              gpu_memory_utilization=0.01, generation_config="vllm")
+              enforce_eager=not on_gpu, generation_config="vllm", use_tqdm_on_load=False)
     half = llm.model_config.max_model_len // 2
     options = {"sampling_params": SamplingParams(temperature=0.0, max_tokens=min(max_tokens, half)),
                "tokenization_kwargs": {"truncate_prompt_tokens": half, "truncation_side": "left"},
                "chat_template": None if llm.get_tokenizer().chat_template else "{{ messages[0].content }}"}
-    chats = lambda questions: [[{"role": "user", "content": question}] for question in questions]
-    return GenerativeJudge(lambda questions: [
-        output.outputs[0].text for output in llm.chat(chats(questions), use_tqdm=False, **options)])
+    return GenerativeJudge(lambda questions: [output.outputs[0].text for output in llm.chat(
+        [[{"role": "user", "content": question}] for question in questions], use_tqdm=False, **options)])
 
 
 if __name__ == "__main__":

@@ -132,12 +132,13 @@ class Outcome:
     has_variance: bool
 
 
-def prob_all(hits: float, misses: float, num: int) -> float:
-    """Probability that the next num verdicts are all hits: E[p^num], p ~ Beta(hits + 1/2, misses + 1/2).
+def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
+    """Probability that the next num verdicts are all hits: E[p^num], p ~ Beta(hits + prior, misses + prior).
 
-    With many verdicts this is p^num of the observed rate; with few it trusts it less [ours: Jeffreys prior].
+    With many verdicts this is p^num of the observed rate, with few it trusts it less [ours]. A prior below
+    1/2 says that most prompts are nearly always or nearly never solved.
     """
-    return math.prod((hits + 0.5 + j) / (hits + misses + 1 + j) for j in range(num))
+    return math.prod((hits + prior + j) / (hits + misses + 2 * prior + j) for j in range(num))
 
 
 @dataclass
@@ -147,12 +148,14 @@ class PromptHistory:
     solved: Tensor  # [prompts] float64, decayed number of right completions
     tried: Tensor  # [prompts] float64, decayed number of verdicts
     mean_tokens: Tensor  # [prompts] float64, length of completions at the last visit
-    last_step: Tensor  # [prompts] int64, -1: never sampled
+    last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled
 
     @classmethod
-    def empty(cls, num_prompts: int) -> "PromptHistory":
-        zeros = torch.zeros(num_prompts, dtype=torch.float64)
-        return cls(zeros, zeros.clone(), zeros.clone(), torch.full((num_prompts,), -1))
+    def from_offline(cls, pass_rates: list[float | None], group_size: int) -> "PromptHistory":
+        """The record before the first step: an offline pass rate counts as one visit [ours], None as none."""
+        seen = torch.tensor([rate is not None for rate in pass_rates])
+        solved = torch.tensor([(rate or 0.0) * group_size for rate in pass_rates], dtype=torch.float64)
+        return cls(solved, seen.double() * group_size, torch.zeros_like(solved), seen.long() - 1)
 
     def update(self, outcomes: list[Outcome], step: int, decay: float) -> None:
         for o in outcomes:
@@ -164,9 +167,10 @@ class PromptHistory:
                 self.last_step[i] = step
 
     def skip_prob(self, prompt: int, step: int, group_size: int, settings: ZeroVarianceSection) -> float:
-        """min(E[p^G + (1 - p)^G], 1 - explore_prob); 0 for a prompt never tried or due for a re-test.
+        """E[p^G] + E[(1 - p)^G], each at most 1 - explore; 0 for a prompt never tried or due for a re-test.
 
-        Stage 1b [ours, after GRESO, arXiv 2506.02177]. The expectation is over what the record says of p.
+        Stage 1b [ours, after GRESO, arXiv 2506.02177, which also explores hard prompts more than easy ones].
+        The expectation is over what the record says of p.
         """
         age = step - int(self.last_step[prompt])
         due = settings.retest_steps > 0 and age >= settings.retest_steps
@@ -174,10 +178,11 @@ class PromptHistory:
             return 0.0
         hits = float(self.solved[prompt])
         misses = float(self.tried[prompt]) - hits
-        zero_variance = prob_all(hits, misses, group_size) + prob_all(misses, hits, group_size)
-        return min(zero_variance, 1 - settings.explore_prob)
+        all_right = prob_all(hits, misses, group_size, settings.prior)
+        all_wrong = prob_all(misses, hits, group_size, settings.prior)
+        return min(all_right, 1 - settings.explore_solved) + min(all_wrong, 1 - settings.explore_unsolved)
 
-    def zero_variance_after(self, probe: Outcome, group_size: int) -> float:
+    def zero_variance_after(self, probe: Outcome, group_size: int, prior: float) -> float:
         """Probability that a probed group ends with zero variance: 0 if the probe already differs.
 
         Stage 1c [ours]: the rest must all come out as the probe and, by the record, as before.
@@ -186,8 +191,8 @@ class PromptHistory:
             return 0.0
         solved, tried = float(self.solved[probe.prompt_index]), float(self.tried[probe.prompt_index])
         hits, misses = solved + probe.solved, tried - solved + probe.valid - probe.solved
-        rest = group_size - probe.completions
-        return prob_all(hits, misses, rest) if probe.solved else prob_all(misses, hits, rest)
+        same, different = (hits, misses) if probe.solved else (misses, hits)
+        return prob_all(same, different, group_size - probe.completions, prior)
 
 
 def choose_prompts(
@@ -248,7 +253,8 @@ def sample_groups(
     while wanted or probing:
         chosen, offered = choose_prompts(wanted, state.consumed_prompts, history, state.step, config)
         state.consumed_prompts += offered
-        account.update(offered=offered, skipped=offered - wanted, refilled=wanted if outcomes else 0, rounds=1)
+        account.update(offered=offered, skipped=offered - wanted, rounds=1)
+        account.update(refilled=wanted if outcomes else 0)
         load = [0] * world_size  # completions to train on
         for o in outcomes.values():
             kept = o.completions if stays(o, settings) else 0
@@ -269,7 +275,7 @@ def sample_groups(
         for outcome in sorted(sum(everyone, []), key=lambda o: o.place):
             outcomes[outcome.place] = outcome
             if outcome.completions < group_size:
-                zero_variance = history.zero_variance_after(outcome, group_size)
+                zero_variance = history.zero_variance_after(outcome, group_size, settings.prior)
                 if zero_variance < settings.probe_stop_prob:
                     probing.append(outcome.place)
         wanted = num_wanted(outcomes, probing, config) if account["rounds"] < settings.max_rounds else 0
@@ -796,8 +802,7 @@ def update_policy(
                 suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
         engine.step()
         if engine.optimizer.overflow:
-            what = "loss" if suspects else "gradient"
-            handle_nonfinite(what, batch, suspects or minibatch, config, step)
+            handle_nonfinite("loss", batch, suspects, config, step)
             num_skipped += 1
         else:
             grad_norms.append(float(engine.get_global_grad_norm()))
@@ -806,23 +811,27 @@ def update_policy(
 
 
 def handle_nonfinite(what: str, batch: RolloutBatch, rows: list[int], config: Config, step: int) -> None:
-    """Write the batch aside, name the prompts, stop or go on (run.on_nonfinite); all ranks call it."""
-    rank = dist.get_rank()
-    path = Path(config.run.dir) / "nonfinite" / f"step_{step + 1:06d}_{what}_rank_{rank}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
+    """Write the batch aside, name the prompts of rows, stop or go on (run.on_nonfinite); all ranks call it.
+
+    No rows on any rank: every loss was finite and the gradient is not.
+    """
     texts = [prompt.text for prompt in batch.prompts]
-    torch.save(fields | {"prompts": texts, "rows": rows}, path)  # plain types: loads with weights_only
     named = [None] * dist.get_world_size()
     dist.all_gather_object(named, [texts[row] for row in rows])
-    examples = ", ".join(repr(text[:80]) for text in list(dict.fromkeys(sum(named, [])))[:3])
+    examples = list(dict.fromkeys(sum(named, [])))
+    what = what if examples else "gradient"
+    path = Path(config.run.dir) / "nonfinite" / f"step_{step + 1:06d}_{what}_rank_{dist.get_rank()}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
+    torch.save(fields | {"prompts": texts, "rows": rows}, path)  # plain types: loads with weights_only
+    prompts = ", ".join(repr(text[:80]) for text in examples[:3]) or "none in particular"
     message = (
-        f"step {step + 1}: a {what} is NaN or infinite, prompts {examples}; the batch is in {path.parent}, "
-        "the weights are unchanged by it"
+        f"step {step + 1}: a {what} is NaN or infinite; prompts ({len(examples)}): {prompts}; the batch is "
+        f"in {path.parent}, the weights are unchanged by it"
     )
     if config.run.on_nonfinite == "stop":
         raise RuntimeError(f"{message}; run.on_nonfinite=skip would go on without it")
-    if rank == 0:
+    if dist.get_rank() == 0:
         tqdm.write(message)
 
 
@@ -984,8 +993,10 @@ def build_policy(config: Config, weights: Path | str, group, device: torch.devic
     return policy
 
 
-def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]], dict, int]:
-    """Training prompts, their token ids, {name: (prompts, ids)} of held-out sets, number stage 1 dropped."""
+def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[float | None], dict, int]:
+    """Training prompts, their offline pass rates, {name: (prompts, token ids)} of held-out sets, number of
+    training prompts that stage 1 dropped; ValueError on overlap and on what the settings cannot do with them.
+    """
     limit = config.rollout.max_prompt_tokens
     train = [prompt for source in config.data.train for prompt in load_prompts(**source.model_dump())]
     eval_sets = {}
@@ -1005,10 +1016,12 @@ def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[list[int]],
             f"reward.dense: data.train[].kind {', '.join(sorted(kinds - set(DENSE_KINDS)))} is right or "
             f"wrong as a whole; only {', '.join(DENSE_KINDS)} has parts"
         )
-    kept, settings = train, config.zero_variance
+    kept, pass_rates, settings = train, [None] * len(train), config.zero_variance
     if settings.offline_scores:
-        kept = keep_by_offline_scores(train, settings.offline_scores, *settings.offline_pass_rate)
-    return kept, tokenize(kept, tokenizer, limit), eval_sets, len(train) - len(kept)
+        kept, pass_rates = keep_by_offline_scores(
+            train, settings.offline_scores, *settings.offline_pass_rate
+        )
+    return kept, pass_rates, eval_sets, len(train) - len(kept)
 
 
 def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
@@ -1071,7 +1084,8 @@ def main(config: Config) -> None:
     hf_config = moe_model.load_config(weights)
     group = moe_model.create_expert_parallel_group(config.model.ep_size, moe_model.num_experts_of(hf_config))
     tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
-    train_prompts, train_ids, eval_sets, num_dropped = load_data(config, tokenizer)
+    train_prompts, pass_rates, eval_sets, num_dropped = load_data(config, tokenizer)
+    train_ids = tokenize(train_prompts, tokenizer, config.rollout.max_prompt_tokens)
     for warning in config_warnings(config):
         say(f"warning: {warning}")
     say(
@@ -1095,7 +1109,7 @@ def main(config: Config) -> None:
         engine = moe_model.deepspeed_engine(policy, config.train)
         with_reference = config.algorithm.kl_coef > 0
         reference = build_policy(config, config.model.path, group, device) if with_reference else None
-        history = PromptHistory.empty(len(train_prompts))
+        history = PromptHistory.from_offline(pass_rates, group_size)
         if found:
             saved_history = torch.load(found / "history.pt", map_location="cpu", weights_only=True)
             if len(saved_history["tried"]) == len(train_prompts):

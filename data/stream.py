@@ -8,22 +8,24 @@ import torch
 from data.prompts import Prompt, load_scores, prompt_sha
 
 
-def keep_by_offline_scores(prompts: list[Prompt], path: str, low: float, high: float) -> list[Prompt]:
-    """Stage 1: prompts whose offline pass rate is in the range kept, and those without one.
+def keep_by_offline_scores(
+    prompts: list[Prompt], path: str, low: float, high: float
+) -> tuple[list[Prompt], list[float | None]]:
+    """Stage 1: prompts whose offline pass rate is in the range, those without one, and the rates of both.
 
     [secondary: prompts that smaller models already solve are dropped before training; ours: the range]
     """
     scores = load_scores(path)
-    rates = [scores.get(prompt_sha(prompt)) for prompt in prompts]
-    if all(rate is None for rate in rates):
+    rated = [(prompt, scores.get(prompt_sha(prompt))) for prompt in prompts]
+    if all(rate is None for _, rate in rated):
         raise ValueError(
             f"zero_variance.offline_scores: {path} holds no pass rate of any training "
             "prompt: score these prompts, with the same template, by data/score.py"
         )
-    kept = [prompt for prompt, rate in zip(prompts, rates) if rate is None or low <= rate <= high]
+    kept = [(prompt, rate) for prompt, rate in rated if rate is None or low <= rate <= high]
     if not kept:
         raise ValueError(f"zero_variance.offline_pass_rate: no pass rate lies in {low:g} to {high:g}")
-    return kept
+    return [prompt for prompt, _ in kept], [rate for _, rate in kept]
 
 
 def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[list[int]]:

@@ -93,11 +93,13 @@ class ZeroVarianceSection(Section):
     offline_scores: str | None = setting(None, "pass rates written by data/score.py; null: stage 1 off")
     offline_pass_rate: tuple[float, float] = setting((0.0, 0.9), "closed range of offline pass rates kept")
     history: bool = setting(False, "stage 1b: skip prompts whose record makes zero variance likely")
-    history_decay: float = setting(0.5, "weight of a prompt's past verdicts at each new visit", ge=0, le=1)
-    explore_prob: float = setting(0.1, "least probability of sampling an offered prompt", ge=0, le=1)
-    retest_steps: int = setting(50, "steps after which a prompt is sampled again; 0: never forced", ge=0)
+    history_decay: float = setting(0.1, "weight of a prompt's past verdicts at each new visit", ge=0, le=1)
+    prior: float = setting(0.2, "verdicts of each kind added to a record; below 0.5: bimodal", gt=0)
+    explore_solved: float = setting(0.1, "least probability of sampling a prompt always solved", ge=0, le=1)
+    explore_unsolved: float = setting(0.5, "the same of a prompt never solved", ge=0, le=1)
+    retest_steps: int = setting(200, "steps after which a prompt is sampled again; 0: never forced", ge=0)
     probe_size: int = setting(0, "stage 1c: g0, completions sampled first of each group; 0: off", ge=0)
-    probe_stop_prob: float = setting(0.7, "stop a probe if zero variance is at least so likely", gt=0)
+    probe_stop_prob: float = setting(0.9, "stop a probe if zero variance is at least so likely", gt=0)
     rl_zvp: bool = setting(False, "stage 3: groups left without variance get RL-ZVP advantages")
     rl_zvp_coef: float = setting(0.1, "alpha of RL-ZVP", gt=0)
     drop: bool = setting(False, "contrast: leave groups without variance out of the update (DAPO filter)")
@@ -205,7 +207,7 @@ def check_config(config: Config) -> None:
     names = [eval_name(source) for source in config.data.eval]
     if len(set(names)) < len(names):
         raise ValueError(f"data.eval[].name: {', '.join(names)} are not all different; name the sets")
-    shares = algo.entropy_groups
+    shares, explore = algo.entropy_groups, min(zero.explore_solved, zero.explore_unsolved)
     if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"algorithm.entropy_groups: {list(shares)} must be positive and sum to 1")
     contradictions = {
@@ -218,9 +220,8 @@ def check_config(config: Config) -> None:
             zero.refill, zero.drop, zero.refill and not zero.drop),
         "zero_variance.rl_zvp {} reshapes the groups that zero_variance.drop {} removes: choose one": (
             zero.rl_zvp, zero.drop, zero.rl_zvp and zero.drop),
-        "zero_variance.explore_prob {} and retest_steps {} would lose prompts for ever: raise one": (
-            zero.explore_prob, zero.retest_steps,
-            zero.history and zero.explore_prob == 0 and zero.retest_steps == 0),
+        "zero_variance.explore_solved or _unsolved {} and retest_steps {} would lose prompts for ever": (
+            explore, zero.retest_steps, zero.history and explore == 0 and zero.retest_steps == 0),
         "reward.overlong_buffer {} must be at most rollout.max_new_tokens {}": (
             reward.overlong_buffer, rollout.max_new_tokens, reward.overlong_buffer > rollout.max_new_tokens),
         "reward.judge {!r} and reward.judge_path {!r}: set both or neither": (

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 import moe_model
 import train_rl
+from experiments.metrics import reduce_metrics
+from reward import Verdict
 
 
 def batch_of(completions: list[dict], rows: list[int], padding: int) -> train_rl.RolloutBatch:
@@ -33,10 +35,11 @@ def batch_of(completions: list[dict], rows: list[int], padding: int) -> train_rl
         prompt_ids=[c["prompt_ids"] for c in chosen],
         completion_ids=[c["completion_ids"] for c in chosen],
         finish_reason=["stop"] * len(chosen),
-        seconds=[0.0] * len(chosen),
+        verdicts=[Verdict(0.0, "wrong")] * len(chosen),
         response_mask=torch.arange(longest) < lengths.unsqueeze(1),
         rollout_logprobs=padded("rollout_logprobs"),
         group_index=torch.tensor([groups.index(c["group"]) for c in chosen]),
+        valid=torch.ones(len(chosen), dtype=torch.bool),
         advantages=padded("advantages"),
         old_logprobs=padded("old_logprobs"),
         ref_logprobs=padded("ref_logprobs"),
@@ -53,14 +56,14 @@ def run_case(case: dict, completions: list[dict], model: Path, group) -> dict:
         parameter_group["eps"] = case["adam_eps"]
     batch = batch_of(completions, case["rows"][dist.get_rank()], case["padding"])
     if case["old"] == "computed":
-        batch.old_logprobs = train_rl.logprobs_of_batch(policy, batch, config)
+        batch.old_logprobs, batch.entropy = train_rl.logprobs_of_batch(policy, batch, config)
     elif case["old"] == "none":
         batch.old_logprobs = None
     if config.algorithm.kl_coef == 0:
         batch.ref_logprobs = None
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     before = {name: value.clone() for name, value in tensors.items()}
-    metrics = train_rl.reduce_metrics(train_rl.update_policy(engine, batch, config))
+    metrics = reduce_metrics(train_rl.update_policy(engine, batch, config))
     return {
         "metrics": metrics,
         "old_logprobs": before.get("old_logprobs"),
@@ -76,7 +79,7 @@ def collective_helpers(completions: list[dict]) -> dict:
     pairs |= {"length_max": (7.0 - 3 * rank, 1), "below_max": (-2.0 - rank, 1), "max_of_total": (3.0, 2)}
     rows = list(range(1 + 2 * rank))
     micro_batches = train_rl.micro_batches_of(batch_of(completions, rows, 0), rows, max_tokens=1)
-    return {"reduced": train_rl.reduce_metrics(pairs), "micro_batches": micro_batches}
+    return {"reduced": reduce_metrics(pairs), "micro_batches": micro_batches}
 
 
 def main(folder: Path) -> None:

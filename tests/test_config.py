@@ -10,9 +10,10 @@ from conftest import ROOT
 from pydantic import ValidationError
 
 import train_rl
+from experiments.settings import PromptSource, config_warnings, setting_names
 
 TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
-SETTINGS = train_rl.setting_names()
+SETTINGS = setting_names()
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
 
 
@@ -73,6 +74,20 @@ def test_a_file_inherits_from_its_base(write):
     assert config.run.dir == "grandparent"
 
 
+def test_a_file_inherits_from_several_bases_the_later_above_the_earlier(write):
+    write("train: {seed: 1, num_steps: 1}\nrun: {dir: first}", "first.yaml")
+    write("train: {num_steps: 2, warmup_steps: 2}\nrun: {log_every: 2}", "second.yaml")
+    config = load(file=write("base: [first.yaml, second.yaml]\ntrain: {warmup_steps: 3}\n"))
+    assert (config.train.seed, config.train.num_steps, config.train.warmup_steps) == (1, 2, 3)
+    assert (config.run.dir, config.run.log_every) == ("first", 2)
+
+
+def test_of_several_files_the_later_wins(write):
+    first, second = write("train: {seed: 1, num_steps: 1}", "a.yaml"), write("train: {seed: 2}", "b.yaml")
+    config = train_rl.load_config([TRAIN, "--config", str(first), "--config", str(second)])
+    assert (config.train.seed, config.train.num_steps) == (2, 1)
+
+
 def test_a_base_is_relative_to_the_file_that_names_it(write):
     write("train: {seed: 1}", "deep/parent.yaml")
     file = write("base: parent.yaml", "deep/child.yaml")
@@ -122,7 +137,9 @@ def test_the_resolved_config_loads_as_the_same_config(write):
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_experiment_loads(file):
-    assert train_rl.load_config(["--config", str(file)]).data.train
+    """A method is loaded over an environment, as its first lines say."""
+    environment = ["--config", str(ROOT / "experiments/tiny/grpo.yaml")] if "methods" in file.parts else []
+    assert train_rl.load_config([*environment, "--config", str(file)]).data.train
 
 
 def test_there_are_experiments():
@@ -196,7 +213,10 @@ def test_other_wrong_types(setting):
     [
         "model.ep_size=0", "rollout.prompts_per_step=0", "rollout.group_size=0", "rollout.temperature=0",
         "rollout.max_new_tokens=0", "rollout.kv_cache_gib=0", "reward.timeout_s=0", "reward.num_workers=0",
-        "reward.max_failed_frac=1.1", "reward.max_failed_frac=0", "algorithm.clip_eps=0",
+        "reward.max_failed_frac=1.1", "reward.max_failed_frac=0", "algorithm.clip_eps_low=0",
+        "algorithm.clip_eps_low=1.1", "algorithm.clip_eps_high=0", "algorithm.tie_band=-1",
+        "zero_variance.explore_solved=2", "zero_variance.probe_size=-1", "zero_variance.max_rounds=0",
+        "reward.judge_weight=0", "reward.overlong_buffer=-1", "train.max_generated_tokens=0",
         "algorithm.kl_coef=-0.1", "train.num_steps=0", "train.minibatches_per_step=0", "train.seed=-1",
         "train.micro_batch_tokens=0", "train.learning_rate=0", "train.learning_rate=-1e-6",
         "train.learning_rate=.nan", "train.warmup_steps=-1", "train.weight_decay=-1", "train.max_grad_norm=0",
@@ -215,6 +235,69 @@ def test_checks_across_settings_name_both():
     message = error_of("train.minibatches_per_step=3", "rollout.prompts_per_step=8")
     assert "train.minibatches_per_step 3" in message and "rollout.prompts_per_step 8" in message
     assert load("train.minibatches_per_step=4", "rollout.prompts_per_step=8")
+
+
+REFUSED = [
+    ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
+    ("zero_variance.probe_size=9 rollout.group_size=8", "zero_variance.probe_size 9", "rollout.group_size 8"),
+    ("zero_variance.refill=true", "zero_variance.refill True", "zero_variance.drop"),
+    ("zero_variance.rl_zvp=true zero_variance.drop=true", "zero_variance.rl_zvp", "zero_variance.drop"),
+    (
+        "zero_variance.history=true zero_variance.explore_unsolved=0 zero_variance.retest_steps=0",
+        "zero_variance.explore_solved or _unsolved 0", "retest_steps 0",
+    ),
+    (
+        "reward.overlong_buffer=9 rollout.max_new_tokens=8",
+        "reward.overlong_buffer 9", "rollout.max_new_tokens 8",
+    ),
+    ("reward.judge=scalar", "reward.judge 'scalar'", "reward.judge_path None"),
+    ("reward.judge_path=x", "reward.judge 'none'", "reward.judge_path 'x'"),
+    ("reward.judge_mode=round_robin", "reward.judge_mode 'round_robin'", "reward.judge is 'none'"),
+    ("reward.judge=generative reward.judge_path=x", "reward.judge 'generative'", "reward.judge_mode 'score'"),
+    ("algorithm.clip_mode=before_mean", "algorithm.clip_mode 'before_mean'", "algorithm.ratio_level 'token'"),
+    ("algorithm.entropy_clip_form=literal", "algorithm.entropy_clip_form", "algorithm.clip_mode 'fixed'"),
+    ("algorithm.ratio_form=literal", "algorithm.ratio_form 'literal'", "algorithm.ratio_level 'token'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, one, other", REFUSED)
+def test_contradictory_settings_are_refused_with_both_names(settings, one, other):
+    message = error_of(*settings.split())
+    assert one in message and other in message
+
+
+def test_the_refused_settings_are_legitimate_alone():
+    """Each pair is refused for the combination: with the other value of one of them it loads."""
+    legitimate = (
+        "zero_variance.probe_size=7", "zero_variance.rl_zvp=true", "zero_variance.drop=true",
+        "zero_variance.refill=true zero_variance.drop=true", "reward.judge=scalar reward.judge_path=x",
+        "zero_variance.history=true zero_variance.explore_unsolved=0",
+        "zero_variance.history=true zero_variance.retest_steps=0",
+        "reward.overlong_buffer=8 rollout.max_new_tokens=8",
+        "reward.judge=generative reward.judge_path=x reward.judge_mode=round_robin",
+        "algorithm.clip_mode=before_mean algorithm.ratio_level=sequence",
+        "algorithm.clip_mode=entropy_adaptive algorithm.entropy_clip_form=literal",
+        "algorithm.ratio_form=literal algorithm.ratio_level=sequence",
+    )  # fmt: skip
+    for settings in legitimate:
+        assert load(*settings.split())
+
+
+@pytest.mark.parametrize("shares", ["[]", "[0.5]", "[0.5, 0.6]", "[1.2, -0.2]", "[1.0, 0.0]"])
+def test_shares_of_entropy_groups_must_be_positive_and_sum_to_one(shares):
+    assert "algorithm.entropy_groups" in error_of(f"algorithm.entropy_groups={shares}")
+
+
+def test_unusual_settings_are_warned_about_with_both_names():
+    assert config_warnings(load()) == []
+    (warning,) = config_warnings(load("algorithm.ratio_level=sequence"))
+    assert "algorithm.clip_eps_high 0.2" in warning and "algorithm.ratio_level 'sequence'" in warning
+    narrow = ("algorithm.clip_eps_low=3e-4", "algorithm.clip_eps_high=4e-4")
+    assert config_warnings(load("algorithm.ratio_level=sequence", *narrow)) == []
+    (warning,) = config_warnings(load("algorithm.loss_agg=group_mean"))
+    assert "algorithm.loss_agg" in warning and "algorithm.ratio_level 'token'" in warning
+    (warning,) = config_warnings(load("rollout.group_size=1"))
+    assert "rollout.group_size 1" in warning
 
 
 @pytest.mark.parametrize("place", ["train", "eval"])
@@ -283,7 +366,7 @@ def test_a_missing_file_is_named(tmp_path, write):
     assert str(tmp_path / "none.yaml") in error_of(file=write("base: none.yaml"))
 
 
-@pytest.mark.parametrize("base", ["5", "[a.yaml]", "{a: b}", "true"])
+@pytest.mark.parametrize("base", ["5", "[5]", "[[a.yaml]]", "{a: b}", "true"])
 def test_a_base_that_is_no_name_is_refused(base, write):
     file = write(f"base: {base}\n")
     message = error_of(file=file)
@@ -348,7 +431,7 @@ def test_no_section_is_left_out_of_the_setting_names():
     assert set(leaves(train_rl.Config().model_dump())) == {name for name in SETTINGS if "[]" not in name}
     for source in ("data.train", "data.eval"):
         listed = {name.removeprefix(f"{source}[].") for name in SETTINGS if name.startswith(f"{source}[].")}
-        assert listed == set(train_rl.PromptSource.model_fields)
+        assert listed == set(PromptSource.model_fields)
 
 
 def test_an_unknown_option_is_refused_in_few_lines(capsys):

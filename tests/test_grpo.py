@@ -7,27 +7,17 @@ import random
 import pytest
 import reference
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, assert_close, torchrun
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import train_rl
 from data.prompts import Prompt
-from rollout import Completion, Request
+from experiments.settings import AlgorithmSection
+from reward import Verdict
+from rollout import Completion
 
 SMALLEST_TRAINING_SET = "data.train=[{path: unused}]"
 CLIP_EPS = 0.2
-
-
-@pytest.fixture
-def float64():
-    """loss_weights() makes tensors of the default dtype."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def assert_close(actual, expected, rtol=1e-10, atol=1e-13):
-    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=rtol, atol=atol)
 
 
 # ---- advantages --------------------------------------------------------------------------------------------
@@ -107,6 +97,23 @@ def random_case(seed: int, num_rows: int, spread: float) -> dict:
     }
 
 
+def grpo(clip_eps=CLIP_EPS, kl_coef=0.0) -> AlgorithmSection:
+    return AlgorithmSection(clip_eps_low=clip_eps, clip_eps_high=clip_eps, kl_coef=kl_coef)
+
+
+def grpo_loss(logprobs, old_logprobs, advantages, weights, mask, algorithm, ref_logprobs=None):
+    """policy_loss() without what GRPO does not look at: there are no entropies."""
+    groups = train_rl.ratio_groups(None, mask, algorithm)
+    return train_rl.policy_loss(
+        logprobs, old_logprobs, advantages, weights, groups, None, mask, math.nan, algorithm, ref_logprobs
+    )
+
+
+def grpo_weights(mask, num_completions):
+    """loss_weights() without what the mean over completions does not look at."""
+    return train_rl.loss_weights(mask, None, num_completions, 0, 0, "sequence_mean")
+
+
 def run_policy_loss(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=0):
     """Loss, gradient, statistics, mask of policy_loss() for ragged lists; it must leave its inputs alone."""
     lengths = torch.tensor([len(row) for row in case["logprobs"]])
@@ -115,12 +122,12 @@ def run_policy_loss(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=0):
         name: torch.tensor([row + [0.0] * (width - len(row)) for row in rows]) for name, rows in case.items()
     }
     mask = torch.arange(width) < lengths.unsqueeze(1)
-    weights = train_rl.loss_weights(mask, len(lengths))
+    weights = grpo_weights(mask, len(lengths))
     logprobs = tensors.pop("logprobs").requires_grad_()
     given = {**tensors, "weights": weights, "mask": mask, "logprobs": logprobs}
     kept = {name: tensor.detach().clone() for name, tensor in given.items()}
-    loss, statistics = train_rl.policy_loss(
-        logprobs, tensors["old_logprobs"], tensors["advantages"], weights, clip_eps, kl_coef,
+    loss, statistics = grpo_loss(
+        logprobs, tensors["old_logprobs"], tensors["advantages"], weights, mask, grpo(clip_eps, kl_coef),
         tensors["ref_logprobs"] if kl_coef else None,
     )  # fmt: skip
     loss.backward()
@@ -145,7 +152,8 @@ def assert_matches_reference(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding
     ]
     ratios = [reference.importance_ratio(new, old) for new, old, _, _ in tokens]
     assert_close(statistics["ratio"][mask], ratios)
-    clipped = [float(reference.is_clipped(r, a, clip_eps)) for r, (_, _, a, _) in zip(ratios, tokens)]
+    advantages = [advantage for _, _, advantage, _ in tokens]
+    clipped = [float(reference.is_clipped(r, a, clip_eps, clip_eps)) for r, a in zip(ratios, advantages)]
     assert statistics["clipped"][mask].tolist() == clipped
     assert ("ref_kl_k3" in statistics) == (kl_coef > 0)
     if kl_coef:
@@ -166,8 +174,9 @@ def test_loss_of_random_batches(spread, kl_coef, float64):
 @pytest.mark.parametrize("advantage", [1.5, -1.5, 0.0])
 def test_a_ratio_beyond_float32_gives_no_nan(advantage):
     logprobs = torch.tensor([[0.0]], requires_grad=True)
-    loss, _ = train_rl.policy_loss(
-        logprobs, torch.tensor([[-200.0]]), torch.tensor([[advantage]]), torch.ones(1, 1), 0.2
+    ones = torch.ones(1, 1)
+    loss, _ = grpo_loss(
+        logprobs, torch.tensor([[-200.0]]), torch.tensor([[advantage]]), ones, ones > 0, grpo()
     )
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
@@ -228,11 +237,12 @@ def test_a_batch_without_any_token_has_loss_zero(float64):
 def test_loss_weights(float64):
     lengths = [3, 0, 1, 5]
     mask = torch.arange(7) < torch.tensor(lengths).unsqueeze(1)
-    weights = train_rl.loss_weights(mask, 6)
+    weights = grpo_weights(mask, 6)
     for row, length in enumerate(lengths):
-        assert_close(weights[row, :length], [reference.token_weight(length, 6) for _ in range(length)])
+        expected = [reference.sequence_mean_weight(length, 6) for _ in range(length)]
+        assert_close(weights[row, :length], expected)
         assert (weights[row, length:] == 0).all()
-    assert_close(train_rl.loss_weights(mask, 3).sum(), 1.0)  # three completions have tokens
+    assert_close(grpo_weights(mask, 3).sum(), 1.0)  # three completions have tokens
 
 
 def test_the_kl_estimate_of_close_policies_is_exact_and_never_negative():
@@ -240,7 +250,7 @@ def test_the_kl_estimate_of_close_policies_is_exact_and_never_negative():
     differences = [sign * 10.0**-k for k in range(1, 7) for sign in (1, -1)]
     logprobs, ref_logprobs = torch.zeros(1, 12), torch.tensor([differences])
     ones = torch.ones(1, 12)
-    _, statistics = train_rl.policy_loss(logprobs, logprobs, ones, ones, CLIP_EPS, 0.1, ref_logprobs)
+    _, statistics = grpo_loss(logprobs, logprobs, ones, ones, ones > 0, grpo(kl_coef=0.1), ref_logprobs)
     kl_k3 = statistics["ref_kl_k3"][0]
     assert (kl_k3 >= 0).all()
     assert_close(
@@ -331,29 +341,44 @@ def test_split_rows_keeps_padding_and_the_number_of_micro_batches_low():
 
 
 def test_collate_shapes_and_values():
-    prompts = [Prompt(text, "1", "exact", "set") for text in "aabb"]
-    ids = [[5, 6], [5, 7], [8], [9, 9, 9]]
-    reasons = ["stop", "stop", "stop", "length"]
+    prompts = [Prompt(text, "1", "exact", "set") for text in "abc"]
+    prompt_ids = [[7], [2, 3], [1]]
+    ids = [[5, 6], [5, 7], [8], [9, 9, 9], [4]]
+    reasons = ["stop", "stop", "stop", "length", "stop"]
+    statuses = ["ok", "wrong", "timeout", "error", "no_answer"]
     completions = [
-        Completion(ids[i], [-0.5 - i - t for t in range(len(ids[i]))], reasons[i], float(i)) for i in range(4)
+        Completion(ids[i], [-0.5 - i - t for t in range(len(ids[i]))], reasons[i], float(i)) for i in range(5)
     ]
-    requests = [Request(prompt_ids, 0, 1.0, 3) for prompt_ids in ([1], [1], [2, 3], [2, 3])]
-    batch = train_rl.collate(prompts, requests, completions, group_size=2)
-    assert batch.prompts == prompts
-    assert batch.prompt_ids == [[1], [1], [2, 3], [2, 3]] and batch.completion_ids == ids
-    assert batch.finish_reason == reasons and batch.seconds == [0.0, 1.0, 2.0, 3.0]
-    assert batch.group_index.tolist() == [0, 0, 1, 1] and batch.group_index.dtype == torch.int64
+    verdicts = [Verdict(float(status == "ok"), status) for status in statuses]
+    groups = [train_rl.Group(4, 2, completions[:2], verdicts[:2])]  # their number in the set, not in the step
+    groups += [train_rl.Group(9, 1, completions[2:], verdicts[2:])]  # groups need not be of one size
+    batch = train_rl.collate(groups, prompts, prompt_ids)
+    assert batch.prompts == [prompts[2]] * 2 + [prompts[1]] * 3
+    assert batch.prompt_ids == [[1], [1], [2, 3], [2, 3], [2, 3]] and batch.completion_ids == ids
+    assert batch.finish_reason == reasons and batch.verdicts == verdicts
+    assert batch.group_index.tolist() == [0, 0, 1, 1, 1] and batch.group_index.dtype == torch.int64
+    assert batch.valid.tolist() == [True, True, False, False, True] and batch.valid.dtype == torch.bool
     assert batch.response_mask.dtype == torch.bool
     assert batch.response_mask.tolist() == [[t < len(row) for t in range(3)] for row in ids]
-    expected = [[-0.5, -1.5, 0.0], [-1.5, -2.5, 0.0], [-2.5, 0.0, 0.0], [-3.5, -4.5, -5.5]]
-    assert_close(batch.rollout_logprobs, torch.tensor(expected))
-    assert batch.rewards is batch.advantages is batch.old_logprobs is batch.ref_logprobs is None
+    rows = [[-0.5, -1.5, 0.0], [-1.5, -2.5, 0.0], [-2.5, 0.0, 0.0], [-3.5, -4.5, -5.5], [-4.5, 0.0, 0.0]]
+    assert_close(batch.rollout_logprobs, torch.tensor(rows))
+    written_later = [batch.rewards, batch.advantages, batch.old_logprobs, batch.entropy, batch.ref_logprobs]
+    assert written_later == [None] * 5
+
+
+def test_a_rank_whose_groups_were_all_dropped_has_a_batch_without_rows():
+    batch = train_rl.collate([], [], [])
+    assert batch.response_mask.shape == batch.rollout_logprobs.shape == (0, 1)
+    assert batch.group_index.shape == batch.valid.shape == (0,)
+    assert train_rl.split_minibatches(batch, 3) == [[], [], []]
 
 
 def test_minibatches_are_whole_groups_and_as_many_on_every_rank():
     def split(num_groups, group_size, num_minibatches):
-        group_index = torch.arange(num_groups).repeat_interleave(group_size)
-        batch = train_rl.RolloutBatch([], [], [], [], [], torch.ones(1, 1), torch.ones(1, 1), group_index)
+        completion, verdict = Completion([5], [-0.5], "stop", 0.0), Verdict(0.0, "wrong")
+        of_one = lambda place: train_rl.Group(place, 0, [completion] * group_size, [verdict] * group_size)
+        groups = [of_one(place) for place in range(num_groups)]
+        batch = train_rl.collate(groups, [Prompt("a", "1", "exact", "set")], [[1]])
         return train_rl.split_minibatches(batch, num_minibatches)
 
     assert split(4, 2, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -402,6 +427,14 @@ def case(name, *rows, old="none", ep_size=1, padding=0, adam_eps=SMOOTH_EPS, **s
 
 
 OFF_POLICY = {"old": "given", "algorithm__kl_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.05}
+ESPO = {  # with a clip that is wide enough for some tokens of this policy
+    "ratio_level": "entropy_group", "ratio_form": "stop_gradient", "clip_mode": "entropy_adaptive",
+    "entropy_clip_coef": 1.0, "loss_agg": "group_mean", "rollout_correction": "token_tis",
+}  # fmt: skip
+DAPO = {"clip_eps_low": 0.1, "clip_eps_high": 0.9, "loss_agg": "token_mean"}
+DAPO |= {"rollout_correction": "sequence_tis", "rollout_correction_cap": 30.0}
+ESPO_UPDATE = OFF_POLICY | {f"algorithm__{name}": value for name, value in ESPO.items()}
+DAPO_UPDATE = OFF_POLICY | {f"algorithm__{name}": value for name, value in DAPO.items()}
 TWO_UPDATES = {"old": "computed", "minibatches_per_step": 2, "betas": "[0.8, 0.9]"}
 HALVES, SHARES = (EVERYTHING[:6], EVERYTHING[6:]), (EVERYTHING[:9], EVERYTHING[9:])
 INTERLEAVED = (GROUPS[0] + GROUPS[2], GROUPS[1] + GROUPS[3])  # so that minibatches are those of one rank
@@ -417,6 +450,8 @@ ONE_RANK = [
     case("off-policy small", EVERYTHING, micro_batch_tokens=20, padding=2, **OFF_POLICY),
     case("two updates", EVERYTHING, **TWO_UPDATES),
     case("adam", EVERYTHING, adam_eps=TORCH_EPS, **OFF_POLICY),
+    case("espo", EVERYTHING, padding=3, **ESPO_UPDATE),
+    case("dapo small", SHUFFLED, micro_batch_tokens=20, **DAPO_UPDATE),
 ]
 TWO_RANKS = [
     case("halves", *HALVES),
@@ -428,6 +463,8 @@ TWO_RANKS = [
     case("off-policy ep zero 2", *HALVES, ep_size=2, zero_stage=2, **OFF_POLICY),
     case("two updates halves", *INTERLEAVED, **TWO_UPDATES),
     case("two updates shares ep", *SHARES, ep_size=2, **TWO_UPDATES),
+    case("espo shares ep", *SHARES, ep_size=2, micro_batch_tokens=20, **ESPO_UPDATE),
+    case("dapo shares", *SHARES, micro_batch_tokens=40, **DAPO_UPDATE),
 ]
 
 
@@ -488,57 +525,102 @@ def plain_logprobs(model, completion: dict) -> tuple[torch.Tensor, torch.Tensor]
     return torch.stack([row[token] for row, token in zip(rows, tokens)]), -(rows.exp() * rows).sum(dim=-1)
 
 
-def plain_update(folder, completions, minibatches, old="current", kl_coef=0.0, max_grad_norm=1e3, **adam):
+def plain_update(folder, completions, minibatches, old="current", max_grad_norm=1e3, method=None, **adam):
     """Updates on minibatches (lists of rows) with transformers' model and torch's AdamW.
 
     The loss enters as its derivative by the log-probabilities, which reference.py writes out by hand.
+    method: settings of the algorithm that differ from GRPO.
     """
     model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": LEARNING_RATE, "eps": SMOOTH_EPS} | adam)
     with torch.no_grad():
-        current = [plain_logprobs(model, c)[0].tolist() for c in completions]
+        pairs = [plain_logprobs(model, c) for c in completions]
+    current, entropies = ([pair[k].tolist() for pair in pairs] for k in (0, 1))
+    settings = AlgorithmSection(**method or {}).model_dump() | {"log_vocab": math.log(24)}
     grad_norms, tokens = [], []
     for rows in minibatches:
         chosen = [completions[row] for row in rows]
-        logprobs, entropies = zip(*(plain_logprobs(model, c) for c in chosen))
-        values = [x.tolist() for x in logprobs]
-        old_values = [c["old_logprobs"] for c in chosen] if old == "given" else [current[row] for row in rows]
-        fixed = ([c["advantages"] for c in chosen], [c["ref_logprobs"] for c in chosen], CLIP_EPS, kl_coef)
-        slopes = reference.grpo_objective_slope(values, old_values, *fixed)
+        logprobs = [plain_logprobs(model, c)[0] for c in chosen]
+        old_values = [c["old_logprobs"] if old == "given" else current[row] for row, c in zip(rows, chosen)]
+        values = {
+            "logprobs": [x.tolist() for x in logprobs],
+            "old_logprobs": old_values,
+            "advantages": [corrected_advantages(c, old, settings) for c, old in zip(chosen, old_values)],
+            "entropies": [entropies[row] for row in rows],
+        }
+        slopes = reference.policy_objective_slope(
+            **values, ref_logprobs=[c["ref_logprobs"] for c in chosen], settings=settings
+        )
         optimizer.zero_grad()
         torch.cat(logprobs).backward(-torch.tensor([x for row in slopes for x in row]))
         grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item())
         optimizer.step()
-        for i, completion in enumerate(chosen):
-            for t, (new, before) in enumerate(zip(values[i], old_values[i])):
-                ratio = reference.importance_ratio(new, before)
-                tokens.append({
-                    "ratio": ratio,
-                    "clipped": float(reference.is_clipped(ratio, completion["advantages"][t], CLIP_EPS)),
-                    "abs_dlogp": abs(before - completion["rollout_logprobs"][t]),
-                    "entropy": entropies[i][t].item(),
-                    "ref_kl_k3": reference.kl_k3(new, completion["ref_logprobs"][t]),
-                })  # fmt: skip
-    metrics = {name: sum(token[name] for token in tokens) / len(tokens) for name in tokens[0]}
-    metrics["abs_dlogp_max"] = max(token["abs_dlogp"] for token in tokens)
-    metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
+        tokens += plain_statistics(chosen, values, settings)
+    metrics = {"grad_norm": sum(grad_norms) / len(grad_norms), "nonfinite_updates_max": 0}
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {"parameters": parameters, "metrics": metrics, "old": current}
+    return {"parameters": parameters, "metrics": metrics | plain_metrics(tokens), "old": current}
+
+
+def corrected_advantages(completion: dict, old_logprobs: list[float], settings: dict) -> list[float]:
+    """The advantages of a completion with the weights of the rollout correction."""
+    mode, cap = settings["rollout_correction"], settings["rollout_correction_cap"]
+    logprobs, advantages = (old_logprobs, completion["rollout_logprobs"]), completion["advantages"]
+    return [a * reference.rollout_weight(*logprobs, t, mode, cap) for t, a in enumerate(advantages)]
+
+
+def plain_statistics(completions: list[dict], values: dict, settings: dict) -> list[dict]:
+    """{metric: value} of each token, and its entropy group."""
+    tokens = []
+    for i, t, _, term in reference.policy_terms(**values, settings=settings):
+        entropies, new, before = (values[name][i] for name in ("entropies", "logprobs", "old_logprobs"))
+        groups = reference.entropy_groups(entropies, settings["entropy_groups"])
+        token = {
+            "entropy_group": next(k for k, group in enumerate(groups) if t in group),
+            "ratio": term.ratio,
+            "clipped": float(term.clipped),
+            "entropy": entropies[t],
+            "abs_log_ratio": abs(math.log(term.ratio)),
+            "abs_dlogp": abs(before[t] - completions[i]["rollout_logprobs"][t]),
+        }
+        if settings["kl_coef"]:
+            token["ref_kl_k3"] = reference.kl_k3(new[t], completions[i]["ref_logprobs"][t])
+        if term.clip_eps is not None:
+            token["clip_eps"] = term.clip_eps
+        tokens.append(token)
+    return tokens
+
+
+def plain_metrics(tokens: list[dict]) -> dict[str, float]:
+    """The means of plain_statistics(), some by entropy group, and its maxima."""
+    metrics, mean = {}, lambda rows, name: sum(row[name] for row in rows) / len(rows)
+    for name in tokens[0].keys() - {"entropy_group"}:
+        metrics[name] = mean(tokens, name)
+        if name in ("entropy", "clipped", "clip_eps"):
+            for k in (0, 1):
+                of_group = [token for token in tokens if token["entropy_group"] == k]
+                metrics[f"{name}/entropy_group_{k}"] = mean(of_group, name)
+        if name in ("abs_dlogp", "abs_log_ratio", "clip_eps"):
+            metrics[f"{name}_max"] = max(token[name] for token in tokens)
+    return metrics
 
 
 @pytest.fixture(scope="module")
 def plain(updates):
     """{name: plain_update()} of what the cases compute in their several ways."""
     folder, completions, _ = updates
-    off_policy = {"old": "given", "kl_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.05}
+    off_policy = {"old": "given", "weight_decay": 0.1, "max_grad_norm": 0.05}
+    kl = {"kl_coef": 0.1}
     two_updates = {"betas": (0.8, 0.9), "weight_decay": 0.0}
     uneven = [GROUPS[0] + GROUPS[1] + GROUPS[3], GROUPS[2]]  # rank 1 has one group, and takes it first
+    run = lambda *minibatches, **settings: plain_update(folder, completions, minibatches, **settings)
     return {
-        "whole": plain_update(folder, completions, [EVERYTHING], weight_decay=0.0),
-        "off-policy": plain_update(folder, completions, [EVERYTHING], **off_policy),
-        "two updates": plain_update(folder, completions, [EVERYTHING[:6], EVERYTHING[6:]], **two_updates),
-        "two updates shares": plain_update(folder, completions, uneven, **two_updates),
-        "adam": plain_update(folder, completions, [EVERYTHING], eps=TORCH_EPS, **off_policy),
+        "whole": run(EVERYTHING, weight_decay=0.0),
+        "off-policy": run(EVERYTHING, method=kl, **off_policy),
+        "two updates": run(EVERYTHING[:6], EVERYTHING[6:], **two_updates),
+        "two updates shares": run(*uneven, **two_updates),
+        "adam": run(EVERYTHING, method=kl, eps=TORCH_EPS, **off_policy),
+        "espo": run(EVERYTHING, method=kl | ESPO, **off_policy),
+        "dapo": run(EVERYTHING, method=kl | DAPO, **off_policy),
     }
 
 
@@ -553,6 +635,8 @@ SAME_UPDATE = {
     ],
     "two updates": ["two updates", "two updates halves"],
     "two updates shares": ["two updates shares ep"],
+    "espo": ["espo", "espo shares ep"],
+    "dapo": ["dapo small", "dapo shares"],
 }  # fmt: skip
 
 
@@ -560,10 +644,9 @@ SAME_UPDATE = {
 def test_update_equals_plain_torch_however_it_is_split(kind, name, updates, plain):
     result = updates[2][name]
     assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < TOLERANCE
-    measured = {"ratio", "clipped", "entropy", "abs_dlogp", "abs_dlogp_max", "grad_norm"}
-    assert result["metrics"].keys() == measured | ({"ref_kl_k3"} if kind == "off-policy" else set())
-    for metric in result["metrics"]:
-        assert result["metrics"][metric] == pytest.approx(plain[kind]["metrics"][metric], rel=1e-5), metric
+    assert result["metrics"].keys() == plain[kind]["metrics"].keys()
+    for metric, value in plain[kind]["metrics"].items():
+        assert result["metrics"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
     assert result["written"] == []
 
 
@@ -583,7 +666,10 @@ def test_the_cases_above_could_fail(updates, plain):
         for other in plain.keys() - {kind}:
             assert parameter_distance(one["parameters"], plain[other]["parameters"]) > 1e3 * TOLERANCE
     assert plain["off-policy"]["metrics"]["grad_norm"] > 2 * 0.05
-    assert 0.1 < plain["off-policy"]["metrics"]["clipped"] < 0.9
+    for kind in ("off-policy", "espo", "dapo"):
+        assert 0.1 < plain[kind]["metrics"]["clipped"] < 0.9
+    by_group = ("clipped/entropy_group_0", "clipped/entropy_group_1", "clip_eps_max", "abs_log_ratio_max")
+    assert plain["espo"]["metrics"].keys() > set(by_group)
     assert plain["two updates"]["metrics"]["clipped"] > 0.02
 
 

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import reward
 from reward import KINDS, RewardPool, Verdict, verify
 
-OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
+OK, WRONG, NO_ANSWER = Verdict(1.0, "ok", pass_frac=1.0), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
+TWO_THIRDS = Verdict(0.0, "wrong", pass_frac=2 / 3)
 SLOW = ["9^{9^{9^9}}", "99999999!", r"\prod_{k=1}^{10^7} k", r"\binom{10^9}{5\cdot 10^8}"]
 HANGS = r"\boxed{9^{9^{9^9}}}"  # sympy multiplies it out, inside C, for longer than anybody waits
 
@@ -70,8 +71,8 @@ def wait_until(condition, seconds: float = 30.0) -> bool:
 
 CASES = [
     ("exact", " abc\n", "abc", OK),
-    ("exact", "abc", "abd", WRONG),
-    ("exact", "Abc", "abc", WRONG),
+    ("exact", "abc", "abd", TWO_THIRDS),
+    ("exact", "Abc", "abc", TWO_THIRDS),
     ("exact", " \n", "abc", NO_ANSWER),
     ("numeric", "first 7, then 1,234,567.50 dollars", "1234567.5", OK),
     ("numeric", "it is -$5", "-5", OK),

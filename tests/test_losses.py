@@ -1,0 +1,869 @@
+"""Every value of every axis of the method against the equations of reference.py, and how methods meet.
+
+A batch goes through micro_batch_loss() or token_advantages() as in a run; the loss, its gradient and the
+statistics are compared. A settings dict names what differs from the defaults.
+"""
+
+import ast
+import inspect
+import itertools
+import math
+import random
+from types import SimpleNamespace
+from typing import Literal, get_args, get_origin
+
+import pytest
+import reference
+import torch
+from conftest import ROOT, assert_close
+
+import train_rl
+from data.prompts import Prompt
+from experiments.settings import AlgorithmSection, Config, RewardSection
+from reward import Verdict
+from rollout import Completion
+
+MAX_NEW_TOKENS, LOG_VOCAB = 13, math.log(50)
+
+
+def axes_of(section) -> dict[str, tuple[str, ...]]:
+    """{name: values} of the Literal settings of a section."""
+    fields = {name: info.annotation for name, info in section.model_fields.items()}
+    return {name: get_args(kind) for name, kind in fields.items() if get_origin(kind) is Literal}
+
+
+AXES = axes_of(AlgorithmSection)
+RATIOS = list(itertools.product(AXES["ratio_level"], AXES["ratio_form"]))
+ALL_SHARES = [(0.2, 0.8), (0.1, 0.3, 0.6), (1.0,), (0.25, 0.25, 0.25, 0.25)]
+
+
+def config_of(**algorithm) -> Config:
+    return Config.model_validate({"algorithm": algorithm, "rollout": {"max_new_tokens": MAX_NEW_TOKENS}})
+
+
+# ---- 1. Ragged lists through the project and through the reference -----------------------------------------
+
+
+def random_case(seed: int, spread: float, lengths: list[int] | None = None) -> dict:
+    """Ragged lists of some completions; spread is the size of log ratios in nats.
+
+    Advantages of a completion have one sign. Some entropies are equal, some are 0.
+    """
+    rng = random.Random(seed)
+    lengths = lengths or [rng.choice([0, 1, 1, 2, 5, 8]) for _ in range(rng.randint(1, 5))]
+    signs = [rng.choice([1, 1, -1, -1, 0]) for _ in lengths]
+    near = lambda rows: [[x + rng.uniform(-spread, spread) for x in row] for row in rows]
+    old = [[-rng.expovariate(1.0) for _ in range(n)] for n in lengths]
+    return {
+        "logprobs": near(old),
+        "old_logprobs": old,
+        "rollout_logprobs": [[x + rng.uniform(-0.3, 0.3) for x in row] for row in old],
+        "ref_logprobs": [[x + rng.uniform(-1, 1) for x in row] for row in old],
+        "advantages": [[sign * rng.expovariate(1.0) for _ in range(n)] for sign, n in zip(signs, lengths)],
+        "entropies": [[rng.choice([0.0, 0.7, rng.uniform(0, 3)]) for _ in range(n)] for n in lengths],
+    }
+
+
+def padded(rows: list[list[float]], width: int) -> torch.Tensor:
+    return torch.tensor([row + [0.0] * (width - len(row)) for row in rows]).reshape(len(rows), width)
+
+
+def batch_of(case: dict, padding: int = 0) -> train_rl.RolloutBatch:
+    lengths = [len(row) for row in case["old_logprobs"]]
+    width = max([1, *lengths]) + padding
+    of = {name: padded(rows, width) for name, rows in case.items() if name != "logprobs"}
+    nothing = [None] * len(lengths)
+    return train_rl.RolloutBatch(
+        prompts=nothing, prompt_ids=nothing, completion_ids=[[0] * n for n in lengths], finish_reason=nothing,
+        verdicts=nothing, response_mask=torch.arange(width) < torch.tensor(lengths).view(-1, 1),
+        rollout_logprobs=of["rollout_logprobs"], group_index=torch.zeros(len(lengths), dtype=torch.int64),
+        valid=torch.ones(len(lengths), dtype=torch.bool), old_logprobs=of["old_logprobs"],
+        entropy=of["entropies"], advantages=of["advantages"], ref_logprobs=of["ref_logprobs"],
+    )  # fmt: skip
+
+
+def run_loss(case: dict, config: Config, padding=0, others=(0, 0)):
+    """Loss, gradient by token, {statistic: by token} of micro_batch_loss(); the batch must stay as it was.
+
+    others: completions and tokens of the update in other micro-batches.
+    """
+    batch = batch_of(case, padding)
+    mask = batch.response_mask
+    if config.algorithm.kl_coef == 0:
+        batch.ref_logprobs = None
+    logprobs = padded(case["logprobs"], mask.shape[1]).requires_grad_()
+    given = {name: x for name, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    kept = {name: x.clone() for name, x in given.items()}
+    counts = torch.tensor([len(mask) + others[0], int(mask.sum()) + others[1]])
+    rows = list(range(len(mask)))
+    loss, statistics = train_rl.micro_batch_loss(
+        logprobs, torch.full_like(logprobs, math.nan), batch, rows, counts, LOG_VOCAB, config
+    )
+    loss.backward()
+    for name, tensor in given.items():
+        assert torch.equal(tensor, kept[name]), f"{name} was written to"
+    assert loss.shape == () and not any(value.requires_grad for value in statistics.values())
+    assert (logprobs.grad[~mask] == 0).all()
+    return loss.detach(), logprobs.grad[mask], {name: value[mask] for name, value in statistics.items()}
+
+
+def reference_settings(config: Config, case: dict, others=(0, 0)) -> dict:
+    rows = case["old_logprobs"]
+    return config.algorithm.model_dump() | {
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "log_vocab": LOG_VOCAB,
+        "num_completions": len(rows) + others[0],
+        "num_tokens": sum(map(len, rows)) + others[1],
+    }
+
+
+def corrected(case: dict, config: Config) -> list[list[float]]:
+    """The advantages with the weights of the rollout correction."""
+    mode, cap = config.algorithm.rollout_correction, config.algorithm.rollout_correction_cap
+    rows = zip(case["advantages"], case["old_logprobs"], case["rollout_logprobs"])
+    return [
+        [a * reference.rollout_weight(old, rollout, t, mode, cap) for t, a in enumerate(row)]
+        for row, old, rollout in rows
+    ]
+
+
+def assert_matches_reference(case: dict, config: Config, padding=0, others=(0, 0)) -> list[float]:
+    """Loss, gradient and statistics; returns which tokens were clipped."""
+    loss, gradient, statistics = run_loss(case, config, padding, others)
+    settings = reference_settings(config, case, others)
+    lists = [case["logprobs"], case["old_logprobs"], corrected(case, config), case["entropies"]]
+    assert_close(loss, -reference.policy_objective(*lists, case["ref_logprobs"], settings))
+    slopes = reference.policy_objective_slope(*lists, case["ref_logprobs"], settings)
+    assert_close(gradient, [-x for row in slopes for x in row])
+    terms = {(i, t): one for i, t, _, one in reference.policy_terms(*lists, settings)}
+    terms = [one for _, one in sorted(terms.items())]
+    assert_close(statistics["ratio"], [one.ratio for one in terms])
+    assert statistics["clipped"].tolist() == [float(one.clipped) for one in terms]
+    assert ("clip_eps" in statistics) == (config.algorithm.clip_mode == "entropy_adaptive")
+    if "clip_eps" in statistics:
+        assert_close(statistics["clip_eps"], [one.clip_eps for one in terms])
+    groups = [
+        reference.entropy_groups(row, config.algorithm.entropy_groups) for row in case["entropies"]
+    ]  # of each completion
+    numbers = [
+        next(k for k, tau in enumerate(groups[i]) if t in tau)
+        for i, row in enumerate(case["entropies"])
+        for t in range(len(row))
+    ]
+    assert statistics["entropy_group"].tolist() == numbers
+    return statistics["clipped"].tolist()
+
+
+# ---- 2. Every value of every axis --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip_mode", AXES["clip_mode"])
+@pytest.mark.parametrize("ratio_level, ratio_form", RATIOS)
+def test_loss_and_gradient_of_every_combination(ratio_level, ratio_form, clip_mode, float64):
+    """Levels, forms, clip modes and aggregations all together; the other axes take turns."""
+    clipped = []
+    for seed, loss_agg in enumerate(AXES["loss_agg"] * 4):
+        config = config_of(
+            ratio_level=ratio_level, ratio_form=ratio_form, clip_mode=clip_mode, loss_agg=loss_agg,
+            entropy_groups=ALL_SHARES[seed % 3], entropy_clip_form=AXES["entropy_clip_form"][seed // 2 % 2],
+            entropy_clip_coef=0.4, clip_eps_low=0.1, clip_eps_high=0.2 + 0.01 * seed,
+            rollout_correction=AXES["rollout_correction"][(seed + seed // 4) % 4],
+            rollout_correction_cap=1.1, kl_coef=0.3 * (seed // 8),
+        )  # fmt: skip
+        case = random_case(seed, spread=0.4)
+        clipped += assert_matches_reference(case, config, padding=seed % 3, others=(seed % 5, seed % 7))
+    assert (0 < sum(clipped) < len(clipped)) == (clip_mode != "none"), "the cases reach both branches"
+
+
+@pytest.mark.parametrize("clip_mode", AXES["clip_mode"])
+@pytest.mark.parametrize("ratio_level, ratio_form", RATIOS)
+def test_ratios_of_many_orders_of_magnitude(ratio_level, ratio_form, clip_mode, float64):
+    for seed in range(4):
+        case = random_case(seed, spread=30.0, lengths=[3, 1, 6])
+        config = config_of(ratio_level=ratio_level, ratio_form=ratio_form, clip_mode=clip_mode)
+        assert_matches_reference(case, config)
+
+
+@pytest.mark.parametrize("clip_mode", AXES["clip_mode"])
+@pytest.mark.parametrize("loss_agg", AXES["loss_agg"])
+@pytest.mark.parametrize(
+    "lengths", [[1], [1, 1], [0, 3], [3, 0, 0], [2], [1, 2]], ids=lambda lengths: f"lengths {lengths}"
+)
+def test_short_and_empty_completions(lengths, loss_agg, clip_mode, float64):
+    """Also with more entropy groups than tokens. A completion without tokens counts in N."""
+    for seed, shares in enumerate(ALL_SHARES):
+        levels = {"ratio_level": "entropy_group", "entropy_groups": shares, "clip_mode": clip_mode}
+        config = config_of(loss_agg=loss_agg, ratio_form="stop_gradient", **levels)
+        assert_matches_reference(random_case(seed, 0.4, lengths), config)
+
+
+@pytest.mark.parametrize("loss_agg", AXES["loss_agg"])
+@pytest.mark.parametrize("ratio_level", AXES["ratio_level"])
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_nothing_to_learn_from_is_a_loss_of_zero(num_rows, ratio_level, loss_agg, float64):
+    """No rows, and rows without any token. Not NaN: a rank would spread it to all others."""
+    case = {name: [[]] * num_rows for name in random_case(0, 0.1)}
+    for clip_mode in AXES["clip_mode"]:
+        config = config_of(ratio_level=ratio_level, loss_agg=loss_agg, clip_mode=clip_mode)
+        loss, gradient, _ = run_loss(case, config, padding=2)
+        assert loss == 0 and gradient.numel() == 0
+
+
+@pytest.mark.parametrize("loss_agg", AXES["loss_agg"])
+def test_weights_of_a_batch_sum_to_one_and_do_not_depend_on_how_it_is_split(loss_agg, float64):
+    case = random_case(3, 0.3, [4, 1, 7, 2])
+    config = config_of(loss_agg=loss_agg, ratio_level="entropy_group", clip_mode="none")
+    total = sum(map(len, case["logprobs"]))
+    whole, gradient, _ = run_loss(case, config)
+    parts = []
+    for rows in ([0, 2], [1], [3]):
+        part = {name: [values[row] for row in rows] for name, values in case.items()}
+        tokens = sum(map(len, part["logprobs"]))
+        parts.append(run_loss(part, config, padding=1, others=(4 - len(rows), total - tokens)))
+    assert_close(sum(loss for loss, _, _ in parts), whole)
+    split = torch.cat([parts[0][1][:4], parts[1][1], parts[0][1][4:], parts[2][1]])
+    assert_close(split, gradient)
+    mask = batch_of(case).response_mask
+    groups = train_rl.ratio_groups(batch_of(case).entropy, mask, config.algorithm)
+    weights = train_rl.loss_weights(mask, groups, 4, total, MAX_NEW_TOKENS, loss_agg)
+    assert_close(weights.sum(), total / (4 * MAX_NEW_TOKENS) if loss_agg == "fixed_length" else 1.0)
+
+
+@pytest.mark.parametrize("mode", AXES["rollout_correction"])
+def test_rollout_correction(mode, float64):
+    old, rollout = [-1.0, -2.0, -0.5], [-1.3, -1.5, -1.4]  # product exp(0.7) = 2.01
+    mask = torch.tensor([[True] * 3 + [False]])
+    for cap in (0.5, 1.4, 2.0, 2.02, 9.0):
+        rows = [torch.tensor([row + [7.0 * k]]) for k, row in enumerate((old, rollout))]  # noise on padding
+        weights = train_rl.rollout_weights(*rows, mask, mode, cap)
+        expected = [reference.rollout_weight(old, rollout, t, mode, cap) for t in range(3)]
+        assert_close(weights[0, :3], expected)
+    long = torch.zeros(1, 400)
+    weights = train_rl.rollout_weights(long, long - 1.0, long == 0, mode, 2.0)
+    assert torch.isfinite(weights).all(), "a product of 400 ratios is beyond any float"
+
+
+# ---- 3. Edges of the clip, groups --------------------------------------------------------------------------
+
+
+def one_token(log_ratio: float, advantage: float, entropy: float = 0.0, num: int = 1) -> dict:
+    """A completion of `num` tokens that are all alike."""
+    rows = {"logprobs": log_ratio, "old_logprobs": 0.0, "rollout_logprobs": 0.0, "ref_logprobs": 0.0}
+    rows |= {"advantages": advantage, "entropies": entropy}
+    return {name: [[value] * num] for name, value in rows.items()}
+
+
+def same_ratio_everywhere(near: float) -> tuple[float, float]:
+    """A log ratio whose exponential is the same float in torch and in math, and that float."""
+    candidate = math.log(near)
+    for _ in range(1000):
+        if torch.tensor([candidate]).exp().item() == math.exp(candidate):
+            return candidate, math.exp(candidate)
+        candidate = math.nextafter(candidate, 1.0)
+    raise AssertionError("no such float")
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("near", [1.2, 0.8])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("clip_mode", ["fixed", "weight"])
+@pytest.mark.parametrize("ratio_level", AXES["ratio_level"])
+def test_a_ratio_on_the_clip_edge_and_one_ulp_beside_it(
+    ratio_level, clip_mode, beyond, near, advantage, float64
+):
+    """On the edge it counts as not clipped. Only the edge is moved."""
+    log_ratio, ratio = same_ratio_everywhere(near)
+    edge = math.nextafter(ratio, ratio + beyond * (1.0 - ratio)) if beyond else ratio
+    eps = abs(edge - 1.0)
+    assert edge in (1.0 - eps, 1.0 + eps)
+    for form in ("geometric", "stop_gradient"):  # the literal one is a product: another rounding
+        settings = {"clip_eps_low": eps, "clip_eps_high": eps, "ratio_form": form}
+        config = config_of(ratio_level=ratio_level, clip_mode=clip_mode, **settings)
+        clipped = assert_matches_reference(one_token(log_ratio, advantage), config)
+        to_its_gain = (advantage > 0) == (near > 1)
+        assert clipped == [float(beyond == 1 and (to_its_gain or clip_mode == "weight"))]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("near", [1.2, 0.8])
+@pytest.mark.parametrize("ratio_level", AXES["ratio_level"])
+@pytest.mark.parametrize("form", AXES["entropy_clip_form"])
+def test_a_ratio_on_the_edge_of_its_entropy(form, ratio_level, near, advantage, float64):
+    log_ratio, ratio = same_ratio_everywhere(near)
+    entropy = abs(ratio - 1.0)
+    assert ratio in (1.0 - entropy, 1.0 + entropy) and LOG_VOCAB * entropy / LOG_VOCAB == entropy
+    config = config_of(
+        ratio_level=ratio_level, clip_mode="entropy_adaptive", entropy_clip_form=form,
+        entropy_clip_coef=LOG_VOCAB,
+    )  # fmt: skip
+    assert assert_matches_reference(one_token(log_ratio, advantage, entropy), config) == [0.0]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("edge", [0.3, -0.3])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("ratio_form", AXES["ratio_form"])
+def test_each_token_on_the_edge_of_gmpo_and_one_ulp_beside_it(ratio_form, beyond, edge, advantage, float64):
+    eps = {"clip_eps_low": 0.3, "clip_eps_high": 0.3}
+    log_ratio = math.log(1.0 + edge)
+    if beyond:
+        log_ratio = math.nextafter(log_ratio, math.inf * beyond * edge)
+    config = config_of(ratio_level="sequence", ratio_form=ratio_form, clip_mode="before_mean", **eps)
+    clipped = assert_matches_reference(one_token(log_ratio, advantage, num=3), config)
+    assert clipped == [float(beyond == 1 and (advantage > 0) == (edge > 0))] * 3
+
+
+def test_gmpo_without_a_lower_bound(float64):
+    config = config_of(ratio_level="sequence", clip_mode="before_mean", clip_eps_low=1.0)
+    for seed in range(4):
+        assert_matches_reference(random_case(seed, 3.0), config)
+
+
+@pytest.mark.parametrize("form", AXES["entropy_clip_form"])
+@pytest.mark.parametrize("ratio_level", AXES["ratio_level"])
+def test_without_entropy_the_clip_interval_is_one_point(ratio_level, form, float64):
+    """eps is 0: what moved to the gain of the objective is clipped; the rest, and a ratio of 1, is not."""
+    config = config_of(ratio_level=ratio_level, clip_mode="entropy_adaptive", entropy_clip_form=form)
+    for log_ratio, advantage in itertools.product([0.3, 0.0, -0.3], [1.5, -1.5]):
+        case = one_token(log_ratio, advantage, entropy=0.0, num=4)
+        clipped = assert_matches_reference(case, config)
+        assert clipped == [float(log_ratio * advantage > 0)] * 4
+        assert not run_loss(case, config)[2]["clip_eps"].any()
+
+
+def groups_of(entropies: list[float], shares, padding=0) -> list[list[int]]:
+    """The tokens of each group, of one completion."""
+    row = padded([entropies], len(entropies) + padding)
+    mask = (torch.arange(row.shape[1]) < len(entropies)).unsqueeze(0)
+    numbers = train_rl.entropy_groups(row, mask, shares)[mask].tolist()
+    return [[t for t, number in enumerate(numbers) if number == k] for k in range(len(shares))]
+
+
+@pytest.mark.parametrize("shares", [*ALL_SHARES, (0.1, 0.9), (0.4, 0.6), (0.05, 0.1, 0.85), (0.6, 0.3, 0.1)])
+def test_entropy_groups(shares, float64):
+    """Numbers of tokens up to 60 meet every way in which share x tokens is whole or just is not."""
+    rng = random.Random(0)
+    for num_tokens in range(61):
+        entropies = [rng.choice([0.0, 0.5, rng.uniform(0, 4)]) for _ in range(num_tokens)]
+        expected = reference.entropy_groups(entropies, shares)
+        assert groups_of(entropies, shares, padding=num_tokens % 4) == [sorted(tau) for tau in expected]
+        assert sorted(sum(expected, [])) == list(range(num_tokens))
+
+
+def test_entropy_groups_worked_out_by_hand():
+    assert groups_of([0.1, 2.0, 0.3, 1.0, 0.2], (0.2, 0.8)) == [[1], [0, 2, 3, 4]]
+    assert groups_of([0.1, 2.0, 0.3, 1.0, 0.2, 0.0], (0.2, 0.8)) == [[1, 3], [0, 2, 4, 5]], "1.2 is 2"
+    assert groups_of([0.1, 2.0, 0.3, 1.0, 0.2], (0.2, 0.4, 0.4)) == [[1], [2, 3], [0, 4]]
+    assert groups_of([1.0] * 5, (0.4, 0.6), padding=2) == [[0, 1], [2, 3, 4]], "text order where equal"
+    assert groups_of([0.0] * 5, (0.4, 0.6), padding=2) == [[0, 1], [2, 3, 4]], "padding is no token"
+    assert groups_of([3.0], (0.2, 0.8)) == [[0], []], "one token is the most uncertain one"
+
+
+def test_equal_entropies_are_grouped_in_the_order_of_the_text_on_long_completions():
+    expected = reference.entropy_groups([0.0] * 1000, (0.2, 0.8))
+    assert groups_of([0.0] * 1000, (0.2, 0.8), padding=24) == expected
+    assert expected == [list(range(200)), list(range(200, 1000))]
+
+
+@pytest.mark.parametrize("clip_mode", AXES["clip_mode"])
+@pytest.mark.parametrize("ratio_level, ratio_form", RATIOS)
+def test_a_ratio_beyond_float32_gives_no_nan(ratio_level, ratio_form, clip_mode):
+    shapes = [[200.0], [-200.0], [200.0, -200.0, 0.0, 90.0], [500.0] * 3]
+    for log_ratios, advantage in itertools.product(shapes, [1.5, -1.5, 0.0]):
+        case = one_token(0.0, advantage, entropy=0.7, num=len(log_ratios)) | {"logprobs": [log_ratios]}
+        for mode in AXES["rollout_correction"]:
+            settings = {"ratio_level": ratio_level, "ratio_form": ratio_form, "clip_mode": clip_mode}
+            config = config_of(rollout_correction=mode, **settings)
+            loss, gradient, statistics = run_loss(case | {"rollout_logprobs": [log_ratios]}, config)
+            assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+            assert all(torch.isfinite(value).all() for value in statistics.values())
+            assert advantage or not gradient.any()
+
+
+def test_a_zero_advantage_has_neither_gradient_nor_clip(float64):
+    case = random_case(5, 1.0, [6, 3]) | {"advantages": [[0.0] * 6, [0.0] * 3]}
+    for clip_mode, (level, form) in itertools.product(AXES["clip_mode"], RATIOS):
+        config = config_of(clip_mode=clip_mode, ratio_level=level, ratio_form=form)
+        loss, gradient, statistics = run_loss(case, config)
+        assert loss == 0 and not gradient.any()
+        assert clip_mode in ("weight", "before_mean") or not statistics["clipped"].any()
+
+
+# ---- 4. Where methods meet ---------------------------------------------------------------------------------
+ESPO = {
+    "ratio_level": "entropy_group", "ratio_form": "stop_gradient", "clip_mode": "entropy_adaptive",
+    "loss_agg": "group_mean",
+}  # fmt: skip
+
+
+def assert_same(cases: list[dict], one: dict, other: dict):
+    """Two choices of settings give the same loss, gradient, ratios and clips; most cases have a gradient."""
+    with_gradient = 0
+    for case in cases:
+        (loss, gradient, seen), (other_loss, other_gradient, also) = (
+            run_loss(case, config_of(**settings)) for settings in (one, other)
+        )
+        assert_close(loss, other_loss, rtol=1e-12)
+        assert_close(gradient, other_gradient, rtol=1e-12)
+        assert_close(seen["ratio"], also["ratio"], rtol=1e-12)
+        assert torch.equal(seen["clipped"], also["clipped"])
+        with_gradient += bool(gradient.any())
+    assert with_gradient > len(cases) / 2
+
+
+def cases_of(lengths: list[int], spread: float) -> list[dict]:
+    return [random_case(seed, spread, lengths) for seed in range(6)]
+
+
+@pytest.mark.parametrize("clip_mode", AXES["clip_mode"])
+def test_espo_with_one_group_is_gspo_token(clip_mode, float64):
+    clip = {"clip_mode": clip_mode, "entropy_clip_coef": 0.5}
+    gspo_token = {"ratio_level": "sequence", "ratio_form": "stop_gradient"} | clip
+    assert_same(cases_of([5, 1, 0, 8], 0.3), ESPO | clip | {"entropy_groups": (1.0,)}, gspo_token)
+
+
+@pytest.mark.parametrize("clip_mode", AXES["clip_mode"])
+@pytest.mark.parametrize("ratio_form", ["geometric", "stop_gradient"])
+def test_groups_of_one_token_have_the_ratio_of_the_token(ratio_form, clip_mode, float64):
+    shared = {"ratio_form": ratio_form, "clip_mode": clip_mode}
+    alone = {"ratio_level": "entropy_group", "entropy_groups": (0.25,) * 4, "loss_agg": "group_mean"}
+    assert_same(cases_of([4, 4, 4], 0.3), shared | alone, shared | {"ratio_level": "token"})
+
+
+@pytest.mark.parametrize("ratio_level, ratio_form", RATIOS)
+def test_a_clip_that_is_wide_enough_is_none(ratio_level, ratio_form, float64):
+    ratio, cases = {"ratio_level": ratio_level, "ratio_form": ratio_form}, cases_of([5, 1, 3], 2.0)
+    for case in cases:  # where the entropy is 0, no alpha makes the interval wide
+        case["entropies"] = [[x + 0.1 for x in row] for row in case["entropies"]]
+    without = ratio | {"clip_mode": "none"}
+    assert_same(cases, ratio | {"clip_mode": "entropy_adaptive", "entropy_clip_coef": 1e9}, without)
+    wide = {"clip_eps_low": 1.0, "clip_eps_high": 1e9}
+    assert_same(cases, ratio | wide, without)
+    assert_same(cases, ratio | wide | {"clip_mode": "before_mean"}, without)
+
+
+def test_while_the_policy_is_the_old_one_all_ratios_and_clips_have_one_gradient(float64):
+    """w A; the ratio is 1. Also for tokens without entropy, whose clip interval is one point."""
+    for seed in range(5):
+        lengths = [5, 1, 0, 8]
+        case = random_case(seed, 0.0, lengths)
+        case["logprobs"] = case["old_logprobs"]
+        case["advantages"] = [[a] * n for a, n in zip((1.5, -0.5, 1.0, -2.0), lengths)]
+        expected = [-a / (4 * len(row)) for row in case["advantages"] for a in row]
+        for clip_mode, (level, form) in itertools.product(AXES["clip_mode"], RATIOS):
+            config = config_of(clip_mode=clip_mode, ratio_level=level, ratio_form=form)
+            _, gradient, statistics = run_loss(case, config)
+            assert_close(gradient, expected)
+            assert_close(statistics["ratio"], [1.0] * 14)
+
+
+def test_gspo_and_gspo_token_have_one_value_and_one_gradient_by_completion(float64):
+    """The gradients of a completion's tokens are spread differently, their sum is the same."""
+    settings = {"ratio_level": "sequence", "clip_eps_low": 0.1, "clip_eps_high": 0.1}
+    for seed in range(5):
+        case = random_case(seed, 0.3, [5, 8])
+        loss, gradient, _ = run_loss(case, config_of(**settings, ratio_form="geometric"))
+        token_loss, token_gradient, _ = run_loss(case, config_of(**settings, ratio_form="stop_gradient"))
+        assert_close(loss, token_loss)
+        for part in (slice(0, 5), slice(5, 13)):
+            assert_close(gradient[part].sum(), token_gradient[part].sum())
+
+
+def test_an_engine_that_agrees_with_the_trainer_needs_no_correction(float64):
+    cases = [case | {"rollout_logprobs": case["old_logprobs"]} for case in cases_of([5, 8, 2], 0.3)]
+    for mode in AXES["rollout_correction"]:
+        assert_same(cases, {"rollout_correction": mode}, {})
+
+
+def test_the_token_ratio_has_two_forms_of_one_value_and_gradient(float64):
+    assert_same(cases_of([5, 8], 0.3), {"ratio_form": "stop_gradient"}, {"ratio_form": "geometric"})
+
+
+# The project's GRPO before it had any other method, as it was then.
+def frozen_advantages(rewards, valid, group_index, eps=1e-6):
+    advantages = torch.zeros_like(rewards)
+    for group in group_index.unique():
+        members = (group_index == group) & valid
+        group_rewards = rewards[members]
+        if len(group_rewards) >= 2 and group_rewards.max() - group_rewards.min() > 1e-6:
+            advantages[members] = (group_rewards - group_rewards.mean()) / (group_rewards.std() + eps)
+    return advantages
+
+
+def frozen_loss(logprobs, old_logprobs, advantages, mask, num_completions, kl_coef, ref_logprobs):
+    weights = mask / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_completions)
+    ratio = (logprobs - old_logprobs).clamp(max=80).exp()
+    clipped_ratio = ratio.clamp(1 - 0.2, 1 + 0.2)
+    objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    if kl_coef > 0:
+        log_ref_ratio = ref_logprobs - logprobs
+        objective = objective - kl_coef * (log_ref_ratio.expm1() - log_ref_ratio)
+    return -(weights * objective).sum()
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.05])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 100.0])
+def test_the_defaults_are_grpo_bit_by_bit(spread, kl_coef):
+    """In float32, advantages, loss and gradient; only kl_coef is not at its default."""
+    rng = random.Random(0)
+    for seed in range(10):
+        case = random_case(seed, spread, [7, 3, 1, 0, 5, 8, 2, 2])
+        batch, config = batch_of(case, padding=seed % 2), config_of(kl_coef=kl_coef)
+        statuses = [rng.choice(["ok", "ok", "wrong", "no_answer", "timeout"]) for _ in range(8)]
+        batch.verdicts = [Verdict(float(status == "ok"), status) for status in statuses]
+        batch.valid = torch.tensor([status != "timeout" for status in statuses])
+        batch.group_index = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+        batch.rewards = train_rl.compute_rewards(batch, None, [], config)
+        batch.advantages = train_rl.token_advantages(batch, config)
+        frozen = frozen_advantages(batch.rewards, batch.valid, batch.group_index)
+        frozen = frozen.unsqueeze(1).expand_as(batch.response_mask) * batch.response_mask
+        assert torch.equal(batch.advantages, frozen)
+        ours, theirs = (padded(case["logprobs"], frozen.shape[1]).requires_grad_() for _ in range(2))
+        counts, rows = torch.tensor([11, 99]), list(range(8))
+        loss, _ = train_rl.micro_batch_loss(ours, batch.entropy, batch, rows, counts, LOG_VOCAB, config)
+        fixed = (batch.old_logprobs, frozen, batch.response_mask, 11, kl_coef, batch.ref_logprobs)
+        frozen_value = frozen_loss(theirs, *fixed)
+        (loss + frozen_value).backward()
+        assert loss.dtype == torch.float32 and torch.equal(loss, frozen_value)
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+# ---- 5. Rewards and advantages -----------------------------------------------------------------------------
+
+
+def test_the_overlong_penalty():
+    for num_tokens in range(21):
+        for buffer in (0, 1, 5, 20):
+            expected = reference.soft_overlong_punishment(num_tokens, 20, buffer)
+            assert_close(train_rl.overlong_penalty(num_tokens, 20, buffer), expected)
+    assert [train_rl.overlong_penalty(n, 20, 4) for n in (16, 17, 20)] == [0.0, -0.25, -1.0]
+
+
+@pytest.mark.parametrize("ngram", [1, 2, 4])
+def test_the_repetition_ratio(ngram):
+    rng = random.Random(0)
+    for num_tokens in range(30):
+        token_ids = [rng.randrange(3) for _ in range(num_tokens)]
+        expected = reference.repetition_ratio(token_ids, ngram)
+        assert_close(train_rl.repetition_ratio(token_ids, ngram), expected)
+    assert train_rl.repetition_ratio([7] * 10, ngram) == 1 - 1 / (11 - ngram)
+    assert train_rl.repetition_ratio(list(range(10)), ngram) == 0 == train_rl.repetition_ratio([], ngram)
+
+
+STATUSES = ("ok", "ok", "wrong", "wrong", "no_answer", "timeout", "error")
+
+
+def random_groups(seed: int, num_groups: int = 4) -> list[train_rl.Group]:
+    """Groups of 1 to 5 completions, some of them all right, all wrong, or without verdicts."""
+    rng, groups = random.Random(seed), []
+    for place in range(num_groups):
+        size, choices = rng.randint(1, 5), rng.choice([STATUSES, STATUSES, ["ok"], ["wrong", "timeout"]])
+        completions, verdicts = [], []
+        for _ in range(size):
+            ids = [rng.randrange(4) for _ in range(rng.randint(1, MAX_NEW_TOKENS))]
+            completions.append(Completion(ids, [-1.0] * len(ids), "stop", 0.0))
+            status = rng.choice(choices)
+            pass_frac = 1.0 if status == "ok" else rng.choice([0.0, 0.5]) if status == "wrong" else 0.0
+            verdicts.append(Verdict(float(status == "ok"), status, pass_frac=pass_frac))
+        groups.append(train_rl.Group(place, 0, completions, verdicts))
+    return groups
+
+
+def batch_of_groups(groups: list[train_rl.Group], seed: int = 0) -> train_rl.RolloutBatch:
+    batch = train_rl.collate(groups, [Prompt("a", "1", "exact", "set")], [[1]])
+    generator = torch.Generator().manual_seed(seed)
+    batch.entropy = torch.rand(batch.response_mask.shape, generator=generator) * 2 * batch.response_mask
+    return batch
+
+
+def settings_of(**values) -> Config:
+    """Settings of any section, named section__name."""
+    sections = {"rollout": {"max_new_tokens": MAX_NEW_TOKENS}}
+    for name, value in values.items():
+        section, _, name = name.partition("__")
+        sections.setdefault(section, {})[name] = value
+    return Config.model_validate(sections)
+
+
+SHAPES = [
+    {},
+    {"dense": True},
+    {"overlong_buffer": 5, "overlong_coef": 0.7},
+    {"repetition_coef": 0.4, "repetition_ngram": 2},
+    {"judge_weight": 0.3},
+    {"dense": True, "overlong_buffer": 9, "repetition_coef": 0.1, "judge_weight": 1.0},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rewards(shape, float64):
+    """judge: a stand-in whose score is the number of the completion, mapped to (0, 1)."""
+    config = settings_of(**{f"reward__{name}": value for name, value in shape.items()})
+    with_judge = "judge_weight" in shape
+    judge = SimpleNamespace(scores=lambda prompts, texts: [len(text) - 3.0 for text in texts])
+    for seed in range(5):
+        batch = batch_of_groups(random_groups(seed))
+        texts = ["x" * i for i in range(len(batch.verdicts))]
+        rewards = train_rl.compute_rewards(batch, judge if with_judge else None, texts, config)
+        settings = config.reward
+        expected = [
+            reference.shaped_reward(
+                verdict.pass_frac if settings.dense else float(verdict.status == "ok"),
+                1 / (1 + math.exp(3.0 - i)) if with_judge else None,
+                settings.judge_weight,
+                settings.overlong_coef,
+                reference.soft_overlong_punishment(len(ids), MAX_NEW_TOKENS, settings.overlong_buffer),
+                settings.repetition_coef,
+                reference.repetition_ratio(ids, settings.repetition_ngram),
+            )
+            for i, (verdict, ids) in enumerate(zip(batch.verdicts, batch.completion_ids))
+        ]
+        assert_close(rewards, expected)
+
+
+@pytest.mark.parametrize("adv_norm", AXES["adv_norm"])
+@pytest.mark.parametrize("tie_band", [0.0, 0.2])
+@pytest.mark.parametrize("correctness_guard", [False, True])
+@pytest.mark.parametrize("rl_zvp, dense", [(False, False), (True, False), (True, True)])
+def test_advantages_of_tokens(adv_norm, tie_band, correctness_guard, rl_zvp, dense, float64):
+    settings = {"adv_norm": adv_norm, "tie_band": tie_band, "correctness_guard": correctness_guard}
+    config = settings_of(
+        **{f"algorithm__{name}": value for name, value in settings.items()},
+        zero_variance__rl_zvp=rl_zvp, zero_variance__rl_zvp_coef=0.3, reward__dense=dense,
+    )  # fmt: skip
+    settings |= {"rl_zvp": rl_zvp, "rl_zvp_coef": 0.3}
+    reshaped = 0
+    for seed in range(8):
+        rng, groups = random.Random(seed), random_groups(seed)
+        batch = batch_of_groups(groups, seed)
+        of_status = [v.pass_frac if dense else v.reward for v in batch.verdicts]
+        batch.rewards = torch.tensor([x - rng.choice([0.0, rng.random()]) for x in of_status])
+        actual, start = train_rl.token_advantages(batch, config), 0
+        assert actual.shape == batch.response_mask.shape and not actual[~batch.response_mask].any()
+        for group in groups:
+            end = start + len(group.verdicts)
+            entropies = [batch.entropy[i, : len(batch.completion_ids[i])].tolist() for i in range(start, end)]
+            correct = [v.status == "ok" for v in group.verdicts]
+            valid = [v.status in ("ok", "wrong", "no_answer") for v in group.verdicts]
+            lists = (batch.rewards[start:end].tolist(), of_status[start:end], correct, valid, entropies)
+            expected = reference.token_advantages(*lists, settings)
+            assert_close(actual[start:end][batch.response_mask[start:end]], sum(expected, []))
+            reshaped += any(len(set(row)) > 1 for row in expected)
+            start = end
+    assert (reshaped > 3) == rl_zvp, "the groups reach both branches"
+
+
+def test_rl_zvp_worked_out_by_hand(float64):
+    entropy, mask = torch.tensor([[1.0, 3.0, 0.0], [1.0, 3.0, 9.0]]), torch.ones(2, 3, dtype=torch.bool)
+    mask[1, 2] = False  # what lies on padding is not the highest entropy
+    right = train_rl.rl_zvp_advantages(entropy, mask, torch.tensor([True, True]), 0.5)
+    wrong = train_rl.rl_zvp_advantages(entropy, mask, torch.tensor([False, False]), 0.5)
+    assert right.tolist() == [[0.5, 1.5, 0.0], [0.5, 1.5, 0.0]]
+    assert wrong.tolist() == [[-1.0, 0.0, -1.5], [-1.0, 0.0, 0.0]]
+    assert not train_rl.rl_zvp_advantages(entropy, mask, torch.tensor([True, False]), 0.0).any()
+
+
+def test_a_penalty_does_not_hide_zero_variance_and_a_group_without_two_verdicts_is_skipped(float64):
+    """Zero variance is one of the correctness part of the reward."""
+    verdicts = {"ok": Verdict(1.0, "ok", pass_frac=1.0), "timeout": Verdict(0.0, "timeout")}
+    completion = Completion([1, 2], [-1.0, -1.0], "stop", 0.0)
+    of_statuses = [("ok", "ok"), ("ok", "timeout"), ("timeout", "timeout")]
+    groups = [
+        train_rl.Group(place, 0, [completion] * 2, [verdicts[status] for status in statuses])
+        for place, statuses in enumerate(of_statuses)
+    ]
+    batch = batch_of_groups(groups)
+    batch.rewards = torch.tensor([1.0, 0.5, 1.0, 0.0, 0.0, 0.0])  # the second of group 0 was too long
+    advantages = train_rl.token_advantages(batch, settings_of(zero_variance__rl_zvp=True))
+    assert_close(advantages[:2], 0.1 * batch.entropy[:2])
+    assert not advantages[2:].any()
+
+
+def test_a_batch_without_rows_has_no_advantages():
+    batch, config = train_rl.collate([], [], []), settings_of(zero_variance__rl_zvp=True)
+    batch.entropy = torch.zeros(batch.response_mask.shape)
+    batch.rewards = train_rl.compute_rewards(batch, None, [], config)
+    assert train_rl.token_advantages(batch, config).shape == (0, 1)
+
+
+# ---- 6. Every value of every axis does something -----------------------------------------------------------
+SHARED_RATIO = {"ratio_level": "entropy_group", "ratio_form": "stop_gradient"}
+OFF_POLICY_BASE = {"clip_eps_low": 0.1, "clip_eps_high": 0.2}
+BASES = {  # settings under which the values of an axis differ
+    "ratio_level": {},
+    # with one advantage for all tokens of a completion, the geometric and the token form of GSPO agree
+    "ratio_form": {"ratio_level": "sequence", "rollout_correction": "token_tis"},
+    "clip_mode": {"ratio_level": "sequence", "entropy_clip_coef": 0.1},
+    "entropy_clip_form": SHARED_RATIO | {"clip_mode": "entropy_adaptive", "entropy_clip_coef": 2.0},
+    "loss_agg": {"ratio_level": "entropy_group"},
+    "adv_norm": {},
+    "rollout_correction": {"rollout_correction_cap": 1.2},
+}
+OTHERS = {  # another value of each setting that is no axis, and settings under which it has an effect
+    "entropy_groups": ((0.5, 0.5), {"ratio_level": "entropy_group"}),
+    "clip_eps_low": (0.3, {}),
+    "clip_eps_high": (0.05, {}),
+    "entropy_clip_coef": (0.2, {"clip_mode": "entropy_adaptive"}),
+    "tie_band": (0.3, {}),
+    "correctness_guard": (True, {}),
+    "rollout_correction_cap": (1.05, {"rollout_correction": "token_tis"}),
+    "kl_coef": (0.1, {}),
+}
+
+
+def outcome_of(**algorithm) -> torch.Tensor:
+    """Gradient of a crafted off-policy batch, from its rewards on."""
+    completion = lambda n: Completion(list(range(n)), [-1.0] * n, "stop", 0.0)
+    verdicts = [Verdict(1.0, "ok", pass_frac=1.0), Verdict(0.0, "wrong"), Verdict(0.0, "wrong")]
+    groups = [train_rl.Group(g, 0, [completion(n) for n in (4, 7, 5)], verdicts) for g in range(4)]
+    batch = batch_of_groups(groups)
+    generator = torch.Generator().manual_seed(1)
+    noise = lambda size: (torch.rand(batch.response_mask.shape, generator=generator) - 0.5) * size
+    batch.old_logprobs = (batch.rollout_logprobs + noise(0.8)) * batch.response_mask
+    batch.ref_logprobs = batch.old_logprobs + noise(1.0)
+    batch.rewards = torch.tensor([1.0, 0.0, 0.4, 0.1, 0.6, 0.2] * 2)  # 0.1: a right one with many penalties
+    config = config_of(**algorithm)
+    batch.advantages = train_rl.token_advantages(batch, config)
+    logprobs = (batch.old_logprobs + noise(1.5)).requires_grad_()
+    rows, counts = list(range(12)), torch.tensor([12, int(batch.response_mask.sum())])
+    loss, _ = train_rl.micro_batch_loss(logprobs, batch.entropy, batch, rows, counts, LOG_VOCAB, config)
+    loss.backward()
+    return logprobs.grad
+
+
+def assert_different(one: torch.Tensor, other: torch.Tensor) -> None:
+    """By more than rounding, relative to the size of a gradient."""
+    assert (one - other).abs().max() > 1e-4 * one.abs().max() > 0
+
+
+PAIRS = [(axis, *pair) for axis in AXES for pair in itertools.combinations(AXES[axis], 2)]
+
+
+@pytest.mark.parametrize("axis, one, other", PAIRS)
+def test_two_values_of_an_axis_give_two_gradients(axis, one, other, float64):
+    base = OFF_POLICY_BASE | BASES[axis]
+    assert_different(outcome_of(**base | {axis: one}), outcome_of(**base | {axis: other}))
+
+
+@pytest.mark.parametrize("name", [name for name in AlgorithmSection.model_fields if name not in AXES])
+def test_every_other_setting_of_the_algorithm_has_an_effect(name, float64):
+    value, base = OTHERS[name]
+    base = OFF_POLICY_BASE | base
+    assert_different(outcome_of(**base), outcome_of(**base | {name: value}))
+
+
+# ---- 7. Every axis is branched on in one place -------------------------------------------------------------
+
+
+def axis_of(node: ast.expr, parameters: dict[str, str], axes: dict) -> str | None:
+    """The axis an expression reads: as an attribute, or as a parameter that receives it."""
+    if isinstance(node, ast.Attribute):
+        return node.attr if node.attr in axes else None
+    return parameters.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def parameters_that_receive(tree: ast.Module, axes: dict) -> dict[str, dict[str, str]]:
+    """{function: {parameter: axis}} from the calls of a module's functions."""
+    functions = {node.name: node.args.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+    found: dict[str, dict[str, str]] = {name: {} for name in functions}
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        if isinstance(call.func, ast.Name) and call.func.id in functions:
+            names = [parameter.arg for parameter in functions[call.func.id]]
+            given = [*zip(names, call.args), *((word.arg, word.value) for word in call.keywords)]
+            for name, value in given:
+                axis = axis_of(value, {}, axes)
+                if axis:
+                    assert found[call.func.id].setdefault(name, axis) == axis, f"{name} takes two axes"
+    return found
+
+
+def branches_of(source: str, axes: dict[str, tuple[str, ...]]) -> dict[str, list[list[str]]]:
+    """{axis: [values told apart by each branch on it]}; `==` tells a value from the other of a pair."""
+    tree = ast.parse(source)
+    received, branches = parameters_that_receive(tree, axes), {axis: [] for axis in axes}
+    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+        for node in ast.walk(function):
+            if isinstance(node, ast.Match):
+                axis = axis_of(node.subject, received[function.name], axes)
+                constants = [c for case in node.cases for c in ast.walk(case.pattern)]
+                values = [c.value for c in constants if isinstance(c, ast.Constant)]
+            elif isinstance(node, ast.Compare):
+                axis = axis_of(node.left, received[function.name], axes)
+                constants = [c for right in node.comparators for c in ast.walk(right)]
+                values = [c.value for c in constants if isinstance(c, ast.Constant)]
+                if axis and len(axes[axis]) == 2:
+                    values += [value for value in axes[axis] if value not in values]
+            else:
+                continue
+            if axis:
+                branches[axis].append(values)
+    return branches
+
+
+BRANCHED = AXES | {"judge_mode": axes_of(RewardSection)["judge_mode"]}
+
+
+@pytest.mark.parametrize("axis", BRANCHED)
+def test_an_axis_is_branched_on_in_one_place_that_knows_every_value(axis):
+    branches = branches_of((ROOT / "train_rl.py").read_text(), BRANCHED)[axis]
+    assert len(branches) == 1, f"{axis} is the subject of {len(branches)} branches"
+    assert sorted(branches[0]) == sorted(BRANCHED[axis])
+
+
+def test_the_search_for_branches_finds_them():
+    source = inspect.cleandoc("""
+        def top(algorithm):
+            inner(algorithm.form, 3)
+            match algorithm.mode:
+                case "a" | "b": pass
+        def inner(form, number):
+            if form == "x" and number == 3: pass
+            match number:
+                case "a": pass
+        def again(settings):
+            return 1 if settings.mode in ("b",) else 2
+        """)
+    found = branches_of(source, {"mode": ("a", "b", "c"), "form": ("x", "y")})
+    assert found == {"mode": [["a", "b"], ["b"]], "form": [["x", "y"]]}
+
+
+# ---- 8. The reference itself -------------------------------------------------------------------------------
+
+
+# where nothing is stopped, the gradient is the derivative of the value
+SMOOTH_RATIOS = [("token", "geometric"), ("sequence", "geometric"), ("entropy_group", "geometric")]
+
+
+@pytest.mark.parametrize("clip_mode", [mode for mode in AXES["clip_mode"] if mode != "weight"])
+@pytest.mark.parametrize("ratio_level, ratio_form", SMOOTH_RATIOS)
+def test_slopes_of_the_reference_are_derivatives_of_its_values(ratio_level, ratio_form, clip_mode):
+    config = config_of(
+        ratio_level=ratio_level, ratio_form=ratio_form, clip_mode=clip_mode, entropy_clip_coef=0.4,
+        kl_coef=0.3, loss_agg="group_mean",
+    )  # fmt: skip
+    case, step = random_case(2, 0.4, [5, 1, 8]), 1e-6
+    fixed = [case[name] for name in ("old_logprobs", "advantages", "entropies", "ref_logprobs")]
+    fixed.append(reference_settings(config, case))
+    slopes = reference.policy_objective_slope(case["logprobs"], *fixed)
+    for i, row in enumerate(case["logprobs"]):
+        for t in range(len(row)):
+            above, below = ([list(r) for r in case["logprobs"]] for _ in range(2))
+            above[i][t] += step
+            below[i][t] -= step
+            difference = reference.policy_objective(above, *fixed) - reference.policy_objective(below, *fixed)
+            assert difference / (2 * step) == pytest.approx(slopes[i][t], rel=1e-6, abs=1e-9)
+
+
+def test_the_reference_with_defaults_is_its_grpo():
+    for seed in range(5):
+        case = random_case(seed, 0.4)
+        config = config_of(kl_coef=0.1)
+        lists = [case[name] for name in ("logprobs", "old_logprobs", "advantages")]
+        settings = reference_settings(config, case)
+        for name in ("objective", "objective_slope"):
+            general = getattr(reference, f"policy_{name}")(
+                *lists, case["entropies"], case["ref_logprobs"], settings
+            )
+            grpo = getattr(reference, f"grpo_{name}")(*lists, case["ref_logprobs"], 0.2, 0.1)
+            flat = lambda value: sum(value, []) if isinstance(value, list) else value
+            assert_close(flat(general), flat(grpo))

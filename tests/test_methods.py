@@ -1,0 +1,121 @@
+"""The YAML files of methods: what they resolve to is what their papers state, and every choice is used."""
+
+import itertools
+import math
+from typing import Literal, get_args, get_origin
+
+import pytest
+from conftest import ROOT
+
+from experiments.settings import AlgorithmSection, Config, ZeroVarianceSection, load_config
+
+METHODS = ROOT / "experiments" / "methods"
+FILES = sorted((ROOT / "experiments").rglob("*.yaml"))
+GRPO = {"ratio_level": "token", "clip_mode": "fixed", "loss_agg": "sequence_mean", "adv_norm": "group_std"}
+UNCORRECTED = {"rollout_correction": "none"}
+GSPO_CLIP = {"clip_mode": "fixed", "clip_eps_low": 3e-4, "clip_eps_high": 4e-4}
+
+PAPERS = {  # what each method states about section algorithm; what it does not state is not here
+    # DeepSeekMath, 2402.03300, eq. 3: 1/G sum 1/|o_i| sum min(r A, clip(r, 1 - eps, 1 + eps) A), A by the std
+    "grpo": GRPO | UNCORRECTED | {"clip_eps_low": 0.2, "clip_eps_high": 0.2},
+    # Dr.GRPO, 2503.20783: A = R - mean R, and no 1/|o_i| but a constant
+    "dr_grpo": GRPO | UNCORRECTED | {"adv_norm": "mean_only", "loss_agg": "fixed_length"},
+    # DAPO, 2503.14476, eq. 8: 1 / sum |o_i| over all tokens, clip(r, 1 - 0.2, 1 + 0.28), no KL penalty
+    "dapo": GRPO | UNCORRECTED | {
+        "loss_agg": "token_mean", "clip_eps_low": 0.2, "clip_eps_high": 0.28, "kl_coef": 0.0,
+    },
+    # GSPO, 2507.18071, eq. 5 and 7: one ratio per completion, the geometric mean; 3e-4 and 4e-4
+    "gspo": GRPO | UNCORRECTED | GSPO_CLIP | {"ratio_level": "sequence", "ratio_form": "geometric"},
+    # eq. 13 and 14: sg[s_i] pi / sg[pi]
+    "gspo_token": GRPO | UNCORRECTED | GSPO_CLIP | {"ratio_level": "sequence", "ratio_form": "stop_gradient"},
+    # GMPO, 2507.20673, eq. 4: product of token ratios clipped to (e^-0.4, e^0.4), to the power 1/|o_i|
+    "gmpo": GRPO | UNCORRECTED | {
+        "ratio_level": "sequence", "ratio_form": "geometric", "clip_mode": "before_mean",
+        "clip_eps_low": 1 - math.exp(-0.4), "clip_eps_high": math.exp(0.4) - 1,
+    },
+    # CISPO, 2506.13585, eq. 4 and 5: sg[clip(r)] A log pi over all tokens, no lower bound
+    "cispo": GRPO | UNCORRECTED | {"clip_mode": "weight", "loss_agg": "token_mean", "clip_eps_low": 1.0},
+    # RL-ZVP, 2509.21880: groups with variance are those of GRPO
+    "rl_zvp": GRPO | UNCORRECTED,
+    # ESPO, 2512.00499, eq. 5 to 11: two entropy groups of 20 and 80 %, alpha 0.02, mean over groups, no KL
+    "espo": UNCORRECTED | {
+        "ratio_level": "entropy_group", "ratio_form": "stop_gradient", "entropy_groups": (0.2, 0.8),
+        "clip_mode": "entropy_adaptive", "entropy_clip_form": "group_mean", "entropy_clip_coef": 0.02,
+        "loss_agg": "group_mean", "adv_norm": "group_std", "kl_coef": 0.0,
+    },
+    # the same with eq. 8 and 9 as printed
+    "espo_literal": UNCORRECTED | {
+        "ratio_level": "entropy_group", "ratio_form": "literal", "entropy_groups": (0.2, 0.8),
+        "clip_mode": "entropy_adaptive", "entropy_clip_form": "literal", "entropy_clip_coef": 0.02,
+        "loss_agg": "group_mean", "adv_norm": "group_std", "kl_coef": 0.0,
+    },
+    # REINFORCE with a baseline: A grad log pi, nothing is clipped
+    "reinforce": UNCORRECTED | {"ratio_level": "token", "clip_mode": "none"},
+    # min(pi_train / pi_engine, 2) per token; the product per completion; completions above the cap left out
+    "tis_token": GRPO | {"rollout_correction": "token_tis", "rollout_correction_cap": 2.0},
+    "tis_sequence": GRPO | {"rollout_correction": "sequence_tis"},
+    "mask_sequence": GRPO | {"rollout_correction": "sequence_mask"},
+}  # fmt: skip
+ZERO_VARIANCE = {
+    # DAPO, eq. 11: groups that are all right or all wrong are replaced
+    "dapo": {"drop": True, "refill": True, "rl_zvp": False},
+    # RL-ZVP: they are reshaped instead
+    "rl_zvp": {"drop": False, "refill": False, "rl_zvp": True},
+}
+
+
+def resolved(path) -> Config:
+    """The settings of a file, over a training set if it names none."""
+    return load_config(["data.train=[{path: unused}]", "--config", str(path)])
+
+
+def choices_of(section_name: str, section) -> list[tuple[str, str, tuple]]:
+    """(section, setting, values) of the settings that choose a method: each Literal, each switch."""
+    kinds = {name: info.annotation for name, info in section.model_fields.items()}
+    choices = {name: get_args(kind) for name, kind in kinds.items() if get_origin(kind) is Literal}
+    if section is ZeroVarianceSection:
+        choices |= {name: (False, True) for name, kind in kinds.items() if kind is bool}
+    return [(section_name, name, values) for name, values in choices.items()]
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_method_is_what_its_paper_states(name):
+    config = resolved(METHODS / f"{name}.yaml")
+    for setting, value in PAPERS[name].items():
+        found = getattr(config.algorithm, setting)
+        same = found == pytest.approx(value, rel=1e-4) if isinstance(value, float) else found == value
+        assert same, f"algorithm.{setting} is {found}, not {value}"
+    for setting, value in ZERO_VARIANCE.get(name, {"drop": False, "refill": False, "rl_zvp": False}).items():
+        assert getattr(config.zero_variance, setting) == value, f"zero_variance.{setting}"
+
+
+def test_every_method_file_differs_from_every_other():
+    settings = {path.stem: resolved(path) for path in METHODS.glob("*.yaml")}
+    assert settings.keys() >= PAPERS.keys()
+    for one, other in itertools.combinations(settings, 2):
+        assert settings[one] != settings[other], f"{one} and {other} are the same"
+
+
+def test_a_method_leaves_model_data_and_run_alone():
+    """So that it can be laid over any environment."""
+    for path in METHODS.glob("*.yaml"):
+        config, plain = resolved(path), load_config(["data.train=[{path: unused}]"])
+        for section in ("model", "data", "train", "eval", "checkpoint", "run"):
+            assert getattr(config, section) == getattr(plain, section), f"{path.stem} sets {section}"
+
+
+CHOICES = [
+    *choices_of("algorithm", AlgorithmSection),
+    *choices_of("zero_variance", ZeroVarianceSection),
+]
+
+
+@pytest.mark.parametrize("section, name, values", CHOICES, ids=str)
+def test_every_choice_is_used_by_some_file(section, name, values):
+    used = {getattr(getattr(resolved(path), section), name) for path in FILES}
+    assert used >= set(values), f"no file under experiments/ sets {section}.{name} to {set(values) - used}"
+
+
+@pytest.mark.parametrize("name, off", [("offline_scores", None), ("probe_size", 0)])
+def test_the_stages_without_a_switch_of_their_own_are_used_by_some_file(name, off):
+    assert any(getattr(resolved(path).zero_variance, name) != off for path in FILES)

@@ -1,0 +1,103 @@
+"""A NaN or infinite reward, loss or gradient: no weight changes, the prompt is named, the batch is kept."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, torchrun
+from test_grpo import make_completions
+from transformers import (
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("nonfinite")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
+        initializer_range=0.3, tie_word_embeddings=False, max_position_embeddings=64,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    torch.save({"completions": make_completions()}, folder / "request.pt")
+    return folder
+
+
+def assert_equal_weights(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+@pytest.mark.parametrize("case", ["loss", "gradient", "reward"])
+def test_two_ranks_agree_that_nothing_is_trained_on_it(case, on_nonfinite, folder):
+    done = torchrun(2, ROOT / "tests" / "nonfinite_worker.py", folder, case, on_nonfinite)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = torch.load(folder / "result.pt")
+    assert_equal_weights(result["before"], result["after"])
+    finite = all(torch.isfinite(tensor).all() for tensor in result["next"].values())
+    changed = any(not torch.equal(result["next"][name], result["before"][name]) for name in result["before"])
+    assert finite and changed, "the next update is an ordinary one"
+    errors = [raised for raised, _, _ in result["ranks"]]
+    if on_nonfinite == "stop":
+        assert all(f"step 5: a {case}" in error and "run.on_nonfinite=skip" in error for error in errors)
+        if case == "gradient":
+            assert all("none in particular" in error for error in errors)
+        else:
+            assert all("prompts (1): 'prompt 5';" in error for error in errors)
+    else:
+        assert errors == [None, None]
+        if case != "reward":
+            assert result["metrics"]["nonfinite_updates_max"] == 1
+    if case == "reward" and on_nonfinite == "skip":
+        (_, valid_0, rewards_0), (_, valid_1, rewards_1) = result["ranks"]
+        assert all(valid_0) and valid_1 == [i != 2 for i in range(6)]
+        assert rewards_0 == [1.0] * 6 and rewards_1 == [float(i != 2) for i in range(6)]
+    kept = torch.load(folder / "run" / "nonfinite" / f"step_000005_{case}_rank_1.pt", weights_only=True)
+    assert kept["prompts"][2] == "prompt 5" and len(kept["completion_ids"]) == 6
+    if case != "gradient":
+        assert kept["rows"] == [2]
+
+
+@pytest.fixture(scope="module")
+def broken_judge(tmp_path_factory):
+    """A reward model one weight of which has become NaN."""
+    folder = tmp_path_factory.mktemp("judge")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/built/tiny/model")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1, intermediate_size=16, num_labels=1, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = Qwen3ForSequenceClassification(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids("7")] = float("nan")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_path):
+    settings = [
+        "--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", "train.num_steps=2", "data.eval=[]",
+        "rollout.prompts_per_step=8", "rollout.group_size=4", "reward.judge=scalar",
+        f"reward.judge_path={broken_judge}", f"run.on_nonfinite={on_nonfinite}",
+        f"run.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    done = torchrun(1, "train_rl.py", *settings)
+    rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward" in row]
+    aside = list((tmp_path / "run/nonfinite").glob("step_000001_reward_rank_0.pt"))
+    assert len(aside) == 1
+    if on_nonfinite == "skip":
+        assert done.returncode == 0 and len(steps) == 2, done.stderr[-2000:]
+    else:
+        assert done.returncode != 0 and not steps
+        assert "a reward is NaN or infinite" in done.stderr and "run.on_nonfinite=skip" in done.stderr
+        named = done.stderr.split("prompts (")[1].split("; the batch")[0]
+        assert "+" in named, "the additions are named"

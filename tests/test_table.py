@@ -1,0 +1,737 @@
+"""experiments/report.py against loops over the logs; experiments/run.py with stubs and for real."""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+from conftest import ROOT
+
+from experiments import report, run
+from experiments.settings import load_config
+
+T_975 = {1: 12.7062047364, 2: 4.3026527297, 4: 2.7764451052}  # 97.5 % quantiles of Student's t, from tables
+
+
+def write_run(
+    root: Path,
+    row: str,
+    seed: int,
+    curve: list[float],
+    tokens=100,
+    set_names=("additions",),
+    drop=0,
+    **step_keys,
+) -> Path:
+    """A run folder with an evaluation every second step; `drop` rows are missing at its end."""
+    folder = root / row / f"seed_{seed}"
+    folder.mkdir(parents=True)
+    num_steps = 2 * (len(curve) - 1)
+    step_keys = {
+        "tokens_total": tokens, "gradient_tokens_total": 50.0, "zero_variance_frac": 0.25,
+        "seconds_per_step": 0.5, "reward": 0.5, "grad_norm": 1.0,
+    } | step_keys  # fmt: skip
+    log, total = [], 0
+    for step in range(num_steps + 1):
+        entry = {"step": step, "generated_tokens": total}
+        if step > 0:
+            own = {name: value(step) if callable(value) else value for name, value in step_keys.items()}
+            total += own["tokens_total"]
+            entry |= {"generated_tokens": total} | own
+        if step % 2 == 0:
+            for name in set_names:
+                entry |= {f"eval/{name}/avg_at_8": curve[step // 2], f"eval/{name}/accuracy": 0.5}
+        log.append(entry)
+    lines = [json.dumps(entry) + "\n" for entry in log[: len(log) - drop]]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    write_config(folder, num_steps)
+    (folder / "versions.json").write_text('{"python": "3"}')
+    return folder
+
+
+def write_config(folder: Path, num_steps: int, max_generated_tokens: int | None = None) -> None:
+    train = {"num_steps": num_steps, "max_generated_tokens": max_generated_tokens}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"train": train}))
+
+
+def make(root: Path, *options: object, capsys) -> tuple[list[dict], str]:
+    """The table as JSON and as printed."""
+    file = root.parent / "table.json"
+    code = report.main(["--runs", str(root), *map(str, options), "--json", str(file)])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    return json.loads(file.read_text()), shown.out
+
+
+def cells(printed: str) -> dict[str, list[str]]:
+    """{row: its cells} of the markdown table."""
+    lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
+    return {line[0]: line for line in lines}
+
+
+def error_of(*options: object, capsys) -> str:
+    assert report.main([*map(str, options)]) == 2
+    shown = capsys.readouterr()
+    last_line = shown.err.splitlines()[-1]
+    assert last_line.startswith("error: ")
+    return last_line
+
+
+# ---- the table against loops -------------------------------------------------------------------------------
+def welch_by_hand(a: list[float], b: list[float]) -> float:
+    """Welch's statistic and degrees of freedom as in the textbook; the tail by Simpson's rule."""
+    va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
+    t = abs(statistics.fmean(a) - statistics.fmean(b)) / math.sqrt(va + vb)
+    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
+    n, inside = 20_000, 0.0
+    for i in range(n + 1):
+        weight = 1 if i in (0, n) else 4 if i % 2 else 2
+        inside += weight * scale * (1 + (t * i / n) ** 2 / df) ** (-(df + 1) / 2)
+    return 1 - 2 * inside * t / n / 3
+
+
+def crossing_by_hand(tokens: list[float], values: list[float], target: float) -> float | None:
+    if values[0] >= target:
+        return tokens[0]
+    for i in range(1, len(values)):
+        if values[i] >= target:
+            slope = (values[i] - values[i - 1]) / (tokens[i] - tokens[i - 1])
+            return tokens[i - 1] + (target - values[i - 1]) / slope
+    return None
+
+
+def value_by_hand(tokens: list[float], values: list[float], at: float) -> float:
+    for i in range(1, len(tokens)):
+        if tokens[i - 1] <= at <= tokens[i]:
+            return values[i - 1] + (values[i] - values[i - 1]) * (at - tokens[i - 1]) / (
+                tokens[i] - tokens[i - 1]
+            )
+    raise AssertionError("outside the curve")
+
+
+@pytest.fixture
+def random_table(tmp_path) -> tuple[Path, dict[str, list[list[dict]]]]:
+    """Three rows of 5, 5 and 3 runs with uneven tokens; the folder, and the logs as written."""
+    generator, root = random.Random(1), tmp_path / "runs"
+    logs = {}
+    for row, num_runs, level in (("grpo", 5, 0.5), ("espo", 5, 0.65), ("gspo", 3, 0.5)):
+        for seed in range(num_runs):
+            rise = [level * (i / 8) + generator.uniform(-0.05, 0.05) for i in range(9)]
+            folder = write_run(
+                root, row, seed, [round(0.2 + x, 5) for x in rise],
+                tokens=lambda step: generator.randint(80, 120),
+                gradient_tokens_total=lambda step: float(generator.randint(20, 60)),
+                seconds_per_step=lambda step: round(generator.uniform(0.1, 0.3), 5),
+            )  # fmt: skip
+            log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            logs.setdefault(row, []).append(log)
+    return root, logs
+
+
+def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
+    root, logs = random_table
+    table, printed = make(root, "--parent", "grpo", capsys=capsys)
+    assert [row["row"] for row in table] == ["grpo", "espo", "gspo"], "the parent, then by name"
+    finals, curves, most = {}, {}, []
+    for row, runs in logs.items():
+        curves[row] = []
+        for log in runs:
+            points = [
+                (r["generated_tokens"], r["eval/additions/avg_at_8"]) for r in log if r["step"] % 2 == 0
+            ]
+            curves[row].append(([p[0] for p in points], [p[1] for p in points]))
+            most.append(points[-1][0])
+        finals[row] = [values[-1] for _, values in curves[row]]
+    target = statistics.fmean(finals["grpo"])
+    p = {row: welch_by_hand(finals[row], finals["grpo"]) for row in ("espo", "gspo")}
+    low, high = sorted(p, key=p.get)
+    p_holm = {low: min(1, 2 * p[low]), high: max(min(1, 2 * p[low]), p[high])}
+    assert f"at {min(most):,} tokens" in printed
+    for entry in table:
+        row, final = entry["row"], finals[entry["row"]]
+        close = lambda value: pytest.approx(value, rel=1e-9)
+        half = T_975[len(final) - 1] * statistics.stdev(final) / math.sqrt(len(final))
+        assert (entry["n"], entry["parent"]) == (len(final), "grpo")
+        assert entry["mean"] == close(statistics.fmean(final))
+        assert entry["interval"] == [close(entry["mean"] - half), close(entry["mean"] + half)]
+        assert entry["p_value"] == (None if row == "grpo" else pytest.approx(p[row], abs=1e-9))
+        assert entry["p_value_holm"] == (None if row == "grpo" else pytest.approx(p_holm[row], abs=1e-9))
+        reached = [t for t in (crossing_by_hand(*curve, target) for curve in curves[row]) if t is not None]
+        assert entry["reached"] == len(reached) and entry["tokens_to_target"] == close(
+            statistics.fmean(reached)
+        )
+        equal = [value_by_hand(*curve, min(most)) for curve in curves[row]]
+        assert entry["mean_at_equal_tokens"] == close(statistics.fmean(equal))
+        shares, seconds = [], []
+        for log in logs[row]:
+            shares.append(
+                sum(r.get("gradient_tokens_total", 0) for r in log)
+                / sum(r.get("tokens_total", 0) for r in log)
+            )
+            seconds.append(sum(r.get("seconds_per_step", 0) for r in log))
+        assert entry["gradient_token_share"] == close(statistics.fmean(shares))
+        assert entry["seconds"] == close(statistics.fmean(seconds))
+
+
+def test_the_printed_cells_are_those_of_the_json(random_table, capsys):
+    table, printed = make(random_table[0], "--parent", "grpo", capsys=capsys)
+    by_row = {entry["row"]: entry for entry in table}
+    for row, line in cells(printed).items():
+        if row == "row":
+            continue
+        entry, parent = by_row[row], by_row["grpo"]
+        low, high = entry["interval"]
+        assert line[1:4] == [str(entry["n"]), f"{entry['mean']:.4f}", f"{low:.4f} to {high:.4f}"]
+        if row == "grpo":
+            assert line[4:7] == ["n/a"] * 3
+        else:
+            assert float(line[4]) == pytest.approx(entry["mean"] - parent["mean"], abs=1e-4)
+            assert float(line[5]) == pytest.approx(entry["p_value"], rel=0.05, abs=6e-4)
+            assert float(line[6]) == pytest.approx(entry["p_value_holm"], rel=0.05, abs=6e-4)
+        assert f"{entry['tokens_to_target']:,.0f}" in line[7]
+        ratio = parent["tokens_to_target"] / entry["tokens_to_target"]
+        assert float(line[8].strip("~")) == pytest.approx(ratio, abs=0.006)
+        assert line[9] == f"{entry['mean_at_equal_tokens']:.4f}"
+        assert line[10:] == [f"{entry['gradient_token_share']:.3f}", f"{entry['seconds']:.1f}"]
+    assert f"parent grpo of grpo, espo, gspo: target {by_row['grpo']['mean']:.4f}, its final mean" in printed
+
+
+def test_welch_by_a_published_example_and_by_the_integral():
+    a = [27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4]
+    b = [27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4]
+    p = report.welch_p(np.array(a), np.array(b))
+    assert p == pytest.approx(0.021, abs=5e-4)
+    assert p == pytest.approx(welch_by_hand(a, b), abs=1e-9)
+    assert report.welch_p(np.array([1.0]), np.array(b)) is None
+    assert report.welch_p(np.array([0.1] * 3), np.array([0.3] * 3)) is None, "no spread at all: no test"
+
+
+def test_holm_by_hand():
+    assert report.holm([0.01, None, 0.04, 0.03, 0.005]) == pytest.approx([0.03, None, 0.06, 0.06, 0.02])
+    assert report.holm([0.6, 0.5]) == [1.0, 1.0]
+    assert report.holm([None]) == [None]
+
+
+def test_the_interval_of_two_values_and_of_one():
+    low, high = report.t_interval(np.array([1.0, 3.0]))
+    assert (low, high) == (pytest.approx(2 - T_975[1]), pytest.approx(2 + T_975[1]))  # s / sqrt(n) = 1
+    assert report.t_interval(np.array([1.0])) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "tokens"),
+    [(0.2, 0), (0.1, 0), (0.3, 100), (0.4, 200), (0.5, 1600 / 3), (0.6, 600), (0.61, None)],
+)
+def test_the_first_crossing_of_a_curve_that_falls_again(target, tokens, tmp_path, capsys):
+    write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.4, 0.3, 0.6])  # at 0, 200, 400, 600 tokens
+    ((entry,), _) = make(tmp_path / "runs", "--parent", "grpo", "--target", target, capsys=capsys)
+    assert entry["tokens_to_target"] == (None if tokens is None else pytest.approx(tokens))
+    assert entry["reached"] == (tokens is not None)
+
+
+def test_runs_that_never_reach_the_target_are_counted_and_marked(tmp_path, capsys):
+    root = tmp_path / "runs"
+    for seed, final in enumerate((0.4, 0.6)):
+        write_run(root, "grpo", seed, [0.2, final])  # mean 0.5: crossed by the second alone, at 150 of 200
+        write_run(root, "good", seed, [0.2, 0.8])  # crossed at 100
+        write_run(root, "bad", seed, [0.2, 0.3])
+    table, printed = make(root, "--parent", "grpo", capsys=capsys)
+    shown = {row: (line[7], line[8]) for row, line in cells(printed).items()}
+    assert shown["grpo"] == (">150, reached 1/2", "~1.00")
+    assert shown["good"] == ("100", "~1.50")
+    assert shown["bad"] == ("reached 0/2", "n/a")
+    found = {entry["row"]: (entry["tokens_to_target"], entry["reached"]) for entry in table}
+    assert found == {"grpo": (pytest.approx(150), 1), "good": (pytest.approx(100), 2), "bad": (None, 0)}
+
+
+def test_equal_finals_reach_their_own_mean(tmp_path, capsys):
+    for seed in range(3):
+        write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.1 + 0.7])
+    ((entry,), printed) = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
+    assert entry["reached"] == 3 and entry["tokens_to_target"] == pytest.approx(200)
+
+
+def test_equal_tokens_are_the_most_that_the_shortest_run_has(tmp_path, capsys):
+    write_run(tmp_path / "runs", "grpo", 0, [0.0, 0.2, 0.8], tokens=100)  # at 0, 200, 400
+    write_run(tmp_path / "runs", "lean", 0, [0.0, 0.4, 0.8], tokens=75)  # at 0, 150, 300
+    table, printed = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
+    assert "at 300 tokens" in printed
+    assert [entry["mean_at_equal_tokens"] for entry in table] == [pytest.approx(0.5), pytest.approx(0.8)]
+
+
+def test_one_seed_has_no_interval_and_no_p(tmp_path, capsys):
+    for row in ("grpo", "espo"):
+        write_run(tmp_path / "runs", row, 0, [0.2, 0.5])
+    table, printed = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
+    assert all((e["interval"], e["p_value"], e["p_value_holm"]) == (None, None, None) for e in table)
+    assert cells(printed)["espo"][3:7] == ["n/a", "+0.0000", "n/a", "n/a"]
+
+
+def test_order_and_parents_of_rows(tmp_path, capsys):
+    for row, final in (("a", 0.4), ("b", 0.6), ("c", 0.9)):
+        for seed in range(2):
+            write_run(tmp_path / "runs", row, seed, [0.2, final + 0.01 * seed])
+    options = ("--parent", "a", "--parents", "c=b", "--rows", "c", "b", "a")
+    table, printed = make(tmp_path / "runs", *options, capsys=capsys)
+    assert [(entry["row"], entry["parent"]) for entry in table] == [("c", "b"), ("b", "a"), ("a", "a")]
+    assert cells(printed)["c"][4] == "+0.3000" and cells(printed)["b"][4] == "+0.2000"
+    assert "parent b of c: target 0.6050" in printed and "parent a of b, a: target 0.4050" in printed
+    table, _ = make(tmp_path / "runs", "--parent", "b", "--rows", "b", "c", capsys=capsys)
+    assert len(table) == 2
+
+
+def test_several_sets_are_averaged_and_another_metric_can_be_asked_for(tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5], set_names=("x", "y"))
+    text = (folder / "metrics.jsonl").read_text().replace('"eval/y/avg_at_8": 0.5', '"eval/y/avg_at_8": 0.7')
+    (folder / "metrics.jsonl").write_text(text)
+    ((entry,), _) = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
+    assert entry["mean"] == pytest.approx(0.6)
+    ((entry,), printed) = make(tmp_path / "runs", "--parent", "grpo", "--metric", "accuracy", capsys=capsys)
+    assert entry["mean"] == 0.5 and "| accuracy |" in printed
+
+
+def test_runs_that_have_not_ended_are_left_out_and_named(tmp_path, capsys):
+    for seed in range(3):
+        write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.5, 0.6], drop=seed)
+    assert report.main(["--runs", str(tmp_path / "runs"), "--parent", "grpo"]) == 0
+    shown = capsys.readouterr()
+    assert cells(shown.out)["grpo"][1] == "1"
+    left_out = [line for line in shown.err.splitlines() if "not ended" in line]
+    assert "seed_1 (step 3 of 4, 300 generated tokens)" in left_out[0]
+    assert "seed_2 (step 2 of 4, 200 generated tokens)" in left_out[1]
+
+
+def test_a_run_also_ends_by_its_token_budget(tmp_path, capsys):
+    for seed, budget in enumerate((400, 401)):
+        write_config(write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.5, 0.6]), 9, budget)  # 400 tokens
+    assert report.main(["--runs", str(tmp_path / "runs"), "--parent", "grpo"]) == 0
+    shown = capsys.readouterr()
+    assert cells(shown.out)["grpo"][1] == "1" and "seed_1 (step 4 of 9, 400 gen" in shown.err
+
+
+# ---- export and plots --------------------------------------------------------------------------------------
+@pytest.fixture
+def long_runs(tmp_path) -> Path:
+    """Two rows of two runs of 200 steps with numbers as long as they come."""
+    generator = random.Random(2)
+    for row in ("grpo", "espo"):
+        for seed in range(2):
+            write_run(
+                tmp_path / "runs", row, seed, [i / 200 + generator.random() / 3 for i in range(101)],
+                tokens=lambda step: generator.randint(1000, 2000),
+                gradient_tokens_total=lambda step: float(generator.randint(500, 900)),
+                zero_variance_frac=lambda step: generator.random(),
+                seconds_per_step=lambda step: generator.random() / 3,
+            )  # fmt: skip
+    return tmp_path / "runs"
+
+
+def test_the_export_gives_the_same_table_and_is_small(long_runs, tmp_path, capsys):
+    (long_runs / "espo" / "seed_9").mkdir()  # a run that has just begun
+    write_config(long_runs / "espo" / "seed_9", 200)
+    (long_runs / "espo" / "seed_9" / "metrics.jsonl").write_text("")
+    (long_runs / "espo" / "seed_0.log").write_text("console")
+    logs = tmp_path / "logs"
+    first = make(long_runs, "--parent", "grpo", "--export", logs, capsys=capsys)
+    assert make(logs, "--parent", "grpo", capsys=capsys) == first
+    for metric in ("avg_at_8", "accuracy"):
+        options = ("--parent", "grpo", "--metric", metric)
+        assert make(logs, *options, capsys=capsys) == make(long_runs, *options, capsys=capsys)
+    again = make(logs, "--parent", "grpo", "--export", tmp_path / "again", capsys=capsys)
+    assert again == first
+    files = sorted(p.relative_to(logs) for p in logs.rglob("*") if p.is_file())
+    names = ("config.yaml", "metrics.jsonl", "versions.json")
+    assert files == [
+        Path(row, f"seed_{s}", name) for row in ("espo", "grpo") for s in (0, 1) for name in names
+    ]
+    for file in files:
+        assert (logs / file).stat().st_size < 40_000
+        assert (logs / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
+    rows = [json.loads(line) for line in (logs / "grpo/seed_0/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(201)), "every step"
+    evaluation = {"eval/additions/avg_at_8", "eval/additions/accuracy"}
+    assert rows[1].keys() == {"step", "generated_tokens", *report.STEP_KEYS}
+    assert rows[2].keys() == rows[1].keys() | evaluation
+    assert "not empty" in error_of("--runs", long_runs, "--parent", "grpo", "--export", logs, capsys=capsys)
+
+
+def test_the_plots_are_there_and_small(long_runs, tmp_path, capsys):
+    make(long_runs, "--parent", "grpo", "--plot", tmp_path / "curves.png", capsys=capsys)
+    for name in ("curves.png", "curves_cost.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert 10_000 < (tmp_path / name).stat().st_size < 200_000
+
+
+def test_what_is_plotted(tmp_path):
+    from matplotlib.figure import Figure
+
+    for seed in range(2):
+        write_run(
+            tmp_path / "runs", "grpo", seed, [0.2, 0.2 + 0.2 * seed] + [0.4] * 9,
+            gradient_tokens_total=lambda step: 10 * (step % 2),
+            zero_variance_frac=lambda step: float(step > 10),
+        )  # fmt: skip
+    (runs,) = report.read_rows(tmp_path / "runs", None, "avg_at_8").values()
+    axes = Figure().subplots()
+    report.draw(axes, [(run.tokens, run.values) for run in runs], "grpo")
+    ((x, y),) = [line.get_data() for line in axes.lines]
+    assert (x[0], x[-1]) == (0, 2000)
+    for at in (0, 100, 200, 300, 1000):
+        by_hand = statistics.fmean(value_by_hand(list(r.tokens), list(r.values), at) for r in runs)
+        assert np.interp(at, x, y) == pytest.approx(by_hand, abs=2e-3)
+    (band,) = axes.collections
+    edge = [v for u, v in band.get_paths()[0].vertices if abs(u - 200) < 6]
+    assert max(edge) - min(edge) == pytest.approx(2 * 0.1, abs=0.01)  # stdev of 0.2 and 0.4 over sqrt(2)
+    tokens, share = report.gradient_share(runs[0])
+    assert tokens[0] == 100 and share[9:] == pytest.approx(0.05) and share[0] == pytest.approx(0.1)
+    _, rate = report.zero_variance_rate(runs[0])
+    assert (rate[9], rate[10], rate[14], rate[19]) == pytest.approx((0, 0.1, 0.5, 1))
+
+
+# ---- errors of the report ----------------------------------------------------------------------------------
+def edit(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('avg_at_8": 0.5', 'avg_at_8": NaN', "line 3: eval/additions/avg_at_8 is nan, expected"),
+        ('"tokens_total": 100', '"tokens_total": Infinity', "line 2: tokens_total is inf"),
+        ('"seconds_per_step": 0.5', '"seconds_per_step": null', "line 2: seconds_per_step is None"),
+        ('"zero_variance_frac"', '"renamed"', "line 2: zero_variance_frac is missing"),
+        ('{"step": 1,', "{", "line 2: step is missing"),
+        ('{"step": 1,', '{"step": 1', "line 2 is not JSON"),
+        ('{"step": 1,', '[1]\n{"step": 1,', "line 2: expected an object"),
+        ('{"step": 2,', '{"step": 1,', "line 3: step or generated_tokens goes back"),
+        ('"generated_tokens": 200', '"generated_tokens": 20', "line 3: step or generated_tokens goes back"),
+        ('"eval/additions/avg_at_8": 0.2, ', "", "avg_at_8 is missing at step 0 or at the last step"),
+        ('"eval/additions/avg_at_8": 0.5', '"eval/other/avg_at_8": 0.5', "step 0 lacks eval/other/avg_at_8"),
+    ],
+)  # fmt: skip
+def test_wrong_metrics_are_named_with_file_and_line(old, new, message, tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5])
+    edit(folder / "metrics.jsonl", old, new)
+    error = error_of("--runs", tmp_path / "runs", "--parent", "grpo", capsys=capsys)
+    assert message in error and str(folder) in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--parent", "gpro"), "parent 'gpro' is none of the rows espo, grpo"),
+        (("--parent", "grpo", "--parents", "espo=nothing"), "parent 'nothing' is none of the rows"),
+        (("--parent", "grpo", "--parents", "nothing=grpo"), "--parents nothing=grpo: expected row=parent"),
+        (("--parent", "grpo", "--parents", "espo"), "--parents espo: expected row=parent"),
+        (("--parent", "grpo", "--rows", "grpo", "nothing"), "of nothing; rows in it: espo, grpo"),
+        (("--parent", "grpo", "--rows", "espo"), "parent 'grpo' is none of the rows espo"),
+        (("--parent", "grpo", "--metric", "avg_at_4"), "metrics of this file: accuracy, avg_at_8"),
+        (("--parent", "grpo", "--json", "no/such/folder/table.json"), "no/such/folder"),
+    ],
+)
+def test_wrong_options_are_explained(options, message, tmp_path, capsys):
+    for row in ("grpo", "espo"):
+        write_run(tmp_path / "runs", row, 0, [0.2, 0.5])
+    assert message in error_of("--runs", tmp_path / "runs", *options, capsys=capsys)
+
+
+def test_folders_with_nothing_to_report_are_explained(tmp_path, capsys):
+    root = tmp_path / "runs"
+    assert "no ROW/seed_S folder" in error_of("--runs", root, "--parent", "grpo", capsys=capsys)
+    root.mkdir()
+    assert "no ROW/seed_S folder" in error_of("--runs", root, "--parent", "grpo", capsys=capsys)
+    folder = write_run(root, "grpo", 0, [0.2, 0.5])
+    (folder / "metrics.jsonl").unlink()
+    assert "metrics.jsonl does not exist" in error_of("--runs", root, "--parent", "grpo", capsys=capsys)
+    shutil.rmtree(folder)
+    folder = write_run(root, "grpo", 0, [0.2, 0.5], drop=1)
+    assert report.main(["--runs", str(root), "--parent", "grpo"]) == 2
+    assert "no run that has ended of any row; rows in it: grpo" in capsys.readouterr().err
+    for text in ("", "train: {}", "train: {num_steps: many}", "a: b: c"):
+        (folder / "config.yaml").write_text(text)
+        assert "config.yaml: the length of the run cannot be read" in error_of(
+            "--runs", root, "--parent", "grpo", capsys=capsys
+        )
+    (folder / "config.yaml").unlink()
+    assert "config.yaml: the length of the run cannot be read" in error_of(
+        "--runs", root, "--parent", "grpo", capsys=capsys
+    )
+
+
+# ---- run.py with stubs in place of training ----------------------------------------------------------------
+STUB = """
+import json, sys, time, pathlib
+folder, config, start = pathlib.Path(sys.argv[1]), sys.argv[2], time.time()
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "config.yaml").write_text(config)
+if folder.parent.name == "bad":
+    sys.exit("boom, out of luck")
+time.sleep(0.7)
+(folder / "summary.json").write_text(json.dumps({"accuracy_after": 0.5, "avg_at_8_after": None}))
+with open(folder.parents[1] / "done", "a") as file:
+    file.write(f"{folder.parent.name} {folder.name} {start} {time.time()}\\n")
+"""
+
+
+def stub_command(one: run.Run, ranks: int) -> list[str]:
+    config = load_config(list(one.arguments)).model_dump(mode="json")
+    return [sys.executable, "-c", STUB, str(ROOT / one.folder), json.dumps(config)]
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    """Rows a, b and bad, and a function that runs run.py on them with stubs."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(run, "command", stub_command)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for name, rate in (("a", 1e-4), ("b", 2e-4), ("bad", 3e-4)):
+        text = f"base: {ROOT}/experiments/tiny/grpo.yaml\ntrain: {{learning_rate: {rate}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+
+    def start(rows: str, seeds: str, *options: object) -> int:
+        paths = [str(tmp_path / f"{name}.yaml") for name in rows.split()]
+        where = ["--out", str(tmp_path / "out"), *map(str, options)]
+        return run.main(["--rows", *paths, "--seeds", *seeds.split(), *where])
+
+    yield start
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def done(out: Path) -> list[tuple[str, str]]:
+    return [tuple(line.split()[:2]) for line in (out / "done").read_text().splitlines()]
+
+
+def test_all_rows_have_the_first_seed_before_any_has_the_second(table, tmp_path, capsys):
+    assert table("b a", "1 0") == 0
+    assert done(tmp_path / "out") == [("b", "seed_1"), ("a", "seed_1"), ("b", "seed_0"), ("a", "seed_0")]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "accuracy 0.5000" in line]
+    assert [line.split(":")[0] for line in lines] == ["b seed 1", "a seed 1", "b seed 0", "a seed 0"]
+
+
+def test_finished_runs_are_skipped_and_new_ones_added(table, tmp_path, capsys):
+    assert table("a b", "0") == 0
+    (tmp_path / "out" / "b" / "seed_0" / "summary.json").unlink()  # as if it had been killed
+    assert table("a b", "0 1") == 0
+    assert done(tmp_path / "out")[2:] == [("b", "seed_0"), ("a", "seed_1"), ("b", "seed_1")]
+    assert "1 of 4 runs are finished already" in capsys.readouterr().out
+    assert table("a b", "0 1") == 0 and len(done(tmp_path / "out")) == 5
+    assert "4 of 4 runs" in capsys.readouterr().out
+
+
+def test_a_changed_row_is_refused_before_anything_starts_and_redone_on_request(table, tmp_path, capsys):
+    assert table("a b", "0") == 0
+    edit(tmp_path / "b.yaml", "0.0002", "0.0005")
+    before = (tmp_path / "out" / "b" / "seed_0" / "config.yaml").read_text()
+    capsys.readouterr()
+    assert table("a b", "1 0") == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/out/b/seed_0: train.learning_rate 0.0002 -> 0.0005" in error and "--redo" in error
+    assert "seed_1" not in error and "/a/" not in error
+    assert len(done(tmp_path / "out")) == 2
+    assert table("a b", "0", "--redo", "--dry-run") == 0
+    planned = capsys.readouterr().out
+    assert "/out/b/seed_0" in planned and "/out/a/" not in planned
+    assert (tmp_path / "out" / "b" / "seed_0" / "config.yaml").read_text() == before, (
+        "a dry run removes nothing"
+    )
+    assert table("a b", "0", "train.num_steps=7") == 2, "settings on the command line count too"
+    (tmp_path / "out" / "b" / "seed_0" / "checkpoints").mkdir()
+    assert table("a b", "0", "--redo") == 0
+    assert done(tmp_path / "out")[2:] == [("b", "seed_0")], "only the changed row is done again"
+    assert not (tmp_path / "out" / "b" / "seed_0" / "checkpoints").exists()
+    assert "0.0005" in (tmp_path / "out" / "b" / "seed_0" / "config.yaml").read_text()
+
+
+def test_settings_younger_than_a_folder_count_as_their_default(table, tmp_path, capsys):
+    assert table("a", "0") == 0
+    file = tmp_path / "out" / "a" / "seed_0" / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    assert config["train"].pop("weight_decay") == 0.0
+    file.write_text(yaml.safe_dump(config))
+    assert table("a", "0") == 0 and len(done(tmp_path / "out")) == 1
+    config["train"]["gone"] = 1
+    file.write_text(yaml.safe_dump(config))
+    assert table("a", "0") == 2 and "not of this version" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_reported_and_the_others_go_on(table, tmp_path, capsys):
+    assert table("bad a", "0 1") == 1
+    shown = capsys.readouterr()
+    assert done(tmp_path / "out") == [("a", "seed_0"), ("a", "seed_1")]
+    assert shown.out.count("FAILED (exit code 1)") == 2 and shown.out.count("boom, out of luck") == 2
+    log = tmp_path / "out" / "bad" / "seed_0.log"
+    assert [line for line in shown.err.splitlines() if line.startswith("failed:")] == [
+        f"failed: bad seed {seed}, see {log.with_name(f'seed_{seed}.log')}" for seed in (0, 1)
+    ]
+    assert "boom" in log.read_text()
+
+
+def test_the_end_of_a_log_is_what_the_rank_said_not_torchrun(tmp_path):
+    log = tmp_path / "seed_0.log"
+    code = "import sys; [print(i) for i in range(50)]; sys.exit('the reason')"
+    (tmp_path / "fails.py").write_text(code)
+    with log.open("w") as file:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        subprocess.run([*torchrun, str(tmp_path / "fails.py")], stdout=file, stderr=file)
+    assert "ChildFailedError" in log.read_text()
+    end = run.end_of(log).splitlines()
+    assert "the reason" in end and len(end) == 15 and not any("torch" in line for line in end)
+    log.write_text("\n".join(map(str, range(50))))
+    assert run.end_of(log, 3) == "47\n48\n49"
+
+
+def test_a_run_that_ends_well_without_a_summary_has_failed(table, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "command", lambda one, ranks: [sys.executable, "-c", "print('nothing done')"])
+    assert table("a", "0") == 1 and "nothing done" in capsys.readouterr().out
+
+
+def test_as_many_run_at_once_as_asked_for(table, tmp_path):
+    assert table("a b", "0 1 2", "--jobs", 2) == 0
+    lines = [line.split() for line in (tmp_path / "out" / "done").read_text().splitlines()]
+    spans = [(float(start), float(end)) for *_, start, end in lines]
+    at_once = [sum(start <= moment < end for start, end in spans) for moment, _ in spans]
+    assert len(spans) == 6 and max(at_once) == 2
+
+
+def test_the_commands_of_a_dry_run(table, tmp_path, monkeypatch, capsys):
+    monkeypatch.undo()
+    monkeypatch.chdir(ROOT / "experiments")  # paths are the user's, not the root's
+    options = [
+        "--rows",
+        "tiny/grpo.yaml",
+        "tiny/demo.yaml",
+        "--seeds",
+        "3",
+        "--out",
+        "../runs/none",
+        "--dry-run",
+    ]
+    assert run.main([*options, "--ranks", "2", "train.num_steps=2"]) == 0
+    first, second = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert first == [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train_rl.py",
+        "--config", "experiments/tiny/grpo.yaml", "run.dir=runs/none/grpo/seed_3", "train.seed=3",
+        "model.ep_size=2", "train.num_steps=2",
+    ]  # fmt: skip
+    assert "run.dir=runs/none/demo/seed_3" in second
+    assert not (ROOT / "runs" / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("rows", "seeds", "options", "message"),
+    [
+        ("a a", "0", (), "--rows: a is there twice"),
+        ("a", "0 0", (), "--seeds: 0 is there twice"),
+        ("a none", "0", (), "none.yaml does not exist"),
+        ("a", "0", ("train.num_stepz=3",), "train.num_stepz: unknown setting"),
+        ("a", "0", ("train.seed=3",), "set by --out and --seeds"),
+        ("a", "0", ("run={dir: elsewhere}",), "set by --out and --seeds"),
+    ],
+)
+def test_wrong_plans_are_refused_before_anything_starts(
+    rows, seeds, options, message, table, tmp_path, capsys
+):
+    assert table(rows, seeds, *options) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and message in shown
+    assert not (tmp_path / "out").exists()
+
+
+# A tree as torchrun's: a child in a session of its own; neither goes away by being asked to.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleep = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", sleep], start_new_session=True)
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()} {child.pid}\\n")
+time.sleep(600)
+"""
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path):
+    pids = tmp_path / "pids"
+    rows = [str(tmp_path / f"{name}.yaml") for name in ("a", "b", "bad")]
+    argv = ["--rows", *rows, "--seeds", "0", "--out", str(tmp_path / "out"), "--jobs", "2"]
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import run; run.GRACE_S = 1.0\n"
+        f"run.command = lambda one, ranks: [sys.executable, '-c', {STUBBORN!r}, {str(pids)!r}]\n"
+        f"sys.exit(run.main({argv!r}))"
+    )
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    scheduler = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 90
+        while not pids.is_file() or pids.read_text().count("\n") < 2:
+            assert scheduler.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        started = [int(pid) for pid in pids.read_text().split()]
+        assert len(started) == 4 and all(alive(pid) for pid in started)
+        assert len({os.getsid(pid) for pid in (os.getpid(), *started)}) == 5, "sessions of their own"
+        scheduler.send_signal(number)
+        _, errors = scheduler.communicate(timeout=30)
+        assert scheduler.returncode == 130 and "interrupted" in errors
+        assert not any(alive(pid) for pid in started)
+        assert bystander.poll() is None and len(pids.read_text().split()) == 4, "the third run never started"
+    finally:
+        scheduler.kill()
+        for pid in pids.read_text().split() if pids.is_file() else ():
+            if alive(int(pid)):
+                os.kill(int(pid), signal.SIGKILL)
+        bystander.kill()
+        bystander.wait()
+
+
+# ---- for real ----------------------------------------------------------------------------------------------
+def script(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
+    command = [sys.executable, f"experiments/{name}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+def test_two_rows_from_training_to_the_table(tmp_path):
+    build = subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, capture_output=True, timeout=600)
+    assert build.returncode == 0
+    for name, group_size in (("grpo", 4), ("wide", 8)):
+        text = f"base: {ROOT}/experiments/tiny/grpo.yaml\nrollout: {{group_size: {group_size}}}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    out, sets = tmp_path / "out", "[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]"
+    rows = ["--rows", tmp_path / "grpo.yaml", tmp_path / "wide.yaml", "--seeds", 0, "--out", out]
+    small = ["train.num_steps=2", "rollout.prompts_per_step=8", "eval.every=1", f"data.eval={sets}"]
+    trained = script("run.py", *rows, *small)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert "grpo seed 0: " in trained.stdout and "wide seed 0: " in trained.stdout
+    assert "avg_at_8 0." in trained.stdout
+    summary = json.loads((out / "wide" / "seed_0" / "summary.json").read_text())
+    again = script("run.py", *rows, *small)
+    assert (again.returncode, again.stdout) == (0, "2 of 2 runs are finished already\n"), again.stderr
+    refused = script("run.py", *rows, *small[1:])
+    assert refused.returncode == 2 and "train.num_steps 2 -> 200" in refused.stderr
+
+    first = script("report.py", "--runs", out, "--parent", "grpo", "--export", tmp_path / "logs")
+    assert first.returncode == 0, first.stderr
+    second = script("report.py", "--runs", tmp_path / "logs", "--parent", "grpo")
+    assert (second.returncode, second.stdout) == (0, first.stdout)
+    line = cells(first.stdout)["wide"]
+    assert float(line[2]) == pytest.approx(summary["avg_at_8_after"], abs=1e-4)
+    assert float(line[10]) == pytest.approx(summary["gradient_token_share"], abs=1e-3)
