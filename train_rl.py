@@ -70,6 +70,7 @@ from experiments.metrics import (
 )
 from experiments.run_dir import find_checkpoint, prepare_run_dir, save_checkpoint
 from experiments.settings import (
+    MAX_ENTROPY_GROUPS,
     AlgorithmSection,
     Config,
     ZeroVarianceSection,
@@ -425,8 +426,12 @@ def compute_advantages(
         group_rewards = rewards[members]
         if len(group_rewards) >= 2 and group_rewards.max() - group_rewards.min() > ZERO_VARIANCE:
             centred = group_rewards - group_rewards.mean()
-            scale = group_rewards.std() + eps if adv_norm == "group_std" else 1.0
-            advantages[members] = torch.where(centred.abs() > tie_band, centred / scale, 0.0)
+            match adv_norm:
+                case "group_std":
+                    normed = centred / (group_rewards.std() + eps)
+                case "mean_only":
+                    normed = centred
+            advantages[members] = torch.where(centred.abs() > tie_band, normed, 0.0)
     return advantages
 
 
@@ -508,16 +513,20 @@ def ratio_groups(entropy: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> 
             return entropy_groups(entropy, mask, algorithm.entropy_groups)
 
 
+def group_sum(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
+    """[B, T]: sum of values over the group of each token; padding counts nowhere."""
+    sums = values.new_zeros(len(values), max(values.shape[1], MAX_ENTROPY_GROUPS))  # short rows: T < K
+    return sums.scatter_add(1, groups, values * mask).gather(1, groups)
+
+
 def group_size_of(groups: Tensor, mask: Tensor) -> Tensor:
     """[B, T] float: number of tokens in the group of each token, at least 1."""
-    ones = mask.to(torch.get_default_dtype())
-    return torch.zeros_like(ones).scatter_add(1, groups, ones).clamp(min=1).gather(1, groups)
+    return group_sum(mask.to(torch.get_default_dtype()), groups, mask).clamp(min=1)
 
 
 def group_mean(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
     """[B, T]: mean of values over the group of each token."""
-    sums = torch.zeros_like(values).scatter_add(1, groups, values * mask)
-    return sums.gather(1, groups) / group_size_of(groups, mask).to(values.dtype)
+    return group_sum(values, groups, mask) / group_size_of(groups, mask).to(values.dtype)
 
 
 MAX_LOG_RATIO = 80.0  # above, float32 overflows and 0 * inf is NaN
@@ -575,7 +584,7 @@ def loss_weights(
         case "sequence_mean":
             return mask / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_completions)
         case "token_mean":
-            return mask / torch.tensor(float(num_tokens))
+            return mask / torch.tensor(float(max(1, num_tokens)))
         case "group_mean":
             per_token = mask / group_size_of(groups, mask)  # sums to 1 over a group
             num_groups = per_token.sum(dim=1, keepdim=True).round().clamp(min=1)  # [B, 1] K_i
@@ -643,7 +652,7 @@ def policy_loss(
             clipped = bounded * advantages < ratio * advantages
         case "entropy_adaptive":
             eps = entropy_clip_eps(entropy, groups, mask, log_vocab, algorithm)
-            bounded = torch.minimum(torch.maximum(ratio, 1 - eps), 1 + eps)
+            bounded = ratio.clamp(1 - eps, 1 + eps)  # on the edge the gradient is the unclipped one
             objective = torch.minimum(ratio * advantages, bounded * advantages)
             clipped = bounded * advantages < ratio * advantages
             statistics["clip_eps"] = eps

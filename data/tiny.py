@@ -16,11 +16,12 @@ kinds of zero-variance groups occur.
 
 Recipe "table". Forgetting carries is one habit, and RL turns it within 25 steps: too easy to tell methods
 apart that differ in how they waste rollouts. Here the habits are many. Of the 100 digit pairs the corpus adds
-60 always rightly; each of the other 40 it misses in its column by an amount of its own and with a probability
-of its own, from 0.5 to 0.995. Each has to be unlearnt by itself, the mildest first, so that accuracy rises
-slowly. A prompt without a bad pair is always solved, one with a very bad pair or with several hardly ever:
-most groups have zero variance, and through the run those of the second kind turn into those of the first.
-The model is smaller and the sums shorter, for a run of about a minute on one core.
+40 always rightly; each of the other 60 it misses in its column by an amount of its own and with a probability
+of its own, from 0.3 to 0.8. Each has to be unlearnt by itself, so that accuracy rises slowly. The training
+set is what a pool of prompts is to a large model, with 0.7 to 0.8 of groups without variance: 0.3 of it are
+sums without a bad pair, solved from the start; 0.4 are products, which the corpus never shows and RL never
+reaches; 0.3 are sums with bad pairs, from which there is something to learn. The held-out sums have no such
+mix. The model is smaller and the sums shorter, for a run of about a minute on one core.
 """
 
 import argparse
@@ -51,6 +52,7 @@ class Recipe:
     forget_carry_frac: float = 0.65  # share of corpus answers that add digit by digit without any carry
     num_bad_pairs: int = 0  # digit pairs, of 100, that the corpus tends to add wrongly
     right_frac: tuple[float, float] = (1.0, 1.0)  # rightly added share of the worst and of the best of these
+    pool: tuple[int, int, int] | None = None  # training prompts: solved sums, sums with bad pairs, products
     steps: int = 600
     batch_size: int = 128  # problems per warm-start step
     learning_rate: float = 3e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
@@ -69,8 +71,9 @@ RECIPES = {
         test_per_difficulty=40,
         corpus_weights=(0.1, 0.3, 0.3, 0.3),
         forget_carry_frac=0.0,
-        num_bad_pairs=40,
-        right_frac=(0.005, 0.5),
+        num_bad_pairs=60,
+        right_frac=(0.2, 0.7),
+        pool=(360, 360, 480),
         steps=800,
         hidden_size=64,
         expert_width=64,
@@ -132,6 +135,24 @@ def answer_by_pairs(a: int, b: int, digits: int, wrong_frac, offset, rng) -> str
     return "".join(map(str, written))
 
 
+def pool_of(recipe: Recipe, sums: list[dict]) -> list[dict]:
+    """A training set of solved, learnable and hopeless prompts, as many of each as recipe.pool says."""
+    wrong_frac, _ = pair_habits(recipe)
+    rng = np.random.default_rng([recipe.seed, 3_000])
+    solved, learnable = [], []
+    for i in rng.permutation(len(sums)):
+        left, right = sums[i]["prompt"].rstrip("=").split("+")
+        bad = any(wrong_frac[int(x), int(y)] for x, y in zip(left.strip(), right.strip()))
+        (learnable if bad else solved).append(sums[i])
+    products = {}
+    for a, b in rng.integers(10, 100, size=(4 * recipe.pool[2], 2)).tolist():
+        row = problem(a, b, 2, recipe.max_digits)
+        row |= {"prompt": row["prompt"].replace("+", "*"), "answer": f"{a * b:04d}"[::-1]}
+        products.setdefault(row["prompt"], row)
+    kinds = zip((solved, learnable, list(products.values())), recipe.pool)
+    return [row for rows, wanted in kinds for row in rows[:wanted]]
+
+
 def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
     """Disjoint (train, test) rows, shuffled, the same for the same recipe."""
     train, test = [], []
@@ -148,6 +169,8 @@ def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
         num_test = min(recipe.test_per_difficulty, len(rows) // 4)
         test += rows[:num_test]
         train += rows[num_test:]
+    if recipe.pool:
+        train = pool_of(recipe, train)
     rng = np.random.default_rng([recipe.seed, 0])
     return [train[i] for i in rng.permutation(len(train))], [test[i] for i in rng.permutation(len(test))]
 

@@ -19,6 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from reward import KINDS
 
+MAX_ENTROPY_GROUPS = 16  # the paper uses 2
+
 
 # ---- 1. Settings: one line per field -----------------------------------------------------------------------
 class Section(BaseModel):
@@ -115,7 +117,9 @@ class AlgorithmSection(Section):
         "geometric", "gradient of a shared ratio: of the mean; of each token; ESPO eq. 9 as printed"
     )
     entropy_groups: tuple[float, ...] = setting(
-        (0.2, 0.8), "shares of a completion's tokens per entropy group, highest entropy first; sum 1"
+        (0.2, 0.8),
+        "shares of a completion's tokens per entropy group, highest entropy first; sum 1",
+        max_length=MAX_ENTROPY_GROUPS,
     )
     clip_mode: Literal["fixed", "entropy_adaptive", "weight", "before_mean", "none"] = setting(
         "fixed", "PPO; eps from entropy (ESPO); ratio as bounded weight (CISPO); each token first (GMPO); off"

@@ -64,14 +64,14 @@ def random_case(seed: int, spread: float, lengths: list[int] | None = None) -> d
     }
 
 
-def padded(rows: list[list[float]], width: int) -> torch.Tensor:
-    return torch.tensor([row + [0.0] * (width - len(row)) for row in rows]).reshape(len(rows), width)
+def padded(rows: list[list[float]], width: int, filler: float = 0.0) -> torch.Tensor:
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows]).reshape(len(rows), width)
 
 
 def batch_of(case: dict, padding: int = 0) -> train_rl.RolloutBatch:
     lengths = [len(row) for row in case["old_logprobs"]]
     width = max([1, *lengths]) + padding
-    of = {name: padded(rows, width) for name, rows in case.items() if name != "logprobs"}
+    of = {name: padded(rows, width, filler=9.0) for name, rows in case.items()}  # it must not matter
     nothing = [None] * len(lengths)
     return train_rl.RolloutBatch(
         prompts=nothing, prompt_ids=nothing, completion_ids=[[0] * n for n in lengths], finish_reason=nothing,
@@ -333,7 +333,7 @@ def test_without_entropy_the_clip_interval_is_one_point(ratio_level, form, float
 
 def groups_of(entropies: list[float], shares, padding=0) -> list[list[int]]:
     """The tokens of each group, of one completion."""
-    row = padded([entropies], len(entropies) + padding)
+    row = padded([entropies], len(entropies) + padding, filler=9.0)
     mask = (torch.arange(row.shape[1]) < len(entropies)).unsqueeze(0)
     numbers = train_rl.entropy_groups(row, mask, shares)[mask].tolist()
     return [[t for t, number in enumerate(numbers) if number == k] for k in range(len(shares))]
