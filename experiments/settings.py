@@ -98,7 +98,7 @@ class ZeroVarianceSection(Section):
     history_decay: float = setting(0.1, "weight of a prompt's past verdicts at each new visit", ge=0, le=1)
     prior: float = setting(0.2, "verdicts of each kind added to a record; below 0.5: bimodal", gt=0)
     explore_solved: float = setting(0.1, "least probability of sampling a prompt always solved", ge=0, le=1)
-    explore_unsolved: float = setting(0.5, "the same of a prompt never solved", ge=0, le=1)
+    explore_unsolved: float = setting(0.1, "the same of a prompt never solved", ge=0, le=1)
     retest_steps: int = setting(200, "steps after which a prompt is sampled again; 0: never forced", ge=0)
     probe_size: int = setting(0, "stage 1c: g0, completions sampled first of each group; 0: off", ge=0)
     probe_stop_prob: float = setting(0.9, "stop a probe if zero variance is at least so likely", gt=0)
