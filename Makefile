@@ -1,6 +1,7 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
 # make test   install, run every test
 # make bench  seconds per step of the demo's workload, by phase
+# make table  the ablation table of the README: 80 runs of about a minute, resumable
 #
 # STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
 # RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.
@@ -21,7 +22,7 @@ ifeq ($(STACK),cpu)
 export CUDA_VISIBLE_DEVICES =
 endif
 
-.PHONY: demo test bench install
+.PHONY: demo test bench table install
 install: $(STAMP)
 
 demo: $(STAMP)
@@ -34,6 +35,15 @@ test: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m data.tiny
 	$(BIN)/python experiments/bench_step.py
+
+TABLE = data/built/table
+
+table: $(STAMP)
+	$(BIN)/python -m data.tiny --recipe table
+	$(BIN)/python -m data.score --model $(TABLE)/model --prompts $(TABLE)/train.jsonl --output $(TABLE)/scores.jsonl \
+	    --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25
+	$(BIN)/python experiments/run.py --rows experiments/table/*.yaml --seeds 0 1 2 3 4 --out runs/table --jobs 2
+	$(BIN)/python experiments/report.py --runs runs/table --parent grpo --plot runs/table/table.png
 
 # torch goes first and alone, so that pip takes the one build asked for. vLLM's CPU build brings torchvision, torchaudio
 # and torchcodec made for CUDA; nothing here uses them, and they break `import transformers` on a machine without CUDA.

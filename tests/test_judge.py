@@ -245,8 +245,8 @@ def test_the_last_verdict_of_an_answer_counts(answer, sign, num_unreadable):
 
 def test_the_question_holds_prompt_and_answers_and_asks_for_reasons_first():
     asked = []
+    assert GenerativeJudge(None).compare([], [], []) == [], "nothing to ask: the model is left alone"
     judge = GenerativeJudge(lambda prompts: asked.extend(prompts) or ["Verdict: Tie"] * len(prompts))
-    assert judge.compare([], [], []) == [] and asked == []
     assert judge.compare(["{p} \\boxed{}"], ["{first}"], ["100 %s"]) == [0]
     (question,) = asked
     parts = ("{p} \\boxed{}", "{first}", "100 %s", "step by step", "Verdict:")
