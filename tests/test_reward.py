@@ -343,7 +343,7 @@ def test_killed_idle_worker_costs_nothing():
     with RewardPool(2) as pool:
         for pid in children(os.getpid()):
             os.kill(pid, signal.SIGKILL)
-            assert wait_until(lambda: not alive(pid))
+            assert wait_until(lambda pid=pid: not alive(pid))
         for n in range(40):
             pool.submit(n, "exact", "7", "7")
         verdicts = pool.collect()
