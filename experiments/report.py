@@ -10,11 +10,11 @@ A figure is a mean over the runs (seeds) of a row. Runs that have not ended yet 
 METRIC            at the last step, mean over the held-out sets; 95 % t-interval over runs
 p                 two-sided Welch t-test of the final metric against the parent's, not corrected for the
                   number of rows; beside it the same after Holm's correction over all rows that have one
-tokens to target  generated tokens until the evaluation curve, linear between evaluations, first reaches the
-                  target: the parent's final mean, or --target. Runs that never reach it are counted
-                  ("reached 3/5"); then the mean is over the others and, being too small, marked with >
-parent's / row's  the parent's mean tokens to the row's target over the row's own; ~ where a run of either
-                  never reached it
+tokens to target  generated tokens until the mean evaluation curve of the row's runs, linear between
+                  evaluations, first reaches the target: the parent's final mean, or --target. A mean over
+                  the runs' own crossings would leave out those that never reach it
+parent's / row's  the parent's tokens to that target over the row's; in brackets the 2.5 and 97.5 percentiles
+                  of resampling the runs of both rows, where all rows cross it
 at N tokens       the metric interpolated at N generated tokens, the most that every run here has reached
 gradient tokens   sum of gradient_tokens_total / sum of tokens_total
 seconds           sum of seconds_per_step: training without evaluations, checkpoints and start-up
@@ -37,6 +37,7 @@ from scipy import stats
 
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
 SMOOTHING_STEPS = 10  # of the cost plot
+RESAMPLES = 2000  # of the runs, for the interval of a ratio
 NONE = "n/a"
 
 
@@ -194,22 +195,39 @@ def holm(p_values: list[float | None]) -> list[float | None]:
     return corrected
 
 
-def tokens_to(target: float, run: Run) -> float | None:
-    """Generated tokens at the first crossing of the evaluation curve, linear between evaluations."""
-    reached = np.flatnonzero(run.values >= target - 1e-9)  # a mean of equal values may be larger by rounding
+def curve_of(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
+    """Generated tokens [evaluations of all runs] and the metric of each run there [runs, evaluations]."""
+    tokens = np.unique(np.concatenate([run.tokens for run in runs]))
+    return tokens, np.array([np.interp(tokens, run.tokens, run.values) for run in runs])
+
+
+def tokens_to(target: float, tokens: np.ndarray, values: np.ndarray) -> float | None:
+    """Generated tokens at the first crossing of a curve that is linear between its points."""
+    reached = np.flatnonzero(values >= target - 1e-9)  # a mean of equal values may be larger by rounding
     if not len(reached):
         return None
     i = reached[0]
     if i == 0:
-        return float(run.tokens[0])
-    share = min(1.0, (target - run.values[i - 1]) / (run.values[i] - run.values[i - 1]))
-    return float(run.tokens[i - 1] + share * (run.tokens[i] - run.tokens[i - 1]))
+        return float(tokens[0])
+    share = min(1.0, (target - values[i - 1]) / (values[i] - values[i - 1]))
+    return float(tokens[i - 1] + share * (tokens[i] - tokens[i - 1]))
 
 
-def mean_tokens_to(target: float, runs: list[Run]) -> tuple[float | None, int]:
-    """Mean over the runs that reach the target, and how many do."""
-    tokens = [t for t in (tokens_to(target, run) for run in runs) if t is not None]
-    return (sum(tokens) / len(tokens) if tokens else None), len(tokens)
+def speedup(runs: list[Run], parents: list[Run], target: float | None) -> tuple[float | None, list | None]:
+    """The parent's tokens to the target over the row's, and its interval over resampled runs of both."""
+    curves = [curve_of(parents), curve_of(runs)]
+
+    def ratio(picks: list[np.ndarray]) -> float | None:
+        means = [values[pick].mean(axis=0) for (_, values), pick in zip(curves, picks)]
+        goal = means[0][-1] if target is None else target
+        needed = [tokens_to(goal, tokens, mean) for (tokens, _), mean in zip(curves, means)]
+        return None if None in needed or not needed[1] else needed[0] / needed[1]
+
+    generator = np.random.default_rng(0)
+    sizes = [len(parents), len(runs)]
+    drawn = [ratio([generator.integers(n, size=n) for n in sizes]) for _ in range(RESAMPLES)]
+    interval = None if None in drawn or min(sizes) < 2 else np.percentile(drawn, [2.5, 97.5]).tolist()
+    return ratio([np.arange(n) for n in sizes]), interval
 
 
 def make_table(rows: dict[str, list[Run]], parents: dict[str, str], target: float | None) -> list[dict]:
@@ -221,7 +239,8 @@ def make_table(rows: dict[str, list[Run]], parents: dict[str, str], target: floa
     for (name, runs), p, p_holm in zip(rows.items(), p_values, holm(p_values)):
         parent = parents[name]
         goal = float(final[parent].mean()) if target is None else target
-        tokens, reached = mean_tokens_to(goal, runs)
+        tokens, values = curve_of(runs)
+        ratio, ratio_interval = speedup(runs, rows[parent], target)
         shares = [r.steps["gradient_tokens_total"].sum() / r.steps["tokens_total"].sum() for r in runs]
         table.append(
             {
@@ -231,8 +250,9 @@ def make_table(rows: dict[str, list[Run]], parents: dict[str, str], target: floa
                 "interval": t_interval(final[name]),
                 "p_value": p,
                 "p_value_holm": p_holm,
-                "tokens_to_target": tokens,
-                "reached": reached,
+                "tokens_to_target": tokens_to(goal, tokens, values.mean(axis=0)),
+                "speedup": None if parent == name else ratio,
+                "speedup_interval": None if parent == name else ratio_interval,
                 "gradient_token_share": float(np.mean(shares)),
                 "seconds": float(np.mean([run.seconds[-1] for run in runs])),
                 "mean_at_equal_tokens": float(
@@ -258,11 +278,9 @@ def show_p(p: float | None) -> str:
     return show(p, ".3f" if p is None or p >= 0.001 else ".1e")
 
 
-def ratio_cell(row: dict, parent_tokens: float | None, parent_reached: int, parent_n: int) -> str:
-    if not row["tokens_to_target"] or parent_tokens is None:
-        return NONE
-    partly = row["reached"] < row["n"] or parent_reached < parent_n
-    return f"{'~' * partly}{parent_tokens / row['tokens_to_target']:.2f}"
+def ratio_cell(row: dict) -> str:
+    interval = row["speedup_interval"]
+    return show(row["speedup"], ".2f") + (" ({:.2f} to {:.2f})".format(*interval) if interval else "")
 
 
 def print_table(table: list[dict], rows: dict[str, list[Run]], metric: str, target: float | None) -> None:
@@ -273,10 +291,6 @@ def print_table(table: list[dict], rows: dict[str, list[Run]], metric: str, targ
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
     for row in table:
         parent, own = row["parent"], row["parent"] == row["row"]
-        goal = mean[parent] if target is None else target
-        parent_tokens, parent_reached = mean_tokens_to(goal, rows[parent])
-        missed = "" if row["reached"] == row["n"] else f"reached {row['reached']}/{row['n']}"
-        tokens = "" if row["tokens_to_target"] is None else f"{row['tokens_to_target']:,.0f}"
         cells = [
             row["row"],
             str(row["n"]),
@@ -285,8 +299,8 @@ def print_table(table: list[dict], rows: dict[str, list[Run]], metric: str, targ
             NONE if own else f"{row['mean'] - mean[parent]:+.4f}",
             show_p(row["p_value"]),
             show_p(row["p_value_holm"]),
-            f">{tokens}, {missed}" if tokens and missed else tokens or missed,
-            ratio_cell(row, parent_tokens, parent_reached, len(rows[parent])),
+            "not reached" if row["tokens_to_target"] is None else f"{row['tokens_to_target']:,.0f}",
+            ratio_cell(row),
             f"{row['mean_at_equal_tokens']:.4f}",
             f"{row['gradient_token_share']:.3f}",
             f"{row['seconds']:.1f}",

@@ -140,6 +140,13 @@ def random_table(tmp_path) -> tuple[Path, dict[str, list[list[dict]]]]:
     return root, logs
 
 
+def mean_curve(curves: list[tuple[list, list]]) -> tuple[list, list]:
+    """Mean over runs at every evaluation of any of them; a run that has ended keeps its last value."""
+    tokens = sorted({t for points, _ in curves for t in points})
+    at = lambda points, values, t: values[-1] if t >= points[-1] else value_by_hand(points, values, t)
+    return tokens, [statistics.fmean(at(points, values, t) for points, values in curves) for t in tokens]
+
+
 def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
     root, logs = random_table
     table, printed = make(root, "--parent", "grpo", capsys=capsys)
@@ -168,10 +175,15 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
         assert entry["interval"] == [close(entry["mean"] - half), close(entry["mean"] + half)]
         assert entry["p_value"] == (None if row == "grpo" else pytest.approx(p[row], abs=1e-9))
         assert entry["p_value_holm"] == (None if row == "grpo" else pytest.approx(p_holm[row], abs=1e-9))
-        reached = [t for t in (crossing_by_hand(*curve, target) for curve in curves[row]) if t is not None]
-        assert entry["reached"] == len(reached) and entry["tokens_to_target"] == close(
-            statistics.fmean(reached)
-        )
+        assert entry["tokens_to_target"] == close(crossing_by_hand(*mean_curve(curves[row]), target))
+        if row == "grpo":
+            assert entry["speedup"] is entry["speedup_interval"] is None
+        else:
+            needed = [crossing_by_hand(*mean_curve(curves[name]), target) for name in ("grpo", row)]
+            assert entry["speedup"] == close(needed[0] / needed[1])
+            if entry["speedup_interval"]:
+                low_ratio, high_ratio = entry["speedup_interval"]
+                assert low_ratio <= entry["speedup"] <= high_ratio
         equal = [value_by_hand(*curve, min(most)) for curve in curves[row]]
         assert entry["mean_at_equal_tokens"] == close(statistics.fmean(equal))
         shares, seconds = [], []
@@ -200,9 +212,13 @@ def test_the_printed_cells_are_those_of_the_json(random_table, capsys):
             assert float(line[4]) == pytest.approx(entry["mean"] - parent["mean"], abs=1e-4)
             assert float(line[5]) == pytest.approx(entry["p_value"], rel=0.05, abs=6e-4)
             assert float(line[6]) == pytest.approx(entry["p_value_holm"], rel=0.05, abs=6e-4)
-        assert f"{entry['tokens_to_target']:,.0f}" in line[7]
-        ratio = parent["tokens_to_target"] / entry["tokens_to_target"]
-        assert float(line[8].strip("~")) == pytest.approx(ratio, abs=0.006)
+        assert f"{entry['tokens_to_target']:,.0f}" == line[7]
+        ratio, *interval = line[8].partition(" ")
+        if row == "grpo":
+            assert ratio == "n/a"
+        else:
+            assert float(ratio) == pytest.approx(entry["speedup"], abs=0.006)
+            assert ("to" in interval[-1]) == bool(entry["speedup_interval"])
         assert line[9] == f"{entry['mean_at_equal_tokens']:.4f}"
         assert line[10:] == [f"{entry['gradient_token_share']:.3f}", f"{entry['seconds']:.1f}"]
     assert f"parent grpo of grpo, espo, gspo: target {by_row['grpo']['mean']:.4f}, its final mean" in printed
@@ -238,29 +254,32 @@ def test_the_first_crossing_of_a_curve_that_falls_again(target, tokens, tmp_path
     write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.4, 0.3, 0.6])  # at 0, 200, 400, 600 tokens
     ((entry,), _) = make(tmp_path / "runs", "--parent", "grpo", "--target", target, capsys=capsys)
     assert entry["tokens_to_target"] == (None if tokens is None else pytest.approx(tokens))
-    assert entry["reached"] == (tokens is not None)
 
 
-def test_runs_that_never_reach_the_target_are_counted_and_marked(tmp_path, capsys):
+def test_the_target_is_crossed_by_the_mean_curve(tmp_path, capsys):
     root = tmp_path / "runs"
     for seed, final in enumerate((0.4, 0.6)):
-        write_run(root, "grpo", seed, [0.2, final])  # mean 0.5: crossed by the second alone, at 150 of 200
+        write_run(root, "grpo", seed, [0.2, final])  # mean 0.5 at 200 tokens, although one run never has it
         write_run(root, "good", seed, [0.2, 0.8])  # crossed at 100
         write_run(root, "bad", seed, [0.2, 0.3])
     table, printed = make(root, "--parent", "grpo", capsys=capsys)
     shown = {row: (line[7], line[8]) for row, line in cells(printed).items()}
-    assert shown["grpo"] == (">150, reached 1/2", "~1.00")
-    assert shown["good"] == ("100", "~1.50")
-    assert shown["bad"] == ("reached 0/2", "n/a")
-    found = {entry["row"]: (entry["tokens_to_target"], entry["reached"]) for entry in table}
-    assert found == {"grpo": (pytest.approx(150), 1), "good": (pytest.approx(100), 2), "bad": (None, 0)}
+    assert shown["grpo"] == ("200", "n/a")
+    assert shown["bad"] == ("not reached", "n/a")
+    found = {entry["row"]: (entry["tokens_to_target"], entry["speedup"]) for entry in table}
+    assert found["grpo"] == (pytest.approx(200), None) and found["bad"] == (None, None)
+    assert found["good"] == (pytest.approx(100), pytest.approx(2.0))
+    (good,) = [entry for entry in table if entry["row"] == "good"]
+    # Resampling draws both runs of grpo, or one of them twice: targets 0.4, 0.5, 0.6, ratios 3, 2, 1.5.
+    assert good["speedup_interval"] == [pytest.approx(1.5), pytest.approx(3.0)]
+    assert shown["good"] == ("100", "2.00 (1.50 to 3.00)")
 
 
 def test_equal_finals_reach_their_own_mean(tmp_path, capsys):
     for seed in range(3):
         write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.1 + 0.7])
     ((entry,), printed) = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
-    assert entry["reached"] == 3 and entry["tokens_to_target"] == pytest.approx(200)
+    assert entry["tokens_to_target"] == pytest.approx(200)
 
 
 def test_equal_tokens_are_the_most_that_the_shortest_run_has(tmp_path, capsys):

@@ -1,0 +1,1244 @@
+"""Multi-stage zero-variance elimination against integrals, closed forms and a second simulation of it.
+
+`Described` is that simulation: the stages as they are described, on integers and booleans. Closed forms for a
+prompt of pass rate p, G completions, probes of g0:
+
+    plain      useful with probability w(p) = 1 - p^G - (1-p)^G, at a cost of G
+    probing    useful with probability c(p) = 1 - p^g0 - (1-p)^g0, if every probe without variance is stopped,
+               at a cost of g0 + c(p) (G - g0)
+
+So probing buys by cost and pays by c < w. It gains where many prompts are certain, which it finds out at g0
+instead of G completions, and loses where all prompts are alike; below are tests of both. Statistical bounds
+are in standard errors: 4.5 of them happen once in 150000 by chance, and all random numbers are seeded.
+"""
+
+import itertools
+import json
+import math
+import pickle
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import reference
+import scipy.integrate
+import scipy.special
+import scipy.stats
+import torch
+import torch.distributed as dist
+from conftest import ROOT, torchrun
+from test_run import SMALL, assert_same_run, train
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from zero_variance_worker import (
+    SMALLEST_TRAINING_SET,
+    completion_of,
+    contents,
+    fake_generate,
+    hashed_answer,
+    no_history,
+    sample_steps,
+    verdict_of,
+)
+
+import train_rl
+from data.prompts import Prompt
+from reward import Verdict
+
+Z_BOUND = 4.5
+
+
+class FakeRanks:
+    """The three functions of torch.distributed that sampling uses, for threads of this process."""
+
+    def __init__(self, world_size: int):
+        self.barrier, self.slots = threading.Barrier(world_size), [None] * world_size
+        self.local = threading.local()
+
+    def get_rank(self) -> int:
+        return getattr(self.local, "rank", 0)
+
+    def get_world_size(self) -> int:
+        return len(self.slots)
+
+    def all_gather_object(self, everyone: list, item) -> None:
+        self.slots[self.get_rank()] = pickle.dumps(item)  # what arrives is a copy, as between processes
+        self.barrier.wait(20)
+        everyone[:] = [pickle.loads(slot) for slot in self.slots]
+        self.barrier.wait(20)
+
+    def run(self, function) -> list:
+        """function(rank) on every rank; the list of what they return."""
+        results, errors = [None] * len(self.slots), []
+
+        def work(rank: int) -> None:
+            self.local.rank = rank
+            try:
+                results[rank] = function(rank)
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.slots))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+            raise error
+        return results
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """ranks(N): from now on, torch.distributed is N FakeRanks."""
+
+    def start(world_size: int) -> FakeRanks:
+        fake = FakeRanks(world_size)
+        for name in ("get_rank", "get_world_size", "all_gather_object"):
+            monkeypatch.setattr(dist, name, getattr(fake, name))
+        return fake
+
+    return start
+
+
+@pytest.fixture(autouse=True)
+def one_rank(ranks):
+    ranks(1)
+
+
+def config_of(**settings) -> train_rl.Config:
+    """Settings of section `zero_variance`, or named section__key."""
+    names = {key: key.replace("__", ".") if "__" in key else f"zero_variance.{key}" for key in settings}
+    return train_rl.load_config([SMALLEST_TRAINING_SET, *(f"{names[k]}={v}" for k, v in settings.items())])
+
+
+def history_of(*records: tuple[float, float, int]) -> train_rl.PromptHistory:
+    """A record of one prompt for each (solved, tried, last step)."""
+    solved, tried, last_step = zip(*records)
+    doubles = [torch.tensor(values, dtype=torch.float64) for values in (solved, tried, [1.0] * len(tried))]
+    return train_rl.PromptHistory(*doubles, torch.tensor(last_step))
+
+
+def group_of(*rights: bool | None, place: int = 0, shares=None, length: int = 4) -> train_rl.Group:
+    shares = shares or [None] * len(rights)
+    verdicts = [verdict_of(right, share) for right, share in zip(rights, shares)]
+    return train_rl.Group(place, place, [completion_of(length) for _ in rights], verdicts)
+
+
+def outcomes_of(groups, dense: bool = False) -> dict[int, train_rl.Outcome]:
+    return {group.place: group.outcome(dense) for group in groups}
+
+
+# ---- formulas ----------------------------------------------------------------------------------------------
+
+
+def moment(hits: float, misses: float, power: int, prior: float) -> float:
+    """E[p^power] under Beta(hits + prior, misses + prior), by quadrature.
+
+    The weight x^(a-1) (1-x)^(b-1), infinite at the ends, is the quadrature's own.
+    """
+    ends = (hits + prior - 1, misses + prior - 1)
+    weight = {"weight": "alg", "wvar": ends, "epsabs": 0, "epsrel": 1e-11}
+    above, _ = scipy.integrate.quad(lambda p: p**power, 0, 1, **weight)
+    return above / scipy.integrate.quad(lambda p: 1.0, 0, 1, **weight)[0]
+
+
+RECORDS = [(0, 0), (4, 0), (0, 4), (3, 5), (0.5, 0.25), (7.75, 0), (0, 15.9), (12.3, 4.1), (1, 31)]
+
+
+@pytest.mark.parametrize("prior", [0.05, 0.2, 0.5, 1.0, 3.0])
+@pytest.mark.parametrize("hits, misses", RECORDS)
+def test_prob_all_is_the_integral_over_the_beta_posterior(hits, misses, prior):
+    for num in (0, 1, 2, 3, 4, 7, 8, 16, 64):
+        expected = scipy.stats.betabinom.pmf(num, num, hits + prior, misses + prior) if num else 1.0
+        assert train_rl.prob_all(hits, misses, num, prior) == pytest.approx(expected, rel=1e-9)
+        if num <= 16:
+            assert moment(hits, misses, num, prior) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.5, 0.9, 1.0])
+def test_prob_all_of_a_long_record_is_the_power_of_its_rate(rate):
+    for num, prior in itertools.product((1, 4, 16), (0.1, 1.0)):
+        actual = train_rl.prob_all(1e9 * rate, 1e9 * (1 - rate), num, prior)
+        assert actual == pytest.approx(rate**num, rel=1e-5, abs=1e-12)
+
+
+def test_probabilities_before_any_verdict():
+    """A verdict is as likely right as wrong; by Jeffreys' prior of 1/2, two are alike in 3 of 4 cases."""
+    for prior in (0.1, 0.5, 2.0):
+        assert train_rl.prob_all(0, 0, 1, prior) == pytest.approx(1 / 2)
+    assert train_rl.prob_all(0, 0, 2, 0.5) == pytest.approx(3 / 8)
+    assert train_rl.prob_all(0, 0, 2, 1e-9) == pytest.approx(1 / 2), "as bimodal as it gets: always alike"
+
+
+@pytest.mark.parametrize("group_size", [2, 8, 32])
+@pytest.mark.parametrize("hits, misses", RECORDS[1:])
+def test_skip_prob_is_the_posterior_probability_of_zero_variance(hits, misses, group_size):
+    """Of all right and of all wrong, each with an exploration of its own."""
+    history = history_of((hits, hits + misses, 3))
+    for prior, solved, unsolved in itertools.product((0.2, 0.5), (0.0, 0.1, 1.0), (0.0, 0.5, 1.0)):
+        explore = {"explore_solved": solved, "explore_unsolved": unsolved}
+        settings = config_of(history=True, prior=prior, **explore).zero_variance
+        beta = scipy.stats.betabinom(group_size, hits + prior, misses + prior)
+        expected = min(beta.pmf(group_size), 1 - solved) + min(beta.pmf(0), 1 - unsolved)
+        actual = history.skip_prob(0, 4, group_size, settings)
+        assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
+        assert 0 <= actual <= 1
+
+
+def test_exploration_bounds_the_skipping_of_certain_prompts():
+    """The longest record is skipped with 1 - explore_solved or 1 - explore_unsolved, not more."""
+    history = history_of((1e6, 1e6, 0), (0, 1e6, 0))
+    for explore in (0.0, 0.1, 0.5, 1.0):
+        for name, prompt in (("explore_solved", 0), ("explore_unsolved", 1)):
+            settings = config_of(history=True, **{name: explore}).zero_variance
+            actual = history.skip_prob(prompt, 1, 8, settings)
+            assert actual == pytest.approx(1 - explore, abs=1e-4) and actual <= 1 - explore + 1e-12
+
+
+def test_skip_prob_is_zero_for_prompts_that_were_never_tried_or_are_due():
+    history = history_of((0, 1000, 7), (0, 0, -1))
+    settings = config_of(history=True, retest_steps=5, explore_unsolved=0.3).zero_variance
+    assert [history.skip_prob(0, step, 8, settings) for step in (7, 11)] == [pytest.approx(0.7)] * 2
+    assert [history.skip_prob(0, step, 8, settings) for step in (12, 13, 100)] == [0.0] * 3
+    never_forced = config_of(history=True, retest_steps=0, explore_unsolved=0.3).zero_variance
+    assert history.skip_prob(0, 10**6, 8, never_forced) == pytest.approx(0.7)
+    assert history.skip_prob(1, 3, 8, never_forced) == 0.0
+    assert history.skip_prob(0, 8, 8, config_of(retest_steps=0).zero_variance) == 0.0  # history is off
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3, 0.5, 1.0])
+def test_the_record_is_a_sum_of_visits_that_count_less_the_older_they_are(decay):
+    """A visit without any verdict is none: the rates, the length and the date are those of the one before."""
+    rng = random.Random(0)
+    history, visits = no_history(5), {i: [] for i in range(5)}
+    for step in range(40):
+        for i in rng.sample(range(4), 2):  # prompt 4 is never tried
+            rights = [rng.choice([True, False, None]) for _ in range(rng.choice([1, 2, 6]))]
+            group = train_rl.Group(step, i, [completion_of(rng.randint(0, 9)) for _ in rights])
+            group.verdicts = [verdict_of(right) for right in rights]
+            history.update([group.outcome(False)], step, decay)
+            if any(right is not None for right in rights):
+                visits[i].append((step, rights, [len(c.token_ids) for c in group.completions]))
+    for i in range(5):
+        ages = [(decay**age, *visit) for age, visit in enumerate(reversed(visits[i]))]
+        tried = sum(weight * sum(right is not None for right in rights) for weight, _, rights, _ in ages)
+        solved = sum(weight * sum(right is True for right in rights) for weight, _, rights, _ in ages)
+        assert history.tried[i].item() == pytest.approx(tried, rel=1e-12)
+        assert history.solved[i].item() == pytest.approx(solved, rel=1e-12)
+        assert history.last_step[i] == (visits[i][-1][0] if visits[i] else -1)
+        expected = statistics.mean(visits[i][-1][2]) if visits[i] else 0.0
+        assert history.mean_tokens[i].item() == pytest.approx(expected)
+    assert visits[0] and not visits[4]
+
+
+def test_an_offline_pass_rate_is_a_visit_and_none_is_not():
+    """From the first step on: a prompt that a smaller model never solves is skipped and its probe stopped."""
+    history = train_rl.PromptHistory.from_offline([0.0, None, 0.25, 1.0], 8)
+    settings = config_of(history=True, explore_solved=0.0, explore_unsolved=0.0, retest_steps=5).zero_variance
+    assert history.tried.tolist() == [8, 0, 8, 8] and history.solved.tolist() == [0, 0, 2, 8]
+    assert history.last_step.tolist() == [0, -1, 0, 0] and history.mean_tokens.tolist() == [0.0] * 4
+    assert {t.dtype for t in (history.tried, history.solved, history.mean_tokens)} == {torch.float64}
+    beta = [scipy.stats.betabinom(8, 8 * rate + 0.2, 8 - 8 * rate + 0.2) for rate in (0.0, 0.25, 1.0)]
+    expected = [b.pmf(0) + b.pmf(8) for b in beta]
+    assert [history.skip_prob(i, 4, 8, settings) for i in (0, 2, 3)] == pytest.approx(expected)
+    assert history.skip_prob(1, 4, 8, settings) == 0.0 == history.skip_prob(0, 5, 8, settings)
+    history.update([group_of(True, True, False, place=2).outcome(False)], 3, 0.5)
+    assert history.solved[2] == 2 / 2 + 2 and history.tried[2] == 8 / 2 + 3
+    probes = [group_of(False, False, place=place).outcome(False) for place in (0, 1)]
+    known, unknown = (history.zero_variance_after(probe, 8, 0.2) for probe in probes)
+    assert known == pytest.approx(moment(8, 0, 8, 0.2) / moment(8, 0, 2, 0.2), rel=1e-5) and known > unknown
+
+
+@pytest.mark.parametrize("prior", [0.2, 0.5])
+@pytest.mark.parametrize("hits, misses", RECORDS)
+@pytest.mark.parametrize("group_size, probe", [(8, 4), (8, 1), (16, 3), (5, 4)])
+def test_zero_variance_after_a_probe_is_the_ratio_of_moments(hits, misses, group_size, probe, prior):
+    """P(all alike | the probe is alike) = E[p^n] / E[p^k] under the record, for right and for wrong."""
+    history = history_of((hits, hits + misses, 0))
+    for right, (one, other) in ((True, (hits, misses)), (False, (misses, hits))):
+        expected = moment(one, other, group_size, prior) / moment(one, other, probe, prior)
+        actual = history.zero_variance_after(group_of(*[right] * probe).outcome(False), group_size, prior)
+        assert actual == pytest.approx(expected, rel=1e-5)
+
+
+def test_zero_variance_after_a_probe_by_monte_carlo():
+    """400000 groups of 8 at p ~ Beta(record + prior): of those whose first 3 are wrong, how many end so."""
+    rng, num = np.random.default_rng(0), 400_000
+    hits, misses, prior = 1.5, 6.0, 0.3
+    right = rng.random((num, 8)) < rng.beta(hits + prior, misses + prior, size=(num, 1))
+    alike = ~right[:, :3].any(axis=1)
+    share, count = (~right[alike]).all(axis=1).mean(), alike.sum()
+    probe = group_of(False, False, False).outcome(False)
+    expected = history_of((hits, hits + misses, 0)).zero_variance_after(probe, 8, prior)
+    assert abs(share - expected) < Z_BOUND * math.sqrt(expected * (1 - expected) / count)
+
+
+def test_zero_variance_after_a_probe_with_timeouts():
+    history = history_of((2.0, 3.0, 0))
+    after = lambda *rights: history.zero_variance_after(group_of(*rights).outcome(False), 8, 0.5)
+    ratio = lambda *record, seen, all_alike: moment(*record, all_alike, 0.5) / moment(*record, seen, 0.5)
+    # a timeout says nothing of p, and its place is taken: 8 - 3 completions are left
+    assert after(True, None, True) == pytest.approx(ratio(2, 1, seen=2, all_alike=7), rel=1e-5)
+    assert after(None, False, None) == pytest.approx(ratio(1, 2, seen=1, all_alike=6), rel=1e-5)
+    assert after(None, None, None) == 0.0, "nothing is known: the group goes on"
+    assert after(True, None, False) == 0.0 == after(False, True, True)
+
+
+def test_variance_is_of_two_valid_verdicts_of_the_correctness_part():
+    variance = lambda group, dense=False: group.outcome(dense).has_variance
+    assert variance(group_of(True, False)) and variance(group_of(None, False, None, True))
+    for rights in ([], [True], [None], [None, None], [True, None], [True, True], [False, False, None]):
+        assert not variance(group_of(*rights))
+    dense = group_of(False, False, False, shares=[0.2, 0.2, 0.7])
+    assert variance(dense, True) and not variance(dense, False)
+    alike = group_of(False, False, shares=[0.5, 0.5 + 5e-7])
+    assert not variance(alike, True), "a difference of a rounding error is none"
+    assert variance(group_of(False, False, shares=[0.5, 0.5 + 2e-6]), True)
+    failed = train_rl.Group(0, 0, [completion_of(1)] * 2, [Verdict(0.0, "error"), Verdict(1.0, "ok")])
+    assert not variance(failed)
+
+
+def test_an_outcome_counts_what_is_in_the_group():
+    group = train_rl.Group(3, 7, [completion_of(n) for n in (2, 0, 5, 1)])
+    shares = ((True, None), (None, 0), (False, 0.25), (False, 0))
+    group.verdicts = [verdict_of(right, share) for right, share in shares]
+    assert group.outcome(True) == train_rl.Outcome(3, 7, 1, 3, 1.25, 8, 4, True)
+    assert group.outcome(False) == train_rl.Outcome(3, 7, 1, 3, 1.0, 8, 4, True)
+
+
+# ---- the description, written a second time ----------------------------------------------------------------
+
+
+class Described:
+    """The stages 1b and 1c and the contrasts as they are described, one step at a time on one rank.
+
+    order(n), draw(n): prompt and uniform number of offer n. answer(prompt, step, place, sample): True, False,
+    or None for a verdict that did not come. A prompt's record is the list of its visits; an offline pass rate
+    is a visit of group_size verdicts at step 0.
+    """
+
+    def __init__(self, offline: list[float | None], config: train_rl.Config, order, draw, answer):
+        self.num_prompts, self.config, self.settings = len(offline), config, config.zero_variance
+        self.order, self.draw, self.answer = order, draw, answer
+        size = config.rollout.group_size
+        self.visits: dict[int, list[tuple[int, float, float]]] = {  # (step, right, wrong)
+            i: [] if rate is None else [(0, rate * size, size - rate * size)]
+            for i, rate in enumerate(offline)
+        }
+        self.next_offer, self.step_number = 0, 0
+
+    def record(self, prompt: int) -> tuple[float, float]:
+        """Right and wrong verdicts, each visit weighing history_decay of the one after it."""
+        right, wrong, weight = 0.0, 0.0, 1.0
+        for _, num_right, num_wrong in reversed(self.visits[prompt]):
+            right, wrong = right + weight * num_right, wrong + weight * num_wrong
+            weight *= self.settings.history_decay
+        return right, wrong
+
+    def prob_alike(self, one: float, other: float, num: int) -> float:
+        a, b = one + self.settings.prior, other + self.settings.prior
+        return math.exp(scipy.special.betaln(a + num, b) - scipy.special.betaln(a, b))
+
+    def is_skipped(self, prompt: int, draw: float) -> bool:
+        visits, size = self.visits[prompt], self.config.rollout.group_size
+        if not (self.settings.history and visits):
+            return False
+        if 0 < self.settings.retest_steps <= self.step_number - visits[-1][0]:
+            return False
+        right, wrong = self.record(prompt)
+        solved = min(self.prob_alike(right, wrong, size), 1 - self.settings.explore_solved)
+        unsolved = min(self.prob_alike(wrong, right, size), 1 - self.settings.explore_unsolved)
+        return draw < solved + unsolved
+
+    def take_prompt(self, offers_left: list[int], tally: Counter) -> int:
+        """The next prompt that is not skipped; after an epoch of offers in a round, whichever is next."""
+        while True:
+            prompt, draw = self.order(self.next_offer), self.draw(self.next_offer)
+            self.next_offer += 1
+            tally["offered"] += 1
+            offers_left[0] -= 1
+            if offers_left[0] < 0 or not self.is_skipped(prompt, draw):
+                return prompt
+            tally["skipped"] += 1
+
+    def goes_on(self, prompt: int, probe: list[bool | None]) -> bool:
+        verdicts = [v for v in probe if v is not None]
+        if len(set(verdicts)) != 1:  # they differ, or there is none
+            return True
+        right, wrong = self.record(prompt)
+        one, other = (right, wrong) if verdicts[0] else (wrong, right)
+        num, rest = len(verdicts), self.config.rollout.group_size - len(probe)
+        return self.prob_alike(one + num, other, rest) < self.settings.probe_stop_prob
+
+    def step(self) -> tuple[list[tuple[int, list]], Counter]:
+        """Prompts with their verdicts in the order they were taken, and what happened."""
+        settings, rollout = self.settings, self.config.rollout
+        size, first = rollout.group_size, settings.probe_size or rollout.group_size
+        groups: list[tuple[int, list]] = []
+        tally, going_on, new = Counter(), [], rollout.prompts_per_step
+        while new > 0 or going_on:
+            tally["rounds"] += 1
+            tally["refilled"] += new if groups else 0
+            offers_left, fresh = [self.num_prompts], range(len(groups), len(groups) + new)
+            groups += [(self.take_prompt(offers_left, tally), []) for _ in fresh]
+            for place, until in [(p, size) for p in going_on] + [(p, first) for p in fresh]:
+                prompt, verdicts = groups[place]
+                while len(verdicts) < until:
+                    verdicts.append(self.answer(prompt, self.step_number, place, len(verdicts)))
+            going_on = [p for p in fresh if first < size and self.goes_on(*groups[p])]
+            new = 0
+            if tally["rounds"] < settings.max_rounds and settings.refill:
+                varied = [len(set(v) - {None}) == 2 for _, v in groups]
+                new = rollout.prompts_per_step - sum(v or p in going_on for p, v in enumerate(varied))
+            elif tally["rounds"] < settings.max_rounds:
+                free = rollout.prompts_per_step * size - sum(len(v) for _, v in groups)
+                new = (free - len(going_on) * (size - first)) // size
+        for prompt, verdicts in groups:
+            valid = [v for v in verdicts if v is not None]
+            if valid:
+                self.visits[prompt].append((self.step_number, sum(valid), len(valid) - sum(valid)))
+        tally["stopped"] = sum(len(v) < size for _, v in groups)
+        tally["sampled"], tally["completions"] = len(groups), sum(len(v) for _, v in groups)
+        tally["useful"] = sum(len(v) for _, v in groups if len(set(v) - {None}) == 2)
+        self.step_number += 1
+        return groups, tally
+
+
+class Real:
+    """sample_groups() with its record, behind the interface of Described.step()."""
+
+    def __init__(self, offline: list[float | None], config: train_rl.Config, answer):
+        self.config, self.answer, self.state = config, answer, train_rl.TrainState()
+        self.history = train_rl.PromptHistory.from_offline(offline, config.rollout.group_size)
+
+    def step(self) -> tuple[list[tuple[int, list]], Counter]:
+        answer = lambda *given: (self.answer(*given), 3)
+        generate = fake_generate(self.state, answer)
+        groups, outcomes, account = train_rl.sample_groups(generate, self.state, self.history, self.config)
+        self.history.update(list(outcomes.values()), self.state.step, self.config.zero_variance.history_decay)
+        self.state.step += 1
+        tally = Counter({name: count for name, count in account.items() if name != "probed"})
+        tally["sampled"] = len(outcomes)
+        tally["completions"] = sum(o.completions for o in outcomes.values())
+        tally["useful"] = sum(o.completions for o in outcomes.values() if o.has_variance)
+        right = {"ok": True, "wrong": False, "timeout": None}
+        return [(g.prompt_index, [right[v.status] for v in g.verdicts]) for g in groups], tally
+
+
+def random_settings(rng: random.Random) -> tuple[int, dict]:
+    """A number of prompts and settings of all stages, also odd ones. Thresholds are off round numbers: no
+    probability may lie on one, where rounding decides."""
+    group_size = rng.choice([1, 2, 3, 4, 6, 8])
+    drop = rng.random() < 0.5
+    settings = {
+        "history": rng.random() < 0.7, "history_decay": rng.choice([0.0, 0.5, 0.9, 1.0]),
+        "explore_solved": rng.choice([0.01, 0.1, 0.5, 1.0]), "explore_unsolved": rng.choice([0.01, 0.3, 1.0]),
+        "prior": rng.choice([0.05, 0.2, 0.5, 1.0]), "retest_steps": rng.choice([0, 1, 3, 50]),
+        "probe_size": rng.choice([0, rng.randint(1, group_size - 1)]) if group_size > 1 else 0,
+        "probe_stop_prob": rng.choice([0.31, 0.72, 0.88, 1.0]) - 1e-3 * rng.random(), "drop": drop,
+        "refill": drop and rng.random() < 0.7, "max_rounds": rng.choice([1, 2, 3, 4, 9]),
+        "rollout__group_size": group_size, "rollout__prompts_per_step": rng.choice([1, 2, 5, 12]),
+        "train__seed": rng.randrange(100),
+    }  # fmt: skip
+    return rng.choice([1, 3, 7, 20, 60]), settings
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_every_choice_is_that_of_the_description(seed):
+    """The same random numbers give both the same prompts, verdicts, stops and counts, step after step."""
+    rng = random.Random(seed)
+    num_prompts, settings = random_settings(rng)
+    config = config_of(**settings)
+    rates = [rng.choice([0.0, 1.0, 0.05, 0.5, rng.random()]) for _ in range(num_prompts)]
+    hashed = hashed_answer(rates, seed, timeout_prob=rng.choice([0.0, 0.0, 0.2, 0.7]))
+    answer = lambda *given: hashed(*given)[0]
+    offer_seed = config.train.seed
+    draw = lambda n: random.Random(train_rl.seed_of(offer_seed, "skip", n)).random()
+    order = lambda n: train_rl.prompts_of_step(num_prompts, n + 1, 0, offer_seed)[n]
+    offline = [rng.choice([None, rate, 0.5]) if rng.random() < 0.5 else None for rate in rates]
+    described, real = Described(offline, config, order, draw, answer), Real(offline, config, answer)
+    for _ in range(12):
+        (expected, tally), (actual, account) = described.step(), real.step()
+        assert actual == expected
+        assert {k: v for k, v in account.items() if v} == {k: v for k, v in tally.items() if v}
+        assert real.state.consumed_prompts == described.next_offer
+
+
+# ---- statistics --------------------------------------------------------------------------------------------
+
+MODES = {
+    "plain": {},
+    "probe": {"probe_size": 4, "probe_stop_prob": 0.8},
+    "history": {"history": True, "retest_steps": 12},
+    "history and probe": {"history": True, "probe_size": 3, "explore_solved": 0.4, "explore_unsolved": 0.1},
+    "drop and refill": {"drop": True, "refill": True},
+    "all": {"history": True, "probe_size": 4, "drop": True, "refill": True, "probe_stop_prob": 0.75},
+}
+BIMODAL = [0.0] * 24 + [1.0] * 24 + np.random.default_rng(1).beta(1, 2, size=48).tolist()
+
+
+def own_random_numbers(seed: int, rates: list[float]):
+    """Order, draws and verdicts of numpy, none of them shared with the code under test."""
+    rng, epochs = np.random.default_rng(seed), {}
+
+    def order(n: int) -> int:
+        epoch, place = divmod(n, len(rates))
+        if epoch not in epochs:
+            epochs[epoch] = rng.permutation(len(rates))
+        return int(epochs[epoch][place])
+
+    return order, lambda n: rng.random(), lambda prompt, *where: bool(rng.random() < rates[prompt])
+
+
+def assert_same_mean(one: list[float], other: list[float], what: str) -> None:
+    """Two samples of independent replicates, compared by their standard errors."""
+    difference = statistics.mean(one) - statistics.mean(other)
+    error = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
+    assert abs(difference) <= Z_BOUND * error, f"{what}: {difference:.4f}, standard error {error:.4f}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_simulation_gives_the_same_statistics(mode):
+    """25 runs of 20 steps of 8 prompts, of the code and of the description with other random numbers."""
+    counts = {Real: [], Described: []}
+    for seed in range(25):
+        config = config_of(**MODES[mode], rollout__prompts_per_step=8, train__seed=seed)
+        order, draw, answer = own_random_numbers(1000 + seed, BIMODAL)
+        no_offline = [None] * len(BIMODAL)
+        described = Described(no_offline, config, order, draw, answer)
+        real = Real(no_offline, config, own_random_numbers(2000 + seed, BIMODAL)[2])
+        for simulation in (real, described):
+            total = sum((simulation.step()[1] for _ in range(20)), Counter())
+            total["share"] = total["useful"] / total["completions"]
+            counts[type(simulation)].append(total)
+    for name in ("share", "completions", "sampled", "offered", "skipped", "refilled", "stopped", "rounds"):
+        assert_same_mean(*([c[name] for c in counts[kind]] for kind in (Real, Described)), what=name)
+
+
+def prob_varied(rate: float, num: int) -> float:
+    return 1 - rate**num - (1 - rate) ** num
+
+
+def useful_share(rates: list[float], group_size: int, probe: int = 0) -> float:
+    """Share of completions in groups with variance: the closed forms above, over many prompts."""
+    if not probe:
+        return statistics.mean(prob_varied(p, group_size) for p in rates)
+    goes_on = statistics.mean(prob_varied(p, probe) for p in rates)
+    return goes_on * group_size / (probe + goes_on * (group_size - probe))
+
+
+ALWAYS_STOP = {"probe_stop_prob": 1e-9}  # every probe without variance is stopped, whatever the record says
+
+
+def run_many(rates: list[float], num_steps: int, **settings) -> list[tuple[list, Counter]]:
+    config = config_of(**{"rollout__prompts_per_step": 16} | settings)
+    real = Real([None] * len(rates), config, own_random_numbers(5, rates)[2])
+    return [real.step() for _ in range(num_steps)]
+
+
+def assert_share(steps, expected: float) -> float:
+    """Useful completions over sampled ones; the standard error is that of a ratio of sums over steps."""
+    useful, sampled = ([tally[name] for _, tally in steps] for name in ("useful", "completions"))
+    share = sum(useful) / sum(sampled)
+    residuals = [u - expected * s for u, s in zip(useful, sampled)]
+    error = statistics.stdev(residuals) * math.sqrt(len(residuals)) / sum(sampled)
+    assert abs(share - expected) < Z_BOUND * error, f"{share:.4f}, not {expected:.4f} +- {error:.4f}"
+    assert error < 0.01, "too few steps to tell anything"
+    return share
+
+
+@pytest.mark.parametrize("rates", [BIMODAL, [0.1] * 50, [0.5] * 50], ids=["bimodal", "0.1", "0.5"])
+@pytest.mark.parametrize("probe", [0, 1, 4])
+def test_useful_share_is_the_closed_form(rates, probe):
+    """400 steps of 16 groups of 8. A probe of one never differs: all are stopped, nothing is useful."""
+    settings = {"probe_size": probe} | (ALWAYS_STOP if probe else {})
+    steps = run_many(rates, 20 if probe == 1 else 400, **settings)
+    if probe == 1:
+        assert all(tally["useful"] == 0 and tally["stopped"] == tally["sampled"] for _, tally in steps)
+    else:
+        assert_share(steps, useful_share(rates, 8, probe))
+
+
+def test_probing_loses_where_all_prompts_are_alike():
+    """At one pass rate for all, a group that the probe stops might still have got variance."""
+    for group_size, rate in itertools.product((4, 8, 16, 32), np.linspace(0.01, 0.99, 99)):
+        for probe in range(2, group_size):
+            assert useful_share([rate], group_size, probe) < useful_share([rate], group_size)
+    with_probes = assert_share(run_many([0.5] * 64, 300, probe_size=4, **ALWAYS_STOP), 7 / 7.5)
+    assert with_probes < assert_share(run_many([0.5] * 64, 300), 1 - 2**-7)
+
+
+def test_probing_gains_where_many_prompts_are_certain():
+    """Half of the prompts in {0, 1}, half at 0.5: 0.61 of the completions are useful instead of 0.50.
+
+    The gain begins at about an eighth of certain prompts.
+    """
+    mixture = lambda certain: [0.0] * certain + [0.5] * (1000 - certain)
+    assert useful_share(mixture(110), 8, 4) < useful_share(mixture(110), 8)
+    assert useful_share(mixture(140), 8, 4) > useful_share(mixture(140), 8)
+    rates = [0.0, 1.0, 0.5, 0.5] * 20
+    plain, probing = run_many(rates, 300), run_many(rates, 300, probe_size=4, **ALWAYS_STOP)
+    assert assert_share(probing, useful_share(rates, 8, 4)) > 1.2 * assert_share(plain, 0.5 * (1 - 2**-7))
+    assert useful_share(rates, 8, 4) == pytest.approx(0.609, abs=1e-3)
+
+
+LEVELS = [0.0, 0.03, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0]
+
+
+@pytest.mark.parametrize("probe, power", [(0, 8), (4, 4), (2, 2)])
+def test_what_is_trained_on_is_biased_to_middling_prompts_as_the_closed_form_says(probe, power):
+    """Of the prompts sampled at p, a share w(p), with probing c(p), is trained on: binomial at each of 8 pass
+    rates, of 600 prompts or more. So the distribution of their pass rates is the prompts' times w or c."""
+    settings = {"probe_size": probe, "drop": True} | (ALWAYS_STOP if probe else {})
+    sampled, trained = Counter(), Counter()
+    for groups, _ in run_many(LEVELS * 10, 300, **settings):
+        for prompt, verdicts in groups:
+            level = LEVELS[prompt % len(LEVELS)]
+            sampled[level] += 1
+            trained[level] += len(set(verdicts)) == 2
+            assert len(verdicts) == (8 if len(set(verdicts)) == 2 or not probe else probe)
+    for level in LEVELS:
+        expected, num = prob_varied(level, power), sampled[level]
+        assert num >= 600
+        error = math.sqrt(expected * (1 - expected) / num)
+        assert abs(trained[level] / num - expected) <= Z_BOUND * error, f"pass rate {level}"
+    weights = [prob_varied(level, power) for level in LEVELS]
+    for level, weight in zip(LEVELS, weights):
+        expected, num = weight / sum(weights), trained.total()
+        error = math.sqrt(expected * (1 - expected) / num)  # of a multinomial: more than of whole epochs
+        assert abs(trained[level] / num - expected) <= Z_BOUND * error, f"pass rate {level}"
+
+
+@pytest.mark.parametrize(
+    "stop_prob, prior, power", [(0.71, 0.5, 4), (0.73, 0.5, None), (0.86, 0.2, 4), (0.87, 0.2, None)]
+)
+def test_a_probe_without_record_is_stopped_below_its_probability_only(stop_prob, prior, power):
+    """Four alike make four more alike by 0.718 with a prior of 1/2, by 0.866 with 0.2. A threshold below that
+    lets a prompt go on with c(p), one above it always."""
+    rates = [0.1] * 2000
+    assert train_rl.prob_all(4, 0, 4, prior) == pytest.approx({0.5: 0.718, 0.2: 0.866}[prior], abs=1e-3)
+    settings = {"probe_size": 4, "probe_stop_prob": stop_prob, "prior": prior}
+    settings["rollout__prompts_per_step"] = 1000
+    ((groups, tally),) = run_many(rates, 1, **settings)  # less than an epoch: no prompt is seen twice
+    assert len({prompt for prompt, _ in groups}) == len(groups)
+    goes_on = prob_varied(0.1, power) if power else 1.0
+    error = math.sqrt(goes_on * (1 - goes_on) / len(groups))
+    assert abs(1 - tally["stopped"] / len(groups) - goes_on) <= Z_BOUND * error
+
+
+# ---- forgetting --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solved, tried, explore", [(0, 16, 0.3), (16, 16, 0.2), (0, 4, 0.01)])
+def test_a_prompt_that_looks_certain_is_sampled_again_after_a_geometric_number_of_offers(
+    solved, tried, explore
+):
+    """1500 prompts that the record calls hopeless or solved: each offer is taken with probability
+    1 - skip_prob, at least `explore`, whatever came before. Chi-square test of the first offer taken."""
+    num_prompts, step = 1500, 1
+    settings = {"explore_solved" if solved else "explore_unsolved": explore, "prior": 0.5}
+    config = config_of(history=True, retest_steps=0, **settings)
+    history = history_of(*[(float(solved), float(tried), 0)] * num_prompts)
+    alike = scipy.stats.betabinom(8, solved + 0.5, tried - solved + 0.5).pmf(8 if solved else 0)
+    taken_prob = max(1 - alike, explore)
+    consumed, found, tries = 0, {}, Counter()
+    while len(found) < num_prompts:
+        (prompt,), offered = train_rl.choose_prompts(1, consumed, history, step, config)
+        tries.update(train_rl.prompts_of_step(num_prompts, offered, consumed, config.train.seed))
+        consumed += offered
+        found.setdefault(prompt, tries[prompt])
+    bins = 8
+    observed = Counter(min(n, bins + 1) for n in found.values())
+    expected = [taken_prob * (1 - taken_prob) ** (n - 1) for n in range(1, bins + 1)]
+    expected = np.array([*expected, 1 - sum(expected)]) * num_prompts
+    test = scipy.stats.chisquare([observed[n] for n in range(1, bins + 2)], expected)
+    assert test.pvalue > 1e-5, f"{observed} {expected}"
+
+
+@pytest.mark.parametrize("settings", [{}, {"probe_size": 4}, {"drop": True, "refill": True}])
+@pytest.mark.parametrize("retest_steps, explore", [(6, 0.0), (6, 0.1), (15, 0.1)])
+def test_a_prompt_that_comes_into_reach_is_found_and_none_is_lost(retest_steps, explore, settings):
+    """From step 40 on, the prompts never solved before are solved half of the time.
+
+    A prompt is due retest_steps after its last visit and taken the next time it is offered: two offers are
+    less than two epochs apart, and a step makes at least prompts_per_step offers. After two visits in reach
+    the record says so.
+    """
+    num_prompts, per_step, change, num_steps = 48, 8, 40, 100
+    rates = [0.0] * 16 + [1.0] * 16 + [0.5] * 16
+    config = config_of(
+        **settings, history=True, explore_solved=explore, explore_unsolved=explore, retest_steps=retest_steps,
+        rollout__prompts_per_step=per_step,
+    )  # fmt: skip
+    real = Real([None] * num_prompts, config, own_random_numbers(3, rates)[2])
+    history, visits, skipped = real.history, {i: [] for i in range(num_prompts)}, Counter()
+    skip_prob = lambda i: history.skip_prob(i, int(history.last_step[i]) + 1, 8, config.zero_variance)
+    for step in range(num_steps):
+        if step == change:
+            looks_hopeless = statistics.mean(map(skip_prob, range(16)))
+            rates[:16] = [0.5] * 16
+        groups, tally = real.step()
+        skipped[step >= change] += tally["skipped"]
+        for prompt in {prompt for prompt, _ in groups}:
+            visits[prompt].append(step)
+    assert looks_hopeless > 0.6 and skipped[False] > 0, "before the change they were skipped"
+    longest_wait = retest_steps + 2 * num_prompts // per_step
+    for prompt, steps in visits.items():
+        waits = [after - before for before, after in zip([-1, *steps], [*steps, num_steps])]
+        assert max(waits) <= longest_wait, f"prompt {prompt}"
+        if prompt < 16:
+            assert sum(step >= change for step in steps) >= 2, f"prompt {prompt}"
+            assert skip_prob(prompt) < 0.35, f"prompt {prompt} is found and still looks hopeless"
+
+
+# ---- refill, budget ----------------------------------------------------------------------------------------
+
+REFILL = {"drop": True, "refill": True, "rollout__prompts_per_step": 12}
+
+
+@pytest.mark.parametrize("probe_size", [0, 4])
+@pytest.mark.parametrize("max_rounds", [1, 2, 4, 50])
+def test_refill_reaches_its_number_or_ends_short_after_max_rounds(max_rounds, probe_size):
+    settings = {"max_rounds": max_rounds, "probe_size": probe_size, **REFILL}
+    short = 0
+    for groups, tally in run_many([0.0, 1.0, 0.3, 0.6, 0.02] * 8, 60, **settings):
+        useful = sum(len(set(verdicts)) == 2 for _, verdicts in groups)
+        assert tally["useful"] == 8 * useful, "what is trained on is whole groups"
+        assert useful <= 12 and tally["rounds"] <= max_rounds + (probe_size > 0)
+        assert useful == 12 or tally["rounds"] >= max_rounds
+        assert tally["sampled"] == tally["offered"] == 12 + tally["refilled"]
+        short += useful < 12
+    assert (short == 0) == (max_rounds == 50)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+@pytest.mark.parametrize("probe_size", [0, 4])
+def test_prompts_that_are_all_certain_end_in_an_empty_batch_and_no_error(rate, probe_size):
+    config = config_of(**REFILL, max_rounds=3, probe_size=probe_size, **ALWAYS_STOP)
+    state, history = train_rl.TrainState(), no_history(30)
+    generate = fake_generate(state, hashed_answer([rate] * 30))
+    groups, outcomes, account = train_rl.sample_groups(generate, state, history, config)
+    assert len(groups) == len(outcomes) == 36 == state.consumed_prompts and account["rounds"] == 3
+    assert train_rl.drop_and_balance(groups, outcomes, config.zero_variance) == ([], {})
+
+
+@pytest.mark.parametrize("max_rounds", [1, 2, 4, 100])
+@pytest.mark.parametrize("per_step, probe_size", [(1, 4), (5, 3), (16, 4), (16, 7), (16, 1)])
+def test_probing_spends_its_budget_and_no_more(per_step, probe_size, max_rounds):
+    settings = {"probe_size": probe_size, "max_rounds": max_rounds, "rollout__prompts_per_step": per_step}
+    for groups, tally in run_many([0.0, 1.0, 0.5, 0.9] * 6, 40, **settings):
+        assert tally["completions"] == sum(len(verdicts) for _, verdicts in groups)
+        assert tally["completions"] <= 8 * per_step
+        assert tally["completions"] > 8 * per_step - 8 or tally["rounds"] >= max_rounds
+        assert all(len(verdicts) in (probe_size, 8) for _, verdicts in groups)
+
+
+def test_offers_are_consumed_in_order_and_skipped_ones_too():
+    """The prompts of a run are the stream of shuffled epochs without those that were skipped."""
+    config = config_of(history=True, drop=True, refill=True, rollout__prompts_per_step=6, retest_steps=9)
+    rates = [0.0, 1.0, 0.4] * 10
+    real, taken, totals = Real([None] * 30, config, own_random_numbers(7, rates)[2]), [], Counter()
+    for _ in range(60):
+        groups, tally = real.step()
+        taken += [prompt for prompt, _ in groups]
+        totals += tally
+    stream = iter(train_rl.prompts_of_step(30, real.state.consumed_prompts, 0, config.train.seed))
+    assert all(prompt in stream for prompt in taken), "taken is a subsequence of the stream"
+    assert real.state.consumed_prompts == totals["offered"] == len(taken) + totals["skipped"]
+    assert totals["skipped"] > 100
+
+
+def test_without_history_the_prompts_are_those_of_plain_grpo():
+    history = history_of(*[(0.0, 1000.0, 0)] * 11)
+    for consumed, wanted in ((0, 5), (9, 30), (100, 1)):
+        expected = train_rl.prompts_of_step(11, wanted, consumed, 0), wanted
+        assert train_rl.choose_prompts(wanted, consumed, history, 1, config_of()) == expected
+
+
+def test_a_record_that_rules_everything_out_does_not_stall_a_step():
+    """After a whole epoch of offers whatever comes is taken."""
+    history = history_of(*[(0.0, 1e12, 0)] * 20)
+    config = config_of(history=True, explore_unsolved=0.0, retest_steps=1000)
+    chosen, offered = train_rl.choose_prompts(7, 13, history, 1, config)
+    assert offered == 27 and chosen == train_rl.prompts_of_step(20, 7, 33, 0)
+
+
+# ---- determinism -------------------------------------------------------------------------------------------
+
+
+def test_a_choice_depends_on_what_is_checkpointed_only():
+    rng = random.Random(2)
+    records = [(rng.uniform(0, 4), rng.uniform(4, 9), rng.randint(-1, 9)) for _ in range(40)]
+    config = config_of(history=True, retest_steps=4)
+    choices = set()
+    for noise in range(5):
+        random.seed(noise), torch.manual_seed(noise), np.random.seed(noise)
+        history = history_of(*records)
+        choices.add(repr(train_rl.choose_prompts(10, 123, history, 11, config)))
+        assert repr(history) == repr(history_of(*records)), "choosing writes nothing"
+    assert len(choices) == 1
+    others = [(124, 11, config), (123, 13, config), (123, 11, config_of(history=True, train__seed=1))]
+    for consumed, step, other in others:
+        choices.add(repr(train_rl.choose_prompts(10, consumed, history_of(*records), step, other)))
+    assert len(choices) >= 3, "and it does depend on these"
+
+
+DROP, RL_ZVP, REFILL_TOO = (f"zero_variance.{name}=true" for name in ("drop", "rl_zvp", "refill"))
+HISTORY = ["zero_variance.history=true", "zero_variance.retest_steps=4"]
+
+
+def sampling_case(name: str, *settings: str) -> dict:
+    settings = ["rollout.prompts_per_step=8", "rollout.group_size=6", *settings]
+    common = {"rates": BIMODAL[::3], "num_steps": 12, "seed": 0, "timeout_prob": 0.1}
+    return {"name": name, "settings": settings, **common}
+
+
+CASES = [
+    sampling_case("plain"),
+    sampling_case("history", *HISTORY),
+    sampling_case("probe", "zero_variance.probe_size=4", RL_ZVP),
+    sampling_case("refill", DROP, REFILL_TOO),
+    sampling_case("all", *HISTORY, "zero_variance.probe_size=3", DROP, REFILL_TOO),
+    sampling_case("one group a step", DROP, "rollout.prompts_per_step=1"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_a_resumed_record_goes_on_identically(case, tmp_path):
+    """As the checkpoint saves it: vars() through torch.save, read with weights_only."""
+    whole = sample_steps(case)
+    state, history = train_rl.TrainState(), no_history(len(case["rates"]))
+    first = sample_steps(case | {"num_steps": 5}, history, state)
+    torch.save(vars(history), tmp_path / "history.pt")
+    loaded = train_rl.PromptHistory(**torch.load(tmp_path / "history.pt", weights_only=True))
+    state = train_rl.TrainState(**json.loads(json.dumps(vars(state))))
+    assert first + sample_steps(case | {"num_steps": 7}, loaded, state) == whole
+
+
+# ---- several ranks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_balance_hands_every_group_to_one_rank_and_the_loads_are_close(seed, ranks):
+    """Loads differ by at most the longest group, and what is handed over is a copy of what was there."""
+    rng = random.Random(seed)
+    fake = ranks(1 + seed % 5)
+    groups = [
+        group_of(*[rng.choice([True, None])] * rng.randint(1, 3), place=place, length=rng.randint(0, 50))
+        for place in rng.sample(range(100), rng.choice([0, 1, 2, 5, 20]))
+    ]
+    at_start = [rng.randrange(len(fake.slots)) for _ in groups]  # any rank may hold any group
+    outcomes = outcomes_of(rng.sample(groups, len(groups)))
+    mine = lambda rank: [group for group, owner in zip(groups, at_start) if owner == rank]
+    balanced = fake.run(lambda rank: train_rl.balance_groups(mine(rank), outcomes))
+    everything = [group for of_rank in balanced for group in of_rank]
+    assert sorted(contents(everything)) == sorted(contents(groups))
+    assert sorted(everything, key=lambda g: g.place) == sorted(groups, key=lambda g: g.place)
+    loads = [sum(outcomes[g.place].tokens for g in of_rank) for of_rank in balanced]
+    longest = max((o.tokens for o in outcomes.values()), default=0)
+    assert max(loads) - min(loads) <= longest
+    assert all([g.place for g in of_rank] == sorted(g.place for g in of_rank) for of_rank in balanced)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_balance_is_as_close_to_the_optimum_as_longest_first_is(seed, ranks):
+    """Within 4/3 - 1/(3 ranks) of the best of all ways to hand out the groups (Graham 1969)."""
+    rng = random.Random(seed)
+    world_size, lengths = 2 + seed % 2, [rng.choice([0, 1, 3, 20, 21, 40]) for _ in range(rng.randint(1, 7))]
+    groups = [group_of(True, place=place, length=length) for place, length in enumerate(lengths)]
+    outcomes = outcomes_of(groups)
+    balanced = ranks(world_size).run(lambda rank: train_rl.balance_groups([] if rank else groups, outcomes))
+    largest = max(sum(outcomes[g.place].tokens for g in of_rank) for of_rank in balanced)
+    ways = itertools.product(range(world_size), repeat=len(lengths))
+    loads = (
+        [sum(n for n, r in zip(lengths, way) if r == rank) for rank in range(world_size)] for way in ways
+    )
+    assert largest <= (4 / 3 - 1 / (3 * world_size)) * min(map(max, loads))
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_dropping_leaves_the_groups_with_variance(drop):
+    rights = [(True, False), (True, True), (None, True, False), (False, None), (None, None), (False,) * 4]
+    groups = [group_of(*verdicts, place=place) for place, verdicts in enumerate(rights)]
+    settings = config_of(drop=drop).zero_variance
+    kept, left = train_rl.drop_and_balance(groups, outcomes_of(groups), settings)
+    expected = [0, 2] if drop else [0, 1, 2, 3, 4, 5]
+    assert [group.place for group in kept] == expected == sorted(left)
+    assert left == outcomes_of(kept)
+
+
+def sampled_by_all(steps_of_ranks: list[list[dict]], key: str) -> list[list]:
+    """Of each step, the groups of all ranks in the order of their places."""
+    return [sorted(sum((step[key] for step in steps), [])) for steps in zip(*steps_of_ranks)]
+
+
+def assert_ranks_agree(steps_of_ranks: list[list[dict]], alone: list[dict]) -> None:
+    """All ranks know the same, it is what one rank alone finds, and no group is lost or twice there."""
+    shared = ("outcomes", "account", "consumed", "left", "record")
+    for steps in steps_of_ranks:
+        assert [[step[k] for k in shared] for step in steps] == [[step[k] for k in shared] for step in alone]
+    for key in ("sampled", "trained"):
+        assert sampled_by_all(steps_of_ranks, key) == sampled_by_all([alone], key)
+    for steps in zip(*steps_of_ranks):
+        tokens = dict((place, outcome[5]) for place, outcome in steps[0]["outcomes"])
+        loads = [sum(tokens[group[0]] for group in step["trained"]) for step in steps]
+        dropped = len(steps[0]["left"]) < len(tokens)
+        uneven = len({len(group[2]) for step in steps for group in step["trained"]}) > 1
+        assert not (dropped or uneven) or max(loads) - min(loads) <= max(tokens.values())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_the_number_of_ranks_changes_nothing_but_who_does_what(case, world_size, ranks):
+    alone = sample_steps(case)
+    steps_of_ranks = ranks(world_size).run(lambda rank: sample_steps(case))
+    assert_ranks_agree(steps_of_ranks, alone)
+    for steps in zip(*steps_of_ranks):
+        sizes = [len(step["sampled"]) for step in steps]
+        assert case["name"] != "plain" or max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    "settings, varied, expected",
+    [
+        # rank 1 stops both of its probes, which saves 2 + 2: a new prompt, for rank 1
+        ({"probe_size": 2, "rollout__prompts_per_step": 4, **ALWAYS_STOP}, {0, 2}, ([0, 2], [1, 3, 4])),
+        # both groups of rank 0 will be dropped: it gets the new ones until it has as much as rank 1
+        ({"refill": True, "rollout__prompts_per_step": 3, "max_rounds": 2}, {1}, ([0, 2, 3, 4], [1])),
+    ],
+    ids=["probe", "refill"],
+)
+def test_a_new_prompt_goes_to_the_rank_with_the_fewest_completions_to_train_on(
+    settings, varied, expected, ranks
+):
+    """varied: the places whose completions differ. Places 0, 2 start on rank 0, places 1, 3 on rank 1."""
+    config = config_of(drop=True, rollout__group_size=4, **settings)
+    answer = lambda prompt, step, place, sample: (place not in varied or sample % 2 == 0, 1)
+    fake = ranks(2)
+
+    def sample(rank):
+        state, history = train_rl.TrainState(), no_history(9)
+        return train_rl.sample_groups(fake_generate(state, answer), state, history, config)[0]
+
+    assert tuple([g.place for g in groups] for groups in fake.run(sample)) == expected
+
+
+# ---- two real ranks, the update ----------------------------------------------------------------------------
+# (verdicts, lengths) of groups by place: 0, 1, 4 have variance, 2 none, 3 a single verdict.
+MATERIAL = {
+    0: ([True, False, False, True], [3, 5, 2, 7]), 1: ([False, False, True, None], [4, 4, 9, 1]),
+    2: ([True, True, True, True], [6, 2, 3, 1]), 3: ([None, True, None, None], [2, 2, 2, 2]),
+    4: ([True, False], [8, 8]),
+}  # fmt: skip
+UPDATE = ["train.learning_rate=0.1", "train.max_grad_norm=1e3", "rollout.group_size=4", "model.dtype=float32"]
+
+
+def update_case(name: str, *updates: tuple[list[int], list[int]], balance=False, settings=()) -> dict:
+    """The places that each of two ranks trains on, for one update after another."""
+    given = [[[(place, *MATERIAL[place]) for place in places] for places in update] for update in updates]
+    settings = [*UPDATE, "train.weight_decay=0.1", *settings]
+    return {"name": name, "updates": given, "balance": balance, "settings": settings}
+
+
+UPDATES = [
+    update_case("shared", ([0, 4], [1])),
+    update_case("first rank alone", ([0, 1, 4], [])),
+    update_case("second rank alone", ([], [0, 1, 4])),
+    update_case("dropped from all", ([0, 1, 2], [3, 4]), balance=True, settings=[DROP]),
+    update_case("one survivor", ([2, 3], [1]), balance=True, settings=[DROP]),
+    update_case("one survivor of the other rank", ([1], [2, 3]), balance=True, settings=[DROP]),
+    update_case("nothing left", ([0, 4], [1]), ([2], [3]), balance=True, settings=[DROP]),
+    update_case("two minibatches of one group", ([0], []), settings=["train.minibatches_per_step=2"]),
+    update_case("one minibatch of one group", ([0], [])),
+    update_case("rl_zvp", ([0, 1], [2, 3]), settings=[RL_ZVP]),
+    update_case("rl_zvp on one rank", ([], [0, 1, 2, 3]), settings=[RL_ZVP]),
+    update_case("no rl_zvp", ([0, 1], [2, 3])),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> dict:
+    """The results of zero_variance_worker.py on two ranks of gloo."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
+        initializer_range=0.3, tie_word_embeddings=False, max_position_embeddings=64,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    torch.save({"sampling": CASES, "updates": UPDATES}, folder / "request.pt")
+    finished = torchrun(2, ROOT / "tests" / "zero_variance_worker.py", folder, timeout_s=180)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return torch.load(folder / "results.pt")
+
+
+def test_two_gloo_ranks_agree_and_find_what_one_rank_finds(two_ranks):
+    first, second = two_ranks["sampling"]
+    assert first["wanted"] == second["wanted"] and any(first["wanted"])
+    for index, case in enumerate(CASES):
+        assert_ranks_agree([first["cases"][index], second["cases"][index]], sample_steps(case))
+    (one_group,) = (steps for case, steps in zip(CASES, first["cases"]) if case["name"] == "one group a step")
+    assert {len(step["left"]) for step in one_group} == {0, 1}, "one rank without a group, and both"
+
+
+def parameter_distance(one: dict, other: dict) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        ("shared", "first rank alone"),
+        ("shared", "second rank alone"),
+        ("shared", "dropped from all"),
+        ("one survivor", "one survivor of the other rank"),
+        ("rl_zvp", "rl_zvp on one rank"),
+        ("two minibatches of one group", "one minibatch of one group"),
+    ],
+)
+def test_an_update_does_not_depend_on_which_rank_has_the_groups(one, other, two_ranks):
+    """Also where a rank has none. 1e-6 is a few roundings of parameters of size 1; the update is larger."""
+    results = two_ranks["updates"]
+    assert parameter_distance(results[one]["after"], results[other]["after"]) < 1e-6
+    assert parameter_distance(results[one]["after"], results[one]["before"]) > 1e-2
+
+
+def test_a_step_without_any_group_left_leaves_the_parameters_bitwise(two_ranks):
+    """Adam has a momentum from the update before, and there is weight decay: no step is taken at all."""
+    result = two_ranks["updates"]["nothing left"]
+    assert result["num_groups"] == [0, 0]
+    assert parameter_distance(result["after"], result["before"]) == 0
+    assert result["metrics"]["gradient_tokens_total"] == 0 == result["metrics"]["nonfinite_updates_max"]
+    assert math.isnan(result["metrics"]["grad_norm"])
+
+
+def test_the_updates_above_could_fail(two_ranks):
+    """Dropping and RL-ZVP change the update, and the survivors are where they should be."""
+    results = two_ranks["updates"]
+    kinds = ["shared", "one survivor", "rl_zvp", "no rl_zvp", "one minibatch of one group"]
+    for one, other in itertools.combinations(kinds, 2):
+        assert parameter_distance(results[one]["after"], results[other]["after"]) > 1e-3
+    assert sorted(results["one survivor"]["num_groups"]) == [0, 1]
+    assert sorted(results["dropped from all"]["num_groups"]) == [1, 2]
+
+
+# ---- RL-ZVP ------------------------------------------------------------------------------------------------
+
+
+def batch_of(groups, config: train_rl.Config, seed: int = 0) -> train_rl.RolloutBatch:
+    """The batch of a step with rewards and advantages, and made-up entropies."""
+    prompts = [Prompt(f"prompt {i}", "1", "exact", "set") for i in range(100)]
+    batch = train_rl.collate(groups, prompts, [[1, 2]] * 100)
+    entropy = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(seed))
+    batch.entropy = entropy * batch.response_mask
+    batch.rewards = train_rl.compute_rewards(batch, None, [], config)
+    batch.advantages = train_rl.token_advantages(batch, config)
+    return batch
+
+
+def random_groups(rng: random.Random, group_size: int) -> list[train_rl.Group]:
+    """Groups of all kinds: certain, mixed, failed, partly right, stopped at a probe, of ragged lengths."""
+    groups = []
+    for place in range(rng.randint(1, 6)):
+        rights = rng.choice([[True], [False], [None], [True, None], [False, None], [True, False, None]])
+        num = rng.choice([group_size, group_size, rng.randint(1, group_size)])
+        shares = rng.choice([[0.5], [0.0, 0.5], [0.0]])
+        completions = [completion_of(rng.randint(0, 12)) for _ in range(num)]
+        verdicts = [verdict_of(rng.choice(rights), rng.choice(shares)) for _ in range(num)]
+        groups.append(train_rl.Group(place, place, completions, verdicts))
+    return groups
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("seed", range(30))
+def test_rl_zvp_reshapes_groups_of_equal_scores_only(seed, dense):
+    """Against loops over tokens; the lengths are penalised, so that equal scores are unequal rewards."""
+    groups = random_groups(random.Random(seed), 5)
+    config = config_of(
+        rl_zvp=True, rl_zvp_coef=0.3, reward__dense=dense, reward__overlong_buffer=6,
+        rollout__max_new_tokens=12, reward__overlong_coef=0.5,
+    )  # fmt: skip
+    batch = batch_of(groups, config, seed)
+    settings = {"adv_norm": "group_std", "tie_band": 0.0, "correctness_guard": False, "rl_zvp": True,
+                "rl_zvp_coef": 0.3}  # fmt: skip
+    entropies = [row[mask].tolist() for row, mask in zip(batch.entropy, batch.response_mask)]
+    expected, row = [], 0
+    for group in groups:
+        rows = slice(row, row + len(group.verdicts))
+        row = rows.stop
+        scores = [v.pass_frac if dense else v.reward for v in group.verdicts]
+        correct, valid = ([v.status in names for v in group.verdicts] for names in (("ok",), ("ok", "wrong")))
+        rewards = batch.rewards[rows].tolist()
+        expected += reference.token_advantages(rewards, scores, correct, valid, entropies[rows], settings)
+    assert row == len(batch.prompts)
+    for values, mask, of_tokens in zip(batch.advantages, batch.response_mask, expected):
+        torch.testing.assert_close(values[mask], torch.tensor(of_tokens), rtol=1e-4, atol=1e-6)
+        assert not values[~mask].any()
+
+
+def test_rl_zvp_worked_out_by_hand():
+    """alpha 0.1: right tokens get 0.1 H, wrong ones 0.1 (H - max H), failed and single verdicts nothing."""
+    groups = [
+        group_of(True, True, None, place=0, length=2), group_of(False, False, place=1, length=2),
+        group_of(True, None, place=2, length=2), group_of(None, None, place=3, length=2),
+        group_of(True, False, place=4, length=2),
+    ]  # fmt: skip
+    config = config_of(rl_zvp=True)
+    batch = batch_of(groups, config)
+    batch.entropy = torch.tensor([[0.5, 2.0]] * 11)
+    rows = [True, True, False, True, True] + [False] * 6
+    assert train_rl.zero_variance_rows(batch, False).tolist() == rows
+    advantages = train_rl.token_advantages(batch, config)
+    nothing, unit = [0.0, 0.0], [1 / math.sqrt(2)] * 2  # of 1 and 0: distance 1/2, std sqrt(1/2)
+    expected = [[0.05, 0.2]] * 2 + [nothing] + [[-0.15, 0.0]] * 2 + [nothing] * 4 + [unit, [-x for x in unit]]
+    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_penalty_does_not_hide_that_a_group_teaches_nothing(right):
+    """Equal verdicts of unequal length: rewards differ, yet RL-ZVP applies and dropping drops."""
+    penalty = {"reward__overlong_buffer": 8, "rollout__max_new_tokens": 8}
+    group = group_of(right, right)
+    group.completions[1] = completion_of(8)
+    batch = batch_of([group], config_of(rl_zvp=True, **penalty))
+    assert batch.rewards[0] > batch.rewards[1]
+    sign = 1 if right else -1
+    assert (sign * batch.advantages[batch.response_mask] >= 0).all() and batch.advantages.abs().max() <= 0.1
+    assert batch_of([group], config_of(**penalty)).advantages.abs().max() > 0.7, "plain GRPO trains on it"
+    settings = config_of(drop=True, **penalty).zero_variance
+    assert train_rl.drop_and_balance([group], outcomes_of([group]), settings) == ([], {})
+
+
+# ---- the account -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("settings", [{}, {"rl_zvp": True}, {"drop": True}], ids=["keep", "rl_zvp", "drop"])
+def test_every_sampled_token_is_in_one_place_of_the_account(settings, world_size, ranks):
+    """tokens = with gradient + of stopped probes + of dropped groups + kept without gradient; here the parts
+    are counted again, token by token, and the prompts too."""
+    fake, rng = ranks(world_size), random.Random(1)
+    seen = Counter()
+    for seed in range(12):
+        config = config_of(
+            **settings, probe_size=rng.choice([0, 2]), rollout__group_size=5, rollout__prompts_per_step=6,
+            probe_stop_prob=0.5, reward__overlong_buffer=4, rollout__max_new_tokens=9,
+        )  # fmt: skip
+        answer = hashed_answer([0.0, 1.0, 0.1, 0.5], seed, timeout_prob=0.2)
+
+        def step(rank, config=config, answer=answer):
+            state, history = train_rl.TrainState(), no_history(4)
+            generate = fake_generate(state, answer)
+            groups, outcomes, account = train_rl.sample_groups(generate, state, history, config)
+            sampled = train_rl.rollout_metrics(groups, False)
+            groups, left = train_rl.drop_and_balance(groups, outcomes, config.zero_variance)
+            batch = batch_of(groups, config, seed=rank)
+            trained = train_rl.batch_metrics(batch, groups, 5)
+            metrics = train_rl.reduce_metrics(sampled | trained)
+            return metrics | train_rl.account_of(account, outcomes, left), groups, batch, outcomes
+
+        results = fake.run(step)
+        metrics, _, _, outcomes = results[0]
+        assert all(repr(m) == repr(metrics) for m, _, _, _ in results), "all ranks report the same"
+        parts = Counter({"dropped": metrics["account/wasted_dropped_tokens"], "gradient": 0})
+        for _, groups, batch, _ in results:
+            sizes = [len(g.completions) for g in groups for _ in g.completions]
+            for size, values, ids in zip(sizes, batch.advantages.tolist(), batch.completion_ids):
+                for advantage in values[: len(ids)]:
+                    parts["gradient" if advantage else "kept" if size == 5 else "stopped"] += 1
+        assert metrics["tokens_total"] == parts.total() == sum(o.tokens for o in outcomes.values())
+        assert metrics["gradient_tokens_total"] == parts["gradient"]
+        assert metrics["account/wasted_stopped_tokens_total"] == parts["stopped"]
+        assert metrics["account/wasted_kept_tokens_total"] == parts["kept"]
+        flat = [o for o in outcomes.values() if not o.has_variance]
+        assert metrics["account/prompts_dropped"] == (len(flat) if config.zero_variance.drop else 0)
+        assert metrics["account/prompts_sampled"] == len(outcomes) == metrics["account/prompts_offered"]
+        assert metrics["account/prompts_stopped"] == sum(o.completions < 5 for o in flat)
+        assert metrics["account/prompts_probed"] == (len(outcomes) if config.zero_variance.probe_size else 0)
+        seen += parts
+    # a timeout in a group with variance is kept without gradient, also where groups are dropped
+    wasted = "dropped" if "drop" in settings else "stopped"
+    assert {name for name, count in seen.items() if count} == {wasted, "kept", "gradient"}
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------
+
+SHORT = [
+    *SMALL, "train.num_steps=4", "rollout.group_size=8", "model.ep_size=1", "eval.num_samples=0",
+    "data.train=[{path: data/built/tiny/train.jsonl, limit: 24}]", "zero_variance.retest_steps=3",
+]  # fmt: skip
+STAGES = [
+    "zero_variance.history=true", "zero_variance.explore_unsolved=0.1", "zero_variance.probe_size=4",
+    "zero_variance.probe_stop_prob=0.7",
+]  # fmt: skip
+
+
+def metric_rows(run_dir) -> list[dict]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "reward" in row]
+
+
+def assert_account_adds_up(run_dir) -> None:
+    """Of each step, and over the run in the summary's share of tokens with gradient."""
+    rows = metric_rows(run_dir)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        wasted = [row.get(f"account/wasted_{name}") for name in
+                  ("stopped_tokens_total", "dropped_tokens", "kept_tokens_total")]  # fmt: skip
+        assert row["tokens_total"] == row["gradient_tokens_total"] + sum(wasted)
+        assert row["account/prompts_offered"] == (
+            row["account/prompts_skipped"] + row["account/prompts_sampled"]
+        )
+    total = sum(row["tokens_total"] for row in rows)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["generated_tokens"] == total
+    share = sum(row["gradient_tokens_total"] for row in rows) / total
+    assert summary["gradient_token_share"] == pytest.approx(share)
+
+
+@pytest.fixture(scope="module")
+def built_model():
+    """The embedded default; nothing is done if it is there."""
+    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
+
+
+def test_history_probes_and_rl_zvp_resume_exactly(built_model, tmp_path):
+    """A run that goes on from its checkpoint after step 2, record and all, as if killed after it."""
+    straight, again = tmp_path / "straight", tmp_path / "again"
+    command = [*SHORT, *STAGES, RL_ZVP]
+    done = train(*command, f"run.dir={straight}", ranks=1, timeout_s=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_account_adds_up(straight)
+    rows = metric_rows(straight)
+    for name in ("skipped", "stopped", "refilled"):
+        assert sum(row[f"account/prompts_{name}"] for row in rows) > 0, name
+    assert sum(row["account/prompts_skipped"] for row in rows[2:]) > 0, "the record is used after resuming"
+    shutil.copytree(straight, again)
+    (again / "summary.json").unlink()
+    shutil.rmtree(again / "checkpoints" / "step_000004")
+    done = train(*command, f"run.dir={again}", ranks=1, timeout_s=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed from" in done.stdout + done.stderr
+    assert_same_run(straight, again)
+
+
+def test_drop_and_refill_run_on_two_ranks(built_model, tmp_path):
+    """With all stages that go with it; every step trains on its eight groups or ends short."""
+    done = train(*SHORT, *STAGES, DROP, REFILL_TOO, f"run.dir={tmp_path}", timeout_s=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_account_adds_up(tmp_path)
+    for row in metric_rows(tmp_path):
+        trained = row["account/prompts_sampled"] - row["account/prompts_dropped"]
+        assert trained == 8 or (trained < 8 and row["account/rounds"] >= 4)
+        assert row["account/prompts_refilled"] == row["account/prompts_sampled"] - 8
+        assert row["account/wasted_stopped_tokens_total"] == 0, "stopped probes are dropped with the others"
+        assert row["abs_dlogp"] < 1e-4 and row["gradient_tokens_total"] > 0
