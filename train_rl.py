@@ -56,7 +56,7 @@ from transformers import AutoTokenizer
 
 import moe_model
 from data.prompts import Prompt, check_disjoint, load_prompts
-from data.stream import keep_by_offline_scores, prompts_of_step, seed_of, tokenize
+from data.stream import digest_of, keep_by_offline_scores, prompts_of_step, seed_of, tokenize
 from experiments.metrics import (
     Clock,
     account_of,
@@ -146,7 +146,7 @@ def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
 class PromptHistory:
     """What has been seen of each training prompt; the same on all ranks, part of every checkpoint."""
 
-    solved: Tensor  # [prompts] float64, decayed number of right completions
+    solved: Tensor  # [prompts] float64, decayed sum of scores: of right completions unless rewards are dense
     tried: Tensor  # [prompts] float64, decayed number of verdicts
     mean_tokens: Tensor  # [prompts] float64, length of completions at the last visit
     last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled
@@ -162,7 +162,7 @@ class PromptHistory:
         for o in outcomes:
             if o.valid:
                 i = o.prompt_index
-                self.solved[i] = decay * self.solved[i] + o.solved
+                self.solved[i] = decay * self.solved[i] + o.score_sum
                 self.tried[i] = decay * self.tried[i] + o.valid
                 self.mean_tokens[i] = o.tokens / o.completions
                 self.last_step[i] = step
@@ -191,8 +191,8 @@ class PromptHistory:
         if probe.has_variance or not probe.valid:
             return 0.0
         solved, tried = float(self.solved[probe.prompt_index]), float(self.tried[probe.prompt_index])
-        hits, misses = solved + probe.solved, tried - solved + probe.valid - probe.solved
-        same, different = (hits, misses) if probe.solved else (misses, hits)
+        hits, misses = solved + probe.score_sum, tried - solved + probe.valid - probe.score_sum
+        same, different = (hits, misses) if 2 * probe.score_sum > probe.valid else (misses, hits)
         return prob_all(same, different, group_size - probe.completions, prior)
 
 
@@ -1120,10 +1120,10 @@ def main(config: Config) -> None:
         reference = build_policy(config, config.model.path, group, device) if with_reference else None
         history = PromptHistory.from_offline(pass_rates, group_size)
         if found:
-            saved_history = torch.load(found / "history.pt", map_location="cpu", weights_only=True)
-            if len(saved_history["tried"]) == len(train_prompts):
-                history = PromptHistory(**saved_history)
-            say(f"resumed from {found}")
+            saved = torch.load(found / "history.pt", map_location="cpu", weights_only=True)
+            same_prompts = saved.pop("prompts") == digest_of(train_prompts)
+            history = PromptHistory(**saved) if same_prompts else history
+            say(f"resumed from {found}" + "; the record of other prompts is dropped" * (not same_prompts))
         if found and config.checkpoint.resume == "auto":
             shard = torch.load(found / f"rank_{rank:05d}.pt", map_location="cpu", weights_only=True)
             moe_model.load_optimizer_shard(engine, shard["optimizer"])
@@ -1239,7 +1239,8 @@ def main(config: Config) -> None:
                 log_samples(config, state, batch, tokenizer)
         if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
             with clock("checkpoint"):
-                save_checkpoint(engine, tokenizer, asdict(state), vars(history), config)
+                record = vars(history) | {"prompts": digest_of(train_prompts)}
+                save_checkpoint(engine, tokenizer, asdict(state), record, config)
         clock.take_step()
     progress.close()
 

@@ -28,6 +28,11 @@ def keep_by_offline_scores(
     return [prompt for prompt, _ in kept], [rate for _, rate in kept]
 
 
+def digest_of(prompts: list[Prompt]) -> str:
+    """Hash of the prompts and answers in their order: what a saved record of them belongs to."""
+    return hashlib.sha256("".join(prompt_sha(prompt) for prompt in prompts).encode()).hexdigest()
+
+
 def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[list[int]]:
     """Token ids of each prompt; ValueError naming a prompt that is empty or too long."""
     prompt_ids = tokenizer([p.text for p in prompts])["input_ids"]

@@ -45,7 +45,7 @@ def rollout_metrics(groups, dense: bool) -> dict[str, tuple[float, float]]:
         "reward": (sum(o.score_sum for o in outcomes), sum(o.valid for o in outcomes)),
         "zero_variance_frac": (len(equal), len(groups)),
         "zero_variance/all_right_frac": (sum(0 < o.solved == o.valid for o in equal), len(groups)),
-        "zero_variance/all_wrong_frac": (sum(o.solved == 0 for o in equal), len(groups)),
+        "zero_variance/all_wrong_frac": (sum(o.valid > 0 and o.score_sum == 0 for o in equal), len(groups)),
         "tokens_total": (sum(lengths), 1),
         "completion_tokens": (sum(lengths), num),
         "completion_tokens_max": (max(lengths, default=0), 1),

@@ -99,14 +99,14 @@ class ZeroVarianceSection(Section):
     prior: float = setting(0.2, "verdicts of each kind added to a record; below 0.5: bimodal", gt=0)
     explore_solved: float = setting(0.1, "least probability of sampling a prompt always solved", ge=0, le=1)
     explore_unsolved: float = setting(0.1, "the same of a prompt never solved", ge=0, le=1)
-    retest_steps: int = setting(200, "steps after which a prompt is sampled again; 0: never forced", ge=0)
+    retest_steps: int = setting(200, "steps after which a record is too old to skip by; 0: never", ge=0)
     probe_size: int = setting(0, "stage 1c: g0, completions sampled first of each group; 0: off", ge=0)
     probe_stop_prob: float = setting(0.9, "stop a probe if zero variance is at least so likely", gt=0)
     rl_zvp: bool = setting(False, "stage 3: groups left without variance get RL-ZVP advantages")
     rl_zvp_coef: float = setting(0.1, "alpha of RL-ZVP", gt=0)
     drop: bool = setting(False, "contrast: leave groups without variance out of the update (DAPO filter)")
     refill: bool = setting(False, "contrast: replace dropped groups by new prompts (DAPO dynamic sampling)")
-    max_rounds: int = setting(4, "rounds of new prompts in a step; then the batch stays short", ge=1)
+    max_rounds: int = setting(4, "rounds of sampling in a step after which no new prompts are taken", ge=1)
 
 
 class AlgorithmSection(Section):

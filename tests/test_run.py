@@ -73,6 +73,11 @@ def test_a_run_leaves_what_the_readme_promises(undisturbed):
     steps = [row for row in rows if "reward" in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     assert summary["generated_tokens"] == sum(row["tokens_total"] for row in steps)
+    account = summary["account"]
+    assert account["prompts_offered"] == account["prompts_sampled"] == 6 * 8
+    assert account["prompts_dropped"] == account["prompts_stopped"] == account["prompts_refilled"] == 0
+    without_gradient = summary["generated_tokens"] * (1 - summary["gradient_token_share"])
+    assert account["wasted_kept_tokens"] == pytest.approx(without_gradient)
     assert all(row["ratio"] == 1.0 and row["clipped"] == 0.0 for row in steps), (
         "one update per rollout is on-policy"
     )

@@ -847,11 +847,13 @@ def test_balance_hands_every_group_to_one_rank_and_the_loads_are_close(seed, ran
     assert all([g.place for g in of_rank] == sorted(g.place for g in of_rank) for of_rank in balanced)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_balance_is_as_close_to_the_optimum_as_longest_first_is(seed, ranks):
-    """Within 4/3 - 1/(3 ranks) of the best of all ways to hand out the groups (Graham 1969)."""
-    rng = random.Random(seed)
-    world_size, lengths = 2 + seed % 2, [rng.choice([0, 1, 3, 20, 21, 40]) for _ in range(rng.randint(1, 7))]
+@pytest.mark.parametrize("lengths", [[1, 1, 2], [10, 4, 4, 2], [0, 0, 5], *range(15)], ids=str)
+def test_balance_is_as_close_to_the_optimum_as_longest_first_is(lengths, ranks):
+    """Within 4/3 - 1/(3 ranks) of the best of all ways to hand out the groups (Graham 1969). The first cases
+    tell it from the shortest first and from equal numbers of groups, the others are random."""
+    rng, world_size = random.Random(repr(lengths)), 2
+    if isinstance(lengths, int):
+        lengths, world_size = [rng.randint(0, 40) for _ in range(rng.randint(1, 7))], rng.choice([2, 3])
     groups = [group_of(True, place=place, length=length) for place, length in enumerate(lengths)]
     outcomes = outcomes_of(groups)
     balanced = ranks(world_size).run(lambda rank: train_rl.balance_groups([] if rank else groups, outcomes))
@@ -1242,3 +1244,17 @@ def test_drop_and_refill_run_on_two_ranks(built_model, tmp_path):
         assert row["account/prompts_refilled"] == row["account/prompts_sampled"] - 8
         assert row["account/wasted_stopped_tokens_total"] == 0, "stopped probes are dropped with the others"
         assert row["abs_dlogp"] < 1e-4 and row["gradient_tokens_total"] > 0
+
+
+def test_a_dense_record_is_one_of_scores():
+    """Eight answers that are each partly right, none wholly: the group has variance and must not be skipped."""
+    settings = config_of(history=True).zero_variance
+    history = train_rl.PromptHistory.from_offline([None] * 2, group_size=8)
+    common = {"solved": 0, "valid": 8, "tokens": 40, "completions": 8}
+    partly = train_rl.Outcome(place=0, prompt_index=0, score_sum=4.0, has_variance=True, **common)
+    wrong = train_rl.Outcome(place=1, prompt_index=1, score_sum=0.0, has_variance=False, **common)
+    history.update([partly, wrong], step=0, decay=0.1)
+    skip = [history.skip_prob(i, 1, 8, settings) for i in range(2)]
+    assert skip[0] < 0.05 and skip[1] > 0.85
+    probe = train_rl.Outcome(0, 0, solved=0, valid=4, score_sum=2.0, tokens=20, completions=4, has_variance=False)
+    assert history.zero_variance_after(probe, 8, settings.prior) < 0.2
