@@ -1247,7 +1247,7 @@ def test_drop_and_refill_run_on_two_ranks(built_model, tmp_path):
 
 
 def test_a_dense_record_is_one_of_scores():
-    """Eight answers that are each partly right, none wholly: the group has variance and must not be skipped."""
+    """Eight answers that are partly right, none wholly: the group has variance and must not be skipped."""
     settings = config_of(history=True).zero_variance
     history = train_rl.PromptHistory.from_offline([None] * 2, group_size=8)
     common = {"solved": 0, "valid": 8, "tokens": 40, "completions": 8}
@@ -1256,5 +1256,6 @@ def test_a_dense_record_is_one_of_scores():
     history.update([partly, wrong], step=0, decay=0.1)
     skip = [history.skip_prob(i, 1, 8, settings) for i in range(2)]
     assert skip[0] < 0.05 and skip[1] > 0.85
-    probe = train_rl.Outcome(0, 0, solved=0, valid=4, score_sum=2.0, tokens=20, completions=4, has_variance=False)
+    common |= {"valid": 4, "completions": 4}
+    probe = train_rl.Outcome(place=0, prompt_index=0, score_sum=2.0, has_variance=False, **common)
     assert history.zero_variance_after(probe, 8, settings.prior) < 0.2
