@@ -17,6 +17,7 @@ parent's / row's  the parent's tokens to that target over the row's; in brackets
                   of resampling the runs of both rows, where all rows cross it
 at N tokens       the metric interpolated at N generated tokens, the most that every run here has reached
 gradient tokens   sum of gradient_tokens_total / sum of tokens_total
+inverted          completions whose advantage contradicts the verifier, of those trained on; mean over steps
 seconds           sum of seconds_per_step: training without evaluations, checkpoints and start-up
 
 --export copies what is read here, for committing; the table of the copies is the same, because numbers are
@@ -36,6 +37,7 @@ import yaml
 from scipy import stats
 
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
+INVERSION = "inversion_frac"  # missing in a step that trained on nothing
 SMOOTHING_STEPS = 10  # of the cost plot
 RESAMPLES = 2000  # of the runs, for the interval of a ratio
 NONE = "n/a"
@@ -47,7 +49,7 @@ class Run:
 
     folder: Path
     log: list[dict]  # rows of metrics.jsonl, reduced to what is read
-    steps: dict[str, np.ndarray]  # of every training step: generated_tokens and STEP_KEYS
+    steps: dict[str, np.ndarray]  # of every training step: generated_tokens and STEP_KEYS; INVERSION of most
     tokens: np.ndarray  # generated tokens at each evaluation
     seconds: np.ndarray  # of training until each evaluation
     values: np.ndarray  # the metric at each evaluation
@@ -74,7 +76,7 @@ def read_log(file: Path, metric: str) -> list[dict]:
         if not isinstance(row, dict):
             raise ValueError(f"{place}: expected an object, found {line[:80]!r}")
         names = ["step", "generated_tokens", *(STEP_KEYS if row.get("step") != 0 else ())]
-        names += [name for name in row if is_evaluation(name, metric)]
+        names += [name for name in row if is_evaluation(name, metric) or name == INVERSION]
         for name in names:
             if name not in row:
                 raise ValueError(f"{place}: {name} is missing")
@@ -129,6 +131,7 @@ def read_run(folder: Path, metric: str) -> Run | str:
         )
     _, tokens, seconds, values = map(np.array, zip(*curve))
     columns = {name: np.array([row[name] for row in steps]) for name in ("generated_tokens", *STEP_KEYS)}
+    columns[INVERSION] = np.array([row[INVERSION] for row in steps if INVERSION in row])
     return Run(folder, log, columns, tokens, seconds, values)
 
 
@@ -241,6 +244,7 @@ def make_table(rows: dict[str, list[Run]], parents: dict[str, str], target: floa
         goal = float(final[parent].mean()) if target is None else target
         tokens, values = curve_of(runs)
         ratio, ratio_interval = speedup(runs, rows[parent], target)
+        inverted = [run.steps[INVERSION].mean() for run in runs if len(run.steps[INVERSION])]
         shares = [r.steps["gradient_tokens_total"].sum() / r.steps["tokens_total"].sum() for r in runs]
         table.append(
             {
@@ -254,6 +258,7 @@ def make_table(rows: dict[str, list[Run]], parents: dict[str, str], target: floa
                 "speedup": None if parent == name else ratio,
                 "speedup_interval": None if parent == name else ratio_interval,
                 "gradient_token_share": float(np.mean(shares)),
+                "inversion_rate": float(np.mean(inverted)) if inverted else None,
                 "seconds": float(np.mean([run.seconds[-1] for run in runs])),
                 "mean_at_equal_tokens": float(
                     np.mean([np.interp(equal_tokens, run.tokens, run.values) for run in runs])
@@ -287,7 +292,8 @@ def print_table(table: list[dict], rows: dict[str, list[Run]], metric: str, targ
     """As markdown, and below it what the targets are."""
     mean = {row["row"]: row["mean"] for row in table}
     header = ["row", "n", metric, "95 % interval", "minus parent", "p", "p, Holm", "tokens to target"]
-    header += ["parent's / row's", f"at {equal_tokens_of(rows):,} tokens", "gradient tokens", "seconds"]
+    header += ["parent's / row's", f"at {equal_tokens_of(rows):,} tokens", "gradient tokens"]
+    header += ["inverted", "seconds"]
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
     for row in table:
         parent, own = row["parent"], row["parent"] == row["row"]
@@ -303,6 +309,7 @@ def print_table(table: list[dict], rows: dict[str, list[Run]], metric: str, targ
             ratio_cell(row),
             f"{row['mean_at_equal_tokens']:.4f}",
             f"{row['gradient_token_share']:.3f}",
+            show(row["inversion_rate"], ".3f"),
             f"{row['seconds']:.1f}",
         ]
         print("| " + " | ".join(cells) + " |")

@@ -14,7 +14,7 @@ from experiments.settings import PromptSource, config_warnings, setting_names
 
 TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
 SETTINGS = setting_names()
-EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
+EXPERIMENTS = sorted(p for p in (ROOT / "experiments").rglob("*.yaml") if "logs" not in p.parts)
 
 
 def load(*overrides: str, file=None):

@@ -10,7 +10,7 @@ from conftest import ROOT
 from experiments.settings import AlgorithmSection, Config, ZeroVarianceSection, load_config
 
 METHODS = ROOT / "experiments" / "methods"
-FILES = sorted((ROOT / "experiments").rglob("*.yaml"))
+FILES = sorted(path for path in (ROOT / "experiments").rglob("*.yaml") if "logs" not in path.parts)
 GRPO = {"ratio_level": "token", "clip_mode": "fixed", "loss_agg": "sequence_mean", "adv_norm": "group_std"}
 UNCORRECTED = {"rollout_correction": "none"}
 GSPO_CLIP = {"clip_mode": "fixed", "clip_eps_low": 3e-4, "clip_eps_high": 4e-4}
