@@ -1,7 +1,8 @@
-"""Updates and rewards that are not finite, on two ranks: `nonfinite_worker.py FOLDER CASE ON_NONFINITE`.
+"""Updates and rewards that are not finite, on two ranks: `nonfinite_worker.py FOLDER`.
 
-Rank 0 writes FOLDER/result.pt: what was raised on each rank, the weights before and after, the metrics, and
-the weights after one more update that is finite.
+Every case with both values of run.on_nonfinite, one after another on one engine, and after each an update
+that is finite. Rank 0 writes FOLDER/results.pt: {(case, on_nonfinite): what was raised on each rank, the
+weights before, after, and after the next update, the metrics}.
 """
 
 import math
@@ -34,19 +35,12 @@ def make_batch(completions: list[dict]) -> train_rl.RolloutBatch:
     return batch
 
 
-def main(folder: Path, case: str, on_nonfinite: str) -> None:
-    request = torch.load(folder / "request.pt")
-    moe_model.init_deepspeed()
+def run_case(case: str, on_nonfinite: str, completions: list[dict], engine, folder: Path) -> dict:
     config = train_rl.load_config([
-        "data.train=[{path: unused}]", "train.learning_rate=0.1", f"run.dir={folder / 'run'}",
+        "data.train=[{path: unused}]", "train.learning_rate=0.1", f"run.dir={folder / on_nonfinite}",
         f"run.on_nonfinite={on_nonfinite}",
     ])  # fmt: skip
-    hf_config = moe_model.load_config(folder / "model")
-    group = moe_model.create_expert_parallel_group(2, moe_model.num_experts_of(hf_config))
-    policy = moe_model.Policy(hf_config, group)
-    moe_model.load_hf(policy, folder / "model")
-    engine = moe_model.deepspeed_engine(policy, config.train)
-    batch = make_batch(request["completions"])
+    policy, batch = engine.module, make_batch(completions)
     weights = lambda: {name: tensor.clone() for name, tensor in moe_model.hf_tensors(policy)}  # noqa: E731
     before, metrics, raised, handles = weights(), None, None, []
     if case == "loss" and dist.get_rank() == 1:  # one token of one completion of one rank
@@ -65,16 +59,31 @@ def main(folder: Path, case: str, on_nonfinite: str) -> None:
     after = weights()
     for handle in handles:
         handle.remove()
-    train_rl.update_policy(engine, make_batch(request["completions"]), config, step=5)
+    train_rl.update_policy(engine, make_batch(completions), config, step=5)
     every_rank = [None] * dist.get_world_size()
     dist.all_gather_object(every_rank, (raised, batch.valid.tolist(), batch.rewards.tolist()))
-    finished = weights()
+    return {"ranks": every_rank, "before": before, "after": after, "metrics": metrics, "next": weights()}
+
+
+def main(folder: Path) -> None:
+    request = torch.load(folder / "request.pt")
+    moe_model.init_deepspeed()
+    config = train_rl.load_config(["data.train=[{path: unused}]", "train.learning_rate=0.1"])
+    hf_config = moe_model.load_config(folder / "model")
+    group = moe_model.create_expert_parallel_group(2, moe_model.num_experts_of(hf_config))
+    policy = moe_model.Policy(hf_config, group)
+    moe_model.load_hf(policy, folder / "model")
+    engine = moe_model.deepspeed_engine(policy, config.train)
+    results = {
+        (case, on_nonfinite): run_case(case, on_nonfinite, request["completions"], engine, folder)
+        for case in ("loss", "gradient", "reward")
+        for on_nonfinite in ("stop", "skip")
+    }
     if dist.get_rank() == 0:
-        result = {"ranks": every_rank, "before": before, "after": after, "metrics": metrics, "next": finished}
-        torch.save(result, folder / "result.pt")
+        torch.save(results, folder / "results.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]))

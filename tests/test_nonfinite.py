@@ -17,6 +17,7 @@ from transformers import (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """The folder of one run of nonfinite_worker.py."""
     folder = tmp_path_factory.mktemp("nonfinite")
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
@@ -26,6 +27,8 @@ def folder(tmp_path_factory):
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
     torch.save({"completions": make_completions()}, folder / "request.pt")
+    done = torchrun(2, ROOT / "tests" / "nonfinite_worker.py", folder)
+    assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
@@ -36,9 +39,7 @@ def assert_equal_weights(one: dict, other: dict) -> None:
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 @pytest.mark.parametrize("case", ["loss", "gradient", "reward"])
 def test_two_ranks_agree_that_nothing_is_trained_on_it(case, on_nonfinite, folder):
-    done = torchrun(2, ROOT / "tests" / "nonfinite_worker.py", folder, case, on_nonfinite)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = torch.load(folder / "result.pt")
+    result = torch.load(folder / "results.pt")[case, on_nonfinite]
     assert_equal_weights(result["before"], result["after"])
     finite = all(torch.isfinite(tensor).all() for tensor in result["next"].values())
     changed = any(not torch.equal(result["next"][name], result["before"][name]) for name in result["before"])
@@ -58,7 +59,8 @@ def test_two_ranks_agree_that_nothing_is_trained_on_it(case, on_nonfinite, folde
         (_, valid_0, rewards_0), (_, valid_1, rewards_1) = result["ranks"]
         assert all(valid_0) and valid_1 == [i != 2 for i in range(6)]
         assert rewards_0 == [1.0] * 6 and rewards_1 == [float(i != 2) for i in range(6)]
-    kept = torch.load(folder / "run" / "nonfinite" / f"step_000005_{case}_rank_1.pt", weights_only=True)
+    file = folder / on_nonfinite / "nonfinite" / f"step_000005_{case}_rank_1.pt"
+    kept = torch.load(file, weights_only=True)
     assert kept["prompts"][2] == "prompt 5" and len(kept["completion_ids"]) == 6
     if case != "gradient":
         assert kept["rows"] == [2]
