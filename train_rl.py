@@ -637,12 +637,12 @@ def policy_loss(
         before_mean       s A, each token's ratio clipped before the mean        (GMPO, 2507.20673, eq. 4)
         none              s A
 
-    All tensors [B, T]; weights from loss_weights(), groups from ratio_groups(), entropy of the old policy.
-    ref_logprobs only with kl_coef > 0 (k3 estimate, DeepSeekMath, eq. 4). log_vocab: log of the vocabulary's
-    size. Returns the loss (scalar with gradient) and detached per-token statistics [B, T].
+    All [B, T]; weights from loss_weights(), groups from ratio_groups(), entropy of the old policy; ref_logprobs
+    only with kl_coef > 0 (DeepSeekMath, eq. 4); log_vocab: log of the vocabulary's size. Returns the loss
+    (scalar with gradient) and detached per-token statistics [B, T].
     """
-    log_ratio = logprobs - old_logprobs
     low, high = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
+    log_ratio = logprobs - old_logprobs
     ratio = importance_ratio(log_ratio, groups, mask, algorithm.ratio_form)
     statistics = {"ratio": ratio}
     match algorithm.clip_mode:
@@ -662,9 +662,8 @@ def policy_loss(
             clipped = bounded != ratio
         case "before_mean":
             inside = log_ratio.clamp(math.log(low) if low > 0 else -math.inf, math.log(high))
-            pessimistic = torch.where(
-                advantages > 0, torch.minimum(log_ratio, inside), torch.maximum(log_ratio, inside)
-            )
+            lower, upper = torch.minimum(log_ratio, inside), torch.maximum(log_ratio, inside)
+            pessimistic = torch.where(advantages > 0, lower, upper)
             objective = importance_ratio(pessimistic, groups, mask, algorithm.ratio_form) * advantages
             clipped = pessimistic != log_ratio
         case "none":
@@ -673,9 +672,8 @@ def policy_loss(
     statistics["clipped"] = clipped.to(ratio.dtype)
     if algorithm.kl_coef > 0:
         log_ref_ratio = ref_logprobs - logprobs
-        kl_k3 = log_ref_ratio.expm1() - log_ref_ratio  # >= 0, unbiased under pi
-        objective = objective - algorithm.kl_coef * kl_k3
-        statistics["ref_kl_k3"] = kl_k3
+        statistics["ref_kl_k3"] = log_ref_ratio.expm1() - log_ref_ratio  # >= 0, unbiased under pi
+        objective = objective - algorithm.kl_coef * statistics["ref_kl_k3"]
     return -(weights * objective).sum(), {name: value.detach() for name, value in statistics.items()}
 
 
