@@ -637,9 +637,9 @@ def policy_loss(
         before_mean       s A, each token's ratio clipped before the mean        (GMPO, 2507.20673, eq. 4)
         none              s A
 
-    All [B, T]; weights from loss_weights(), groups from ratio_groups(), entropy of the old policy; ref_logprobs
-    only with kl_coef > 0 (DeepSeekMath, eq. 4); log_vocab: log of the vocabulary's size. Returns the loss
-    (scalar with gradient) and detached per-token statistics [B, T].
+    All [B, T]; weights from loss_weights(), groups from ratio_groups(), entropy of the old policy;
+    ref_logprobs only with kl_coef > 0 (DeepSeekMath, eq. 4); log_vocab: log of the vocabulary's size.
+    Returns the loss (scalar with gradient) and detached per-token statistics [B, T].
     """
     low, high = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
     log_ratio = logprobs - old_logprobs
