@@ -1,7 +1,7 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
 # make test   install, run every test
 # make bench  seconds per step of the demo's workload, by phase
-# make table  the ablation table of the README: 80 runs of about a minute, resumable
+# make table  the ablation table of the README: 85 runs of about a minute, resumable
 #
 # STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
 # RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.
