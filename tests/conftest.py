@@ -46,3 +46,17 @@ def assert_close(actual, expected, rtol=1e-10, atol=1e-13):
     import torch
 
     torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected), rtol=rtol, atol=atol)
+
+
+def save_small_moe(folder: Path) -> None:
+    """A random Qwen3-MoE of 24 tokens, 2 layers and 4 experts as transformers saves it, always the same."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
+        initializer_range=0.3, tie_word_embeddings=False, max_position_embeddings=64,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)

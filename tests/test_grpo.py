@@ -7,8 +7,8 @@ import random
 import pytest
 import reference
 import torch
-from conftest import ROOT, assert_close, torchrun
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from conftest import ROOT, assert_close, save_small_moe, torchrun
+from transformers import Qwen3MoeForCausalLM
 
 import train_rl
 from data.prompts import Prompt
@@ -492,13 +492,7 @@ def make_completions() -> list[dict]:
 def updates(tmp_path_factory):
     """The folder with the model, its completions, and {case name: result} of both runs of grpo_worker.py."""
     folder = tmp_path_factory.mktemp("updates")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
-        initializer_range=0.3, tie_word_embeddings=False, max_position_embeddings=64,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    save_small_moe(folder / "model")
     completions, results = make_completions(), {}
     for num_ranks, cases in ((1, ONE_RANK), (2, TWO_RANKS)):
         torch.save({"completions": completions, "cases": cases}, folder / "request.pt")

@@ -4,14 +4,12 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, save_small_moe, torchrun
 from test_grpo import make_completions
 from transformers import (
     AutoTokenizer,
     Qwen3Config,
     Qwen3ForSequenceClassification,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 
@@ -19,13 +17,7 @@ from transformers import (
 def folder(tmp_path_factory):
     """The folder of one run of nonfinite_worker.py."""
     folder = tmp_path_factory.mktemp("nonfinite")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
-        initializer_range=0.3, tie_word_embeddings=False, max_position_embeddings=64,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    save_small_moe(folder / "model")
     torch.save({"completions": make_completions()}, folder / "request.pt")
     done = torchrun(2, ROOT / "tests" / "nonfinite_worker.py", folder)
     assert done.returncode == 0, done.stderr[-3000:]

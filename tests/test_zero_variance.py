@@ -32,9 +32,8 @@ import scipy.special
 import scipy.stats
 import torch
 import torch.distributed as dist
-from conftest import ROOT, torchrun
+from conftest import ROOT, save_small_moe, torchrun
 from test_run import SMALL, assert_same_run, train
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from zero_variance_worker import (
     SMALLEST_TRAINING_SET,
     completion_of,
@@ -969,13 +968,7 @@ UPDATES = [
 def two_ranks(tmp_path_factory) -> dict:
     """The results of zero_variance_worker.py on two ranks of gloo."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=24, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True,
-        initializer_range=0.3, tie_word_embeddings=False, max_position_embeddings=64,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(folder / "model")
+    save_small_moe(folder / "model")
     torch.save({"sampling": CASES, "updates": UPDATES}, folder / "request.pt")
     finished = torchrun(2, ROOT / "tests" / "zero_variance_worker.py", folder, timeout_s=180)
     assert finished.returncode == 0, finished.stderr[-3000:]
