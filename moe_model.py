@@ -184,11 +184,14 @@ class MoEBlock(MoE):
     def forward(self, x_TD: Tensor, replay_ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Returns the block's output [T, D] and the expert ids used [T, K].
 
-        With replay_ids the choice of experts is given and only their weights are live, so that the router
-        still learns [secondary: R3, arXiv 2510.11370].
+        With replay_ids the choice of experts is given and only their weights are live, from the softmax over
+        all experts, so that the router still learns [secondary: R3, arXiv 2510.11370]. An id that is no
+        expert's (NO_ROUTE of the sampler) leaves the choice to the live router.
         """
         scores_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
-        topk_ids_TK = scores_TE.topk(self.top_k, dim=-1).indices if replay_ids_TK is None else replay_ids_TK
+        topk_ids_TK = scores_TE.topk(self.top_k, dim=-1).indices
+        if replay_ids_TK is not None:
+            topk_ids_TK = torch.where(replay_ids_TK < self.num_experts, replay_ids_TK, topk_ids_TK)
         topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
         if self.renormalise:
             topk_weights_TK = topk_weights_TK / topk_weights_TK.sum(dim=-1, keepdim=True)
@@ -345,11 +348,26 @@ class Policy(nn.Module):
         self, packed: PackedSequences, temperature: float = 1.0, replay_ids_TLK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list]:
         """Log-probability of each target [N] and entropy of its distribution [N] (fp32, nats; entropy
-        detached), both at the given sampling temperature, and the expert ids of every layer."""
+        detached), both at the given sampling temperature, and the expert ids of every layer.
+
+        replay_ids_TLK: expert ids of all layers (those of dense layers are not looked at) to use instead of
+        the router's own; rows in the order of the packed tokens."""
         x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
         x_ND = x_TD.index_select(0, packed.predictor_index)
         logprobs, entropy = linear_logprob_entropy(x_ND, self.lm_head.weight, packed.target_ids, temperature)
         return logprobs, entropy, layer_ids
+
+
+def route_table(layer_ids: list[Tensor | None], num_experts: int) -> Tensor | None:
+    """Expert ids of a forward as [T, L, K], 0 in dense layers, as vLLM lays them out; None of a dense model.
+
+    uint8, or int16 from 256 experts on.
+    """
+    known = next((ids for ids in layer_ids if ids is not None), None)
+    if known is None:
+        return None
+    table = torch.stack([torch.zeros_like(known) if ids is None else ids for ids in layer_ids], dim=1)
+    return table.to(torch.uint8 if num_experts < 256 else torch.int16)
 
 
 def linear_logprob_entropy(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float):

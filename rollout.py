@@ -2,15 +2,20 @@
 
 One engine per rank (tensor parallel 1), built under torchrun's environment through vLLM's external launcher.
 It is driven by add_request() and step(), so that a completion can be scored the moment it ends. Knows no
-rewards and no algorithm: tokens in, tokens and their log-probabilities out.
+rewards and no algorithm: tokens in; tokens, their log-probabilities and the experts they went through out.
+
+Reading order: RolloutEngine (generate, sync, check_weights), routed experts, FP8, what runs inside vLLM.
 """
 
+import dataclasses
 import os
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +38,7 @@ class Completion:
     logprobs: list[float]  # nats, of each token under the engine's policy at the request's temperature
     finish_reason: str  # "stop": the policy ended it; "length": cut at max_new_tokens
     seconds: float  # from the start of generate() to its last token
+    routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see checked_routes()
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,10 @@ class RolloutEngine:
         syncs is proven first.
     max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
     dtype: "float32" or "bfloat16"; the engine rounds what it is given in sync().
+    capture_routes: return the experts that every token went through; nothing for a dense model.
+    fp8: "off"; "on", vLLM's block-wise FP8 weights and activations, quantised anew at each sync (GPUs);
+        "simulate", weights rounded through the same format at sync, products in dtype (anywhere).
+    kv_cache_fp8: keys and values in FP8 with scale 1 (GPUs).
     kv_cache_gib: memory for keys and values; None lets vLLM take its default share of a GPU.
     sleep_level: what sleep() frees on a GPU: 0 nothing, 1 moves weights to the host, 2 drops them.
     Raises ValueError where this machine or this vLLM cannot do what is asked.
@@ -66,13 +76,19 @@ class RolloutEngine:
         kv_cache_gib: float | None,
         prefix_caching: bool,
         sleep_level: int,
+        capture_routes: bool = False,
+        fp8: str = "off",
+        kv_cache_fp8: bool = False,
     ):
         self.on_gpu = torch.cuda.is_available()
-        if sleep_level and not self.on_gpu:
-            raise ValueError("rollout.sleep_level needs a GPU: set it to 0")
+        check_hardware(sleep_level, fp8, kv_cache_fp8)
         set_vllm_environment(self.on_gpu)
-        from vllm import LLM
+        from transformers import AutoConfig
+        from vllm import LLM, EngineArgs
 
+        hf_config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        self.num_experts = getattr(hf_config, "num_experts", 0)
+        self.captures_routes = capture_routes and self.num_experts > 0
         options = {
             "model": str(model_path),
             "load_format": "dummy",
@@ -92,10 +108,24 @@ class RolloutEngine:
             options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
         if "RANK" in os.environ:
             options["distributed_executor_backend"] = "external_launcher"
-        self.llm = LLM(**options)
+        if fp8 == "on":
+            options |= {"quantization": "fp8_per_block", "quantization_config": FP8_QUANTIZATION}
+        if kv_cache_fp8:
+            options["kv_cache_dtype"] = "fp8"
+        if self.captures_routes:
+            if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(EngineArgs)}:
+                raise ValueError(f"this vLLM does not return routed experts: {WITHOUT_ROUTES}")
+            options["enable_return_routed_experts"] = True
+        try:
+            self.llm = LLM(**options)
+        except Exception as error:
+            if self.captures_routes and "outed" in str(error) and "xperts" in str(error):
+                message = f"vLLM cannot return routed experts here ({error}): {WITHOUT_ROUTES}"
+                raise ValueError(message) from error
+            raise
         self.engine = self.llm.llm_engine
-        self.sleep_level = sleep_level
-        self.num_experts = getattr(self.llm.model_config.hf_config, "num_experts", 0)
+        self.sleep_level, self.fp8 = sleep_level, fp8
+        self.hf_config = hf_config
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
 
     def generate(
@@ -118,6 +148,7 @@ class RolloutEngine:
             )
         start = time.perf_counter()
         completions: list[Completion | None] = [None] * len(requests)
+        captured: list[np.ndarray | None] = [None] * len(requests)
         for index, request in enumerate(requests):
             params = SamplingParams(
                 temperature=request.temperature,
@@ -132,6 +163,7 @@ class RolloutEngine:
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 index, sample = int(output.request_id), output.outputs[0]
+                captured[index] = sample.routed_experts if self.captures_routes else None
                 completions[index] = Completion(
                     token_ids=list(sample.token_ids),
                     logprobs=list(sample.logprobs.logprobs),
@@ -140,7 +172,11 @@ class RolloutEngine:
                 )
                 on_finished(index, completions[index])
         assert None not in completions, "vLLM lost a request"
-        return completions
+        if not self.captures_routes:
+            return completions
+        num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
+        routes = checked_routes(captured, num_rows, self.hf_config)
+        return [dataclasses.replace(c, routed_experts=ids) for c, ids in zip(completions, routes)]
 
     def sync(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> SyncReport:
         """Replace all weights by named_tensors (Hugging Face names, fused experts); forgets cached prefixes.
@@ -163,7 +199,8 @@ class RolloutEngine:
         if self.sleep_level:
             self.llm.wake_up(tags=["weights"])
         try:
-            (missing,) = self.llm.collective_rpc(load_weights_in_worker, args=(counted(), not self.on_gpu))
+            tensors = as_engine_gets_them(counted(), self.fp8)
+            (missing,) = self.llm.collective_rpc(load_weights_in_worker, args=(tensors, not self.on_gpu))
         except Exception as error:  # vLLM's loaders assert, or raise what they like
             raise RuntimeError(
                 f"weight sync: the engine refused {last_name}: {error or type(error).__name__}"
@@ -182,6 +219,21 @@ class RolloutEngine:
         self.policy_version = policy_version
         return SyncReport(num_tensors, num_bytes)
 
+    def check_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Compare what the engine holds with the tensors of the last sync, by checksum in its own dtype.
+
+        To be called after sync() and before sleep(). RuntimeError names what differs. Tensors that vLLM holds
+        in FP8 are left out: they are proven by the parity of log-probabilities alone.
+        """
+        tensors = as_engine_gets_them(named_tensors, self.fp8)
+        (differing,) = self.llm.collective_rpc(compare_weights_in_worker, args=(tensors,))
+        if differing:
+            self.policy_version = None
+            raise RuntimeError(
+                f"weight sync: the engine holds other values than the policy's in {len(differing)} "
+                f"parameters, first: {', '.join(differing[:3])}"
+            )
+
     def sleep(self) -> None:
         """Free GPU memory for the update; the next sync() wakes the engine. Nothing at sleep_level 0."""
         if self.sleep_level:
@@ -189,6 +241,134 @@ class RolloutEngine:
             self.llm.sleep(level=self.sleep_level)
 
 
+def check_hardware(sleep_level: int, fp8: str, kv_cache_fp8: bool) -> None:
+    """ValueError for what this machine cannot do."""
+    on_gpu = torch.cuda.is_available()
+    if sleep_level and not on_gpu:
+        raise ValueError("rollout.sleep_level needs a GPU: set it to 0")
+    has_fp8 = on_gpu and torch.cuda.get_device_capability() >= (8, 9)
+    device = torch.cuda.get_device_name() if on_gpu else "a CPU"
+    if fp8 == "on" and not has_fp8:
+        raise ValueError(
+            f"rollout.fp8 on needs a GPU of compute capability 8.9 or later, this is {device}: set it to "
+            "simulate (weights rounded in the same way) or off"
+        )
+    if kv_cache_fp8 and not has_fp8:
+        raise ValueError(
+            f"rollout.kv_cache_fp8 needs a GPU of compute capability 8.9 or later, this is {device}: set it "
+            "to false"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Routed experts
+# ------------------------------------------------------------------------------------------------------------
+WITHOUT_ROUTES = "set rollout.capture_routes=false, and algorithm.router_replay to off or r2, not r3"
+
+
+def no_route(num_experts: int) -> int:
+    """The id that stands in all places of a row whose capture is invalid: no expert's, fits the dtype."""
+    return 255 if num_experts < 256 else 32767
+
+
+def checked_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_config) -> list[Tensor]:
+    """Routed experts of each completion [rows, L, K] on the CPU, uint8 (int16 from 256 experts on).
+
+    captured: what vLLM returned, one row per token but the last, all hidden layers counted. A row with an id
+    that is no expert's or an id twice in a layer, and all rows of a completion with another number of rows,
+    become no_route(). Rows of dense layers are not looked at. RuntimeError if layers or experts per token are
+    not the model's.
+    """
+    num_layers, top_k = hf_config.num_hidden_layers, hf_config.num_experts_per_tok
+    num_experts = hf_config.num_experts
+    for ids in captured:
+        if ids is not None and ids.shape[1:] != (num_layers, top_k):
+            raise RuntimeError(
+                f"the engine returns routes of {ids.shape[1]} layers and {ids.shape[2]} experts per token, "
+                f"the model has {num_layers} and {top_k}: {WITHOUT_ROUTES}"
+            )
+    dtype = np.uint8 if num_experts < 256 else np.int16
+    whole = [ids is not None and len(ids) == rows for ids, rows in zip(captured, num_rows)]
+    invalid = [np.zeros((rows, num_layers, top_k), np.uint8) for rows, ok in zip(num_rows, whole) if not ok]
+    parts = [ids if ok else invalid.pop(0) for ids, ok in zip(captured, whole)]
+    ids_TLK = np.concatenate(parts) if parts else np.zeros((0, num_layers, top_k), np.uint8)
+    is_moe = [
+        layer not in hf_config.mlp_only_layers and (layer + 1) % hf_config.decoder_sparse_step == 0
+        for layer in range(num_layers)
+    ]
+    sorted_TLK = np.sort(ids_TLK[:, is_moe], axis=-1)
+    bad_T = (sorted_TLK[..., -1] >= num_experts).any(-1)
+    bad_T |= (sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any((-1, -2))
+    bad_T |= ~np.repeat(np.array(whole, dtype=bool), num_rows)
+    ids_TLK = ids_TLK.astype(dtype)  # a copy: vLLM's arrays may be read-only
+    ids_TLK[bad_T] = no_route(num_experts)
+    # Copies again: a view would keep, and send to another rank, the ids of all completions.
+    return [torch.from_numpy(ids.copy()) for ids in np.split(ids_TLK, np.cumsum(num_rows)[:-1])]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# FP8
+# ------------------------------------------------------------------------------------------------------------
+FP8_BLOCK = 128  # rows and columns that share a scale
+FP8_MAX = 448.0  # largest finite E4M3 value
+FP8_MIN_AMAX = 1e-4  # smallest |weight| a scale is made for, as in vLLM
+FP8_QUANTIZATION = {"ignore": ["re:.*mlp\\.gate$"]}  # the router; vLLM leaves out head, embeddings, norms
+
+
+def fp8_round(weight: Tensor) -> Tensor:
+    """Weights as they are after block-wise E4M3 quantisation, [..., M, N] -> float32 of the same shape.
+
+        s = max |w| / 448,   w' = s E4M3(w / s)    per block of 128 x 128, tails in blocks of their own
+
+    What is quantised is the bfloat16-rounded weight, which is what a bfloat16 trainer computes with.
+    """
+    weight = weight.bfloat16().float()
+    *batch, m, n = weight.shape
+    pad = (0, -n % FP8_BLOCK, 0, -m % FP8_BLOCK)
+    blocks = torch.nn.functional.pad(weight, pad).unflatten(-1, (-1, FP8_BLOCK))
+    blocks = blocks.unflatten(-3, (-1, FP8_BLOCK))  # [..., M/128, 128, N/128, 128]
+    scale = blocks.abs().amax(dim=(-3, -1), keepdim=True).clamp(min=FP8_MIN_AMAX) / FP8_MAX
+    rounded = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(-4, -3).flatten(-2, -1)[..., :m, :n]
+
+
+def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """fp8_round() of what vLLM would quantise: linear layers and experts; not the router, lm_head, the rest.
+
+    Projections that vLLM fuses (queries, keys, values; gate and up) are rounded as one matrix, as there.
+    """
+    held: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in named_tensors:
+        if not name.removesuffix(".weight").endswith("_proj"):
+            yield name, tensor
+            continue
+        target = engine_name(name)
+        parts = held.setdefault(target, {})
+        parts[name] = tensor
+        if len(parts) == (3 if ".qkv_proj." in target else 2 if ".gate_up_proj." in target else 1):
+            rounded = fp8_round(torch.cat(list(parts.values()), dim=-2))  # [rows, columns] or [E, ...]
+            yield from zip(parts, rounded.split([len(part) for part in parts.values()]))
+            del held[target]
+    if held:
+        raise ValueError(f"no partner of {', '.join(name for parts in held.values() for name in parts)}")
+
+
+def as_engine_gets_them(
+    named_tensors: Iterable[tuple[str, Tensor]], fp8: str
+) -> Iterable[tuple[str, Tensor]]:
+    """The policy's tensors as a sync sends them."""
+    match fp8:
+        case "simulate":
+            return simulate_fp8(named_tensors)
+        case "on":  # vLLM quantises: give it what a bfloat16 trainer computes with
+            return ((name, tensor.bfloat16()) for name, tensor in named_tensors)
+        case "off":
+            return named_tensors
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Inside vLLM
+# ------------------------------------------------------------------------------------------------------------
 def set_vllm_environment(on_gpu: bool) -> None:
     """Settings that vLLM reads from the environment when it is imported; what a user has set stays."""
     settings = {
@@ -210,8 +390,7 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.get_model()
-    # The loader reports experts without the module that holds them.
-    expected = {name.replace(".routed_experts.", ".") for name, _ in model.named_parameters()}
+    expected = {plain_name(name) for name, _ in model.named_parameters()}
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
         loaded = model.load_weights(named_tensors)
@@ -235,3 +414,76 @@ def repack_for_cpu_kernels(model) -> None:
             kernel.fused_experts.process_weights_after_loading(module)
     if model.config.tie_word_embeddings:
         dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+
+
+ENGINE_NAMES = (  # Hugging Face's names -> those of vLLM's fused parameters
+    (re.compile(r"\.experts\.gate_up_proj$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.down_proj$"), ".experts.w2_weight"),
+    (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
+    (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+)
+
+
+def engine_name(name: str) -> str:
+    """The parameter of the engine that a tensor of the policy goes into."""
+    for pattern, replacement in ENGINE_NAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def plain_name(name: str) -> str:
+    """An engine's name of a parameter without the module that holds the experts: its loader leaves it out."""
+    return name.replace(".routed_experts.", ".")
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """[2] int64: sum and sum of squares of the elements' bits as integers, modulo 2^64.
+
+    It does not depend on the order of the elements, nor on zeros among them: kernels permute and pad.
+    """
+    tiny, sums = torch.finfo(tensor.dtype).tiny, torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    integers = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
+    for part in tensor.flatten().split(1 << 22):
+        part = torch.where(part.abs() < tiny, 0, part)  # -0 and what a kernel may flush to 0
+        bits = part.view(integers).long()
+        sums += torch.stack([bits.sum(), (bits * bits).sum()])
+    return sums
+
+
+def held_tensors(model, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, values) of all that the engine computes with, in whatever order its kernels store the elements.
+
+    A linear layer that vLLM's CPU backend has packed away is asked for its product with the identity.
+    """
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = parameter.data
+            if name == "weight" and hasattr(module, "cpu_linear"):
+                sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # by kind of layer
+                size = next(getattr(module, size) for size in sizes if hasattr(module, size))
+                values = module.cpu_linear(torch.eye(size, dtype=dtype), values, None)
+            yield plain_name(f"{module_name}.{name}"), values
+
+
+def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Runs inside vLLM's worker: the parameters whose checksum is not that of the tensors sent into them."""
+    model, dtype = worker.model_runner.get_model(), worker.model_runner.model_config.dtype
+    with torch.no_grad():
+        tensors = held_tensors(model, dtype)
+        held = {name: (v.dtype, checksum(v)) for name, v in tensors if v.dtype.itemsize > 1}  # not FP8
+        sent: dict[str, Tensor] = {}
+        names: dict[str, list[str]] = {}
+        for name, tensor in named_tensors:
+            target = engine_name(name)
+            names.setdefault(target, []).append(name)
+            if target in held:
+                part = checksum(tensor.to(held[target][0]))
+                sent[target] = sent[target] + part if target in sent else part
+    if model.config.tie_word_embeddings:  # one tensor, but on CPUs the head has a packed copy of its own
+        sent["lm_head.weight"] = sent["model.embed_tokens.weight"]
+        names["lm_head.weight"] = ["model.embed_tokens.weight"]
+    return [
+        f"{name} (from {', '.join(names.get(name, ['nothing']))})"
+        for name, (_, bits) in held.items()
+        if name not in sent or not torch.equal(bits.cpu(), sent[name].cpu())
+    ]

@@ -42,6 +42,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
@@ -55,15 +56,25 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import moe_model
-from data.prompts import Prompt, check_disjoint, load_prompts
-from data.stream import digest_of, keep_by_offline_scores, prompts_of_step, seed_of, tokenize
+from data.prompts import Prompt
+from data.stream import digest_of, load_sets, prompts_of_step, seed_of, tokenize
+from experiments.checks import (
+    check_parity,
+    check_routes,
+    check_verdicts,
+    drop_nonfinite_rewards,
+    handle_nonfinite,
+    mismatch_gate,
+)
 from experiments.metrics import (
     Clock,
     account_of,
     batch_metrics,
     console_line,
+    effective_sample_size,
     log_metrics,
     log_samples,
+    mismatch_statistics,
     reduce_metrics,
     rollout_metrics,
     token_metrics,
@@ -75,13 +86,12 @@ from experiments.settings import (
     Config,
     ZeroVarianceSection,
     config_warnings,
-    eval_name,
     load_config,
 )
 from experiments.summary import plot_curves, print_summary, write_summary
-from moe_model import Policy, pack
-from reward import DENSE_KINDS, KINDS, RewardPool, Verdict, build_judge, pairwise_reference, round_robin
-from rollout import Completion, Request, RolloutEngine
+from moe_model import Policy, pack, route_table
+from reward import RewardPool, Verdict, build_judge, pairwise_reference, round_robin
+from rollout import Completion, Request, RolloutEngine, no_route
 
 # ============================================================================================================
 # 2 Zero-variance elimination before and during the rollout (arXiv 2512.07710; stages as in the README)
@@ -328,9 +338,12 @@ class RolloutBatch:
     rollout_logprobs: Tensor  # [B, T] nats, the sampler's
     group_index: Tensor  # [B] int64, which prompt of this rank
     valid: Tensor  # [B] bool, False where the verifier gave no verdict or the reward is not finite
+    routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids, the sampler's
     rewards: Tensor | None = None  # [B]
     old_logprobs: Tensor | None = None  # [B, T] nats, the trainer's before the update
     entropy: Tensor | None = None  # [B, T] nats, full vocabulary, of the policy before the update
+    old_routes: list[Tensor] | None = None  # [B] of [p + c - 1, L, K], the trainer's before the update
+    route_mismatch: Tensor | None = None  # [B, T], 1 where old_routes are not those of the sampler
     advantages: Tensor | None = None  # [B, T]
     ref_logprobs: Tensor | None = None  # [B, T] nats, the first policy's; only with kl_coef > 0
 
@@ -345,6 +358,7 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
     response_mask = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
     rollout_logprobs = torch.zeros(response_mask.shape)
     rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
+    routes = [c.routed_experts for c in completions]
     return RolloutBatch(
         prompts=[prompts[group.prompt_index] for _, group, _ in rows],
         prompt_ids=[prompt_ids[group.prompt_index] for _, group, _ in rows],
@@ -355,6 +369,7 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
         rollout_logprobs=rollout_logprobs,
         group_index=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
         valid=torch.tensor([v.status not in ("timeout", "error") for v in verdicts], dtype=torch.bool),
+        routed_experts=None if any(ids is None for ids in routes) else routes,
     )
 
 
@@ -705,15 +720,43 @@ def micro_batches_of(batch: RolloutBatch, rows: list[int], max_tokens: int) -> l
     return micro_batches + [[]] * (int(most) - len(micro_batches))
 
 
-def completion_logprobs(
-    policy, batch: RolloutBatch, rows: list[int], temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies [b, T] (nats, 0 on padding) of the completions of `rows`.
+class PolicyOutputs(NamedTuple):
+    """What a forward says of the completions of b rows; 0 on padding."""
+
+    logprobs: Tensor  # [b, T] nats
+    entropy: Tensor  # [b, T] nats, detached
+    routes: list[Tensor] | None  # [b] of [p + c - 1, L, K], ids of the experts used; None of a dense model
+    route_mismatch: Tensor | None  # [b, T], 1 where these are not the sampler's; None where it gave none
+
+
+def routes_to_replay(batch: RolloutBatch, router_replay: str) -> list[Tensor] | None:
+    """Expert ids that the trainer's forward uses, for each row of the batch; None: the live router's.
+
+        r2   those of the old-logprob pass, which records them and itself is live
+        r3   the sampler's, in the old-logprob pass and in every update (arXiv 2510.11370) [secondary]
+
+    Only the choice is replayed, its weights are live. Both passes replay alike, or the first ratio would not
+    be 1 [ours].
+    """
+    match router_replay:
+        case "off":
+            return None
+        case "r2":
+            return batch.old_routes
+        case "r3":
+            return batch.routed_experts
+
+
+def completion_outputs(
+    policy, batch: RolloutBatch, rows: list[int], config: Config, replay: bool = True
+) -> PolicyOutputs:
+    """Log-probabilities, entropies and routes of the completions of `rows`.
 
     No rows: one dummy sequence goes through the model, so that all ranks take part in its collectives; the
     result [1, T] is multiplied by 0.
     """
     device = next(policy.parameters()).device
+    routes = routes_to_replay(batch, config.algorithm.router_replay) if replay and rows else None
     if rows:
         packed = pack([batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows], device)
         mask = batch.response_mask[rows].to(device)  # [b, T]
@@ -721,22 +764,42 @@ def completion_logprobs(
         packed = pack([[0]], [[0]], device)
         mask = torch.zeros(1, batch.response_mask.shape[1], dtype=torch.bool, device=device)
         mask[0, 0] = True
-    logprobs, entropy, _ = policy(packed, temperature=temperature)  # [N], [N]
+    replay_ids_TLK = None if routes is None else torch.cat([routes[i] for i in rows]).to(device)
+    logprobs, entropy, layer_ids = policy(
+        packed, temperature=config.rollout.temperature, replay_ids_TLK=replay_ids_TLK
+    )  # [N], [N]
     scale = 1.0 if rows else 0.0
     zeros = logprobs.new_zeros(mask.shape)
-    return zeros.masked_scatter(mask, logprobs * scale), zeros.masked_scatter(mask, entropy * scale)
+    logprobs, entropy = (zeros.masked_scatter(mask, values * scale) for values in (logprobs, entropy))
+    num_experts = moe_model.num_experts_of(getattr(policy, "module", policy).config)
+    used_TLK, mismatch = route_table(layer_ids, num_experts), None
+    if used_TLK is None or not rows:
+        return PolicyOutputs(logprobs, entropy, None, None)
+    if batch.routed_experts is not None:
+        sampled_TLK = torch.cat([batch.routed_experts[i] for i in rows]).to(device)
+        differs_T = (used_TLK.sort().values != sampled_TLK.sort().values).flatten(1).any(dim=1)
+        differs_T &= sampled_TLK[:, 0, 0] != no_route(num_experts)  # those are counted apart
+        of_targets = differs_T.index_select(0, packed.predictor_index)
+        mismatch = zeros.detach().masked_scatter(mask, of_targets.to(zeros.dtype))
+    lengths = [len(batch.prompt_ids[i]) + len(batch.completion_ids[i]) - 1 for i in rows]
+    return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
 
 
 @torch.no_grad()
-def logprobs_of_batch(policy, batch: RolloutBatch, config: Config) -> tuple[Tensor, Tensor]:
-    """completion_logprobs of all rows, both [B, T] on the CPU, without gradient; all ranks call it."""
-    logprobs, entropy = torch.zeros(batch.response_mask.shape), torch.zeros(batch.response_mask.shape)
-    rows_of_rank = list(range(len(batch.prompts)))
-    for rows in micro_batches_of(batch, rows_of_rank, config.train.micro_batch_tokens):
-        parts = completion_logprobs(policy, batch, rows, config.rollout.temperature)
+def outputs_of_batch(policy, batch: RolloutBatch, config: Config, replay: bool = True) -> PolicyOutputs:
+    """completion_outputs of all rows on the CPU, without gradient; all ranks call it."""
+    logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
+    routes = [None] * len(batch.prompts)
+    for rows in micro_batches_of(batch, list(range(len(routes))), config.train.micro_batch_tokens):
+        part = completion_outputs(policy, batch, rows, config, replay)
         if rows:
-            logprobs[rows], entropy[rows] = (part.float().cpu() for part in parts)
-    return logprobs, entropy
+            logprobs[rows], entropy[rows] = part.logprobs.float().cpu(), part.entropy.float().cpu()
+        for row, ids in zip(rows, part.routes or []):
+            routes[row] = ids.cpu()
+        if part.route_mismatch is not None:
+            mismatch[rows] = part.route_mismatch.float().cpu()
+    routes = None if any(ids is None for ids in routes) else routes
+    return PolicyOutputs(logprobs, entropy, routes, None if batch.routed_experts is None else mismatch)
 
 
 def split_minibatches(batch: RolloutBatch, num_minibatches: int) -> list[list[int]]:
@@ -775,8 +838,7 @@ def micro_batch_loss(
     )  # fmt: skip
     statistics["entropy"] = entropy
     statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
-    statistics["abs_dlogp"] = (old - batch.rollout_logprobs[rows].to(device)).abs()
-    return loss, statistics
+    return loss, statistics | mismatch_statistics(old, batch.rollout_logprobs[rows].to(device))
 
 
 def update_policy(
@@ -797,11 +859,14 @@ def update_policy(
             continue
         suspects = []
         for rows in micro_batches_of(batch, minibatch, config.train.micro_batch_tokens):
-            logprobs, entropy = completion_logprobs(engine, batch, rows, config.rollout.temperature)  # [b, T]
+            logprobs, entropy, _, mismatch = completion_outputs(engine, batch, rows, config)  # [b, T]
             if not rows:
                 engine.backward(logprobs.sum(), scale_wrt_gas=False)
                 continue
             loss, statistics = micro_batch_loss(logprobs, entropy, batch, rows, counts, log_vocab, config)
+            if mismatch is not None:
+                before = batch.route_mismatch
+                statistics["mismatch_routes"] = mismatch if before is None else before[rows].to(device)
             engine.backward(loss * world_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over ranks
             seen.append((rows, statistics))
             if not torch.isfinite(loss):
@@ -815,59 +880,6 @@ def update_policy(
             grad_norms.append(float(engine.get_global_grad_norm()))
     metrics = {"grad_norm": (sum(grad_norms), len(grad_norms)), "nonfinite_updates_max": (num_skipped, 1)}
     return metrics | token_metrics(batch, seen, len(config.algorithm.entropy_groups))
-
-
-def handle_nonfinite(what: str, batch: RolloutBatch, rows: list[int], config: Config, step: int) -> None:
-    """Write the batch aside, name the prompts of rows, stop or go on (run.on_nonfinite); all ranks call it.
-
-    No rows on any rank: every loss was finite and the gradient is not.
-    """
-    texts = [prompt.text for prompt in batch.prompts]
-    named = [None] * dist.get_world_size()
-    dist.all_gather_object(named, [texts[row] for row in rows])
-    examples = list(dict.fromkeys(sum(named, [])))
-    what = what if examples else "gradient"
-    path = Path(config.run.dir) / "nonfinite" / f"step_{step + 1:06d}_{what}_rank_{dist.get_rank()}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
-    torch.save(fields | {"prompts": texts, "rows": rows}, path)  # plain types: loads with weights_only
-    prompts = ", ".join(repr(text[:80]) for text in examples[:3]) or "none in particular"
-    message = (
-        f"step {step + 1}: a {what} is NaN or infinite; prompts ({len(examples)}): {prompts}; the batch is "
-        f"in {path.parent}, the weights are unchanged by it"
-    )
-    if config.run.on_nonfinite == "stop":
-        raise RuntimeError(f"{message}; run.on_nonfinite=skip would go on without it")
-    if dist.get_rank() == 0:
-        tqdm.write(message)
-
-
-def drop_nonfinite_rewards(batch: RolloutBatch, config: Config, step: int) -> None:
-    """A reward that is NaN or infinite stops the run or, by run.on_nonfinite, counts as no verdict."""
-    bad = ~batch.rewards.isfinite()  # [B]
-    anywhere = torch.tensor(bool(bad.any()), device=collective_device())
-    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-    if anywhere:
-        handle_nonfinite("reward", batch, bad.nonzero().flatten().tolist(), config, step)
-        batch.rewards[bad], batch.valid[bad] = 0.0, False
-
-
-def check_parity(batch: RolloutBatch, config: Config, step: int) -> None:
-    """Compare the trainer's log-probabilities with the sampler's for the same weights; all ranks call it.
-
-    RuntimeError if they differ by more than rounding explains: the engine then samples from another policy
-    than the one that is trained, most likely after a faulty weight sync.
-    """
-    dlogp = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.response_mask]
-    sums = {"mean": (dlogp.sum().item(), dlogp.numel()), "largest_max": (max([0.0, *dlogp.tolist()]), 1)}
-    mean, largest = reduce_metrics(sums).values()
-    exact = config.rollout.dtype == config.model.dtype == "float32"
-    if not mean <= config.rollout.parity_mean or (exact and not largest <= config.rollout.parity_max):
-        raise RuntimeError(
-            f"step {step}: trainer and engine disagree on the sampled tokens: |dlogp| mean {mean:.2g}, max "
-            f"{largest:.2g} nats (rollout.parity_mean {config.rollout.parity_mean}, rollout.parity_max "
-            f"{config.rollout.parity_max} for float32). The engine does not hold the policy's weights."
-        )
 
 
 # ============================================================================================================
@@ -903,16 +915,6 @@ def sample_and_score(
     with clock(phases[1]):
         verdicts = pool.collect()
     return completions, [verdicts[i] for i in range(len(requests))]
-
-
-def check_verdicts(verdicts: list[Verdict], max_failed_frac: float) -> None:
-    """RuntimeError with an example if too many verdicts are timeouts or errors: the reward is at fault."""
-    failed = [v for v in verdicts if v.status in ("timeout", "error")]
-    if failed and len(failed) > max_failed_frac * len(verdicts):
-        raise RuntimeError(
-            f"{len(failed)} of {len(verdicts)} verdicts failed (reward.max_failed_frac {max_failed_frac}); "
-            f"first: {failed[0].status}: {failed[0].detail or 'raise reward.timeout_s or reward.memory_gib'}"
-        )
 
 
 def evaluate(
@@ -966,6 +968,7 @@ class TrainState:
     gradient_tokens: int = 0  # of these, tokens with a non-zero advantage
     trained_tokens: int = 0  # tokens of completions that were not dropped
     abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
+    steps_above_gate: int = 0  # steps in a row with a trainer-engine mismatch above algorithm.mismatch_gate
     account: dict[str, float] = field(default_factory=dict)  # sums of the account/ metrics of all steps
     seconds: dict[str, float] = field(default_factory=dict)  # wall time by phase on rank 0
     first_eval: dict[str, float] = field(default_factory=dict)  # metrics of evaluate() before the first step
@@ -984,8 +987,6 @@ class TrainState:
                 self.account[name] = self.account.get(name, 0) + value
 
 
-
-
 # ============================================================================================================
 # 9 Main
 # ============================================================================================================
@@ -1000,37 +1001,6 @@ def build_policy(config: Config, weights: Path | str, group, device: torch.devic
     return policy
 
 
-def load_data(config: Config, tokenizer) -> tuple[list[Prompt], list[float | None], dict, int]:
-    """Training prompts, their offline pass rates, {name: (prompts, token ids)} of held-out sets, number of
-    training prompts that stage 1 dropped; ValueError on overlap and on what the settings cannot do with them.
-    """
-    limit = config.rollout.max_prompt_tokens
-    train = [prompt for source in config.data.train for prompt in load_prompts(**source.model_dump())]
-    eval_sets = {}
-    for source in config.data.eval:
-        prompts = load_prompts(**source.model_dump())
-        check_disjoint(train, prompts)
-        eval_sets[eval_name(source)] = (prompts, tokenize(prompts, tokenizer, limit))
-    for prompt in [*train, *(p for prompts, _ in eval_sets.values() for p in prompts)]:
-        if prompt.kind not in KINDS:
-            known = ", ".join(KINDS)
-            raise ValueError(
-                f"{prompt.source}: kind {prompt.kind!r} of {prompt.text[:80]!r}: none of {known}"
-            )
-    kinds = {prompt.kind for prompt in train}
-    if config.reward.dense and not kinds <= set(DENSE_KINDS):
-        raise ValueError(
-            f"reward.dense: data.train[].kind {', '.join(sorted(kinds - set(DENSE_KINDS)))} is right or "
-            f"wrong as a whole; only {', '.join(DENSE_KINDS)} has parts"
-        )
-    kept, pass_rates, settings = train, [None] * len(train), config.zero_variance
-    if settings.offline_scores:
-        kept, pass_rates = keep_by_offline_scores(
-            train, settings.offline_scores, *settings.offline_pass_rate
-        )
-    return kept, pass_rates, eval_sets, len(train) - len(kept)
-
-
 def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
     """The vLLM engine, still with random weights; the policy's come with the first sync."""
     longest = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
@@ -1040,6 +1010,9 @@ def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
             f"rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval is {context}, "
             f"the model's context is {hf_config.max_position_embeddings}: lower one of them"
         )
+    replay, is_dense = config.algorithm.router_replay, moe_model.num_experts_of(hf_config) == 0
+    if replay != "off" and is_dense:
+        raise ValueError(f"algorithm.router_replay {replay}: the model is dense, it has no router; set off")
     return RolloutEngine(
         weights,
         max_model_len=context,
@@ -1048,6 +1021,9 @@ def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
         kv_cache_gib=config.rollout.kv_cache_gib,
         prefix_caching=config.rollout.prefix_caching,
         sleep_level=config.rollout.sleep_level,
+        capture_routes=config.rollout.capture_routes,
+        fp8=config.rollout.fp8,
+        kv_cache_fp8=config.rollout.kv_cache_fp8,
     )
 
 
@@ -1089,9 +1065,10 @@ def main(config: Config) -> None:
         return print_summary(Path(config.run.dir)) if rank == 0 else None
     lock = prepare_run_dir(config, record) if rank == 0 else None
     hf_config = moe_model.load_config(weights)
-    group = moe_model.create_expert_parallel_group(config.model.ep_size, moe_model.num_experts_of(hf_config))
+    num_experts = moe_model.num_experts_of(hf_config)
+    group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
     tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
-    train_prompts, pass_rates, eval_sets, num_dropped = load_data(config, tokenizer)
+    train_prompts, pass_rates, eval_sets, num_dropped = load_sets(config, tokenizer)
     train_ids = tokenize(train_prompts, tokenizer, config.rollout.max_prompt_tokens)
     for warning in config_warnings(config):
         say(f"warning: {warning}")
@@ -1129,7 +1106,8 @@ def main(config: Config) -> None:
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": state.step + 1}})
     with clock("sync"):
         sampler.sync(moe_model.hf_tensors(policy), state.step)
-    parity_is_checked = False
+        sampler.check_weights(moe_model.hf_tensors(policy))
+    check_is_due = True  # of the engine against the policy: at the first step, then every check_every steps
 
     def run_evaluation() -> dict[str, float]:
         return evaluate(sampler, pool, tokenizer, eval_sets, config, state.step, clock)
@@ -1170,7 +1148,8 @@ def main(config: Config) -> None:
         groups, outcomes, account = sample_groups(generate, state, history, config)
         sampler.sleep()
         check_verdicts([v for group in groups for v in group.verdicts], config.reward.max_failed_frac)
-        sampled_metrics = rollout_metrics(groups, config.reward.dense)
+        sampled_metrics = rollout_metrics(groups, config.reward.dense, no_route(num_experts))
+        check_routes(*sampled_metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
         history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
 
         # eliminate zero variance
@@ -1186,13 +1165,14 @@ def main(config: Config) -> None:
         # old log-probabilities and entropies, where the update's own forward does not give them in time
         with clock("logprobs"):
             off_policy = config.train.minibatches_per_step > 1
-            if left and (off_policy or config.zero_variance.rl_zvp or not parity_is_checked):
-                batch.old_logprobs, batch.entropy = logprobs_of_batch(policy, batch, config)
-            if left and not parity_is_checked:
+            if left and (off_policy or config.zero_variance.rl_zvp or check_is_due):
+                old = outputs_of_batch(policy, batch, config)
+                batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch = old
+            if left and check_is_due:
                 check_parity(batch, config, state.step)
-                parity_is_checked = True
-            if left and reference is not None:
-                batch.ref_logprobs, _ = logprobs_of_batch(reference, batch, config)
+                check_is_due = False
+            if left and reference is not None:  # with its own router
+                batch.ref_logprobs = outputs_of_batch(reference, batch, config, replay=False).logprobs
 
         # advantages
         batch.advantages = token_advantages(batch, config)  # [B, T]
@@ -1207,11 +1187,15 @@ def main(config: Config) -> None:
         # weight sync
         with clock("sync"):
             report = sampler.sync(moe_model.hf_tensors(policy), state.step)
+            if config.rollout.check_every and state.step % config.rollout.check_every == 0:
+                sampler.check_weights(moe_model.hf_tensors(policy))
+                check_is_due = True
 
         # log
         restarts = {"reward_worker_restarts_total": (pool.num_restarts, 1)}
         trained_metrics = batch_metrics(batch, groups, group_size)
         metrics = reduce_metrics(sampled_metrics | trained_metrics | update_metrics | restarts)
+        metrics |= effective_sample_size(metrics)
         metrics |= account_of(account, outcomes, left)
         state.add(metrics)
         metrics |= {
@@ -1227,6 +1211,7 @@ def main(config: Config) -> None:
             say(console_line(state, metrics))
 
         # evaluation, checkpoint
+        too_far = mismatch_gate(metrics, state, config)
         last = is_last(state, config)
         if last or (config.eval.every and state.step % config.eval.every == 0):
             state.last_eval = run_evaluation()
@@ -1235,10 +1220,12 @@ def main(config: Config) -> None:
             log_metrics(accelerator, config, state, metrics)
             if rank == 0 and state.step % config.run.log_every == 0:
                 log_samples(config, state, batch, tokenizer)
-        if last or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
+        if last or too_far or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
             with clock("checkpoint"):
                 record = vars(history) | {"prompts": digest_of(train_prompts)}
                 save_checkpoint(engine, tokenizer, asdict(state), record, config)
+        if too_far:
+            raise RuntimeError(too_far)
         clock.take_step()
     progress.close()
 

@@ -1,11 +1,13 @@
-"""The training prompts of a run: which are kept, their tokens, and their order, reproducible from a seed."""
+"""The prompts of a run: which are kept, their tokens, and their order, reproducible from a seed."""
 
 import functools
 import hashlib
 
 import torch
 
-from data.prompts import Prompt, load_scores, prompt_sha
+from data.prompts import Prompt, check_disjoint, load_prompts, load_scores, prompt_sha
+from experiments.settings import eval_name
+from reward import DENSE_KINDS, KINDS
 
 
 def keep_by_offline_scores(
@@ -43,6 +45,37 @@ def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[l
                 f"{max_prompt_tokens}: {prompt.text[:80]!r}; raise the limit or remove the prompt"
             )
     return prompt_ids
+
+
+def load_sets(config, tokenizer) -> tuple[list[Prompt], list[float | None], dict, int]:
+    """Training prompts, their offline pass rates, {name: (prompts, token ids)} of held-out sets, number of
+    training prompts that stage 1 dropped; ValueError on overlap and on what the settings cannot do with them.
+    """
+    limit = config.rollout.max_prompt_tokens
+    train = [prompt for source in config.data.train for prompt in load_prompts(**source.model_dump())]
+    eval_sets = {}
+    for source in config.data.eval:
+        prompts = load_prompts(**source.model_dump())
+        check_disjoint(train, prompts)
+        eval_sets[eval_name(source)] = (prompts, tokenize(prompts, tokenizer, limit))
+    for prompt in [*train, *(p for prompts, _ in eval_sets.values() for p in prompts)]:
+        if prompt.kind not in KINDS:
+            known = ", ".join(KINDS)
+            raise ValueError(
+                f"{prompt.source}: kind {prompt.kind!r} of {prompt.text[:80]!r}: none of {known}"
+            )
+    kinds = {prompt.kind for prompt in train}
+    if config.reward.dense and not kinds <= set(DENSE_KINDS):
+        raise ValueError(
+            f"reward.dense: data.train[].kind {', '.join(sorted(kinds - set(DENSE_KINDS)))} is right or "
+            f"wrong as a whole; only {', '.join(DENSE_KINDS)} has parts"
+        )
+    kept, pass_rates, settings = train, [None] * len(train), config.zero_variance
+    if settings.offline_scores:
+        kept, pass_rates = keep_by_offline_scores(
+            train, settings.offline_scores, *settings.offline_pass_rate
+        )
+    return kept, pass_rates, eval_sets, len(train) - len(kept)
 
 
 def seed_of(*parts: int | str) -> int:

@@ -14,10 +14,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+MAX_LOG_WEIGHT = 40.0  # above, the square of a weight would overflow float32
 
 
 def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
     """(sum, count) over all ranks to sum / count; to the sum for names in _total, the maximum for _max.
+
+    For names in _p99 the first is a histogram() and the result a quantile.
 
     All ranks call it; a name may be missing on some.
     """
@@ -26,6 +31,9 @@ def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
     reduced = {}
     for name in {name: None for metrics_of_rank in everyone for name in metrics_of_rank}:
         values, counts = zip(*(of_rank[name] for of_rank in everyone if name in of_rank))
+        if name.endswith("_p99"):
+            reduced[name] = quantile_of(sum(values, Counter()), 0.99)
+            continue
         mean = sum(values) / sum(counts) if sum(counts) else float("nan")
         reduced[name] = (
             max(values) if name.endswith("_max") else sum(values) if name.endswith("_total") else mean
@@ -33,7 +41,7 @@ def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
     return reduced
 
 
-def rollout_metrics(groups, dense: bool) -> dict[str, tuple[float, float]]:
+def rollout_metrics(groups, dense: bool, no_route: int) -> dict[str, tuple[float, float]]:
     """Metrics of all completions sampled on this rank, also those that will be dropped, as (sum, count)."""
     completions = [c for group in groups for c in group.completions]
     verdicts = [v for group in groups for v in group.verdicts]
@@ -41,11 +49,14 @@ def rollout_metrics(groups, dense: bool) -> dict[str, tuple[float, float]]:
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [len(c.token_ids) for c in completions]
     statuses, num = Counter(v.status for v in verdicts), len(verdicts)
+    routes = [c.routed_experts for c in completions if c.routed_experts is not None]
+    invalid = sum(int((ids[:, 0, 0] == no_route).sum()) for ids in routes)
     return {
         "reward": (sum(o.score_sum for o in outcomes), sum(o.valid for o in outcomes)),
         "zero_variance_frac": (len(equal), len(groups)),
         "zero_variance/all_right_frac": (sum(0 < o.solved == o.valid for o in equal), len(groups)),
         "zero_variance/all_wrong_frac": (sum(o.valid > 0 and o.score_sum == 0 for o in equal), len(groups)),
+        "invalid_routes_frac": (invalid, sum(len(ids) for ids in routes)),
         "tokens_total": (sum(lengths), 1),
         "completion_tokens": (sum(lengths), num),
         "completion_tokens_max": (max(lengths, default=0), 1),
@@ -97,7 +108,7 @@ def token_metrics(
 
     seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group and ratio.
     """
-    sums, counts, largest = Counter(), Counter(), Counter()
+    sums, counts, largest, bins = Counter(), Counter(), Counter(), Counter()
     for rows, statistics in seen:
         mask = batch.response_mask[rows]
         values = {name: value.cpu()[mask] for name, value in statistics.items()}  # [tokens]
@@ -106,12 +117,63 @@ def token_metrics(
         for name, value in values.items():
             sums[name] += value.sum().item()
             counts[name] += value.numel()
-            for k in range(num_groups if name in ("entropy", "clipped", "clip_eps") else 0):
+            by_group = name in ("entropy", "clipped", "clip_eps", "abs_dlogp") or name.startswith("mismatch")
+            for k in range(num_groups if by_group else 0):
                 sums[f"{name}/entropy_group_{k}"] += value[groups == k].sum().item()
                 counts[f"{name}/entropy_group_{k}"] += int((groups == k).sum())
             if name in ("abs_dlogp", "abs_log_ratio", "clip_eps"):
                 largest[f"{name}_max"] = max(largest[f"{name}_max"], value.max().item())
-    return {n: (sums[n], counts[n]) for n in sums} | {n: (value, 1) for n, value in largest.items()}
+        bins.update(histogram(values["abs_dlogp"]))
+    means = {name: (sums[name], counts[name]) for name in sums}
+    return means | {n: (value, 1) for n, value in largest.items()} | {"abs_dlogp_p99": (bins, 1)}
+
+
+def mismatch_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+    """How far the trainer is from the sampler that drew a token, [b, T]; d = log pi_old - log pi_rollout.
+
+        abs_dlogp |d|,   mismatch_k3 exp(d) - 1 - d, whose mean is KL(pi_rollout, pi_old),
+        mismatch_extreme |d| > log 2,   mismatch_weight exp(d), mismatch_weight_sq its square
+
+    The effective sample size, (mean w)^2 / mean w^2, is made of the last two (token_metrics).
+    """
+    d = old_logprobs - rollout_logprobs
+    weight = d.clamp(max=MAX_LOG_WEIGHT).exp()
+    return {
+        "abs_dlogp": d.abs(),
+        "mismatch_k3": weight - 1 - d,
+        "mismatch_extreme": (d.abs() > math.log(2)).to(d.dtype),
+        "mismatch_weight": weight,
+        "mismatch_weight_sq": weight * weight,
+    }
+
+
+def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
+    """(mean w)^2 / mean w^2 in place of the two moments of the trainer-engine weights, also by group."""
+    sizes = {}
+    for name in [name for name in metrics if name.split("/")[0] == "mismatch_weight"]:
+        group = name.removeprefix("mismatch_weight")
+        mean, mean_sq = metrics.pop(name), metrics.pop(f"mismatch_weight_sq{group}")
+        sizes[f"mismatch_ess{group}"] = mean * mean / mean_sq
+    return sizes
+
+
+BINS_PER_DECADE = 100  # of histogram(): a quantile is at most 2.4 % too large
+
+
+def histogram(values: Tensor) -> Counter:
+    """{bin: number of values}; bins are logarithmic from 1e-9 on. Of values not below 0."""
+    bins = (values.double().clamp(min=1e-9).log10() * BINS_PER_DECADE).floor()
+    return Counter(dict(zip(*(part.tolist() for part in bins.unique(return_counts=True)))))
+
+
+def quantile_of(bins: Counter, share: float) -> float:
+    """The upper edge of the bin that holds the quantile; NaN without values."""
+    left = share * sum(bins.values())
+    for edge in sorted(bins):
+        left -= bins[edge]
+        if left <= 0:
+            return 10 ** ((edge + 1) / BINS_PER_DECADE)
+    return float("nan")
 
 
 class Clock:

@@ -12,10 +12,10 @@ import argparse
 import difflib
 import typing
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from reward import KINDS
 
@@ -30,6 +30,15 @@ class Section(BaseModel):
 def setting(default, description: str, **limits):
     """A field with its meaning for --help; the default ... makes it required."""
     return Field(default, description=description, **limits)
+
+
+def named(value):
+    """YAML reads a bare off and on as booleans; here they are names."""
+    return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+
+
+Choice = TypeVar("Choice")
+Switch = Annotated[Choice, BeforeValidator(named)]
 
 
 class PromptSource(Section):
@@ -69,8 +78,17 @@ class RolloutSection(Section):
     kv_cache_gib: float | None = setting(None, "GiB of keys and values per engine; null: vLLM decides", gt=0)
     prefix_caching: bool = setting(True, "share the prompt's keys and values within a group")
     sleep_level: Literal[0, 1, 2] = setting(0, "GPU memory freed in updates: 0 none, 1 to host, 2 dropped")
-    parity_mean: float = setting(0.1, "nats; stop if mean |dlogp| trainer-engine is above, first step", gt=0)
-    parity_max: float = setting(1e-3, "nats; the same for the maximum, float32 engine and policy only", gt=0)
+    fp8: Switch[Literal["off", "simulate", "on"]] = setting(
+        "off", "block-wise FP8 rollouts: on (GPUs); simulate rounds the weights alike at each sync"
+    )
+    kv_cache_fp8: bool = setting(False, "keys and values in FP8, scale 1 (GPUs)")
+    capture_routes: bool = setting(True, "the engine returns the experts of each token: replay r3, mismatch")
+    max_invalid_routes: float = setting(0.01, "stop if a larger share of captured rows is invalid", ge=0)
+    check_every: int = setting(
+        50, "steps between checks of the engine's weights and parity, besides the first; 0: never", ge=0
+    )
+    parity_mean: float = setting(0.1, "nats; a check stops the run if mean |dlogp| of both is above", gt=0)
+    parity_p99: float = setting(1e-3, "nats; the same of its 99th percentile, float32 on both sides", gt=0)
 
 
 class RewardSection(Section):
@@ -140,6 +158,11 @@ class AlgorithmSection(Section):
         "none", "importance weight trainer/engine: truncated per token, per completion; masked above the cap"
     )
     rollout_correction_cap: float = setting(2.0, "largest such weight", gt=0)
+    router_replay: Switch[Literal["off", "r2", "r3"]] = setting(
+        "off", "experts used in the trainer: its own; those of its old-logprob pass; those of the engine"
+    )
+    mismatch_gate: float = setting(0.015, "warn if k3 KL of trainer and engine is above; 0: no gate", ge=0)
+    mismatch_patience: int = setting(10, "stop after so many such steps in a row; 0: never", ge=0)
     kl_coef: float = setting(0.0, "beta of the KL penalty to the first policy; 0: no reference model", ge=0)
 
 
@@ -240,6 +263,11 @@ def check_config(config: Config) -> None:
         "algorithm.entropy_clip_form {!r} has no effect with algorithm.clip_mode {!r}": (
             algo.entropy_clip_form, algo.clip_mode,
             algo.entropy_clip_form == "literal" and algo.clip_mode != "entropy_adaptive"),
+        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {}": (
+            algo.router_replay, rollout.capture_routes,
+            algo.router_replay == "r3" and not rollout.capture_routes),
+        "rollout.fp8 {!r} needs rollout.dtype bfloat16, not {!r}": (
+            rollout.fp8, rollout.dtype, rollout.fp8 == "on" and rollout.dtype != "bfloat16"),
         "algorithm.ratio_form {!r} has no effect with algorithm.ratio_level {!r}": (
             algo.ratio_form, algo.ratio_level,
             algo.ratio_form != "geometric" and algo.ratio_level == "token"),
@@ -261,6 +289,11 @@ def config_warnings(config: Config) -> list[str]:
         found.append(
             f"algorithm.loss_agg 'group_mean' without entropy groups (algorithm.ratio_level "
             f"{algo.ratio_level!r}) is the mean over tokens"
+        )
+    if algo.router_replay == "r2" and config.train.minibatches_per_step == 1:
+        found.append(
+            "algorithm.router_replay 'r2' with train.minibatches_per_step 1 changes nothing: the only update "
+            "is made with the routes of the old policy anyway"
         )
     if config.rollout.group_size == 1:
         found.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")

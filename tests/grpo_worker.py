@@ -56,7 +56,7 @@ def run_case(case: dict, completions: list[dict], model: Path, group) -> dict:
         parameter_group["eps"] = case["adam_eps"]
     batch = batch_of(completions, case["rows"][dist.get_rank()], case["padding"])
     if case["old"] == "computed":
-        batch.old_logprobs, batch.entropy = train_rl.logprobs_of_batch(policy, batch, config)
+        batch.old_logprobs, batch.entropy, *_ = train_rl.outputs_of_batch(policy, batch, config)
     elif case["old"] == "none":
         batch.old_logprobs = None
     if config.algorithm.kl_coef == 0:

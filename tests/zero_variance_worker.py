@@ -120,7 +120,7 @@ def run_update(case: dict, model: Path, group) -> dict:
             groups, outcomes = train_rl.drop_and_balance(groups, outcomes, config.zero_variance)
         batch = train_rl.collate(groups, prompts, [[2, 3, i] for i in range(16)])
         batch.rewards = train_rl.compute_rewards(batch, None, [], config)
-        batch.old_logprobs, batch.entropy = train_rl.logprobs_of_batch(policy, batch, config)
+        batch.old_logprobs, batch.entropy, *_ = train_rl.outputs_of_batch(policy, batch, config)
         batch.advantages = train_rl.token_advantages(batch, config)
         trained = train_rl.batch_metrics(batch, groups, config.rollout.group_size)
         metrics = train_rl.reduce_metrics(trained | train_rl.update_policy(engine, batch, config))

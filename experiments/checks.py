@@ -1,0 +1,107 @@
+"""What stops a run, or warns: failed verdicts, values that are not finite, an engine that is not the policy.
+
+Each error says what to change. All but check_verdicts() and check_routes() are called by all ranks together.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from experiments.metrics import histogram, reduce_metrics
+from reward import Verdict
+
+
+def check_verdicts(verdicts: list[Verdict], max_failed_frac: float) -> None:
+    """RuntimeError with an example if too many verdicts are timeouts or errors: the reward is at fault."""
+    failed = [v for v in verdicts if v.status in ("timeout", "error")]
+    if failed and len(failed) > max_failed_frac * len(verdicts):
+        raise RuntimeError(
+            f"{len(failed)} of {len(verdicts)} verdicts failed (reward.max_failed_frac {max_failed_frac}); "
+            f"first: {failed[0].status}: {failed[0].detail or 'raise reward.timeout_s or reward.memory_gib'}"
+        )
+
+
+def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
+    """RuntimeError if too many rows of captured routes are invalid (rollout.checked_routes)."""
+    if invalid > max_invalid_frac * total:
+        raise RuntimeError(
+            f"{invalid} of {total} rows of routed experts are invalid: missing, with an expert twice in a "
+            f"layer, or with none of the model's (rollout.max_invalid_routes {max_invalid_frac}). The engine "
+            "does not capture what it computes: try rollout.prefix_caching=false, or go without "
+            "(algorithm.router_replay=off and rollout.capture_routes=false)"
+        )
+
+
+def check_parity(batch, config, step: int) -> None:
+    """Compare the trainer's log-probabilities with the sampler's for the same weights; all ranks call it.
+
+    RuntimeError if they differ by more than rounding explains: the engine then samples from another policy
+    than the one that is trained, most likely after a faulty weight sync.
+    """
+    dlogp = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.response_mask]
+    sums = {"mean": (dlogp.sum().item(), dlogp.numel()), "dlogp_p99": (histogram(dlogp), 1)}
+    mean, p99 = reduce_metrics(sums).values()
+    rollout = config.rollout
+    exact = rollout.dtype == config.model.dtype == "float32" and rollout.fp8 == "off"
+    if not mean <= rollout.parity_mean or (exact and not p99 <= rollout.parity_p99):
+        raise RuntimeError(
+            f"step {step}: trainer and engine disagree on the sampled tokens: |dlogp| mean {mean:.2g}, p99 "
+            f"{p99:.2g} nats (rollout.parity_mean {rollout.parity_mean}, rollout.parity_p99 "
+            f"{rollout.parity_p99} for float32). The engine does not hold the policy's weights."
+        )
+
+
+def mismatch_gate(metrics: dict[str, float], state, config) -> str | None:
+    """Count steps in a row with a k3 KL of trainer and engine above the gate; the reason to stop, or None."""
+    limit, patience = config.algorithm.mismatch_gate, config.algorithm.mismatch_patience
+    above = limit > 0 and metrics.get("mismatch_k3", 0.0) > limit
+    state.steps_above_gate = state.steps_above_gate + 1 if above else 0
+    if not above:
+        return None
+    what = (
+        f"step {state.step}: k3 KL of trainer and engine is {metrics['mismatch_k3']:.3g}, "
+        f"algorithm.mismatch_gate is {limit} ({state.steps_above_gate} steps in a row)"
+    )
+    if patience and state.steps_above_gate >= patience:
+        return (
+            f"{what}: the policy is trained on samples of another one. Bring them together "
+            "(algorithm.router_replay=r3, rollout.fp8=off, rollout.dtype=float32), correct for it "
+            "(algorithm.rollout_correction=token_tis), or raise the gate or algorithm.mismatch_patience"
+        )
+    tqdm.write(f"warning: {what}") if dist.get_rank() == 0 else None
+    return None
+
+
+def handle_nonfinite(what: str, batch, rows: list[int], config, step: int) -> None:
+    """Write the batch aside, name the prompts of rows, stop or go on (run.on_nonfinite); all ranks call it.
+
+    No rows on any rank: every loss was finite and the gradient is not.
+    """
+    texts = [prompt.text for prompt in batch.prompts]
+    named = [None] * dist.get_world_size()
+    dist.all_gather_object(named, [texts[row] for row in rows])
+    examples = list(dict.fromkeys(sum(named, [])))
+    what = what if examples else "gradient"
+    path = Path(config.run.dir) / "nonfinite" / f"step_{step + 1:06d}_{what}_rank_{dist.get_rank()}.pt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
+    torch.save(fields | {"prompts": texts, "rows": rows}, path)  # plain types: loads with weights_only
+    prompts = ", ".join(repr(text[:80]) for text in examples[:3]) or "none in particular"
+    message = (
+        f"step {step + 1}: a {what} is NaN or infinite; prompts ({len(examples)}): {prompts}; the batch is "
+        f"in {path.parent}, the weights are unchanged by it"
+    )
+    if config.run.on_nonfinite == "stop":
+        raise RuntimeError(f"{message}; run.on_nonfinite=skip would go on without it")
+    if dist.get_rank() == 0:
+        tqdm.write(message)
+
+
+def drop_nonfinite_rewards(batch, config, step: int) -> None:
+    """A reward that is NaN or infinite stops the run or, by run.on_nonfinite, counts as no verdict."""
+    bad = ~batch.rewards.isfinite()  # [B]
+    if reduce_metrics({"bad_max": (int(bad.any()), 1)})["bad_max"]:
+        handle_nonfinite("reward", batch, bad.nonzero().flatten().tolist(), config, step)
+        batch.rewards[bad], batch.valid[bad] = 0.0, False
