@@ -2,6 +2,7 @@
 
     python -m data.tiny                   # makes data/built/tiny/{model,train.jsonl,test.jsonl}; not twice
     python -m data.tiny --recipe table    # makes data/built/table/..., for the ablation table
+    python -m data.tiny --recipe deep     # makes data/built/deep/..., for router replay
 
 Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty.
 They are written with the least significant digit first, so that a carry is known when it is needed, and
@@ -22,6 +23,9 @@ set is what a pool of prompts is to a large model, with 0.7 to 0.8 of groups wit
 sums without a bad pair, solved from the start; 0.4 are products, which the corpus never shows and RL never
 reaches; 0.3 are sums with bad pairs, from which there is something to learn. The held-out sums have no such
 mix. The model is smaller and the sums shorter, for a run of about a minute on one core.
+
+Recipe "deep". The additions of "table" for a model of 8 layers and 32 experts of which 4 are used: 32 choices
+of experts a token, where the others make 4, so that trainer and engine disagree about them as large models do.
 """
 
 import argparse
@@ -77,6 +81,22 @@ RECIPES = {
         steps=800,
         hidden_size=64,
         expert_width=64,
+        initializer_range=0.125,
+    ),
+    "deep": Recipe(
+        max_digits=4,
+        test_per_difficulty=40,
+        corpus_weights=(0.1, 0.3, 0.3, 0.3),
+        forget_carry_frac=0.0,
+        num_bad_pairs=60,
+        right_frac=(0.2, 0.7),
+        pool=(360, 360, 480),
+        steps=800,
+        hidden_size=64,
+        num_layers=8,
+        num_experts=32,
+        experts_per_token=4,
+        expert_width=32,
         initializer_range=0.125,
     ),
 }

@@ -140,7 +140,7 @@ def mismatch_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
     weight = d.clamp(max=MAX_LOG_WEIGHT).exp()
     return {
         "abs_dlogp": d.abs(),
-        "mismatch_k3": weight - 1 - d,
+        "mismatch_k3": d.clamp(max=MAX_LOG_WEIGHT).expm1() - d,
         "mismatch_extreme": (d.abs() > math.log(2)).to(d.dtype),
         "mismatch_weight": weight,
         "mismatch_weight_sq": weight * weight,

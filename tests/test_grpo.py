@@ -574,7 +574,14 @@ def plain_statistics(completions: list[dict], values: dict, settings: dict) -> l
             "clipped": float(term.clipped),
             "entropy": entropies[t],
             "abs_log_ratio": abs(math.log(term.ratio)),
-            "abs_dlogp": abs(before[t] - completions[i]["rollout_logprobs"][t]),
+        }
+        apart = before[t] - completions[i]["rollout_logprobs"][t]  # log of trainer over sampler
+        token |= {
+            "abs_dlogp": abs(apart),
+            "mismatch_k3": reference.kl_k3(0.0, apart),
+            "mismatch_extreme": float(abs(apart) > math.log(2)),
+            "mismatch_weight": math.exp(apart),
+            "mismatch_weight_sq": math.exp(2 * apart),
         }
         if settings["kl_coef"]:
             token["ref_kl_k3"] = reference.kl_k3(new[t], completions[i]["ref_logprobs"][t])
@@ -589,13 +596,14 @@ def plain_metrics(tokens: list[dict]) -> dict[str, float]:
     metrics, mean = {}, lambda rows, name: sum(row[name] for row in rows) / len(rows)
     for name in tokens[0].keys() - {"entropy_group"}:
         metrics[name] = mean(tokens, name)
-        if name in ("entropy", "clipped", "clip_eps"):
+        if name in ("entropy", "clipped", "clip_eps", "abs_dlogp") or name.startswith("mismatch"):
             for k in (0, 1):
                 of_group = [token for token in tokens if token["entropy_group"] == k]
                 metrics[f"{name}/entropy_group_{k}"] = mean(of_group, name)
         if name in ("abs_dlogp", "abs_log_ratio", "clip_eps"):
             metrics[f"{name}_max"] = max(token[name] for token in tokens)
-    return metrics
+    in_order = sorted(token["abs_dlogp"] for token in tokens)
+    return metrics | {"abs_dlogp_p99": in_order[math.ceil(0.99 * len(in_order)) - 1]}
 
 
 @pytest.fixture(scope="module")
@@ -640,7 +648,8 @@ def test_update_equals_plain_torch_however_it_is_split(kind, name, updates, plai
     assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < TOLERANCE
     assert result["metrics"].keys() == plain[kind]["metrics"].keys()
     for metric, value in plain[kind]["metrics"].items():
-        assert result["metrics"][metric] == pytest.approx(value, rel=1e-5, abs=1e-6), metric
+        rel = 0.024 if metric.endswith("_p99") else 1e-5  # a quantile is the edge of a bin 2.4 % wide
+        assert result["metrics"][metric] == pytest.approx(value, rel=rel, abs=1e-6), metric
     assert result["written"] == []
 
 
