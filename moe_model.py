@@ -558,13 +558,17 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
         config.save_pretrained(folder)
 
 
-def hf_tensors(policy: Policy) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of the whole model in layer order, experts fused; all ranks exhaust it together.
 
-    At most one gathered expert tensor is alive at a time.
+    At most one gathered expert tensor is alive at a time. own_experts: those of this rank one by one instead,
+    under their checkpoint names; nothing is gathered.
     """
     for name, parameter in policy.named_parameters():
-        _, count = local_experts(policy, parameter)
+        first, count = local_experts(policy, parameter)
+        if count and own_experts:
+            yield from expert_slices(name, parameter.data, first)
+            continue
         if count == 0 or policy.group is None or dist.get_world_size(policy.group) == 1:
             yield name, parameter.data
         else:

@@ -1,8 +1,9 @@
 """The sampler: a vLLM engine in the trainer's own process; it gets the policy's weights after every update.
 
-One engine per rank (tensor parallel 1), built under torchrun's environment through vLLM's external launcher.
-It is driven by add_request() and step(), so that a completion can be scored the moment it ends. Knows no
-rewards and no algorithm: tokens in; tokens, their log-probabilities and the experts they went through out.
+One engine per rank, or per tensor_parallel neighbouring ranks, built under torchrun's environment through
+vLLM's external launcher. It is driven by add_request() and step(), so that a completion can be scored the
+moment it ends. Knows no rewards and no algorithm: tokens in; tokens, their log-probabilities and the experts
+they went through out.
 
 Reading order: RolloutEngine (generate, sync, check_weights), routed experts, FP8, what runs inside vLLM.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -61,6 +63,9 @@ class RolloutEngine:
     fp8: "off"; "on", vLLM's block-wise FP8 weights and activations, quantised anew at each sync (GPUs);
         "simulate", weights rounded through the same format at sync, products in dtype (anywhere).
     kv_cache_fp8: keys and values in FP8 with scale 1 (GPUs).
+    tensor_parallel: neighbouring ranks that share an engine; all of them call generate() and sync() together.
+    expert_parallel: each of these ranks holds whole experts, E / tensor_parallel of them, instead of a part
+        of each (GPUs); sync() then takes the rank's own experts.
     kv_cache_gib: memory for keys and values; None lets vLLM take its default share of a GPU.
     sleep_level: what sleep() frees on a GPU: 0 nothing, 1 moves weights to the host, 2 drops them.
     Raises ValueError where this machine or this vLLM cannot do what is asked.
@@ -79,9 +84,11 @@ class RolloutEngine:
         capture_routes: bool = False,
         fp8: str = "off",
         kv_cache_fp8: bool = False,
+        tensor_parallel: int = 1,
+        expert_parallel: bool = False,
     ):
         self.on_gpu = torch.cuda.is_available()
-        check_hardware(sleep_level, fp8, kv_cache_fp8)
+        check_hardware(sleep_level, fp8, kv_cache_fp8, expert_parallel)
         set_vllm_environment(self.on_gpu)
         from transformers import AutoConfig
         from vllm import LLM, EngineArgs
@@ -103,6 +110,8 @@ class RolloutEngine:
             "use_tqdm_on_load": False,
             "enforce_eager": not self.on_gpu,
             "enable_sleep_mode": sleep_level > 0,
+            "tensor_parallel_size": tensor_parallel,
+            "enable_expert_parallel": expert_parallel,
         }
         if kv_cache_gib is not None:
             options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
@@ -123,8 +132,11 @@ class RolloutEngine:
                 message = f"vLLM cannot return routed experts here ({error}): {WITHOUT_ROUTES}"
                 raise ValueError(message) from error
             raise
+        if tensor_parallel > 1 and not self.on_gpu:  # else the next run would find this one's segments
+            for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
+                segment.unlink(missing_ok=True)
         self.engine = self.llm.llm_engine
-        self.sleep_level, self.fp8 = sleep_level, fp8
+        self.sleep_level, self.fp8, self.tensor_parallel = sleep_level, fp8, tensor_parallel
         self.hf_config = hf_config
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
 
@@ -136,6 +148,7 @@ class RolloutEngine:
     ) -> list[Completion]:
         """Sample all requests; on_finished(index, completion) is called as each one ends.
 
+        Ranks that share an engine each give their own requests and get their own completions.
         Raises RuntimeError if the engine's weights are not those of policy_version.
         """
         from vllm import SamplingParams
@@ -147,6 +160,13 @@ class RolloutEngine:
                 f"{policy_version}: a weight sync was skipped"
             )
         start = time.perf_counter()
+        own, first = requests, 0
+        if self.tensor_parallel > 1:  # all ranks of an engine must give it the same work in the same order
+            everyone = [None] * self.tensor_parallel
+            group = self.tensor_parallel_group()
+            dist.all_gather_object(everyone, requests, group=group)
+            first = sum(len(of_rank) for of_rank in everyone[: dist.get_rank(group)])
+            requests = sum(everyone, [])
         completions: list[Completion | None] = [None] * len(requests)
         captured: list[np.ndarray | None] = [None] * len(requests)
         for index, request in enumerate(requests):
@@ -170,13 +190,21 @@ class RolloutEngine:
                     finish_reason=sample.finish_reason,
                     seconds=time.perf_counter() - start,
                 )
-                on_finished(index, completions[index])
+                if first <= index < first + len(own):
+                    on_finished(index - first, completions[index])
         assert None not in completions, "vLLM lost a request"
+        completions = completions[first : first + len(own)]
         if not self.captures_routes:
             return completions
-        num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
-        routes = checked_routes(captured, num_rows, self.hf_config)
+        num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(own, completions)]
+        routes = checked_routes(captured[first : first + len(own)], num_rows, self.hf_config)
         return [dataclasses.replace(c, routed_experts=ids) for c, ids in zip(completions, routes)]
+
+    def tensor_parallel_group(self):
+        """The process group of the ranks that share this engine."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return get_tp_group().cpu_group
 
     def sync(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> SyncReport:
         """Replace all weights by named_tensors (Hugging Face names, fused experts); forgets cached prefixes.
@@ -222,8 +250,8 @@ class RolloutEngine:
     def check_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Compare what the engine holds with the tensors of the last sync, by checksum in its own dtype.
 
-        To be called after sync() and before sleep(). RuntimeError names what differs. Tensors that vLLM holds
-        in FP8 are left out: they are proven by the parity of log-probabilities alone.
+        To be called after sync() and before sleep(). RuntimeError names what differs. What vLLM holds in FP8
+        or splits over ranks is left out: it is proven by the parity of log-probabilities alone.
         """
         tensors = as_engine_gets_them(named_tensors, self.fp8)
         (differing,) = self.llm.collective_rpc(compare_weights_in_worker, args=(tensors,))
@@ -241,11 +269,13 @@ class RolloutEngine:
             self.llm.sleep(level=self.sleep_level)
 
 
-def check_hardware(sleep_level: int, fp8: str, kv_cache_fp8: bool) -> None:
+def check_hardware(sleep_level: int, fp8: str, kv_cache_fp8: bool, expert_parallel: bool) -> None:
     """ValueError for what this machine cannot do."""
     on_gpu = torch.cuda.is_available()
     if sleep_level and not on_gpu:
         raise ValueError("rollout.sleep_level needs a GPU: set it to 0")
+    if expert_parallel and not on_gpu:
+        raise ValueError("rollout.expert_parallel needs a GPU, vLLM's CPU kernel has no part of the experts")
     has_fp8 = on_gpu and torch.cuda.get_device_capability() >= (8, 9)
     device = torch.cuda.get_device_name() if on_gpu else "a CPU"
     if fp8 == "on" and not has_fp8:
@@ -385,19 +415,35 @@ def set_vllm_environment(on_gpu: bool) -> None:
 
 
 def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
-    """Runs inside vLLM's worker: reload layer by layer; returns the parameters that got nothing."""
+    """Runs inside vLLM's worker: reload layer by layer; returns the parameters that got nothing.
+
+    On CPUs fused experts are copied whole to where the kernel reads them, and packed there, where vLLM's
+    loader would go through Python twice for every expert.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.get_model()
     expected = {plain_name(name) for name, _ in model.named_parameters()}
+    experts = {plain_name(n): p.data for n, p in model.named_parameters() if p.dim() == 3} if on_cpu else {}
+    copied = set()
+
+    def without_fused_experts():
+        for name, tensor in named_tensors:
+            target = experts.get(engine_name(name))
+            if target is None or target.shape != tensor.shape:  # another shape: a tensor-parallel part of it
+                yield name, tensor
+            else:
+                target.copy_(tensor)
+                copied.add(engine_name(name))
+
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
-        loaded = model.load_weights(named_tensors)
+        loaded = model.load_weights(without_fused_experts())
         finalize_layerwise_reload(model, worker.model_runner.model_config)
         if on_cpu:
             repack_for_cpu_kernels(model)
-    return sorted(expected - loaded)
+    return sorted(expected - loaded - copied)
 
 
 def repack_for_cpu_kernels(model) -> None:
@@ -417,8 +463,8 @@ def repack_for_cpu_kernels(model) -> None:
 
 
 ENGINE_NAMES = (  # Hugging Face's names -> those of vLLM's fused parameters
-    (re.compile(r"\.experts\.gate_up_proj$"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.down_proj$"), ".experts.w2_weight"),
+    (re.compile(r"\.experts\.(gate_up_proj|\d+\.(gate|up)_proj\.weight)$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.(\d+\.)?down_proj(\.weight)?$"), ".experts.w2_weight"),
     (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
     (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
 )
@@ -436,6 +482,9 @@ def plain_name(name: str) -> str:
     return name.replace(".routed_experts.", ".")
 
 
+CHECKSUM_CHUNK = 1 << 16  # elements; their integers stay in a core's cache
+
+
 def checksum(tensor: Tensor) -> Tensor:
     """[2] int64: sum and sum of squares of the elements' bits as integers, modulo 2^64.
 
@@ -443,19 +492,23 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     tiny, sums = torch.finfo(tensor.dtype).tiny, torch.zeros(2, dtype=torch.int64, device=tensor.device)
     integers = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
-    for part in tensor.flatten().split(1 << 22):
+    for part in tensor.flatten().split(CHECKSUM_CHUNK):
         part = torch.where(part.abs() < tiny, 0, part)  # -0 and what a kernel may flush to 0
         bits = part.view(integers).long()
         sums += torch.stack([bits.sum(), (bits * bits).sum()])
     return sums
 
 
-def held_tensors(model, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(model, dtype: torch.dtype, tensor_parallel: int) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of all that the engine computes with, in whatever order its kernels store the elements.
 
-    A linear layer that vLLM's CPU backend has packed away is asked for its product with the identity.
+    Without what tensor parallelism splits: of a shared engine, norms, routers and whole experts. A linear
+    layer that vLLM's CPU backend has packed away is asked for its product with the identity.
     """
     for module_name, module in model.named_modules():
+        is_split = tensor_parallel > 1 and not module_name.endswith(("norm", ".gate"))
+        if is_split and not getattr(getattr(module, "moe_config", None), "ep_size", 1) > 1:
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             values = parameter.data
             if name == "weight" and hasattr(module, "cpu_linear"):
@@ -469,7 +522,7 @@ def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]
     """Runs inside vLLM's worker: the parameters whose checksum is not that of the tensors sent into them."""
     model, dtype = worker.model_runner.get_model(), worker.model_runner.model_config.dtype
     with torch.no_grad():
-        tensors = held_tensors(model, dtype)
+        tensors = held_tensors(model, dtype, worker.parallel_config.tensor_parallel_size)
         held = {name: (v.dtype, checksum(v)) for name, v in tensors if v.dtype.itemsize > 1}  # not FP8
         sent: dict[str, Tensor] = {}
         names: dict[str, list[str]] = {}
@@ -479,7 +532,7 @@ def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]
             if target in held:
                 part = checksum(tensor.to(held[target][0]))
                 sent[target] = sent[target] + part if target in sent else part
-    if model.config.tie_word_embeddings:  # one tensor, but on CPUs the head has a packed copy of its own
+    if "lm_head.weight" in held and model.config.tie_word_embeddings:  # on CPUs the head has a packed copy
         sent["lm_head.weight"] = sent["model.embed_tokens.weight"]
         names["lm_head.weight"] = ["model.embed_tokens.weight"]
     return [

@@ -1024,6 +1024,8 @@ def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
         capture_routes=config.rollout.capture_routes,
         fp8=config.rollout.fp8,
         kv_cache_fp8=config.rollout.kv_cache_fp8,
+        tensor_parallel=config.rollout.tensor_parallel,
+        expert_parallel=config.rollout.expert_parallel,
     )
 
 
@@ -1057,6 +1059,8 @@ def main(config: Config) -> None:
             f"rollout.prompts_per_step {per_step} must be a multiple of ranks x train.minibatches_per_step "
             f"({world_size} x {config.train.minibatches_per_step})"
         )
+    if world_size % config.rollout.tensor_parallel:
+        raise ValueError(f"rollout.tensor_parallel must divide the number of ranks, {world_size}")
     found, record = find_checkpoint(config) or (None, None)
     weights = found / "model" if found else Path(config.model.path)
     state = TrainState(**record["state"]) if record else TrainState()
@@ -1104,9 +1108,14 @@ def main(config: Config) -> None:
             moe_model.load_optimizer_shard(engine, shard["optimizer"])
             torch.set_rng_state(shard["torch_rng"])
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": state.step + 1}})
+    own_experts = config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
+
+    def weights_for_sampler():
+        return moe_model.hf_tensors(policy, own_experts)
+
     with clock("sync"):
-        sampler.sync(moe_model.hf_tensors(policy), state.step)
-        sampler.check_weights(moe_model.hf_tensors(policy))
+        sampler.sync(weights_for_sampler(), state.step)
+        sampler.check_weights(weights_for_sampler())
     check_is_due = True  # of the engine against the policy: at the first step, then every check_every steps
 
     def run_evaluation() -> dict[str, float]:
@@ -1186,9 +1195,9 @@ def main(config: Config) -> None:
 
         # weight sync
         with clock("sync"):
-            report = sampler.sync(moe_model.hf_tensors(policy), state.step)
+            report = sampler.sync(weights_for_sampler(), state.step)
             if config.rollout.check_every and state.step % config.rollout.check_every == 0:
-                sampler.check_weights(moe_model.hf_tensors(policy))
+                sampler.check_weights(weights_for_sampler())
                 check_is_due = True
 
         # log

@@ -24,8 +24,8 @@ sums without a bad pair, solved from the start; 0.4 are products, which the corp
 reaches; 0.3 are sums with bad pairs, from which there is something to learn. The held-out sums have no such
 mix. The model is smaller and the sums shorter, for a run of about a minute on one core.
 
-Recipe "deep". The additions of "table" for a model of 8 layers and 32 experts of which 4 are used: 32 choices
-of experts a token, where the others make 4, so that trainer and engine disagree about them as large models do.
+Recipe "deep". The additions of "table" for a model of 8 layers and 32 experts of which 4 are used: 32 experts
+are chosen for a token, where the others choose 4, so trainer and engine disagree as in large models.
 """
 
 import argparse

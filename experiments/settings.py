@@ -81,6 +81,8 @@ class RolloutSection(Section):
     fp8: Switch[Literal["off", "simulate", "on"]] = setting(
         "off", "block-wise FP8 rollouts: on (GPUs); simulate rounds the weights alike at each sync"
     )
+    tensor_parallel: int = setting(1, "neighbouring ranks that share an engine, for large models", ge=1)
+    expert_parallel: bool = setting(False, "these ranks hold whole experts, not a part of each (GPUs)")
     kv_cache_fp8: bool = setting(False, "keys and values in FP8, scale 1 (GPUs)")
     capture_routes: bool = setting(True, "the engine returns the experts of each token: replay r3, mismatch")
     max_invalid_routes: float = setting(0.01, "stop if a larger share of captured rows is invalid", ge=0)
@@ -266,6 +268,12 @@ def check_config(config: Config) -> None:
         "algorithm.router_replay {!r} needs rollout.capture_routes, which is {}": (
             algo.router_replay, rollout.capture_routes,
             algo.router_replay == "r3" and not rollout.capture_routes),
+        "rollout.expert_parallel {} needs rollout.tensor_parallel above 1, which is {}": (
+            rollout.expert_parallel, rollout.tensor_parallel,
+            rollout.expert_parallel and rollout.tensor_parallel == 1),
+        "rollout.expert_parallel {} and rollout.fp8 {!r}: vLLM quantises on GPUs itself, set fp8 to on": (
+            rollout.expert_parallel, rollout.fp8,
+            rollout.expert_parallel and rollout.fp8 == "simulate"),
         "rollout.fp8 {!r} needs rollout.dtype bfloat16, not {!r}": (
             rollout.fp8, rollout.dtype, rollout.fp8 == "on" and rollout.dtype != "bfloat16"),
         "algorithm.ratio_form {!r} has no effect with algorithm.ratio_level {!r}": (

@@ -55,6 +55,9 @@ PAPERS = {  # what each method states about section algorithm; what it does not 
     "tis_token": GRPO | {"rollout_correction": "token_tis", "rollout_correction_cap": 2.0},
     "tis_sequence": GRPO | {"rollout_correction": "sequence_tis"},
     "mask_sequence": GRPO | {"rollout_correction": "sequence_mask"},
+    # 2510.11370: the old policy's routes; the engine's
+    "replay_r2": GRPO | UNCORRECTED | {"router_replay": "r2"},
+    "replay_r3": GRPO | UNCORRECTED | {"router_replay": "r3"},
 }  # fmt: skip
 ZERO_VARIANCE = {
     # DAPO, eq. 11: groups that are all right or all wrong are replaced
