@@ -1,0 +1,233 @@
+"""How far trainer and engine are apart on the same tokens, and what router replay and TIS change about it.
+
+    python experiments/mismatch.py                       both models, about five minutes on one core
+    python experiments/mismatch.py --json mismatch.json --plot mismatch.png
+
+Models: data/built/tiny (2 layers, 8 experts, top 2) and data/built/deep (8 layers, 32 experts, top 4), made
+by data.tiny where they are missing. The engine samples; the trainer computes the same tokens with its own routes
+(off; r2 is the same here, it replays the trainer's own old pass) and with the engine's (r3). Everything goes
+through the functions that a run uses. A figure is the mean over --repeats rollouts with different samples, in
+brackets their range.
+
+The trainer computes in float32 or bfloat16. "engine's weights": float32 products on the weights as the engine
+holds them, rounded to bfloat16 or FP8; what is left then comes from rounding of activations alone.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import moe_model
+import train_rl
+from data.prompts import load_prompts
+from experiments.metrics import effective_sample_size, mismatch_statistics, reduce_metrics, token_metrics
+from experiments.settings import Config
+from reward import Verdict
+from rollout import Request, RolloutEngine, as_engine_gets_them
+
+MODELS = {"tiny": "2 layers, 8 experts, top 2", "deep": "8 layers, 32 experts, top 4"}
+ENGINES = ("bfloat16", "float32")
+FP8 = ("off", "simulate")
+TRAINERS = ("float32", "engine's weights", "bfloat16")
+REPLAY = ("off", "r2", "r3")
+TIS_CAP = 2.0
+COLUMNS = {
+    "abs_dlogp": "mean abs(dlogp)", "abs_dlogp_p99": "p99", "abs_dlogp_max": "max", "mismatch_k3": "k3 KL",
+    "mismatch_routes": "routes differ", "mismatch_extreme": "extreme", "mismatch_ess": "ESS",
+    "ess_tis": "ESS, TIS", "truncated": "truncated",
+}  # fmt: skip
+
+
+def model_folder(name: str) -> Path:
+    """The folder of a model, made where it is missing."""
+    subprocess.run([sys.executable, "-m", "data.tiny", "--recipe", name], cwd=ROOT, check=True)
+    return ROOT / "data" / "built" / name
+
+
+def sample(engine: RolloutEngine, prompts, prompt_ids, config: Config, seed: int) -> train_rl.RolloutBatch:
+    """Completions of all prompts as a batch; without verdicts, which nothing here reads."""
+    requests = [
+        Request(ids, train_rl.seed_of(seed, i, k), config.rollout.temperature, config.rollout.max_new_tokens)
+        for i, ids in enumerate(prompt_ids)
+        for k in range(config.rollout.group_size)
+    ]
+    completions = engine.generate(requests, 0)
+    groups, size = [], config.rollout.group_size
+    for i in range(len(prompts)):
+        of_prompt = completions[i * size : (i + 1) * size]
+        groups.append(train_rl.Group(i, i, of_prompt, [Verdict(0.0, "wrong")] * size))
+    return train_rl.collate(groups, prompts, prompt_ids)
+
+
+def measure(policy, batch: train_rl.RolloutBatch, config: Config, replay: str) -> dict[str, float]:
+    """The mismatch report of a batch, and what truncation makes of it."""
+    settings = {"algorithm": config.algorithm.model_copy(update={"router_replay": replay})}
+    config, batch = config.model_copy(update=settings), copy.copy(batch)
+    outputs = train_rl.outputs_of_batch(policy, batch, config)
+    if replay == "r2":  # the updates' forward: the routes that the old pass has just recorded
+        batch.old_routes = outputs.routes
+        outputs = train_rl.outputs_of_batch(policy, batch, config)
+    values = mismatch_statistics(outputs.logprobs, batch.rollout_logprobs)
+    weight = values["mismatch_weight"]
+    truncated = weight.clamp(max=TIS_CAP)
+    values |= {"mismatch_routes": outputs.route_mismatch, "ratio": torch.ones_like(weight)}
+    values |= {"truncated": (weight > TIS_CAP).float(), "tis": truncated, "tis_sq": truncated.square()}
+    groups = train_rl.entropy_groups(outputs.entropy, batch.response_mask, config.algorithm.entropy_groups)
+    values |= {"entropy": outputs.entropy, "entropy_group": groups}
+    rows = list(range(len(batch.prompts)))
+    metrics = reduce_metrics(token_metrics(batch, [(rows, values)], 2))
+    metrics |= effective_sample_size(metrics)
+    metrics["ess_tis"] = metrics["tis"] ** 2 / metrics["tis_sq"]
+    mask, differ = batch.response_mask, outputs.route_mismatch.bool()
+    for name, chosen in (("same_routes", mask & ~differ), ("other_routes", mask & differ)):
+        dlogp = values["abs_dlogp"][chosen]
+        metrics[f"abs_dlogp_of_{name}"] = dlogp.mean().item() if len(dlogp) else math.nan
+    return metrics
+
+
+def trainers_of(policy, engine_dtype: str, fp8: str) -> dict[str, torch.nn.Module]:
+    """{name: policy as that trainer computes it}."""
+    held = copy.deepcopy(policy)
+    with torch.no_grad():
+        sent = as_engine_gets_them(moe_model.hf_tensors(policy), fp8)
+        parameters = dict(held.named_parameters())
+        for name, tensor in sent:
+            parameters[name].copy_(tensor.to(getattr(torch, engine_dtype)))
+    trainers = {"float32": policy, "engine's weights": held}
+    if engine_dtype == "bfloat16":
+        trainers["bfloat16"] = copy.deepcopy(policy).bfloat16()
+    return trainers
+
+
+def rows_of_model(name: str, num_prompts: int, repeats: int, progress) -> list[dict]:
+    """All rows of the table for one model."""
+    folder = model_folder(name)
+    config = Config.model_validate(
+        {"rollout": {"max_new_tokens": 16, "max_prompt_tokens": 16}, "train": {"micro_batch_tokens": 8192}}
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    prompts = load_prompts(str(folder / "test.jsonl"))[:num_prompts]
+    prompt_ids = tokenizer([prompt.text for prompt in prompts])["input_ids"]
+    policy = moe_model.Policy(moe_model.load_config(folder / "model"))
+    moe_model.load_hf(policy, folder / "model")
+    rows = []
+    for dtype in ENGINES:
+        engine = RolloutEngine(
+            folder / "model", max_model_len=64, max_num_seqs=256, dtype=dtype, kv_cache_gib=0.25,
+            prefix_caching=True, sleep_level=0, capture_routes=True,
+        )  # fmt: skip
+        for fp8 in FP8:
+            engine.fp8 = fp8
+            engine.sync(moe_model.hf_tensors(policy), 0)
+            engine.check_weights(moe_model.hf_tensors(policy))
+            batches = [sample(engine, prompts, prompt_ids, config, seed) for seed in range(repeats)]
+            for trainer, computed in trainers_of(policy, dtype, fp8).items():
+                for replay in REPLAY:
+                    found = [measure(computed, batch, config, replay) for batch in batches]
+                    case = {"model": name, "trainer": trainer, "engine": dtype, "fp8": fp8}
+                    rows.append(
+                        case
+                        | {"router_replay": replay, "n": repeats, "tokens": sum(int(b.response_mask.sum()) for b in batches)}
+                        | {metric: summary([one[metric] for one in found]) for metric in sorted(found[0])}
+                    )
+                    progress.update()
+    return rows
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return {"mean": None, "min": None, "max": None}
+    return {"mean": statistics.fmean(known), "min": min(known), "max": max(known)}
+
+
+def print_table(rows: list[dict]) -> None:
+    names = ["model", "engine", "fp8", "trainer", "router_replay"]
+    print("| " + " | ".join([*names, *COLUMNS.values(), "of tokens with the same routes, others"]) + " |")
+    print("|" + "---|" * (len(names) + len(COLUMNS) + 1))
+    for row in rows:
+        cells = [row[name] for name in names]
+        for metric in COLUMNS:
+            value, form = row[metric], ".1e" if metric.startswith(("abs", "mismatch_k3")) else ".4f"
+            spread = f" ({value['min']:{form}}-{value['max']:{form}})" if metric == "abs_dlogp" else ""
+            cells.append(f"{value['mean']:{form}}{spread}")
+        split = (row["abs_dlogp_of_same_routes"]["mean"], row["abs_dlogp_of_other_routes"]["mean"])
+        cells.append(", ".join("none" if value is None else f"{value:.1e}" for value in split))
+        print("| " + " | ".join(cells) + " |")
+
+
+def plot_table(rows: list[dict], path: Path) -> None:
+    """Mean |dlogp| with and without the engine's routes, by model and precision."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    size = (6 * len(models), 4.5)
+    figure, axes = plt.subplots(1, len(models), figsize=size, layout="constrained", sharey=True)
+    for axis, model in zip(axes if len(models) > 1 else [axes], models):
+        of_model = [row for row in rows if row["model"] == model]
+        cases = list(dict.fromkeys((row["engine"], row["fp8"], row["trainer"]) for row in of_model))
+        for offset, replay in ((-0.2, "off"), (0.2, "r3")):
+            found = [row for row in of_model if row["router_replay"] == replay]
+            heights = [row["abs_dlogp"]["mean"] for row in found]
+            low = [row["abs_dlogp"]["mean"] - row["abs_dlogp"]["min"] for row in found]
+            high = [row["abs_dlogp"]["max"] - row["abs_dlogp"]["mean"] for row in found]
+            places = [i + offset for i in range(len(cases))]
+            axis.bar(places, heights, 0.4, yerr=[low, high], label=f"router_replay {replay}")
+        labels = [f"{e}{' + FP8' * (f != 'off')}\n{t}" for e, f, t in cases]
+        axis.set_xticks(range(len(cases)), labels, rotation=60, ha="right", fontsize=8)
+        axis.set(yscale="log", title=f"{model}: {MODELS[model]}", ylabel="mean |dlogp|, nats")
+        axis.grid(axis="y", alpha=0.3)
+        axis.legend()
+    figure.suptitle("trainer against engine on the engine's samples (engine above, trainer below)")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--plot", type=Path, help="write the plot here")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: both")
+    parser.add_argument("--prompts", type=int, default=64, help="prompts of a rollout (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="rollouts (default: %(default)s)")
+    args = parser.parse_args()
+    if args.prompts < 1 or args.repeats < 1:
+        parser.error("--prompts and --repeats must be at least 1")
+    torch.set_num_threads(1)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (alone | {"MASTER_PORT": "0"}).items():
+        os.environ.setdefault(name, value)
+    moe_model.init_deepspeed()
+    per_model = len(FP8) * (2 * len(TRAINERS) - 1) * len(REPLAY)  # no bfloat16 trainer with a float32 engine
+    progress = tqdm(total=per_model * len(args.models), desc="mismatch", unit="row", disable=None)
+    rows = [row for name in args.models for row in rows_of_model(name, args.prompts, args.repeats, progress)]
+    progress.close()
+    print_table(rows)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    if args.plot:
+        plot_table(rows, args.plot)
+    sys.stdout.flush()
+    os._exit(0)  # skips the leak reports that vLLM's native libraries print at a normal exit
+
+
+if __name__ == "__main__":
+    main()
