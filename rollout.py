@@ -425,8 +425,7 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
 
     model = worker.model_runner.get_model()
     expected = {plain_name(name) for name, _ in model.named_parameters()}
-    experts = {plain_name(n): p.data for n, p in model.named_parameters() if p.dim() == 3} if on_cpu else {}
-    copied = set()
+    experts, copied = fused_expert_storage(model) if on_cpu else {}, set()
 
     def without_fused_experts():
         for name, tensor in named_tensors:
@@ -444,6 +443,11 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
         if on_cpu:
             repack_for_cpu_kernels(model)
     return sorted(expected - loaded - copied)
+
+
+def fused_expert_storage(model) -> dict[str, Tensor]:
+    """{name: [E, ...]} of the memory that holds the experts."""
+    return {plain_name(name): p.data for name, p in model.named_parameters() if p.dim() == 3}
 
 
 def repack_for_cpu_kernels(model) -> None:

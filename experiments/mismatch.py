@@ -4,13 +4,14 @@
     python experiments/mismatch.py --json mismatch.json --plot mismatch.png
 
 Models: data/built/tiny (2 layers, 8 experts, top 2) and data/built/deep (8 layers, 32 experts, top 4), made
-by data.tiny where they are missing. The engine samples; the trainer computes the same tokens with its own routes
-(off; r2 is the same here, it replays the trainer's own old pass) and with the engine's (r3). Everything goes
-through the functions that a run uses. A figure is the mean over --repeats rollouts with different samples, in
-brackets their range.
+by data.tiny where they are missing. The engine samples; the trainer computes the same tokens with its own
+routes (off; r2 is the same here, it replays the trainer's own old pass) and with the engine's (r3). All of
+it goes through the functions that a run uses. A figure is the mean over --repeats rollouts with different
+samples, in brackets their range.
 
 The trainer computes in float32 or bfloat16. "engine's weights": float32 products on the weights as the engine
-holds them, rounded to bfloat16 or FP8; what is left then comes from rounding of activations alone.
+holds them, rounded to bfloat16 or FP8; what is left then comes from rounding of activations alone. In the
+last rows the engine is float32 but for the weights of its routers: the routes alone differ, nearly.
 """
 
 import argparse
@@ -39,9 +40,12 @@ from reward import Verdict
 from rollout import Request, RolloutEngine, as_engine_gets_them
 
 MODELS = {"tiny": "2 layers, 8 experts, top 2", "deep": "8 layers, 32 experts, top 4"}
-ENGINES = ("bfloat16", "float32")
-FP8 = ("off", "simulate")
-TRAINERS = ("float32", "engine's weights", "bfloat16")
+ROUTER = "float32, router bfloat16"
+ENGINES = {  # name -> FP8 settings, trainers
+    "bfloat16": (("off", "simulate"), ("float32", "engine's weights", "bfloat16")),
+    "float32": (("off", "simulate"), ("float32", "engine's weights")),
+    ROUTER: (("off",), ("float32",)),
+}
 REPLAY = ("off", "r2", "r3")
 TIS_CAP = 2.0
 COLUMNS = {
@@ -98,18 +102,26 @@ def measure(policy, batch: train_rl.RolloutBatch, config: Config, replay: str) -
     return metrics
 
 
-def trainers_of(policy, engine_dtype: str, fp8: str) -> dict[str, torch.nn.Module]:
-    """{name: policy as that trainer computes it}."""
-    held = copy.deepcopy(policy)
-    with torch.no_grad():
-        sent = as_engine_gets_them(moe_model.hf_tensors(policy), fp8)
-        parameters = dict(held.named_parameters())
-        for name, tensor in sent:
-            parameters[name].copy_(tensor.to(getattr(torch, engine_dtype)))
-    trainers = {"float32": policy, "engine's weights": held}
-    if engine_dtype == "bfloat16":
-        trainers["bfloat16"] = copy.deepcopy(policy).bfloat16()
-    return trainers
+def trainer_of(name: str, policy, engine_dtype: str, fp8: str) -> torch.nn.Module:
+    """The policy as that trainer computes it."""
+    match name:
+        case "float32":
+            return policy
+        case "bfloat16":
+            return copy.deepcopy(policy).bfloat16()
+        case "engine's weights":
+            held = copy.deepcopy(policy)
+            parameters = dict(held.named_parameters())
+            with torch.no_grad():
+                for tensor_name, tensor in as_engine_gets_them(moe_model.hf_tensors(policy), fp8):
+                    parameters[tensor_name].copy_(tensor.to(getattr(torch, engine_dtype)))
+            return held
+
+
+def weights_for(engine: str, policy):
+    """What is sent to an engine."""
+    for name, tensor in moe_model.hf_tensors(policy):
+        yield name, tensor.bfloat16() if engine == ROUTER and name.endswith("mlp.gate.weight") else tensor
 
 
 def rows_of_model(name: str, num_prompts: int, repeats: int, progress) -> list[dict]:
@@ -124,23 +136,26 @@ def rows_of_model(name: str, num_prompts: int, repeats: int, progress) -> list[d
     policy = moe_model.Policy(moe_model.load_config(folder / "model"))
     moe_model.load_hf(policy, folder / "model")
     rows = []
-    for dtype in ENGINES:
+    for engine_name, (fp8_settings, trainers) in ENGINES.items():
+        dtype = engine_name.partition(",")[0]
         engine = RolloutEngine(
             folder / "model", max_model_len=64, max_num_seqs=256, dtype=dtype, kv_cache_gib=0.25,
             prefix_caching=True, sleep_level=0, capture_routes=True,
         )  # fmt: skip
-        for fp8 in FP8:
+        for fp8 in fp8_settings:
             engine.fp8 = fp8
-            engine.sync(moe_model.hf_tensors(policy), 0)
-            engine.check_weights(moe_model.hf_tensors(policy))
+            engine.sync(weights_for(engine_name, policy), 0)
+            engine.check_weights(weights_for(engine_name, policy))
             batches = [sample(engine, prompts, prompt_ids, config, seed) for seed in range(repeats)]
-            for trainer, computed in trainers_of(policy, dtype, fp8).items():
+            num_tokens = sum(int(batch.response_mask.sum()) for batch in batches)
+            for trainer in trainers:
+                computed = trainer_of(trainer, policy, dtype, fp8)
                 for replay in REPLAY:
                     found = [measure(computed, batch, config, replay) for batch in batches]
-                    case = {"model": name, "trainer": trainer, "engine": dtype, "fp8": fp8}
+                    case = {"model": name, "trainer": trainer, "engine": engine_name, "fp8": fp8}
                     rows.append(
                         case
-                        | {"router_replay": replay, "n": repeats, "tokens": sum(int(b.response_mask.sum()) for b in batches)}
+                        | {"router_replay": replay, "n": repeats, "tokens": num_tokens}
                         | {metric: summary([one[metric] for one in found]) for metric in sorted(found[0])}
                     )
                     progress.update()
@@ -216,7 +231,7 @@ def main() -> None:
     for name, value in (alone | {"MASTER_PORT": "0"}).items():
         os.environ.setdefault(name, value)
     moe_model.init_deepspeed()
-    per_model = len(FP8) * (2 * len(TRAINERS) - 1) * len(REPLAY)  # no bfloat16 trainer with a float32 engine
+    per_model = sum(len(fp8) * len(trainers) for fp8, trainers in ENGINES.values()) * len(REPLAY)
     progress = tqdm(total=per_model * len(args.models), desc="mismatch", unit="row", disable=None)
     rows = [row for name in args.models for row in rows_of_model(name, args.prompts, args.repeats, progress)]
     progress.close()
