@@ -369,7 +369,7 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
         rollout_logprobs=rollout_logprobs,
         group_index=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
         valid=torch.tensor([v.status not in ("timeout", "error") for v in verdicts], dtype=torch.bool),
-        routed_experts=None if any(ids is None for ids in routes) else routes,
+        routed_experts=None if all(ids is None for ids in routes) else routes,
     )
 
 

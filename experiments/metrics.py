@@ -153,7 +153,7 @@ def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
     for name in [name for name in metrics if name.split("/")[0] == "mismatch_weight"]:
         group = name.removeprefix("mismatch_weight")
         mean, mean_sq = metrics.pop(name), metrics.pop(f"mismatch_weight_sq{group}")
-        sizes[f"mismatch_ess{group}"] = mean * mean / mean_sq
+        sizes[f"mismatch_ess{group}"] = mean * mean / mean_sq if mean_sq else math.nan  # it underflowed
     return sizes
 
 

@@ -1,0 +1,671 @@
+"""Router replay against transformers with forced routers, route mismatch, mismatch metrics and their gate.
+
+Updates run in replay_worker.py, once on one rank and once on two. The model "mixed" has a dense layer between
+two MoE layers and gate weights that are not renormalised; "small" is that of conftest.
+
+Tolerances: float32 rounds at 6e-8, and sums of some dozen terms of size 1 come in another order on either
+side. A wrong choice of experts moves log-probabilities by 1e-2 and more.
+"""
+
+import math
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import reference
+import test_grpo
+import torch
+import torch.distributed as dist
+from conftest import ROOT, assert_close, save_small_moe, torchrun
+from grpo_worker import batch_of
+from test_grpo import EVERYTHING, HALVES, INTERLEAVED, SHARES, SHUFFLED, parameter_distance
+from torch.nn import functional as F
+from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import moe_model
+import train_rl
+from experiments import metrics as M
+from experiments.checks import check_parity, check_routes, mismatch_gate
+from experiments.settings import config_warnings, load_config
+from rollout import no_route
+
+NO_ROUTE = no_route(6)
+LAYERS = {"small": (0, 1), "mixed": (0, 2)}  # with experts
+SIZES = {"small": (2, 4, 2), "mixed": (3, 6, 3)}  # layers, experts, experts per token
+TEMPERATURE, LEARNING_RATE, CLIP_EPS = test_grpo.TEMPERATURE, test_grpo.LEARNING_RATE, test_grpo.CLIP_EPS
+SMOOTH_EPS = 0.1  # of Adam: what rounding does to a gradient near 0 moves a parameter by lr / eps = 1 times
+TOLERANCE = 3e-6  # of parameters of size 1: a few roundings, which a second update enlarges
+ROUNDING, WRONG_EXPERTS = 1e-5, 1e-2  # of log-probabilities, see above
+
+
+# ---- the models, the completions, the updates --------------------------------------------------------------
+
+
+def save_mixed_moe(folder) -> None:
+    """Layers MoE, dense, MoE; top 3 of 6 experts, weights as the softmax gives them."""
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=20, num_hidden_layers=3, mlp_only_layers=[1],
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=6, num_experts_per_tok=3,
+        moe_intermediate_size=8, norm_topk_prob=False, initializer_range=0.3, tie_word_embeddings=False,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def random_routes(model: str, num_rows: int, rng: random.Random) -> torch.Tensor:
+    """Expert ids [rows, L, K] as an engine could report them: distinct, in any order, 0 in dense layers."""
+    num_layers, num_experts, top_k = SIZES[model]
+    ids = torch.zeros(num_rows, num_layers, top_k, dtype=torch.uint8)
+    for row in ids:
+        for layer in LAYERS[model]:
+            row[layer] = torch.tensor(rng.sample(range(num_experts), top_k))
+    return ids
+
+
+def make_completions() -> list[dict]:
+    """Those of test_grpo with random experts and advantages; one row of completion 4 has no experts."""
+    rng, completions = random.Random(5), test_grpo.make_completions()
+    for c in completions:
+        num_rows = len(c["prompt_ids"]) + len(c["completion_ids"]) - 1
+        c["advantages"] = [rng.gauss(0, 1)] * len(c["completion_ids"])
+        c["routes"] = {model: random_routes(model, num_rows, rng) for model in SIZES}
+    for ids in completions[4]["routes"].values():
+        ids[-1] = NO_ROUTE  # of the row that predicts the last token
+    return completions
+
+
+def case(name, *rows, replay="r3", ids="given", old="given", model="mixed", **options) -> dict:
+    """One run of replay_worker.py. ids, the sampler's: those of the completions, or the policy's own."""
+    options |= {"old": old, "adam_eps": SMOOTH_EPS, "algorithm__router_replay": replay, "padding": 2}
+    return test_grpo.case(name, *rows, **options) | {"ids": ids, "model": model}
+
+
+CHECKPOINTED = {"model__activation_checkpointing": "true"}
+BITWISE = {"ids": "own", "old": "computed", "micro_batch_tokens": 20}
+TWO_UPDATES = {"old": "computed", "minibatches_per_step": 2}
+SMALL_EP = {"ep_size": 2, "micro_batch_tokens": 20}
+ONE_RANK = [
+    case("whole", EVERYTHING),
+    case("small micro-batches", EVERYTHING, micro_batch_tokens=20),
+    case("shuffled single rows", SHUFFLED, micro_batch_tokens=1),
+    case("checkpointed", SHUFFLED, micro_batch_tokens=40, **CHECKPOINTED),
+    case("renormalised", EVERYTHING, model="small", micro_batch_tokens=20),
+    case("off", EVERYTHING, replay="off", old="computed"),
+    case("own off", SHUFFLED, replay="off", **BITWISE),
+    case("own r3", SHUFFLED, **BITWISE),
+    case("own r2", SHUFFLED, replay="r2", **BITWISE),
+    case("two updates off", EVERYTHING, replay="off", ids="own", micro_batch_tokens=1, **TWO_UPDATES),
+    case("two updates r2", EVERYTHING, replay="r2", micro_batch_tokens=1, **TWO_UPDATES),
+    case("two updates r3", EVERYTHING, micro_batch_tokens=1, **TWO_UPDATES),
+]
+TWO_RANKS = [
+    case("halves", *HALVES),
+    case("shares", *SHARES, micro_batch_tokens=20),
+    case("halves ep", *HALVES, ep_size=2),
+    case("shares ep checkpointed", *SHARES, **SMALL_EP, **CHECKPOINTED),
+    case("renormalised ep", *SHARES, model="small", **SMALL_EP),
+    case("two updates r2 ep", *INTERLEAVED, replay="r2", **SMALL_EP, **TWO_UPDATES),
+    case("two updates r3 ep", *INTERLEAVED, **SMALL_EP, **TWO_UPDATES),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("replay")
+    save_small_moe(folder / "small")
+    save_mixed_moe(folder / "mixed")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def updates(folder) -> dict:
+    """{case name: result} of both runs of replay_worker.py."""
+    results = {}
+    for num_ranks, cases in ((1, ONE_RANK), (2, TWO_RANKS)):
+        torch.save({"completions": make_completions(), "cases": cases}, folder / "request.pt")
+        finished = torchrun(num_ranks, ROOT / "tests" / "replay_worker.py", folder)
+        assert finished.returncode == 0, finished.stderr[-3000:]
+        results |= torch.load(folder / f"results_{num_ranks}.pt")
+    return results
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """A process group of this process alone, for what is collective."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# ---- the update: plain torch -------------------------------------------------------------------------------
+
+
+class ForcedModel:
+    """transformers' model, one sequence at a time, whose routers use given experts where there are any."""
+
+    def __init__(self, folder):
+        self.hf = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.given, self.used = None, None  # [rows, L, K] of the sequence at hand
+        for i, layer in enumerate(self.hf.model.layers):
+            if hasattr(layer.mlp, "experts"):
+                layer.mlp.gate.register_forward_hook(partial(self.choose, i))
+
+    def choose(self, layer: int, router, inputs, outputs):
+        config, scores, live = self.hf.config, outputs[0].softmax(dim=-1), outputs[2]
+        ids = live.clone()
+        for row in range(len(ids) if self.given is not None else 0):
+            if self.given[row, layer, 0] != NO_ROUTE:
+                ids[row] = self.given[row, layer].long()
+        self.used[:, layer] = ids
+        chosen = scores.gather(1, ids)
+        return outputs[0], chosen / chosen.sum(1, keepdim=True) if config.norm_topk_prob else chosen, ids
+
+    def __call__(self, completion: dict, given=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each completion token, and the experts used in each row."""
+        prompt, tokens = completion["prompt_ids"], completion["completion_ids"]
+        inputs, config = (prompt + tokens)[:-1], self.hf.config
+        self.given = given
+        self.used = torch.zeros(len(inputs), config.num_hidden_layers, config.num_experts_per_tok).byte()
+        logits = self.hf(torch.tensor([inputs]), use_cache=False).logits[0] / TEMPERATURE
+        rows = logits[len(prompt) - 1 :].log_softmax(dim=-1)
+        return torch.stack([row[token] for row, token in zip(rows, tokens)]), self.used
+
+
+def plain_update(folder, model: str, minibatches, replay: str, old="computed") -> dict:
+    """Updates with transformers' model and torch's AdamW; the derivative of the loss is reference.py's."""
+    completions, forced = make_completions(), ForcedModel(folder / model)
+    optimizer = torch.optim.AdamW(
+        forced.hf.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), eps=SMOOTH_EPS, weight_decay=0.0
+    )
+    sampled = [c["routes"][model] if replay == "r3" else None for c in completions]
+    with torch.no_grad():
+        first = [forced(c, ids) for c, ids in zip(completions, sampled)]
+    old_logprobs = [c["old_logprobs"] for c in completions]
+    if old == "computed":
+        old_logprobs = [logprobs.tolist() for logprobs, _ in first]
+    routes = [used for _, used in first] if replay == "r2" else sampled
+    losses = []
+    for rows in minibatches:
+        logprobs = [forced(completions[row], routes[row])[0] for row in rows]
+        values = ([x.tolist() for x in logprobs], [old_logprobs[row] for row in rows])
+        values += ([completions[row]["advantages"] for row in rows], None, CLIP_EPS, 0.0)
+        optimizer.zero_grad()
+        slopes = [x for row in reference.grpo_objective_slope(*values) for x in row]
+        torch.cat(logprobs).backward(-torch.tensor(slopes))
+        optimizer.step()
+        losses.append(-reference.grpo_objective(*values))
+    parameters = {name: parameter.detach() for name, parameter in forced.hf.named_parameters()}
+    return {"parameters": parameters, "loss": sum(losses), "first": first, "model": forced}
+
+
+@pytest.fixture(scope="module")
+def plain(folder) -> dict:
+    """{name: plain_update()} of what the cases compute in their several ways."""
+    run, once, twice = partial(plain_update, folder), [EVERYTHING], [EVERYTHING[:6], EVERYTHING[6:]]
+    return {
+        "r3": run("mixed", once, "r3", old="given"),
+        "r3 renormalised": run("small", once, "r3", old="given"),
+        "live": run("mixed", once, "off", old="given"),
+        "two updates off": run("mixed", twice, "off"),
+        "two updates r2": run("mixed", twice, "r2"),
+        "two updates r3": run("mixed", twice, "r3"),
+    }
+
+
+SAME_UPDATE = {
+    "r3": [
+        "whole", "small micro-batches", "shuffled single rows", "checkpointed",
+        "halves", "shares", "halves ep", "shares ep checkpointed",
+    ],
+    "r3 renormalised": ["renormalised", "renormalised ep"],
+    "two updates off": ["two updates off"],
+    "two updates r2": ["two updates r2", "two updates r2 ep"],
+    "two updates r3": ["two updates r3", "two updates r3 ep"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in SAME_UPDATE for name in SAME_UPDATE[kind]])
+def test_update_equals_plain_torch_with_forced_routers(kind, name, updates, plain):
+    """Random experts of the sampler, a row without any, and experts of the old policy, however split."""
+    assert parameter_distance(updates[name]["parameters"], plain[kind]["parameters"]) < TOLERANCE
+    # sums over some 60 tokens in float32
+    actual, unsplit = updates[name]["metrics"], updates[SAME_UPDATE[kind][0]]["metrics"]
+    assert actual["loss_total"] == pytest.approx(plain[kind]["loss"], rel=1e-5, abs=1e-6)
+    assert actual["nonfinite_updates_max"] == 0 and actual.keys() >= {"mismatch_k3", "abs_dlogp_p99"}
+    for metric, value in actual.items():
+        assert value == pytest.approx(unsplit[metric], rel=1e-5, abs=1e-6), metric
+
+
+def test_the_updates_above_could_fail(folder, plain):
+    """They are large and differ by what is replayed; live routes change, so that r2 is not off."""
+    start = dict(Qwen3MoeForCausalLM.from_pretrained(folder / "mixed").named_parameters())
+    mixed = [kind for kind in plain if kind != "r3 renormalised"]
+    for kind in mixed:
+        others = [plain[other]["parameters"] for other in mixed if other != kind]
+        for other in [start, *others]:
+            assert parameter_distance(plain[kind]["parameters"], other) > 1e3 * TOLERANCE
+    off = plain["two updates off"]
+    with torch.no_grad():
+        now = [off["model"](c)[1].sort().values for c in make_completions()]
+    moved = [(ids != used.sort().values).flatten(1).any(1) for ids, (_, used) in zip(now, off["first"])]
+    assert torch.cat(moved).double().mean() > 0.1
+
+
+@pytest.mark.parametrize("name", ["two updates off", "two updates r2", "two updates r3"])
+def test_first_update_repeats_the_old_pass_bit_by_bit(name, updates, plain):
+    """Single rows go through the same kernels in both passes: the ratio of the first mini-batch is 1."""
+    result, expected = updates[name], plain[name]["first"]
+    seen = {rows[0]: (logprobs[0], ratio[0]) for rows, logprobs, ratio in result["micro_batches"]}
+    assert sorted(list(seen)[:6]) == EVERYTHING[:6] and len(seen) == 12
+    for row, (logprobs, ratio) in seen.items():
+        length = len(expected[row][0])
+        old = result["old_logprobs"][row, :length]
+        assert_close(old, expected[row][0], rtol=0, atol=ROUNDING)
+        if row in EVERYTHING[:6]:
+            assert torch.equal(logprobs[:length], old) and (ratio == 1).all()
+        else:
+            assert (ratio[:length] != 1).any()
+
+
+@pytest.mark.parametrize("name", ["own r2", "own r3"])
+def test_replay_of_own_routes_is_bitwise_off(name, updates):
+    off, replayed = updates["own off"], updates[name]
+    assert parameter_distance(off["parameters"], replayed["parameters"]) == 0
+    assert torch.equal(off["old_logprobs"], replayed["old_logprobs"])
+    assert off["metrics"] == replayed["metrics"] and off["metrics"]["ratio"] == 1
+    for (rows, *values), (also, *same) in zip(off["micro_batches"], replayed["micro_batches"], strict=True):
+        assert rows == also and all(torch.equal(a, b) for a, b in zip(values, same))
+
+
+# ---- the old-logprob pass, route mismatch ------------------------------------------------------------------
+
+
+def settings(*overrides: str):
+    return load_config([test_grpo.SMALLEST_TRAINING_SET, f"rollout.temperature={TEMPERATURE}", *overrides])
+
+
+def run_old_pass(folder, model, routes, *overrides, rows=EVERYTHING, **options):
+    """outputs_of_batch() of the completions, with the sampler's routes of each or None."""
+    config = settings("model.dtype=float32", *overrides)
+    policy = train_rl.build_policy(config, folder / model, None, torch.device("cpu"))
+    batch = batch_of(make_completions(), rows, padding=1)
+    batch.routed_experts = None if routes is None else [routes[row] for row in rows]
+    return train_rl.outputs_of_batch(policy, batch, config, **options)
+
+
+@pytest.mark.parametrize("model", ["small", "mixed"])
+def test_shifted_routes_change_the_logprobs_and_own_ones_do_not(model, folder, one_process):
+    off, r3 = run_old_pass(folder, model, None), "algorithm.router_replay=r3"
+    assert off.route_mismatch is None
+    own = run_old_pass(folder, model, off.routes, r3)
+    assert torch.equal(own.logprobs, off.logprobs) and torch.equal(own.entropy, off.entropy)
+    by_row, by_layer = [ids.roll(1, dims=0) for ids in off.routes], [ids.clone() for ids in off.routes]
+    for ids in by_layer:
+        ids[:, LAYERS[model]] = ids[:, LAYERS[model]].roll(1, dims=1)
+    for shifted in (by_row, by_layer):
+        other = run_old_pass(folder, model, shifted, r3)
+        assert (other.logprobs - off.logprobs).abs().max() > WRONG_EXPERTS
+        assert (other.logprobs != off.logprobs).double().mean() > 0.3  # not in a single token only
+        kept = run_old_pass(folder, model, shifted, r3, replay=False)  # as of the reference model
+        assert torch.equal(kept.logprobs, off.logprobs)
+
+
+def perturbed_routes(live: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]:
+    """Copies of which a third of the rows has another expert in one layer, a third other orders of the
+    experts, and a few no route; the prompts' rows too."""
+    copies = [ids.clone() for ids in live]
+    for row in (row for ids in copies for row in ids):  # [L, K]
+        what = rng.random()
+        if what < 0.33:
+            ids = row[rng.choice(LAYERS["mixed"])]
+            ids[rng.randrange(3)] = rng.choice([e for e in range(6) if e not in ids.tolist()])
+        elif what < 0.66:
+            for layer in LAYERS["mixed"]:
+                row[layer] = row[layer][torch.tensor(rng.sample(range(3), 3))]
+        elif what < 0.76:
+            row[:] = NO_ROUTE
+    return copies
+
+
+def slow_mismatch(live: torch.Tensor, sampled: torch.Tensor, completion: dict) -> list[float]:
+    """1 for each token whose row has another set of experts in some layer, 0 without a route."""
+    result = []
+    for t in range(len(completion["completion_ids"])):
+        row = len(completion["prompt_ids"]) - 1 + t  # which predicts token t
+        pairs = zip(live[row].tolist(), sampled[row].tolist())
+        differs = any(set(a) != set(b) for a, b in pairs)
+        result.append(float(differs and sampled[row, 0, 0] != NO_ROUTE))
+    return result
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10**6])
+def test_route_mismatch_against_a_loop_over_tokens(micro_batch_tokens, folder, one_process):
+    completions, forced = make_completions(), ForcedModel(folder / "mixed")
+    with torch.no_grad():
+        live = [forced(c)[1] for c in completions]
+    sampled = perturbed_routes(live, random.Random(2))
+    split = f"train.micro_batch_tokens={micro_batch_tokens}"
+    outputs = run_old_pass(folder, "mixed", sampled, split, rows=SHUFFLED)
+    expected = [slow_mismatch(live[row], sampled[row], completions[row]) for row in SHUFFLED]
+    assert all(torch.equal(ids, live[row]) for ids, row in zip(outputs.routes, SHUFFLED))
+    for got, values in zip(outputs.route_mismatch, expected):
+        assert got.tolist() == values + [0.0] * (len(got) - len(values))
+    assert 0.1 < sum(map(sum, expected)) / sum(map(len, expected)) < 0.6
+    orders = [ids.flip(-1) for ids in sampled]
+    assert torch.equal(run_old_pass(folder, "mixed", orders, split, rows=SHUFFLED)[3], outputs.route_mismatch)
+    replayed = run_old_pass(folder, "mixed", sampled, split, "algorithm.router_replay=r3", rows=SHUFFLED)
+    assert not replayed.route_mismatch.any()
+    valid = [ids[:, 0, 0] != NO_ROUTE for ids in sampled]
+    for used, row in zip(replayed.routes, SHUFFLED):
+        assert torch.equal(used[valid[row]], sampled[row][valid[row]]) and (used < 6).all()
+
+
+def test_route_mismatch_of_an_update_is_that_of_the_policy_that_sampled(updates, plain):
+    """Of live routes against random ones; 0 under r3, and where only later updates differ."""
+    completions = make_completions()
+    for name in ("off", "two updates r2"):
+        live = [used for _, used in plain["two updates off"]["first"]]
+        tokens = [slow_mismatch(a, c["routes"]["mixed"], c) for a, c in zip(live, completions)]
+        expected = sum(map(sum, tokens)) / sum(map(len, tokens))
+        assert updates[name]["metrics"]["mismatch_routes"] == pytest.approx(expected) and 0.5 < expected < 1
+    for name in (*SAME_UPDATE["r3"], *SAME_UPDATE["two updates r3"], "own off", "two updates off"):
+        assert updates[name]["metrics"]["mismatch_routes"] == 0
+
+
+# ---- the router's gradient ---------------------------------------------------------------------------------
+
+
+def router_case(renormalise: bool) -> tuple:
+    """A block of 6 experts, top 3; 7 tokens; a weight of each output; ids without expert 5."""
+    generator, rng = torch.Generator().manual_seed(3), random.Random(3)
+    config = Qwen3MoeConfig(
+        num_experts=6, num_experts_per_tok=3, norm_topk_prob=renormalise, hidden_size=8,
+        moe_intermediate_size=5,
+    )  # fmt: skip
+    block = moe_model.MoEBlock(config, None)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    x, gains = (torch.randn(7, 8, generator=generator) for _ in range(2))
+    return block, x, gains, torch.tensor([rng.sample(range(5), 3) for _ in x])
+
+
+def gate_gradient(block, x, gains, ids=None) -> tuple[torch.Tensor, torch.Tensor]:
+    block.zero_grad()
+    y, used = block(x, ids)
+    (y * gains).sum().backward()
+    return block.gate.weight.grad, used
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_router_gradient_of_given_experts_by_the_formula(renormalise, float64):
+    """L = sum_k w_k a_k with a_k = <gain, expert_k(x)>, p the softmax of all scores.
+
+    w_k = p_k: dL/ds_e = sum_k a_k p_k ([e = k] - p_e); renormalised: dL/ds_k = w_k (a_k - sum_j w_j a_j).
+    """
+    block, x, gains, ids = router_case(renormalise)
+    actual, _ = gate_gradient(block, x, gains, ids)
+    expected = torch.zeros(6, 8)
+    with torch.no_grad():
+        for row, gain, chosen in zip(x, gains, ids.tolist()):
+            p, a = torch.exp(block.gate.weight @ row), {}
+            p = (p / p.sum()).tolist()
+            for k in chosen:
+                gate, up = (block.experts.gate_up_proj[k] @ row).chunk(2)
+                a[k] = float(block.experts.down_proj[k] @ (F.silu(gate) * up) @ gain)
+            total = sum(p[k] for k in chosen)
+            mean = sum(p[k] / total * a[k] for k in chosen)
+            for e in range(6):
+                if renormalise:
+                    slope = p[e] / total * (a[e] - mean) if e in chosen else 0.0
+                else:
+                    slope = sum(a[k] * p[k] * ((e == k) - p[e]) for k in chosen)
+                expected[e] += slope * row
+    assert_close(actual, expected, rtol=1e-5, atol=1e-5)  # the softmax is in float32, sums reach 100
+    sizes = expected.abs().amax(dim=1)
+    assert (sizes[:5] > 1e-2).all(), "experts that were chosen"
+    assert (sizes[5] > 1e-2) == (not renormalise), "through the denominator of the softmax alone"
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_router_gradient_of_own_experts_is_the_live_one(renormalise, float64):
+    block, x, gains, ids = router_case(renormalise)
+    live, used = gate_gradient(block, x, gains)
+    own, _ = gate_gradient(block, x, gains, used)
+    other, _ = gate_gradient(block, x, gains, ids)
+    assert torch.equal(own, live) and (other - live).abs().max() > 1e-2
+    for no_expert in (6, NO_ROUTE):
+        without, chosen = gate_gradient(block, x, gains, torch.full_like(ids, no_expert))
+        assert torch.equal(without, live) and torch.equal(chosen, used)
+
+
+# ---- metrics of the mismatch -------------------------------------------------------------------------------
+
+
+def slow_statistics(old: float, rollout: float) -> dict[str, float]:
+    d = old - rollout
+    weight = math.exp(min(d, 40.0))
+    return {
+        "abs_dlogp": abs(d), "mismatch_k3": math.expm1(min(d, 40.0)) - d,
+        "mismatch_extreme": float(abs(d) > math.log(2)), "mismatch_weight": weight,
+        "mismatch_weight_sq": weight**2,
+    }  # fmt: skip
+
+
+def test_mismatch_statistics_of_single_tokens(float64):
+    differences = [0.0, 1e-6, -1e-4, 0.3, -0.6, 0.69, 0.7, -0.7, 5.0, -20.0, 39.0, 41.0, 800.0, -800.0]
+    actual = M.mismatch_statistics(torch.tensor([differences]) - 2.0, torch.full((1, 14), -2.0))
+    expected = [slow_statistics(d - 2.0, -2.0) for d in differences]
+    assert actual.keys() == expected[0].keys()
+    for name, values in actual.items():
+        assert_close(values[0], torch.tensor([one[name] for one in expected]), rtol=1e-12, atol=1e-18)
+    single = M.mismatch_statistics(torch.tensor([differences]).float(), torch.zeros(1, 14).float())
+    assert all(values.isfinite().all() for values in single.values()) and (single["mismatch_k3"] >= 0).all()
+    # float32: exp(d) - 1 - d would be nothing but rounding at d = 1e-4, where it is 5e-9
+    assert single["mismatch_k3"][0, 2].item() == pytest.approx(5e-9, rel=1e-2)
+
+
+def token_case(seed: int) -> tuple:
+    """A batch of ragged rows, {name: [B, T]} statistics in float64, and the two entropy groups."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([3, 9, 1, 6, 7])
+    draw = lambda: torch.randn(5, 9, generator=generator, dtype=torch.float64)
+    values = M.mismatch_statistics(draw() - 2, draw() - 2)
+    values |= {"ratio": (0.3 * draw()).exp(), "entropy": draw().abs(), "clipped": (draw() > 0).double()}
+    values["mismatch_routes"], values["entropy_group"] = (draw() > 1).double(), (draw() > 1).long()
+    return SimpleNamespace(response_mask=torch.arange(9) < lengths.unsqueeze(1)), values
+
+
+def merged(ranks: list[dict]) -> dict[str, float]:
+    """What reduce_metrics() makes of the ranks, by hand."""
+    result = {}
+    for name in ranks[0]:
+        values, counts = zip(*(rank[name] for rank in ranks))
+        result[name] = max(values) if name.endswith("_max") else values[0] + values[1]
+        result[name] = result[name] if name.endswith(("_max", "_p99")) else result[name] / sum(counts)
+    return result | {"abs_dlogp_p99": M.quantile_of(result["abs_dlogp_p99"], 0.99)}
+
+
+def test_token_metrics_of_two_ranks_against_a_loop_over_tokens():
+    ranks, tokens = [], []
+    for seed, parts in ((0, [[4, 1], [3], [0, 2]]), (1, [[0, 1, 2, 3, 4]])):
+        batch, values = token_case(seed)
+        seen = [(rows, {name: value[rows] for name, value in values.items()}) for rows in parts]
+        ranks.append(M.token_metrics(batch, seen, num_groups=2))
+        for i, t in batch.response_mask.nonzero().tolist():
+            tokens.append({name: value[i, t].item() for name, value in values.items()})
+    actual = merged(ranks)
+    actual |= M.effective_sample_size(actual)
+    assert not [name for name in actual if name.startswith("mismatch_weight")]
+    mean = lambda rows, name: sum(row[name] for row in rows) / len(rows)
+    by_group = ["entropy", "clipped", "abs_dlogp", "mismatch_k3", "mismatch_extreme", "mismatch_routes"]
+    for suffix, group in (("", None), ("/entropy_group_0", 0), ("/entropy_group_1", 1)):
+        rows = [row for row in tokens if group in (None, row["entropy_group"])]
+        assert 5 < len(rows) < (len(tokens) if suffix else 53)
+        for name in by_group if suffix else [*by_group, "ratio"]:
+            assert_close(actual[name + suffix], mean(rows, name), rtol=1e-9)
+        weights = [row["mismatch_weight"] for row in rows]
+        expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
+        assert_close(actual["mismatch_ess" + suffix], expected, rtol=1e-9)
+        assert 0.05 < expected < 0.9
+    assert_close(actual["abs_log_ratio_max"], max(abs(math.log(row["ratio"])) for row in tokens))
+    assert_close(actual["abs_dlogp_max"], max(row["abs_dlogp"] for row in tokens))
+    largest = sorted(row["abs_dlogp"] for row in tokens)[math.ceil(0.99 * len(tokens)) - 1]
+    assert largest <= actual["abs_dlogp_p99"] <= 1.024 * largest
+
+
+@pytest.mark.parametrize("size", [1, 50, 100, 101, 700, 2900])
+def test_p99_is_never_too_small_and_at_most_2_4_percent_too_large(size):
+    for seed in range(20):
+        rng = random.Random(1000 * size + seed)
+        values = [rng.choice([1e-9, 1e-4, 1.0, 30.0]) * math.exp(rng.gauss(0, 1)) for _ in range(size)]
+        halves = (torch.tensor(values[: size // 2]), torch.tensor(values[size // 2 :]))
+        bins = M.histogram(halves[0]) + M.histogram(halves[1])
+        assert sum(bins.values()) == size
+        exact = max(1e-9, sorted(torch.tensor(values).tolist())[-(-99 * size // 100) - 1])
+        # a value on the edge between two bins may fall in the lower one: an ulp of float64
+        assert exact * (1 - 1e-12) <= M.quantile_of(bins, 0.99) <= 1.024 * exact
+    assert math.isnan(M.quantile_of(M.histogram(torch.zeros(0)), 0.99))
+
+
+@pytest.mark.parametrize("difference", [0.0, 1.0, 60.0, -60.0, -800.0])
+def test_equal_weights_have_an_effective_sample_size_of_one_or_none(difference, one_process):
+    """Identical policies: k3 is 0 and ESS 1. Weights that underflow give no size, and no error."""
+    batch, values = SimpleNamespace(response_mask=torch.ones(2, 5, dtype=torch.bool)), torch.ones(2, 5)
+    statistics = M.mismatch_statistics(difference * values - 1, -values)
+    statistics |= {"ratio": values, "entropy_group": torch.zeros(2, 5).long()}
+    reduced = M.reduce_metrics(M.token_metrics(batch, [([0, 1], statistics)], num_groups=2))
+    k3, sizes = reduced["mismatch_k3"], M.effective_sample_size(reduced)
+    assert math.isfinite(k3) and (k3 == 0 if difference == 0 else k3 > 0.1)
+    assert math.isnan(sizes["mismatch_ess/entropy_group_1"]), "no tokens"
+    if difference >= -1:
+        assert sizes["mismatch_ess"] == sizes["mismatch_ess/entropy_group_0"] == pytest.approx(1.0)
+    else:
+        assert not sizes["mismatch_ess"] > 1.0
+
+
+# ---- checks ------------------------------------------------------------------------------------------------
+
+
+def gate_steps(k3s, limit, patience) -> tuple[list, list[int]]:
+    """What mismatch_gate() says at each step (of no update, if k3 is None), and its count."""
+    config = settings(f"algorithm.mismatch_gate={limit}", f"algorithm.mismatch_patience={patience}")
+    state = SimpleNamespace(step=7, steps_above_gate=0)
+    said, counts = [], []
+    for k3 in k3s:
+        said.append(mismatch_gate({} if k3 is None else {"mismatch_k3": k3}, state, config))
+        counts.append(state.steps_above_gate)
+    return said, counts
+
+
+def test_gate_warns_and_stops_after_its_patience_in_a_row(one_process, capsys):
+    said, counts = gate_steps([0.3, 0.3, 0.1, 0.2, 0.0, 0.3, 0.21, 0.3], limit=0.2, patience=3)
+    assert counts == [1, 2, 0, 0, 0, 1, 2, 3]  # 0.2 itself is not above
+    assert said[:-1] == [None] * 7
+    warned = capsys.readouterr().out.splitlines()
+    assert len(warned) == 4 and all("algorithm.mismatch_gate is 0.2" in line for line in warned)
+    assert "0.21" in warned[3] and "2 steps in a row" in warned[3] and "step 7" in warned[3]
+    names = ("router_replay=r3", "rollout_correction=token_tis", "mismatch_patience", "mismatch_gate")
+    for name in [f"algorithm.{name}" for name in names] + ["rollout.fp8=off", "rollout.dtype=float32"]:
+        assert name in said[-1]
+    assert "0.3" in said[-1] and "3 steps in a row" in said[-1]
+
+
+def test_gate_can_warn_for_ever_or_be_off(one_process, capsys):
+    assert gate_steps([0.3] * 30, limit=0.2, patience=0) == ([None] * 30, list(range(1, 31)))
+    assert len(capsys.readouterr().out.splitlines()) == 30
+    assert gate_steps([1e9, 0.3, None], limit=0, patience=1) == ([None] * 3, [0] * 3)
+    said, counts = gate_steps([0.1, None, 0.3], limit=0.2, patience=1)
+    assert not capsys.readouterr().out
+    assert said[:2] == [None, None] and "1 steps in a row" in said[2] and counts == [0, 0, 1]
+
+
+def test_invalid_routes_are_tolerated_up_to_the_threshold():
+    for invalid, total, limit in ((0, 0, 0.0), (0, 100, 0.0), (2, 200, 0.01), (50, 200, 0.25)):
+        check_routes(invalid, total, limit)
+        with pytest.raises(RuntimeError, match=f"{invalid + 1} of {total} rows") as error:
+            check_routes(invalid + 1, total, limit)
+        for name in (f"max_invalid_routes {limit}", "router_replay=off", "capture_routes=false"):
+            assert name in str(error.value)
+
+
+def parity(differences: list[float], *overrides: str) -> None:
+    """check_parity() of a batch of 100 tokens and 20 places of padding that differ by 9 nats."""
+    d = torch.tensor(differences + [9.0] * 20).view(10, 12)
+    batch = SimpleNamespace(
+        old_logprobs=d - 2.0, rollout_logprobs=torch.full((10, 12), -2.0),
+        response_mask=torch.arange(120).view(10, 12) < 100,
+    )  # fmt: skip
+    check_parity(batch, settings("rollout.parity_mean=0.1", "rollout.parity_p99=1e-3", *overrides), step=4)
+
+
+FLOAT32 = ("model.dtype=float32", "rollout.dtype=float32")
+
+
+def test_parity_of_float32_is_that_of_the_tail(one_process):
+    parity([5e-4] * 100, *FLOAT32)
+    parity([5e-4] * 99 + [5.0], *FLOAT32)  # one of 100 is the tail; the mean is 0.05
+    parity([-5.0] + [0.0] * 99, *FLOAT32)
+    for differences in ([0.0] * 98 + [5e-3] * 2, [0.0] * 90 + [-2e-3] * 10):
+        with pytest.raises(RuntimeError, match="step 4.*parity_p99 0.001"):
+            parity(differences, *FLOAT32)
+        for rounded in ("model.dtype=bfloat16", "rollout.dtype=bfloat16", "rollout.fp8=simulate"):
+            parity(differences, *FLOAT32, rounded)
+
+
+@pytest.mark.parametrize("dtypes", [FLOAT32, ("model.dtype=bfloat16",)])
+def test_parity_of_the_mean(dtypes, one_process):
+    for differences in ([0.11, -0.11] * 50, [0.0] * 99 + [12.0], [float("nan")] + [0.0] * 99):
+        with pytest.raises(RuntimeError, match="parity_mean 0.1.*does not hold the policy's weights"):
+            parity(differences, *dtypes)
+    parity([0.0] * 99 + [-9.0], *dtypes)
+
+
+# ---- settings ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, value", [("off", "off"), ("'off'", "off"), ("r2", "r2"), ("r3", "r3")])
+def test_replay_in_a_yaml(text, value, tmp_path):
+    """A bare off is a boolean in YAML."""
+    (tmp_path / "a.yaml").write_text(f"algorithm:\n  router_replay: {text}\n")
+    file = ["--config", str(tmp_path / "a.yaml"), test_grpo.SMALLEST_TRAINING_SET]
+    assert load_config(file).algorithm.router_replay == value
+    assert load_config([*file, "algorithm.router_replay=off"]).algorithm.router_replay == "off"
+
+
+@pytest.mark.parametrize("text", ["on", "true", "r4", "null"])
+def test_unknown_replay_is_refused(text):
+    with pytest.raises(ValueError, match="algorithm.router_replay"):
+        settings(f"algorithm.router_replay={text}")
+
+
+def test_replay_of_routes_that_are_not_captured_is_refused():
+    without = "rollout.capture_routes=false"
+    with pytest.raises(ValueError, match="router_replay 'r3' needs rollout.capture_routes, which is False"):
+        settings("algorithm.router_replay=r3", without)
+    for replay in ("off", "r2"):
+        assert settings(f"algorithm.router_replay={replay}", without).algorithm.router_replay == replay
+
+
+def test_r2_without_off_policy_updates_warns():
+    said = {}
+    for replay, minibatches in (("r2", 1), ("r2", 2), ("r3", 1), ("off", 1)):
+        config = settings(f"algorithm.router_replay={replay}", f"train.minibatches_per_step={minibatches}")
+        said[replay, minibatches] = [line for line in config_warnings(config) if "router_replay" in line]
+    (warning,) = said.pop(("r2", 1))
+    assert "algorithm.router_replay 'r2'" in warning and "train.minibatches_per_step 1" in warning
+    assert list(said.values()) == [[], [], []]
+
+
+def test_replay_of_a_dense_model_is_refused_before_the_engine_starts(monkeypatch, folder):
+    started = []
+    monkeypatch.setattr(train_rl, "RolloutEngine", lambda *args, **options: started.append(options))
+    dense, moe = (kind(max_position_embeddings=100000) for kind in (Qwen3Config, Qwen3MoeConfig))
+    for replay in ("r2", "r3"):
+        with pytest.raises(ValueError, match=f"algorithm.router_replay {replay}: the model is dense.*off"):
+            train_rl.build_sampler(settings(f"algorithm.router_replay={replay}"), folder, dense)
+    assert started == []
+    train_rl.build_sampler(settings(), folder, dense)
+    train_rl.build_sampler(settings("algorithm.router_replay=r3"), folder, moe)
+    assert [options["capture_routes"] for options in started] == [True, True]
