@@ -330,10 +330,10 @@ def checked_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_co
     bad_T = (sorted_TLK[..., -1] >= num_experts).any(-1)
     bad_T |= (sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any((-1, -2))
     bad_T |= ~np.repeat(np.array(whole, dtype=bool), num_rows)
-    ids_TLK = ids_TLK.astype(dtype)  # a copy: vLLM's arrays may be read-only
+    ids_TLK = ids_TLK.astype(dtype)
     ids_TLK[bad_T] = no_route(num_experts)
-    # Copies again: a view would keep, and send to another rank, the ids of all completions.
-    return [torch.from_numpy(ids.copy()) for ids in np.split(ids_TLK, np.cumsum(num_rows)[:-1])]
+    parts = np.split(ids_TLK, np.cumsum(num_rows)[:-1])[: len(num_rows)]
+    return [torch.from_numpy(ids.copy()) for ids in parts]  # a view would keep, and send, those of all
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -375,10 +375,12 @@ def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
         target = engine_name(name)
         parts = held.setdefault(target, {})
         parts[name] = tensor
-        if len(parts) == (3 if ".qkv_proj." in target else 2 if ".gate_up_proj." in target else 1):
-            rounded = fp8_round(torch.cat(list(parts.values()), dim=-2))  # [rows, columns] or [E, ...]
+        if name.endswith("experts.gate_up_proj"):  # [E, 2I, D]; vLLM pads both halves to whole blocks
+            held.pop(target)
+            yield name, fp8_round(tensor.unflatten(1, (2, -1))).flatten(1, 2)
+        elif len(parts) == (3 if ".qkv_proj." in target else 2 if ".gate_up_proj." in target else 1):
+            rounded = fp8_round(torch.cat(list(held.pop(target).values()), dim=-2))
             yield from zip(parts, rounded.split([len(part) for part in parts.values()]))
-            del held[target]
     if held:
         raise ValueError(f"no partner of {', '.join(name for parts in held.values() for name in parts)}")
 
@@ -515,7 +517,7 @@ def held_tensors(model, dtype: torch.dtype, tensor_parallel: int) -> Iterator[tu
             continue
         for name, parameter in module.named_parameters(recurse=False):
             values = parameter.data
-            if name == "weight" and hasattr(module, "cpu_linear"):
+            if name == "weight" and hasattr(module, "cpu_linear") and not module_name.endswith("tokens"):
                 sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # by kind of layer
                 size = next(getattr(module, size) for size in sizes if hasattr(module, size))
                 values = module.cpu_linear(torch.eye(size, dtype=dtype), values, None)
@@ -525,21 +527,25 @@ def held_tensors(model, dtype: torch.dtype, tensor_parallel: int) -> Iterator[tu
 def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Runs inside vLLM's worker: the parameters whose checksum is not that of the tensors sent into them."""
     model, dtype = worker.model_runner.get_model(), worker.model_runner.model_config.dtype
+    known = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad():
         tensors = held_tensors(model, dtype, worker.parallel_config.tensor_parallel_size)
         held = {name: (v.dtype, checksum(v)) for name, v in tensors if v.dtype.itemsize > 1}  # not FP8
         sent: dict[str, Tensor] = {}
         names: dict[str, list[str]] = {}
+        lost = []  # tensors that the engine has no place for
         for name, tensor in named_tensors:
             target = engine_name(name)
             names.setdefault(target, []).append(name)
+            if target not in known and tensor.any():
+                lost.append(f"nothing (from {name})")
             if target in held:
                 part = checksum(tensor.to(held[target][0]))
                 sent[target] = sent[target] + part if target in sent else part
     if "lm_head.weight" in held and model.config.tie_word_embeddings:  # on CPUs the head has a packed copy
         sent["lm_head.weight"] = sent["model.embed_tokens.weight"]
         names["lm_head.weight"] = ["model.embed_tokens.weight"]
-    return [
+    return lost + [
         f"{name} (from {', '.join(names.get(name, ['nothing']))})"
         for name, (_, bits) in held.items()
         if name not in sent or not torch.equal(bits.cpu(), sent[name].cpu())

@@ -1060,7 +1060,8 @@ def main(config: Config) -> None:
             f"({world_size} x {config.train.minibatches_per_step})"
         )
     if world_size % config.rollout.tensor_parallel:
-        raise ValueError(f"rollout.tensor_parallel must divide the number of ranks, {world_size}")
+        shared = f"rollout.tensor_parallel {config.rollout.tensor_parallel}"
+        raise ValueError(f"{shared} must divide the number of ranks, {world_size}")
     found, record = find_checkpoint(config) or (None, None)
     weights = found / "model" if found else Path(config.model.path)
     state = TrainState(**record["state"]) if record else TrainState()

@@ -1,7 +1,11 @@
 """rollout.py with a real vLLM engine on this machine's CPU, against the trainer's policy and transformers."""
 
+import json
+import re
+
 import pytest
 import torch
+from conftest import torchrun
 
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from moe_model import hf_tensors, pack, save_hf
@@ -216,3 +220,26 @@ def test_sleep_without_a_gpu_is_refused(folder):
             prefix_caching=True,
             sleep_level=1,
         )
+
+
+def shared_engine(folder, mode) -> list[dict]:
+    """What shared_engine_worker.py prints, by rank."""
+    done = torchrun(2, "tests/shared_engine_worker.py", folder, mode)
+    found = [json.loads(text) for text in re.findall(r"RESULT(\{.*?\})(?=RESULT|\s)", done.stdout + "\n")]
+    assert len(found) == 2, done.stderr[-3000:]
+    return sorted(found, key=lambda result: result["rank"])
+
+
+def test_two_ranks_share_an_engine_and_each_gets_its_own_completions(folder):
+    first, second = shared_engine(folder, "tensor")
+    assert (first["seen"], second["seen"]) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert [len(r["tokens"]) for r in (first, second)] == [4, 5] and first["tokens"] != second["tokens"][:4]
+    for result in (first, second):
+        assert result["largest_dlogp"] < 1e-4 and result["same_routes"]
+
+
+def test_a_rank_feeds_its_own_experts_to_its_part_of_the_engine(folder):
+    """Each rank sends what it holds and nothing is gathered; the engine holds exactly that."""
+    for rank, result in enumerate(shared_engine(folder, "expert")):
+        assert result["num_bytes"] == result["parameter_bytes"]
+        assert f"model.layers.1.mlp.experts.{4 * rank}.down_proj.weight" in result["error"]
