@@ -128,9 +128,8 @@ class RolloutEngine:
         try:
             self.llm = LLM(**options)
         except Exception as error:
-            if self.captures_routes and "outed" in str(error) and "xperts" in str(error):
-                message = f"vLLM cannot return routed experts here ({error}): {WITHOUT_ROUTES}"
-                raise ValueError(message) from error
+            if "outed" in str(error) and "xperts" in str(error):
+                raise ValueError(f"vLLM returns no routed experts here ({error}): {WITHOUT_ROUTES}") from error
             raise
         if tensor_parallel > 1 and not self.on_gpu:  # else the next run would find this one's segments
             for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
