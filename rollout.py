@@ -128,8 +128,8 @@ class RolloutEngine:
         try:
             self.llm = LLM(**options)
         except Exception as error:
-            if "outed" in str(error) and "xperts" in str(error):
-                raise ValueError(f"vLLM returns no routed experts here ({error}): {WITHOUT_ROUTES}") from error
+            if self.captures_routes and "outed" in str(error) and "xperts" in str(error):
+                raise ValueError(f"vLLM gives no routed experts ({error}): {WITHOUT_ROUTES}") from error
             raise
         if tensor_parallel > 1 and not self.on_gpu:  # else the next run would find this one's segments
             for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
@@ -275,18 +275,14 @@ def check_hardware(sleep_level: int, fp8: str, kv_cache_fp8: bool, expert_parall
         raise ValueError("rollout.sleep_level needs a GPU: set it to 0")
     if expert_parallel and not on_gpu:
         raise ValueError("rollout.expert_parallel needs a GPU, vLLM's CPU kernel has no part of the experts")
-    has_fp8 = on_gpu and torch.cuda.get_device_capability() >= (8, 9)
+    if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
+        return
     device = torch.cuda.get_device_name() if on_gpu else "a CPU"
-    if fp8 == "on" and not has_fp8:
-        raise ValueError(
-            f"rollout.fp8 on needs a GPU of compute capability 8.9 or later, this is {device}: set it to "
-            "simulate (weights rounded in the same way) or off"
-        )
-    if kv_cache_fp8 and not has_fp8:
-        raise ValueError(
-            f"rollout.kv_cache_fp8 needs a GPU of compute capability 8.9 or later, this is {device}: set it "
-            "to false"
-        )
+    needed = f"needs a GPU of compute capability 8.9 or later, this is {device}: set it to"
+    if fp8 == "on":
+        raise ValueError(f"rollout.fp8 on {needed} simulate (weights rounded in the same way) or off")
+    if kv_cache_fp8:
+        raise ValueError(f"rollout.kv_cache_fp8 {needed} false")
 
 
 # ------------------------------------------------------------------------------------------------------------
