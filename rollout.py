@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.fp8_block import fp8_round
+
 
 @dataclass(frozen=True)
 class Request:
@@ -233,9 +235,11 @@ class RolloutEngine:
                 f"weight sync: the engine refused {last_name}: {error or type(error).__name__}"
             ) from error
         if missing:
+            only_experts = {name.rpartition(".")[2] for name in missing} == {"w13_weight", "w2_weight"}
             raise RuntimeError(
                 f"weight sync: {len(missing)} parameters of the engine were not covered, first: "
                 f"{', '.join(missing[:3])}"
+                + "; this vLLM does not take fused experts, see requirements.txt" * only_experts
             )
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
@@ -334,27 +338,7 @@ def checked_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_co
 # ------------------------------------------------------------------------------------------------------------
 # FP8
 # ------------------------------------------------------------------------------------------------------------
-FP8_BLOCK = 128  # rows and columns that share a scale
-FP8_MAX = 448.0  # largest finite E4M3 value
-FP8_MIN_AMAX = 1e-4  # smallest |weight| a scale is made for, as in vLLM
 FP8_QUANTIZATION = {"ignore": ["re:.*mlp\\.gate$"]}  # the router; vLLM leaves out head, embeddings, norms
-
-
-def fp8_round(weight: Tensor) -> Tensor:
-    """Weights as they are after block-wise E4M3 quantisation, [..., M, N] -> float32 of the same shape.
-
-        s = max |w| / 448,   w' = s E4M3(w / s)    per block of 128 x 128, tails in blocks of their own
-
-    What is quantised is the bfloat16-rounded weight, which is what a bfloat16 trainer computes with.
-    """
-    weight = weight.bfloat16().float()
-    *batch, m, n = weight.shape
-    pad = (0, -n % FP8_BLOCK, 0, -m % FP8_BLOCK)
-    blocks = torch.nn.functional.pad(weight, pad).unflatten(-1, (-1, FP8_BLOCK))
-    blocks = blocks.unflatten(-3, (-1, FP8_BLOCK))  # [..., M/128, 128, N/128, 128]
-    scale = blocks.abs().amax(dim=(-3, -1), keepdim=True).clamp(min=FP8_MIN_AMAX) / FP8_MAX
-    rounded = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn).float() * scale
-    return rounded.flatten(-4, -3).flatten(-2, -1)[..., :m, :n]
 
 
 def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -17,8 +17,9 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 import rollout
 from data.tiny import Recipe, build_policy, build_tokenizer
+from kernels.fp8_block import fp8_round
 from moe_model import Policy, hf_tensors, pack, random_weights, route_table, save_hf
-from rollout import Request, RolloutEngine, checked_routes, engine_name, fp8_round, no_route, simulate_fp8
+from rollout import Request, RolloutEngine, checked_routes, engine_name, no_route, simulate_fp8
 
 VOCAB = 98
 SMALL = {
