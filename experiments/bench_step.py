@@ -29,9 +29,9 @@ PHASES = ("rollout", "reward", "logprobs", "update", "sync")
 WORKLOADS = {"16 new tokens": (16, 60), "256 new tokens": (256, 12)}  # name -> (max_new_tokens, steps)
 
 
-def endless_model(folder: Path) -> Path:
-    """The tiny model with an end-of-sequence token that it hardly ever produces."""
-    shutil.copytree(MODEL, folder)
+def endless_model(folder: Path, model: Path = MODEL) -> Path:
+    """A copy of the tiny model with an end-of-sequence token that it hardly ever produces."""
+    shutil.copytree(model, folder)
     for name, key, value in (
         ("config.json", "eos_token_id", 2),
         ("tokenizer_config.json", "eos_token", "<unk>"),

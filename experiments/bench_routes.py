@@ -1,0 +1,122 @@
+"""What returning routed experts costs a rollout: seconds with over seconds without, and bytes per token.
+
+    python experiments/bench_routes.py                     about four minutes
+    python experiments/bench_routes.py --json routes.json
+
+Two engines of the same model, one with rollout.capture_routes, take turns on the same requests. A pair is
+one generate() of each; a figure is the median over pairs, in brackets the middle half. Workloads: 256
+completions of at most 16 tokens (the demo's), and 64 completions of 256 tokens from the same model with an
+end-of-sequence token it hardly ever says, for the models tiny (2 layers, top 2) and deep (8 layers, top 4).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+import moe_model
+from data.prompts import load_prompts
+from experiments.bench_step import endless_model
+from experiments.mismatch import model_folder
+from rollout import Request, RolloutEngine
+
+WORKLOADS = {"16 new tokens": (256, 16), "256 new tokens": (64, 256)}  # name -> (completions, max_new_tokens)
+
+
+def engines_of(folder: Path, dtype: str, policy) -> dict[bool, RolloutEngine]:
+    """{captures routes: engine with the policy's weights}."""
+    engines = {}
+    for captures in (False, True):
+        engines[captures] = RolloutEngine(
+            folder, max_model_len=512, max_num_seqs=256, dtype=dtype, kv_cache_gib=0.25, prefix_caching=True,
+            sleep_level=0, capture_routes=captures,
+        )  # fmt: skip
+        engines[captures].sync(moe_model.hf_tensors(policy), 0)
+    return engines
+
+
+def measure(name: str, workload: str, dtype: str, pairs: int, scratch: Path, progress) -> dict:
+    """Seconds of every generate() with and without capture, and bytes of routes per token."""
+    num_completions, max_new_tokens = WORKLOADS[workload]
+    folder = model_folder(name)
+    model = folder / "model"
+    if max_new_tokens > 16 and not (scratch / name).is_dir():
+        endless_model(scratch / name, model)
+    model = scratch / name if max_new_tokens > 16 else model
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    prompts = tokenizer([p.text for p in load_prompts(str(folder / "test.jsonl"))])["input_ids"]
+    policy = moe_model.Policy(moe_model.load_config(folder / "model"))
+    moe_model.load_hf(policy, folder / "model")
+    engines = engines_of(model, dtype, policy)
+    requests = [Request(prompts[i // 8], i, 1.0, max_new_tokens) for i in range(num_completions)]
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for pair in range(pairs + 1):
+        for captures in (False, True) if pair % 2 else (True, False):
+            start = time.perf_counter()
+            completions = engines[captures].generate(requests, 0)
+            if pair:
+                seconds[captures].append(time.perf_counter() - start)
+            if captures:
+                routes = [c.routed_experts for c in completions]
+        progress.update()
+    ratios = sorted(with_ / without for with_, without in zip(seconds[True], seconds[False]))
+    return {
+        "model": name, "workload": workload, "dtype": dtype, "n": pairs,
+        "seconds_without": statistics.median(seconds[False]),
+        "seconds_with": statistics.median(seconds[True]),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": [ratios[len(ratios) // 4], ratios[(3 * len(ratios) - 1) // 4]],
+        "bytes_per_token": sum(ids.numel() * ids.element_size() for ids in routes) / sum(map(len, routes)),
+        "layers_times_top_k": policy.config.num_hidden_layers * policy.config.num_experts_per_tok,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--models", nargs="+", choices=["tiny", "deep"], default=["tiny", "deep"])
+    parser.add_argument("--pairs", type=int, default=15, help="pairs per workload (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engine")
+    args = parser.parse_args()
+    if args.pairs < 1:
+        parser.error("--pairs must be at least 1")
+    torch.set_num_threads(1)
+    total = len(args.models) * len(WORKLOADS) * (args.pairs + 1)
+    progress = tqdm(total=total, desc="bench", unit="pair", disable=None)
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = [
+            measure(name, workload, args.dtype, args.pairs, Path(scratch), progress)
+            for name in args.models
+            for workload in WORKLOADS
+        ]
+    progress.close()
+    print("| model, workload | without, s | with, s | with / without (middle half) | bytes a token | L x K |")
+    print("|---|---|---|---|---|---|")
+    for row in rows:
+        low, high = row["ratio_quartiles"]
+        print(
+            f"| {row['model']}, {row['workload']} | {row['seconds_without']:.3f} | {row['seconds_with']:.3f} "
+            f"| {row['ratio']:.3f} ({low:.3f}-{high:.3f}) | {row['bytes_per_token']:g} "
+            f"| {row['layers_times_top_k']} |"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+    sys.stdout.flush()
+    os._exit(0)  # skips the leak reports that vLLM's native libraries print at a normal exit
+
+
+if __name__ == "__main__":
+    main()
