@@ -49,9 +49,8 @@ ENGINES = {  # name -> FP8 settings, trainers
 REPLAY = ("off", "r2", "r3")
 TIS_CAP = 2.0
 COLUMNS = {
-    "abs_dlogp": "mean abs(dlogp)", "abs_dlogp_p99": "p99", "abs_dlogp_max": "max", "mismatch_k3": "k3 KL",
-    "mismatch_routes": "routes differ", "mismatch_extreme": "extreme", "mismatch_ess": "ESS",
-    "ess_tis": "ESS, TIS", "truncated": "truncated",
+    "mismatch_routes": "routes differ", "abs_dlogp": "mean abs(dlogp)", "abs_dlogp_max": "max",
+    "mismatch_k3": "k3 KL", "mismatch_ess": "ESS", "ess_tis": "ESS, TIS",
 }  # fmt: skip
 
 
@@ -170,17 +169,23 @@ def summary(values: list[float]) -> dict[str, float]:
 
 
 def print_table(rows: list[dict]) -> None:
-    names = ["model", "engine", "fp8", "trainer", "router_replay"]
-    print("| " + " | ".join([*names, *COLUMNS.values(), "of tokens with the same routes, others"]) + " |")
-    print("|" + "---|" * (len(names) + len(COLUMNS) + 1))
-    for row in rows:
+    """One line per model, engine and trainer: without replay -> with the engine's routes (r3)."""
+    names = ["model", "engine", "fp8", "trainer"]
+    print("| " + " | ".join([*names, *COLUMNS.values()]) + " |")
+    print("|" + "---|" * (len(names) + len(COLUMNS)))
+    for row in (row for row in rows if row["router_replay"] == "off"):
+        (replayed,) = (
+            other for other in rows
+            if other["router_replay"] == "r3" and all(other[name] == row[name] for name in names)
+        )  # fmt: skip
         cells = [row[name] for name in names]
         for metric in COLUMNS:
-            value, form = row[metric], ".1e" if metric.startswith(("abs", "mismatch_k3")) else ".4f"
-            spread = f" ({value['min']:{form}}-{value['max']:{form}})" if metric == "abs_dlogp" else ""
-            cells.append(f"{value['mean']:{form}}{spread}")
-        split = (row["abs_dlogp_of_same_routes"]["mean"], row["abs_dlogp_of_other_routes"]["mean"])
-        cells.append(", ".join("none" if value is None else f"{value:.1e}" for value in split))
+            small = metric.startswith(("abs", "mismatch_k3"))
+            texts = [f"{of[metric]['mean']:{'.1e' if small else '.4f'}}" for of in (row, replayed)]
+            if metric == "abs_dlogp":  # with its range
+                for k, of in enumerate((row, replayed)):
+                    texts[k] += f" ({of[metric]['min']:.1e} to {of[metric]['max']:.1e})"
+            cells.append(" -> ".join(texts))
         print("| " + " | ".join(cells) + " |")
 
 
@@ -237,7 +242,7 @@ def main() -> None:
     progress.close()
     print_table(rows)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+        args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     if args.plot:
         plot_table(rows, args.plot)
     sys.stdout.flush()

@@ -29,6 +29,10 @@ def write_summary(run_dir: Path, state, peak_rss_bytes: int) -> None:
         "accuracy_by_difficulty_before": {n: v for n, v in state.first_eval.items() if "difficulty" in n},
         "accuracy_by_difficulty_after": {n: v for n, v in state.last_eval.items() if "difficulty" in n},
     }
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for name in ("mismatch_k3", "mismatch_routes", "mismatch_ess"):
+        values = [row[name] for row in rows if name in row]
+        summary[f"mean_{name}"] = sum(values) / len(values) if values else None
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
 
 
@@ -52,6 +56,11 @@ def print_summary(run_dir: Path) -> None:
     print(
         f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens"
     )
+    if summary["mean_mismatch_k3"] is not None:
+        routes = summary["mean_mismatch_routes"]
+        ess = f"effective sample size {summary['mean_mismatch_ess']:.4f}"
+        experts = "" if routes is None else f", other experts for {routes:.4f} of the tokens"
+        print(f"  k3 KL engine, trainer        {summary['mean_mismatch_k3']:6.1e}   nats, {ess}{experts}")
     total = sum(summary["seconds_by_phase"].values())
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
     print(f"  seconds                      {total:6.1f}   {phases}")

@@ -36,6 +36,51 @@ def test_bench_step_writes_the_table_it_prints(tmp_path):
     assert 0.9 * 64 * 256 < tokens <= 64 * 256 + 1, "nearly all of 8 x 8 completions are cut at 256"
 
 
+def test_mismatch_writes_the_table_it_prints(tmp_path):
+    options = ("--models", "tiny", "--prompts", 6, "--repeats", 2)
+    files = ("--json", tmp_path / "mismatch.json", "--plot", tmp_path / "mismatch.png")
+    done = run("experiments/mismatch.py", *options, *files)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "mismatch.json").read_text())
+    cases = [(row["engine"], row["fp8"], row["trainer"], row["router_replay"]) for row in rows]
+    assert len(cases) == len(set(cases)) == 33 and all(row["n"] == 2 for row in rows)
+    of = {case: row for case, row in zip(cases, rows)}
+    for case, row in of.items():
+        assert row["abs_dlogp"]["min"] <= row["abs_dlogp"]["mean"] <= row["abs_dlogp"]["max"]
+        assert case[3] != "r3" or row["mismatch_routes"]["max"] == 0
+        exact = case[:2] == ("float32", "off") or case[:3] == ("float32", "simulate", "engine's weights")
+        assert (row["abs_dlogp"]["mean"] < 1e-5) == exact, case  # else the weights or the products differ
+    for row in (row for row in rows if row["router_replay"] == "off"):
+        start = f"| tiny | {row['engine']} | {row['fp8']} | {row['trainer']} |"
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith(start)]
+        assert f"{row['mismatch_k3']['mean']:.1e} ->" in line
+    assert (tmp_path / "mismatch.png").stat().st_size > 10_000
+
+
+def test_bench_sync_writes_the_table_it_prints(tmp_path):
+    done = run("experiments/bench_sync.py", "--sizes", "1M", "--repeats", 1, "--json", tmp_path / "sync.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "sync.json").read_text())
+    size = found["sizes"]["1M"]
+    for way, seconds in size["seconds"].items():
+        assert f"| {way} | {seconds['median']:.4f} (" in done.stdout
+    reports = size["reports"]
+    assert reports["one by one"]["num_tensors"] == reports["fused"]["num_tensors"] + 2 * (3 * 8 - 2)
+    # layers x experts x three matrices, and all that is not an expert's
+    assert {report["num_bytes"] for report in reports.values()} == {4 * size["parameters"]}
+    assert set(found["python_per_tensor"]) == {"one by one", "fused", "copied"}
+
+
+def test_bench_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
+    done = run("experiments/bench_routes.py", "--models", "tiny", "--pairs", 1, "--json", tmp_path / "r.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "r.json").read_text())
+    assert [row["bytes_per_token"] for row in rows] == [row["layers_times_top_k"] for row in rows] == [4, 4]
+    for row in rows:
+        assert row["ratio"] == pytest.approx(row["seconds_with"] / row["seconds_without"])
+        assert f"| tiny, {row['workload']} | {row['seconds_without']:.3f} |" in done.stdout
+
+
 def test_the_problems_are_right_disjoint_and_the_same_every_time():
     recipe = Recipe(train_per_difficulty=300, test_per_difficulty=50)
     train, test = sample_problems(recipe)
