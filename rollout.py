@@ -61,6 +61,8 @@ class RolloutEngine:
         syncs is proven first.
     max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
     dtype: "float32" or "bfloat16"; the engine rounds what it is given in sync().
+    kv_cache_gib: memory for keys and values; None lets vLLM take its default share of a GPU.
+    sleep_level: what sleep() frees on a GPU: 0 nothing, 1 moves weights to the host, 2 drops them.
     capture_routes: return the experts that every token went through; nothing for a dense model.
     fp8: "off"; "on", vLLM's block-wise FP8 weights and activations, quantised anew at each sync (GPUs);
         "simulate", weights rounded through the same format at sync, products in dtype (anywhere).
@@ -68,8 +70,6 @@ class RolloutEngine:
     tensor_parallel: neighbouring ranks that share an engine; all of them call generate() and sync() together.
     expert_parallel: each of these ranks holds whole experts, E / tensor_parallel of them, instead of a part
         of each (GPUs); sync() then takes the rank's own experts.
-    kv_cache_gib: memory for keys and values; None lets vLLM take its default share of a GPU.
-    sleep_level: what sleep() frees on a GPU: 0 nothing, 1 moves weights to the host, 2 drops them.
     Raises ValueError where this machine or this vLLM cannot do what is asked.
     """
 
@@ -93,7 +93,6 @@ class RolloutEngine:
         check_hardware(sleep_level, fp8, kv_cache_fp8, expert_parallel)
         set_vllm_environment(self.on_gpu)
         from transformers import AutoConfig
-        from vllm import LLM, EngineArgs
 
         hf_config = AutoConfig.from_pretrained(model_path, local_files_only=True)
         self.num_experts = getattr(hf_config, "num_experts", 0)
@@ -123,16 +122,7 @@ class RolloutEngine:
             options |= {"quantization": "fp8_per_block", "quantization_config": FP8_QUANTIZATION}
         if kv_cache_fp8:
             options["kv_cache_dtype"] = "fp8"
-        if self.captures_routes:
-            if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(EngineArgs)}:
-                raise ValueError(f"this vLLM does not return routed experts: {WITHOUT_ROUTES}")
-            options["enable_return_routed_experts"] = True
-        try:
-            self.llm = LLM(**options)
-        except Exception as error:
-            if self.captures_routes and "outed" in str(error) and "xperts" in str(error):
-                raise ValueError(f"vLLM gives no routed experts ({error}): {WITHOUT_ROUTES}") from error
-            raise
+        self.llm = start_vllm(options, self.captures_routes)
         if tensor_parallel > 1 and not self.on_gpu:  # else the next run would find this one's segments
             for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
                 segment.unlink(missing_ok=True)
@@ -287,6 +277,22 @@ def check_hardware(sleep_level: int, fp8: str, kv_cache_fp8: bool, expert_parall
         raise ValueError(f"rollout.fp8 on {needed} simulate (weights rounded in the same way) or off")
     if kv_cache_fp8:
         raise ValueError(f"rollout.kv_cache_fp8 {needed} false")
+
+
+def start_vllm(options: dict, captures_routes: bool):
+    """vLLM's LLM with these options; ValueError if it cannot return routed experts."""
+    from vllm import LLM, EngineArgs
+
+    if captures_routes:
+        if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(EngineArgs)}:
+            raise ValueError(f"this vLLM does not return routed experts: {WITHOUT_ROUTES}")
+        options = options | {"enable_return_routed_experts": True}
+    try:
+        return LLM(**options)
+    except Exception as error:
+        if captures_routes and "outed" in str(error) and "xperts" in str(error):
+            raise ValueError(f"vLLM gives no routed experts ({error}): {WITHOUT_ROUTES}") from error
+        raise
 
 
 # ------------------------------------------------------------------------------------------------------------
