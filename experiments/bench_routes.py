@@ -6,7 +6,9 @@
 Two engines of the same model, one with rollout.capture_routes, take turns on the same requests. A pair is
 one generate() of each; a figure is the median over pairs, in brackets the middle half. Workloads: 256
 completions of at most 16 tokens (the demo's), and 64 completions of 256 tokens from the same model with an
-end-of-sequence token it hardly ever says, for the models tiny (2 layers, top 2) and deep (8 layers, top 4).
+end-of-sequence token it hardly ever says. Models: tiny (2 layers, top 2) and deep (8 layers, top 4) of
+data.tiny, and random weights of 30 million parameters (4 layers, top 2), a model in which vLLM's Python
+weighs less.
 """
 
 import argparse
@@ -28,6 +30,7 @@ from transformers import AutoTokenizer
 import moe_model
 from data.prompts import load_prompts
 from experiments.bench_step import endless_model
+from experiments.bench_sync import SIZES, make_policy
 from experiments.mismatch import model_folder
 from rollout import Request, RolloutEngine
 
@@ -49,15 +52,18 @@ def engines_of(folder: Path, dtype: str, policy) -> dict[bool, RolloutEngine]:
 def measure(name: str, workload: str, dtype: str, pairs: int, scratch: Path, progress) -> dict:
     """Seconds of every generate() with and without capture, and bytes of routes per token."""
     num_completions, max_new_tokens = WORKLOADS[workload]
-    folder = model_folder(name)
+    folder = model_folder("tiny" if name in SIZES else name)
     model = folder / "model"
-    if max_new_tokens > 16 and not (scratch / name).is_dir():
-        endless_model(scratch / name, model)
-    model = scratch / name if max_new_tokens > 16 else model
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     prompts = tokenizer([p.text for p in load_prompts(str(folder / "test.jsonl"))])["input_ids"]
-    policy = moe_model.Policy(moe_model.load_config(folder / "model"))
-    moe_model.load_hf(policy, folder / "model")
+    if name in SIZES:  # it never ends a completion
+        policy, model = make_policy(*SIZES[name]), scratch / name
+        moe_model.save_hf(policy, model)
+        tokenizer.save_pretrained(model)
+    else:
+        policy = moe_model.Policy(moe_model.load_config(model))
+        moe_model.load_hf(policy, model)
+        model = endless_model(scratch / name, model) if max_new_tokens > 16 else model
     engines = engines_of(model, dtype, policy)
     requests = [Request(prompts[i // 8], i, 1.0, max_new_tokens) for i in range(num_completions)]
     seconds: dict[bool, list[float]] = {False: [], True: []}
@@ -87,7 +93,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the table here")
-    parser.add_argument("--models", nargs="+", choices=["tiny", "deep"], default=["tiny", "deep"])
+    models = ["tiny", "deep", "30M"]
+    parser.add_argument("--models", nargs="+", choices=models, default=models, help="default: all")
     parser.add_argument("--pairs", type=int, default=15, help="pairs per workload (default: %(default)s)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engine")
     args = parser.parse_args()
