@@ -38,6 +38,7 @@ from scipy import stats
 
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
 INVERSION = "inversion_frac"  # missing in a step that trained on nothing
+MISMATCH = ("abs_dlogp", "mismatch_k3", "mismatch_routes", "mismatch_ess", "abs_log_ratio")  # exported only
 SMOOTHING_STEPS = 10  # of the cost plot
 RESAMPLES = 2000  # of the runs, for the interval of a ratio
 NONE = "n/a"
@@ -76,7 +77,7 @@ def read_log(file: Path, metric: str) -> list[dict]:
         if not isinstance(row, dict):
             raise ValueError(f"{place}: expected an object, found {line[:80]!r}")
         names = ["step", "generated_tokens", *(STEP_KEYS if row.get("step") != 0 else ())]
-        names += [name for name in row if is_evaluation(name, metric) or name == INVERSION]
+        names += [name for name in row if is_evaluation(name, metric) or name in (INVERSION, *MISMATCH)]
         for name in names:
             if name not in row:
                 raise ValueError(f"{place}: {name} is missing")
