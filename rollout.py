@@ -350,20 +350,21 @@ FP8_QUANTIZATION = {"ignore": ["re:.*mlp\\.gate$"]}  # the router; vLLM leaves o
 def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """fp8_round() of what vLLM would quantise: linear layers and experts; not the router, lm_head, the rest.
 
-    Projections that vLLM fuses (queries, keys, values; gate and up) are rounded as one matrix, as there.
+    Projections that vLLM fuses (queries, keys, values; gate and up of a dense layer) are rounded as one
+    matrix, as there.
     """
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named_tensors:
         if not name.removesuffix(".weight").endswith("_proj"):
             yield name, tensor
             continue
+        if name.endswith("experts.gate_up_proj"):  # [E, 2I, D]; vLLM pads both halves to whole blocks
+            yield name, fp8_round(tensor.unflatten(1, (2, -1))).flatten(1, 2)
+            continue
         target = engine_name(name)
         parts = held.setdefault(target, {})
         parts[name] = tensor
-        if name.endswith("experts.gate_up_proj"):  # [E, 2I, D]; vLLM pads both halves to whole blocks
-            held.pop(target)
-            yield name, fp8_round(tensor.unflatten(1, (2, -1))).flatten(1, 2)
-        elif len(parts) == (3 if ".qkv_proj." in target else 2 if ".gate_up_proj." in target else 1):
+        if len(parts) == (3 if ".qkv_proj." in target else 2 if ".gate_up_proj." in target else 1):
             rounded = fp8_round(torch.cat(list(held.pop(target).values()), dim=-2))
             yield from zip(parts, rounded.split([len(part) for part in parts.values()]))
     if held:

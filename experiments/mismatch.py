@@ -212,8 +212,9 @@ def plot_table(rows: list[dict], path: Path) -> None:
         labels = [f"{e}{' + FP8' * (f != 'off')}\n{t}" for e, f, t in cases]
         axis.set_xticks(range(len(cases)), labels, rotation=60, ha="right", fontsize=8)
         axis.set(yscale="log", title=f"{model}: {MODELS[model]}", ylabel="mean |dlogp|, nats")
+        axis.margins(y=0.3)  # room for the legend
         axis.grid(axis="y", alpha=0.3)
-        axis.legend()
+        axis.legend(loc="upper right")
     figure.suptitle("trainer against engine on the engine's samples (engine above, trainer below)")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -193,9 +193,12 @@ def wrong_shape(named):
     ids=["without an expert tensor", "without a norm", "half of the experts", "misnamed", "wrong shape"],
 )
 def test_a_faulty_sync_is_an_error_and_the_engine_refuses_to_sample(
-    faulty, named_in_message, policy, folder, tokenizer
+    faulty, named_in_message, policy, folder, tokenizer, monkeypatch
 ):
-    engine = make_engine(folder, "float32")  # a failed reload leaves an engine that nothing should use
+    """A failed reload leaves an engine that nothing should use, nor the tables of rotations that vLLM shares
+    among the engines of a process."""
+    monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
+    engine = make_engine(folder, "float32")
     with pytest.raises(RuntimeError, match="weight sync") as caught:
         engine.sync(faulty(hf_tensors(policy)), 7)
     assert named_in_message in str(caught.value)

@@ -1134,7 +1134,7 @@ def test_every_sampled_token_is_in_one_place_of_the_account(settings, world_size
             state, history = train_rl.TrainState(), no_history(4)
             generate = fake_generate(state, answer)
             groups, outcomes, account = train_rl.sample_groups(generate, state, history, config)
-            sampled = train_rl.rollout_metrics(groups, False)
+            sampled = train_rl.rollout_metrics(groups, False, no_route=255)
             groups, left = train_rl.drop_and_balance(groups, outcomes, config.zero_variance)
             batch = batch_of(groups, config, seed=rank)
             trained = train_rl.batch_metrics(batch, groups, 5)
