@@ -132,7 +132,10 @@ def updates(folder) -> dict:
 
 @pytest.fixture(scope="module")
 def one_process():
-    """A process group of this process alone, for what is collective."""
+    """A process group of this process alone, for what is collective; vLLM may have made one already."""
+    if dist.is_initialized():
+        yield
+        return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
