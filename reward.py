@@ -1,8 +1,8 @@
-r"""Completion text -> verdict, in this process (`verify`) or killable children (`RewardPool`); judges.
+r"""Completion -> verdict, in this process (`verify`) or in killable children (`RewardPool`).
 
     verify("math", r"... so \boxed{\frac{1}{2}}", "0.5")     # Verdict(reward=1.0, status="ok")
     with RewardPool(num_workers=2) as pool:                  # scores while the caller generates
-        pool.submit(key, "math", completion, answer)         # as soon as a completion is finished
+        pool.submit(key, "math", completion, answer)         # text or token ids, as soon as it is finished
         pool.poll()                                          # once per engine step
         verdicts = pool.collect()                            # waits; {key: Verdict} in submit order
 
@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import difflib
 import functools
-import itertools
 import json
 import logging
 import operator
@@ -28,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import astuple, dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
@@ -54,22 +53,24 @@ def verify(kind: str, completion: str, answer: str) -> Verdict:
     "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
     "math"     math-verify finds the last \boxed{...} equal to the answer, which is LaTeX or a number; without
                a box, the last expression that it finds in the last MAX_PARSED_CHARS characters
+    "module:function"  a function of your own: (completion, answer) -> share of tests or constraints met, in
+               [0, 1], and 1 is right. The module is found as the project's own are.
 
     An exception while scoring and a reference answer that cannot be read give status "error".
     Raises ValueError for an unknown kind, TypeError for a completion or an answer that is not a string.
     """
     _check(kind, completion, answer)
     try:
-        return _MATCHERS[kind](completion, answer)
+        return _MATCHERS[kind](completion, answer) if kind in _MATCHERS else _own(kind, completion, answer)
     except Exception as error:  # untrusted text; MemoryError and RecursionError are among them
         return Verdict(0.0, "error", f"{type(error).__name__}: {error}"[:200])
 
 
-def _check(kind: str, completion: str, answer: str) -> None:
-    if kind not in KINDS:
+def _check(kind: str, completion: str | list[int], answer: str, types: tuple = (str,)) -> None:
+    if not is_kind(kind):
         nearest, *others = difflib.get_close_matches(str(kind), KINDS, n=len(KINDS), cutoff=0.0)
         raise ValueError(f"unknown kind {kind!r}: did you mean {nearest!r}? Others: {', '.join(others)}")
-    if not (isinstance(completion, str) and isinstance(answer, str)):
+    if not (isinstance(completion, types) and isinstance(answer, str)):
         raise TypeError(f"completion and answer must be str, not {type(completion)} and {type(answer)}")
 
 
@@ -169,9 +170,22 @@ _MATCHERS = {"exact": _exact, "numeric": _numeric, "gsm8k": _gsm8k, "math": _mat
 KINDS: tuple[str, ...] = tuple(_MATCHERS)
 DENSE_KINDS: tuple[str, ...] = ("exact",)  # pass_frac if wrong: characters in place / longer length [ours]
 
+
+def is_kind(kind: str) -> bool:
+    """Whether verify() knows this kind: one of KINDS, or the "module:function" of a function."""
+    return kind in KINDS or (isinstance(kind, str) and re.fullmatch(r"[\w.]+:[\w.]+", kind) is not None)
+
+
+def _own(kind: str, completion: str, answer: str) -> Verdict:
+    score = float(pkgutil.resolve_name(kind)(completion, answer))
+    if not 0 <= score <= 1:
+        return Verdict(0.0, "error", f"{kind} gave {score}, not a score in [0, 1]")
+    return _compared(score == 1, score)
+
 # ---- 2. The pool: the caller's side ------------------------------------------------------------------------
 
 # Items sent ahead to one worker. More saves wake-ups on tiny items; fewer strand less work behind a slow one.
+# Functions of your own may be slow (a sandbox, a judge): one at a time to a worker that has nothing else.
 WINDOW = 16
 GRACE_S = 120.0  # a child silent for this long past the limit did not even start its own timer: it is killed
 
@@ -184,6 +198,10 @@ class _Worker:
     unwritten: bytearray = field(default_factory=bytearray)  # what the pipe to the child has not yet taken
     unread: bytes = b""  # the beginning of a reply
     alive_at: float = field(default_factory=time.monotonic)  # the last reply, or the last bytes taken
+    is_up: bool = False  # it has answered before
+
+    def is_slow(self) -> bool:
+        return bool(self.sent) and self.sent[0][1] not in KINDS
 
 
 class RewardPool(contextlib.AbstractContextManager):
@@ -191,28 +209,47 @@ class RewardPool(contextlib.AbstractContextManager):
 
     num_workers child processes score one item at a time each, for at most timeout_s wall-clock seconds and
     with at most memory_bytes of address space. A child that dies costs the item it was busy with its verdict
-    ("timeout" or "error"); the other items go to a fresh child. Data moves only inside submit, poll and
-    collect. One thread makes and uses the pool: Linux ends the children together with that thread.
+    ("timeout" or "error"); the other items go to a fresh child. Rules (KINDS) go before functions of your
+    own. At most max_backlog items wait; then submit does. tokenizer: JSON of the tokenizer with which the
+    children turn token ids into text. Data moves only inside submit, poll and collect. One thread makes and
+    uses the pool: Linux ends the children together with that thread.
     """
 
-    def __init__(self, num_workers: int = 1, timeout_s: float = 10.0, memory_bytes: int = 2 << 30):
-        if num_workers < 1 or timeout_s <= 0:
-            raise ValueError(f"num_workers={num_workers} and timeout_s={timeout_s} must be positive")
-        self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
+    def __init__(
+        self, num_workers: int = 1, timeout_s: float = 10.0, memory_bytes: int = 2 << 30, *,
+        max_backlog: int = 4096, tokenizer: str = "",
+    ):
+        if num_workers < 1 or timeout_s <= 0 or max_backlog < 1:
+            raise ValueError(f"{num_workers=}, {timeout_s=} and {max_backlog=} must be positive")
+        self.timeout_s, self.memory_bytes, self.max_backlog = timeout_s, memory_bytes, max_backlog
+        self.latencies: list[float] = []  # seconds from submit to verdict, of all items since it was emptied
+        self.seconds: dict[str, float] = {}  # {kind: that an item takes in a worker}, a moving mean
         self.num_timeouts = self.num_errors = self.num_restarts = 0  # verdicts, verdicts, children replaced
-        self._queue = deque()  # items not yet sent: (key, kind, completion, answer)
+        self._tokenizer = os.memfd_create("tokenizer") if tokenizer else None  # a file that ends with us
+        if tokenizer:
+            with open(os.dup(self._tokenizer), "w") as file:
+                file.write(tokenizer)
+        self._rules, self._slow = deque(), deque()  # not yet sent: (key, kind, completion, answer, since)
         self._verdicts: dict[Hashable, Verdict | None] = {}  # in submit order; None while outstanding
         self._workers = [self._start() for _ in range(num_workers)]
 
-    def submit(self, key: Hashable, kind: str, completion: str, answer: str) -> None:
-        """Hands over one item and returns at once. `key` must be new since the last collect."""
-        _check(kind, completion, answer)
+    def submit(self, key: Hashable, kind: str, completion: str | list[int], answer: str) -> None:
+        """Hands over one item; returns at once but for a full backlog. `key`: new since the last collect.
+
+        A completion may be token ids, if the pool has a tokenizer: the text without special tokens is scored.
+        """
+        _check(kind, completion, answer, (str, list))
         if not self._workers:
             raise ValueError("the pool is closed")
         if key in self._verdicts:
             raise ValueError(f"key {key!r} was submitted before and is not yet collected")
+        if isinstance(completion, list) and self._tokenizer is None:
+            raise ValueError("token ids need a pool with a tokenizer")
+        while self.poll() >= self.max_backlog:
+            self._wait()
         self._verdicts[key] = None
-        self._queue.append((key, kind, completion, answer))
+        item = (key, kind, completion, answer, time.monotonic())
+        (self._rules if kind in KINDS else self._slow).append(item)
         self._send()
 
     def poll(self) -> int:
@@ -221,25 +258,32 @@ class RewardPool(contextlib.AbstractContextManager):
         for worker in list(self._workers):
             self._receive(worker)
         self._send()
-        return len(self._queue) + sum(len(worker.sent) for worker in self._workers)
+        return len(self._rules) + len(self._slow) + sum(len(worker.sent) for worker in self._workers)
 
     def collect(self) -> dict[Hashable, Verdict]:
         """Waits for all items submitted since the last collect; their verdicts, in submit order."""
         while self.poll():
-            poller = select.poll()  # select.select refuses file descriptors above 1023
-            for worker in self._workers:
-                poller.register(worker.process.stdout, select.POLLIN)
-                if worker.unwritten:
-                    poller.register(worker.process.stdin, select.POLLOUT)
-            poller.poll(1000)  # ms, then look for silent workers
+            self._wait()
         verdicts, self._verdicts = self._verdicts, {}
         return verdicts
+
+    def _wait(self) -> None:
+        """Until a pipe moves, at most a second: then poll looks for silent workers."""
+        poller = select.poll()  # select.select refuses file descriptors above 1023
+        for worker in self._workers:
+            poller.register(worker.process.stdout, select.POLLIN)
+            if worker.unwritten:
+                poller.register(worker.process.stdin, select.POLLOUT)
+        poller.poll(1000)  # ms
 
     def close(self) -> None:
         """Kills the workers; items without verdict are dropped."""
         while self._workers:
             _stop(self._workers.pop().process)
-        self._queue, self._verdicts = deque(), {}
+        if self._tokenizer is not None:
+            os.close(self._tokenizer)
+            self._tokenizer = None
+        self._rules, self._slow, self._verdicts = deque(), deque(), {}
 
     def __exit__(self, *exc_info) -> None:
         self.close()
@@ -248,21 +292,26 @@ class RewardPool(contextlib.AbstractContextManager):
         # No LD_PRELOAD, no PYTHON* switches of the caller. sympy's order of terms can follow the hash seed.
         keep = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
         env = {name: os.environ[name] for name in keep if name in os.environ} | {"PYTHONHASHSEED": "0"}
-        command = [sys.executable, __file__, "--worker", str(self.timeout_s), str(self.memory_bytes)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=env)
+        inherited = [] if self._tokenizer is None else [self._tokenizer]
+        limits = [str(self.timeout_s), str(self.memory_bytes)]
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", *limits, *map(str, inherited)], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, bufsize=0, env=env, pass_fds=inherited)
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(pipe.fileno(), False)
         return _Worker(process)
 
     def _send(self) -> None:
         """Gives queued items to the least loaded workers and writes what the pipes take."""
-        while self._queue:
-            worker = min(self._workers, key=lambda worker: len(worker.sent))
-            if len(worker.sent) >= WINDOW:
+        while self._rules or self._slow:
+            # a worker with a slow item counts as full
+            worker = min(self._workers, key=lambda worker: WINDOW if worker.is_slow() else len(worker.sent))
+            queue = self._rules or self._slow
+            if worker.is_slow() or len(worker.sent) >= (WINDOW if queue is self._rules else 1):
                 break
-            worker.sent.append(self._queue.popleft())
+            worker.sent.append(queue.popleft())
             # ASCII JSON: newlines, null bytes and lone surrogates are escaped and come out as they were.
-            worker.unwritten += json.dumps(worker.sent[-1][1:]).encode() + b"\n"
+            worker.unwritten += json.dumps(worker.sent[-1][1:4]).encode() + b"\n"
         for worker in self._workers:
             # A full pipe is for the next call; a dead child shows in _receive, as the end of its replies.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -272,27 +321,31 @@ class RewardPool(contextlib.AbstractContextManager):
 
     def _receive(self, worker: _Worker) -> None:
         """Books the replies of a worker; replaces it if it has died or gone silent."""
-        verdicts, data = [], None
+        verdicts, data = [], None  # verdicts: with the seconds that they took
         with contextlib.suppress(BlockingIOError):
             while data := os.read(worker.process.stdout.fileno(), 1 << 16):
                 *replies, worker.unread = (worker.unread + data).split(b"\n")
-                verdicts += [Verdict(*json.loads(reply)) for reply in replies]
-                worker.alive_at = time.monotonic()
+                verdicts += [(Verdict(*fields), took) for *fields, took in map(json.loads, replies)]
+                worker.alive_at, worker.is_up = time.monotonic(), True
         ended = data == b""
-        silent = not ended and worker.sent and time.monotonic() > worker.alive_at + self.timeout_s + GRACE_S
+        grace = 1.0 if worker.is_up and worker.is_slow() else GRACE_S  # alone, it starts at once
+        silent = not ended and worker.sent and time.monotonic() > worker.alive_at + self.timeout_s + grace
         if ended or silent:
             status = _stop(worker.process)
             late = Verdict(0.0, "timeout", f"killed after the limit of {self.timeout_s:g} s")
             dead = Verdict(0.0, "error", f"the worker died with exit status {status}")
-            verdicts.append(late if silent or status == -signal.SIGALRM else dead)
+            verdicts.append((late if silent or status == -signal.SIGALRM else dead, self.timeout_s))
             self._workers[self._workers.index(worker)] = self._start()
             self.num_restarts += 1
-        for verdict in verdicts[:len(worker.sent)]:  # an idle worker that dies costs no item
-            self._verdicts[worker.sent.popleft()[0]] = verdict
+        for verdict, took in verdicts[:len(worker.sent)]:  # an idle worker that dies costs no item
+            key, kind, _, _, since = worker.sent.popleft()
+            self.seconds[kind] = 0.95 * self.seconds.get(kind, took) + 0.05 * took
+            self._verdicts[key] = verdict
+            self.latencies.append(time.monotonic() - since)
             self.num_timeouts += verdict.status == "timeout"
             self.num_errors += verdict.status == "error"
         if ended or silent:
-            self._queue.extendleft(reversed(worker.sent))
+            self._rules.extendleft(reversed(worker.sent))  # a slow item is alone: it had the verdict
 
 
 def _stop(process: subprocess.Popen) -> int:
@@ -307,7 +360,7 @@ def _stop(process: subprocess.Popen) -> int:
 
 def main() -> None:
     """Answers each line [kind, completion, answer] on stdin by a line of Verdict's fields on stdout."""
-    _, _, timeout_s, memory_bytes = sys.argv  # reward.py --worker TIMEOUT_S MEMORY_BYTES
+    _, _, timeout_s, memory_bytes, *tokenizer_fd = sys.argv  # reward.py --worker SECONDS BYTES [TOKENIZER]
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the end of the parent ends a computation
@@ -317,133 +370,21 @@ def main() -> None:
     requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)  # whatever a library prints stays out of the replies
+    if tokenizer_fd:
+        import tokenizers  # the library that is inside the trainer's tokenizer
+        tokenizer = tokenizers.Tokenizer.from_file(f"/proc/self/fd/{tokenizer_fd[0]}")
     for line in os.fdopen(requests, "rb"):  # ends when the parent closes it or dies
         kind, completion, answer = json.loads(line)
+        if isinstance(completion, list):
+            completion = tokenizer.decode(completion, skip_special_tokens=True)
         if kind == "math":  # a slow import is not the item's fault; verify reports one that fails
             with contextlib.suppress(Exception):
                 _math_verify()
+        start = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, float(timeout_s))
         verdict = verify(kind, completion, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        os.write(replies, json.dumps(astuple(verdict)).encode() + b"\n")
-
-
-# ---- 4. Judges: reward models, asked in the caller's process after a rollout -------------------------------
-
-TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
-Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the
-first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""  # [ours]
-
-
-class ScalarJudge:
-    """A reward model with one label, such as a Bradley-Terry model, of prompt + completion as they are.
-
-    path: Hugging Face folder. batch_size: texts per forward. max_tokens: a longer text loses its beginning.
-    """
-
-    def __init__(self, path: str | os.PathLike, batch_size: int = 32, max_tokens: int = 4096):
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-        model, loading = AutoModelForSequenceClassification.from_pretrained(  # [ours]: bfloat16 makes ties
-            path, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True)
-        if model.config.num_labels != 1 or loading["missing_keys"]:  # a causal LM's head would be random
-            raise ValueError(f"judge {path} has {model.config.num_labels} labels, not 1, or no trained head")
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, truncation_side="left")
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # it marks the end of a text
-        self.batch_size, self.tokenize = batch_size, functools.partial(
-            tokenizer, padding=True, padding_side="right", truncation=True, max_length=max_tokens,
-            return_token_type_ids=False, return_tensors="pt")
-        self.model = model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
-
-    def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
-        """Raw scores; NaN and inf are handed on. Equal texts are read once and get equal scores."""
-        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        order, scores = sorted(set(texts), key=lambda text: (len(text), text)), {}  # little padding
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start:start + self.batch_size]
-            logits = self.model(**self.tokenize(batch).to(self.model.device)).logits  # [B, 1]
-            scores |= zip(batch, logits[:, 0].tolist())
-        return [scores[text] for text in texts]
-
-    def compare(self, prompts, firsts, seconds, margin: float = 0.0) -> list[int]:
-        """+1 where the first completion scores more than margin above the second, -1 below it, else 0."""
-        scores = self.scores([*prompts, *prompts], [*firsts, *seconds])
-        return [(a - b > margin) - (b - a > margin) for a, b in zip(scores, scores[len(prompts):])]
-
-
-class GenerativeJudge:
-    """A language model: a chain of thought on two completions, then Better, Tie or Worse [secondary].
-
-    generate: prompts -> answers, in order. num_unreadable: answers without a verdict so far; they are ties.
-    """
-
-    def __init__(self, generate: Callable[[list[str]], list[str]], template: str = TEMPLATE):
-        self.generate, self.template, self.num_unreadable = generate, template, 0
-
-    def compare(self, prompts, firsts, seconds) -> list[int]:
-        """+1 where the answer's last verdict finds the first completion better, -1 where worse, else 0."""
-        questions = [self.template.format(prompt=prompt, first=first, second=second)
-                     for prompt, first, second in zip(prompts, firsts, seconds, strict=True)]
-        answers = self.generate(questions) if questions else []
-        if len(answers) != len(questions):
-            raise ValueError(f"the generative judge gave {len(answers)} answers to {len(questions)} prompts")
-        found = [re.findall(r"(?<!\|)\b(Better|Tie|Worse)\b(?!\|)", answer) for answer in answers]  # no echo
-        self.num_unreadable += found.count([])
-        return [{"Better": 1, "Worse": -1}.get(words[-1], 0) if words else 0 for words in found]
-
-
-def pairwise_reference(judge, prompts, completions, references) -> list[float]:
-    """r_i = +1, 0 or -1: completion i is better than, as good as or worse than reference i [ours]."""
-    return [float(sign) for sign in judge.compare(prompts, completions, references)]
-
-
-def round_robin(judge, prompts, completions, group_index: list[int]) -> list[float]:
-    """r_i = mean over j != i in i's group of [better 1, tie 0.5, worse 0]; 0.5 for a group of one [ours].
-
-    group_index: group of each completion, in any order. A pair i < j is asked once, i first, for both.
-    """
-    items = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
-    groups = [list(group) for _, group in itertools.groupby(items, key=operator.itemgetter(0))]
-    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
-    signs = judge.compare([a[2] for a, _ in pairs], [a[3] for a, _ in pairs], [b[3] for _, b in pairs])
-    points = [[] for _ in items]
-    for (a, b), sign in zip(pairs, signs):
-        points[a[1]].append((1 + sign) / 2)
-        points[b[1]].append((1 - sign) / 2)
-    return [sum(won) / len(won) if won else 0.5 for won in points]
-
-
-def build_judge(kind: str, path: str, batch_size: int = 32, max_tokens: int = 4096):
-    """The judge in a folder, or the generative one "module:function"; ValueError says why it cannot be."""
-    if os.path.isfile(os.path.join(path, "config.json")):
-        return {"scalar": ScalarJudge, "generative": _vllm_judge}[kind](path, batch_size, max_tokens)
-    if kind == "scalar" or ":" not in path:
-        raise ValueError(f"judge {path!r}: no folder with the config.json of a Hugging Face model")
-    try:
-        return GenerativeJudge(pkgutil.resolve_name(path))
-    except Exception as error:  # whatever its import raises
-        raise ValueError(f"cannot import the judge {path!r}: {type(error).__name__}: {error}") from error
-
-
-def _vllm_judge(path: str, batch_size: int, max_tokens: int) -> GenerativeJudge:
-    """Greedy answers of a second vLLM engine in this process; of a long question only the end is read.
-
-    Tried after the policy's, on 1 and 2 CPU ranks, vLLM 0.30: exact, but an MoE after a dense policy fails.
-    """
-    import rollout
-    rollout.set_vllm_environment(on_gpu := rollout.torch.cuda.is_available())
-    from vllm import LLM, SamplingParams
-    llm = LLM(path, load_format="safetensors", dtype="auto" if on_gpu else "float32", max_num_seqs=batch_size,
-              kv_cache_memory_bytes=1 << 30, max_model_len=-1, gpu_memory_utilization=0.01,  # what fits
-              distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
-              enforce_eager=not on_gpu, generation_config="vllm", use_tqdm_on_load=False)
-    half = llm.model_config.max_model_len // 2
-    options = {"sampling_params": SamplingParams(temperature=0.0, max_tokens=min(max_tokens, half)),
-               "tokenization_kwargs": {"truncate_prompt_tokens": half, "truncation_side": "left"},
-               "chat_template": None if llm.get_tokenizer().chat_template else "{{ messages[0].content }}"}
-    return GenerativeJudge(lambda questions: [output.outputs[0].text for output in llm.chat(
-        [[{"role": "user", "content": question}] for question in questions], use_tqdm=False, **options)])
+        os.write(replies, json.dumps([*astuple(verdict), time.monotonic() - start]).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ vLLM's external launcher. It is driven by add_request() and step(), so that a co
 moment it ends. Knows no rewards and no algorithm: tokens in; tokens, their log-probabilities and the experts
 they went through out.
 
-Reading order: RolloutEngine (generate, sync, check_weights), routed experts, FP8, what runs inside vLLM.
+Reading order: RolloutEngine (generate, sync, check_weights), longest first, routed experts, FP8, vLLM's
+environment. What runs inside vLLM's worker is in experiments/vllm_worker.py.
 """
 
 import dataclasses
+import heapq
+import math
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +23,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from experiments.vllm_worker import compare_weights_in_worker, engine_name, load_weights_in_worker
 from kernels.fp8_block import fp8_round
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion. A final end-of-sequence token is part of it."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # nats, of each token under the engine's policy at the request's temperature
+    finish_reason: str  # "stop": the policy ended it; "length": at max_new_tokens; "cut": not yet finished
+    seconds: float  # from the start of generate() to its last token
+    routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see checked_routes()
+    spans: tuple[tuple[int, int], ...] = ()  # (policy version, tokens drawn from it), one after another
 
 
 @dataclass(frozen=True)
@@ -31,18 +46,14 @@ class Request:
     prompt_ids: list[int]
     seed: int  # of its own random numbers: the sample does not depend on what else is in the batch
     temperature: float  # 0 takes the most likely token
-    max_new_tokens: int
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One sampled completion. A final end-of-sequence token is part of it."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # nats, of each token under the engine's policy at the request's temperature
-    finish_reason: str  # "stop": the policy ended it; "length": cut at max_new_tokens
-    seconds: float  # from the start of generate() to its last token
-    routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see checked_routes()
+    max_new_tokens: int  # of the whole completion
+    min_new_tokens: int = 0  # no end of sequence before
+    group: int = 0  # completions of one prompt have the same
+    expected_tokens: float = 0.0  # the longest expected start first; where all are equal, in the order given
+    guessed: bool = False  # nothing is known of this prompt: its first completions tell what to expect
+    reward_tokens: float = 0.0  # counts as so many tokens more in that order: its reward takes long too
+    can_be_cut: bool = True  # by generate(..., enough)
+    begun: Completion | None = None  # goes on from this one, which was cut
 
 
 @dataclass(frozen=True)
@@ -128,6 +139,8 @@ class RolloutEngine:
                 segment.unlink(missing_ok=True)
         self.engine = self.llm.llm_engine
         self.sleep_level, self.fp8, self.tensor_parallel = sleep_level, fp8, tensor_parallel
+        self.max_num_seqs = max_num_seqs
+        self.seconds_per_step = float("inf")  # of the last rollout: what a token takes while others run
         self.hf_config = hf_config
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
 
@@ -136,21 +149,22 @@ class RolloutEngine:
         requests: list[Request],
         policy_version: int,
         on_finished: Callable[[int, Completion], None] = lambda index, completion: None,
+        on_step: Callable[[], object] = lambda: None,
+        enough: Callable[[], bool] | None = None,
     ) -> list[Completion]:
-        """Sample all requests; on_finished(index, completion) is called as each one ends.
+        """Sample all requests, in the order of a WaitingLine; on_finished(index, completion) as each ends.
 
-        Ranks that share an engine each give their own requests and get their own completions.
+        on_step is called after each step of the engine. enough, asked after each step, ends what can be cut
+        as soon as it says so: such completions have the tokens so far, or none, and finish_reason "cut".
+        Ranks that share an engine each give their own requests, of groups with numbers of their own, and get
+        their own completions.
         Raises RuntimeError if the engine's weights are not those of policy_version.
         """
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         if policy_version != self.policy_version:
             raise RuntimeError(
                 f"the engine holds the weights after update {self.policy_version}, the policy is at "
                 f"{policy_version}: a weight sync was skipped"
             )
-        start = time.perf_counter()
         own, first = requests, 0
         if self.tensor_parallel > 1:  # all ranks of an engine must give it the same work in the same order
             everyone = [None] * self.tensor_parallel
@@ -158,38 +172,82 @@ class RolloutEngine:
             dist.all_gather_object(everyone, requests, group=group)
             first = sum(len(of_rank) for of_rank in everyone[: dist.get_rank(group)])
             requests = sum(everyone, [])
-        completions: list[Completion | None] = [None] * len(requests)
-        captured: list[np.ndarray | None] = [None] * len(requests)
-        for index, request in enumerate(requests):
-            params = SamplingParams(
-                temperature=request.temperature,
-                seed=request.seed if request.temperature > 0 else None,
-                max_tokens=request.max_new_tokens,
-                logprobs=0,  # of the sampled token only
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            self.engine.add_request(str(index), {"prompt_token_ids": request.prompt_ids}, params)
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                index, sample = int(output.request_id), output.outputs[0]
-                captured[index] = sample.routed_experts if self.captures_routes else None
-                completions[index] = Completion(
-                    token_ids=list(sample.token_ids),
-                    logprobs=list(sample.logprobs.logprobs),
-                    finish_reason=sample.finish_reason,
-                    seconds=time.perf_counter() - start,
-                )
-                if first <= index < first + len(own):
-                    on_finished(index - first, completions[index])
-        assert None not in completions, "vLLM lost a request"
-        completions = completions[first : first + len(own)]
+        end = first + len(own)
+
+        def of_own(index: int, completion: Completion) -> None:
+            if first <= index < end:
+                on_finished(index - first, completion)
+
+        completions, captured = self.drive(requests, of_own, on_step, enough)
+        completions, captured = completions[first:end], captured[first:end]
         if not self.captures_routes:
             return completions
         num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(own, completions)]
-        routes = checked_routes(captured[first : first + len(own)], num_rows, self.hf_config)
+        routes = checked_routes(captured, num_rows, self.hf_config)
         return [dataclasses.replace(c, routed_experts=ids) for c, ids in zip(completions, routes)]
+
+    def drive(
+        self,
+        requests: list[Request],
+        on_finished: Callable,
+        on_step: Callable,
+        enough: Callable[[], bool] | None,
+    ) -> tuple[list[Completion], list[np.ndarray | None]]:
+        """The engine's loop: as many requests as it works on at once, the next as one ends.
+
+        Returns the completion and the captured routes of each request.
+        """
+        start, num_steps = time.perf_counter(), 0
+        waiting, running = WaitingLine(requests), {}  # {index: (token ids, logprobs) so far}
+        completions = [request.begun or Completion([], [], "cut", 0.0) for request in requests]
+        captured: list[np.ndarray | None] = [None] * len(requests)
+
+        def end(index: int, finish_reason: str) -> None:
+            begun, (token_ids, logprobs) = completions[index], running.pop(index)
+            spans = (*begun.spans, (self.policy_version, len(token_ids) - len(begun.token_ids)))
+            seconds = time.perf_counter() - start
+            completions[index] = Completion(token_ids, logprobs, finish_reason, seconds, spans=spans)
+
+        while waiting or running:
+            while waiting and len(running) < self.max_num_seqs:
+                index = waiting.pop()
+                begun = completions[index]
+                running[index] = ([*begun.token_ids], [*begun.logprobs])
+                prompt = {"prompt_token_ids": requests[index].prompt_ids + begun.token_ids}
+                params = sampling_params(requests[index], in_parts=enough is not None)
+                self.engine.add_request(str(index), prompt, params)
+            for output in self.step():
+                index, sample = int(output.request_id), output.outputs[0]
+                token_ids, logprobs = running[index]
+                token_ids += sample.token_ids
+                logprobs += sample.logprobs.logprobs
+                if output.finished:
+                    end(index, sample.finish_reason)
+                    captured[index] = sample.routed_experts if self.captures_routes else None
+                    waiting.note(index, len(token_ids))
+                    on_finished(index, completions[index])
+            on_step()
+            num_steps += 1
+            if enough is not None and enough():
+                cut = [index for index in running if requests[index].can_be_cut]
+                self.engine.abort_request([str(index) for index in cut])
+                for index in cut:
+                    end(index, "cut")
+                waiting.cut()
+        if num_steps:
+            self.seconds_per_step = (time.perf_counter() - start) / num_steps
+        return completions, captured
+
+    def step(self) -> list:
+        """One step of vLLM; RuntimeError for whatever it raises."""
+        try:
+            return self.engine.step()
+        except Exception as error:
+            self.policy_version = None  # nothing is known of its state
+            raise RuntimeError(
+                f"the engine failed while sampling: {type(error).__name__}: {error}. Checkpoints are whole: "
+                "the same command goes on from the newest"
+            ) from error
 
     def tensor_parallel_group(self):
         """The process group of the ranks that share this engine."""
@@ -229,7 +287,8 @@ class RolloutEngine:
             raise RuntimeError(
                 f"weight sync: {len(missing)} parameters of the engine were not covered, first: "
                 f"{', '.join(missing[:3])}"
-                + "; this vLLM does not take fused experts, see requirements.txt" * only_experts
+                + "; this vLLM does not take fused experts, see requirements.txt"
+                * only_experts
             )
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
@@ -260,6 +319,94 @@ class RolloutEngine:
         if self.sleep_level:
             self.policy_version = None
             self.llm.sleep(level=self.sleep_level)
+
+
+def longest_first(
+    sizes: list[float], num_bins: int, load: list[float] | None = None, room: list[int] | None = None
+) -> list[int]:
+    """The bin of each item: the largest goes first, each to the bin with the least (LPT, Graham 1969).
+
+    load: what the bins hold already; room: how many items each takes, None: any number. Equal items go in
+    their order, to equal bins in theirs.
+    """
+    bins, room = [0] * len(sizes), list(room or [len(sizes)] * num_bins)
+    heap = [(held, number) for number, held in enumerate(load or [0.0] * num_bins) if room[number]]
+    heapq.heapify(heap)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        held, bins[item] = heapq.heappop(heap)
+        room[bins[item]] -= 1
+        if room[bins[item]]:
+            heapq.heappush(heap, (held + sizes[item], bins[item]))
+    return bins
+
+
+class WaitingLine:
+    """Requests that an engine has not started yet: the longest expected first, equal ones in their order.
+
+    That bounds the tail: a long completion that starts last runs alone at the end, and so does a slow reward.
+    Siblings, expected alike, stay next to each other and share their prompt's keys and values.
+    Of a group of which nothing is known one sibling goes ahead of all others, and the group counts as the
+    longest until one has finished; then what its finished siblings took on average stands for the rest [ours:
+    the best of four rules simulated, see the README].
+    """
+
+    def __init__(self, requests: list[Request]):
+        self.requests, self.left = requests, set(range(len(requests)))
+        self.expected = [
+            r.reward_tokens + (r.max_new_tokens if r.guessed else r.expected_tokens) for r in requests
+        ]
+        self.siblings: dict[int, list[int]] = {}  # {group: requests}, of groups of which nothing is known
+        self.finished: dict[int, list[int]] = {}  # {group: tokens of finished siblings}
+        for index, request in enumerate(requests):
+            if request.guessed:
+                if request.group not in self.siblings:
+                    self.expected[index] = math.inf
+                self.siblings.setdefault(request.group, []).append(index)
+        self.heap = [(-tokens, index) for index, tokens in enumerate(self.expected)]
+        heapq.heapify(self.heap)
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    def pop(self) -> int:
+        """The index of the next request."""
+        while True:
+            tokens, index = heapq.heappop(self.heap)
+            if index in self.left and -tokens == self.expected[index]:  # else it was entered anew
+                self.left.remove(index)
+                return index
+
+    def note(self, index: int, num_tokens: int) -> None:
+        """A request has ended with num_tokens."""
+        group = self.requests[index].group
+        if self.requests[index].guessed:
+            seen = self.finished.setdefault(group, [])
+            seen.append(num_tokens)
+            for sibling in self.left.intersection(self.siblings[group]):
+                self.expected[sibling] = self.requests[sibling].reward_tokens + sum(seen) / len(seen)
+                heapq.heappush(self.heap, (-self.expected[sibling], sibling))
+
+    def cut(self) -> None:
+        """Forget the requests that can be cut."""
+        self.left = {index for index in self.left if not self.requests[index].can_be_cut}
+
+
+def sampling_params(request: Request, in_parts: bool):
+    """vLLM's parameters of a request; in_parts: its output comes token by token, else when it has ended."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    begun = len(request.begun.token_ids) if request.begun else 0
+    return SamplingParams(
+        temperature=request.temperature,
+        seed=request.seed if request.temperature > 0 else None,
+        max_tokens=request.max_new_tokens - begun,
+        min_tokens=max(0, request.min_new_tokens - begun),
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,
+    )
 
 
 def check_hardware(sleep_level: int, fp8: str, kv_cache_fp8: bool, expert_parallel: bool) -> None:
@@ -385,7 +532,7 @@ def as_engine_gets_them(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Inside vLLM
+# Environment
 # ------------------------------------------------------------------------------------------------------------
 def set_vllm_environment(on_gpu: bool) -> None:
     """Settings that vLLM reads from the environment when it is imported; what a user has set stays."""
@@ -400,139 +547,3 @@ def set_vllm_environment(on_gpu: bool) -> None:
         settings |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}  # costs more than it saves
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-
-
-def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
-    """Runs inside vLLM's worker: reload layer by layer; returns the parameters that got nothing.
-
-    On CPUs fused experts are copied whole to where the kernel reads them, and packed there, where vLLM's
-    loader would go through Python twice for every expert.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    model = worker.model_runner.get_model()
-    expected = {plain_name(name) for name, _ in model.named_parameters()}
-    experts, copied = fused_expert_storage(model) if on_cpu else {}, set()
-
-    def without_fused_experts():
-        for name, tensor in named_tensors:
-            target = experts.get(engine_name(name))
-            if target is None or target.shape != tensor.shape:  # another shape: a tensor-parallel part of it
-                yield name, tensor
-            else:
-                target.copy_(tensor)
-                copied.add(engine_name(name))
-
-    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        initialize_layerwise_reload(model)
-        loaded = model.load_weights(without_fused_experts())
-        finalize_layerwise_reload(model, worker.model_runner.model_config)
-        if on_cpu:
-            repack_for_cpu_kernels(model)
-    return sorted(expected - loaded - copied)
-
-
-def fused_expert_storage(model) -> dict[str, Tensor]:
-    """{name: [E, ...]} of the memory that holds the experts."""
-    return {plain_name(name): p.data for name, p in model.named_parameters() if p.dim() == 3}
-
-
-def repack_for_cpu_kernels(model) -> None:
-    """Redo two steps of the first load that vLLM's CPU backend leaves out of a reload (seen in 0.30).
-
-    Without them it returns no error and a broken model: expert weights stay in the checkpoint's layout
-    although the kernel reads a packed one, and a tied head keeps the packed copy of the old embedding.
-    """
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and hasattr(module, "w13_weight"):
-            kernel.fused_experts.process_weights_after_loading(module)
-    if model.config.tie_word_embeddings:
-        dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
-
-
-ENGINE_NAMES = (  # Hugging Face's names -> those of vLLM's fused parameters
-    (re.compile(r"\.experts\.(gate_up_proj|\d+\.(gate|up)_proj\.weight)$"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.(\d+\.)?down_proj(\.weight)?$"), ".experts.w2_weight"),
-    (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
-    (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
-)
-
-
-def engine_name(name: str) -> str:
-    """The parameter of the engine that a tensor of the policy goes into."""
-    for pattern, replacement in ENGINE_NAMES:
-        name = pattern.sub(replacement, name)
-    return name
-
-
-def plain_name(name: str) -> str:
-    """An engine's name of a parameter without the module that holds the experts: its loader leaves it out."""
-    return name.replace(".routed_experts.", ".")
-
-
-CHECKSUM_CHUNK = 1 << 16  # elements; their integers stay in a core's cache
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """[2] int64: sum and sum of squares of the elements' bits as integers, modulo 2^64.
-
-    It does not depend on the order of the elements, nor on zeros among them: kernels permute and pad.
-    """
-    tiny, sums = torch.finfo(tensor.dtype).tiny, torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    integers = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
-    for part in tensor.flatten().split(CHECKSUM_CHUNK):
-        part = torch.where(part.abs() < tiny, 0, part)  # -0 and what a kernel may flush to 0
-        bits = part.view(integers).long()
-        sums += torch.stack([bits.sum(), (bits * bits).sum()])
-    return sums
-
-
-def held_tensors(model, dtype: torch.dtype, tensor_parallel: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, values) of all that the engine computes with, in whatever order its kernels store the elements.
-
-    Without what tensor parallelism splits: of a shared engine, norms, routers and whole experts. A linear
-    layer that vLLM's CPU backend has packed away is asked for its product with the identity.
-    """
-    for module_name, module in model.named_modules():
-        is_split = tensor_parallel > 1 and not module_name.endswith(("norm", ".gate"))
-        if is_split and not getattr(getattr(module, "moe_config", None), "ep_size", 1) > 1:
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            values = parameter.data
-            if name == "weight" and hasattr(module, "cpu_linear") and not module_name.endswith("tokens"):
-                sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # by kind of layer
-                size = next(getattr(module, size) for size in sizes if hasattr(module, size))
-                values = module.cpu_linear(torch.eye(size, dtype=dtype), values, None)
-            yield plain_name(f"{module_name}.{name}"), values
-
-
-def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Runs inside vLLM's worker: the parameters whose checksum is not that of the tensors sent into them."""
-    model, dtype = worker.model_runner.get_model(), worker.model_runner.model_config.dtype
-    known = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    with torch.no_grad():
-        tensors = held_tensors(model, dtype, worker.parallel_config.tensor_parallel_size)
-        held = {name: (v.dtype, checksum(v)) for name, v in tensors if v.dtype.itemsize > 1}  # not FP8
-        sent: dict[str, Tensor] = {}
-        names: dict[str, list[str]] = {}
-        lost = []  # tensors that the engine has no place for
-        for name, tensor in named_tensors:
-            target = engine_name(name)
-            names.setdefault(target, []).append(name)
-            if target not in known and tensor.any():
-                lost.append(f"nothing (from {name})")
-            if target in held:
-                part = checksum(tensor.to(held[target][0]))
-                sent[target] = sent[target] + part if target in sent else part
-    if "lm_head.weight" in held and model.config.tie_word_embeddings:  # on CPUs the head has a packed copy
-        sent["lm_head.weight"] = sent["model.embed_tokens.weight"]
-        names["lm_head.weight"] = ["model.embed_tokens.weight"]
-    return lost + [
-        f"{name} (from {', '.join(names.get(name, ['nothing']))})"
-        for name, (_, bits) in held.items()
-        if name not in sent or not torch.equal(bits.cpu(), sent[name].cpu())
-    ]

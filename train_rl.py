@@ -26,20 +26,14 @@ the sources are silent.
 # ============================================================================================================
 # 1 Imports
 # ============================================================================================================
-import contextlib
-import ctypes
 import math
 import os
 import random
-import resource
-import signal
 import sys
 import time
-import traceback
-import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -50,14 +44,15 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 import moe_model
+from data.history import PromptHistory
 from data.prompts import Prompt
 from data.stream import digest_of, load_sets, prompts_of_step, seed_of, tokenize
+from experiments.balance import exchange, micro_batches_of, sequence_lengths
 from experiments.checks import (
     check_parity,
     check_routes,
@@ -66,6 +61,9 @@ from experiments.checks import (
     handle_nonfinite,
     mismatch_gate,
 )
+from experiments.evaluation import evaluation_is_due, evaluation_metrics, plan_evaluation
+from experiments.judges import build_judge, pairwise_reference, round_robin
+from experiments.launch import announcement, build_policy, build_pool, build_sampler, check_ranks, run
 from experiments.metrics import (
     Clock,
     account_of,
@@ -77,21 +75,22 @@ from experiments.metrics import (
     mismatch_statistics,
     reduce_metrics,
     rollout_metrics,
+    schedule_metrics,
+    straggler,
     token_metrics,
 )
-from experiments.run_dir import find_checkpoint, prepare_run_dir, save_checkpoint
+from experiments.run_dir import CheckpointWriter, TrainState, find_checkpoint, prepare_run_dir
 from experiments.settings import (
     MAX_ENTROPY_GROUPS,
     AlgorithmSection,
     Config,
+    RewardSection,
     ZeroVarianceSection,
-    config_warnings,
-    load_config,
 )
-from experiments.summary import plot_curves, print_summary, write_summary
-from moe_model import Policy, pack, route_table
-from reward import RewardPool, Verdict, build_judge, pairwise_reference, round_robin
-from rollout import Completion, Request, RolloutEngine, no_route
+from experiments.summary import finish_run, print_summary
+from moe_model import pack, route_table
+from reward import RewardPool, Verdict
+from rollout import Completion, Request, RolloutEngine, longest_first, no_route
 
 # ============================================================================================================
 # 2 Zero-variance elimination before and during the rollout (arXiv 2512.07710; stages as in the README)
@@ -111,22 +110,36 @@ class Group:
     place: int  # among the prompts sampled in this step over all ranks
     prompt_index: int  # in the training set
     completions: list[Completion] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[Verdict | None] = field(default_factory=list)  # None: still out, or of one that was cut
+    minibatch: int = 0  # the update of the step that it is part of
+    expected_tokens: list[float] = field(default_factory=list)  # [G] of each completion; empty: no matter
+    guessed: bool = False  # the expectation is not of this prompt
+
+    @classmethod
+    def from_dict(cls, saved: dict) -> "Group":
+        """Undo asdict()."""
+        completions = [Completion(**completion) for completion in saved["completions"]]
+        verdicts = [verdict and Verdict(**verdict) for verdict in saved["verdicts"]]
+        return cls(**saved | {"completions": completions, "verdicts": verdicts})
+
+    def put(self, sample: int, completion: Completion, verdict: Verdict | None) -> None:
+        """Enter a completion, the next one or in place of its beginning; no verdict of one that was cut."""
+        self.completions[sample : sample + 1] = [completion]
+        self.verdicts[sample : sample + 1] = [verdict]
+
+    def unfinished(self, group_size: int) -> list[int]:
+        """Which of its completions are still to be sampled, or to be continued."""
+        ended = [c.finish_reason != "cut" for c in self.completions]
+        return [i for i in range(group_size) if i >= len(ended) or not ended[i]]
+
+    def expected(self, sample: int) -> float:
+        """Tokens that a completion is expected to take from now on; 1 where that is no matter."""
+        begun = len(self.completions[sample].token_ids) if sample < len(self.completions) else 0
+        return max(1.0, self.expected_tokens[sample] - begun) if self.expected_tokens else 1.0
 
     def outcome(self, dense: bool) -> "Outcome":
-        valid = [v for v in self.verdicts if v.status not in ("timeout", "error")]
-        scores = [score_of(v, dense) for v in valid]
-        return Outcome(
-            place=self.place,
-            prompt_index=self.prompt_index,
-            solved=sum(v.status == "ok" for v in valid),
-            valid=len(valid),
-            score_sum=sum(scores),
-            tokens=sum(len(c.token_ids) for c in self.completions),
-            completions=len(self.completions),
-            # [ours] of the correctness part: penalties would hide that a group teaches nothing
-            has_variance=len(scores) >= 2 and max(scores) - min(scores) > ZERO_VARIANCE,
-        )
+        tokens = sum(len(c.token_ids) for c in self.completions)
+        return Outcome.of(self.place, self.prompt_index, tokens, self.verdicts, dense)
 
 
 @dataclass(frozen=True)
@@ -142,68 +155,24 @@ class Outcome:
     completions: int
     has_variance: bool
 
-
-def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
-    """Probability that the next num verdicts are all hits: E[p^num], p ~ Beta(hits + prior, misses + prior).
-
-    With many verdicts this is p^num of the observed rate, with few it trusts it less [ours]. A prior below
-    1/2 says that most prompts are nearly always or nearly never solved.
-    """
-    return math.prod((hits + prior + j) / (hits + misses + 2 * prior + j) for j in range(num))
-
-
-@dataclass
-class PromptHistory:
-    """What has been seen of each training prompt; the same on all ranks, part of every checkpoint."""
-
-    solved: Tensor  # [prompts] float64, decayed sum of scores: of right completions unless rewards are dense
-    tried: Tensor  # [prompts] float64, decayed number of verdicts
-    mean_tokens: Tensor  # [prompts] float64, length of completions at the last visit
-    last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled
-
     @classmethod
-    def from_offline(cls, pass_rates: list[float | None], group_size: int) -> "PromptHistory":
-        """The record before the first step: an offline pass rate counts as one visit [ours], None as none."""
-        seen = torch.tensor([rate is not None for rate in pass_rates])
-        solved = torch.tensor([(rate or 0.0) * group_size for rate in pass_rates], dtype=torch.float64)
-        return cls(solved, seen.double() * group_size, torch.zeros_like(solved), seen.long() - 1)
-
-    def update(self, outcomes: list[Outcome], step: int, decay: float) -> None:
-        for o in outcomes:
-            if o.valid:
-                i = o.prompt_index
-                self.solved[i] = decay * self.solved[i] + o.score_sum
-                self.tried[i] = decay * self.tried[i] + o.valid
-                self.mean_tokens[i] = o.tokens / o.completions
-                self.last_step[i] = step
-
-    def skip_prob(self, prompt: int, step: int, group_size: int, settings: ZeroVarianceSection) -> float:
-        """E[p^G] + E[(1 - p)^G], each at most 1 - explore; 0 for a prompt never tried or due for a re-test.
-
-        Stage 1b [ours, after GRESO, arXiv 2506.02177, which also explores hard prompts more than easy ones].
-        The expectation is over what the record says of p.
-        """
-        age = step - int(self.last_step[prompt])
-        due = settings.retest_steps > 0 and age >= settings.retest_steps
-        if not settings.history or self.last_step[prompt] < 0 or due:
-            return 0.0
-        hits = float(self.solved[prompt])
-        misses = float(self.tried[prompt]) - hits
-        all_right = prob_all(hits, misses, group_size, settings.prior)
-        all_wrong = prob_all(misses, hits, group_size, settings.prior)
-        return min(all_right, 1 - settings.explore_solved) + min(all_wrong, 1 - settings.explore_unsolved)
-
-    def zero_variance_after(self, probe: Outcome, group_size: int, prior: float) -> float:
-        """Probability that a probed group ends with zero variance: 0 if the probe already differs.
-
-        Stage 1c [ours]: the rest must all come out as the probe and, by the record, as before.
-        """
-        if probe.has_variance or not probe.valid:
-            return 0.0
-        solved, tried = float(self.solved[probe.prompt_index]), float(self.tried[probe.prompt_index])
-        hits, misses = solved + probe.score_sum, tried - solved + probe.valid - probe.score_sum
-        same, different = (hits, misses) if 2 * probe.score_sum > probe.valid else (misses, hits)
-        return prob_all(same, different, group_size - probe.completions, prior)
+    def of(
+        cls, place: int, prompt_index: int, tokens: int, verdicts: list[Verdict | None], dense: bool
+    ) -> "Outcome":
+        """tokens: of all completions; None stands for a verdict that is still out."""
+        valid = [v for v in verdicts if v is not None and v.status not in ("timeout", "error")]
+        scores = [score_of(v, dense) for v in valid]
+        return cls(
+            place=place,
+            prompt_index=prompt_index,
+            solved=sum(v.status == "ok" for v in valid),
+            valid=len(valid),
+            score_sum=sum(scores),
+            tokens=tokens,
+            completions=len(verdicts),
+            # [ours] of the correctness part: penalties would hide that a group teaches nothing
+            has_variance=len(scores) >= 2 and max(scores) - min(scores) > ZERO_VARIANCE,
+        )
 
 
 def choose_prompts(
@@ -240,48 +209,78 @@ def num_wanted(outcomes: dict[int, Outcome], probing: list[int], config: Config)
     return (config.rollout.prompts_per_step * group_size - spent - reserved) // group_size
 
 
+Work = list[tuple[Group, Sequence[int]]]  # completions to sample: of each group these, of its G
+
+
+def expect_lengths(
+    work: Work, look_ahead: Callable[[Work], list[list[int]]], history: PromptHistory, prompts, config: Config
+) -> None:
+    """Set expected_tokens of the groups in work, by rollout.schedule.
+
+        arrival        all alike: no order but that of the prompts (the contrast)
+        longest_first  by the record of each prompt
+        oracle         as they will be: everything is sampled twice (for ablations of the record)
+
+    work is that of all ranks; all ranks call it.
+    """
+    rank, world_size, group_size = dist.get_rank(), dist.get_world_size(), config.rollout.group_size
+    match config.rollout.schedule:
+        case "arrival":
+            pass
+        case "longest_first":
+            history.expect([group for group, _ in work], prompts, group_size)
+        case "oracle":
+            lengths = [None] * world_size
+            dist.all_gather_object(lengths, look_ahead(work[rank::world_size]))
+            for i, (group, samples) in enumerate(work):
+                group.expected_tokens = group.expected_tokens or [0.0] * group_size
+                for sample, tokens in zip(samples, lengths[i % world_size][i // world_size]):
+                    group.expected_tokens[sample] = float(tokens)
+
+
 def sample_groups(
-    generate: Callable[[list[tuple[Group, range]]], None],
-    state: "TrainState",
+    generate: Callable[[Work], None],
+    look_ahead: Callable[[Work], list[list[int]]],
+    state: TrainState,
     history: PromptHistory,
+    prompts: list[Prompt],
     config: Config,
 ) -> tuple[list[Group], dict[int, Outcome], Counter]:
     """The rollouts of one step: this rank's groups, {place: outcome} of all ranks, account over all ranks.
 
-    generate(work) samples the completions of each range for its group and appends them with their verdicts.
+    generate(work) samples the completions of each range for its group and appends them with their verdicts;
+    look_ahead(work) tells their lengths and changes nothing; prompts: the training set.
     Plain: one round of prompts_per_step groups. With probing (stage 1c), a group first gets probe_size
     completions; if it would end with zero variance it stops there, and the completions it does not use buy
     other prompts. With refill (DAPO, arXiv 2503.14476, eq. 11), new prompts are sampled until
-    prompts_per_step groups have variance. A new prompt goes to the rank with the fewest completions to train
-    on. max_rounds ends both: the batch is then short.
+    prompts_per_step groups have variance. max_rounds ends both: the batch is then short.
+    In each round the ranks get about as many expected tokens, longest prompts first.
     """
     settings, group_size = config.zero_variance, config.rollout.group_size
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    groups: dict[int, Group] = {}  # {place: group} of this rank
+    groups: list[Group] = []  # of all ranks, by place; completions are with the owner only
     outcomes: dict[int, Outcome] = {}  # {place: outcome} of all ranks
-    owner: dict[int, int] = {}  # {place: rank}
+    owner: list[int] = []  # [groups] rank
     account, probing, wanted = Counter(), [], config.rollout.prompts_per_step
     while wanted or probing:
         chosen, offered = choose_prompts(wanted, state.consumed_prompts, history, state.step, config)
         state.consumed_prompts += offered
         account.update(offered=offered, skipped=offered - wanted, rounds=1)
         account.update(refilled=wanted if outcomes else 0)
-        load = [0] * world_size  # completions to train on
-        for o in outcomes.values():
-            kept = o.completions if stays(o, settings) else 0
-            load[owner[o.place]] += group_size if o.place in probing else kept
-        rest = range(settings.probe_size, group_size)
-        work = [(groups[place], rest) for place in probing if place in groups]
-        for prompt_index in chosen:
-            place, least = len(owner), min(range(world_size), key=lambda r: load[r])
-            owner[place] = least
-            load[least] += group_size
-            if least == rank:
-                groups[place] = Group(place, prompt_index)
-                work.append((groups[place], range(settings.probe_size or group_size)))
-        generate(work)
+        rest, first = range(settings.probe_size, group_size), range(settings.probe_size or group_size)
+        new = [Group(len(groups) + i, prompt_index) for i, prompt_index in enumerate(chosen)]
+        groups += new
+        work = [(groups[place], rest) for place in probing] + [(group, first) for group in new]
+        expect_lengths(work, look_ahead, history, prompts, config)
+        tokens = [sum(group.expected(i) for i in samples) for group, samples in work]
+        load = [0.0] * world_size
+        for place, size in zip(probing, tokens):
+            load[owner[place]] += size
+        owner += longest_first(tokens[len(probing) :], world_size, load)
+        own = [(group, samples) for group, samples in work if owner[group.place] == rank]
+        generate(own)
         everyone = [None] * world_size
-        dist.all_gather_object(everyone, [group.outcome(config.reward.dense) for group, _ in work])
+        dist.all_gather_object(everyone, [group.outcome(config.reward.dense) for group, _ in own])
         probing = []
         for outcome in sorted(sum(everyone, []), key=lambda o: o.place):
             outcomes[outcome.place] = outcome
@@ -292,34 +291,68 @@ def sample_groups(
         wanted = num_wanted(outcomes, probing, config) if account["rounds"] < settings.max_rounds else 0
     stopped = sum(o.completions < group_size for o in outcomes.values())
     account.update(probed=len(outcomes) if settings.probe_size else 0, stopped=stopped)
-    return [groups[place] for place in sorted(groups)], outcomes, account
+    return [group for group in groups if owner[group.place] == rank], outcomes, account
+
+
+def sample_ahead(
+    generate: Callable[[Work, int], None],
+    carried: list[Group],
+    state: TrainState,
+    history: PromptHistory,
+    prompts: list[Prompt],
+    config: Config,
+) -> tuple[list[Group], list[Group], dict[int, Outcome], Counter]:
+    """sample_groups() without waiting for the longest: also returns the groups to carry to the next step.
+
+    A rank works on (1 + overprovision) times its share of groups, those carried among them, and stops when
+    its share is complete. The others keep their tokens, log-probabilities and the versions of the policy that
+    drew them; the next step goes on from there (after APRIL, arXiv 2509.18521, and others). Tokens of an
+    older policy are off-policy: rollout_correction weighs them. Short groups are trained on before long ones.
+    """
+    rank, world_size, group_size = dist.get_rank(), dist.get_world_size(), config.rollout.group_size
+    share = config.rollout.prompts_per_step // world_size
+    each = math.ceil(share * (1 + config.rollout.overprovision))
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, len(carried))
+    wanted = each * world_size - sum(everyone)
+    chosen, offered = choose_prompts(wanted, state.consumed_prompts, history, state.step, config)
+    state.consumed_prompts += offered
+    first = sum(everyone[:rank])
+    own = [replace(group, place=first + i) for i, group in enumerate(carried)]
+    new = [Group(sum(everyone) + i, prompt_index) for i, prompt_index in enumerate(chosen)]
+    expect_lengths([(group, range(group_size)) for group in new], lambda work: [], history, prompts, config)
+    room = [each - number for number in everyone]
+    owner = longest_first([group.expected(0) for group in new], world_size, room=room)
+    own += [group for group, r in zip(new, owner) if r == rank]
+    generate([(group, group.unfinished(group_size)) for group in own], share)
+    complete = [group for group in own if not group.unfinished(group_size)][:share]
+    dist.all_gather_object(everyone, [group.outcome(config.reward.dense) for group in complete])
+    outcomes = {o.place: o for o in sorted(sum(everyone, []), key=lambda o: o.place)}
+    account = Counter(offered=offered, skipped=offered - wanted, rounds=1)
+    places = {group.place for group in complete}
+    return complete, [group for group in own if group.place not in places], outcomes, account
 
 
 def drop_and_balance(
-    groups: list[Group], outcomes: dict[int, Outcome], settings: ZeroVarianceSection
+    groups: list[Group], outcomes: dict[int, Outcome], config: Config
 ) -> tuple[list[Group], dict[int, Outcome]]:
-    """This rank's groups of the update, and the outcomes of those of all ranks."""
-    left = {place: outcome for place, outcome in outcomes.items() if stays(outcome, settings)}
-    groups = [group for group in groups if group.place in left]
-    uneven = len(left) < len(outcomes) or len({o.completions for o in left.values()}) > 1
-    return balance_groups(groups, left) if uneven else groups, left
+    """This rank's groups of the update, and the outcomes of those of all ranks; all ranks call it.
 
-
-def balance_groups(groups: list[Group], outcomes: dict[int, Outcome]) -> list[Group]:
-    """Hand whole groups from rank to rank so that all train on about as many tokens; all ranks call it.
-
-    outcomes: of the groups that are left, on all ranks. Longest first to the rank with the fewest tokens.
+    What is left after dropping is cut, in its order, into the minibatches of the step, and each of them is
+    dealt to the ranks so that they train on about as many tokens (train.balance; else on as many
+    completions). Which rank sampled a group has no part in it: scheduling does not change an update.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    load, owner = [0] * world_size, {}
-    for outcome in sorted(outcomes.values(), key=lambda o: (-o.tokens, o.place)):
-        owner[outcome.place] = min(range(world_size), key=lambda r: load[r])
-        load[owner[outcome.place]] += outcome.tokens
-    moving = [None] * world_size
-    dist.all_gather_object(moving, [group for group in groups if owner[group.place] != rank])
-    arrived = [group for group in sum(moving, []) if owner[group.place] == rank]
-    kept = [group for group in groups if owner[group.place] == rank]
-    return sorted(kept + arrived, key=lambda group: group.place)
+    world_size = dist.get_world_size()
+    left = {place: o for place, o in sorted(outcomes.items()) if stays(o, config.zero_variance)}
+    places, per_minibatch = list(left), -(-len(left) // config.train.minibatches_per_step) or 1
+    owner, minibatch = {}, {place: i // per_minibatch for i, place in enumerate(places)}
+    for start in range(0, len(places), per_minibatch):
+        part = places[start : start + per_minibatch]
+        sizes = [left[place].tokens if config.train.balance else left[place].completions for place in part]
+        owner |= zip(part, longest_first(sizes, world_size))
+    parcels = [[group for group in groups if owner.get(group.place) == r] for r in range(world_size)]
+    groups = sorted(exchange(parcels), key=lambda group: group.place)
+    return [replace(group, minibatch=minibatch[group.place]) for group in groups], left
 
 
 # ============================================================================================================
@@ -327,17 +360,20 @@ def balance_groups(groups: list[Group], outcomes: dict[int, Outcome]) -> list[Gr
 # ============================================================================================================
 @dataclass
 class RolloutBatch:
-    """What flows through a step on one rank: completions, group after group. Each field is written once."""
+    """What flows through a step on one rank: completions, group after group. Each field is written once,
+    but for verdicts and valid where verdicts come late."""
 
     prompts: list[Prompt]  # [B]
     prompt_ids: list[list[int]]  # [B] ragged
     completion_ids: list[list[int]]  # [B] ragged
     finish_reason: list[str]  # [B] "stop" or "length"
-    verdicts: list[Verdict]  # [B]
+    verdicts: list[Verdict | None]  # [B] None: still out
     response_mask: Tensor  # [B, T] bool, where the policy chose the token and the loss applies
     rollout_logprobs: Tensor  # [B, T] nats, the sampler's
     group_index: Tensor  # [B] int64, which prompt of this rank
+    minibatch: Tensor  # [B] int64, which update of the step
     valid: Tensor  # [B] bool, False where the verifier gave no verdict or the reward is not finite
+    policy_lag: Tensor  # [B, T] int64, updates since the policy that drew the token; 0 but for what was cut
     routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids, the sampler's
     rewards: Tensor | None = None  # [B]
     old_logprobs: Tensor | None = None  # [B, T] nats, the trainer's before the update
@@ -348,16 +384,33 @@ class RolloutBatch:
     ref_logprobs: Tensor | None = None  # [B, T] nats, the first policy's; only with kl_coef > 0
 
 
-def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]]) -> RolloutBatch:
-    """Groups of one rank as a batch, log-probabilities padded right with 0. prompts, prompt_ids: the set."""
+def verdicts_of(groups: list[Group]) -> tuple[list[Verdict | None], Tensor]:
+    """Verdicts [B] of a batch, and which are valid [B] bool."""
+    verdicts = [verdict for group in groups for verdict in group.verdicts]
+    valid = [v is not None and v.status not in ("timeout", "error") for v in verdicts]
+    return verdicts, torch.tensor(valid, dtype=torch.bool)
+
+
+def collate(
+    groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]], version: int = 0
+) -> RolloutBatch:
+    """Groups of one rank as a batch, log-probabilities padded right with 0.
+
+    prompts, prompt_ids: the training set; version: of the policy that is about to be updated.
+    """
     rows = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.completions))]
     completions = [group.completions[i] for _, group, i in rows]
-    verdicts = [group.verdicts[i] for _, group, i in rows]
+    verdicts, valid = verdicts_of(groups)
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     longest = max([1, *lengths.tolist()])
     response_mask = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
     rollout_logprobs = torch.zeros(response_mask.shape)
     rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
+    policy_lag = torch.zeros(response_mask.shape, dtype=torch.int64)
+    for row, completion in enumerate(completions):
+        lag = [version - v for v, tokens in completion.spans for _ in range(tokens)]
+        if any(lag):
+            policy_lag[row, : len(lag)] = torch.tensor(lag)
     routes = [c.routed_experts for c in completions]
     return RolloutBatch(
         prompts=[prompts[group.prompt_index] for _, group, _ in rows],
@@ -368,7 +421,9 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
         response_mask=response_mask,
         rollout_logprobs=rollout_logprobs,
         group_index=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
-        valid=torch.tensor([v.status not in ("timeout", "error") for v in verdicts], dtype=torch.bool),
+        minibatch=torch.tensor([group.minibatch for _, group, _ in rows], dtype=torch.int64),
+        valid=valid,
+        policy_lag=policy_lag,
         routed_experts=None if all(ids is None for ids in routes) else routes,
     )
 
@@ -550,10 +605,10 @@ MAX_LOG_RATIO = 80.0  # above, float32 overflows and 0 * inf is NaN
 def importance_ratio(log_ratio: Tensor, groups: Tensor, mask: Tensor, form: str) -> Tensor:
     """Ratio of each token's group, [B, T]: s = exp(mean over the group of log r) (ESPO, eq. 10; GSPO, eq. 7).
 
-        geometric      s                    gradient through the mean (GSPO, arXiv 2507.18071)
-        stop_gradient  sg[s] r / sg[r]      the value s, each token its own gradient (GSPO-token, eq. 14;
-                                            ESPO, eq. 9 in our reading [ours: as printed the value is not s])
-        literal        sg[s] r              ESPO, eq. 9 as printed: pi_old in the denominator [paper]
+    geometric      s                    gradient through the mean (GSPO, arXiv 2507.18071)
+    stop_gradient  sg[s] r / sg[r]      the value s, each token its own gradient (GSPO-token, eq. 14;
+                                        ESPO, eq. 9 in our reading [ours: as printed the value is not s])
+    literal        sg[s] r              ESPO, eq. 9 as printed: pi_old in the denominator [paper]
     """
     log_s = group_mean(log_ratio, groups, mask)
     match form:
@@ -571,8 +626,8 @@ def entropy_clip_eps(
 ) -> Tensor:
     """Half-width of ESPO's clip interval, [B, T]: wider where the old policy was uncertain.
 
-        group_mean  eps = alpha mean_{t in tau}(e_t) / log|V|       [ours: reading of eq. 8]
-        literal     eps_t = alpha e_t / (|tau| log|V|)              [paper: eq. 8 as printed]
+    group_mean  eps = alpha mean_{t in tau}(e_t) / log|V|       [ours: reading of eq. 8]
+    literal     eps_t = alpha e_t / (|tau| log|V|)              [paper: eq. 8 as printed]
     """
     match algorithm.entropy_clip_form:
         case "group_mean":
@@ -613,9 +668,9 @@ def rollout_weights(
 ) -> Tensor:
     """Importance weight of trainer over engine, [B, T]: the sampler is not quite the old policy.
 
-        token_tis      min(pi_old / pi_rollout, C) per token          (arXiv 2510.11370 and verl: C = 2)
-        sequence_tis   min(product over the completion, C)
-        sequence_mask  the product where it is at most C, else 0      (IcePop-like) [ours: names]
+    token_tis      min(pi_old / pi_rollout, C) per token          (arXiv 2510.11370 and verl: C = 2)
+    sequence_tis   min(product over the completion, C)
+    sequence_mask  the product where it is at most C, else 0      (IcePop-like) [ours: names]
     """
     difference = ((old_logprobs - rollout_logprobs) * mask).clamp(max=MAX_LOG_RATIO)  # [B, T]
     product = difference.sum(dim=1, keepdim=True).clamp(max=MAX_LOG_RATIO).exp().expand(mask.shape)
@@ -695,31 +750,6 @@ def policy_loss(
 # ============================================================================================================
 # 6 Micro-batches, log-probabilities, update
 # ============================================================================================================
-def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[list[int]]:
-    """Rows in micro-batches of at most max_tokens padded tokens, longest first; a longer row goes alone."""
-    micro_batches: list[list[int]] = []
-    for row in sorted(rows, key=lambda row: (-lengths[row], row)):
-        if micro_batches and lengths[micro_batches[-1][0]] * (len(micro_batches[-1]) + 1) <= max_tokens:
-            micro_batches[-1].append(row)
-        else:
-            micro_batches.append([row])
-    return micro_batches
-
-
-def collective_device() -> torch.device:
-    """Where a tensor has to lie for the process group: nccl takes GPU tensors, gloo CPU tensors."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def micro_batches_of(batch: RolloutBatch, rows: list[int], max_tokens: int) -> list[list[int]]:
-    """split_rows(), then empty ones up to the largest number on any rank: a forward is collective."""
-    lengths = [len(p) + len(c) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
-    micro_batches = split_rows(lengths, rows, max_tokens)
-    most = torch.tensor(len(micro_batches), device=collective_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return micro_batches + [[]] * (int(most) - len(micro_batches))
-
-
 class PolicyOutputs(NamedTuple):
     """What a forward says of the completions of b rows; 0 on padding."""
 
@@ -786,12 +816,22 @@ def completion_outputs(
 
 
 @torch.no_grad()
-def outputs_of_batch(policy, batch: RolloutBatch, config: Config, replay: bool = True) -> PolicyOutputs:
-    """completion_outputs of all rows on the CPU, without gradient; all ranks call it."""
+def outputs_of_batch(
+    policy,
+    batch: RolloutBatch,
+    config: Config,
+    replay: bool = True,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> PolicyOutputs:
+    """completion_outputs of all rows on the CPU, without gradient; all ranks call it.
+
+    meanwhile is called after each micro-batch.
+    """
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
     routes = [None] * len(batch.prompts)
-    for rows in micro_batches_of(batch, list(range(len(routes))), config.train.micro_batch_tokens):
+    for rows in micro_batches_of(batch, list(range(len(routes))), config.train):
         part = completion_outputs(policy, batch, rows, config, replay)
+        meanwhile()
         if rows:
             logprobs[rows], entropy[rows] = part.logprobs.float().cpu(), part.entropy.float().cpu()
         for row, ids in zip(rows, part.routes or []):
@@ -802,25 +842,33 @@ def outputs_of_batch(policy, batch: RolloutBatch, config: Config, replay: bool =
     return PolicyOutputs(logprobs, entropy, routes, None if batch.routed_experts is None else mismatch)
 
 
-def split_minibatches(batch: RolloutBatch, num_minibatches: int) -> list[list[int]]:
-    """Rows of each update: whole groups, the first groups first; as many lists on every rank."""
-    groups = batch.group_index.tolist()
-    per_minibatch = -(-(max(groups, default=0) + 1) // num_minibatches)
-    return [[i for i, g in enumerate(groups) if g // per_minibatch == m] for m in range(num_minibatches)]
-
-
 def micro_batch_loss(
-    logprobs: Tensor, entropy: Tensor, batch: RolloutBatch, rows: list[int], counts: Tensor, log_vocab: float,
+    logprobs: Tensor,
+    entropy: Tensor,
+    batch: RolloutBatch,
+    rows: list[int],
+    counts: Tensor,
+    log_vocab: float,
     config: Config,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """policy_loss() of some rows and its per-token statistics [b, T].
 
-    Where the batch has no old_logprobs, the old policy is the current one and these are its own values: the
-    ratio is exactly 1. counts: completions and tokens of the update over all ranks.
+    counts: completions and tokens of the update over all ranks. The old policy of the ratio, old_policy:
+
+        trainer  the trainer's before the update; where the batch has no old_logprobs that is the current one,
+                 and the ratio exactly 1
+        rollout  the sampler's (bypass): the ratio pi / pi_rollout is itself the correction of what separates
+                 the two, and no pass is needed for old log-probabilities
     """
     device, algorithm = logprobs.device, config.algorithm
     mask = batch.response_mask[rows].to(device)  # [b, T]
-    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows].to(device)
+    sampled = batch.rollout_logprobs[rows].to(device)
+    before = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows].to(device)
+    match algorithm.old_policy:
+        case "trainer":
+            old = before
+        case "rollout":
+            old = sampled
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
     groups = ratio_groups(entropy, mask, algorithm)
     num_completions, num_tokens = counts.tolist()
@@ -828,9 +876,8 @@ def micro_batch_loss(
         mask, groups, num_completions, num_tokens, config.rollout.max_new_tokens, algorithm.loss_agg
     )
     correction = rollout_weights(
-        old, batch.rollout_logprobs[rows].to(device), mask,
-        algorithm.rollout_correction, algorithm.rollout_correction_cap,
-    )  # fmt: skip
+        old, sampled, mask, algorithm.rollout_correction, algorithm.rollout_correction_cap
+    )
     loss, statistics = policy_loss(
         logprobs, old, batch.advantages[rows].to(device) * correction, weights, groups, entropy, mask,
         log_vocab, algorithm,
@@ -838,7 +885,9 @@ def micro_batch_loss(
     )  # fmt: skip
     statistics["entropy"] = entropy
     statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
-    return loss, statistics | mismatch_statistics(old, batch.rollout_logprobs[rows].to(device))
+    if batch.old_logprobs is None and batch.minibatch[rows[0]] > 0:
+        return loss, statistics  # the policy has moved since: the distance to the sampler is not known
+    return loss, statistics | mismatch_statistics(before, sampled)
 
 
 def update_policy(
@@ -851,14 +900,16 @@ def update_policy(
     device, world_size = engine.device, dist.get_world_size()
     log_vocab = math.log(engine.module.lm_head.weight.shape[0])
     seen = []  # (rows, statistics) of every micro-batch, for the metrics
-    grad_norms, num_skipped = [], 0
-    for minibatch in split_minibatches(batch, config.train.minibatches_per_step):
+    grad_norms, num_skipped, lengths = [], 0, sequence_lengths(batch)
+    num_computed, num_padded = 0, 0  # tokens: of the sequences, of the grids that attention works on
+    for number in range(config.train.minibatches_per_step):
+        minibatch = (batch.minibatch == number).nonzero().flatten().tolist()  # whole groups
         counts = torch.tensor([len(minibatch), int(batch.response_mask[minibatch].sum())], device=device)
         dist.all_reduce(counts)  # before the first backward: the loss must not depend on the split
         if counts[0] == 0:  # groups were dropped: there is nothing left for this update on any rank
             continue
         suspects = []
-        for rows in micro_batches_of(batch, minibatch, config.train.micro_batch_tokens):
+        for rows in micro_batches_of(batch, minibatch, config.train):
             logprobs, entropy, _, mismatch = completion_outputs(engine, batch, rows, config)  # [b, T]
             if not rows:
                 engine.backward(logprobs.sum(), scale_wrt_gas=False)
@@ -869,6 +920,8 @@ def update_policy(
                 statistics["mismatch_routes"] = mismatch if before is None else before[rows].to(device)
             engine.backward(loss * world_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over ranks
             seen.append((rows, statistics))
+            num_computed += sum(lengths[row] for row in rows)
+            num_padded += len(rows) * max(lengths[row] for row in rows)
             if not torch.isfinite(loss):
                 finite = (logprobs.isfinite() & batch.advantages[rows].to(device).isfinite()).all(dim=1)
                 suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
@@ -879,12 +932,34 @@ def update_policy(
         else:
             grad_norms.append(float(engine.get_global_grad_norm()))
     metrics = {"grad_norm": (sum(grad_norms), len(grad_norms)), "nonfinite_updates_max": (num_skipped, 1)}
+    metrics["padding_frac"] = (num_padded - num_computed, num_padded)
+    metrics["update_tokens"] = metrics["update_tokens_max"] = (num_computed, 1)
     return metrics | token_metrics(batch, seen, len(config.algorithm.entropy_groups))
 
 
 # ============================================================================================================
-# 7 Rollouts with rewards, evaluation
+# 7 Rollouts with rewards
 # ============================================================================================================
+def count_rewards(
+    requests: list[Request], prompts: list[Prompt], engine: RolloutEngine, pool: RewardPool, config: Config
+) -> list[Request]:
+    """The requests, their rewards counted in the order in which they start [ours].
+
+    Longest first alone leaves many short ones to the end, whose slow rewards then queue up while the engine
+    idles. So the seconds that a kind of reward takes count as tokens, at the pace of the engine's last steps:
+    twice, because rewards queue too (simulated: 1, 2, 4). Not where the order decides what is cut: measured
+    seconds must not.
+    """
+    settings = config.rollout
+    if not settings.reward_aware or settings.schedule == "arrival" or settings.overprovision:
+        return requests
+    pace = engine.seconds_per_step / 2
+    return [
+        replace(request, reward_tokens=pool.seconds.get(prompt.kind, 0.0) / pace)
+        for request, prompt in zip(requests, prompts)
+    ]
+
+
 def sample_and_score(
     engine: RolloutEngine,
     pool: RewardPool,
@@ -894,157 +969,86 @@ def sample_and_score(
     version: int,
     clock,
     label: str,
-    phases: tuple[str, str] = ("rollout", "reward"),
-) -> tuple[list[Completion], list[Verdict]]:
-    """Complete all requests; each completion goes to the reward workers the moment it ends.
+    settings: RewardSection,
+    quota: int | None = None,
+    keys: list[Hashable] | None = None,
+    wait: bool = True,
+) -> tuple[list[Completion], list[Verdict | None]]:
+    """Complete all requests, or as many groups as quota says; what ends goes to the reward workers at once.
 
-    phases: what the clock calls the generation, and the wait for verdicts that generation did not hide.
+    keys: of the completions in the pool, None: their numbers. Without wait verdicts stay there for settle().
+    The clock's phases: label for the generation, "reward" for the wait for verdicts that it did not hide.
+    With settings.overlap off all rewards come after all completions; settings.decode says where tokens become
+    text.
     """
+    keys = list(range(len(requests))) if keys is None else keys
     hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal only
     progress = tqdm(total=len(requests), desc=label, position=1, leave=False, delay=1.0, disable=hidden)
 
-    def score(index: int, completion: Completion) -> None:
-        text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        pool.submit(index, prompts[index].kind, text, prompts[index].answer)
-        pool.poll()
+    def submit(index: int, completion: Completion) -> None:
+        match settings.decode:
+            case "workers":
+                text = completion.token_ids
+            case "engine":
+                text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        pool.submit(keys[index], prompts[index].kind, text, prompts[index].answer)
+
+    def on_finished(index: int, completion: Completion) -> None:
+        if settings.overlap:
+            submit(index, completion)
+        if requests[index].can_be_cut:
+            left[requests[index].group] -= 1
         progress.update()
 
-    with clock(phases[0]):
-        completions = engine.generate(requests, version, score)
+    def enough() -> bool:
+        return sum(number == 0 for number in left.values()) >= quota
+
+    left = Counter(request.group for request in requests if request.can_be_cut)  # unfinished completions
+    with clock(label):
+        completions = engine.generate(
+            requests, version, on_finished, pool.poll, None if quota is None else enough
+        )
     progress.close()
-    with clock(phases[1]):
-        verdicts = pool.collect()
-    return completions, [verdicts[i] for i in range(len(requests))]
+    with clock("reward"):
+        ended = [i for i, completion in enumerate(completions) if completion.finish_reason != "cut"]
+        for index in [] if settings.overlap else ended:
+            submit(index, completions[index])
+        verdicts = pool.collect() if wait else {}
+    return completions, [verdicts.get(key) for key in keys]
 
 
-def evaluate(
-    engine: RolloutEngine, pool: RewardPool, tokenizer, sets, config: Config, version: int, clock
-) -> dict:
-    """Metrics of each held-out set: accuracy (greedy), and of k samples avg@k and pass@k (one or more right).
+def settle(
+    pool: RewardPool, groups: list[Group], outcomes: dict[int, Outcome], dense: bool
+) -> dict[int, Outcome]:
+    """Wait for the verdicts still out, for all ranks, and enter them where the groups are now.
 
-    Rank r takes every world-th prompt. Samples use the same random numbers at every evaluation.
+    Their keys in the pool are (place, sample). Returns the outcomes with them; all ranks call it.
     """
-    rank, world_size, k = dist.get_rank(), dist.get_world_size(), config.eval.num_samples
-    budget = config.eval.max_new_tokens or config.rollout.max_new_tokens
-    metrics = {}
-    for name, (prompts, prompt_ids) in sets.items():
-        mine = range(rank, len(prompts), world_size)
-        requests = [
-            Request(prompt_ids[i], seed_of(config.train.seed, "eval", name, i, sample), temperature, budget)
-            for i in mine
-            for sample, temperature in enumerate([0.0] + [config.rollout.temperature] * k)
-        ]
-        owners = [prompts[i] for i in mine for _ in range(1 + k)]
-        completions, verdicts = sample_and_score(
-            engine, pool, tokenizer, requests, owners, version, clock, f"eval {name}", ("eval", "eval")
-        )
-        check_verdicts(verdicts, config.reward.max_failed_frac)
-        solved = torch.tensor([v.reward for v in verdicts]).view(-1, 1 + k)  # [prompts, 1 + k]
-        sums = {f"eval/{name}/accuracy": (solved[:, 0].sum().item(), len(mine))}
-        if k:
-            sums[f"eval/{name}/avg_at_{k}"] = (solved[:, 1:].mean(1).sum().item(), len(mine))
-            sums[f"eval/{name}/pass_at_{k}"] = ((solved[:, 1:] == 1).any(1).sum().item(), len(mine))
-        for level in sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]:
-            greedy = [solved[row, 0].item() for row, i in enumerate(mine) if prompts[i].difficulty == level]
-            sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
-        num_tokens = sum(len(c.token_ids) for c in completions)
-        sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(completions))
-        failed = sum(v.status in ("timeout", "error") for v in verdicts)
-        sums[f"eval/{name}/failed_frac"] = (failed, len(verdicts))
-        metrics |= reduce_metrics(sums)
-    return metrics
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, pool.collect())
+    found = {key: verdict for part in everyone for key, verdict in part.items()}
+    if not found:  # they were waited for, with an evaluation
+        return outcomes
+    for group in groups:
+        group.verdicts = [found[group.place, i] for i in range(len(group.completions))]
+    verdicts = {place: [found[place, i] for i in range(o.completions)] for place, o in outcomes.items()}
+    return {
+        place: Outcome.of(place, o.prompt_index, o.tokens, verdicts[place], dense)
+        for place, o in outcomes.items()
+    }
 
 
 # ============================================================================================================
-# 8 State
+# 8 Main
 # ============================================================================================================
-@dataclass
-class TrainState:
-    """Counters that the next step or the summary reads; part of every checkpoint."""
-
-    step: int = 0  # steps finished, the version of the policy
-    consumed_prompts: int = 0
-    generated_tokens: int = 0  # over all ranks, training rollouts only
-    gradient_tokens: int = 0  # of these, tokens with a non-zero advantage
-    trained_tokens: int = 0  # tokens of completions that were not dropped
-    abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
-    steps_above_gate: int = 0  # steps in a row with a trainer-engine mismatch above algorithm.mismatch_gate
-    account: dict[str, float] = field(default_factory=dict)  # sums of the account/ metrics of all steps
-    seconds: dict[str, float] = field(default_factory=dict)  # wall time by phase on rank 0
-    first_eval: dict[str, float] = field(default_factory=dict)  # metrics of evaluate() before the first step
-    last_eval: dict[str, float] = field(default_factory=dict)  # and of the latest
-
-    def add(self, metrics: dict[str, float]) -> None:
-        """Count the tokens and the account of a finished step."""
-        trained = metrics["tokens_total"] - metrics["account/wasted_dropped_tokens"]
-        self.generated_tokens += int(metrics["tokens_total"])
-        self.gradient_tokens += int(metrics["gradient_tokens_total"])
-        self.trained_tokens += int(trained)
-        self.abs_dlogp_sum += metrics.get("abs_dlogp", 0.0) * trained
-        for name, value in metrics.items():
-            if name.startswith("account/"):
-                name = name.removeprefix("account/").removesuffix("_total")
-                self.account[name] = self.account.get(name, 0) + value
-
-
-# ============================================================================================================
-# 9 Main
-# ============================================================================================================
-def build_policy(config: Config, weights: Path | str, group, device: torch.device) -> Policy:
-    """The policy with the weights of a folder, this rank's experts only."""
-    torch.set_default_dtype(getattr(torch, config.model.dtype))  # so that no float32 copy is made on the way
-    with device:
-        policy = Policy(moe_model.load_config(weights), group)
-    torch.set_default_dtype(torch.float32)
-    moe_model.load_hf(policy, weights)
-    policy.activation_checkpointing = config.model.activation_checkpointing
-    return policy
-
-
-def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
-    """The vLLM engine, still with random weights; the policy's come with the first sync."""
-    longest = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
-    context = config.rollout.max_prompt_tokens + longest
-    if context > hf_config.max_position_embeddings:
-        raise ValueError(
-            f"rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval is {context}, "
-            f"the model's context is {hf_config.max_position_embeddings}: lower one of them"
-        )
-    replay, is_dense = config.algorithm.router_replay, moe_model.num_experts_of(hf_config) == 0
-    if replay != "off" and is_dense:
-        raise ValueError(f"algorithm.router_replay {replay}: the model is dense, it has no router; set off")
-    return RolloutEngine(
-        weights,
-        max_model_len=context,
-        max_num_seqs=config.rollout.max_num_seqs,
-        dtype=config.rollout.dtype,
-        kv_cache_gib=config.rollout.kv_cache_gib,
-        prefix_caching=config.rollout.prefix_caching,
-        sleep_level=config.rollout.sleep_level,
-        capture_routes=config.rollout.capture_routes,
-        fp8=config.rollout.fp8,
-        kv_cache_fp8=config.rollout.kv_cache_fp8,
-        tensor_parallel=config.rollout.tensor_parallel,
-        expert_parallel=config.rollout.expert_parallel,
-    )
-
-
 def learning_rate(config: Config, step: int) -> float:
     """Of update number step (from 0): linear warm-up, then constant."""
     return config.train.learning_rate * min(1.0, (step + 1) / (config.train.warmup_steps + 1))
 
 
-def is_last(state: TrainState, config: Config) -> bool:
-    """Whether the run is over: by steps, or by generated tokens."""
-    budget = config.train.max_generated_tokens or math.inf
-    return state.step >= config.train.num_steps or state.generated_tokens >= budget
-
-
 def main(config: Config) -> None:
     # ---- process group, data -------------------------------------------------------------------------------
     on_gpu = torch.cuda.is_available()
-    if on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > torch.cuda.device_count():
-        raise ValueError(f"torchrun --nproc-per-node: one rank a GPU, there are {torch.cuda.device_count()}")
     timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s))
     accelerator = Accelerator(
         cpu=not on_gpu, log_with="tensorboard", project_dir=config.run.dir, kwargs_handlers=[timeout]
@@ -1053,19 +1057,12 @@ def main(config: Config) -> None:
     rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
     say = tqdm.write if rank == 0 else (lambda line: None)
     set_seed(config.train.seed)
-    per_step, group_size = config.rollout.prompts_per_step, config.rollout.group_size
-    if per_step % (world_size * config.train.minibatches_per_step):
-        raise ValueError(
-            f"rollout.prompts_per_step {per_step} must be a multiple of ranks x train.minibatches_per_step "
-            f"({world_size} x {config.train.minibatches_per_step})"
-        )
-    if world_size % config.rollout.tensor_parallel:
-        shared = f"rollout.tensor_parallel {config.rollout.tensor_parallel}"
-        raise ValueError(f"{shared} must divide the number of ranks, {world_size}")
+    group_size = config.rollout.group_size
+    check_ranks(config, world_size)
     found, record = find_checkpoint(config) or (None, None)
     weights = found / "model" if found else Path(config.model.path)
     state = TrainState(**record["state"]) if record else TrainState()
-    if found and is_last(state, config) and (Path(config.run.dir) / "summary.json").is_file():
+    if found and state.is_last(config) and (Path(config.run.dir) / "summary.json").is_file():
         say(f"{found}: this run is finished; raise train.num_steps to go on, or choose another run.dir")
         return print_summary(Path(config.run.dir)) if rank == 0 else None
     lock = prepare_run_dir(config, record) if rank == 0 else None
@@ -1073,41 +1070,35 @@ def main(config: Config) -> None:
     num_experts = moe_model.num_experts_of(hf_config)
     group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
     tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
-    train_prompts, pass_rates, eval_sets, num_dropped = load_sets(config, tokenizer)
+    train_prompts, offline_scores, eval_sets, num_dropped = load_sets(config, tokenizer)
     train_ids = tokenize(train_prompts, tokenizer, config.rollout.max_prompt_tokens)
-    for warning in config_warnings(config):
-        say(f"warning: {warning}")
-    say(
-        f"{len(train_prompts)} training prompts"
-        + (f" ({num_dropped} more dropped by their offline pass rate)" if num_dropped else "")
-        + f", {sum(len(p) for p, _ in eval_sets.values())} held out; "
-        f"{world_size} ranks, expert parallel {config.model.ep_size}, ZeRO {config.train.zero_stage}, "
-        f"policy {config.model.dtype}, engine {config.rollout.dtype}; starting vLLM and DeepSpeed"
-    )
+    for line in announcement(config, len(train_prompts), num_dropped, eval_sets, world_size):
+        say(line)
 
     # ---- reward workers, sampler, policy ------------------------------------------------------------------
     clock = Clock(state.seconds)
     with clock("setup"):
-        memory_bytes = int(config.reward.memory_gib * 2**30)
-        pool = RewardPool(config.reward.num_workers, config.reward.timeout_s, memory_bytes)
+        pool = build_pool(config.reward, tokenizer)
         sampler = build_sampler(config, weights, hf_config)
-        with_judge = config.reward.judge != "none"
-        judge = build_judge(config.reward.judge, config.reward.judge_path) if with_judge else None
+        judge = build_judge(config.reward.judge, config.reward.judge_path)
         dist.barrier()
         policy = build_policy(config, weights, group, device)
         engine = moe_model.deepspeed_engine(policy, config.train)
         with_reference = config.algorithm.kl_coef > 0
         reference = build_policy(config, config.model.path, group, device) if with_reference else None
-        history = PromptHistory.from_offline(pass_rates, group_size)
+        checkpoints = CheckpointWriter(engine, tokenizer, config)
+        history = PromptHistory.from_offline(offline_scores, group_size)
         if found:
             saved = torch.load(found / "history.pt", map_location="cpu", weights_only=True)
             same_prompts = saved.pop("prompts") == digest_of(train_prompts)
             history = PromptHistory(**saved) if same_prompts else history
             say(f"resumed from {found}" + "; the record of other prompts is dropped" * (not same_prompts))
+        carried: list[Group] = []  # of this rank, begun in the last step (rollout.overprovision)
         if found and config.checkpoint.resume == "auto":
             shard = torch.load(found / f"rank_{rank:05d}.pt", map_location="cpu", weights_only=True)
             moe_model.load_optimizer_shard(engine, shard["optimizer"])
             torch.set_rng_state(shard["torch_rng"])
+            carried = [Group.from_dict(group) for group in shard["carried"] if same_prompts]
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": state.step + 1}})
     own_experts = config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
 
@@ -1118,32 +1109,63 @@ def main(config: Config) -> None:
         sampler.sync(weights_for_sampler(), state.step)
         sampler.check_weights(weights_for_sampler())
     check_is_due = True  # of the engine against the policy: at the first step, then every check_every steps
+    zero, later = config.zero_variance, config.train.minibatches_per_step > 1
+    old_pass_is_due = zero.rl_zvp or (later and config.algorithm.old_policy == "trainer")
+    # what is sampled or trained on depends on verdicts: they are waited for at once
+    verdicts_decide = bool(zero.probe_size or zero.drop or config.rollout.overprovision)
+    pass_is_due = False  # over the new completions, while the last verdicts come
 
-    def run_evaluation() -> dict[str, float]:
-        return evaluate(sampler, pool, tokenizer, eval_sets, config, state.step, clock)
-
-    def generate(work: list[tuple[Group, range]]) -> None:
-        """Completions of each range for its group; each is scored while others are still being generated."""
-        owners = [group for group, samples in work for _ in samples]
-        requests = [
+    def requests_of(jobs: list[tuple[Group, int]]) -> list[Request]:
+        return [
             Request(
                 prompt_ids=train_ids[group.prompt_index],
                 seed=seed_of(config.train.seed, state.step, group.place, sample),
                 temperature=config.rollout.temperature,
                 max_new_tokens=config.rollout.max_new_tokens,
+                group=group.place,
+                expected_tokens=group.expected(sample),
+                guessed=group.guessed,
+                begun=group.completions[sample] if sample < len(group.completions) else None,
             )
-            for group, samples in work
-            for sample in samples
+            for group, sample in jobs
         ]
-        prompts = [train_prompts[group.prompt_index] for group in owners]
-        results = sample_and_score(sampler, pool, tokenizer, requests, prompts, state.step, clock, "rollout")
-        for group, completion, verdict in zip(owners, *results):
-            group.completions.append(completion)
-            group.verdicts.append(verdict)
 
-    if state.step == 0:
-        state.first_eval = run_evaluation()
-        log_metrics(accelerator, config, state, state.first_eval)
+    def generate(work: Work, quota: int | None = None, label: str = "rollout") -> None:
+        """Completions for these groups, scored while others are still being generated.
+
+        It ends when so many of the groups are complete, if there is a quota. An evaluation that is due rides
+        along: the engine holds the very weights, and works on it last.
+        """
+        jobs = [(group, sample) for group, samples in work for sample in samples]
+        prompts = [train_prompts[group.prompt_index] for group, _ in jobs]
+        requests = count_rewards(requests_of(jobs), prompts, sampler, pool, config)
+        riders = None
+        if evaluation_is_due(state, config):
+            riders = plan_evaluation(eval_sets, config)
+            requests, prompts = requests + riders.requests, prompts + riders.prompts
+        keys = [(group.place, sample) for group, sample in jobs]
+        keys += [("eval", i) for i in range(len(requests) - len(jobs))]
+        completions, verdicts = sample_and_score(
+            sampler, pool, tokenizer, requests, prompts, state.step, clock, label, config.reward, quota,
+            keys, wait=riders is not None or verdicts_decide or not pass_is_due,
+        )  # fmt: skip
+        for (group, sample), completion, verdict in zip(jobs, completions, verdicts):
+            group.put(sample, completion, verdict)
+        if riders is not None:
+            theirs = slice(len(jobs), None)
+            metrics = evaluation_metrics(riders, completions[theirs], verdicts[theirs], eval_sets, config)
+            state.add_evaluation(metrics)
+            log_metrics(accelerator, config, state, metrics)
+
+    def look_ahead(work: Work) -> list[list[int]]:
+        """Lengths that generate() will find."""
+        jobs = [(group, sample) for group, samples in work for sample in samples]
+        with clock("look_ahead"):
+            lengths = [len(c.token_ids) for c in sampler.generate(requests_of(jobs), state.step)]
+        return [[lengths.pop(0) for _ in samples] for _, samples in work]
+
+    if not config.eval.overlap and evaluation_is_due(state, config):
+        generate([], label="eval")
     clock.take_step()
 
     # ---- the loop -----------------------------------------------------------------------------------------
@@ -1151,43 +1173,60 @@ def main(config: Config) -> None:
         total=config.train.num_steps, initial=state.step, desc="train", unit="step",
         disable=None if rank == 0 else True, mininterval=0.5,
     )  # fmt: skip
-    while not is_last(state, config):
+    while not state.is_last(config):
         step_start = time.perf_counter()
 
         # sample prompts and roll out, in rounds where probing or refill asks for more
-        groups, outcomes, account = sample_groups(generate, state, history, config)
+        pass_is_due = old_pass_is_due or check_is_due or reference is not None
+        if config.rollout.overprovision:
+            sampled, carried, outcomes, account = sample_ahead(
+                generate, carried, state, history, train_prompts, config
+            )
+        else:
+            sampled, outcomes, account = sample_groups(
+                generate, look_ahead, state, history, train_prompts, config
+            )
+        seconds = time.perf_counter() - step_start
         sampler.sleep()
-        check_verdicts([v for group in groups for v in group.verdicts], config.reward.max_failed_frac)
-        sampled_metrics = rollout_metrics(groups, config.reward.dense, no_route(num_experts))
-        check_routes(*sampled_metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
-        history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
 
         # eliminate zero variance
-        groups, left = drop_and_balance(groups, outcomes, config.zero_variance)
-        batch = collate(groups, train_prompts, train_ids)
-
-        # rewards: verifier, judge, penalties
-        with clock("judge"):
-            texts = tokenizer.batch_decode(batch.completion_ids, skip_special_tokens=True) if judge else []
-            batch.rewards = compute_rewards(batch, judge, texts, config)  # [B]
-            drop_nonfinite_rewards(batch, config, state.step)
+        with clock("balance"):
+            groups, left = drop_and_balance(sampled, outcomes, config)
+        batch = collate(groups, train_prompts, train_ids, state.step)
 
         # old log-probabilities and entropies, where the update's own forward does not give them in time
         with clock("logprobs"):
-            off_policy = config.train.minibatches_per_step > 1
-            if left and (off_policy or config.zero_variance.rl_zvp or check_is_due):
-                old = outputs_of_batch(policy, batch, config)
+            if left and (old_pass_is_due or check_is_due):
+                old = outputs_of_batch(policy, batch, config, meanwhile=pool.poll)
                 batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch = old
             if left and check_is_due:
                 check_parity(batch, config, state.step)
                 check_is_due = False
             if left and reference is not None:  # with its own router
-                batch.ref_logprobs = outputs_of_batch(reference, batch, config, replay=False).logprobs
+                of_reference = outputs_of_batch(reference, batch, config, False, meanwhile=pool.poll)
+                batch.ref_logprobs = of_reference.logprobs
+
+        # rewards: verifier, whose last verdicts may have come meanwhile, judge, penalties
+        with clock("reward"):
+            if pass_is_due and not verdicts_decide:
+                outcomes = settle(pool, sampled + groups, outcomes, config.reward.dense)
+            batch.verdicts, batch.valid = verdicts_of(groups)
+        check_verdicts([v for group in sampled for v in group.verdicts], config.reward.max_failed_frac)
+        sampled_metrics = rollout_metrics(sampled, config.reward.dense, no_route(num_experts))
+        sampled_metrics |= schedule_metrics(sampled, pool, clock.step["rollout"], seconds)
+        check_routes(*sampled_metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
+        history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
+        with clock("judge"):
+            texts = tokenizer.batch_decode(batch.completion_ids, skip_special_tokens=True) if judge else []
+            batch.rewards = compute_rewards(batch, judge, texts, config)  # [B]
+            drop_nonfinite_rewards(batch, config, state.step)
 
         # advantages
         batch.advantages = token_advantages(batch, config)  # [B, T]
 
-        # update
+        # update; a checkpoint under way is of the weights as they are
+        with clock("checkpoint"):
+            checkpoints.finish()
         with clock("update"):
             for parameter_group in engine.optimizer.param_groups:
                 parameter_group["lr"] = learning_rate(config, state.step)
@@ -1205,7 +1244,7 @@ def main(config: Config) -> None:
         restarts = {"reward_worker_restarts_total": (pool.num_restarts, 1)}
         trained_metrics = batch_metrics(batch, groups, group_size)
         metrics = reduce_metrics(sampled_metrics | trained_metrics | update_metrics | restarts)
-        metrics |= effective_sample_size(metrics)
+        metrics |= effective_sample_size(metrics) | straggler(metrics)
         metrics |= account_of(account, outcomes, left)
         state.add(metrics)
         metrics |= {
@@ -1222,18 +1261,19 @@ def main(config: Config) -> None:
 
         # evaluation, checkpoint
         too_far = mismatch_gate(metrics, state, config)
-        last = is_last(state, config)
-        if last or (config.eval.every and state.step % config.eval.every == 0):
-            state.last_eval = run_evaluation()
-            metrics |= state.last_eval
+        last = state.is_last(config)
         with clock("log"):
             log_metrics(accelerator, config, state, metrics)
             if rank == 0 and state.step % config.run.log_every == 0:
                 log_samples(config, state, batch, tokenizer)
+        if (last or not config.eval.overlap) and evaluation_is_due(state, config):
+            generate([], label="eval")
         if last or too_far or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
             with clock("checkpoint"):
                 record = vars(history) | {"prompts": digest_of(train_prompts)}
-                save_checkpoint(engine, tokenizer, asdict(state), record, config)
+                checkpoints.start(asdict(state), record, [asdict(group) for group in carried])
+                if last or too_far or not config.checkpoint.overlap:
+                    checkpoints.finish()
         if too_far:
             raise RuntimeError(too_far)
         clock.take_step()
@@ -1241,53 +1281,14 @@ def main(config: Config) -> None:
 
     # ---- export, summary ----------------------------------------------------------------------------------
     pool.close()
-    run_dir = Path(config.run.dir)
-    moe_model.save_hf(policy, run_dir / "model")
-    peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
-    peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
+    finish_run(policy, tokenizer, state, Path(config.run.dir))
     if rank == 0:
-        write_summary(run_dir, state, peak_rss_bytes)
-        tokenizer.save_pretrained(run_dir / "model")
-        plot_curves(run_dir)
-        print_summary(run_dir)
         lock.close()
-    dist.barrier()
     accelerator.end_training()
 
 
-def die_with_torchrun() -> None:
-    """Ask Linux to end this rank when torchrun is killed: it would go on writing to run.dir on its own."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def run(argv: list[str]) -> int:
-    """main() with errors as one line; returns the exit code. The stack goes to run.dir/error_rank_R.txt."""
-    die_with_torchrun()
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (alone | {"MASTER_PORT": "0"}).items():  # without torchrun: a world of one process
-        os.environ.setdefault(name, value)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # old names inside libraries
-    rank, run_dir = int(os.environ["RANK"]), None
-    try:
-        config = load_config(argv, __doc__)
-        run_dir = Path(config.run.dir)
-        main(config)
-        return 0
-    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            if run_dir is not None and run_dir.is_dir():
-                (run_dir / f"error_rank_{rank}.txt").write_text(traceback.format_exc())
-        if rank > 0:
-            time.sleep(
-                5
-            )  # most errors are the same on all ranks; rank 0 speaks, and torchrun ends the others
-        print(f"\nerror on rank {rank}: {error}\n", file=sys.stderr, flush=True)
-        return 2
-
-
 if __name__ == "__main__":
-    code = run(sys.argv[1:])
+    code = run(main, sys.argv[1:], __doc__)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # skips the leak reports that vLLM's native libraries print at a normal exit

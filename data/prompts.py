@@ -2,7 +2,7 @@
 
     load_prompts("data/built/gsm8k/train.jsonl", difficulty=(2, 4))
     load_prompts("HuggingFaceH4/MATH-500", split="test", columns={"prompt": "problem", "difficulty": "level"})
-    load_scores("scores.jsonl")[prompt_sha(prompt)]    # pass rate of one prompt, as data/score.py measured it
+    load_scores("scores.jsonl")[prompt_sha(prompt)]    # what data/score.py measured of one prompt
 
 `datasets` reads parquet files and the hub. JSON is parsed here, because the types `datasets` infers rewrite
 gold answers: 1 beside 2.5 becomes 1.0, long integers lose digits, "2020-01-01" becomes a datetime.
@@ -15,6 +15,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 JSON_SUFFIXES = (".jsonl", ".json")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
@@ -30,8 +31,18 @@ class Prompt:
     difficulty: float | None = None  # the set's own measure (digits, steps, level), None if it has none
 
 
-def load_prompts(path, *, name=None, subset=None, split="train", kind="math", columns=None,
-                 template="{prompt}", limit=None, difficulty=None) -> list[Prompt]:
+def load_prompts(
+    path,
+    *,
+    name=None,
+    subset=None,
+    split="train",
+    kind="math",
+    columns=None,
+    template="{prompt}",
+    limit=None,
+    difficulty=None,
+) -> list[Prompt]:
     """Prompts of one set in file order; ValueError names the file, the row (from 1) and the key to change.
 
     path: .jsonl, .json or .parquet file (read whole), or hub dataset (configuration `subset`, `split`).
@@ -76,8 +87,10 @@ def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
     shared = [prompt for prompt in evaluation if prompt.text in trained]
     if shared:
         example = shared[0]
-        raise ValueError(f"{len(shared)} evaluation prompts are also training prompts, "
-                         f"for example {example.text[:200]!r} of {example.source!r}")
+        raise ValueError(
+            f"{len(shared)} evaluation prompts are also training prompts, "
+            f"for example {example.text[:200]!r} of {example.source!r}"
+        )
 
 
 def save_prompts(path, prompts: list[Prompt]) -> None:
@@ -97,8 +110,15 @@ def prompt_sha(prompt: Prompt) -> str:
     return hashlib.sha256(f"{prompt.text}\0{prompt.answer}".encode()).hexdigest()
 
 
-def load_scores(path) -> dict[str, float | None]:
-    """{prompt_sha: pass rate in [0, 1]} of a file that data/score.py wrote; None where no verdict came back.
+class OfflineScore(NamedTuple):
+    """What data/score.py found of a prompt."""
+
+    pass_rate: float  # in [0, 1]
+    mean_tokens: float  # of its completions
+
+
+def load_scores(path) -> dict[str, OfflineScore | None]:
+    """{prompt_sha: score} of a file that data/score.py wrote; None where no verdict came back.
 
     The file may be unfinished: a prompt that is not in it has not been scored. ValueError names the file and
     the row, counted from 1 for the header.
@@ -114,14 +134,16 @@ def load_scores(path) -> dict[str, float | None]:
         raise ValueError(f"{path}: row 1 is no header of data/score.py, found {repr(header)[:80]}")
     scores = {}
     for number, row in enumerate(rows, start=2):
-        sha, rate = row.get("prompt_sha"), row.get("pass_rate", "nothing")
+        sha, rate, tokens = row.get("prompt_sha"), row.get("pass_rate", "nothing"), row.get("mean_tokens")
         if not isinstance(sha, str) or not re.fullmatch("[0-9a-f]{64}", sha):
             raise ValueError(f"{path}: row {number}: prompt_sha must be 64 hex digits, found {sha!r}")
         if rate is not None and (type(rate) not in (int, float) or not 0 <= rate <= 1):
             raise ValueError(f"{path}: row {number}: pass_rate must be in [0, 1] or null, found {rate!r}")
+        if type(tokens) not in (int, float) or not tokens >= 0:
+            raise ValueError(f"{path}: row {number}: mean_tokens must be 0 or more, found {tokens!r}")
         if sha in scores:
             raise ValueError(f"{path}: row {number}: prompt {sha} for the second time; remove one of them")
-        scores[sha] = rate
+        scores[sha] = None if rate is None else OfflineScore(rate, tokens)
     return scores
 
 
@@ -213,5 +235,7 @@ def field_number(row: dict, column: str, where: str) -> float | None:
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: column {column!r} must hold a number, found {value!r}; "
-                         "set columns.difficulty to another column, or to null for none") from None
+        raise ValueError(
+            f"{where}: column {column!r} must hold a number, found {value!r}; "
+            "set columns.difficulty to another column, or to null for none"
+        ) from None

@@ -5,29 +5,29 @@ import hashlib
 
 import torch
 
-from data.prompts import Prompt, check_disjoint, load_prompts, load_scores, prompt_sha
+from data.prompts import OfflineScore, Prompt, check_disjoint, load_prompts, load_scores, prompt_sha
 from experiments.settings import eval_name
-from reward import DENSE_KINDS, KINDS
+from reward import DENSE_KINDS, KINDS, is_kind
 
 
 def keep_by_offline_scores(
     prompts: list[Prompt], path: str, low: float, high: float
-) -> tuple[list[Prompt], list[float | None]]:
-    """Stage 1: prompts whose offline pass rate is in the range, those without one, and the rates of both.
+) -> tuple[list[Prompt], list[OfflineScore | None]]:
+    """Stage 1: prompts whose offline pass rate is in the range, those without one, and the scores of both.
 
     [secondary: prompts that smaller models already solve are dropped before training; ours: the range]
     """
     scores = load_scores(path)
-    rated = [(prompt, scores.get(prompt_sha(prompt))) for prompt in prompts]
-    if all(rate is None for _, rate in rated):
+    scored = [(prompt, scores.get(prompt_sha(prompt))) for prompt in prompts]
+    if all(score is None for _, score in scored):
         raise ValueError(
             f"zero_variance.offline_scores: {path} holds no pass rate of any training "
             "prompt: score these prompts, with the same template, by data/score.py"
         )
-    kept = [(prompt, rate) for prompt, rate in rated if rate is None or low <= rate <= high]
+    kept = [(prompt, score) for prompt, score in scored if score is None or low <= score.pass_rate <= high]
     if not kept:
         raise ValueError(f"zero_variance.offline_pass_rate: no pass rate lies in {low:g} to {high:g}")
-    return [prompt for prompt, _ in kept], [rate for _, rate in kept]
+    return [prompt for prompt, _ in kept], [score for _, score in kept]
 
 
 def digest_of(prompts: list[Prompt]) -> str:
@@ -47,8 +47,17 @@ def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[l
     return prompt_ids
 
 
-def load_sets(config, tokenizer) -> tuple[list[Prompt], list[float | None], dict, int]:
-    """Training prompts, their offline pass rates, {name: (prompts, token ids)} of held-out sets, number of
+def decoder_json(tokenizer) -> str:
+    """The tokenizer for reward workers, which decode by the library inside it; ValueError if that differs."""
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    cleans = tokenizer.clean_up_tokenization_spaces and type(getattr(inner, "model", None)).__name__ != "BPE"
+    if inner is None or cleans:
+        raise ValueError("reward.decode workers: this tokenizer does more than its library: set it to engine")
+    return inner.to_str()
+
+
+def load_sets(config, tokenizer) -> tuple[list[Prompt], list[OfflineScore | None], dict, int]:
+    """Training prompts, their offline scores, {name: (prompts, token ids)} of held-out sets, number of
     training prompts that stage 1 dropped; ValueError on overlap and on what the settings cannot do with them.
     """
     limit = config.rollout.max_prompt_tokens
@@ -59,23 +68,22 @@ def load_sets(config, tokenizer) -> tuple[list[Prompt], list[float | None], dict
         check_disjoint(train, prompts)
         eval_sets[eval_name(source)] = (prompts, tokenize(prompts, tokenizer, limit))
     for prompt in [*train, *(p for prompts, _ in eval_sets.values() for p in prompts)]:
-        if prompt.kind not in KINDS:
+        if not is_kind(prompt.kind):
             known = ", ".join(KINDS)
             raise ValueError(
                 f"{prompt.source}: kind {prompt.kind!r} of {prompt.text[:80]!r}: none of {known}"
             )
     kinds = {prompt.kind for prompt in train}
-    if config.reward.dense and not kinds <= set(DENSE_KINDS):
+    whole = kinds.intersection(KINDS) - set(DENSE_KINDS)
+    if config.reward.dense and whole:
         raise ValueError(
-            f"reward.dense: data.train[].kind {', '.join(sorted(kinds - set(DENSE_KINDS)))} is right or "
+            f"reward.dense: data.train[].kind {', '.join(sorted(whole))} is right or "
             f"wrong as a whole; only {', '.join(DENSE_KINDS)} has parts"
         )
-    kept, pass_rates, settings = train, [None] * len(train), config.zero_variance
+    kept, scores, settings = train, [None] * len(train), config.zero_variance
     if settings.offline_scores:
-        kept, pass_rates = keep_by_offline_scores(
-            train, settings.offline_scores, *settings.offline_pass_rate
-        )
-    return kept, pass_rates, eval_sets, len(train) - len(kept)
+        kept, scores = keep_by_offline_scores(train, settings.offline_scores, *settings.offline_pass_rate)
+    return kept, scores, eval_sets, len(train) - len(kept)
 
 
 def seed_of(*parts: int | str) -> int:

@@ -147,7 +147,7 @@ def train(model, tokenizer, problems: list[dict], recipe: Recipe) -> float:
 # How wrong it is
 # ------------------------------------------------------------------------------------------------------------
 def pairwise_agreement(judge, problems: list[dict], recipe: Recipe) -> float:
-    """Share of problems whose right answer the judge (reward.ScalarJudge) puts above a mistake."""
+    """Share of problems whose right answer the judge (judges.ScalarJudge) puts above a mistake."""
     rng = np.random.default_rng([recipe.seed, 2])
     prompts, answers = [p["prompt"] for p in problems], [p["answer"] for p in problems]
     signs = judge.compare(prompts, answers, [mistake(p, recipe, rng) for p in problems])
@@ -179,7 +179,7 @@ def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) ->
     """Make the folder unless it already holds what this recipe makes; True if something was made."""
     from transformers import AutoTokenizer
 
-    from reward import ScalarJudge
+    from experiments.judges import ScalarJudge
 
     problems = read_problems(train_file)
     if not (model_folder / "tokenizer.json").is_file():

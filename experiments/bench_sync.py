@@ -33,6 +33,7 @@ from transformers import Qwen3MoeConfig
 import moe_model
 import rollout
 from data.tiny import build_tokenizer
+from experiments import vllm_worker
 
 SIZES = {  # hidden, layers, experts, expert width, vocabulary
     "1M": (128, 2, 8, 128, 128),
@@ -78,16 +79,16 @@ def expert_by_expert(policy: moe_model.Policy):
 def sync(way: str, engine: rollout.RolloutEngine, policy: moe_model.Policy) -> rollout.SyncReport:
     """One sync, or one check, in one of the ways."""
     engine.fp8 = "simulate" if way.endswith("FP8") else "off"
-    copied = rollout.fused_expert_storage
+    copied = vllm_worker.fused_expert_storage
     try:
         if way == "fused":
-            rollout.fused_expert_storage = lambda model: {}
+            vllm_worker.fused_expert_storage = lambda model: {}
         if way == "check":
             return engine.check_weights(moe_model.hf_tensors(policy))
         tensors = expert_by_expert(policy) if way == "one by one" else moe_model.hf_tensors(policy)
         return engine.sync(tensors, 0)
     finally:
-        rollout.fused_expert_storage = copied
+        vllm_worker.fused_expert_storage = copied
 
 
 def timed(call) -> float:

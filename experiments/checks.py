@@ -40,7 +40,8 @@ def check_parity(batch, config, step: int) -> None:
     RuntimeError if they differ by more than rounding explains: the engine then samples from another policy
     than the one that is trained, most likely after a faulty weight sync.
     """
-    dlogp = (batch.old_logprobs - batch.rollout_logprobs).abs()[batch.response_mask]
+    fresh = batch.response_mask & (batch.policy_lag == 0)
+    dlogp = (batch.old_logprobs - batch.rollout_logprobs).abs()[fresh]
     sums = {"mean": (dlogp.sum().item(), dlogp.numel()), "dlogp_p99": (histogram(dlogp), 1)}
     mean, p99 = reduce_metrics(sums).values()
     rollout = config.rollout

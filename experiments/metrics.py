@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,22 +23,25 @@ MAX_LOG_WEIGHT = 40.0  # above, the square of a weight would overflow float32
 def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
     """(sum, count) over all ranks to sum / count; to the sum for names in _total, the maximum for _max.
 
-    For names in _p99 the first is a histogram() and the result a quantile.
-
-    All ranks call it; a name may be missing on some.
+    For names in _p99 the first is a histogram() and the result a quantile, for names in _hist it is the
+    result. All ranks call it; a name may be missing on some.
     """
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, metrics)
     reduced = {}
     for name in {name: None for metrics_of_rank in everyone for name in metrics_of_rank}:
         values, counts = zip(*(of_rank[name] for of_rank in everyone if name in of_rank))
-        if name.endswith("_p99"):
-            reduced[name] = quantile_of(sum(values, Counter()), 0.99)
-            continue
-        mean = sum(values) / sum(counts) if sum(counts) else float("nan")
-        reduced[name] = (
-            max(values) if name.endswith("_max") else sum(values) if name.endswith("_total") else mean
-        )
+        match name.rpartition("_")[2]:
+            case "p99":
+                reduced[name] = quantile_of(sum(values, Counter()), 0.99)
+            case "hist":
+                reduced[name] = sum(values, Counter())
+            case "max":
+                reduced[name] = max(values)
+            case "total":
+                reduced[name] = sum(values)
+            case _:
+                reduced[name] = sum(values) / sum(counts) if sum(counts) else math.nan
     return reduced
 
 
@@ -67,6 +71,40 @@ def rollout_metrics(groups, dense: bool, no_route: int) -> dict[str, tuple[float
     }
 
 
+def schedule_metrics(groups, pool, busy: float, seconds: float) -> dict[str, tuple[float, float]]:
+    """Where the time of a rollout went on this rank, as (sum, count).
+
+    busy: seconds its engine was generating, of all `seconds` until the slowest rank had its last verdict.
+    Empties the pool's latencies. length_error: of the expected mean length of a group, relative to the found.
+    """
+    rank, ended = dist.get_rank(), sorted(c.seconds for group in groups for c in group.completions)
+    tail = ended[-1] - ended[int(0.9 * len(ended))] if ended else 0.0
+    errors = []
+    for group in groups:
+        if group.expected_tokens and not group.guessed:
+            found = sum(len(c.token_ids) for c in group.completions)
+            expected = sum(group.expected_tokens[: len(group.completions)])
+            errors.append(abs(expected - found) / max(1, found))
+    latencies, pool.latencies = torch.tensor(pool.latencies), []
+    bins = histogram(latencies)
+    return {
+        "rollout_bubble": (seconds - busy, seconds),
+        "rollout_tail_frac": (tail, ended[-1] if ended else 0.0),
+        "straggler_max": ((busy, rank), 1),
+        "length_error": (sum(errors), len(errors)),
+        "length_known_frac": (len(errors), len(groups)),
+        "reward_latency": (latencies.sum().item(), len(latencies)),
+        "reward_latency_p99": (bins, 1),
+        "reward_latency_hist": (bins, 1),
+    }
+
+
+def straggler(metrics: dict) -> dict[str, float]:
+    """Seconds and number of the rank whose engine worked longest, in place of straggler_max."""
+    seconds, rank = metrics.pop("straggler_max")
+    return {"straggler_seconds": seconds, "straggler_rank": rank}
+
+
 def batch_metrics(batch, groups, group_size: int) -> dict[str, tuple[float, float]]:
     """Metrics of what is trained on, as (sum, count): inversion, and tokens with and without gradient."""
     correct = torch.tensor([v.status == "ok" for v in batch.verdicts], dtype=torch.bool)  # [B]
@@ -80,6 +118,8 @@ def batch_metrics(batch, groups, group_size: int) -> dict[str, tuple[float, floa
         "shaped_reward": (batch.rewards[batch.valid].sum().item(), batch.valid.sum().item()),
         "inversion_frac": (inverted.sum().item(), batch.valid.sum().item()),
         "gradient_tokens_total": (with_gradient.sum().item(), 1),
+        "stale_frac": ((batch.policy_lag > 0).sum().item(), batch.response_mask.sum().item()),
+        "policy_lag_max": (batch.policy_lag.max().item() if batch.policy_lag.numel() else 0, 1),
         "account/wasted_stopped_tokens_total": (without[of_probe].sum().item(), 1),
         "account/wasted_kept_tokens_total": (without[~of_probe].sum().item(), 1),
     }
@@ -199,11 +239,16 @@ class Clock:
 def log_metrics(accelerator, config, state, metrics: dict) -> None:
     """One row of metrics.jsonl and the same scalars in TensorBoard."""
     if accelerator.is_main_process:
-        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        histograms = {name: metrics[name] for name in metrics if name.endswith("_hist")}
+        metrics = {n: value for n, value in metrics.items() if n not in histograms and math.isfinite(value)}
         row = {"step": state.step, "generated_tokens": state.generated_tokens} | metrics
         with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         accelerator.log(metrics, step=state.step)
+        for name, bins in histograms.items():
+            values = [10 ** ((edge + 0.5) / BINS_PER_DECADE) for edge in sorted(bins.elements())]
+            writer = accelerator.get_tracker("tensorboard", unwrap=True)
+            writer.add_histogram(name.removesuffix("_hist"), np.array(values), state.step) if values else None
 
 
 def log_samples(config, state, batch, tokenizer) -> None:

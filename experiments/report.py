@@ -64,7 +64,10 @@ def round_off(value: float) -> float:
 
 
 def read_log(file: Path, metric: str) -> list[dict]:
-    """Rows of metrics.jsonl, reduced to the keys that are read, each a finite number."""
+    """Rows of metrics.jsonl, reduced to the keys that are read, each a finite number.
+
+    An evaluation has a row of its own, after that of its step: here they are one.
+    """
     if not file.is_file():
         raise ValueError(f"{file} does not exist")
     log = []
@@ -76,14 +79,19 @@ def read_log(file: Path, metric: str) -> list[dict]:
             raise ValueError(f"{place} is not JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{place}: expected an object, found {line[:80]!r}")
-        names = ["step", "generated_tokens", *(STEP_KEYS if row.get("step") != 0 else ())]
+        rides = log and row.keys() <= {"step", "generated_tokens"} | {n for n in row if n.startswith("eval/")}
+        names = ["step", "generated_tokens", *(STEP_KEYS if row.get("step") != 0 and not rides else ())]
         names += [name for name in row if is_evaluation(name, metric) or name in (INVERSION, *MISMATCH)]
         for name in names:
             if name not in row:
                 raise ValueError(f"{place}: {name} is missing")
             if type(row[name]) not in (int, float) or not math.isfinite(row[name]):
                 raise ValueError(f"{place}: {name} is {row[name]!r}, expected a finite number")
-        log.append({name: round_off(row[name]) for name in names})
+        read = {name: round_off(row[name]) for name in names}
+        if rides and read["step"] == log[-1]["step"]:
+            log[-1] |= read
+            continue
+        log.append(read)
         if len(log) > 1 and not (
             log[-1]["step"] > log[-2]["step"] and log[-1]["generated_tokens"] >= log[-2]["generated_tokens"]
         ):

@@ -17,7 +17,7 @@ from typing import Annotated, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from reward import KINDS
+from reward import KINDS, is_kind
 
 MAX_ENTROPY_GROUPS = 16  # the paper uses 2
 
@@ -46,7 +46,7 @@ class PromptSource(Section):
     name: str | None = setting(None, "name in logs; null: the file's name")
     subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; null: its default")
     split: str = setting("train", "split of a hub dataset; local files are taken whole")
-    kind: str = setting("math", f"verifier of rows without a kind of their own: {', '.join(KINDS)}")
+    kind: str = setting("math", f"verifier of rows without their own: {', '.join(KINDS)}, module:function")
     columns: dict[str, str | None] = setting(
         {}, "column of prompt, answer, difficulty, kind where named otherwise"
     )
@@ -75,9 +75,20 @@ class RolloutSection(Section):
     max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "of the engine's weights and activations")
     max_num_seqs: int = setting(256, "completions an engine works on at once", ge=1)
+    schedule: Literal["arrival", "longest_first", "oracle"] = setting(
+        "longest_first",
+        "order of prompts over and in engines: as they come; by expected length; by the true one, for which "
+        "everything is sampled twice (for ablations)",
+    )
     kv_cache_gib: float | None = setting(None, "GiB of keys and values per engine; null: vLLM decides", gt=0)
     prefix_caching: bool = setting(True, "share the prompt's keys and values within a group")
     sleep_level: Literal[0, 1, 2] = setting(0, "GPU memory freed in updates: 0 none, 1 to host, 2 dropped")
+    reward_aware: bool = setting(True, "longest_first, oracle: count the time of slow rewards as tokens")
+    overprovision: float = setting(
+        0.0,
+        "share of prompts begun beyond prompts_per_step; what is late goes on in the next step; 0: off",
+        ge=0,
+    )
     fp8: Switch[Literal["off", "simulate", "on"]] = setting(
         "off", "block-wise FP8 rollouts: on (GPUs); simulate rounds the weights alike at each sync"
     )
@@ -98,6 +109,11 @@ class RewardSection(Section):
     timeout_s: float = setting(10.0, "seconds; a verdict that takes longer is a timeout", gt=0)
     memory_gib: float = setting(2.0, "GiB of address space per scoring process", gt=0)
     max_failed_frac: float = setting(0.5, "stop if more verdicts of a step time out or crash", gt=0, le=1)
+    overlap: bool = setting(True, "score each completion while others are generated; false: all at the end")
+    decode: Literal["workers", "engine"] = setting(
+        "workers", "where tokens become text: with the scoring, or between two steps of the engine"
+    )
+    max_backlog: int = setting(4096, "completions waiting for a verdict before the engine has to wait", ge=1)
     dense: bool = setting(False, "reward the share of the answer that is right instead of 0 or 1")
     overlong_buffer: int = setting(0, "last tokens before max_new_tokens that are penalised; 0: off", ge=0)
     overlong_coef: float = setting(1.0, "penalty of a completion that is max_new_tokens long", ge=0)
@@ -160,6 +176,9 @@ class AlgorithmSection(Section):
         "none", "importance weight trainer/engine: truncated per token, per completion; masked above the cap"
     )
     rollout_correction_cap: float = setting(2.0, "largest such weight", gt=0)
+    old_policy: Literal["trainer", "rollout"] = setting(
+        "trainer", "denominator of the ratio: the trainer before the update, or the engine itself (bypass)"
+    )
     router_replay: Switch[Literal["off", "r2", "r3"]] = setting(
         "off", "experts used in the trainer: its own; those of its old-logprob pass; those of the engine"
     )
@@ -173,6 +192,7 @@ class TrainSection(Section):
     max_generated_tokens: int | None = setting(None, "stop when so many were generated; null: off", ge=1)
     minibatches_per_step: int = setting(1, "updates per rollout; above 1 the later ones are off-policy", ge=1)
     micro_batch_tokens: int = setting(32768, "padded tokens per forward and rank; longer rows go alone", ge=1)
+    balance: bool = setting(True, "as many tokens for each rank and forward; false: rows as they come")
     learning_rate: float = setting(1e-6, "of AdamW", gt=0)
     warmup_steps: int = setting(0, "steps of linear warm-up; then constant", ge=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "of AdamW")
@@ -186,11 +206,13 @@ class EvalSection(Section):
     every: int = setting(50, "steps between evaluations, besides before and after; 0: only those", ge=0)
     num_samples: int = setting(8, "k sampled completions per prompt for avg@k, pass@k; 0: greedy only", ge=0)
     max_new_tokens: int | None = setting(None, "null: as in rollout", ge=1)
+    overlap: bool = setting(True, "sample along with the next rollout, which has the same weights")
 
 
 class CheckpointSection(Section):
     every: int = setting(50, "steps between checkpoints, besides the last; 0: only the last", ge=0)
     keep: int = setting(2, "newest checkpoints kept", ge=1)
+    overlap: bool = setting(True, "write during the next rollout; false: the run waits for the disk")
     resume: Literal["auto", "weights", "never"] = setting(
         "auto",
         "auto: go on exactly from run.dir's newest checkpoint; weights: with a fresh optimizer, for another "
@@ -231,7 +253,7 @@ def check_config(config: Config) -> None:
         raise ValueError("data.train: no prompt set to train on; see experiments/tiny/demo.yaml")
     for place, sources in (("train", config.data.train), ("eval", config.data.eval)):
         for source in sources:
-            if source.kind not in KINDS:
+            if not is_kind(source.kind):
                 raise ValueError(f"data.{place}[].kind: {source.kind!r} is none of {', '.join(KINDS)}")
     names = [eval_name(source) for source in config.data.eval]
     if len(set(names)) < len(names):
@@ -274,6 +296,20 @@ def check_config(config: Config) -> None:
         "rollout.expert_parallel {} and rollout.fp8 {!r}: vLLM quantises on GPUs itself, set fp8 to on": (
             rollout.expert_parallel, rollout.fp8,
             rollout.expert_parallel and rollout.fp8 == "simulate"),
+        "rollout.overprovision {} samples in one round: not with zero_variance.probe_size {}": (
+            rollout.overprovision, zero.probe_size, rollout.overprovision and zero.probe_size),
+        "rollout.overprovision {} samples in one round: not with zero_variance.refill {}": (
+            rollout.overprovision, zero.refill, rollout.overprovision and zero.refill),
+        "rollout.overprovision {} cuts completions, rollout.schedule {!r} has to know them": (
+            rollout.overprovision, rollout.schedule, rollout.overprovision and rollout.schedule == "oracle"),
+        "rollout.overprovision {} stops each rank on its own, rollout.tensor_parallel {} share an engine": (
+            rollout.overprovision, rollout.tensor_parallel,
+            rollout.overprovision and rollout.tensor_parallel > 1),
+        "algorithm.old_policy {!r}: the ratio is the correction already, algorithm.rollout_correction {!r}": (
+            algo.old_policy, algo.rollout_correction,
+            algo.old_policy == "rollout" and algo.rollout_correction != "none"),
+        "algorithm.old_policy {!r} makes no old-logprob pass, algorithm.router_replay {!r} replays one": (
+            algo.old_policy, algo.router_replay, algo.old_policy == "rollout" and algo.router_replay == "r2"),
         "rollout.fp8 {!r} needs rollout.dtype bfloat16, not {!r}": (
             rollout.fp8, rollout.dtype, rollout.fp8 == "on" and rollout.dtype != "bfloat16"),
         "algorithm.ratio_form {!r} has no effect with algorithm.ratio_level {!r}": (
@@ -303,12 +339,18 @@ def config_warnings(config: Config) -> list[str]:
             "algorithm.router_replay 'r2' with train.minibatches_per_step 1 changes nothing: the only update "
             "is made with the routes of the old policy anyway"
         )
+    if config.rollout.overprovision and (algo.rollout_correction, algo.old_policy) == ("none", "trainer"):
+        found.append(
+            f"rollout.overprovision {config.rollout.overprovision} trains on tokens of older policies, and "
+            "algorithm.rollout_correction 'none' does not weigh them: token_tis does"
+        )
     if config.rollout.group_size == 1:
         found.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
     return found
 
 
 # ---- 3. Reading --------------------------------------------------------------------------------------------
+
 
 class StrictLoader(yaml.SafeLoader):
     """safe_load that refuses a key given twice."""

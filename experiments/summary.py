@@ -4,8 +4,27 @@ python -m experiments.summary runs/demo        print it again
 """
 
 import json
+import resource
 import sys
 from pathlib import Path
+
+import torch.distributed as dist
+
+import moe_model
+from experiments.metrics import reduce_metrics
+
+
+def finish_run(policy, tokenizer, state, run_dir: Path) -> None:
+    """Export the policy, write and print the summary; all ranks call it."""
+    moe_model.save_hf(policy, run_dir / "model")
+    peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
+    peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
+    if dist.get_rank() == 0:
+        write_summary(run_dir, state, peak_rss_bytes)
+        tokenizer.save_pretrained(run_dir / "model")
+        plot_curves(run_dir)
+        print_summary(run_dir)
+    dist.barrier()
 
 
 def write_summary(run_dir: Path, state, peak_rss_bytes: int) -> None:

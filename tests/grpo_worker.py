@@ -17,11 +17,17 @@ import torch.distributed as dist
 import moe_model
 import train_rl
 from experiments.metrics import reduce_metrics
+from experiments.settings import load_config
 from reward import Verdict
 
 
-def batch_of(completions: list[dict], rows: list[int], padding: int) -> train_rl.RolloutBatch:
-    """The completions of `rows` as a batch with `padding` columns more than it needs."""
+def batch_of(
+    completions: list[dict], rows: list[int], padding: int, num_minibatches: int = 1
+) -> train_rl.RolloutBatch:
+    """The completions of `rows` as a batch with `padding` columns more than it needs.
+
+    Whole groups make a minibatch, the first groups the first.
+    """
     chosen = [completions[row] for row in rows]
     longest = max(len(c["completion_ids"]) for c in chosen) + padding
 
@@ -30,6 +36,7 @@ def batch_of(completions: list[dict], rows: list[int], padding: int) -> train_rl
 
     lengths = torch.tensor([len(c["completion_ids"]) for c in chosen])
     groups = list(dict.fromkeys(c["group"] for c in chosen))
+    per_minibatch = -(-len(groups) // num_minibatches)
     return train_rl.RolloutBatch(
         prompts=[None] * len(chosen),
         prompt_ids=[c["prompt_ids"] for c in chosen],
@@ -39,6 +46,8 @@ def batch_of(completions: list[dict], rows: list[int], padding: int) -> train_rl
         response_mask=torch.arange(longest) < lengths.unsqueeze(1),
         rollout_logprobs=padded("rollout_logprobs"),
         group_index=torch.tensor([groups.index(c["group"]) for c in chosen]),
+        policy_lag=torch.zeros(len(chosen), longest, dtype=torch.int64),
+        minibatch=torch.tensor([groups.index(c["group"]) // per_minibatch for c in chosen]),
         valid=torch.ones(len(chosen), dtype=torch.bool),
         advantages=padded("advantages"),
         old_logprobs=padded("old_logprobs"),
@@ -48,13 +57,15 @@ def batch_of(completions: list[dict], rows: list[int], padding: int) -> train_rl
 
 def run_case(case: dict, completions: list[dict], model: Path, group) -> dict:
     """Parameters and metrics after update_policy() on this rank's rows, and what it wrote into the batch."""
-    config = train_rl.load_config(["data.train=[{path: unused}]", *case["settings"]])
+    config = load_config(["data.train=[{path: unused}]", *case["settings"]])
     policy = moe_model.Policy(moe_model.load_config(model), group)
     moe_model.load_hf(policy, model)
     engine = moe_model.deepspeed_engine(policy, config.train)
     for parameter_group in engine.optimizer.param_groups:
         parameter_group["eps"] = case["adam_eps"]
-    batch = batch_of(completions, case["rows"][dist.get_rank()], case["padding"])
+    batch = batch_of(
+        completions, case["rows"][dist.get_rank()], case["padding"], config.train.minibatches_per_step
+    )
     if case["old"] == "computed":
         batch.old_logprobs, batch.entropy, *_ = train_rl.outputs_of_batch(policy, batch, config)
     elif case["old"] == "none":
@@ -78,7 +89,12 @@ def collective_helpers(completions: list[dict]) -> dict:
     pairs = {"mean": (1.0 + rank, 1 + 2 * rank), "none": (0.0, 0), "tokens_total": (5.0 + rank, 1)}
     pairs |= {"length_max": (7.0 - 3 * rank, 1), "below_max": (-2.0 - rank, 1), "max_of_total": (3.0, 2)}
     rows = list(range(1 + 2 * rank))
-    micro_batches = train_rl.micro_batches_of(batch_of(completions, rows, 0), rows, max_tokens=1)
+    micro_batches = {}
+    for balance in ("true", "false"):
+        alone = ["train.micro_batch_tokens=1", f"train.balance={balance}", "data.train=[{path: unused}]"]
+        settings = load_config(alone).train
+        batch = batch_of(completions, rows, 0)
+        micro_batches[balance] = train_rl.micro_batches_of(batch, rows, settings)
     return {"reduced": reduce_metrics(pairs), "micro_batches": micro_batches}
 
 

@@ -20,6 +20,7 @@ from grpo_worker import batch_of
 import moe_model
 import train_rl
 from data.prompts import Prompt
+from experiments.settings import load_config
 from reward import Verdict
 
 
@@ -36,7 +37,7 @@ def make_batch(completions: list[dict]) -> train_rl.RolloutBatch:
 
 
 def run_case(case: str, on_nonfinite: str, completions: list[dict], engine, folder: Path) -> dict:
-    config = train_rl.load_config([
+    config = load_config([
         "data.train=[{path: unused}]", "train.learning_rate=0.1", f"run.dir={folder / on_nonfinite}",
         f"run.on_nonfinite={on_nonfinite}",
     ])  # fmt: skip
@@ -68,7 +69,7 @@ def run_case(case: str, on_nonfinite: str, completions: list[dict], engine, fold
 def main(folder: Path) -> None:
     request = torch.load(folder / "request.pt")
     moe_model.init_deepspeed()
-    config = train_rl.load_config(["data.train=[{path: unused}]", "train.learning_rate=0.1"])
+    config = load_config(["data.train=[{path: unused}]", "train.learning_rate=0.1"])
     hf_config = moe_model.load_config(folder / "model")
     group = moe_model.create_expert_parallel_group(2, moe_model.num_experts_of(hf_config))
     policy = moe_model.Policy(hf_config, group)

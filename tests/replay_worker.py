@@ -15,6 +15,7 @@ from grpo_worker import batch_of
 import moe_model
 import train_rl
 from experiments.metrics import reduce_metrics
+from experiments.settings import load_config
 
 
 def record_losses() -> list[tuple]:
@@ -33,16 +34,16 @@ def record_losses() -> list[tuple]:
 def run_case(case: dict, completions: list[dict], folder: Path, group, seen: list) -> dict:
     """Parameters, metrics and micro-batches of update_policy(), and what the old-logprob pass gave before."""
     settings = ["data.train=[{path: unused}]", "model.dtype=float32", *case["settings"]]
-    config = train_rl.load_config(settings)
+    config = load_config(settings)
     policy = train_rl.build_policy(config, folder / case["model"], group, torch.device("cpu"))
     engine = moe_model.deepspeed_engine(policy, config.train)
     for parameter_group in engine.optimizer.param_groups:
         parameter_group["eps"] = case["adam_eps"]
     rows = case["rows"][dist.get_rank()]
-    batch = batch_of(completions, rows, case["padding"])
+    batch = batch_of(completions, rows, case["padding"], config.train.minibatches_per_step)
     batch.ref_logprobs = None
     if case["ids"] == "own":
-        live = train_rl.load_config([*settings, "algorithm.router_replay=off"])
+        live = load_config([*settings, "algorithm.router_replay=off"])
         batch.routed_experts = train_rl.outputs_of_batch(policy, batch, live).routes
     elif case["ids"] == "given":
         batch.routed_experts = [completions[row]["routes"][case["model"]] for row in rows]

@@ -9,8 +9,7 @@ import yaml
 from conftest import ROOT
 from pydantic import ValidationError
 
-import train_rl
-from experiments.settings import PromptSource, config_warnings, setting_names
+from experiments.settings import Config, PromptSource, config_warnings, load_config, setting_names
 
 TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
 SETTINGS = setting_names()
@@ -18,7 +17,7 @@ EXPERIMENTS = sorted(p for p in (ROOT / "experiments").rglob("*.yaml") if "logs"
 
 
 def load(*overrides: str, file=None):
-    return train_rl.load_config([*(["--config", str(file)] if file else []), TRAIN, *overrides])
+    return load_config([*(["--config", str(file)] if file else []), TRAIN, *overrides])
 
 
 def error_of(*overrides: str, file=None) -> str:
@@ -49,13 +48,13 @@ def test_command_line_over_file_over_defaults(write):
     file = write("train: {seed: 5, num_steps: 7}\nrun: {dir: from_file}\n")
     config = load("train.num_steps=9", file=file)
     assert (config.train.num_steps, config.train.seed, config.run.dir) == (9, 5, "from_file")
-    assert config.train.learning_rate == train_rl.Config().train.learning_rate
+    assert config.train.learning_rate == Config().train.learning_rate
     assert load("train.seed=1", "train.seed=2").train.seed == 2
 
 
 def test_settings_may_stand_on_both_sides_of_the_file(write):
     file = write("train: {seed: 5, num_steps: 7}")
-    config = train_rl.load_config([TRAIN, "--config", str(file), "train.num_steps=9"])
+    config = load_config([TRAIN, "--config", str(file), "train.num_steps=9"])
     assert (config.train.num_steps, config.train.seed, config.data.train[0].path) == (9, 5, "a.jsonl")
 
 
@@ -84,7 +83,7 @@ def test_a_file_inherits_from_several_bases_the_later_above_the_earlier(write):
 
 def test_of_several_files_the_later_wins(write):
     first, second = write("train: {seed: 1, num_steps: 1}", "a.yaml"), write("train: {seed: 2}", "b.yaml")
-    config = train_rl.load_config([TRAIN, "--config", str(first), "--config", str(second)])
+    config = load_config([TRAIN, "--config", str(first), "--config", str(second)])
     assert (config.train.seed, config.train.num_steps) == (2, 1)
 
 
@@ -132,14 +131,14 @@ def test_a_config_cannot_be_changed():
 def test_the_resolved_config_loads_as_the_same_config(write):
     config = load("train.betas=[0.8, 0.9]", "data.eval=[{path: b, difficulty: [1, 2], columns: {prompt: q}}]")
     file = write(yaml.safe_dump(config.model_dump(mode="json")))
-    assert train_rl.load_config(["--config", str(file)]) == config
+    assert load_config(["--config", str(file)]) == config
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_experiment_loads(file):
     """A method is loaded over an environment, as its first lines say."""
     environment = ["--config", str(ROOT / "experiments/tiny/grpo.yaml")] if "methods" in file.parts else []
-    assert train_rl.load_config([*environment, "--config", str(file)]).data.train
+    assert load_config([*environment, "--config", str(file)]).data.train
 
 
 def test_there_are_experiments():
@@ -257,6 +256,14 @@ REFUSED = [
     ("algorithm.clip_mode=before_mean", "algorithm.clip_mode 'before_mean'", "algorithm.ratio_level 'token'"),
     ("algorithm.entropy_clip_form=literal", "algorithm.entropy_clip_form", "algorithm.clip_mode 'fixed'"),
     ("algorithm.ratio_form=literal", "algorithm.ratio_form 'literal'", "algorithm.ratio_level 'token'"),
+    (
+        "algorithm.old_policy=rollout algorithm.rollout_correction=sequence_tis",
+        "algorithm.old_policy 'rollout'", "algorithm.rollout_correction 'sequence_tis'",
+    ),
+    (
+        "algorithm.old_policy=rollout algorithm.router_replay=r2",
+        "algorithm.old_policy 'rollout'", "algorithm.router_replay 'r2'",
+    ),
 ]  # fmt: skip
 
 
@@ -278,6 +285,8 @@ def test_the_refused_settings_are_legitimate_alone():
         "algorithm.clip_mode=before_mean algorithm.ratio_level=sequence",
         "algorithm.clip_mode=entropy_adaptive algorithm.entropy_clip_form=literal",
         "algorithm.ratio_form=literal algorithm.ratio_level=sequence",
+        "algorithm.old_policy=rollout algorithm.router_replay=r3",
+        "algorithm.rollout_correction=sequence_tis algorithm.router_replay=r2",
     )  # fmt: skip
     for settings in legitimate:
         assert load(*settings.split())
@@ -308,7 +317,7 @@ def test_an_unknown_verifier_is_refused(place):
 
 def test_a_config_without_training_prompts_is_refused():
     with pytest.raises(ValueError, match=r"^data\.train: "):
-        train_rl.load_config([])
+        load_config([])
 
 
 # ---- wrong files and arguments -----------------------------------------------------------------------------
@@ -428,7 +437,7 @@ def test_no_section_is_left_out_of_the_setting_names():
         for key, value in values.items():
             yield from leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [prefix + key]
 
-    assert set(leaves(train_rl.Config().model_dump())) == {name for name in SETTINGS if "[]" not in name}
+    assert set(leaves(Config().model_dump())) == {name for name in SETTINGS if "[]" not in name}
     for source in ("data.train", "data.eval"):
         listed = {name.removeprefix(f"{source}[].") for name in SETTINGS if name.startswith(f"{source}[].")}
         assert listed == set(PromptSource.model_fields)
@@ -436,7 +445,7 @@ def test_no_section_is_left_out_of_the_setting_names():
 
 def test_an_unknown_option_is_refused_in_few_lines(capsys):
     with pytest.raises(SystemExit) as caught:
-        train_rl.load_config(["--confgi", "x.yaml"])
+        load_config(["--confgi", "x.yaml"])
     error = capsys.readouterr().err
     assert caught.value.code == 2 and "--confgi" in error
     assert len(error.splitlines()) < 10

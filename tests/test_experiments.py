@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
+from experiments.settings import load_config
 
 
 def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
@@ -132,8 +133,6 @@ YAMLS = sorted(path for path in (ROOT / "experiments").rglob("*.yaml") if "logs"
 
 @pytest.mark.parametrize("path", YAMLS, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_yaml_says_how_to_run_it_and_loads(path):
-    import train_rl
-
     first_lines = path.read_text().splitlines()[:6]
     assert first_lines[0].startswith("# ")
     assert any(
@@ -141,4 +140,4 @@ def test_every_yaml_says_how_to_run_it_and_loads(path):
     )
     is_method = path.parent.name == "methods"  # loaded over an environment, as its first lines say
     environment = ["--config", str(ROOT / "experiments/tiny/grpo.yaml")] if is_method else []
-    assert train_rl.load_config([*environment, "--config", str(path)]).data.train
+    assert load_config([*environment, "--config", str(path)]).data.train

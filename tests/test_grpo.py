@@ -12,7 +12,8 @@ from transformers import Qwen3MoeForCausalLM
 
 import train_rl
 from data.prompts import Prompt
-from experiments.settings import AlgorithmSection
+from experiments.balance import split_rows
+from experiments.settings import AlgorithmSection, load_config
 from reward import Verdict
 from rollout import Completion
 
@@ -317,14 +318,17 @@ def test_rows_are_split_within_the_budget(max_tokens):
     for size in (0, 1, 2, 50):
         lengths = [rng.randint(1, 100) for _ in range(2 * size)]
         rows = rng.sample(range(2 * size), size)
-        micro_batches = train_rl.split_rows(lengths, rows, max_tokens)
+        micro_batches = split_rows(lengths, rows, max_tokens)
         assert sorted(row for part in micro_batches for row in part) == sorted(rows)
         for part in micro_batches:
             assert part and (len(part) == 1 or len(part) * max(lengths[row] for row in part) <= max_tokens)
-        assert train_rl.split_rows(lengths, rng.sample(rows, size), max_tokens) == micro_batches
+        assert [row for part in micro_batches for row in part] == rows, "in the order given"
+        for part, after in itertools.pairwise(micro_batches):  # the next row would not have fitted
+            whole = [*part, after[0]]
+            assert len(whole) * max(lengths[row] for row in whole) > max_tokens
 
 
-def test_split_rows_keeps_padding_and_the_number_of_micro_batches_low():
+def test_rows_in_the_order_of_their_lengths_keep_padding_and_the_number_of_micro_batches_low():
     """256 rows of 1 to 1000 tokens in micro-batches of 16384: 10 % padding (45 % in the given order), and 10
     micro-batches where 9 would do without padding."""
     rng = random.Random(0)
@@ -334,9 +338,10 @@ def test_split_rows_keeps_padding_and_the_number_of_micro_batches_low():
         places = sum(len(part) * max(lengths[row] for row in part) for part in micro_batches)
         return 1 - sum(lengths) / places
 
-    micro_batches = train_rl.split_rows(lengths, list(range(256)), 16384)
+    in_order = sorted(range(256), key=lambda row: -lengths[row])
+    micro_batches = split_rows(lengths, in_order, 16384)
     assert padding_share(micro_batches) < 0.12
-    assert padding_share([list(range(i, i + 16)) for i in range(0, 256, 16)]) > 0.4
+    assert padding_share(split_rows(lengths, list(range(256)), 16384)) > 0.4
     assert len(micro_batches) <= 1 + math.ceil(sum(lengths) / 16384)
 
 
@@ -350,13 +355,15 @@ def test_collate_shapes_and_values():
         Completion(ids[i], [-0.5 - i - t for t in range(len(ids[i]))], reasons[i], float(i)) for i in range(5)
     ]
     verdicts = [Verdict(float(status == "ok"), status) for status in statuses]
-    groups = [train_rl.Group(4, 2, completions[:2], verdicts[:2])]  # their number in the set, not in the step
-    groups += [train_rl.Group(9, 1, completions[2:], verdicts[2:])]  # groups need not be of one size
+    of_group = lambda rows: {"completions": completions[rows], "verdicts": verdicts[rows]}
+    groups = [train_rl.Group(4, 2, **of_group(slice(2)))]  # their number in the set, not in the step
+    groups += [train_rl.Group(9, 1, 1, **of_group(slice(2, 5)))]  # groups need not be of one size
     batch = train_rl.collate(groups, prompts, prompt_ids)
     assert batch.prompts == [prompts[2]] * 2 + [prompts[1]] * 3
     assert batch.prompt_ids == [[1], [1], [2, 3], [2, 3], [2, 3]] and batch.completion_ids == ids
     assert batch.finish_reason == reasons and batch.verdicts == verdicts
     assert batch.group_index.tolist() == [0, 0, 1, 1, 1] and batch.group_index.dtype == torch.int64
+    assert batch.minibatch.tolist() == [0, 0, 1, 1, 1] and batch.minibatch.dtype == torch.int64
     assert batch.valid.tolist() == [True, True, False, False, True] and batch.valid.dtype == torch.bool
     assert batch.response_mask.dtype == torch.bool
     assert batch.response_mask.tolist() == [[t < len(row) for t in range(3)] for row in ids]
@@ -369,29 +376,38 @@ def test_collate_shapes_and_values():
 def test_a_rank_whose_groups_were_all_dropped_has_a_batch_without_rows():
     batch = train_rl.collate([], [], [])
     assert batch.response_mask.shape == batch.rollout_logprobs.shape == (0, 1)
-    assert batch.group_index.shape == batch.valid.shape == (0,)
-    assert train_rl.split_minibatches(batch, 3) == [[], [], []]
+    assert batch.group_index.shape == batch.valid.shape == batch.minibatch.shape == (0,)
 
 
-def test_minibatches_are_whole_groups_and_as_many_on_every_rank():
-    def split(num_groups, group_size, num_minibatches):
-        completion, verdict = Completion([5], [-0.5], "stop", 0.0), Verdict(0.0, "wrong")
-        of_one = lambda place: train_rl.Group(place, 0, [completion] * group_size, [verdict] * group_size)
-        groups = [of_one(place) for place in range(num_groups)]
-        batch = train_rl.collate(groups, [Prompt("a", "1", "exact", "set")], [[1]])
-        return train_rl.split_minibatches(batch, num_minibatches)
+def test_minibatches_are_whole_groups_as_many_as_there_are_for_all_ranks():
+    """The first groups make the first update; the last ones may be short of groups."""
 
-    assert split(4, 2, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert split(3, 2, 2) == [[0, 1, 2, 3], [4, 5]]
-    assert split(1, 2, 2) == [[0, 1], []]
-    assert split(2, 3, 1) == [list(range(6))]
-    assert split(3, 1, 3) == [[0], [1], [2]]
+    def split(num_groups, num_minibatches):
+        outcomes = {place: train_rl.Outcome(place, 0, 1, 2, 1.0, 4, 2, True) for place in range(num_groups)}
+        groups = [train_rl.Group(place, 0) for place in reversed(outcomes)]
+        config = load_config([
+            SMALLEST_TRAINING_SET, "rollout.prompts_per_step=12",
+            f"train.minibatches_per_step={num_minibatches}",
+        ])  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train_rl.dist, "get_world_size", lambda: 1)
+            patch.setattr(train_rl, "exchange", lambda parcels: parcels[0])
+            groups, left = train_rl.drop_and_balance(groups, outcomes, config)
+        assert [group.place for group in groups] == list(left) == list(range(num_groups))
+        return [group.minibatch for group in groups]
+
+    assert split(4, 2) == [0, 0, 1, 1]
+    assert split(3, 2) == [0, 0, 1]
+    assert split(1, 2) == [0]
+    assert split(2, 1) == [0, 0]
+    assert split(3, 3) == [0, 1, 2]
+    assert split(0, 2) == []
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4])
 def test_learning_rate_warms_up_and_stays(warmup_steps):
     overrides = [f"train.warmup_steps={warmup_steps}", "train.learning_rate=1e-3"]
-    config = train_rl.load_config([SMALLEST_TRAINING_SET, *overrides])
+    config = load_config([SMALLEST_TRAINING_SET, *overrides])
     for step in range(8):
         expected = reference.warmed_up_learning_rate(1e-3, warmup_steps, step)
         assert_close(train_rl.learning_rate(config, step), expected)
@@ -642,15 +658,34 @@ SAME_UPDATE = {
 }  # fmt: skip
 
 
+WORK = {"padding_frac", "update_tokens", "update_tokens_max"}  # of a split, not of an update
+
+
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in SAME_UPDATE for name in SAME_UPDATE[kind]])
 def test_update_equals_plain_torch_however_it_is_split(kind, name, updates, plain):
     result = updates[2][name]
     assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < TOLERANCE
-    assert result["metrics"].keys() == plain[kind]["metrics"].keys()
+    assert result["metrics"].keys() == plain[kind]["metrics"].keys() | WORK
     for metric, value in plain[kind]["metrics"].items():
         rel = 0.024 if metric.endswith("_p99") else 1e-5  # a quantile is the edge of a bin 2.4 % wide
         assert result["metrics"][metric] == pytest.approx(value, rel=rel, abs=1e-6), metric
     assert result["written"] == []
+
+
+def test_the_work_of_an_update_is_counted_by_rank_and_its_padding_by_grid(updates):
+    """A sequence costs its tokens less the last; a grid is as long as the longest of its rows."""
+    _, completions, results = updates
+    length = lambda row: len(completions[row]["prompt_ids"]) + len(completions[row]["completion_ids"]) - 1
+    for one in ONE_RANK + TWO_RANKS:
+        metrics, loads = results[one["name"]]["metrics"], [sum(map(length, rows)) for rows in one["rows"]]
+        assert metrics["update_tokens"] == pytest.approx(sum(loads) / len(loads))
+        assert metrics["update_tokens_max"] == max(loads)
+        assert 0 <= metrics["padding_frac"] < 1
+    assert results["single rows"]["metrics"]["padding_frac"] == 0
+    grid = len(EVERYTHING) * max(map(length, EVERYTHING))
+    expected = 1 - sum(map(length, EVERYTHING)) / grid
+    assert results["whole"]["metrics"]["padding_frac"] == pytest.approx(expected)
+    assert results["small micro-batches"]["metrics"]["padding_frac"] < expected
 
 
 def test_update_with_the_eps_of_torch(updates, plain):
@@ -713,7 +748,9 @@ def test_metrics_are_reduced_by_their_suffix(updates):
 
 def test_every_rank_gets_the_largest_number_of_micro_batches(updates):
     """Rank r has 1 + 2 r rows that go alone; empty micro-batches come last."""
-    alone, first, second = [
-        helpers["micro_batches"] for n in (1, 2) for helpers in updates[2][f"helpers {n}"]
-    ]
-    assert alone == [[0]] and first == [[0], [], []] and sorted(second) == [[0], [1], [2]]
+    for balance in ("true", "false"):
+        alone, first, second = [
+            helpers["micro_batches"][balance] for n in (1, 2) for helpers in updates[2][f"helpers {n}"]
+        ]
+        assert alone == [[0]] and first == [[0], [], []] and sorted(second) == [[0], [1], [2]]
+        assert balance == "true" or second == [[0], [1], [2]], "as they come"

@@ -1,4 +1,4 @@
-"""Judges and dense verdicts of reward.py, and data/tiny_judge.py, against transformers and literal loops."""
+"""Judges, dense verdicts of reward.py, and data/tiny_judge.py, against transformers and literal loops."""
 
 import json
 import math
@@ -13,18 +13,14 @@ import torch
 from conftest import ROOT, torchrun
 
 from data import tiny, tiny_judge
-from reward import (
-    DENSE_KINDS,
-    KINDS,
+from experiments.judges import (
     GenerativeJudge,
-    RewardPool,
     ScalarJudge,
-    Verdict,
     build_judge,
     pairwise_reference,
     round_robin,
-    verify,
 )
+from reward import DENSE_KINDS, KINDS, RewardPool, Verdict, verify
 
 RECIPE = tiny_judge.Recipe()
 
@@ -131,6 +127,7 @@ def test_a_timeout_has_no_pass_frac():
 
 # ---- the scalar judge --------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
 def test_scores_are_those_of_each_text_alone_without_padding(batch_size, judge_folder, texts):
     scores = ScalarJudge(judge_folder, batch_size).scores(*texts)
@@ -224,6 +221,7 @@ def test_folders_that_are_no_scalar_judge_are_refused(judge_folder, tiny_folder,
 
 # ---- the generative judge ----------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("answer, sign, num_unreadable", [
     ("The first carries, the second does not.\nVerdict: Better", 1, 0),
     ("**Verdict:** **Worse**.", -1, 0),
@@ -290,7 +288,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.tiny import Recipe, build_policy, build_tokenizer
 from moe_model import hf_tensors, init_deepspeed, save_hf
-from reward import build_judge
+from experiments.judges import build_judge
 from rollout import Request, RolloutEngine
 rank, folder = int(os.environ["RANK"]), sys.argv[1]
 init_deepspeed()
@@ -342,6 +340,7 @@ def test_a_generative_folder_beside_the_policys_engine_gives_the_text_of_transfo
 
 
 # ---- verdicts of judges to rewards -------------------------------------------------------------------------
+
 
 def fixed_opinion(first: str, second: str) -> int:
     """An arbitrary judge, which favours the first of a pair now and then, and ties."""
@@ -417,6 +416,7 @@ def test_the_scalar_judge_serves_both(judge_folder, problems):
 
 
 # ---- the tiny judge ----------------------------------------------------------------------------------------
+
 
 def test_sums_with_all_carries_are_right_and_mistakes_are_wrong(problems):
     import numpy as np

@@ -77,6 +77,8 @@ def batch_of(case: dict, padding: int = 0) -> train_rl.RolloutBatch:
         prompts=nothing, prompt_ids=nothing, completion_ids=[[0] * n for n in lengths], finish_reason=nothing,
         verdicts=nothing, response_mask=torch.arange(width) < torch.tensor(lengths).view(-1, 1),
         rollout_logprobs=of["rollout_logprobs"], group_index=torch.zeros(len(lengths), dtype=torch.int64),
+        policy_lag=torch.zeros(len(lengths), width, dtype=torch.int64),
+        minibatch=torch.zeros(len(lengths), dtype=torch.int64),
         valid=torch.ones(len(lengths), dtype=torch.bool), old_logprobs=of["old_logprobs"],
         entropy=of["entropies"], advantages=of["advantages"], ref_logprobs=of["ref_logprobs"],
     )  # fmt: skip
@@ -565,7 +567,7 @@ def random_groups(seed: int, num_groups: int = 4) -> list[train_rl.Group]:
             status = rng.choice(choices)
             pass_frac = 1.0 if status == "ok" else rng.choice([0.0, 0.5]) if status == "wrong" else 0.0
             verdicts.append(Verdict(float(status == "ok"), status, pass_frac=pass_frac))
-        groups.append(train_rl.Group(place, 0, completions, verdicts))
+        groups.append(train_rl.Group(place, 0, completions=completions, verdicts=verdicts))
     return groups
 
 
@@ -669,7 +671,9 @@ def test_a_penalty_does_not_hide_zero_variance_and_a_group_without_two_verdicts_
     completion = Completion([1, 2], [-1.0, -1.0], "stop", 0.0)
     of_statuses = [("ok", "ok"), ("ok", "timeout"), ("timeout", "timeout")]
     groups = [
-        train_rl.Group(place, 0, [completion] * 2, [verdicts[status] for status in statuses])
+        train_rl.Group(
+            place, 0, completions=[completion] * 2, verdicts=[verdicts[status] for status in statuses]
+        )
         for place, statuses in enumerate(of_statuses)
     ]
     batch = batch_of_groups(groups)
@@ -698,6 +702,7 @@ BASES = {  # settings under which the values of an axis differ
     "loss_agg": {"ratio_level": "entropy_group"},
     "adv_norm": {},
     "rollout_correction": {"rollout_correction_cap": 1.2},
+    "old_policy": {},
 }
 OTHERS = {  # another value of each setting that is no axis, and settings under which it has an effect
     "entropy_groups": ((0.5, 0.5), {"ratio_level": "entropy_group"}),
@@ -715,7 +720,8 @@ def outcome_of(**algorithm) -> torch.Tensor:
     """Gradient of a crafted off-policy batch, from its rewards on."""
     completion = lambda n: Completion(list(range(n)), [-1.0] * n, "stop", 0.0)
     verdicts = [Verdict(1.0, "ok", pass_frac=1.0), Verdict(0.0, "wrong"), Verdict(0.0, "wrong")]
-    groups = [train_rl.Group(g, 0, [completion(n) for n in (4, 7, 5)], verdicts) for g in range(4)]
+    completions = [completion(n) for n in (4, 7, 5)]
+    groups = [train_rl.Group(g, 0, completions=completions, verdicts=verdicts) for g in range(4)]
     batch = batch_of_groups(groups)
     generator = torch.Generator().manual_seed(1)
     noise = lambda size: (torch.rand(batch.response_mask.shape, generator=generator) - 0.5) * size
@@ -803,13 +809,14 @@ def branches_of(source: str, axes: dict[str, tuple[str, ...]]) -> dict[str, list
 
 
 BRANCHED = AXES | {"judge_mode": axes_of(RewardSection)["judge_mode"]}
+PLACES = {"old_policy": 2}  # the loss, and the pass over the batch that it does without
 
 
 @pytest.mark.parametrize("axis", BRANCHED)
 def test_an_axis_is_branched_on_in_one_place_that_knows_every_value(axis):
     branches = branches_of((ROOT / "train_rl.py").read_text(), BRANCHED)[axis]
-    assert len(branches) == 1, f"{axis} is the subject of {len(branches)} branches"
-    assert sorted(branches[0]) == sorted(BRANCHED[axis])
+    assert len(branches) == PLACES.get(axis, 1), f"{axis} is the subject of {len(branches)} branches"
+    assert all(sorted(values) == sorted(BRANCHED[axis]) for values in branches)
 
 
 def test_the_search_for_branches_finds_them():

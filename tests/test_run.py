@@ -1,8 +1,10 @@
 """The whole of train_rl.py as a user starts it: two ranks, EP = 2, real DeepSpeed, real vLLM, real
-checkpoints."""
+checkpoints. A start takes seconds, so tests share runs, and go on from copies of them, where they can."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,15 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, torchrun
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 TINY = ROOT / "data" / "built" / "tiny"
 SMALL = [  # six quick steps with two checkpoints on the way
     "--config", "experiments/tiny/grpo.yaml", "train.num_steps=6", "rollout.prompts_per_step=8",
-    "rollout.group_size=4", "checkpoint.every=2", "eval.every=0", "eval.num_samples=2", "run.log_every=1",
+    "rollout.group_size=4", "checkpoint.every=2", "eval.every=2", "eval.num_samples=2", "run.log_every=1",
     "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
 ]  # fmt: skip
-TIMES = ("seconds", "completion_seconds", "peak_rss")  # what may differ between two runs of the same numbers
+TIMES = (  # what may differ between two runs of the same numbers
+    "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
+    "reward_latency",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,24 +38,34 @@ def train(*settings, ranks=2, **options) -> subprocess.CompletedProcess:
     return torchrun(ranks, "train_rl.py", *settings, **options)
 
 
-def numbers(run_dir: Path) -> tuple[dict, list[dict], dict]:
-    """Summary, metrics and final weights without anything that measures time or memory."""
-    summary = json.loads((run_dir / "summary.json").read_text())
+def rows_of(run_dir: Path) -> list[dict]:
+    """Metrics without anything that measures time or memory."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    drop = lambda values: {k: v for k, v in values.items() if not k.startswith(TIMES)}  # noqa: E731
-    weights = {}
-    for shard in sorted((run_dir / "model").glob("*.safetensors")):
-        weights |= load_file(shard)
-    return drop(summary), [drop(row) for row in rows], weights
+    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
+
+
+def steps_of(run_dir: Path) -> list[dict]:
+    return [row for row in rows_of(run_dir) if "reward" in row]
+
+
+def summary_of(run_dir: Path) -> dict:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return {k: v for k, v in summary.items() if not k.startswith(TIMES)}
+
+
+def weights_of(model: Path) -> dict:
+    return {n: t for shard in model.glob("*.safetensors") for n, t in load_file(shard).items()}
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    of_one, of_other = weights_of(one), weights_of(other)
+    assert of_one.keys() == of_other.keys() and all(torch.equal(of_one[n], of_other[n]) for n in of_one)
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    (summary_1, rows_1, weights_1), (summary_2, rows_2, weights_2) = numbers(one), numbers(other)
-    assert summary_1 == summary_2
-    assert rows_1 == rows_2
-    assert weights_1.keys() == weights_2.keys() and all(
-        torch.equal(weights_1[n], weights_2[n]) for n in weights_1
-    )
+    assert summary_of(one) == summary_of(other)
+    assert rows_of(one) == rows_of(other)
+    assert_same_weights(one / "model", other / "model")
 
 
 @pytest.fixture(scope="session")
@@ -69,8 +84,7 @@ def test_a_run_leaves_what_the_readme_promises(undisturbed):
     }  # fmt: skip
     assert promised <= summary.keys() and summary["num_steps"] == 6
     assert 0 < summary["mean_abs_dlogp"] < 1e-4  # float32 engine and policy: rounding only
-    rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward" in row]
+    steps = steps_of(undisturbed)
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     assert summary["generated_tokens"] == sum(row["tokens_total"] for row in steps)
     account = summary["account"]
@@ -78,9 +92,7 @@ def test_a_run_leaves_what_the_readme_promises(undisturbed):
     assert account["prompts_dropped"] == account["prompts_stopped"] == account["prompts_refilled"] == 0
     without_gradient = summary["generated_tokens"] * (1 - summary["gradient_token_share"])
     assert account["wasted_kept_tokens"] == pytest.approx(without_gradient)
-    assert all(row["ratio"] == 1.0 and row["clipped"] == 0.0 for row in steps), (
-        "one update per rollout is on-policy"
-    )
+    assert all(row["ratio"] == 1.0 and row["clipped"] == 0.0 for row in steps), "one update: on-policy"
     for name in ("curves.png", "config.yaml", "versions.json", "samples.jsonl"):
         assert (undisturbed / name).stat().st_size > 0
     assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
@@ -91,8 +103,7 @@ def test_tensorboard_holds_the_metrics(undisturbed):
 
     events = EventAccumulator(str(undisturbed / "tensorboard"))
     events.Reload()
-    rows = [json.loads(line) for line in (undisturbed / "metrics.jsonl").read_text().splitlines()]
-    expected = {row["step"]: row["reward"] for row in rows if "reward" in row}
+    expected = {row["step"]: row["reward"] for row in steps_of(undisturbed)}
     assert {e.step: pytest.approx(e.value, abs=1e-6) for e in events.Scalars("reward")} == expected
 
 
@@ -106,64 +117,49 @@ def test_the_exported_model_loads_in_transformers_and_generates(undisturbed):
     assert text == "20<eos>"  # one digit without a carry: known from the start
 
 
-@pytest.mark.parametrize("kill_after", [1, 3])
-def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(kill_after, undisturbed, tmp_path):
-    run_dir = tmp_path / "killed"
-    command = [*SMALL, f"run.dir={run_dir}"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-         "train_rl.py", *command],
-        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+def start_and_kill(command: list[str], run_dir: Path, after_step: int) -> None:
+    """Kill torchrun, and only that, once a step is logged; its ranks must not outlive it."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*launcher, "train_rl.py", *command], cwd=ROOT, **quiet)
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not metrics.is_file() or f'"step": {kill_after},' not in metrics.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, (
-            "the run ended before it could be killed"
-        )
+    while not metrics.is_file() or f'"step": {after_step},' not in metrics.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, "ended before it could be killed"
         time.sleep(0.002)
     ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert len(ranks) == 2
-    os.kill(process.pid, signal.SIGKILL)  # torchrun alone: its ranks must not outlive it
+    os.kill(process.pid, signal.SIGKILL)
     process.wait()
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline, "a rank outlived torchrun"
         time.sleep(0.01)
     assert not (run_dir / "summary.json").exists()
+
+
+@pytest.fixture(scope="session")
+def killed(tmp_path_factory) -> Path:
+    """Four steps: killed after the first, from the start again, killed after a checkpoint, resumed."""
+    run_dir = tmp_path_factory.mktemp("run") / "killed"
+    command = [*SMALL, "train.num_steps=4", f"run.dir={run_dir}"]
+    start_and_kill(command, run_dir, after_step=1)
+    start_and_kill(command, run_dir, after_step=3)
     again = train(*command)
-    assert again.returncode == 0, again.stderr[-3000:]
-    if kill_after > 2:
-        assert "resumed from" in again.stdout + again.stderr
-    assert_same_run(undisturbed, run_dir)
+    assert again.returncode == 0 and "resumed from" in again.stdout + again.stderr, again.stderr[-3000:]
+    return run_dir
 
 
-def test_the_summary_of_a_shorter_run_does_not_stand_for_a_longer_one(undisturbed, tmp_path):
-    import shutil
-
-    run_dir = tmp_path / "copy"
-    shutil.copytree(undisturbed, run_dir)
-    (run_dir / "summary.json").write_text(json.dumps({"num_steps": 3}))
-    shutil.rmtree(run_dir / "checkpoints" / "step_000006")  # go on from step 4, as if killed after it
-    assert train(*SMALL, f"run.dir={run_dir}").returncode == 0
-    assert_same_run(undisturbed, run_dir)
+def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(killed, undisturbed):
+    assert rows_of(killed) == [row for row in rows_of(undisturbed) if row["step"] <= 4]
+    assert_same_weights(killed / "model", undisturbed / "checkpoints" / "step_000004" / "model")
 
 
-def test_a_finished_run_is_not_started_again(undisturbed):
-    before = numbers(undisturbed)[1]
-    again = train(*SMALL, f"run.dir={undisturbed}")
-    assert again.returncode == 0 and "this run is finished" in again.stdout + again.stderr
-    assert numbers(undisturbed)[1] == before
-
-
-def test_more_steps_go_on_from_a_finished_run_as_if_never_stopped(undisturbed, tmp_path):
-    short = tmp_path / "short"
-    assert train(*SMALL, "train.num_steps=4", f"run.dir={short}").returncode == 0
-    assert train(*SMALL, f"run.dir={short}").returncode == 0
-    # the shorter run evaluated after step 4 too; all else is the same
-    (_, rows, weights), (_, rows_undisturbed, weights_undisturbed) = numbers(short), numbers(undisturbed)
-    training = lambda rows: [{k: v for k, v in r.items() if not k.startswith("eval/")} for r in rows]  # noqa: E731
-    assert training(rows) == training(rows_undisturbed)
-    assert all(torch.equal(weights[n], weights_undisturbed[n]) for n in weights)
+def test_more_steps_go_on_from_a_finished_run_as_if_never_stopped(killed, undisturbed, tmp_path):
+    """The summary of the shorter run does not stand for the longer one."""
+    longer = shutil.copytree(killed, tmp_path / "longer")
+    assert summary_of(longer)["num_steps"] == 4
+    assert train(*SMALL, f"run.dir={longer}").returncode == 0
+    assert_same_run(undisturbed, longer)
 
 
 def test_reference_minibatches_recomputation_and_zero_2_run_together(tmp_path):
@@ -172,39 +168,48 @@ def test_reference_minibatches_recomputation_and_zero_2_run_together(tmp_path):
         "train.minibatches_per_step=2", "train.micro_batch_tokens=100", "model.activation_checkpointing=true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    first, second = (row for row in rows if "reward" in row)
+    first, second = steps_of(tmp_path)
     assert first["ratio"] != 1.0, "the second update of a rollout is off-policy"
     assert 0 < first["ref_kl_k3"] < second["ref_kl_k3"], "the policy moves away from the reference"
 
 
-def test_bfloat16_fp8_and_replayed_routes_resume_exactly(tmp_path):
-    bfloat16 = [
-        "model.dtype=bfloat16", "rollout.dtype=bfloat16", "rollout.fp8=simulate", "rollout.check_every=3",
-        "algorithm.router_replay=r3", "train.minibatches_per_step=2", "train.num_steps=4",
-    ]  # fmt: skip
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert train(*SMALL, *bfloat16, f"run.dir={straight}").returncode == 0
-    assert train(*SMALL, *bfloat16, "train.num_steps=2", f"run.dir={stopped}").returncode == 0
-    again = train(*SMALL, *bfloat16, f"run.dir={stopped}")
-    assert again.returncode == 0, again.stderr[-3000:]
-    (_, rows, weights), (summary, rows_straight, weights_straight) = numbers(stopped), numbers(straight)
-    assert [row for row in rows if row["step"] > 2] == [row for row in rows_straight if row["step"] > 2]
-    assert all(torch.equal(weights[n], weights_straight[n]) for n in weights)
-    assert 1e-3 < summary["mean_abs_dlogp"] < 0.1
-    steps = [row for row in rows if "reward" in row]
-    assert len(steps) == 4 and all(row["mismatch_routes"] == row["invalid_routes_frac"] == 0 for row in steps)
+BFLOAT16 = [
+    *SMALL, "model.dtype=bfloat16", "rollout.dtype=bfloat16", "rollout.fp8=simulate", "rollout.check_every=3",
+    "algorithm.router_replay=r3", "train.minibatches_per_step=2", "checkpoint.every=3", "eval.every=5",
+]  # fmt: skip
 
 
-def test_a_gate_that_is_passed_too_often_stops_the_run_with_a_checkpoint(tmp_path):
+@pytest.fixture(scope="session")
+def gated(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
     """FP8 rollouts of the tiny model: k3 KL is above 1e-4 at every step."""
-    far = ["rollout.dtype=bfloat16", "rollout.fp8=simulate", "checkpoint.every=0"]
-    gate = ["algorithm.mismatch_gate=1e-4", "algorithm.mismatch_patience=2"]
-    done = train(*SMALL, *far, *gate, f"run.dir={tmp_path}")
+    run_dir = tmp_path_factory.mktemp("run") / "gated"
+    gate = ["algorithm.mismatch_gate=1e-4", "algorithm.mismatch_patience=5"]
+    return run_dir, train(*BFLOAT16, *gate, f"run.dir={run_dir}")
+
+
+def test_a_gate_that_is_passed_too_often_stops_the_run_with_a_checkpoint(gated):
+    run_dir, done = gated
     assert done.returncode != 0
     assert "warning: step 1: k3 KL of trainer and engine" in done.stdout + done.stderr
-    assert "(2 steps in a row)" in done.stderr and "algorithm.router_replay=r3" in done.stderr
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+    assert "(5 steps in a row)" in done.stderr and "algorithm.router_replay=r3" in done.stderr
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_000003", "step_000005"]
+
+
+def test_bfloat16_fp8_and_replayed_routes_resume_exactly(gated, tmp_path):
+    """From the checkpoint before the one that the gate left, to the same step."""
+    straight, _ = gated
+    resumed = shutil.copytree(straight, tmp_path / "resumed")
+    shutil.rmtree(resumed / "checkpoints" / "step_000005")
+    again = train(*BFLOAT16, "train.num_steps=5", f"run.dir={resumed}")
+    assert again.returncode == 0 and "resumed from" in again.stdout + again.stderr, again.stderr[-3000:]
+    evaluated = [
+        row for row in rows_of(resumed) if row["step"] == 5 and "reward" not in row
+    ]  # it is the last
+    assert rows_of(resumed) == rows_of(straight) + evaluated and len(evaluated) == 1
+    assert_same_weights(resumed / "model", straight / "checkpoints" / "step_000005" / "model")
+    assert 1e-3 < summary_of(resumed)["mean_abs_dlogp"] < 0.1
+    steps = steps_of(resumed)
+    assert len(steps) == 5 and all(row["mismatch_routes"] == row["invalid_routes_frac"] == 0 for row in steps)
 
 
 def test_a_dense_model_runs_too(tmp_path):
@@ -228,47 +233,61 @@ def test_a_dense_model_runs_too(tmp_path):
         "train.num_steps=3", "train.weight_decay=0.5", "train.learning_rate=0.1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    summary, _, weights = numbers(tmp_path / "run")
-    assert summary["mean_abs_dlogp"] < 1e-4
+    assert summary_of(tmp_path / "run")["mean_abs_dlogp"] < 1e-4
+    weights = weights_of(tmp_path / "run" / "model")
     assert not torch.equal(weights["lm_head.weight"], policy.lm_head.weight)
 
 
-def test_another_topology_is_refused_or_continues_from_weights_if_asked(undisturbed, tmp_path):
-    import shutil
-
-    run_dir = tmp_path / "copy"
-    shutil.copytree(undisturbed, run_dir)
-    more = [*SMALL, f"run.dir={run_dir}", "train.num_steps=7"]
-    refused = train(*more, "model.ep_size=1")
-    assert refused.returncode != 0
-    assert (
-        "another topology (ep_size 2 -> 1)" in refused.stderr
-        and "checkpoint.resume=weights" in refused.stderr
-    )
-    alone = train(*more, "model.ep_size=1", ranks=1)
-    assert alone.returncode != 0 and "world_size 2 -> 1" in alone.stderr
-    changed = train(*more, "train.learning_rate=1e-5")
-    assert changed.returncode != 0 and "train.learning_rate 0.0002 -> 1e-05" in changed.stderr
-    weights_only = train(*more, "model.ep_size=1", "checkpoint.resume=weights", ranks=1)
-    assert weights_only.returncode == 0, weights_only.stderr[-3000:]
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 7 and rows[-1]["abs_dlogp"] < 1e-4
+def test_another_topology_continues_from_weights_if_asked(undisturbed, tmp_path):
+    run_dir = shutil.copytree(undisturbed, tmp_path / "copy")
+    settings = ["train.num_steps=7", "model.ep_size=1", "checkpoint.resume=weights"]
+    done = train(*SMALL, *settings, f"run.dir={run_dir}", ranks=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = steps_of(run_dir)[-1]
+    assert last["step"] == 7 and last["abs_dlogp"] < 1e-4
 
 
-def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(tmp_path):
+def test_a_full_disk_while_saving_leaves_the_earlier_checkpoints(undisturbed, tmp_path):
     """A file-size limit below the checkpoint's stands in for a full disk: writes fail in the same place."""
-    run_dir = tmp_path / "full"
-    limited = (
+    run_dir = shutil.copytree(undisturbed, tmp_path / "full")
+    (script := tmp_path / "limited.py").write_text(
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); "
         "sys.argv = ['train_rl.py', *sys.argv[1:]]; runpy.run_path('train_rl.py', run_name='__main__')"
     )
-    script = tmp_path / "limited.py"
-    script.write_text(limited)
-    assert train(*SMALL, "train.num_steps=2", f"run.dir={run_dir}").returncode == 0
-    done = torchrun(2, script, *SMALL, "train.num_steps=4", f"run.dir={run_dir}")
+    done = torchrun(2, script, *SMALL, "train.num_steps=7", f"run.dir={run_dir}")
     assert done.returncode != 0
     assert "could not be written" in done.stderr and "earlier checkpoints are intact" in done.stderr
-    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step_000002"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
+
+
+CASES = """
+import contextlib, json, os, sys, tempfile; sys.path.insert(0, os.getcwd())
+import moe_model, train_rl
+original, outcomes = moe_model.hf_tensors, {}
+tampered = lambda *given: ((n, t * factor if part in n else t) for n, t in original(*given))
+for name, (argv, part, factor) in json.loads(sys.argv[1]).items():
+    moe_model.hf_tensors = tampered if part else original
+    error, output = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+    with contextlib.redirect_stderr(error), contextlib.redirect_stdout(output):
+        code = train_rl.run(train_rl.main, argv, "")
+    outcomes[name] = (code, *(file.seek(0) or file.read() for file in (error, output)))
+print("OUTCOMES" + json.dumps(outcomes) if os.environ["RANK"] == "0" else "", flush=True)
+os._exit(1)  # torchrun then ends the other rank, wherever it is
+"""
+
+
+def outcomes_of(cases: dict[str, tuple], folder: Path, ranks: int) -> dict[str, tuple[int, str, str]]:
+    """(exit code, standard error, output) of rank 0 in every case, one after another to save the starts.
+
+    A case: arguments, and which weights reach the engine multiplied by what ("": none). 0 ranks: no torchrun.
+    """
+    (script := folder / "cases.py").write_text(CASES)
+    command = [script, json.dumps(cases)]
+    done = torchrun(ranks, *command) if ranks else subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )  # fmt: skip
+    assert "OUTCOMES" in done.stdout, done.stderr[-3000:]
+    return json.loads(done.stdout.partition("OUTCOMES")[2].splitlines()[0])
 
 
 BAD_INPUT = {
@@ -297,6 +316,7 @@ BAD_INPUT = {
     "fp8 keys": (["rollout.kv_cache_fp8=true"], "rollout.kv_cache_fp8 needs a GPU of compute capability"),
     "shared engine": (["rollout.tensor_parallel=2"], "rollout.tensor_parallel 2 must divide the number of"),
     "whole experts": (["rollout.expert_parallel=true"], "expert_parallel True needs rollout.tensor_parallel"),
+    "ranks": ([*SMALL[2:], "run.dir=FINISHED"], "another topology (world_size 2 -> 1, ep_size 2 -> 1)"),
     "replay without routes": (
         ["algorithm.router_replay=r3", "rollout.capture_routes=false"],
         "algorithm.router_replay 'r3' needs rollout.capture_routes, which is False",
@@ -305,39 +325,21 @@ BAD_INPUT = {
 
 
 @pytest.fixture(scope="session")
-def bad_input_outcomes(tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """(exit code, standard error) of every case, one after another in one process to save its start."""
+def bad_input_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
     folder = tmp_path_factory.mktemp("bad")
-    script = folder / "cases.py"
-    script.write_text(
-        "import contextlib, io, json, os, sys, train_rl\n"
-        "outcomes = {}\n"
-        "for name, argv in json.loads(sys.argv[1]).items():\n"
-        "    with contextlib.redirect_stderr(io.StringIO()) as error:\n"
-        "        code = train_rl.run(argv)\n"
-        "    outcomes[name] = (code, error.getvalue())\n"
-        "print('OUTCOMES' + json.dumps(outcomes), flush=True)\n"
-        "os._exit(0)\n"
-    )
+    finished = shutil.copytree(undisturbed, folder / "finished")
+    (odd_kind := folder / "odd.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "kind": "exakt"}')
     common = ["--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", f"run.dir={folder / 'run'}"]
-    odd_kind = folder / "odd.jsonl"
-    odd_kind.write_text(json.dumps({"prompt": "1+1=", "answer": "2", "kind": "exakt"}))
-    cases = {
-        name: [*common, *(setting.replace("ODD_KIND", str(odd_kind)) for setting in settings)]
-        for name, (settings, _) in BAD_INPUT.items()
-    }
-    done = subprocess.run(
-        [sys.executable, script, json.dumps(cases)], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert "OUTCOMES" in done.stdout, done.stderr[-3000:]
+    cases = {case: ([*common, *settings], "", 1) for case, (settings, _) in BAD_INPUT.items()}
+    cases = json.dumps(cases).replace("ODD_KIND", str(odd_kind)).replace("FINISHED", str(finished))
+    outcomes = outcomes_of(json.loads(cases), folder, ranks=0)
     assert not (folder / "run" / "checkpoints").exists()
-    return json.loads(done.stdout.partition("OUTCOMES")[2])
+    return outcomes
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
 def test_bad_input_is_one_clear_message(case, bad_input_outcomes):
-    code, error = bad_input_outcomes[case]
+    code, error, _ = bad_input_outcomes[case]
     assert code != 0
     lines = [line for line in error.splitlines() if line.strip()]
     assert len(lines) == 1 and lines[0].startswith("error on rank 0: "), error
@@ -345,68 +347,72 @@ def test_bad_input_is_one_clear_message(case, bad_input_outcomes):
 
 
 def test_the_message_comes_first_under_torchrun_too(tmp_path):
-    done = train(
-        "--config", "experiments/tiny/grpo.yaml", "rollout.prompts_per_step=7", f"run.dir={tmp_path}"
-    )
+    done = train(*SMALL, "rollout.prompts_per_step=7", f"run.dir={tmp_path}")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     assert lines[0].startswith("error on rank 0: rollout.prompts_per_step 7 must be a multiple of ranks x")
     assert "Traceback" in (tmp_path / "error_rank_0.txt").read_text()
 
 
-def test_a_second_run_into_the_same_folder_is_refused(undisturbed):
-    import fcntl
+LOST = "model.layers.1.mlp.experts.7.down_proj.weight"  # rank 0 does not hold it: all ranks check all names
+TAMPERED = {"float32": ("layers.1.mlp.gate", 1.1), "bfloat16": ("layers.1.mlp.experts", -1)}
+REFUSED = {
+    "EP": (["model.ep_size=1"], "topology (ep_size 2 -> 1): restore it, or set checkpoint.resume=weights"),
+    "settings": (["train.learning_rate=1e-5"], "train.learning_rate 0.0002 -> 1e-05"),
+    "second run": ([], "another run is writing to"),  # last: it is refused on rank 0 alone
+}
 
-    with (undisturbed / "lock").open("w") as lock:
+
+@pytest.fixture(scope="session")
+def two_rank_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
+    """Of runs that end early. Those that start the engine come first: both ranks must take part in them."""
+    folder = tmp_path_factory.mktemp("cases")
+    finished = shutil.copytree(undisturbed, folder / "finished")
+    broken = shutil.copytree(TINY / "model", folder / "broken")
+    (shard,) = broken.glob("*.safetensors")
+    save_file({name: tensor for name, tensor in load_file(shard).items() if name != LOST}, shard)
+    cases = {"broken": ([*SMALL, f"model.path={broken}", f"run.dir={folder / 'broken_run'}"], "", 1)}
+    for dtype, (part, factor) in TAMPERED.items():
+        cases[dtype] = ([*SMALL, f"rollout.dtype={dtype}", f"run.dir={folder / dtype}"], part, factor)
+    cases["finished"] = ([*SMALL, f"run.dir={finished}"], "", 1)
+    for case, (settings, _) in REFUSED.items():
+        cases[case] = ([*SMALL, f"run.dir={finished}", "train.num_steps=7", *settings], "", 1)
+    with (finished / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = train(*SMALL, "train.num_steps=8", f"run.dir={undisturbed}", timeout_s=120)
-    assert done.returncode != 0 and "another run is writing to" in done.stderr
+        outcomes = outcomes_of(cases, folder, ranks=2)
+    assert rows_of(finished) == rows_of(undisturbed)
+    return outcomes
 
 
-def test_a_broken_model_folder_names_the_tensor(tmp_path):
-    """The missing expert is one that rank 0 does not hold: all ranks check all names."""
-    import shutil
-
-    from safetensors.torch import save_file
-
-    folder = tmp_path / "model"
-    shutil.copytree(TINY / "model", folder)
-    (shard,) = folder.glob("*.safetensors")
-    tensors = load_file(shard)
-    name = "model.layers.1.mlp.experts.7.down_proj.weight"
-    del tensors[name]
-    save_file(tensors, shard)
-    done = train(*SMALL, f"model.path={folder}", f"run.dir={tmp_path / 'run'}")
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert done.returncode != 0 and lines[0].startswith("error on rank"), lines[:3]
-    assert f"lacks 1 of {len(tensors) + 1} tensors: {name}" in lines[0]
+def test_a_finished_run_is_not_started_again(two_rank_outcomes):
+    code, _, output = two_rank_outcomes["finished"]
+    assert code == 0 and "this run is finished" in output
 
 
-@pytest.mark.parametrize(
-    ("dtype", "part", "factor"),
-    [("float32", "layers.1.mlp.gate", 1.1), ("bfloat16", "layers.1.mlp.experts", -1)],
-)
-def test_a_tampered_engine_is_caught_by_the_parity_check(dtype, part, factor, tmp_path):
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_the_run_in_the_folder_is_refused(case, two_rank_outcomes):
+    code, error, _ = two_rank_outcomes[case]
+    assert code != 0 and REFUSED[case][1] in error
+
+
+def test_a_broken_model_folder_names_the_tensor(two_rank_outcomes):
+    code, error, _ = two_rank_outcomes["broken"]
+    lines = [line for line in error.splitlines() if line.strip()]
+    assert code != 0 and lines[0].startswith("error on rank"), lines[:3]
+    assert f"lacks 1 of {len(weights_of(TINY / 'model'))} tensors: {LOST}" in lines[0]
+
+
+@pytest.mark.parametrize("dtype", TAMPERED)
+def test_a_tampered_engine_is_caught_by_the_parity_check(dtype, two_rank_outcomes):
     """An engine that answers from other weights than the policy's, here because the sync is tampered with."""
-    script = tmp_path / "tampered.py"
-    script.write_text(
-        "import runpy, sys, moe_model\n"
-        "original = moe_model.hf_tensors\n"
-        "def tampered(*given):\n"
-        f"    return ((n, t * {factor} if {part!r} in n else t) for n, t in original(*given))\n"
-        "moe_model.hf_tensors = tampered\n"
-        "sys.argv = ['train_rl.py', *sys.argv[1:]]\n"
-        "runpy.run_path('train_rl.py', run_name='__main__')\n"
-    )
-    done = torchrun(2, script, *SMALL, f"rollout.dtype={dtype}", f"run.dir={tmp_path / 'run'}")
-    assert done.returncode != 0 and "trainer and engine disagree" in done.stderr
+    code, error, _ = two_rank_outcomes[dtype]
+    assert code != 0 and "trainer and engine disagree" in error
 
 
 def test_the_demo_learns(tmp_path):
     """A quarter of the demo: held-out accuracy rises clearly above the warm start."""
-    done = train(
-        "--config", "experiments/tiny/demo.yaml", "train.num_steps=50", f"run.dir={tmp_path}", timeout_s=400
-    )
+    demo = ["--config", "experiments/tiny/demo.yaml", "train.num_steps=50"]
+    done = train(*demo, f"run.dir={tmp_path}", timeout_s=400)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 0.15 < summary["accuracy_before"] < 0.5

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, torchrun
 
-from data.prompts import Prompt, load_prompts, load_scores, prompt_sha
+from data.prompts import OfflineScore, Prompt, load_prompts, load_scores, prompt_sha
 from data.score import (
     finished_rows,
     model_digest,
@@ -28,8 +28,8 @@ HEADER = {"model": "m 0", "samples": 4, "temperature": 1.0}
 SHAS = [prompt_sha(Prompt(f"{i}=", "1", "exact", "set")) for i in range(3)]
 
 
-def row(sha, pass_rate=0.5):
-    return {"prompt_sha": sha, "pass_rate": pass_rate, "num_samples": 4, "mean_tokens": 3.0}
+def row(sha, pass_rate=0.5, mean_tokens=3.0):
+    return {"prompt_sha": sha, "pass_rate": pass_rate, "num_samples": 4, "mean_tokens": mean_tokens}
 
 
 def write(path, rows, tail=""):
@@ -90,7 +90,7 @@ def test_pass_rates_are_those_of_transformers_probabilities(scored, prompts_file
     """n = 1600 completions: their sum within 4 standard deviations, and chi-square prompt by prompt."""
     prompts = load_prompts(prompts_file)[:NUM_PROMPTS]
     scores = load_scores(scored[0])
-    solved = torch.tensor([scores[prompt_sha(prompt)] for prompt in prompts]).double() * SAMPLES
+    solved = torch.tensor([scores[prompt_sha(prompt)].pass_rate for prompt in prompts]).double() * SAMPLES
     p = solve_probabilities(prompts)
     expected, variance = SAMPLES * p, SAMPLES * p * (1 - p)
     assert abs(solved.sum() - expected.sum()) < 4 * variance.sum().sqrt()
@@ -248,8 +248,8 @@ def test_bad_options(options, message):
 
 # ---- load_scores -------------------------------------------------------------------------------------------
 def test_load_scores(tmp_path):
-    path = write(tmp_path / "s.jsonl", [HEADER, row(SHAS[0], 0.25), row(SHAS[1], None), row(SHAS[2], 1)])
-    assert load_scores(path) == {SHAS[0]: 0.25, SHAS[1]: None, SHAS[2]: 1}
+    path = write(tmp_path / "s.jsonl", [HEADER, row(SHAS[0], 0.25), row(SHAS[1], None), row(SHAS[2], 1, 7)])
+    assert load_scores(path) == {SHAS[0]: OfflineScore(0.25, 3.0), SHAS[1]: None, SHAS[2]: OfflineScore(1, 7)}
     assert prompt_sha(Prompt("a", "b", "exact", "s")) == prompt_sha(Prompt("a", "b", "math", "t", 3.0))
     assert prompt_sha(Prompt("1=", "12", "exact", "s")) != prompt_sha(Prompt("1=1", "2", "exact", "s"))
 
@@ -269,6 +269,10 @@ def test_load_scores(tmp_path):
         ([HEADER, row(SHAS[0], float("nan"))], "", "row 2: pass_rate must be in .* found nan"),
         ([HEADER, row(SHAS[0], "1")], "", "row 2: pass_rate must be in .* found '1'"),
         ([HEADER, row(SHAS[0], True)], "", "row 2: pass_rate must be in .* found True"),
+        ([HEADER, row(SHAS[0], 0.5, None)], "", "row 2: mean_tokens must be 0 or more, found None"),
+        ([HEADER, row(SHAS[0], 0.5, -1)], "", "row 2: mean_tokens must be 0 or more, found -1"),
+        ([HEADER, row(SHAS[0], 0.5, float("nan"))], "", "row 2: mean_tokens must be 0 or more, found nan"),
+        ([HEADER, row(SHAS[0], 0.5, True)], "", "row 2: mean_tokens must be 0 or more, found True"),
         ([HEADER, row(SHAS[0]), row(SHAS[0])], "", "row 3: prompt .* for the second time"),
     ],
 )

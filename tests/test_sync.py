@@ -17,6 +17,7 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 import rollout
 from data.tiny import Recipe, build_policy, build_tokenizer
+from experiments import vllm_worker
 from kernels.fp8_block import fp8_round
 from moe_model import Policy, hf_tensors, pack, random_weights, route_table, save_hf
 from rollout import Request, RolloutEngine, checked_routes, engine_name, no_route, simulate_fp8
@@ -547,7 +548,7 @@ def test_vllm_would_quantise_exactly_what_the_simulation_rounds(kind, engine_of)
                     fp8.Fp8PerBlockOnlineMoEMethod if experts else fp8.Fp8PerBlockOnlineLinearMethod
                 )
                 leaves = ("w13_weight", "w2_weight") if experts else ("weight",)
-                methods |= {rollout.plain_name(f"{name}.{leaf}"): prefix for leaf in leaves}
+                methods |= {vllm_worker.plain_name(f"{name}.{leaf}"): prefix for leaf in leaves}
         return methods
 
     policy = make_policy(kind)
@@ -661,7 +662,7 @@ def test_one_element_moved_by_one_ulp_in_the_engine_is_found(kind, name, dtype, 
     engine.sync(hf_tensors(policy), 0)
     tamper(engine, name, {17: 1})
     count = None if "embed" in name else 1  # a tied head may count too
-    assert_check_fails(engine, hf_tensors(policy), rollout.plain_name(name) + " (from ", count=count)
+    assert_check_fails(engine, hf_tensors(policy), vllm_worker.plain_name(name) + " (from ", count=count)
     engine.sync(hf_tensors(policy), 1)
     engine.check_weights(hf_tensors(policy))
 
@@ -729,13 +730,13 @@ def test_changes_that_cancel_in_a_sum_are_found(engine_of):
 @pytest.mark.parametrize(("dtype", "integers"), [("float32", torch.int32), ("bfloat16", torch.int16)])
 def test_the_checksum_is_the_sum_and_the_sum_of_squares_of_the_bits(dtype, integers):
     tensor = random_weight((300, 300), 1.0).to(getattr(torch, dtype))
-    assert tensor.numel() > rollout.CHECKSUM_CHUNK and (tensor == 0).any()
+    assert tensor.numel() > vllm_worker.CHECKSUM_CHUNK and (tensor == 0).any()
     bits = torch.where(tensor == 0, 0, tensor).view(integers).flatten().tolist()
     expected = [sum(bits) % 2**64, sum(b * b for b in bits) % 2**64]
-    assert [x % 2**64 for x in rollout.checksum(tensor).tolist()] == expected
+    assert [x % 2**64 for x in vllm_worker.checksum(tensor).tolist()] == expected
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0))
     moved = F.pad(torch.where(tensor == 0, -tensor, tensor).flatten()[order], (5, 70_000))  # -0, padding
-    assert torch.equal(rollout.checksum(moved), rollout.checksum(tensor))
+    assert torch.equal(vllm_worker.checksum(moved), vllm_worker.checksum(tensor))
 
 
 def test_fp8_simulation_is_checked_against_the_rounded_weights(engine_of):
@@ -787,14 +788,14 @@ def test_a_sync_that_leaves_a_layer_behind_is_found(engine_of, monkeypatch):
 def test_a_tied_head_with_a_packed_copy_of_the_old_embedding_is_found(engine_of, monkeypatch):
     policy, engine = make_policy("moe"), engine_of("moe")
     engine.sync(hf_tensors(policy), 0)
-    repack = rollout.repack_for_cpu_kernels
+    repack = vllm_worker.repack_for_cpu_kernels
 
     def without_head(model):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model.config, "tie_word_embeddings", False)
             repack(model)
 
-    monkeypatch.setattr(rollout, "repack_for_cpu_kernels", without_head)
+    monkeypatch.setattr(vllm_worker, "repack_for_cpu_kernels", without_head)
     move(policy)
     engine.sync(hf_tensors(policy), 1)
     assert_check_fails(engine, hf_tensors(policy), "lm_head.weight (from model.embed_tokens.weight)")

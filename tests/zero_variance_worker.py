@@ -20,6 +20,7 @@ import torch.distributed as dist
 import moe_model
 import train_rl
 from data.prompts import Prompt
+from experiments.settings import load_config
 from reward import Verdict
 from rollout import Completion
 
@@ -32,6 +33,14 @@ def verdict_of(right: bool | None, pass_frac: float | None = None) -> Verdict:
         return Verdict(0.0, "timeout")
     share = float(right) if pass_frac is None else pass_frac
     return Verdict(1.0, "ok", pass_frac=1.0) if right else Verdict(0.0, "wrong", pass_frac=share)
+
+
+def group_with(place: int, prompt: int, completions: list, verdicts: list | None = None) -> train_rl.Group:
+    return train_rl.Group(place, prompt, completions=completions, verdicts=verdicts or [])
+
+
+def prompts_of(num: int) -> list[Prompt]:
+    return [Prompt(f"prompt {i}", "1", "exact", "set") for i in range(num)]
 
 
 def completion_of(length: int) -> Completion:
@@ -49,6 +58,16 @@ def fake_generate(state, answer):
                 group.verdicts.append(verdict_of(right))
 
     return generate
+
+
+def length_ahead(state, answer):
+    """What fake_generate() will find, asked before."""
+
+    def look_ahead(work) -> list[list[int]]:
+        ask = lambda group, sample: answer(group.prompt_index, state.step, group.place, sample)[1]
+        return [[ask(group, sample) for sample in samples] for group, samples in work]
+
+    return look_ahead
 
 
 def hashed_answer(rates: list[float], seed: int = 0, timeout_prob: float = 0.0):
@@ -75,16 +94,18 @@ def contents(groups) -> list[tuple]:
 
 def sample_steps(case: dict, history=None, state=None) -> list[dict]:
     """Some steps of sampling, record, dropping and balancing on this rank; what came of each."""
-    config = train_rl.load_config([SMALLEST_TRAINING_SET, *case["settings"]])
+    config = load_config([SMALLEST_TRAINING_SET, *case["settings"]])
     state = state or train_rl.TrainState()
     history = history or no_history(len(case["rates"]))
     answer = hashed_answer(case["rates"], case["seed"], case["timeout_prob"])
-    steps = []
+    prompts, steps = prompts_of(len(case["rates"])), []
     for _ in range(case["num_steps"]):
-        generate = fake_generate(state, answer)
-        groups, outcomes, account = train_rl.sample_groups(generate, state, history, config)
+        generate, look_ahead = fake_generate(state, answer), length_ahead(state, answer)
+        groups, outcomes, account = train_rl.sample_groups(
+            generate, look_ahead, state, history, prompts, config
+        )
         history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
-        balanced, left = train_rl.drop_and_balance(groups, outcomes, config.zero_variance)
+        balanced, left = train_rl.drop_and_balance(groups, outcomes, config)
         state.step += 1
         steps.append({
             "outcomes": [(place, astuple(o)) for place, o in outcomes.items()],
@@ -100,24 +121,24 @@ def run_update(case: dict, model: Path, group) -> dict:
 
     case["updates"]: for each update, for each rank, [(place, verdicts, completion lengths)].
     """
-    config = train_rl.load_config([SMALLEST_TRAINING_SET, *case["settings"]])
+    config = load_config([SMALLEST_TRAINING_SET, *case["settings"]])
     policy = moe_model.Policy(moe_model.load_config(model), group)
     moe_model.load_hf(policy, model)
     engine = moe_model.deepspeed_engine(policy, config.train)
     for parameter_group in engine.optimizer.param_groups:
         parameter_group["eps"] = 1e-2  # Adam's own would make steps out of rounding: see test_grpo.py
-    prompts = [Prompt(f"prompt {i}", "1", "exact", "set") for i in range(16)]
+    prompts = prompts_of(16)
     for of_ranks in case["updates"]:
         before = {name: tensor.clone() for name, tensor in moe_model.hf_tensors(policy)}
         groups = [
-            train_rl.Group(place, place, [*map(completion_of, lengths)], [*map(verdict_of, rights)])
+            group_with(place, place, [*map(completion_of, lengths)], [*map(verdict_of, rights)])
             for place, rights, lengths in of_ranks[dist.get_rank()]
         ]
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, [g.outcome(config.reward.dense) for g in groups])
         outcomes = {o.place: o for o in sum(everyone, [])}
         if case["balance"]:
-            groups, outcomes = train_rl.drop_and_balance(groups, outcomes, config.zero_variance)
+            groups, outcomes = train_rl.drop_and_balance(groups, outcomes, config)
         batch = train_rl.collate(groups, prompts, [[2, 3, i] for i in range(16)])
         batch.rewards = train_rl.compute_rewards(batch, None, [], config)
         batch.old_logprobs, batch.entropy, *_ = train_rl.outputs_of_batch(policy, batch, config)
