@@ -245,7 +245,7 @@ def log_metrics(accelerator, config, state, metrics: dict) -> None:
         with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         accelerator.log(metrics, step=state.step)
-        for name, bins in histograms.items():
+        for name, bins in histograms.items() if state.step % config.run.log_every == 0 else ():
             values = [10 ** ((edge + 0.5) / BINS_PER_DECADE) for edge in sorted(bins.elements())]
             writer = accelerator.get_tracker("tensorboard", unwrap=True)
             writer.add_histogram(name.removesuffix("_hist"), np.array(values), state.step) if values else None

@@ -246,6 +246,33 @@ def eval_name(source: PromptSource) -> str:
 
 
 # ---- 2. Checks across settings -----------------------------------------------------------------------------
+def rollout_contradictions(config: Config) -> dict[str, tuple]:
+    """{message: (one setting, the other, whether they contradict each other)} of the rollout section."""
+    rollout, zero, algo = config.rollout, config.zero_variance, config.algorithm
+    return {
+        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {}": (
+            algo.router_replay, rollout.capture_routes,
+            algo.router_replay == "r3" and not rollout.capture_routes),
+        "rollout.expert_parallel {} needs rollout.tensor_parallel above 1, which is {}": (
+            rollout.expert_parallel, rollout.tensor_parallel,
+            rollout.expert_parallel and rollout.tensor_parallel == 1),
+        "rollout.expert_parallel {} and rollout.fp8 {!r}: vLLM quantises on GPUs itself, set fp8 to on": (
+            rollout.expert_parallel, rollout.fp8,
+            rollout.expert_parallel and rollout.fp8 == "simulate"),
+        "rollout.overprovision {} samples in one round: not with zero_variance.probe_size {}": (
+            rollout.overprovision, zero.probe_size, rollout.overprovision and zero.probe_size),
+        "rollout.overprovision {} samples in one round: not with zero_variance.refill {}": (
+            rollout.overprovision, zero.refill, rollout.overprovision and zero.refill),
+        "rollout.overprovision {} cuts completions, rollout.schedule {!r} has to know them": (
+            rollout.overprovision, rollout.schedule, rollout.overprovision and rollout.schedule == "oracle"),
+        "rollout.overprovision {} stops each rank on its own, rollout.tensor_parallel {} share an engine": (
+            rollout.overprovision, rollout.tensor_parallel,
+            rollout.overprovision and rollout.tensor_parallel > 1),
+        "rollout.fp8 {!r} needs rollout.dtype bfloat16, not {!r}": (
+            rollout.fp8, rollout.dtype, rollout.fp8 == "on" and rollout.dtype != "bfloat16"),
+    }  # fmt: skip
+
+
 def check_config(config: Config) -> None:
     """Checks across settings; ValueError names both."""
     rollout, reward, zero, algo = config.rollout, config.reward, config.zero_variance, config.algorithm
@@ -287,35 +314,16 @@ def check_config(config: Config) -> None:
         "algorithm.entropy_clip_form {!r} has no effect with algorithm.clip_mode {!r}": (
             algo.entropy_clip_form, algo.clip_mode,
             algo.entropy_clip_form == "literal" and algo.clip_mode != "entropy_adaptive"),
-        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {}": (
-            algo.router_replay, rollout.capture_routes,
-            algo.router_replay == "r3" and not rollout.capture_routes),
-        "rollout.expert_parallel {} needs rollout.tensor_parallel above 1, which is {}": (
-            rollout.expert_parallel, rollout.tensor_parallel,
-            rollout.expert_parallel and rollout.tensor_parallel == 1),
-        "rollout.expert_parallel {} and rollout.fp8 {!r}: vLLM quantises on GPUs itself, set fp8 to on": (
-            rollout.expert_parallel, rollout.fp8,
-            rollout.expert_parallel and rollout.fp8 == "simulate"),
-        "rollout.overprovision {} samples in one round: not with zero_variance.probe_size {}": (
-            rollout.overprovision, zero.probe_size, rollout.overprovision and zero.probe_size),
-        "rollout.overprovision {} samples in one round: not with zero_variance.refill {}": (
-            rollout.overprovision, zero.refill, rollout.overprovision and zero.refill),
-        "rollout.overprovision {} cuts completions, rollout.schedule {!r} has to know them": (
-            rollout.overprovision, rollout.schedule, rollout.overprovision and rollout.schedule == "oracle"),
-        "rollout.overprovision {} stops each rank on its own, rollout.tensor_parallel {} share an engine": (
-            rollout.overprovision, rollout.tensor_parallel,
-            rollout.overprovision and rollout.tensor_parallel > 1),
         "algorithm.old_policy {!r}: the ratio is the correction already, algorithm.rollout_correction {!r}": (
             algo.old_policy, algo.rollout_correction,
             algo.old_policy == "rollout" and algo.rollout_correction != "none"),
         "algorithm.old_policy {!r} makes no old-logprob pass, algorithm.router_replay {!r} replays one": (
             algo.old_policy, algo.router_replay, algo.old_policy == "rollout" and algo.router_replay == "r2"),
-        "rollout.fp8 {!r} needs rollout.dtype bfloat16, not {!r}": (
-            rollout.fp8, rollout.dtype, rollout.fp8 == "on" and rollout.dtype != "bfloat16"),
         "algorithm.ratio_form {!r} has no effect with algorithm.ratio_level {!r}": (
             algo.ratio_form, algo.ratio_level,
             algo.ratio_form != "geometric" and algo.ratio_level == "token"),
     }  # fmt: skip
+    contradictions |= rollout_contradictions(config)
     for message, (one, other, refused) in contradictions.items():
         if refused:
             raise ValueError(message.format(one, other))

@@ -505,7 +505,8 @@ def test_a_group_that_was_begun_survives_being_saved(tmp_path):
     assert group.unfinished(3) == [0, 2] and group.expected(0) == 3.0 and group.expected(1) == 5.0
 
 
-@pytest.mark.parametrize("schedule, aware", list(itertools.product(["arrival", "longest_first"], [True, False])))
+@pytest.mark.parametrize("aware", [True, False])
+@pytest.mark.parametrize("schedule", ["arrival", "longest_first"])
 def test_seconds_of_rewards_count_as_tokens_of_the_pace_of_the_engine(schedule, aware):
     config = config_of(f"rollout.schedule={schedule}", f"rollout.reward_aware={aware}")
     prompts = [Prompt("x", "1", kind, "set") for kind in ("exact", "my:judge", "new:judge")]
