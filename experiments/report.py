@@ -18,7 +18,7 @@ parent's / row's  the parent's tokens to that target over the row's; in brackets
 at N tokens       the metric interpolated at N generated tokens, the most that every run here has reached
 gradient tokens   sum of gradient_tokens_total / sum of tokens_total
 inverted          completions whose advantage contradicts the verifier, of those trained on; mean over steps
-seconds           sum of seconds_per_step: training without evaluations, checkpoints and start-up
+seconds           sum of seconds_per_step: training and evaluations that rode along, without start-up
 
 --export copies what is read here, for committing; the table of the copies is the same, because numbers are
 rounded to 6 significant digits when they are read.
@@ -38,7 +38,10 @@ from scipy import stats
 
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
 INVERSION = "inversion_frac"  # missing in a step that trained on nothing
-MISMATCH = ("abs_dlogp", "mismatch_k3", "mismatch_routes", "mismatch_ess", "abs_log_ratio")  # exported only
+EXPORTED = (  # for tables that are made of the logs
+    "abs_dlogp", "mismatch_k3", "mismatch_routes", "mismatch_ess", "abs_log_ratio", "stale_frac",
+    "policy_lag_max", "completion_tokens",
+)  # fmt: skip
 SMOOTHING_STEPS = 10  # of the cost plot
 RESAMPLES = 2000  # of the runs, for the interval of a ratio
 NONE = "n/a"
@@ -81,7 +84,7 @@ def read_log(file: Path, metric: str) -> list[dict]:
             raise ValueError(f"{place}: expected an object, found {line[:80]!r}")
         rides = log and row.keys() <= {"step", "generated_tokens"} | {n for n in row if n.startswith("eval/")}
         names = ["step", "generated_tokens", *(STEP_KEYS if row.get("step") != 0 and not rides else ())]
-        names += [name for name in row if is_evaluation(name, metric) or name in (INVERSION, *MISMATCH)]
+        names += [name for name in row if is_evaluation(name, metric) or name in (INVERSION, *EXPORTED)]
         for name in names:
             if name not in row:
                 raise ValueError(f"{place}: {name} is missing")
