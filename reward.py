@@ -334,12 +334,14 @@ class RewardPool(contextlib.AbstractContextManager):
             status = _stop(worker.process)
             late = Verdict(0.0, "timeout", f"killed after the limit of {self.timeout_s:g} s")
             dead = Verdict(0.0, "error", f"the worker died with exit status {status}")
-            verdicts.append((late if silent or status == -signal.SIGALRM else dead, self.timeout_s))
+            is_late = silent or status == -signal.SIGALRM
+            verdicts.append((late, self.timeout_s) if is_late else (dead, 0.0))
             self._workers[self._workers.index(worker)] = self._start()
             self.num_restarts += 1
         for verdict, took in verdicts[:len(worker.sent)]:  # an idle worker that dies costs no item
             key, kind, _, _, since = worker.sent.popleft()
-            self.seconds[kind] = 0.95 * self.seconds.get(kind, took) + 0.05 * took
+            if took:  # else it died: nothing is known of its time
+                self.seconds[kind] = 0.95 * self.seconds.get(kind, took) + 0.05 * took
             self._verdicts[key] = verdict
             self.latencies.append(time.monotonic() - since)
             self.num_timeouts += verdict.status == "timeout"

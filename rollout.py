@@ -36,7 +36,7 @@ class Completion:
     finish_reason: str  # "stop": the policy ended it; "length": at max_new_tokens; "cut": not yet finished
     seconds: float  # from the start of generate() to its last token
     routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see checked_routes()
-    spans: tuple[tuple[int, int], ...] = ()  # (policy version, tokens drawn from it), one after another
+    spans: tuple[tuple[int, int], ...] = ()  # (step of the policy, tokens drawn from it), one after another
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ from experiments.metrics import (
     straggler,
     token_metrics,
 )
-from experiments.run_dir import CheckpointWriter, TrainState, find_checkpoint, prepare_run_dir
+from experiments.run_dir import CheckpointWriter, TrainState, find_checkpoint, lock_run_dir, prepare_run_dir
 from experiments.settings import (
     MAX_ENTROPY_GROUPS,
     AlgorithmSection,
@@ -324,7 +324,8 @@ def sample_ahead(
     room = [each - number for number in everyone]
     owner = longest_first([group.expected(0) for group in new], world_size, room=room)
     own += [group for group, r in zip(new, owner) if r == rank]
-    generate([(group, group.unfinished(group_size)) for group in own], share)
+    missing = share - sum(not group.unfinished(group_size) for group in own)  # some were complete in time
+    generate([(group, group.unfinished(group_size)) for group in own], missing)
     complete = [group for group in own if not group.unfinished(group_size)][:share]
     dist.all_gather_object(everyone, [group.outcome(config.reward.dense) for group in complete])
     outcomes = {o.place: o for o in sorted(sum(everyone, []), key=lambda o: o.place)}
@@ -373,7 +374,7 @@ class RolloutBatch:
     group_index: Tensor  # [B] int64, which prompt of this rank
     minibatch: Tensor  # [B] int64, which update of the step
     valid: Tensor  # [B] bool, False where the verifier gave no verdict or the reward is not finite
-    policy_lag: Tensor  # [B, T] int64, updates since the policy that drew the token; 0 but for what was cut
+    policy_lag: Tensor  # [B, T] int64, steps since the policy that drew the token; 0 but for what was cut
     routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids, the sampler's
     rewards: Tensor | None = None  # [B]
     old_logprobs: Tensor | None = None  # [B, T] nats, the trainer's before the update
@@ -1059,13 +1060,15 @@ def main(config: Config) -> None:
     set_seed(config.train.seed)
     group_size = config.rollout.group_size
     check_ranks(config, world_size)
+    lock = lock_run_dir(config) if rank == 0 else None
     found, record = find_checkpoint(config) or (None, None)
     weights = found / "model" if found else Path(config.model.path)
     state = TrainState(**record["state"]) if record else TrainState()
     if found and state.is_last(config) and (Path(config.run.dir) / "summary.json").is_file():
         say(f"{found}: this run is finished; raise train.num_steps to go on, or choose another run.dir")
         return print_summary(Path(config.run.dir)) if rank == 0 else None
-    lock = prepare_run_dir(config, record) if rank == 0 else None
+    if rank == 0:
+        prepare_run_dir(config, record)
     hf_config = moe_model.load_config(weights)
     num_experts = moe_model.num_experts_of(hf_config)
     group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
@@ -1186,7 +1189,7 @@ def main(config: Config) -> None:
             sampled, outcomes, account = sample_groups(
                 generate, look_ahead, state, history, train_prompts, config
             )
-        seconds = time.perf_counter() - step_start
+        seconds = time.perf_counter() - step_start - clock.step.get("look_ahead", 0.0)
         sampler.sleep()
 
         # eliminate zero variance
@@ -1202,6 +1205,8 @@ def main(config: Config) -> None:
             if left and check_is_due:
                 check_parity(batch, config, state.step)
                 check_is_due = False
+                if not old_pass_is_due:  # a check must not change the update
+                    batch.old_logprobs = batch.entropy = None
             if left and reference is not None:  # with its own router
                 of_reference = outputs_of_batch(reference, batch, config, False, meanwhile=pool.poll)
                 batch.ref_logprobs = of_reference.logprobs

@@ -50,8 +50,8 @@ def run(main: Callable[[Config], None], argv: list[str], description: str) -> in
             if run_dir is not None and run_dir.is_dir():
                 (run_dir / f"error_rank_{rank}.txt").write_text(traceback.format_exc())
         for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join(60)  # a checkpoint that is being written: of the last finished step
+            if thread.name == "checkpoint":  # of the last finished step, still being written
+                thread.join(60)
         if rank > 0:
             time.sleep(5)  # most errors are the same on all ranks; rank 0 speaks, torchrun ends the others
         print(f"\nerror on rank {rank}: {error}\n", file=sys.stderr, flush=True)

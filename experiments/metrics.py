@@ -74,7 +74,8 @@ def rollout_metrics(groups, dense: bool, no_route: int) -> dict[str, tuple[float
 def schedule_metrics(groups, pool, busy: float, seconds: float) -> dict[str, tuple[float, float]]:
     """Where the time of a rollout went on this rank, as (sum, count).
 
-    busy: seconds its engine was generating, of all `seconds` until the slowest rank had its last verdict.
+    busy: seconds its engine was generating, of all `seconds` until the slowest rank was done; with its last
+    verdict, unless verdicts are left to come in during the pass over the batch.
     Empties the pool's latencies. length_error: of the expected mean length of a group, relative to the found.
     """
     rank, ended = dist.get_rank(), sorted(c.seconds for group in groups for c in group.completions)
@@ -146,24 +147,27 @@ def token_metrics(
 ) -> dict[str, tuple[float, float]]:
     """(sum, count) over the tokens of an update, some of them by entropy group; _max is the largest.
 
-    seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group and ratio.
+    seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group and ratio. What
+    compares trainer and sampler is of tokens that the policy itself drew, not an older one.
     """
     sums, counts, largest, bins = Counter(), Counter(), Counter(), Counter()
     for rows, statistics in seen:
         mask = batch.response_mask[rows]
         values = {name: value.cpu()[mask] for name, value in statistics.items()}  # [tokens]
-        groups = values.pop("entropy_group")
+        all_groups, fresh = values.pop("entropy_group"), (batch.policy_lag[rows] == 0)[mask]
         values["abs_log_ratio"] = values["ratio"].clamp(min=1e-30).log().abs()
         for name, value in values.items():
+            of_sampler = name == "abs_dlogp" or name.startswith("mismatch")
+            value, groups = (value[fresh], all_groups[fresh]) if of_sampler else (value, all_groups)
             sums[name] += value.sum().item()
             counts[name] += value.numel()
-            by_group = name in ("entropy", "clipped", "clip_eps", "abs_dlogp") or name.startswith("mismatch")
+            by_group = of_sampler or name in ("entropy", "clipped", "clip_eps")
             for k in range(num_groups if by_group else 0):
                 sums[f"{name}/entropy_group_{k}"] += value[groups == k].sum().item()
                 counts[f"{name}/entropy_group_{k}"] += int((groups == k).sum())
-            if name in ("abs_dlogp", "abs_log_ratio", "clip_eps"):
+            if name in ("abs_dlogp", "abs_log_ratio", "clip_eps") and len(value):
                 largest[f"{name}_max"] = max(largest[f"{name}_max"], value.max().item())
-        bins.update(histogram(values["abs_dlogp"]))
+        bins.update(histogram(values["abs_dlogp"][fresh]) if "abs_dlogp" in values else ())
     means = {name: (sums[name], counts[name]) for name in sums}
     return means | {n: (value, 1) for n, value in largest.items()} | {"abs_dlogp_p99": (bins, 1)}
 

@@ -62,21 +62,24 @@ class TrainState:
                 self.account[name] = self.account.get(name, 0) + value
 
 
-def prepare_run_dir(config, record: dict | None):
-    """Create run.dir, write the resolved config and versions, drop metrics after the checkpoint resumed from.
-
-    Returns the lock that keeps a second run out of the folder for as long as this process lives.
-    """
+def lock_run_dir(config):
+    """Create run.dir; returns the lock that keeps a second run out for as long as this process lives."""
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        return lock
     except BlockingIOError as error:
         raise ValueError(f"run.dir: another run is writing to {run_dir}; choose another folder") from error
     except OSError as error:
         raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another") from error
+
+
+def prepare_run_dir(config, record: dict | None) -> None:
+    """Write the resolved config and versions, drop metrics after the checkpoint resumed from."""
+    run_dir = Path(config.run.dir)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     git = [shutil.which("git") or "false", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True)
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
@@ -89,7 +92,6 @@ def prepare_run_dir(config, record: dict | None):
         rows = file.read_text().splitlines() if file.is_file() and record else []
         kept = [row for row in rows if row.endswith("}") and not is_redone(json.loads(row), record["state"])]
         file.write_text("".join(row + "\n" for row in kept))
-    return lock
 
 
 def is_redone(row: dict, state: dict) -> bool:
@@ -185,10 +187,9 @@ class CheckpointWriter:
 
 def give_name(aside: Path) -> None:
     """Rename a complete step_N.tmp to step_N."""
-    for mark in aside.glob("rank_*.done"):
-        mark.unlink()
     shutil.rmtree(aside.with_suffix(""), ignore_errors=True)
-    aside.rename(aside.with_suffix(""))
+    for mark in aside.rename(aside.with_suffix("")).glob("rank_*.done"):
+        mark.unlink()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -209,10 +210,15 @@ FREE_ON_RESUME = frozenset(
 )
 
 
+# With rollout.overprovision these decide what is complete first, and so what is trained on.
+ORDER_OF_ENDS = {f"rollout.{n}" for n in ("schedule", "max_num_seqs", "kv_cache_gib", "prefix_caching")}
+
+
 def find_checkpoint(config) -> tuple[Path, dict] | None:
     """The newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit.
 
-    All ranks call it. One that was written by all ranks when the run ended has yet to get its name.
+    All ranks call it, rank 0 with the lock. One that was written by all ranks when the run ended has yet to
+    get its name.
     """
     folder = Path(config.run.dir) / "checkpoints"
     for aside in folder.glob("step_*.tmp") if dist.get_rank() == 0 else ():
@@ -238,11 +244,12 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
                 "checkpoint.resume=weights to go on with these weights and a fresh optimizer"
             )
     saved, now = record["config"], config.model_dump(mode="json")
+    free = FREE_ON_RESUME - (ORDER_OF_ENDS if config.rollout.overprovision else set())
     changed = [
         f"{section}.{key} {saved.get(section, {}).get(key)!r} -> {value!r}"
-        for section in now.keys() - FREE_ON_RESUME
+        for section in now.keys() - free
         for key, value in now[section].items()
-        if saved.get(section, {}).get(key) != value and f"{section}.{key}" not in FREE_ON_RESUME
+        if saved.get(section, {}).get(key) != value and f"{section}.{key}" not in free
     ]
     if changed and config.checkpoint.resume == "auto":
         raise ValueError(

@@ -6,6 +6,7 @@ python -m experiments.summary runs/demo        print it again
 import json
 import resource
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch.distributed as dist
@@ -49,9 +50,16 @@ def write_summary(run_dir: Path, state, peak_rss_bytes: int) -> None:
         "accuracy_by_difficulty_after": {n: v for n, v in state.last_eval.items() if "difficulty" in n},
     }
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    for name in ("mismatch_k3", "mismatch_routes", "mismatch_ess"):
+    for name in ("mismatch_k3", "mismatch_routes", "mismatch_ess", "length_error"):
         values = [row[name] for row in rows if name in row]
         summary[f"mean_{name}"] = sum(values) / len(values) if values else None
+    waits = [(row["rollout_bubble"], row["straggler_rank"]) for row in rows if "rollout_bubble" in row]
+    slowest = Counter(rank for _, rank in waits).most_common(1)
+    summary["seconds_waited"] = {  # with the phases' seconds: of time, not of the numbers of a run
+        "share_of_rollouts": sum(share for share, _ in waits) / len(waits) if waits else None,
+        "slowest_rank": slowest[0][0] if slowest else None,
+        "slowest_rank_share": slowest[0][1] / len(waits) if slowest else None,
+    }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
 
 
@@ -80,6 +88,13 @@ def print_summary(run_dir: Path) -> None:
         ess = f"effective sample size {summary['mean_mismatch_ess']:.4f}"
         experts = "" if routes is None else f", other experts for {routes:.4f} of the tokens"
         print(f"  k3 KL engine, trainer        {summary['mean_mismatch_k3']:6.1e}   nats, {ess}{experts}")
+    waited, error = summary["seconds_waited"], summary["mean_length_error"]
+    if waited["share_of_rollouts"] is not None:
+        slowest = f"rank {waited['slowest_rank']} was last in {waited['slowest_rank_share']:.2f} of the steps"
+        off = "" if error is None else f"; expected lengths off by {error:.2f}"
+        print(
+            f"  engines idle in rollouts     {waited['share_of_rollouts']:6.3f}   of the time; {slowest}{off}"
+        )
     total = sum(summary["seconds_by_phase"].values())
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
     print(f"  seconds                      {total:6.1f}   {phases}")

@@ -479,7 +479,8 @@ def token_case(seed: int) -> tuple:
     values = M.mismatch_statistics(draw() - 2, draw() - 2)
     values |= {"ratio": (0.3 * draw()).exp(), "entropy": draw().abs(), "clipped": (draw() > 0).double()}
     values["mismatch_routes"], values["entropy_group"] = (draw() > 1).double(), (draw() > 1).long()
-    return SimpleNamespace(response_mask=torch.arange(9) < lengths.unsqueeze(1)), values
+    mask, lag = torch.arange(9) < lengths.unsqueeze(1), torch.zeros(5, 9, dtype=torch.int64)
+    return SimpleNamespace(response_mask=mask, policy_lag=lag), values
 
 
 def merged(ranks: list[dict]) -> dict[str, float]:
@@ -534,10 +535,26 @@ def test_p99_is_never_too_small_and_at_most_2_4_percent_too_large(size):
     assert math.isnan(M.quantile_of(M.histogram(torch.zeros(0)), 0.99))
 
 
+def test_tokens_of_an_older_policy_say_nothing_of_trainer_and_sampler(one_process):
+    """They count in entropies and ratios alone; with none but them nothing is said."""
+    batch, values = token_case(0)
+    batch.policy_lag[:, 2:] = 1
+    found = M.token_metrics(batch, [(list(range(5)), values)], num_groups=2)
+    young = torch.tensor([[t < min(n, 2) for t in range(9)] for n in (3, 9, 1, 6, 7)])
+    for name in ("abs_dlogp", "mismatch_k3", "mismatch_routes"):
+        assert found[name] == (pytest.approx(values[name][young].sum().item()), int(young.sum()))
+    assert found["entropy"][1] == found["ratio"][1] == 26
+    assert sum(found["abs_dlogp_p99"][0].values()) == young.sum()
+    batch.policy_lag[:] = 1
+    found = M.token_metrics(batch, [(list(range(5)), values)], num_groups=2)
+    assert found["mismatch_k3"] == (0.0, 0) and found["entropy"][1] == 26
+
+
 @pytest.mark.parametrize("difference", [0.0, 1.0, 60.0, -60.0, -800.0])
 def test_equal_weights_have_an_effective_sample_size_of_one_or_none(difference, one_process):
     """Identical policies: k3 is 0 and ESS 1. Weights that underflow give no size, and no error."""
     batch, values = SimpleNamespace(response_mask=torch.ones(2, 5, dtype=torch.bool)), torch.ones(2, 5)
+    batch.policy_lag = torch.zeros(2, 5, dtype=torch.int64)
     statistics = M.mismatch_statistics(difference * values - 1, -values)
     statistics |= {"ratio": values, "entropy_group": torch.zeros(2, 5).long()}
     reduced = M.reduce_metrics(M.token_metrics(batch, [([0, 1], statistics)], num_groups=2))

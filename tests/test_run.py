@@ -166,6 +166,7 @@ def test_reference_minibatches_recomputation_and_zero_2_run_together(tmp_path):
     done = train(
         *SMALL, f"run.dir={tmp_path}", "train.num_steps=2", "algorithm.kl_coef=0.01", "train.zero_stage=2",
         "train.minibatches_per_step=2", "train.micro_batch_tokens=100", "model.activation_checkpointing=true",
+        "algorithm.old_policy=rollout",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = steps_of(tmp_path)

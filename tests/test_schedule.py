@@ -428,10 +428,11 @@ def test_the_tokens_of_a_rank_are_spread_over_its_micro_batches(num, ranks):
 # ---- carried completions, rewards in the order, verdicts that come late ------------------------------------
 
 
-def cutting_generate(state, answer, tokens_per_step: dict):
+def cutting_generate(state, answer, tokens_per_step: dict, share: int):
     """A fake engine that gives the completions of a prompt so many tokens in a step, then stops."""
 
     def generate(work, quota: int) -> None:
+        assert quota == share - sum(not samples for _, samples in work), "complete ones count"
         for group, samples in work:
             for sample in samples:
                 right, length = answer(group.prompt_index, 0, group.prompt_index, sample)
@@ -460,7 +461,7 @@ def test_groups_are_carried_until_they_are_complete_and_none_is_lost(seed, world
     def run(rank):
         state, history, carried, steps = TrainState(), no_history(300), [], []
         for _ in range(12):
-            generate = cutting_generate(state, answer, pace)
+            generate = cutting_generate(state, answer, pace, share=4 // world_size)
             complete, carried, outcomes, account = train_rl.sample_ahead(
                 generate, carried, state, history, prompts_of(300), config
             )
