@@ -357,7 +357,7 @@ def test_collate_shapes_and_values():
     verdicts = [Verdict(float(status == "ok"), status) for status in statuses]
     of_group = lambda rows: {"completions": completions[rows], "verdicts": verdicts[rows]}
     groups = [train_rl.Group(4, 2, **of_group(slice(2)))]  # their number in the set, not in the step
-    groups += [train_rl.Group(9, 1, 1, **of_group(slice(2, 5)))]  # groups need not be of one size
+    groups += [train_rl.Group(9, 1, minibatch=1, **of_group(slice(2, 5)))]  # groups need not be of one size
     batch = train_rl.collate(groups, prompts, prompt_ids)
     assert batch.prompts == [prompts[2]] * 2 + [prompts[1]] * 3
     assert batch.prompt_ids == [[1], [1], [2, 3], [2, 3], [2, 3]] and batch.completion_ids == ids
