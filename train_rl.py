@@ -79,7 +79,7 @@ from experiments.metrics import (
     straggler,
     token_metrics,
 )
-from experiments.run_dir import CheckpointWriter, TrainState, find_checkpoint, lock_run_dir, prepare_run_dir
+from experiments.run_dir import CheckpointWriter, TrainState, find_checkpoint, prepare_run_dir
 from experiments.settings import (
     MAX_ENTROPY_GROUPS,
     AlgorithmSection,
@@ -1060,7 +1060,6 @@ def main(config: Config) -> None:
     set_seed(config.train.seed)
     group_size = config.rollout.group_size
     check_ranks(config, world_size)
-    lock = lock_run_dir(config) if rank == 0 else None
     found, record = find_checkpoint(config) or (None, None)
     weights = found / "model" if found else Path(config.model.path)
     state = TrainState(**record["state"]) if record else TrainState()
@@ -1287,8 +1286,6 @@ def main(config: Config) -> None:
     # ---- export, summary ----------------------------------------------------------------------------------
     pool.close()
     finish_run(policy, tokenizer, state, Path(config.run.dir))
-    if rank == 0:
-        lock.close()
     accelerator.end_training()
 
 

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 import moe_model
 from data.stream import decoder_json
+from experiments.run_dir import lock_run_dir
 from experiments.settings import Config, RewardSection, config_warnings, load_config
 from moe_model import Policy
 from reward import RewardPool
@@ -43,7 +44,8 @@ def run(main: Callable[[Config], None], argv: list[str], description: str) -> in
     try:
         config = load_config(argv, description)
         run_dir = Path(config.run.dir)
-        main(config)
+        with lock_run_dir(config) if rank == 0 else contextlib.nullcontext():
+            main(config)
         return 0
     except (ValueError, RuntimeError, OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):

@@ -63,7 +63,7 @@ class TrainState:
 
 
 def lock_run_dir(config):
-    """Create run.dir; returns the lock that keeps a second run out for as long as this process lives."""
+    """Create run.dir; returns the open file whose lock keeps a second run out until it is closed."""
     run_dir = Path(config.run.dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -217,7 +217,7 @@ ORDER_OF_ENDS = {f"rollout.{n}" for n in ("schedule", "max_num_seqs", "kv_cache_
 def find_checkpoint(config) -> tuple[Path, dict] | None:
     """The newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit.
 
-    All ranks call it, rank 0 with the lock. One that was written by all ranks when the run ended has yet to
+    All ranks call it, under the lock. One that was written by all ranks when the run ended has yet to
     get its name.
     """
     folder = Path(config.run.dir) / "checkpoints"

@@ -376,9 +376,11 @@ def two_rank_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, str
     for dtype, (part, factor) in TAMPERED.items():
         cases[dtype] = ([*SMALL, f"rollout.dtype={dtype}", f"run.dir={folder / dtype}"], part, factor)
     cases["finished"] = ([*SMALL, f"run.dir={finished}"], "", 1)
-    for case, (settings, _) in REFUSED.items():
-        cases[case] = ([*SMALL, f"run.dir={finished}", "train.num_steps=7", *settings], "", 1)
-    with (finished / "lock").open("w") as lock:
+    locked = shutil.copytree(undisturbed, folder / "locked")
+    for case, (settings, message) in REFUSED.items():
+        run_dir = locked if "another run" in message else finished
+        cases[case] = ([*SMALL, f"run.dir={run_dir}", "train.num_steps=7", *settings], "", 1)
+    with (locked / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         outcomes = outcomes_of(cases, folder, ranks=2)
     assert rows_of(finished) == rows_of(undisturbed)
