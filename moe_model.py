@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
-LOGIT_ROWS = 4096  # rows of [N, V] logits alive at once; longer inputs are cut and recomputed in backward
+from kernels.linear_logprob_entropy import linear_logprob_entropy
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -321,6 +321,7 @@ class Policy(nn.Module):
         check_supported(config)
         self.config, self.group = config, group
         self.activation_checkpointing = False  # recompute each layer in backward: memory for one more forward
+        self.head = "auto"  # backend of linear_logprob_entropy()
         self.model = Decoder(config, group)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -347,14 +348,16 @@ class Policy(nn.Module):
     def forward(
         self, packed: PackedSequences, temperature: float = 1.0, replay_ids_TLK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list]:
-        """Log-probability of each target [N] and entropy of its distribution [N] (fp32, nats; entropy
-        detached), both at the given sampling temperature, and the expert ids of every layer.
+        """Log-probability of each target [N] and entropy of its distribution [N] (fp32, nats), both at the
+        given sampling temperature, and the expert ids of every layer.
 
         replay_ids_TLK: expert ids of all layers (those of dense layers are not looked at) to use instead of
         the router's own; rows in the order of the packed tokens."""
         x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
         x_ND = x_TD.index_select(0, packed.predictor_index)
-        logprobs, entropy = linear_logprob_entropy(x_ND, self.lm_head.weight, packed.target_ids, temperature)
+        logprobs, entropy = linear_logprob_entropy(
+            x_ND, self.lm_head.weight, packed.target_ids, temperature, self.head
+        )
         return logprobs, entropy, layer_ids
 
 
@@ -368,28 +371,6 @@ def route_table(layer_ids: list[Tensor | None], num_experts: int) -> Tensor | No
         return None
     table = torch.stack([torch.zeros_like(known) if ids is None else ids for ids in layer_ids], dim=1)
     return table.to(torch.uint8 if num_experts < 256 else torch.int16)
-
-
-def linear_logprob_entropy(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float):
-    """log softmax(x W^T / temperature) at the targets [N], and its entropy [N] without gradient; fp32, nats.
-
-    At most LOGIT_ROWS rows of logits are alive at a time, in backward too.
-    """
-
-    def rows(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(x, weight_VD)
-        logp_NV = (
-            (logits if logits.dtype == torch.float64 else logits.float()).div(temperature).log_softmax(dim=-1)
-        )
-        with torch.no_grad():
-            entropy = torch.special.entr(logp_NV.exp()).sum(dim=-1)
-        return logp_NV.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
-
-    if len(x_ND) <= LOGIT_ROWS:
-        return rows(x_ND, target_ids_N)
-    chunks = zip(x_ND.split(LOGIT_ROWS), target_ids_N.split(LOGIT_ROWS))
-    logprobs, entropy = zip(*(checkpoint(rows, x, targets, use_reentrant=False) for x, targets in chunks))
-    return torch.cat(logprobs), torch.cat(entropy)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -801,7 +801,7 @@ def completion_outputs(
     )  # [N], [N]
     scale = 1.0 if rows else 0.0
     zeros = logprobs.new_zeros(mask.shape)
-    logprobs, entropy = (zeros.masked_scatter(mask, values * scale) for values in (logprobs, entropy))
+    logprobs, entropy = (zeros.masked_scatter(mask, x * scale) for x in (logprobs, entropy.detach()))
     num_experts = moe_model.num_experts_of(getattr(policy, "module", policy).config)
     used_TLK, mismatch = route_table(layer_ids, num_experts), None
     if used_TLK is None or not rows:
@@ -1074,7 +1074,7 @@ def main(config: Config) -> None:
     tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
     train_prompts, offline_scores, eval_sets, num_dropped = load_sets(config, tokenizer)
     train_ids = tokenize(train_prompts, tokenizer, config.rollout.max_prompt_tokens)
-    for line in announcement(config, len(train_prompts), num_dropped, eval_sets, world_size):
+    for line in announcement(config, hf_config, len(train_prompts), num_dropped, eval_sets, world_size):
         say(line)
 
     # ---- reward workers, sampler, policy ------------------------------------------------------------------

@@ -19,6 +19,7 @@ import moe_model
 from data.stream import decoder_json
 from experiments.run_dir import lock_run_dir
 from experiments.settings import Config, RewardSection, config_warnings, load_config
+from kernels.linear_logprob_entropy import choose_backend
 from moe_model import Policy
 from reward import RewardPool
 from rollout import RolloutEngine
@@ -75,17 +76,29 @@ def check_ranks(config: Config, world_size: int) -> None:
         raise ValueError(f"{shared} must divide the number of ranks, {world_size}")
 
 
+def head_backend(config: Config, hf_config, device: torch.device) -> str:
+    """Version of kernels/linear_logprob_entropy.py that a run uses. ValueError where it cannot run here."""
+    head, dtype = config.model.head, getattr(torch, config.model.dtype)
+    if head == "auto":
+        return choose_backend(torch.empty(0, hf_config.hidden_size, dtype=dtype, device=device))
+    if head == "triton" and device.type != "cuda":
+        raise ValueError("model.head triton: there is no GPU here; set model.head to auto or chunked")
+    return head
+
+
 def announcement(
-    config: Config, num_prompts: int, num_dropped: int, eval_sets: dict, world_size: int
+    config: Config, hf_config, num_prompts: int, num_dropped: int, eval_sets: dict, world_size: int
 ) -> list[str]:
     """What a run says before it starts: odd settings, then what there is."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = [f"warning: {warning}" for warning in config_warnings(config)]
     dropped = f" ({num_dropped} more dropped by their offline pass rate)" if num_dropped else ""
     return found + [
         f"{num_prompts} training prompts{dropped}, "
         f"{sum(len(prompts) for prompts, _ in eval_sets.values())} held out; "
         f"{world_size} ranks, expert parallel {config.model.ep_size}, ZeRO {config.train.zero_stage}, "
-        f"policy {config.model.dtype}, engine {config.rollout.dtype}; starting vLLM and DeepSpeed"
+        f"policy {config.model.dtype}, head {head_backend(config, hf_config, device)}, engine "
+        f"{config.rollout.dtype}; starting vLLM and DeepSpeed"
     ]
 
 
@@ -107,7 +120,7 @@ def build_policy(config: Config, weights: Path | str, group, device: torch.devic
         policy = Policy(moe_model.load_config(weights), group)
     torch.set_default_dtype(torch.float32)
     moe_model.load_hf(policy, weights)
-    policy.activation_checkpointing = config.model.activation_checkpointing
+    policy.activation_checkpointing, policy.head = config.model.activation_checkpointing, config.model.head
     return policy
 
 

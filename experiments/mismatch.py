@@ -9,9 +9,10 @@ routes (off; r2 is the same here, it replays the trainer's own old pass) and wit
 it goes through the functions that a run uses. A figure is the mean over --repeats rollouts with different
 samples, in brackets their range.
 
-The trainer computes in float32 or bfloat16. "engine's weights": float32 products on the weights as the engine
-holds them, rounded to bfloat16 or FP8; what is left then comes from rounding of activations alone. In the
-last rows the engine is float32 but for the weights of its routers: the routes alone differ, nearly.
+The trainer computes in float32 or bfloat16, on a GPU where there is one. "engine's weights": float32 products
+on the weights as the engine holds them, rounded to bfloat16 or FP8; what is left then comes from rounding of
+activations alone. In the last rows the engine is float32 but for the weights of its routers: the routes alone
+differ, nearly. A GPU with FP8 adds rows with vLLM's own FP8 kernels, weights and activations (fp8 on).
 """
 
 import argparse
@@ -112,9 +113,16 @@ def trainer_of(name: str, policy, engine_dtype: str, fp8: str) -> torch.nn.Modul
             held = copy.deepcopy(policy)
             parameters = dict(held.named_parameters())
             with torch.no_grad():
-                for tensor_name, tensor in as_engine_gets_them(moe_model.hf_tensors(policy), fp8):
+                rounded = "simulate" if fp8 == "on" else fp8  # vLLM rounds what it is sent in the same way
+                for tensor_name, tensor in as_engine_gets_them(moe_model.hf_tensors(policy), rounded):
                     parameters[tensor_name].copy_(tensor.to(getattr(torch, engine_dtype)))
             return held
+
+
+def starts(engine: str) -> list[tuple[bool, tuple[str, ...]]]:
+    """(whether vLLM quantises, FP8 settings) of the engines to start one after another."""
+    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return [(False, ENGINES[engine][0])] + [(True, ("on",))] * (has_fp8 and engine == "bfloat16")
 
 
 def weights_for(engine: str, policy):
@@ -134,12 +142,13 @@ def rows_of_model(name: str, num_prompts: int, repeats: int, progress) -> list[d
     prompt_ids = tokenizer([prompt.text for prompt in prompts])["input_ids"]
     policy = moe_model.Policy(moe_model.load_config(folder / "model"))
     moe_model.load_hf(policy, folder / "model")
+    policy.to("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
-    for engine_name, (fp8_settings, trainers) in ENGINES.items():
-        dtype = engine_name.partition(",")[0]
+    for engine_name, quantises, fp8_settings in ((e, *start) for e in ENGINES for start in starts(e)):
+        dtype, trainers = engine_name.partition(",")[0], ENGINES[engine_name][1]
         engine = RolloutEngine(
             folder / "model", max_model_len=64, max_num_seqs=256, dtype=dtype, kv_cache_gib=0.25,
-            prefix_caching=True, sleep_level=0, capture_routes=True,
+            prefix_caching=True, sleep_level=0, capture_routes=True, fp8="on" if quantises else "off",
         )  # fmt: skip
         for fp8 in fp8_settings:
             engine.fp8 = fp8
@@ -237,7 +246,8 @@ def main() -> None:
     for name, value in (alone | {"MASTER_PORT": "0"}).items():
         os.environ.setdefault(name, value)
     moe_model.init_deepspeed()
-    per_model = sum(len(fp8) * len(trainers) for fp8, trainers in ENGINES.values()) * len(REPLAY)
+    settings = {name: sum(len(fp8) for _, fp8 in starts(name)) for name in ENGINES}
+    per_model = sum(settings[name] * len(trainers) for name, (_, trainers) in ENGINES.items()) * len(REPLAY)
     progress = tqdm(total=per_model * len(args.models), desc="mismatch", unit="row", disable=None)
     rows = [row for name in args.models for row in rows_of_model(name, args.prompts, args.repeats, progress)]
     progress.close()

@@ -60,6 +60,11 @@ class ModelSection(Section):
     ep_size: int = setting(1, "ranks that share one copy of the experts (expert parallelism)", ge=1)
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "of the policy; the optimizer keeps float32")
     activation_checkpointing: bool = setting(False, "recompute layers in backward to save memory")
+    head: Literal["auto", "naive", "chunked", "triton"] = setting(
+        "auto",
+        "log-probabilities and entropies from whole logits; by blocks in torch; by kernels (NVIDIA GPUs); "
+        "auto: kernels where they run, else blocks",
+    )
 
 
 class DataSection(Section):

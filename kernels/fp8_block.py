@@ -1,30 +1,131 @@
-"""Block-wise FP8 weights: what a matrix is after quantisation to E4M3 with one scale per 128 x 128 block.
+"""Block-wise FP8 (E4M3): 8-bit codes and float32 scales, vLLM's format and arithmetic, bit for bit.
 
-    s = max |w| / 448,   w' = s E4M3(w / s)    per block, tails in blocks of their own
+    weights      a scale per 128 x 128 block    s = max(1e-4, max |w|) (1 / 448),    code = E4M3(w (1 / s))
+    activations  a scale per row of 128         s = max(1e-10, max |x|) / 448,       code = E4M3(x / s)
 
-448 is the largest finite E4M3 value. The same arithmetic as vLLM's online quantisation, down to the bit: a
-reciprocal of the scale in float32, scales of at least 1e-4 / 448. Activations are not rounded here: products
-with w' are those of 8-bit weights and 16-bit activations.
+448 is the largest E4M3 value. Every operation rounds to float32 as vLLM's does on a GPU: for weights torch
+there multiplies by reciprocals, for activations vLLM's CUDA kernel divides. On a CPU vLLM's scales of weights
+may differ in the last bit; here they are the same everywhere, so that a simulation on a CPU and an engine on
+a GPU agree. Edges have blocks of their own. Infinite values get the largest code and do not enter the maximum
+(in vLLM they turn the whole block into NaN); NaN stays NaN, alone. Zeros stay zeros.
+
+Tensors on GPUs go through Triton, others through torch; `use_triton` says otherwise.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128  # rows and columns that share a scale
 E4M3_MAX = 448.0
-MIN_AMAX = 1e-4  # smallest |weight| a scale is made for
+MIN_AMAX_WEIGHT, MIN_AMAX_ACTIVATION = 1e-4, 1e-10  # smallest maximum that a scale is made for
+ROWS = 32  # of activations per Triton program
+
+
+def quantise_weight(weight: Tensor, use_triton: bool | None = None) -> tuple[Tensor, Tensor]:
+    """[..., M, N] -> codes of the same shape (float8_e4m3fn), scales [..., ceil(M/128), ceil(N/128)]."""
+    *batch, m, n = weight.shape
+    rows, columns = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
+    if weight.is_cuda if use_triton is None else use_triton:
+        codes, scales = launch(weight.reshape(math.prod(batch), m, n), BLOCK, MIN_AMAX_WEIGHT)
+        return codes.view(weight.shape), scales.view(*batch, rows, columns)
+    blocks = F.pad(weight.float(), (0, -n % BLOCK, 0, -m % BLOCK))
+    blocks = blocks.view(*batch, rows, BLOCK, columns, BLOCK)
+    scales = finite_amax(blocks, (-3, -1), MIN_AMAX_WEIGHT) * torch.tensor(1 / E4M3_MAX)
+    codes = to_e4m3(blocks * (1.0 / scales)).flatten(-4, -3).flatten(-2, -1)[..., :m, :n].contiguous()
+    return codes, scales.squeeze(-1).squeeze(-2)
+
+
+def quantise_activation(
+    x: Tensor, use_triton: bool | None = None, column_major: bool = False
+) -> tuple[Tensor, Tensor]:
+    """[..., N] -> codes of the same shape, scales [..., ceil(N/128)].
+
+    column_major, for x [M, N]: neighbouring rows of the scales lie side by side, columns 4 ceil(M/4) apart,
+    which is how DeepGEMM's kernels read them (vLLM's column_major_scales with tma_aligned_scales).
+    """
+    *batch, n = x.shape
+    columns = triton.cdiv(n, BLOCK)
+    if x.is_cuda if use_triton is None else use_triton:
+        codes, scales = launch(x.reshape(1, math.prod(batch), n), 1, MIN_AMAX_ACTIVATION)
+        codes, scales = codes.view(x.shape), scales.view(*batch, columns)
+    else:
+        groups = F.pad(x.float(), (0, -n % BLOCK)).view(*batch, columns, BLOCK)
+        scales = finite_amax(groups, (-1,), MIN_AMAX_ACTIVATION) / E4M3_MAX
+        codes, scales = to_e4m3(groups / scales).flatten(-2)[..., :n].contiguous(), scales.squeeze(-1)
+    if column_major:
+        strides = (1, triton.cdiv(len(x), 4) * 4)
+        scales = torch.empty_strided(scales.shape, strides, device=x.device).copy_(scales)
+    return codes, scales
+
+
+def dequantise(codes: Tensor, scales: Tensor, block_rows: int) -> Tensor:
+    """codes x their scales, float32. block_rows: 128 for weights, 1 for activations."""
+    m, n = codes.shape[-2:]
+    scales = scales.repeat_interleave(block_rows, -2)[..., :m, :].repeat_interleave(BLOCK, -1)[..., :n]
+    return codes.float() * scales
 
 
 def fp8_round(weight: Tensor) -> Tensor:
-    """Weights after block-wise quantisation and back, [..., M, N] -> float32 of the same shape.
+    """Weights after quantisation and back, [..., M, N] -> float32 of the same shape.
 
     What is quantised is the bfloat16-rounded weight, which is what a bfloat16 trainer computes with.
+    Activations are not rounded here: products with the result are those of 8-bit weights, 16-bit activations.
     """
-    weight = weight.bfloat16().float()
-    *_, m, n = weight.shape
-    blocks = F.pad(weight, (0, -n % BLOCK, 0, -m % BLOCK)).unflatten(-1, (-1, BLOCK))
-    blocks = blocks.unflatten(-3, (-1, BLOCK))  # [..., M/128, 128, N/128, 128]
-    scale = blocks.abs().amax(dim=(-3, -1), keepdim=True).clamp(min=MIN_AMAX) / E4M3_MAX
-    rounded = (blocks * (1.0 / scale)).to(torch.float8_e4m3fn).float() * scale
-    return rounded.flatten(-4, -3).flatten(-2, -1)[..., :m, :n]
+    return dequantise(*quantise_weight(weight.bfloat16()), BLOCK)
+
+
+def finite_amax(blocks: Tensor, dims: tuple[int, ...], floor: float) -> Tensor:
+    """Largest finite absolute value over dims (kept), at least floor."""
+    sizes = blocks.abs()
+    return sizes.where(sizes < torch.inf, 0.0).amax(dim=dims, keepdim=True).clamp(min=floor)
+
+
+def to_e4m3(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+
+
+@triton.jit
+def quantise_kernel(
+    x, codes, scales, M, N, num_columns, floor, E4M3_MAX: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr,
+):  # fmt: skip
+    """A block of ROWS x BLOCK values: with ONE_SCALE one scale (weights), else one per row (activations)."""
+    matrix = tl.program_id(1).to(tl.int64)
+    block_row, block_column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
+    row = block_row * ROWS + tl.arange(0, ROWS)
+    column = block_column * BLOCK + tl.arange(0, BLOCK)
+    at = (matrix * M + row[:, None]) * N + column[None, :]
+    inside = (row[:, None] < M) & (column[None, :] < N)
+    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    sizes = tl.abs(values)
+    amax = tl.max(tl.where(sizes < float("inf"), sizes, 0.0), axis=1)
+    if ONE_SCALE:
+        scale = tl.maximum(tl.max(amax, axis=0), floor) * (1.0 / E4M3_MAX)
+        scaled = values * tl.div_rn(1.0, scale)
+        tl.store(scales + (matrix * tl.cdiv(M, ROWS) + block_row) * num_columns + block_column, scale)
+    else:
+        scale = tl.div_rn(tl.maximum(amax, floor), tl.full((ROWS,), E4M3_MAX, tl.float32))
+        scaled = tl.div_rn(values, scale[:, None])
+        tl.store(scales + (matrix * M + row) * num_columns + block_column, scale, mask=row < M)
+    limited = tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX)
+    limited = tl.where(scaled != scaled, scaled, limited)
+    tl.store(codes + at, limited.to(tl.float8e4nv), mask=inside)
+
+
+def launch(x: Tensor, scale_rows: int, floor: float) -> tuple[Tensor, Tensor]:
+    """x [B, M, N] -> codes [B, M, N], scales [B, ceil(M / scale_rows), ceil(N/128)]."""
+    batch, m, n = x.shape
+    num_columns, rows = triton.cdiv(n, BLOCK), ROWS if scale_rows == 1 else BLOCK
+    codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(batch, triton.cdiv(m, scale_rows), num_columns, device=x.device)
+    if x.numel():
+        quantise_kernel[(triton.cdiv(m, rows) * num_columns, batch)](
+            x.contiguous(), codes, scales, m, n, num_columns, floor, E4M3_MAX,
+            ROWS=rows, BLOCK=BLOCK, ONE_SCALE=scale_rows == BLOCK,
+        )  # fmt: skip
+    return codes, scales

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import moe_model
+from kernels import linear_logprob_entropy
 from moe_model import Policy, grouped_linear, load_config, load_hf, pack, save_hf
 
 KINDS = ["moe", "moe_other", "dense", "dense_tied"]
@@ -172,7 +173,7 @@ def test_logprobs_and_gradients_match_transformers(kind, temperature):
     policy = policy_like(hf)
     logprobs, entropy, layer_ids = policy(packed_batch(batch), temperature=temperature)
     expected, _ = reference_logprobs(hf, batch, temperature)
-    assert logprobs.dtype == torch.float32 and not entropy.requires_grad
+    assert logprobs.dtype == entropy.dtype == torch.float32
     routed = [hasattr(layer.mlp, "experts") for layer in hf.model.layers]
     assert [ids is not None for ids in layer_ids] == routed
     torch.testing.assert_close(logprobs, torch.cat(expected), rtol=0, atol=PARITY)
@@ -206,14 +207,6 @@ def test_entropy_matches_the_formula_in_fp64(temperature):
     torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=PARITY)
 
 
-def test_entropy_of_a_certain_token_is_zero():
-    """exp(logp) is exactly 0 for the others; 0 log 0 must not become nan."""
-    logprobs, entropy = moe_model.linear_logprob_entropy(
-        torch.tensor([[1000.0, 0.0]]), torch.eye(2), torch.tensor([0]), temperature=1.0
-    )
-    assert entropy.tolist() == [0.0] and logprobs.tolist() == [0.0]
-
-
 def test_batch_without_targets():
     policy = policy_like(tiny_model("moe"))
     logprobs, entropy, _ = policy(pack([[1, 2, 3], [4]], [[], []], "cpu"))
@@ -222,32 +215,31 @@ def test_batch_without_targets():
     assert all(grad.count_nonzero() == 0 for grad in gradients(policy).values())
 
 
-def test_logit_rows_change_neither_value_nor_gradient(monkeypatch):
-    """23 targets in chunks of 5: same numbers, no more than 5 rows of logits alive, in backward too."""
+@pytest.mark.parametrize("backend", ["naive", "auto"])
+def test_the_head_holds_no_logits(backend, monkeypatch):
+    """23 targets, 16 columns of the vocabulary at a time: same numbers, and nothing of [N, V] is kept; whole
+    logits, as a contrast, are."""
     policy, batch = policy_like(tiny_model("moe")), tiny_batch()
+    policy.head = "naive"
     packed, vocab_size = packed_batch(batch), policy.config.vocab_size
     whole, whole_entropy, _ = policy(packed, temperature=0.7)
     backward(whole, batch)
     expected = gradients(policy)
 
-    rows, saved = [], []
-
-    def counting_linear(x, weight, bias=None):
-        rows.append(len(x)) if len(weight) == vocab_size else None
-        return torch._C._nn.linear(x, weight, bias)
+    saved = []
 
     def keep(tensor):
         saved.append(tuple(tensor.shape))
         return tensor
 
-    monkeypatch.setattr(moe_model, "LOGIT_ROWS", 5)
-    monkeypatch.setattr(moe_model.F, "linear", counting_linear)
+    monkeypatch.setattr(linear_logprob_entropy, "BLOCK_ELEMENTS", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(linear_logprob_entropy, "MIN_COLUMNS", 16)
+    policy.head = backend
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logprobs, entropy, _ = policy(packed, temperature=0.7)
-    assert saved and not [shape for shape in saved if shape[-1:] == (vocab_size,)], "logits are kept"
+    assert ((len(packed.target_ids), vocab_size) in saved) == (backend == "naive")
     backward(logprobs, batch)
-    assert rows == [5, 5, 5, 5, 3, 3, 5, 5, 5, 5], "once forward, once recomputed in backward"
-    # A product of fewer rows may sum in another order: a few roundings of numbers up to 5.
+    # Sums over blocks run in another order: a few roundings of numbers up to 5.
     torch.testing.assert_close(logprobs, whole, rtol=0, atol=2e-6)
     torch.testing.assert_close(entropy, whole_entropy, rtol=0, atol=2e-6)
     assert_same(gradients(policy), expected, atol=2e-6, alive=1e-3)

@@ -342,15 +342,17 @@ def nearest_e4m3(values):
 def slow_fp8(weight):
     """Block by block, of the bfloat16-rounded weight [M, N].
 
-    w / s is taken as w (1 / s) with three float32 roundings, as in vLLM: bfloat16 has so few significant bits
-    that about 1 % of all weights lie in the middle of two codes, and their rounding decides.
+    w / s is taken as w (1 / s), and s as max |w| (1 / 448), each with three float32 roundings, as in vLLM on a
+    GPU: bfloat16 has so few significant bits that about 1 % of all weights lie in the middle of two codes, and
+    their rounding decides.
     """
     weight = weight.bfloat16().float()
     result = torch.empty_like(weight)
     for i in range(0, weight.shape[0], 128):
         for j in range(0, weight.shape[1], 128):
             block = weight[i : i + 128, j : j + 128]
-            scale = np.float32(max(block.abs().max().item(), np.float32(1e-4))) / np.float32(448)
+            amax = np.float32(max(block.abs().max().item(), np.float32(1e-4)))
+            scale = amax * (np.float32(1) / np.float32(448))
             scaled = block * (np.float32(1) / scale).item()
             result[i : i + 128, j : j + 128] = nearest_e4m3(scaled.double()) * scale.item()
     return result
@@ -362,23 +364,6 @@ def random_weight(shape, spread, seed=0):
     weight = torch.randn(shape, generator=generator) * spread
     weight *= torch.logspace(0, 2, shape[-2]).unsqueeze(-1) * torch.logspace(0, -2, shape[-1])
     return weight * (torch.rand(shape, generator=generator) > 0.02)
-
-
-SHAPES = [(1, 1), (128, 128), (130, 257), (300, 64), (127, 129), (3, 200, 140)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("spread", [1e-9, 3e-5, 0.02, 1e6])  # below the least scale, across it, usual, big
-def test_fp8_round_is_vllms_quantisation_bit_for_bit(shape, spread):
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
-
-    weight = random_weight(shape, spread)
-    rounded = fp8_round(weight)
-    assert rounded.shape == weight.shape and rounded.dtype == torch.float32
-    for matrix, result in zip(weight.reshape(-1, *shape[-2:]), rounded.reshape(-1, *shape[-2:])):
-        codes, scale = per_block_cast_to_fp8(matrix.bfloat16(), block_size=[128, 128], use_ue8m0=False)
-        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[-2], : shape[-1]]
-        assert torch.equal(result, codes.float() * scale)
 
 
 @pytest.mark.parametrize(("shape", "spread"), [((130, 257), 0.02), ((20, 30), 3e-5), ((5, 7), 1e-9)])
@@ -479,7 +464,6 @@ def test_fused_projections_share_the_scales_of_their_blocks():
 
 def test_experts_of_a_width_that_is_no_multiple_of_128_are_rounded_as_vllm_does():
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PerBlockOnlineMoEMethod
-    from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     width, hidden = 64, 96
     method = object.__new__(Fp8PerBlockOnlineMoEMethod)
@@ -492,8 +476,7 @@ def test_experts_of_a_width_that_is_no_multiple_of_128_are_rounded_as_vllm_does(
         half[:, :width, :hidden] = part
     expected = []
     for expert in stored:
-        codes, scale = per_block_cast_to_fp8(expert, block_size=[128, 128], use_ue8m0=False)
-        full = codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        full = slow_fp8(expert)
         expected.append(torch.cat([full[:width, :hidden], full[padded_width:][:width, :hidden]]))
     ((_, rounded),) = simulate_fp8([("model.layers.0.mlp.experts.gate_up_proj", experts)])
     assert torch.equal(rounded, torch.stack(expected))

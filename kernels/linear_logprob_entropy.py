@@ -1,0 +1,300 @@
+"""Log-probabilities of targets and entropies of softmax(x W^T / temperature), without the [N, V] logits.
+
+    z_nv = x_n . w_v / temperature                 lse_n = log sum_v exp z_nv,   p_nv = exp(z_nv - lse_n)
+    logprob_n = z_nt - lse_n,  t the target of n   entropy_n = - sum_v p_nv log p_nv                (nats)
+
+Forward goes over blocks of the vocabulary with a running maximum m and sums (online softmax, 1805.02867)
+
+    s = sum_v exp(z - m),   a = sum_v (z - m) exp(z - m):   lse = m + log s,   entropy = log s - a / s
+
+which is exact for logits of any size, because lse and sum_v p z, both large, are never subtracted. When the
+maximum moves to m', with d = m - m' <= 0: a becomes (a + s d) exp d, s becomes s exp d. Only lse and entropy
+are kept, [N] each. Backward computes the logits again, block by block, with g and h the gradients of logprob
+and entropy:
+
+    dz_nv = g_n (1[v = t] - p_nv) - h_n p_nv (log p_nv + entropy_n)
+    dx = dz W / temperature,   dW = dz^T x / temperature
+
+Four matrix products instead of the three of autograd through whole logits; alive at a time is one block of
+BLOCK_ELEMENTS of them. Three versions: naive() holds all logits, to compare with; "chunked" is torch, for any
+device and dtype; "triton" keeps the logits of a tile in registers and writes only dz.
+
+Shape suffixes: N rows, D hidden size, V vocabulary, C columns of a block, S splits of the vocabulary.
+"""
+
+import os
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; unset, Triton 3.9 warns
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # of [N, C] logits: cache-sized; enough to fill a GPU
+MIN_COLUMNS = 128  # of a block, however many rows
+SPLITS = 8  # of the vocabulary in the Triton forward: programs that share rows run side by side (L2 cache)
+TILES = {  # by bytes per operand: rows, columns and depth of a tile, warps, pipeline stages
+    2: {"BN": 128, "BC": 256, "BD": 64, "num_warps": 8, "num_stages": 3},
+    4: {"BN": 64, "BC": 64, "BD": 32, "num_warps": 4, "num_stages": 2},
+}
+TILE_BYTES = 160 * 1024  # of shared memory that a GPU must have for the first of them
+
+
+def linear_logprob_entropy(
+    x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float = 1.0, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """(log-probability of each target [N], entropy of its distribution [N]); both differentiable in x and W.
+
+    float32, of float64 operands float64; nats. Logits are accumulated in float32, never rounded to bfloat16.
+    backend: "naive", "chunked", "triton" or "auto", see choose_backend().
+    """
+    if backend == "auto":
+        backend = choose_backend(x_ND)
+    if backend == "naive":
+        return naive(x_ND, weight_VD, target_ids_N, temperature)
+    return LinearLogprobEntropy.apply(x_ND, weight_VD, target_ids_N, temperature, backend == "triton")
+
+
+def choose_backend(x_ND: Tensor) -> str:
+    """ "triton" for bfloat16 and float16 on NVIDIA GPUs with room for its tiles (A100, H100 and later), else
+    "chunked"; also where rows do not begin at multiples of 16 bytes, which tensor descriptors need."""
+    if not x_ND.is_cuda or torch.version.hip or x_ND.element_size() != 2 or x_ND.shape[1] % 8:
+        return "chunked"
+    room = torch.cuda.get_device_properties(x_ND.device).shared_memory_per_block_optin
+    return "triton" if room >= TILE_BYTES else "chunked"
+
+
+def naive(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float = 1.0):
+    """The same with whole logits and torch's own log-softmax and derivatives."""
+    logits_NV = F.linear(x_ND, weight_VD)
+    logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
+    logp_NV = (logits_NV / temperature).log_softmax(dim=-1)
+    entropy = -(logp_NV.exp() * logp_NV).sum(dim=-1)
+    return logp_NV.gather(1, target_ids_N.unsqueeze(1)).squeeze(1), entropy
+
+
+class LinearLogprobEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_ND, weight_VD, target_ids_N, temperature: float, use_triton: bool):
+        ctx.set_materialize_grads(False)  # None for an output that no loss uses
+        ctx.temperature, ctx.use_triton = temperature, use_triton
+        statistics = triton_statistics if use_triton else chunked_statistics
+        lse, entropy = statistics(x_ND, weight_VD, temperature)
+        ctx.save_for_backward(x_ND, weight_VD, target_ids_N, lse, entropy)
+        # The two come from different sums: of a certain token, rounding may leave the difference above 0.
+        return (target_logits(x_ND, weight_VD, target_ids_N, temperature) - lse).clamp(max=0), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprob, grad_entropy):
+        x_ND, weight_VD, target_ids_N, lse, entropy = ctx.saved_tensors
+        needs_x, needs_w = ctx.needs_input_grad[:2]
+        of_logits = triton_grad_logits if ctx.use_triton else chunked_grad_logits
+        grad_logprob = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
+        dx_ND = torch.zeros(x_ND.shape, dtype=lse.dtype, device=x_ND.device)  # a sum over blocks: float32
+        dw_VD = torch.empty_like(weight_VD)
+        for columns in column_blocks(x_ND, weight_VD):
+            dz_NC = of_logits(
+                x_ND, weight_VD, columns, target_ids_N, lse, entropy,
+                grad_logprob, grad_entropy, ctx.temperature,
+            )  # fmt: skip
+            if needs_x:
+                add_product(dx_ND, dz_NC, weight_VD[columns])
+            if needs_w:
+                torch.mm(dz_NC.T, x_ND, out=dw_VD[columns])
+        return dx_ND.to(x_ND.dtype) if needs_x else None, dw_VD if needs_w else None, None, None, None
+
+
+def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
+    """The vocabulary in blocks of BLOCK_ELEMENTS logits, at least MIN_COLUMNS wide."""
+    vocab, most = len(weight_VD), BLOCK_ELEMENTS[x_ND.device.type] // max(1, len(x_ND))
+    width = max(MIN_COLUMNS, most // MIN_COLUMNS * MIN_COLUMNS)
+    return [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+
+
+def target_logits(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float) -> Tensor:
+    """z at the target, [N], in float32 (float64 if the operands are)."""
+    wide = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
+    rows = max(1, BLOCK_ELEMENTS[x_ND.device.type] // (8 * x_ND.shape[1]))  # both sides, widened
+    parts = [
+        torch.linalg.vecdot(x.to(wide), weight_VD[targets].to(wide))
+        for x, targets in zip(x_ND.split(rows), target_ids_N.split(rows))
+    ]
+    return torch.cat(parts) / temperature
+
+
+# ------------------------------------------------------------------------------------------------------------
+# torch
+# ------------------------------------------------------------------------------------------------------------
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, accumulated and returned in float32 (float64 if they are)."""
+    if a.dtype.itemsize >= 4:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, the product not rounded to the dtype of a and b."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        total += product(a, b)
+
+
+def chunked_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(lse, entropy), [N] each."""
+    dtype = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
+    m, s, a = torch.zeros(3, len(x_ND), dtype=dtype, device=x_ND.device)
+    m.fill_(torch.finfo(dtype).min)
+    for columns in column_blocks(x_ND, weight_VD):
+        z_NC = product(x_ND, weight_VD[columns].T).div_(temperature)
+        new_m = torch.maximum(m, z_NC.amax(dim=1))
+        z_NC -= new_m.unsqueeze(1)
+        p_NC = z_NC.exp()
+        shrink = (m - new_m).exp()
+        a = (a + s * (m - new_m)) * shrink + torch.linalg.vecdot(z_NC, p_NC)
+        s = s * shrink + p_NC.sum(dim=1)
+        m = new_m
+    return m + s.log(), s.log() - a / s
+
+
+def chunked_grad_logits(
+    x_ND, weight_VD, columns: slice, target_ids_N, lse, entropy, grad_logprob, grad_entropy, temperature
+) -> Tensor:
+    """dz / temperature of a block of columns [N, C], in the dtype of x."""
+    logp_NC = product(x_ND, weight_VD[columns].T).div_(temperature).sub_(lse.unsqueeze(1))
+    if grad_entropy is None:
+        dz_NC = logp_NC.exp_().mul_((grad_logprob / -temperature).unsqueeze(1))
+    else:
+        p_NC = logp_NC.exp().div_(-temperature)
+        factor_NC = logp_NC.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
+        dz_NC = factor_NC.add_(grad_logprob.unsqueeze(1)).mul_(p_NC)
+    place = target_ids_N - columns.start
+    rows = ((place >= 0) & (place < dz_NC.shape[1])).nonzero().squeeze(1)
+    dz_NC[rows, place[rows]] += grad_logprob[rows] / temperature
+    return dz_NC.to(x_ND.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Triton
+# ------------------------------------------------------------------------------------------------------------
+@triton.jit
+def logits_tile(x, w, row, column, V, D, scale, BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr):
+    """z of BN rows x BC columns from (row, column) on, float32; as good as minus infinity beyond V.
+
+    x, w: tensor descriptors with tiles [BN, BD] and [BC, BD], zero beyond the edges.
+    """
+    z = tl.zeros((BN, BC), tl.float32)
+    for depth in range(0, D, BD):  # float32 operands are not rounded to TF32
+        z = tl.dot(x.load([row, depth]), w.load([column, depth]).T, z, input_precision="ieee")
+    return tl.where((column + tl.arange(0, BC))[None, :] < V, z * scale, -1e30)
+
+
+@triton.jit
+def statistics_kernel(
+    x, w, sums, N, V, D, width, scale,
+    BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """m, s and a of BN rows over one of SPLITS parts of the vocabulary -> sums [3, SPLITS, N].
+
+    A part has `width` columns, a multiple of BC; the last ones may lie beyond V.
+    """
+    split = tl.program_id(0) % SPLITS
+    row = tl.program_id(0) // SPLITS * BN
+    m = tl.full((BN,), -3e38, tl.float32)
+    s = tl.zeros((BN,), tl.float32)
+    a = tl.zeros((BN,), tl.float32)
+    for column in range(split * width, tl.minimum(split * width + width, V), BC):
+        z = logits_tile(x, w, row, column, V, D, scale, BN, BC, BD)
+        new_m = tl.maximum(m, tl.max(z, axis=1))
+        z -= new_m[:, None]
+        p = tl.exp(z)
+        shrink = tl.exp(m - new_m)
+        a = (a + s * (m - new_m)) * shrink + tl.sum(z * p, axis=1)
+        s = s * shrink + tl.sum(p, axis=1)
+        m = new_m
+    rows = row + tl.arange(0, BN)
+    at = sums + split * N + rows
+    tl.store(at, m, mask=rows < N)
+    tl.store(at + SPLITS * N, s, mask=rows < N)
+    tl.store(at + 2 * SPLITS * N, a, mask=rows < N)
+
+
+@triton.jit
+def grad_logits_kernel(
+    x, w, dz, targets, lse, entropy, grad_logprob, grad_entropy, N, V, D, first, C, scale,
+    BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, WITH_ENTROPY: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """dz * scale of a tile of the columns first ... first + C - 1 -> dz [N, C]."""
+    # GROUP blocks of rows pass the same columns one after another, so that both stay in the L2 cache.
+    column_tiles = tl.cdiv(C, BC)
+    group = tl.program_id(0) // (GROUP * column_tiles)
+    in_group = tl.program_id(0) % (GROUP * column_tiles)
+    rows_of_group = tl.minimum(GROUP, tl.cdiv(N, BN) - group * GROUP)
+    row = (group * GROUP + in_group % rows_of_group) * BN
+    place = in_group // rows_of_group * BC
+    z = logits_tile(x, w, row, first + place, V, D, scale, BN, BC, BD)
+    rows, places = row + tl.arange(0, BN), place + tl.arange(0, BC)
+    here = rows < N
+    logp = z - tl.load(lse + rows, mask=here, other=0.0)[:, None]
+    g = tl.load(grad_logprob + rows, mask=here, other=0.0)[:, None]
+    factor = -g
+    if WITH_ENTROPY:
+        h = tl.load(grad_entropy + rows, mask=here, other=0.0)[:, None]
+        factor -= h * (logp + tl.load(entropy + rows, mask=here, other=0.0)[:, None])
+    target = tl.load(targets + rows, mask=here, other=-1).to(tl.int32) - first
+    value = (factor * tl.exp(logp) + tl.where(places[None, :] == target[:, None], g, 0.0)) * scale
+    at = dz + rows.to(tl.int64)[:, None] * C + places[None, :]
+    tl.store(at, value.to(dz.dtype.element_ty), mask=here[:, None] & (places[None, :] < C))
+
+
+def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, dict]:
+    """x and W as the kernels read them, tile by tile, and the tile."""
+    tile = TILES[x_ND.element_size()]
+    if x_ND.shape[1] * x_ND.element_size() % 16:
+        raise ValueError(
+            f"the Triton head reads rows of multiples of 16 bytes, not {x_ND.shape[1]} x "
+            f"{x_ND.element_size()}: choose another backend"
+        )
+    x = TensorDescriptor.from_tensor(x_ND.contiguous(), [tile["BN"], tile["BD"]])
+    return x, TensorDescriptor.from_tensor(weight_VD.contiguous(), [tile["BC"], tile["BD"]]), tile
+
+
+def triton_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(lse, entropy), [N] float32 each."""
+    (num_rows, depth), vocab = x_ND.shape, len(weight_VD)
+    if num_rows == 0:
+        return torch.zeros(2, 0, device=x_ND.device)
+    x, w, tile = descriptors(x_ND, weight_VD)
+    width = triton.cdiv(triton.cdiv(vocab, SPLITS), tile["BC"]) * tile["BC"]
+    sums = torch.empty(3, SPLITS, num_rows, device=x_ND.device)
+    statistics_kernel[(triton.cdiv(num_rows, tile["BN"]) * SPLITS,)](
+        x, w, sums, num_rows, vocab, depth, width, 1.0 / temperature, SPLITS=SPLITS, **tile
+    )
+    m, s, a = sums  # [S, N]; a part beyond the vocabulary has s = 0
+    highest = m.amax(dim=0)
+    lowered = m - highest
+    total = (s * lowered.exp()).sum(dim=0)
+    mean = ((a + s * lowered) * lowered.exp()).sum(dim=0) / total
+    return highest + total.log(), total.log() - mean
+
+
+def triton_grad_logits(
+    x_ND, weight_VD, columns: slice, target_ids_N, lse, entropy, grad_logprob, grad_entropy, temperature
+) -> Tensor:
+    """dz / temperature of a block of columns [N, C], in the dtype of x."""
+    (num_rows, depth), num_columns = x_ND.shape, columns.stop - columns.start
+    dz_NC = torch.empty(num_rows, num_columns, dtype=x_ND.dtype, device=x_ND.device)
+    if num_rows == 0:
+        return dz_NC
+    x, w, tile = descriptors(x_ND, weight_VD)
+    grad_logits_kernel[(triton.cdiv(num_rows, tile["BN"]) * triton.cdiv(num_columns, tile["BC"]),)](
+        x, w, dz_NC, target_ids_N, lse, entropy, grad_logprob.contiguous(),
+        lse if grad_entropy is None else grad_entropy.contiguous(), num_rows, len(weight_VD), depth,
+        columns.start, num_columns, 1.0 / temperature, WITH_ENTROPY=grad_entropy is not None, GROUP=8, **tile,
+    )  # fmt: skip
+    return dz_NC
