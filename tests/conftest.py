@@ -32,6 +32,32 @@ def torchrun(
     )
 
 
+SMALL = [  # six quick steps with two checkpoints on the way
+    "--config", "experiments/tiny/grpo.yaml", "train.num_steps=6", "rollout.prompts_per_step=8",
+    "rollout.group_size=4", "checkpoint.every=2", "eval.every=2", "eval.num_samples=2", "run.log_every=1",
+    "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
+]  # fmt: skip
+
+
+def train(*settings, ranks=2, **options) -> subprocess.CompletedProcess:
+    return torchrun(ranks, "train_rl.py", *settings, **options)
+
+
+@pytest.fixture(scope="session")
+def demo_model():
+    """The embedded default, made once as the demo makes it."""
+    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(demo_model, tmp_path_factory) -> Path:
+    """The folder of a run of SMALL that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
+    done = train(*SMALL, f"run.dir={run_dir}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return run_dir
+
+
 @pytest.fixture
 def float64():
     """Tensors that a function under test makes of the default dtype are float64."""

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, torchrun
-from test_run import SMALL, assert_same_weights, rows_of, steps_of, tiny_model, train, undisturbed  # noqa: F401
+from conftest import ROOT, SMALL, torchrun, train
+from test_run import assert_same_weights, rows_of, steps_of
 
 from experiments.workload import Recipe, Workload
 
+pytestmark = pytest.mark.usefixtures("demo_model")
 ALL_OFF = [
     "rollout.schedule=arrival", "reward.overlap=false", "reward.decode=engine", "eval.overlap=false",
     "checkpoint.overlap=false",
@@ -30,14 +31,14 @@ def without_expectations(rows: list[dict]) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("length_")} for row in in_order(rows)]
 
 
-def test_no_scheduling_and_no_overlap_give_the_same_run_bit_for_bit(undisturbed, tmp_path):  # noqa: F811
+def test_no_scheduling_and_no_overlap_give_the_same_run_bit_for_bit(undisturbed, tmp_path):
     done = train(*SMALL, *ALL_OFF, f"run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr[-3000:]
     assert without_expectations(rows_of(tmp_path)) == without_expectations(rows_of(undisturbed))
     assert_same_weights(tmp_path / "model", undisturbed / "model")
 
 
-def test_the_oracle_looks_ahead_and_changes_nothing(undisturbed, tmp_path):  # noqa: F811
+def test_the_oracle_looks_ahead_and_changes_nothing(undisturbed, tmp_path):
     done = train(*SMALL, "rollout.schedule=oracle", "train.num_steps=3", f"run.dir={tmp_path}")
     assert done.returncode == 0, done.stderr[-3000:]
     steps = steps_of(tmp_path)

@@ -13,29 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, SMALL, torchrun, train
 from safetensors.torch import load_file, save_file
 
+pytestmark = pytest.mark.usefixtures("demo_model")
 TINY = ROOT / "data" / "built" / "tiny"
-SMALL = [  # six quick steps with two checkpoints on the way
-    "--config", "experiments/tiny/grpo.yaml", "train.num_steps=6", "rollout.prompts_per_step=8",
-    "rollout.group_size=4", "checkpoint.every=2", "eval.every=2", "eval.num_samples=2", "run.log_every=1",
-    "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
-]  # fmt: skip
 TIMES = (  # what may differ between two runs of the same numbers
     "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
     "reward_latency",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="session", autouse=True)
-def tiny_model():
-    """The embedded default, made once as the demo makes it."""
-    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
-
-
-def train(*settings, ranks=2, **options) -> subprocess.CompletedProcess:
-    return torchrun(ranks, "train_rl.py", *settings, **options)
 
 
 def rows_of(run_dir: Path) -> list[dict]:
@@ -66,14 +52,6 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert summary_of(one) == summary_of(other)
     assert rows_of(one) == rows_of(other)
     assert_same_weights(one / "model", other / "model")
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory) -> Path:
-    run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
-    done = train(*SMALL, f"run.dir={run_dir}")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return run_dir
 
 
 def test_a_run_leaves_what_the_readme_promises(undisturbed):

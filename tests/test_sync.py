@@ -342,8 +342,8 @@ def nearest_e4m3(values):
 def slow_fp8(weight):
     """Block by block, of the bfloat16-rounded weight [M, N].
 
-    w / s is taken as w (1 / s), and s as max |w| (1 / 448), each with three float32 roundings, as in vLLM on a
-    GPU: bfloat16 has so few significant bits that about 1 % of all weights lie in the middle of two codes, and
+    w / s is taken as w (1 / s), and s as max |w| (1 / 448), all rounded to float32, as in vLLM on a GPU:
+    bfloat16 has so few significant bits that about 1 % of all weights lie in the middle of two codes, and
     their rounding decides.
     """
     weight = weight.bfloat16().float()
