@@ -24,6 +24,7 @@ BLOCK = 128  # rows and columns that share a scale
 E4M3_MAX = 448.0
 MIN_AMAX_WEIGHT, MIN_AMAX_ACTIVATION = 1e-4, 1e-10  # smallest maximum that a scale is made for
 ROWS = 32  # of activations per Triton program
+WARPS = {True: 8, False: 4}  # of a program, by ONE_SCALE
 
 
 def quantise_weight(weight: Tensor, use_triton: bool | None = None) -> tuple[Tensor, Tensor]:
@@ -126,6 +127,6 @@ def launch(x: Tensor, scale_rows: int, floor: float) -> tuple[Tensor, Tensor]:
     if x.numel():
         quantise_kernel[(triton.cdiv(m, rows) * num_columns, batch)](
             x.contiguous(), codes, scales, m, n, num_columns, floor, E4M3_MAX,
-            ROWS=rows, BLOCK=BLOCK, ONE_SCALE=scale_rows == BLOCK,
+            ROWS=rows, BLOCK=BLOCK, ONE_SCALE=scale_rows == BLOCK, num_warps=WARPS[scale_rows == BLOCK],
         )  # fmt: skip
     return codes, scales

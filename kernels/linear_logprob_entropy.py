@@ -7,17 +7,17 @@ Forward goes over blocks of the vocabulary with a running maximum m and sums (on
 
     s = sum_v exp(z - m),   a = sum_v (z - m) exp(z - m):   lse = m + log s,   entropy = log s - a / s
 
-which is exact for logits of any size, because lse and sum_v p z, both large, are never subtracted. When the
-maximum moves to m', with d = m - m' <= 0: a becomes (a + s d) exp d, s becomes s exp d. Only lse and entropy
-are kept, [N] each. Backward computes the logits again, block by block, with g and h the gradients of logprob
-and entropy:
+and logprob = (z_t - m) - log s: no two large numbers are subtracted but z and m, so logits may have any size.
+When the maximum moves to m', with d = m - m' <= 0: a becomes (a + s d) exp d, s becomes s exp d. Only m,
+log s and entropy are kept, [N] each. Backward computes the logits again, block by block, with g and h the
+gradients of logprob and entropy:
 
     dz_nv = g_n (1[v = t] - p_nv) - h_n p_nv (log p_nv + entropy_n)
     dx = dz W / temperature,   dW = dz^T x / temperature
 
-Four matrix products instead of the three of autograd through whole logits; alive at a time is one block of
-BLOCK_ELEMENTS of them. Three versions: naive() holds all logits, to compare with; "chunked" is torch, for any
-device and dtype; "triton" keeps the logits of a tile in registers and writes only dz.
+Four matrix products instead of the three of autograd through whole logits; alive at a time are one or two
+blocks of BLOCK_ELEMENTS of them. Three versions: naive() holds all logits, to compare with; "chunked" is
+torch, for any device and dtype; "triton" keeps the logits of a tile in registers and writes only dz.
 
 Shape suffixes: N rows, D hidden size, V vocabulary, C columns of a block, S splits of the vocabulary.
 """
@@ -50,13 +50,15 @@ def linear_logprob_entropy(
     """(log-probability of each target [N], entropy of its distribution [N]); both differentiable in x and W.
 
     float32, of float64 operands float64; nats. Logits are accumulated in float32, never rounded to bfloat16.
-    backend: "naive", "chunked", "triton" or "auto", see choose_backend().
+    backend: "naive", "chunked", "triton" or "auto", see choose_backend(). ValueError for any other, and for
+    operands that the kernels do not take.
     """
-    if backend == "auto":
-        backend = choose_backend(x_ND)
-    if backend == "naive":
-        return naive(x_ND, weight_VD, target_ids_N, temperature)
-    return LinearLogprobEntropy.apply(x_ND, weight_VD, target_ids_N, temperature, backend == "triton")
+    match choose_backend(x_ND) if backend == "auto" else backend:
+        case "naive":
+            return naive(x_ND, weight_VD, target_ids_N, temperature)
+        case "chunked" | "triton" as version:
+            return LinearLogprobEntropy.apply(x_ND, weight_VD, target_ids_N, temperature, version == "triton")
+    raise ValueError(f"head {backend!r}: known are auto, naive, chunked and triton")
 
 
 def choose_backend(x_ND: Tensor) -> str:
@@ -83,23 +85,24 @@ class LinearLogprobEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # None for an output that no loss uses
         ctx.temperature, ctx.use_triton = temperature, use_triton
         statistics = triton_statistics if use_triton else chunked_statistics
-        lse, entropy = statistics(x_ND, weight_VD, temperature)
-        ctx.save_for_backward(x_ND, weight_VD, target_ids_N, lse, entropy)
-        # The two come from different sums: of a certain token, rounding may leave the difference above 0.
-        return (target_logits(x_ND, weight_VD, target_ids_N, temperature) - lse).clamp(max=0), entropy
+        m, log_s, entropy = statistics(x_ND, weight_VD, temperature)
+        ctx.save_for_backward(x_ND, weight_VD, target_ids_N, m, log_s, entropy)
+        # z_t and m come from different products: of a certain token, rounding may leave a value above 0.
+        target = target_logits(x_ND, weight_VD, target_ids_N, temperature)
+        return ((target - m) - log_s).clamp(max=0), entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprob, grad_entropy):
-        x_ND, weight_VD, target_ids_N, lse, entropy = ctx.saved_tensors
+        x_ND, weight_VD, target_ids_N, m, log_s, entropy = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         of_logits = triton_grad_logits if ctx.use_triton else chunked_grad_logits
-        grad_logprob = torch.zeros_like(lse) if grad_logprob is None else grad_logprob
-        dx_ND = torch.zeros(x_ND.shape, dtype=lse.dtype, device=x_ND.device)  # a sum over blocks: float32
+        grad_logprob = torch.zeros_like(m) if grad_logprob is None else grad_logprob
+        dx_ND = torch.zeros(x_ND.shape, dtype=m.dtype, device=x_ND.device)  # a sum over blocks: float32
         dw_VD = torch.empty_like(weight_VD)
         for columns in column_blocks(x_ND, weight_VD):
             dz_NC = of_logits(
-                x_ND, weight_VD, columns, target_ids_N, lse, entropy,
+                x_ND, weight_VD, columns, target_ids_N, m, log_s, entropy,
                 grad_logprob, grad_entropy, ctx.temperature,
             )  # fmt: skip
             if needs_x:
@@ -145,8 +148,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += product(a, b)
 
 
-def chunked_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(lse, entropy), [N] each."""
+def chunked_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, log s, entropy), [N] each."""
     dtype = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
     m, s, a = torch.zeros(3, len(x_ND), dtype=dtype, device=x_ND.device)
     m.fill_(torch.finfo(dtype).min)
@@ -159,14 +162,16 @@ def chunked_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> t
         a = (a + s * (m - new_m)) * shrink + torch.linalg.vecdot(z_NC, p_NC)
         s = s * shrink + p_NC.sum(dim=1)
         m = new_m
-    return m + s.log(), s.log() - a / s
+    log_s = s.log()
+    return m, log_s, log_s - a / s
 
 
 def chunked_grad_logits(
-    x_ND, weight_VD, columns: slice, target_ids_N, lse, entropy, grad_logprob, grad_entropy, temperature
+    x_ND, weight_VD, columns: slice, target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy, temperature
 ) -> Tensor:
     """dz / temperature of a block of columns [N, C], in the dtype of x."""
-    logp_NC = product(x_ND, weight_VD[columns].T).div_(temperature).sub_(lse.unsqueeze(1))
+    logp_NC = product(x_ND, weight_VD[columns].T).div_(temperature)
+    logp_NC.sub_(m.unsqueeze(1)).sub_(log_s.unsqueeze(1))
     if grad_entropy is None:
         dz_NC = logp_NC.exp_().mul_((grad_logprob / -temperature).unsqueeze(1))
     else:
@@ -226,7 +231,7 @@ def statistics_kernel(
 
 @triton.jit
 def grad_logits_kernel(
-    x, w, dz, targets, lse, entropy, grad_logprob, grad_entropy, N, V, D, first, C, scale,
+    x, w, dz, targets, m, log_s, entropy, grad_logprob, grad_entropy, N, V, D, first, C, scale,
     BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, WITH_ENTROPY: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """dz * scale of a tile of the columns first ... first + C - 1 -> dz [N, C]."""
@@ -240,7 +245,9 @@ def grad_logits_kernel(
     z = logits_tile(x, w, row, first + place, V, D, scale, BN, BC, BD)
     rows, places = row + tl.arange(0, BN), place + tl.arange(0, BC)
     here = rows < N
-    logp = z - tl.load(lse + rows, mask=here, other=0.0)[:, None]
+    logp = (z - tl.load(m + rows, mask=here, other=0.0)[:, None]) - tl.load(
+        log_s + rows, mask=here, other=0.0
+    )[:, None]
     g = tl.load(grad_logprob + rows, mask=here, other=0.0)[:, None]
     factor = -g
     if WITH_ENTROPY:
@@ -254,21 +261,22 @@ def grad_logits_kernel(
 
 def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, dict]:
     """x and W as the kernels read them, tile by tile, and the tile."""
-    tile = TILES[x_ND.element_size()]
-    if x_ND.shape[1] * x_ND.element_size() % 16:
+    size = x_ND.element_size()
+    if size not in TILES or x_ND.shape[1] * size % 16:
         raise ValueError(
-            f"the Triton head reads rows of multiples of 16 bytes, not {x_ND.shape[1]} x "
-            f"{x_ND.element_size()}: choose another backend"
+            f"head triton: operands of 2 or 4 bytes in rows of multiples of 16, not {x_ND.shape[1]} x {size} "
+            "bytes: choose chunked"
         )
+    tile = TILES[size]
     x = TensorDescriptor.from_tensor(x_ND.contiguous(), [tile["BN"], tile["BD"]])
     return x, TensorDescriptor.from_tensor(weight_VD.contiguous(), [tile["BC"], tile["BD"]]), tile
 
 
-def triton_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(lse, entropy), [N] float32 each."""
+def triton_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(m, log s, entropy), [N] float32 each."""
     (num_rows, depth), vocab = x_ND.shape, len(weight_VD)
     if num_rows == 0:
-        return torch.zeros(2, 0, device=x_ND.device)
+        return tuple(torch.zeros(3, 0, device=x_ND.device))
     x, w, tile = descriptors(x_ND, weight_VD)
     width = triton.cdiv(triton.cdiv(vocab, SPLITS), tile["BC"]) * tile["BC"]
     sums = torch.empty(3, SPLITS, num_rows, device=x_ND.device)
@@ -280,11 +288,11 @@ def triton_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tu
     lowered = m - highest
     total = (s * lowered.exp()).sum(dim=0)
     mean = ((a + s * lowered) * lowered.exp()).sum(dim=0) / total
-    return highest + total.log(), total.log() - mean
+    return highest, total.log(), total.log() - mean
 
 
 def triton_grad_logits(
-    x_ND, weight_VD, columns: slice, target_ids_N, lse, entropy, grad_logprob, grad_entropy, temperature
+    x_ND, weight_VD, columns: slice, target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy, temperature
 ) -> Tensor:
     """dz / temperature of a block of columns [N, C], in the dtype of x."""
     (num_rows, depth), num_columns = x_ND.shape, columns.stop - columns.start
@@ -293,8 +301,8 @@ def triton_grad_logits(
         return dz_NC
     x, w, tile = descriptors(x_ND, weight_VD)
     grad_logits_kernel[(triton.cdiv(num_rows, tile["BN"]) * triton.cdiv(num_columns, tile["BC"]),)](
-        x, w, dz_NC, target_ids_N, lse, entropy, grad_logprob.contiguous(),
-        lse if grad_entropy is None else grad_entropy.contiguous(), num_rows, len(weight_VD), depth,
+        x, w, dz_NC, target_ids_N, m, log_s, entropy, grad_logprob.contiguous(),
+        m if grad_entropy is None else grad_entropy.contiguous(), num_rows, len(weight_VD), depth,
         columns.start, num_columns, 1.0 / temperature, WITH_ENTROPY=grad_entropy is not None, GROUP=8, **tile,
     )  # fmt: skip
     return dz_NC

@@ -1,0 +1,746 @@
+"""kernels/ against slow loops written from the formulas, and against vLLM's own quantisation.
+
+Triton kernels run on a GPU where there is one. Elsewhere a subprocess computes all their cases in Triton's
+interpreter (this file as a script: TRITON_INTERPRET must be set before triton is imported); the tests compare
+what it stored. What the interpreter cannot show, that they compile for a Hopper GPU, is tested apart.
+
+Tolerances. float64 rounds at 1e-16: 1e-10 passes any order of summation. float32 rounds at 6e-8: logits here
+are at most 30 in size and sums of at most 72 products, so that they err by about 2e-6, and values and
+gradients by as much: 1e-5. Wrong formulas are off by 1e-2 and more. Gradients in bfloat16 or float16 were
+rounded once as a whole and once before the product that makes them: twice half a unit in the last place,
+2 x 2^-9 or 2 x 2^-12, at most; norms are compared. Codes and scales of FP8 are equal bit by bit.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+sys.path.insert(0, str(ROOT))
+
+import kernels.fp8_block as fp8
+import kernels.linear_logprob_entropy as head
+from kernels.linear_logprob_entropy import linear_logprob_entropy
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of gradients, see above
+# The interpreter multiplies bfloat16 matrices as if their bits were integers, so only GPUs get them.
+TRITON_DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The head: cases and the slow reference
+# ------------------------------------------------------------------------------------------------------------
+# rows, hidden size, vocabulary, temperature, what the loss uses, columns per block (0: one block).
+# Triton's tiles are 64 x 64 x 32 in float32 and 128 x 256 x 64 in two bytes, in 8 splits of whole tiles.
+HEAD_CASES = {
+    "one row": (1, 8, 300, 1.0, "both", 112),
+    "small vocabulary": (5, 8, 3, 0.7, "both", 0),
+    "whole tiles": (128, 64, 1024, 0.7, "both", 128),  # float32: all splits full
+    "ragged": (67, 40, 994, 0.7, "both", 304),  # float32: the last split has 98 of 128 columns
+    "empty splits": (70, 72, 600, 1.0, "both", 0),  # float32: 5 of 8 used; two bytes: 3
+    "rising": (20, 24, 1500, 1.0, "both", 400),
+    "falling": (20, 24, 1500, 0.7, "both", 400),
+    "many rows": (1100, 8, 300, 1.0, "both", 0),  # more than 8 blocks of rows, several of columns
+    "logprob only": (33, 16, 300, 0.7, "logprob", 112),
+    "entropy only": (33, 16, 300, 0.7, "entropy", 112),
+    "odd depth": (9, 7, 261, 0.7, "both", 32),  # not for Triton: rows are no multiples of 16 bytes
+}
+TRITON_HEAD_CASES = [name for name in HEAD_CASES if name != "odd depth"]
+
+
+def head_inputs(name, dtype):
+    """x, W, targets, g and h of a case; logits are of size 3, those that rise or fall do so by 12."""
+    num_rows, depth, vocab, _, uses, _ = HEAD_CASES[name]
+    generator = torch.Generator().manual_seed(len(name) + vocab)
+    x = torch.randn(num_rows, depth, generator=generator, dtype=torch.float64)
+    weight = torch.randn(vocab, depth, generator=generator, dtype=torch.float64) * 3 / depth**0.5
+    if name in ("rising", "falling"):
+        x[:, 0], weight[:, 0] = 3, torch.linspace(-2, 2, vocab) * (1 if name == "rising" else -1)
+    targets = torch.randint(vocab, (num_rows,), generator=generator)
+    targets[0], targets[-1] = vocab - 1, 0
+    g, h = torch.randn(2, num_rows, generator=generator, dtype=torch.float64)
+    g, h = None if uses == "entropy" else g, None if uses == "logprob" else h
+    return x.to(dtype), weight.to(dtype), targets, g, h
+
+
+def use_blocks(patch, name):
+    """Makes the blocks of the vocabulary as wide as the case says."""
+    num_rows, *_, columns = HEAD_CASES[name]
+    if columns:
+        patch.setattr(head, "MIN_COLUMNS", 16)
+        patch.setitem(head.BLOCK_ELEMENTS, DEVICE, num_rows * columns)
+        patch.setitem(head.BLOCK_ELEMENTS, "cpu", num_rows * columns)
+
+
+def run_head(x, weight, targets, g, h, temperature, backend):
+    """(logprob, entropy, dx, dW) of the loss sum(g logprob + h entropy)."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    logprob, entropy = linear_logprob_entropy(x, weight, targets, temperature, backend)
+    used = [(out, v.to(out.dtype)) for out, v in ((logprob, g), (entropy, h)) if v is not None]
+    outputs, gradients = zip(*used)
+    dx, dw = torch.autograd.grad(outputs, (x, weight), gradients)
+    return logprob.detach(), entropy.detach(), dx, dw
+
+
+def slow_head(x, weight, targets, g, h, temperature):
+    """The same from the equations, row by row, in float64."""
+    x, weight = x.double().numpy(), weight.double().numpy()
+    logprob, entropy, dx, dw = np.zeros(len(x)), np.zeros(len(x)), np.zeros_like(x), np.zeros_like(weight)
+    for n, target in enumerate(targets.tolist()):
+        z = weight @ x[n] / temperature
+        highest = z.max()
+        logp = z - (highest + np.log(np.sum(np.exp(z - highest))))
+        p = np.exp(logp)
+        logprob[n], entropy[n] = logp[target], -np.sum(p * logp)
+        dz = np.zeros(len(weight))
+        if g is not None:
+            dz += g[n].item() * ((np.arange(len(weight)) == target) - p)
+        if h is not None:
+            dz -= h[n].item() * p * (logp + entropy[n])
+        dx[n] = dz @ weight / temperature
+        dw += np.outer(dz, x[n]) / temperature
+    return [torch.from_numpy(value) for value in (logprob, entropy, dx, dw)]
+
+
+def relative(actual, expected):
+    """Norm of the difference over the norm."""
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def check_head(actual, expected, forward_tolerance, gradient_tolerance):
+    for result, reference in zip(actual[:2], expected[:2]):
+        assert (result.double() - reference.double()).abs().max() <= forward_tolerance
+    assert (actual[0] <= 0).all() and (actual[1] >= -forward_tolerance).all()
+    for result, reference in zip(actual[2:], expected[2:]):
+        assert relative(result, reference) <= gradient_tolerance
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Extreme logits. Operands are small whole numbers times powers of two, so that the logits have no rounding.
+# ------------------------------------------------------------------------------------------------------------
+EXTREME_CASES = ["spread", "offset", "certain", "other target", "equal", "cold", "hot", "one token"]
+
+
+def extreme_inputs(name):
+    """x, W, targets, g, h, temperature; float32."""
+    generator = torch.Generator().manual_seed(5)
+    num_rows, depth, vocab, temperature = 40, 32, 700, {"cold": 1e-2, "hot": 1e2}.get(name, 1.0)
+    x = torch.randint(-2, 3, (num_rows, depth), generator=generator).float()
+    weight = torch.randint(-3, 4, (vocab, depth), generator=generator).float()
+    targets = torch.randint(vocab, (num_rows,), generator=generator)
+    g, h = torch.randn(2, num_rows, generator=generator, dtype=torch.float64)
+    if name == "spread":
+        weight *= 256
+    if name == "offset":  # 8192 more in every logit, apart from which they are of size 2
+        weight /= 8
+        x[:, 0], weight[:, 0] = 4, 2048
+    if name in ("certain", "other target"):  # column 500 is 2000 above the others
+        x[:, 0], weight[:, 0], weight[500, 0] = 4, 0, 512
+        targets[:] = 500 if name == "certain" else 3
+    if name == "equal":
+        weight[:] = weight[0] * 64
+    if name == "one token":
+        weight, targets = weight[:1], torch.zeros_like(targets)
+    return x, weight, targets, g, h, temperature
+
+
+# ------------------------------------------------------------------------------------------------------------
+# FP8: cases
+# ------------------------------------------------------------------------------------------------------------
+FP8_SHAPES = [
+    (1, 1), (128, 128), (130, 257), (33, 300), (127, 129), (3, 100, 140), (2, 2, 5, 131), (0, 5), (5, 0),
+]  # fmt: skip
+FP8_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def fp8_values(shape, dtype=torch.float32, spread=1.0):
+    """Rows and columns of very different sizes, so that neighbouring blocks differ in scale; some zeros."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    values = torch.randn(shape, generator=generator) * spread
+    values *= torch.logspace(0, 2, shape[-2]).unsqueeze(-1) * torch.logspace(0, -2, shape[-1])
+    return (values * (torch.rand(shape, generator=generator) > 0.02)).to(dtype)
+
+
+def fp8_nonfinite():
+    """[130, 300]: infinities, a NaN, a block and some rows of zeros, a block and rows of only infinities."""
+    values = fp8_values((130, 300))
+    values[3, 5], values[4, 6], values[128, 200], values[7, 8] = torch.inf, -torch.inf, torch.inf, torch.nan
+    values[10:20, :128] = 0
+    values[:128, 128:256] = 0
+    values[128:, 256:], values[50, 256:] = -torch.inf, torch.inf
+    return values
+
+
+def fp8_cases():
+    cases = {f"{shape} {dtype}": fp8_values(shape, dtype) for shape in FP8_SHAPES for dtype in FP8_DTYPES}
+    cases |= {f"spread {spread}": fp8_values((130, 257), spread=spread) for spread in (1e-12, 3e-6, 1e30)}
+    every_second = fp8_values((66, 520))[::2, ::2]  # not contiguous
+    return cases | {"nonfinite": fp8_nonfinite(), "strided": every_second}
+
+
+def quantise(kind, values, **options):
+    return (fp8.quantise_weight if kind == "weight" else fp8.quantise_activation)(values, **options)
+
+
+def code_bits(codes):
+    """The bytes; NaN, which has two codes, has one."""
+    bits = codes.view(torch.uint8)
+    return torch.where((bits & 127) == 127, 127, bits)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The Triton kernels' results
+# ------------------------------------------------------------------------------------------------------------
+def mend_interpreter():
+    """Triton 3.9's interpreter casts float32 to E4M3 wrongly: it loses the carry of rounding up to a power of
+    two (127.7 becomes 64) and sends ties away from zero. Torch's cast is that of the hardware."""
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    convert = interpreter._convert_float
+
+    def convert_float(values, from_dtype, to_dtype, rounding_mode):
+        if (from_dtype, to_dtype) != (tl.float32, tl.float8e4nv):
+            return convert(values, from_dtype, to_dtype, rounding_mode)
+        values = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        return values.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_float
+
+
+def compute_triton_cases() -> dict[str, list[torch.Tensor]]:
+    results = {}
+    for name in TRITON_HEAD_CASES:
+        for dtype in TRITON_DTYPES:
+            with pytest.MonkeyPatch.context() as patch:
+                use_blocks(patch, name)
+                inputs = [v if v is None else v.to(DEVICE) for v in head_inputs(name, dtype)]
+                results[f"{name} {dtype}"] = run_head(*inputs, HEAD_CASES[name][3], "triton")
+    for name in EXTREME_CASES:
+        *inputs, temperature = extreme_inputs(name)
+        results[name] = run_head(*(v.to(DEVICE) for v in inputs), temperature, "triton")
+    x, weight, targets, g, h = (v.to(DEVICE) for v in head_inputs("ragged", torch.float32))
+    transposed = x.T.contiguous().T, weight.T.contiguous().T  # the same values, other strides
+    results["transposed"] = run_head(*transposed, targets, g, h, 0.7, "triton")
+    results["contiguous"] = run_head(x, weight, targets, g, h, 0.7, "triton")
+    expanded = g[:1].float().expand(67), h[:1].float().expand(67)  # as those of sums are
+    results["expanded gradients"] = run_head(x, weight, targets, *expanded, 0.7, "triton")
+    certain = [v if v is None else v.to(DEVICE) for v in almost_certain_inputs()]
+    results["almost certain"] = run_head(*certain, 1.0, "triton")
+    results["no rows"] = run_head(x[:0], weight, targets[:0], g[:0], h[:0], 0.7, "triton")
+    for name, values in fp8_cases().items():
+        for kind in ("weight", "activation"):
+            codes, scales = quantise(kind, values.to(DEVICE), use_triton=True)
+            assert codes.dtype == torch.float8_e4m3fn
+            results[f"{kind} {name}"] = [codes.view(torch.uint8), scales]
+    return {name: [value.cpu() for value in values] for name, values in results.items()}
+
+
+@pytest.fixture(scope="session")
+def triton_results(tmp_path_factory):
+    if GPU:
+        return compute_triton_cases()
+    output = tmp_path_factory.mktemp("kernels") / "results.pt"
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, __file__, str(output)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(output, weights_only=True)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The head: values and gradients
+# ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", HEAD_CASES)
+@pytest.mark.parametrize("backend", ["naive", "chunked"])
+def test_torch_head_is_the_formula_in_float64(name, backend, monkeypatch):
+    inputs, temperature = head_inputs(name, torch.float64), HEAD_CASES[name][3]
+    use_blocks(monkeypatch, name)
+    if HEAD_CASES[name][-1]:
+        assert len(head.column_blocks(*inputs[:2])) > 2, "the running maximum would not be tested"
+    actual = run_head(*inputs, temperature, backend)
+    assert all(value.dtype == torch.float64 for value in actual)
+    check_head(actual, slow_head(*inputs, temperature), 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("name", TRITON_HEAD_CASES)
+@pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
+def test_triton_head_is_the_formula(name, dtype, triton_results):
+    """Of the operands rounded to the dtype; logits are float32, so log-probabilities are as good for any."""
+    actual = triton_results[f"{name} {dtype}"]
+    assert [value.dtype for value in actual] == [torch.float32, torch.float32, dtype, dtype]
+    check_head(actual, slow_head(*head_inputs(name, dtype), HEAD_CASES[name][3]), 1e-5, ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("name", EXTREME_CASES)
+@pytest.mark.parametrize("backend", ["naive", "chunked", "triton"])
+def test_extreme_logits(name, backend, triton_results, monkeypatch):
+    """The largest logits are near 2e4. At temperature 1 nothing of this size is rounded: logits and their
+    differences are exact, so that log-probabilities and entropies err by some roundings of themselves, 2e-6
+    and 2^-23 of their size. Else z / temperature has one or two of 2^-24 of it, log-probabilities err by
+    2^-22 of it at most, and entropies move by up to 10 times what the logits do. Gradients may err by as
+    much, relatively, in each summand, and the summands cancel where all logits are equal: the errors are
+    compared with a bound of the sum of their sizes, and 2e-6 of it is for roundings that are equal too and
+    do not average out."""
+    *inputs, temperature = extreme_inputs(name)
+    monkeypatch.setattr(head, "MIN_COLUMNS", 64)
+    monkeypatch.setitem(head.BLOCK_ELEMENTS, "cpu", 40 * 192)
+    actual = triton_results[name] if backend == "triton" else run_head(*inputs, temperature, backend)
+    expected = slow_head(*inputs, temperature)
+    size = max(1.0, (inputs[0] @ inputs[1].T).abs().max().item() / temperature)
+    assert name not in ("spread", "offset", "cold") or size > 4000
+    assert all(torch.isfinite(value).all() for value in actual)
+    logprob, entropy = actual[:2]
+    rounding = 0.0 if temperature == 1 else 2**-22 * size
+    limit = 2**-23 * expected[0].abs() + 2e-6 + rounding
+    assert (logprob <= 0).all() and ((logprob - expected[0]).abs() <= limit).all()
+    assert (entropy > -1e-6).all() and (entropy - expected[1]).abs().max() <= 2e-6 + 10 * rounding
+    g, h = inputs[3:]
+    summands = (g.abs() + h.abs()).norm() * inputs[0].shape[1] ** 0.5 / temperature
+    for result, reference, factor in zip(actual[2:], expected[2:], inputs[1::-1]):
+        assert (result - reference).norm() <= (rounding + 2e-6) * summands * factor.abs().max()
+    if name == "certain":
+        assert (logprob == 0).all() and (entropy == 0).all()
+    if name == "equal":
+        torch.testing.assert_close(entropy, torch.full_like(entropy, np.log(700)), rtol=1e-6, atol=0)
+
+
+def almost_certain_inputs():
+    """Logits of size 100 that are rounded, the largest of each row its target; g is of no importance."""
+    generator = torch.Generator().manual_seed(7)
+    x, weight = torch.randn(200, 64, generator=generator), 12 * torch.randn(300, 64, generator=generator)
+    return x, weight, (x @ weight.T).argmax(1), torch.ones(200), None
+
+
+@pytest.mark.parametrize("backend", ["chunked", "triton"])
+def test_rounding_leaves_no_logprob_above_zero(backend, triton_results):
+    """The target's logit and the maximum come from sums in another order: 2^-24 of 1000 and more apart."""
+    inputs = almost_certain_inputs()
+    actual = triton_results["almost certain"] if backend == "triton" else run_head(*inputs, 1.0, backend)
+    logprob, expected = actual[0], slow_head(*inputs, 1.0)[0]
+    assert (logprob <= 0).all() and (logprob - expected).abs().max() < 1e-3
+    x, weight, targets, *_ = inputs
+    m, log_s, _ = head.chunked_statistics(x, weight, 1.0)
+    assert (head.target_logits(x, weight, targets, 1.0) - m > log_s).any(), "nothing here needs the limit"
+
+
+@pytest.mark.parametrize("backend", ["naive", "chunked", "triton"])
+def test_no_rows(backend, triton_results):
+    x, weight, targets, g, h = head_inputs("ragged", torch.float32)
+    inputs = x[:0], weight, targets[:0], g[:0], h[:0]
+    actual = triton_results["no rows"] if backend == "triton" else run_head(*inputs, 0.7, backend)
+    assert [tuple(value.shape) for value in actual] == [(0,), (0,), (0, 40), (994, 40)]
+    assert (actual[3] == 0).all()
+
+
+def test_chunked_is_naive_in_float32(monkeypatch):
+    """Both do the same products, so that only the order of sums differs: 1e-6 is some roundings of 6e-8."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(300, 64, generator=generator), torch.randn(5000, 64, generator=generator) / 8
+    targets = torch.randint(5000, (300,), generator=generator)
+    g, h = torch.randn(2, 300, generator=generator)
+    naive = run_head(x, weight, targets, g, h, 0.8, "naive")
+    monkeypatch.setitem(head.BLOCK_ELEMENTS, "cpu", 300 * 768)
+    assert len(head.column_blocks(x, weight)) == 7
+    for actual, expected in zip(run_head(x, weight, targets, g, h, 0.8, "chunked"), naive):
+        assert relative(actual, expected) < 1e-6
+
+
+@pytest.mark.parametrize("needs_grad", [(True, True), (False, True), (True, False)], ids=["both", "W", "x"])
+def test_gradcheck_of_chunked(needs_grad, monkeypatch):
+    x, weight, targets, _, _ = head_inputs("odd depth", torch.float64)
+    x, weight, targets = x[:4], weight[:21], targets[:4] % 21
+    monkeypatch.setattr(head, "MIN_COLUMNS", 4)
+    monkeypatch.setitem(head.BLOCK_ELEMENTS, "cpu", 4 * 8)
+    assert [s.stop - s.start for s in head.column_blocks(x, weight)] == [8, 8, 5]
+    x, weight = x.requires_grad_(needs_grad[0]), weight.requires_grad_(needs_grad[1])
+    function = lambda x, weight: linear_logprob_entropy(x, weight, targets, 0.7, "chunked")
+    assert torch.autograd.gradcheck(function, (x, weight))
+
+
+def test_bfloat16_chunked_has_float32_logits(monkeypatch):
+    """Against float64 of the same bfloat16 operands: products are exact in float32, their sums err by about
+    1e-7 of the values. Logits rounded to bfloat16 err by 2^-9 of themselves, so naive is 100 times worse."""
+    inputs, temperature = head_inputs("rising", torch.bfloat16), 1.0
+    monkeypatch.setattr(head, "MIN_COLUMNS", 16)
+    monkeypatch.setitem(head.BLOCK_ELEMENTS, "cpu", 20 * 16)  # 94 blocks: dx summed in bfloat16 would be off
+    expected = slow_head(*inputs, temperature)
+    actual = run_head(*inputs, temperature, "chunked")
+    naive = run_head(*inputs, temperature, "naive")
+    assert [value.dtype for value in actual] == [torch.float32] * 2 + [torch.bfloat16] * 2
+    for result, rounded, reference in zip(actual[:2], naive[:2], expected[:2]):
+        assert relative(result, reference) < 1e-6
+        assert relative(rounded, reference) > 100 * relative(result, reference)
+    for result, rounded, reference in zip(actual[2:], naive[2:], expected[2:]):
+        assert relative(result, reference) < ROUNDING[torch.bfloat16] < relative(rounded, reference)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wide_blocks", [True, False])  # limited by the elements or by the least width
+def test_chunked_never_makes_the_logits(dtype, wide_blocks, monkeypatch):
+    num_rows, depth, vocab = 100, 8, 2000
+    x, weight = torch.randn(num_rows, depth, dtype=dtype), torch.randn(vocab, depth, dtype=dtype)
+    targets, g = torch.randint(vocab, (num_rows,)), torch.randn(num_rows)
+    monkeypatch.setitem(head.BLOCK_ELEMENTS, "cpu", num_rows * 300 if wide_blocks else 1000)
+    monkeypatch.setattr(head, "MIN_COLUMNS", 64)
+    most = max(head.BLOCK_ELEMENTS["cpu"], num_rows * 64, vocab * depth, num_rows * depth)
+    made, saved = {}, {}
+    for backend in ("naive", "chunked"):
+        kept = []
+        keep = lambda tensor, kept=kept: kept.append(tensor.numel()) or tensor
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with LargestTensor() as largest, hooks:
+            run_head(x, weight, targets, g, g, 0.7, backend)
+        made[backend], saved[backend] = largest.elements, max(kept)
+    assert made["chunked"] <= most < num_rows * vocab == made["naive"]
+    assert saved["chunked"] == vocab * depth and saved["naive"] == num_rows * vocab  # weights are kept anyway
+
+
+def test_weight_used_twice_gets_both_gradients():
+    """The weight is also the embedding, as in models that tie the two; float64, so 1e-10."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(30, (11,), generator=generator)
+    table = torch.randn(30, 6, generator=generator, dtype=torch.float64)
+    gradients = {}
+    for backend in ("naive", "chunked"):
+        weight = table.clone().requires_grad_()
+        logprob, entropy = linear_logprob_entropy(weight[ids[:-1]].tanh(), weight, ids[1:], 0.7, backend)
+        (logprob.sum() + 0.3 * entropy.sum()).backward()
+        gradients[backend] = weight.grad
+    embedding, other = table.clone().requires_grad_(), table.clone().requires_grad_()
+    logprob, entropy = linear_logprob_entropy(embedding[ids[:-1]].tanh(), other, ids[1:], 0.7, "chunked")
+    (logprob.sum() + 0.3 * entropy.sum()).backward()
+    assert relative(gradients["chunked"], gradients["naive"]) < 1e-10
+    assert relative(gradients["chunked"], embedding.grad + other.grad) < 1e-10
+    assert embedding.grad.abs().max() > 0.01
+
+
+def test_chunked_reads_operands_of_any_strides():
+    """Matrix products of a transposed view may sum in another order: float64, so 1e-10."""
+    x, weight, targets, g, h = head_inputs("ragged", torch.float64)
+    expected = run_head(x, weight, targets, g, h, 0.7, "chunked")
+    actual = run_head(x.T.contiguous().T, weight.T.contiguous().T, targets, g, h, 0.7, "chunked")
+    check_head(actual, expected, 1e-10, 1e-10)
+
+
+def test_triton_reads_operands_of_any_strides(triton_results):
+    """The kernels read contiguous copies, so entropies are equal; torch makes the other products: 1e-5."""
+    actual, expected = triton_results["transposed"], triton_results["contiguous"]
+    assert torch.equal(actual[1], expected[1])
+    check_head(actual, expected, 1e-5, 1e-5)
+    x, weight, targets, g, h = head_inputs("ragged", torch.float32)
+    expected = slow_head(x, weight, targets, g[:1].expand(67), h[:1].expand(67), 0.7)
+    check_head(triton_results["expanded gradients"], expected, 1e-5, 1e-5)
+
+
+def test_cpu_takes_chunked():
+    x, weight, targets, _, _ = head_inputs("ragged", torch.bfloat16)
+    assert head.choose_backend(x) == "chunked"
+    automatic, chunked = (linear_logprob_entropy(x, weight, targets, 0.7, b) for b in ("auto", "chunked"))
+    assert all(torch.equal(a, c) for a, c in zip(automatic, chunked))
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_value", "depth", "room", "backend"),
+    [(2, 64, 227, "triton"), (2, 64, 99, "chunked"), (2, 60, 227, "chunked"), (4, 64, 227, "chunked")],
+)
+def test_gpu_takes_triton_where_its_tiles_fit(bytes_per_value, depth, room, backend, monkeypatch):
+    """Rooms of a Hopper GPU and of one for desktops, in KiB; 60 x 2 bytes are no multiple of 16."""
+    properties = SimpleNamespace(shared_memory_per_block_optin=room * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", None)
+    x = SimpleNamespace(is_cuda=True, element_size=lambda: bytes_per_value, shape=(5, depth), device="cuda")
+    assert head.choose_backend(x) == backend
+
+
+UNALIGNED = [(torch.float32, 3), (torch.float16, 4), (torch.bfloat16, 12)]
+
+
+def test_an_unknown_backend_is_an_error():
+    x, weight, targets = torch.ones(2, 4), torch.ones(5, 4), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="'tritn'.*known are auto"):
+        linear_logprob_entropy(x, weight, targets, 1.0, "tritn")
+
+
+@pytest.mark.parametrize(("dtype", "depth"), UNALIGNED, ids=str)
+def test_triton_refuses_unaligned_rows(dtype, depth):
+    x, weight, targets = torch.ones(2, depth), torch.ones(5, depth), torch.tensor([0, 1])
+    x, weight = x.to(dtype), weight.to(dtype)
+    with pytest.raises(ValueError, match=rf"multiples of 16, not {depth} x {dtype.itemsize} bytes.*chunked"):
+        linear_logprob_entropy(x, weight, targets, 1.0, "triton")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# FP8
+# ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", fp8_cases())
+@pytest.mark.parametrize("kind", ["weight", "activation"])
+def test_triton_quantises_as_torch_does(kind, name, triton_results):
+    values = fp8_cases()[name]
+    codes, scales = quantise(kind, values, use_triton=False)
+    rows = -(-values.shape[-2] // 128) if kind == "weight" else values.shape[-2]
+    assert codes.shape == values.shape and codes.dtype == torch.float8_e4m3fn
+    assert scales.shape == (*values.shape[:-2], rows, -(-values.shape[-1] // 128))
+    triton_codes, triton_scales = triton_results[f"{kind} {name}"]
+    assert torch.equal(triton_scales, scales)
+    assert torch.equal(code_bits(triton_codes), code_bits(codes))
+
+
+def slow_quantise(values, kind):
+    """The formulas of the docstring, block by block, in float32; (codes as float32, scales) of [M, N]."""
+    values, one, rows = values.float().numpy(), np.float32(1), 128 if kind == "weight" else 1
+    codes = np.zeros_like(values)
+    scales = np.zeros((-(-values.shape[0] // rows), -(-values.shape[1] // 128)), np.float32)
+    for i, j in np.ndindex(scales.shape):
+        at = slice(i * rows, (i + 1) * rows), slice(j * 128, (j + 1) * 128)
+        sizes = np.abs(values[at])
+        amax = sizes[np.isfinite(sizes)].max(initial=np.float32(1e-4 if kind == "weight" else 1e-10))
+        if kind == "weight":
+            scales[i, j] = amax * (one / np.float32(448))
+            scaled = values[at] * (one / scales[i, j])
+        else:
+            scales[i, j] = amax / np.float32(448)
+            scaled = values[at] / scales[i, j]
+        scaled = np.clip(scaled, -448, 448)
+        # E4M3 has 3 bits after the leading one and no exponents below -6; rint takes the even one of two.
+        step = np.exp2(np.maximum(np.frexp(scaled)[1] - 1, -6) - 3).astype(np.float32)
+        codes[at] = np.rint(scaled / step) * step
+    return torch.from_numpy(codes), torch.from_numpy(scales)
+
+
+FP8_NAMES = ["(33, 300) torch.float32", "(130, 257) torch.bfloat16", "(127, 129) torch.float16"]
+
+
+@pytest.mark.parametrize("kind", ["weight", "activation"])
+@pytest.mark.parametrize("name", [*FP8_NAMES, "spread 3e-06", "nonfinite"])
+def test_quantisation_is_the_formula(kind, name):
+    values = fp8_cases()[name]
+    codes, scales = quantise(kind, values)
+    expected, expected_scales = slow_quantise(values, kind)
+    assert torch.equal(scales, expected_scales)
+    torch.testing.assert_close(codes.float(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", FP8_NAMES)
+def test_activations_are_vllms(name):
+    """vLLM's torch version has a larger least scale than its kernel: rows here are above both."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
+
+    values = fp8_cases()[name]
+    values[..., ::16] = values[..., ::16].sign() + 1e-2  # in every row of 128
+    with set_current_vllm_config(VllmConfig()):
+        vllm_quantise = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)
+    expected_codes, expected_scales = vllm_quantise.forward_native(values)
+    codes, scales = fp8.quantise_activation(values)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 33])
+def test_column_major_scales_lie_as_deep_gemm_reads_them(num_rows):
+    from vllm.utils.deep_gemm import get_tma_aligned_size
+
+    values = fp8_values((num_rows, 384))
+    codes, scales = fp8.quantise_activation(values)
+    same_codes, column_major = fp8.quantise_activation(values, column_major=True)
+    assert column_major.stride() == (1, get_tma_aligned_size(num_rows, 4))  # of float32
+    assert torch.equal(column_major, scales)
+    assert torch.equal(same_codes.view(torch.uint8), codes.view(torch.uint8))
+
+
+class ByReciprocal(float):
+    """A divisor of tensors that is multiplied by its float32 reciprocal, as torch does on GPUs."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        assert function in (torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.true_divide), function
+        return args[0] * (np.float32(1) / np.float32(args[1])).item()
+
+
+def test_weights_are_vllms_on_a_gpu(monkeypatch):
+    """On a CPU torch divides by 448, which gives another last bit of some scales."""
+    import vllm.utils.deep_gemm as deep_gemm
+
+    cast = deep_gemm.per_block_cast_to_fp8.__wrapped__  # not compiled, so that the patch is seen
+    values = fp8_values((700, 900)).bfloat16()
+    codes, scales = fp8.quantise_weight(values)
+    _, divided = cast(values, block_size=[128, 128], use_ue8m0=False)
+    apart = (scales.view(torch.int32) - divided.view(torch.int32)).abs()
+    assert apart.max() == 1 and apart.min() == 0
+    monkeypatch.setattr(deep_gemm, "get_fp8_min_max", lambda: (-448.0, ByReciprocal(448.0)))
+    expected_codes, expected_scales = cast(values, block_size=[128, 128], use_ue8m0=False)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["weight", "activation"])
+@pytest.mark.parametrize("use_triton", [False, True])
+def test_nonfinite_values_stay_alone(kind, use_triton, triton_results):
+    values = fp8_nonfinite()
+    if use_triton:
+        codes, scales = triton_results[f"{kind} nonfinite"]
+        codes = codes.view(torch.float8_e4m3fn)
+    else:
+        codes, scales = quantise(kind, values, use_triton=False)
+    without = values.where(values.isfinite(), 0.0)
+    expected, expected_scales = quantise(kind, without, use_triton=False)
+    assert torch.equal(scales, expected_scales) and scales.isfinite().all()
+    codes = codes.float()
+    assert torch.equal(codes.isnan(), values.isnan()) and values.isnan().sum() == 1
+    assert torch.equal(codes[values.isinf()], 448 * values[values.isinf()].sign())
+    assert torch.equal(codes[values.isfinite()], expected.float()[values.isfinite()])
+    assert (codes[values == 0] == 0).all() and (codes[50, :128] != 0).any()
+
+
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 1e20])
+def test_dequantised_activations_err_by_half_a_step(spread):
+    """E4M3 has 3 bits after the leading one. Half a step is 2^-4 at most of a value whose code is 2^-6 and
+    more, and 2^-10 scales of a smaller one; 2^-18 is for the float32 arithmetic. A coarser rounding fails
+    the first assertion, a finer one the second."""
+    values = fp8_values((33, 300), spread=spread)
+    codes, scales = fp8.quantise_activation(values)
+    sizes, scales_of = values.double().abs(), scales.double().repeat_interleave(128, 1)[:, :300]
+    error = (fp8.dequantise(codes, scales, 1).double() - values.double()).abs()
+    assert (error <= (sizes * 2**-4).maximum(scales_of * 2**-10) * (1 + 2**-18)).all()
+    assert (error / sizes)[sizes > scales_of * 2**-6].max() > 2**-5
+
+
+def test_dequantise_gives_every_block_its_scale():
+    codes = torch.ones(2, 130, 257).to(torch.float8_e4m3fn)
+    scales = torch.arange(12.0).view(2, 2, 3)
+    result = fp8.dequantise(codes, scales, 128)
+    assert result.shape == codes.shape and result.dtype == torch.float32
+    for e, i, j in np.ndindex(result.shape):
+        if i in (0, 127, 128, 129) and j in (0, 127, 128, 255, 256):
+            assert result[e, i, j] == scales[e, i // 128, j // 128]
+
+
+def test_fp8_round_is_quantise_and_dequantise_of_bfloat16():
+    weight = fp8_values((2, 130, 257))
+    expected, scales = zip(*(slow_quantise(matrix.bfloat16(), "weight") for matrix in weight))
+    assert torch.equal(fp8.fp8_round(weight), fp8.dequantise(torch.stack(expected), torch.stack(scales), 128))
+    assert not torch.equal(fp8.fp8_round(weight), fp8.dequantise(*fp8.quantise_weight(weight), 128))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Compiled for Hopper, which needs no GPU
+# ------------------------------------------------------------------------------------------------------------
+HEAD_TILE = {name: size for name, size in head.TILES[2].items() if name.startswith("B")}
+HEAD_OPTIONS = {name: value for name, value in head.TILES[2].items() if name not in HEAD_TILE}
+OPERANDS = {
+    "x": f"tensordesc<bf16[{HEAD_TILE['BN']},{HEAD_TILE['BD']}]>",
+    "w": f"tensordesc<bf16[{HEAD_TILE['BC']},{HEAD_TILE['BD']}]>",
+}
+STATISTICS = OPERANDS | {"sums": "*fp32", "N": "i32", "V": "i32", "D": "i32", "width": "i32", "scale": "fp32"}
+GRAD_LOGITS = OPERANDS | {
+    "dz": "*bf16", "targets": "*i64", "m": "*fp32", "log_s": "*fp32", "entropy": "*fp32",
+    "grad_logprob": "*fp32", "grad_entropy": "*fp32", "N": "i32", "V": "i32", "D": "i32", "first": "i32", "C": "i32", "scale": "fp32",
+}  # fmt: skip
+QUANTISE = {
+    "x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32", "M": "i32", "N": "i32", "num_columns": "i32",
+    "floor": "fp32",
+}  # fmt: skip
+ALIGNED = ("V", "D", "width", "first", "C")  # multiples of 16, as they usually are; rows N are any number
+
+
+@pytest.fixture
+def compile_for_hopper(tmp_path, monkeypatch):
+    """A function that returns (the compiled kernel, bytes of stack per thread)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not (tools / "ptxas").exists() or not (tools / "cuobjdump").exists():
+        pytest.skip("this build of Triton has no ptxas, which compiles for NVIDIA GPUs")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def compile_kernel(kernel, signature, constants, options, multiples_of_16=ALIGNED):
+        types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+        aligned = [name for name, type in signature.items() if type[0] == "*" or name in multiples_of_16]
+        attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+        source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        command = [tools / "cuobjdump", "--dump-resource-usage", cubin]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return compiled, int(re.search(r"STACK:(\d+)", usage)[1])
+
+    return compile_kernel
+
+
+@pytest.mark.parametrize("kernel", ["statistics", "grad_logits", "grad_logits with entropy"])
+def test_head_compiles_to_tensor_cores_without_spilling(kernel, compile_for_hopper):
+    """A Hopper GPU has 227 KiB of shared memory per block; spilled registers would lie on the stack."""
+    if kernel == "statistics":
+        arguments = head.statistics_kernel, STATISTICS, HEAD_TILE | {"SPLITS": head.SPLITS}
+    else:
+        constants = HEAD_TILE | {"WITH_ENTROPY": kernel.endswith("entropy"), "GROUP": 8}
+        arguments = head.grad_logits_kernel, GRAD_LOGITS, constants
+    compiled, stack = compile_for_hopper(*arguments, HEAD_OPTIONS)
+    assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
+    assert stack == 0
+    assert compiled.metadata.shared <= min(227 * 1024, head.TILE_BYTES)
+
+
+def test_float32_products_are_not_of_tf32(compile_for_hopper):
+    """TF32 would leave 10 bits of an operand; the interpreter does not know it."""
+    tile = {name: size for name, size in head.TILES[4].items() if name.startswith("B")}
+    shapes = {"x": f"[{tile['BN']},{tile['BD']}]", "w": f"[{tile['BC']},{tile['BD']}]"}
+    operands = {name: f"tensordesc<fp32{shape}>" for name, shape in shapes.items()}
+    options = {name: value for name, value in head.TILES[4].items() if name not in tile}
+    constants = tile | {"SPLITS": head.SPLITS}
+    compiled, _ = compile_for_hopper(head.statistics_kernel, STATISTICS | operands, constants, options)
+    assert "tf32" not in compiled.asm["ptx"] and "fma.rn.f32" in compiled.asm["ptx"]
+
+
+def test_head_compiles_for_one_row_and_one_block(compile_for_hopper):
+    """Triton makes integer arguments of 1 constants: another program. first is 0 in the first block."""
+    one_row = {name: type for name, type in STATISTICS.items() if name != "N"}
+    compile_for_hopper(head.statistics_kernel, one_row, HEAD_TILE | {"SPLITS": 8, "N": 1}, HEAD_OPTIONS)
+    one_row = {name: type for name, type in GRAD_LOGITS.items() if name not in ("N", "C", "V")}
+    constants = HEAD_TILE | {"WITH_ENTROPY": True, "GROUP": 8, "N": 1, "C": 1, "V": 1}
+    compile_for_hopper(head.grad_logits_kernel, one_row, constants, HEAD_OPTIONS)
+
+
+@pytest.mark.parametrize("one_scale", [True, False])
+def test_quantisation_compiles_to_the_hardwares_cast(one_scale, compile_for_hopper):
+    rows = fp8.BLOCK if one_scale else fp8.ROWS
+    constants = {"E4M3_MAX": fp8.E4M3_MAX, "ROWS": rows, "BLOCK": fp8.BLOCK, "ONE_SCALE": one_scale}
+    compiled, stack = compile_for_hopper(
+        fp8.quantise_kernel, QUANTISE, constants, {"num_warps": fp8.WARPS[one_scale]}, ["N"]
+    )
+    ptx = compiled.asm["ptx"]
+    assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx) and "div.rn.f32" in ptx and stack == 0
+    assert "div.full" not in ptx and "div.approx" not in ptx, "scales would not be vLLM's bit for bit"
+
+
+if __name__ == "__main__":
+    mend_interpreter()
+    torch.save(compute_triton_cases(), sys.argv[1])
