@@ -659,7 +659,8 @@ OPERANDS = {
 STATISTICS = OPERANDS | {"sums": "*fp32", "N": "i32", "V": "i32", "D": "i32", "width": "i32", "scale": "fp32"}
 GRAD_LOGITS = OPERANDS | {
     "dz": "*bf16", "targets": "*i64", "m": "*fp32", "log_s": "*fp32", "entropy": "*fp32",
-    "grad_logprob": "*fp32", "grad_entropy": "*fp32", "N": "i32", "V": "i32", "D": "i32", "first": "i32", "C": "i32", "scale": "fp32",
+    "grad_logprob": "*fp32", "grad_entropy": "*fp32", "N": "i32", "V": "i32", "D": "i32", "first": "i32",
+    "C": "i32", "scale": "fp32",
 }  # fmt: skip
 QUANTISE = {
     "x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32", "M": "i32", "N": "i32", "num_columns": "i32",
