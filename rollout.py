@@ -125,8 +125,8 @@ class RolloutEngine:
             "tensor_parallel_size": tensor_parallel,
             "enable_expert_parallel": expert_parallel,
         }
-        if kv_cache_gib is not None:
-            options["kv_cache_memory_bytes"] = int(kv_cache_gib * 2**30)
+        if kv_cache_gib is not None:  # the second is then only what vLLM wants to find free
+            options |= {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "gpu_memory_utilization": 0.05}
         if "RANK" in os.environ:
             options["distributed_executor_backend"] = "external_launcher"
         if fp8 == "on":
@@ -542,6 +542,7 @@ def set_vllm_environment(on_gpu: bool) -> None:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TRITON_F32_DEFAULT": "ieee",  # else a float32 engine on a GPU would compute in TF32
     }
     if not on_gpu:
         settings |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}  # costs more than it saves

@@ -14,9 +14,10 @@ activations, torch and Triton.
 
 Seconds are medians of --repeats rounds in which all versions take turns, after one that is not counted, in
 brackets their range. The floor is the time of the three products that any version needs (forward, dx, dW) at
-the rate of a large square product, measured in the same run. Extra memory is the peak during forward and
-backward above what is there before, less the gradients that come out. Errors are norm(difference) /
-norm(result) against whole logits in float64, on the first rows and the same operands.
+the rate of a large square product, measured in the same run. Memory is the peak during forward and backward
+above what is there before, and in brackets less the gradients that come out (of whole logits that is too
+little: their peak comes before the gradients do). Errors are norm(difference) / norm(result) against whole
+logits in float64, on the first rows and the same operands.
 """
 
 import argparse
@@ -229,16 +230,19 @@ def bench_head(size: tuple[int, int, int], args, peak: dict[str, float], bar: tq
     found = in_turns(updates, args.repeats, device, bar)
     found_both = in_turns(both, args.repeats, device, bar)
     floor = 6 * rows * vocab * hidden / peak["flops"]
-    operands = (inputs[0].numel() + inputs[1].numel()) * dtype.itemsize
+    gradient_bytes = inputs[0].nbytes + inputs[1].nbytes
     errors = head_errors(versions, inputs, with_entropy)
     table = []
     for name in versions:
         row = {"rows": rows, "vocab": vocab, "hidden": hidden, "version": name, "floor_s": floor}
-        row |= {"operand_bytes": operands, "errors": errors.get(name), "out_of_memory": name not in found}
+        row |= {
+            "gradient_bytes": gradient_bytes,
+            "errors": errors.get(name),
+            "out_of_memory": name not in found,
+        }
         row |= {"forward_s": found_forward.get(name), "both_gradients_s": found_both.get(name)}
         if name in found:
-            extra = peak_bytes(updates[name], device)
-            row |= {"update_s": found[name], "extra_bytes": None if extra is None else extra - operands}
+            row |= {"update_s": found[name], "peak_bytes": peak_bytes(updates[name], device)}
             row["flops"] = 6 * rows * vocab * hidden / statistics.median(found[name])
         table.append(row)
     return table
@@ -297,15 +301,24 @@ def head_table(rows: list[dict], peak: dict[str, float]) -> str:
         if not rival["out_of_memory"]:
             ratio = f"{statistics.median(a / b for a, b in zip(row['update_s'], rival['update_s'])):.2f}"
         errors = " ".join(f"{e:.0e}" for e in row["errors"].values()) if row["errors"] else "-"
-        extra = "-" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 2**20:,.0f}"
+        memory = "-"
+        if row["peak_bytes"] is not None:
+            beyond = row["peak_bytes"] - row["gradient_bytes"]
+            memory = f"{row['peak_bytes'] / 2**20:,.0f} ({beyond / 2**20:,.0f})"
         update = statistics.median(row["update_s"])
         cells.append([
             *size, row["version"], with_range(row["forward_s"]), with_range(row["update_s"]), ratio,
             with_range(row["both_gradients_s"]), f"{row['flops'] / 1e12:.3g}",
-            f"{update / row['floor_s']:.2f}", extra, errors,
+            f"{update / row['floor_s']:.2f}", memory, errors,
         ])  # fmt: skip
     names = ["rows", "vocabulary", "hidden", "version", "forward, s", "+ backward, s", "/ naive"]
-    names += ["both gradients, s", "TFLOP/s", "/ floor", "extra MiB", "error: logprob, entropy, dx, dW"]
+    names += [
+        "both gradients, s",
+        "TFLOP/s",
+        "/ floor",
+        "MiB (less gradients)",
+        "error: logprob, entropy, dx, dW",
+    ]
     return markdown(names, cells)
 
 

@@ -78,12 +78,14 @@ def check_ranks(config: Config, world_size: int) -> None:
 
 def head_backend(config: Config, hf_config, device: torch.device) -> str:
     """Version of kernels/linear_logprob_entropy.py that a run uses. ValueError where it cannot run here."""
-    head, dtype = config.model.head, getattr(torch, config.model.dtype)
-    if head == "auto":
-        return choose_backend(torch.empty(0, hf_config.hidden_size, dtype=dtype, device=device))
-    if head == "triton" and device.type != "cuda":
-        raise ValueError("model.head triton: there is no GPU here; set model.head to auto or chunked")
-    return head
+    dtype = getattr(torch, config.model.dtype)
+    best = choose_backend(torch.empty(0, hf_config.hidden_size, dtype=dtype, device=device))
+    if config.model.head == "triton" != best:
+        raise ValueError(
+            "model.head triton: needs model.dtype bfloat16, a hidden size that is a multiple of 8, and an "
+            "NVIDIA GPU with 160 KiB of shared memory (A100, H100 and later); set it to auto or chunked"
+        )
+    return best if config.model.head == "auto" else config.model.head
 
 
 def announcement(
@@ -124,6 +126,10 @@ def build_policy(config: Config, weights: Path | str, group, device: torch.devic
     return policy
 
 
+def attention_width(hf_config) -> int:
+    return hf_config.num_attention_heads * moe_model.head_dim(hf_config)
+
+
 def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
     """The vLLM engine, still with random weights; the policy's come with the first sync."""
     longest = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
@@ -132,6 +138,13 @@ def build_sampler(config: Config, weights: Path, hf_config) -> RolloutEngine:
         raise ValueError(
             f"rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval is {context}, "
             f"the model's context is {hf_config.max_position_embeddings}: lower one of them"
+        )
+    sizes = {"hidden size": hf_config.hidden_size, "heads x head size": attention_width(hf_config)}
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % 128]
+    if config.rollout.fp8 == "on" and odd:
+        raise ValueError(
+            f"rollout.fp8 on: vLLM quantises activations by 128 values, the model has {' and '.join(odd)}: "
+            "set it to simulate or off"
         )
     replay, is_dense = config.algorithm.router_replay, moe_model.num_experts_of(hf_config) == 0
     if replay != "off" and is_dense:

@@ -204,7 +204,7 @@ FREE_ON_RESUME = frozenset(
     "run checkpoint eval data.eval train.num_steps train.max_generated_tokens train.micro_batch_tokens "
     "reward.num_workers reward.timeout_s reward.memory_gib reward.max_failed_frac reward.overlap "
     "reward.decode reward.max_backlog rollout.schedule rollout.reward_aware train.balance "
-    "model.activation_checkpointing rollout.max_num_seqs rollout.kv_cache_gib rollout.sleep_level "
+    "model.activation_checkpointing model.head rollout.max_num_seqs rollout.kv_cache_gib rollout.sleep_level "
     "rollout.prefix_caching rollout.parity_mean rollout.parity_p99 rollout.check_every "
     "rollout.max_invalid_routes algorithm.mismatch_gate algorithm.mismatch_patience".split()
 )

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+MADE_FROM_WEIGHTS = ("_scale", "_scale_inv")  # ends of names of parameters that vLLM's FP8 makes itself
+
 
 def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
     """Runs inside vLLM's worker: reload layer by layer; returns the parameters that got nothing.
@@ -21,7 +23,7 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.get_model()
-    expected = {plain_name(name) for name, _ in model.named_parameters()}
+    expected = {plain_name(n) for n, _ in model.named_parameters() if not n.endswith(MADE_FROM_WEIGHTS)}
     experts, copied = fused_expert_storage(model) if on_cpu else {}, set()
 
     def without_fused_experts():
@@ -103,8 +105,9 @@ def checksum(tensor: Tensor) -> Tensor:
 def held_tensors(model, dtype: torch.dtype, tensor_parallel: int) -> Iterator[tuple[str, Tensor]]:
     """(name, values) of all that the engine computes with, in whatever order its kernels store the elements.
 
-    Without what tensor parallelism splits: of a shared engine, norms, routers and whole experts. A linear
-    layer that vLLM's CPU backend has packed away is asked for its product with the identity.
+    Without what it has quantised itself, and without what tensor parallelism splits: of a shared engine,
+    norms, routers and whole experts. A linear layer that vLLM's CPU backend has packed away is asked for its
+    product with the identity.
     """
     for module_name, module in model.named_modules():
         is_split = tensor_parallel > 1 and not module_name.endswith(("norm", ".gate"))
@@ -112,6 +115,8 @@ def held_tensors(model, dtype: torch.dtype, tensor_parallel: int) -> Iterator[tu
             continue
         for name, parameter in module.named_parameters(recurse=False):
             values = parameter.data
+            if values.dtype.itemsize == 1 or name.endswith(MADE_FROM_WEIGHTS):  # FP8
+                continue
             if name == "weight" and hasattr(module, "cpu_linear") and not module_name.endswith("tokens"):
                 sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # by kind of layer
                 size = next(getattr(module, size) for size in sizes if hasattr(module, size))
@@ -125,7 +130,7 @@ def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]
     known = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad():
         tensors = held_tensors(model, dtype, worker.parallel_config.tensor_parallel_size)
-        held = {name: (v.dtype, checksum(v)) for name, v in tensors if v.dtype.itemsize > 1}  # not FP8
+        held = {name: (values.dtype, checksum(values)) for name, values in tensors}
         sent: dict[str, Tensor] = {}
         names: dict[str, list[str]] = {}
         lost = []  # tensors that the engine has no place for

@@ -1,4 +1,4 @@
-"""Block-wise FP8 (E4M3): 8-bit codes and float32 scales, vLLM's format and arithmetic, bit for bit.
+"""Block-wise FP8 (E4M3): 8-bit codes and float32 scales, vLLM's format and arithmetic.
 
     weights      a scale per 128 x 128 block    s = max(1e-4, max |w|) (1 / 448),    code = E4M3(w (1 / s))
     activations  a scale per row of 128         s = max(1e-10, max |x|) / 448,       code = E4M3(x / s)
@@ -6,10 +6,13 @@
 448 is the largest E4M3 value. Every operation rounds to float32 as vLLM's does on a GPU: for weights torch
 there multiplies by reciprocals, for activations vLLM's CUDA kernel divides. On a CPU vLLM's scales of weights
 may differ in the last bit; here they are the same everywhere, so that a simulation on a CPU and an engine on
-a GPU agree. Edges have blocks of their own. Infinite values get the largest code and do not enter the maximum
-(in vLLM they turn the whole block into NaN); NaN stays NaN, alone. Zeros stay zeros.
+a GPU agree. (vLLM compiles its function for weights; if its 1 / s is off by a last bit there, single weights
+between two codes may take the other one: `formats` of experiments/gpu_check.py counts them.) Edges have
+blocks of their own. Infinite values get the largest code and do not enter the maximum (in vLLM they turn the
+whole block into NaN); NaN stays NaN, alone. Zeros stay zeros.
 
-Tensors on GPUs go through Triton, others through torch; `use_triton` says otherwise.
+Tensors on GPUs that know FP8 (compute capability 8.9) go through Triton, others through torch; `use_triton`
+says otherwise.
 """
 
 import math
@@ -31,7 +34,7 @@ def quantise_weight(weight: Tensor, use_triton: bool | None = None) -> tuple[Ten
     """[..., M, N] -> codes of the same shape (float8_e4m3fn), scales [..., ceil(M/128), ceil(N/128)]."""
     *batch, m, n = weight.shape
     rows, columns = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
-    if weight.is_cuda if use_triton is None else use_triton:
+    if has_fp8(weight) if use_triton is None else use_triton:
         codes, scales = launch(weight.reshape(math.prod(batch), m, n), BLOCK, MIN_AMAX_WEIGHT)
         return codes.view(weight.shape), scales.view(*batch, rows, columns)
     blocks = F.pad(weight.float(), (0, -n % BLOCK, 0, -m % BLOCK))
@@ -51,7 +54,7 @@ def quantise_activation(
     """
     *batch, n = x.shape
     columns = triton.cdiv(n, BLOCK)
-    if x.is_cuda if use_triton is None else use_triton:
+    if has_fp8(x) if use_triton is None else use_triton:
         codes, scales = launch(x.reshape(1, math.prod(batch), n), 1, MIN_AMAX_ACTIVATION)
         codes, scales = codes.view(x.shape), scales.view(*batch, columns)
     else:
@@ -68,7 +71,7 @@ def dequantise(codes: Tensor, scales: Tensor, block_rows: int) -> Tensor:
     """codes x their scales, float32. block_rows: 128 for weights, 1 for activations."""
     m, n = codes.shape[-2:]
     scales = scales.repeat_interleave(block_rows, -2)[..., :m, :].repeat_interleave(BLOCK, -1)[..., :n]
-    return codes.float() * scales
+    return codes.float().mul_(scales)
 
 
 def fp8_round(weight: Tensor) -> Tensor:
@@ -78,6 +81,10 @@ def fp8_round(weight: Tensor) -> Tensor:
     Activations are not rounded here: products with the result are those of 8-bit weights, 16-bit activations.
     """
     return dequantise(*quantise_weight(weight.bfloat16()), BLOCK)
+
+
+def has_fp8(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def finite_amax(blocks: Tensor, dims: tuple[int, ...], floor: float) -> Tensor:

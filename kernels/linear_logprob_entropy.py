@@ -15,16 +15,12 @@ gradients of logprob and entropy:
     dz_nv = g_n (1[v = t] - p_nv) - h_n p_nv (log p_nv + entropy_n)
     dx = dz W / temperature,   dW = dz^T x / temperature
 
-Four matrix products instead of the three of autograd through whole logits; alive at a time are one or two
+Four matrix products instead of the three of autograd through whole logits; alive at a time are at most two
 blocks of BLOCK_ELEMENTS of them. Three versions: naive() holds all logits, to compare with; "chunked" is
 torch, for any device and dtype; "triton" keeps the logits of a tile in registers and writes only dz.
 
 Shape suffixes: N rows, D hidden size, V vocabulary, C columns of a block, S splits of the vocabulary.
 """
-
-import os
-
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as it is by default; unset, Triton 3.9 warns
 
 import torch
 import torch.nn.functional as F
@@ -49,14 +45,15 @@ def linear_logprob_entropy(
 ) -> tuple[Tensor, Tensor]:
     """(log-probability of each target [N], entropy of its distribution [N]); both differentiable in x and W.
 
-    float32, of float64 operands float64; nats. Logits are accumulated in float32, never rounded to bfloat16.
-    backend: "naive", "chunked", "triton" or "auto", see choose_backend(). ValueError for any other, and for
-    operands that the kernels do not take.
+    float32, of float64 operands float64; nats. Logits are accumulated in float32 and, except by naive, never
+    rounded to bfloat16. backend: "naive", "chunked", "triton" or "auto", see choose_backend(). ValueError for
+    any other, and for operands that the kernels do not take (8 bytes a value, rows or a W not aligned to 16).
     """
     match choose_backend(x_ND) if backend == "auto" else backend:
         case "naive":
             return naive(x_ND, weight_VD, target_ids_N, temperature)
         case "chunked" | "triton" as version:
+            x_ND, weight_VD = x_ND.contiguous(), weight_VD.contiguous()
             return LinearLogprobEntropy.apply(x_ND, weight_VD, target_ids_N, temperature, version == "triton")
     raise ValueError(f"head {backend!r}: known are auto, naive, chunked and triton")
 
@@ -98,8 +95,8 @@ class LinearLogprobEntropy(torch.autograd.Function):
         needs_x, needs_w = ctx.needs_input_grad[:2]
         of_logits = triton_grad_logits if ctx.use_triton else chunked_grad_logits
         grad_logprob = torch.zeros_like(m) if grad_logprob is None else grad_logprob
-        dx_ND = torch.zeros(x_ND.shape, dtype=m.dtype, device=x_ND.device)  # a sum over blocks: float32
-        dw_VD = torch.empty_like(weight_VD)
+        dx_ND = torch.zeros_like(x_ND, dtype=m.dtype) if needs_x else None  # a sum over blocks: float32
+        dw_VD = torch.empty_like(weight_VD) if needs_w else None
         for columns in column_blocks(x_ND, weight_VD):
             dz_NC = of_logits(
                 x_ND, weight_VD, columns, target_ids_N, m, log_s, entropy,
@@ -109,12 +106,17 @@ class LinearLogprobEntropy(torch.autograd.Function):
                 add_product(dx_ND, dz_NC, weight_VD[columns])
             if needs_w:
                 torch.mm(dz_NC.T, x_ND, out=dw_VD[columns])
-        return dx_ND.to(x_ND.dtype) if needs_x else None, dw_VD if needs_w else None, None, None, None
+            del dz_NC  # before the next one is made
+        return dx_ND.to(x_ND.dtype) if needs_x else None, dw_VD, None, None, None
+
+
+def block_elements(x_ND: Tensor) -> int:
+    return BLOCK_ELEMENTS["cpu" if x_ND.device.type == "cpu" else "cuda"]
 
 
 def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
     """The vocabulary in blocks of BLOCK_ELEMENTS logits, at least MIN_COLUMNS wide."""
-    vocab, most = len(weight_VD), BLOCK_ELEMENTS[x_ND.device.type] // max(1, len(x_ND))
+    vocab, most = len(weight_VD), block_elements(x_ND) // max(1, len(x_ND))
     width = max(MIN_COLUMNS, most // MIN_COLUMNS * MIN_COLUMNS)
     return [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
 
@@ -122,7 +124,7 @@ def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
 def target_logits(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float) -> Tensor:
     """z at the target, [N], in float32 (float64 if the operands are)."""
     wide = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
-    rows = max(1, BLOCK_ELEMENTS[x_ND.device.type] // (8 * x_ND.shape[1]))  # both sides, widened
+    rows = max(1, block_elements(x_ND) // (8 * x_ND.shape[1]))  # both sides, widened
     parts = [
         torch.linalg.vecdot(x.to(wide), weight_VD[targets].to(wide))
         for x, targets in zip(x_ND.split(rows), target_ids_N.split(rows))
@@ -159,8 +161,9 @@ def chunked_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> t
         z_NC -= new_m.unsqueeze(1)
         p_NC = z_NC.exp()
         shrink = (m - new_m).exp()
-        a = (a + s * (m - new_m)) * shrink + torch.linalg.vecdot(z_NC, p_NC)
+        a = (a + s * (m - new_m)) * shrink
         s = s * shrink + p_NC.sum(dim=1)
+        a += p_NC.mul_(z_NC).sum(dim=1)
         m = new_m
     log_s = s.log()
     return m, log_s, log_s - a / s
@@ -262,14 +265,15 @@ def grad_logits_kernel(
 def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, dict]:
     """x and W as the kernels read them, tile by tile, and the tile."""
     size = x_ND.element_size()
-    if size not in TILES or x_ND.shape[1] * size % 16:
+    aligned = all(t.data_ptr() % 16 == 0 for t in (x_ND, weight_VD)) and x_ND.shape[1] * size % 16 == 0
+    if size not in TILES or not aligned:
         raise ValueError(
-            f"head triton: operands of 2 or 4 bytes in rows of multiples of 16, not {x_ND.shape[1]} x {size} "
-            "bytes: choose chunked"
+            f"head triton: operands of 2 or 4 bytes at and in multiples of 16, not rows of {x_ND.shape[1]} x "
+            f"{size} bytes: choose chunked"
         )
     tile = TILES[size]
-    x = TensorDescriptor.from_tensor(x_ND.contiguous(), [tile["BN"], tile["BD"]])
-    return x, TensorDescriptor.from_tensor(weight_VD.contiguous(), [tile["BC"], tile["BD"]]), tile
+    x = TensorDescriptor.from_tensor(x_ND, [tile["BN"], tile["BD"]])
+    return x, TensorDescriptor.from_tensor(weight_VD, [tile["BC"], tile["BD"]]), tile
 
 
 def triton_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,14 +2,19 @@
 
 import json
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
+from transformers import Qwen3MoeConfig
 
+import moe_model
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
+from experiments import gpu_check
 from experiments.settings import load_config
 
 
@@ -141,3 +146,64 @@ def test_every_yaml_says_how_to_run_it_and_loads(path):
     is_method = path.parent.name == "methods"  # loaded over an environment, as its first lines say
     environment = ["--config", str(ROOT / "experiments/tiny/grpo.yaml")] if is_method else []
     assert load_config([*environment, "--config", str(path)]).data.train
+
+
+def test_bench_kernels_writes_what_it_prints(tmp_path):
+    sizes = ("--rows", 48, "--vocab", 500, 8000, "--hidden", 64, "--fp8-shape", 130, 300, "--repeats", 2)
+    done = run("experiments/bench_kernels.py", *sizes, "--json", tmp_path / "kernels.json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads((tmp_path / "kernels.json").read_text())
+    versions = {row["version"] for row in found["head"]}
+    assert {"naive", "chunked"} <= versions and len(found["head"]) == 2 * len(versions)
+    for row in found["head"]:
+        line = f"| 48 | {row['vocab']} | 64 | {row['version']} |"
+        (cells,) = [text.split("|") for text in done.stdout.splitlines() if text.startswith(line)]
+        assert f"{statistics.median(row['update_s']):.3g} (" in cells[6] and len(row["update_s"]) == 2
+        floor = 6 * 48 * row["vocab"] * 64 / found["ceilings"]["flops"]
+        assert row["floor_s"] == pytest.approx(floor)
+        if row["errors"]:  # float32 against float64
+            assert all(0 < error < 1e-4 for error in row["errors"].values())
+    assert [row["operation"] for row in found["fp8"]] == ["weights", "activations"]
+    assert all(1e-3 < row["error"] < 2**-4 for row in found["fp8"]), "E4M3 rounds to 3 bits"
+
+
+def test_gpu_check_runs_dry_and_says_what_needs_a_gpu(tmp_path):
+    steps = ("bench", "tiles", "profile", "throughput")
+    done = run("experiments/gpu_check.py", "--dry-run", "--steps", *steps, "--out", tmp_path, timeout_s=600)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert set(report) == {"versions", *steps} and report["versions"]["deepspeed"]
+    assert sum(report["profile"]["figures"].values()) == pytest.approx(1)
+    assert report["throughput"]["figures"]["tokens/s, fp8 simulate"] > 0
+    verdicts = [verdict for step in steps for verdict in report[step]["criteria"].values()]
+    assert False not in verdicts and verdicts.count("needs a GPU") >= 4
+    text = (tmp_path / "report.md").read_text()
+    assert text.count("**needs a GPU**") == verdicts.count("needs a GPU") and text in done.stdout + text
+
+
+def test_gpu_check_reports_a_step_that_fails_and_goes_on(tmp_path):
+    (tmp_path / "random_moe").write_text("a file where the model's folder should be")
+    steps = ("throughput", "tiles")
+    done = run("experiments/gpu_check.py", "--dry-run", "--steps", *steps, "--out", tmp_path)
+    assert done.returncode == 1 and "**FAIL** it ran to its end" in done.stdout
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["throughput"]["criteria"] == {"it ran to its end": False}
+    assert "random_moe" in report["throughput"]["figures"]["error"]
+    assert report["tiles"]["criteria"] == {"tiles compared": "needs a GPU"}
+
+
+def test_flops_per_token_are_those_that_torch_counts():
+    """torch counts forward products, attention without regard to the causal mask: twice ours. Embeddings cost
+    nothing; the last token of a sequence predicts nothing, and is left out."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    size, length, count = gpu_check.SIZES["dry"], 24, 3
+    config = Qwen3MoeConfig(**size, intermediate_size=64, norm_topk_prob=True, tie_word_embeddings=False)
+    policy = moe_model.Policy(config).double()  # float64 goes through plain products
+    moe_model.random_weights(policy, seed=0)
+    packed = moe_model.pack([[1]] * count, [[2] * length] * count, "cpu")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        policy(packed)
+    attention = 2 * size["num_hidden_layers"] * size["num_attention_heads"] * size["head_dim"] * length
+    counted = counter.get_total_flops() / (count * length)
+    assert counted - attention == pytest.approx(gpu_check.flops_per_token(size, length) / 3, rel=1e-12)

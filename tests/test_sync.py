@@ -3,6 +3,7 @@
 Expected values come from the trainer's own forward, from vLLM's own functions and from slow loops.
 """
 
+import contextlib
 import pickle
 import tracemalloc
 from collections import Counter
@@ -858,3 +859,53 @@ def test_a_dense_model_has_no_routes_to_capture(kind, engine_of):
     logprobs, table = trained(policy, requests, completions)
     assert table is None
     assert (logprobs - sampled_logprobs(completions)).abs().max() < 1e-4  # float32 through three layers
+
+
+class Fp8LinearStandIn(torch.nn.Module):
+    """What vLLM's FP8 leaves of a linear layer on a GPU: codes, and scales that it has made a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 4).to(torch.float8_e4m3fn), requires_grad=False)
+        self.weight_scale_inv = torch.nn.Parameter(torch.ones(1, 1), requires_grad=False)
+
+
+class Fp8ModelStandIn(torch.nn.Module):
+    """An engine's model on a GPU with FP8: load_weights() returns the names that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.o_proj, self.norm = Fp8LinearStandIn(), torch.nn.RMSNorm(4)
+        self.config = SimpleNamespace(tie_word_embeddings=False)
+
+    def load_weights(self, named_tensors):
+        return {name for name, _ in named_tensors}
+
+
+def fp8_worker_stand_in():
+    model = Fp8ModelStandIn()
+    runner = SimpleNamespace(get_model=lambda: model, model_config=SimpleNamespace(dtype=torch.float32))
+    parallel = SimpleNamespace(tensor_parallel_size=1)
+    return SimpleNamespace(model_runner=runner, parallel_config=parallel, vllm_config=None), model
+
+
+def test_scales_that_vllm_makes_itself_are_not_missed_in_a_sync(monkeypatch):
+    import vllm.config
+    from vllm.model_executor.model_loader import reload
+
+    monkeypatch.setattr(reload, "initialize_layerwise_reload", lambda model: None)
+    monkeypatch.setattr(reload, "finalize_layerwise_reload", lambda model, config: None)
+    monkeypatch.setattr(vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext())
+    sent = [("o_proj.weight", torch.ones(4, 4)), ("norm.weight", torch.ones(4))]
+    worker, _ = fp8_worker_stand_in()
+    assert vllm_worker.load_weights_in_worker(worker, sent, on_cpu=False) == []
+    worker, _ = fp8_worker_stand_in()
+    assert vllm_worker.load_weights_in_worker(worker, sent[1:], on_cpu=False) == ["o_proj.weight"]
+
+
+def test_checksums_leave_out_what_vllm_quantises_and_only_that():
+    worker, model = fp8_worker_stand_in()
+    sent = [("o_proj.weight", torch.ones(4, 4)), ("norm.weight", torch.ones(4))]
+    assert vllm_worker.compare_weights_in_worker(worker, sent) == []
+    model.norm.weight.data[2] = 2
+    assert vllm_worker.compare_weights_in_worker(worker, sent) == ["norm.weight (from norm.weight)"]
