@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What only a GPU can show: installs the GPU stack into .venv if it is not there, then experiments/gpu_check.py.
-#   bash experiments/gpu_check.sh                on a machine with an NVIDIA H200 or H100, about 40 minutes
+#   bash experiments/gpu_check.sh                on a machine with an NVIDIA H200 or H100, under an hour
 #   bash experiments/gpu_check.sh --dry-run      small sizes on a CPU, some minutes
 set -eu
 cd "$(dirname "$0")/.."

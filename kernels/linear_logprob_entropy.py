@@ -82,10 +82,9 @@ class LinearLogprobEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # None for an output that no loss uses
         ctx.temperature, ctx.use_triton = temperature, use_triton
         statistics = triton_statistics if use_triton else chunked_statistics
-        m, log_s, entropy = statistics(x_ND, weight_VD, temperature)
+        target, m, log_s, entropy = statistics(x_ND, weight_VD, target_ids_N, temperature)
         ctx.save_for_backward(x_ND, weight_VD, target_ids_N, m, log_s, entropy)
-        # z_t and m come from different products: of a certain token, rounding may leave a value above 0.
-        target = target_logits(x_ND, weight_VD, target_ids_N, temperature)
+        # Where target and m come from different products, rounding may leave a certain token above 0.
         return ((target - m) - log_s).clamp(max=0), entropy
 
     @staticmethod
@@ -97,11 +96,9 @@ class LinearLogprobEntropy(torch.autograd.Function):
         grad_logprob = torch.zeros_like(m) if grad_logprob is None else grad_logprob
         dx_ND = torch.zeros_like(x_ND, dtype=m.dtype) if needs_x else None  # a sum over blocks: float32
         dw_VD = torch.empty_like(weight_VD) if needs_w else None
+        per_row = (target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy)
         for columns in column_blocks(x_ND, weight_VD):
-            dz_NC = of_logits(
-                x_ND, weight_VD, columns, target_ids_N, m, log_s, entropy,
-                grad_logprob, grad_entropy, ctx.temperature,
-            )  # fmt: skip
+            dz_NC = of_logits(x_ND, weight_VD, columns, *per_row, ctx.temperature)
             if needs_x:
                 add_product(dx_ND, dz_NC, weight_VD[columns])
             if needs_w:
@@ -119,17 +116,6 @@ def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
     vocab, most = len(weight_VD), block_elements(x_ND) // max(1, len(x_ND))
     width = max(MIN_COLUMNS, most // MIN_COLUMNS * MIN_COLUMNS)
     return [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
-
-
-def target_logits(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float) -> Tensor:
-    """z at the target, [N], in float32 (float64 if the operands are)."""
-    wide = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
-    rows = max(1, block_elements(x_ND) // (8 * x_ND.shape[1]))  # both sides, widened
-    parts = [
-        torch.linalg.vecdot(x.to(wide), weight_VD[targets].to(wide))
-        for x, targets in zip(x_ND.split(rows), target_ids_N.split(rows))
-    ]
-    return torch.cat(parts) / temperature
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -150,13 +136,15 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += product(a, b)
 
 
-def chunked_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, log s, entropy), [N] each."""
+def chunked_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tuple[Tensor, ...]:
+    """(z at the target, m, log s, entropy), [N] each."""
     dtype = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
-    m, s, a = torch.zeros(3, len(x_ND), dtype=dtype, device=x_ND.device)
+    target, m, s, a = torch.zeros(4, len(x_ND), dtype=dtype, device=x_ND.device)
     m.fill_(torch.finfo(dtype).min)
     for columns in column_blocks(x_ND, weight_VD):
         z_NC = product(x_ND, weight_VD[columns].T).div_(temperature)
+        rows, places = targets_within(target_ids_N, columns)
+        target[rows] = z_NC[rows, places]
         new_m = torch.maximum(m, z_NC.amax(dim=1))
         z_NC -= new_m.unsqueeze(1)
         p_NC = z_NC.exp()
@@ -166,24 +154,29 @@ def chunked_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> t
         a += p_NC.mul_(z_NC).sum(dim=1)
         m = new_m
     log_s = s.log()
-    return m, log_s, log_s - a / s
+    return target, m, log_s, log_s - a / s
+
+
+def targets_within(target_ids_N: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Rows whose targets are in a block of columns, and where in it."""
+    place = target_ids_N - columns.start
+    rows = ((place >= 0) & (place < columns.stop - columns.start)).nonzero().squeeze(1)
+    return rows, place[rows]
 
 
 def chunked_grad_logits(
     x_ND, weight_VD, columns: slice, target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy, temperature
 ) -> Tensor:
     """dz / temperature of a block of columns [N, C], in the dtype of x."""
-    logp_NC = product(x_ND, weight_VD[columns].T).div_(temperature)
-    logp_NC.sub_(m.unsqueeze(1)).sub_(log_s.unsqueeze(1))
+    logp_NC = product(x_ND, weight_VD[columns].T).div_(temperature).sub_(m[:, None]).sub_(log_s[:, None])
     if grad_entropy is None:
-        dz_NC = logp_NC.exp_().mul_((grad_logprob / -temperature).unsqueeze(1))
+        dz_NC = logp_NC.exp_().mul_((grad_logprob / -temperature)[:, None])
     else:
         p_NC = logp_NC.exp().div_(-temperature)
-        factor_NC = logp_NC.add_(entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
-        dz_NC = factor_NC.add_(grad_logprob.unsqueeze(1)).mul_(p_NC)
-    place = target_ids_N - columns.start
-    rows = ((place >= 0) & (place < dz_NC.shape[1])).nonzero().squeeze(1)
-    dz_NC[rows, place[rows]] += grad_logprob[rows] / temperature
+        dz_NC = logp_NC.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+        dz_NC.add_(grad_logprob[:, None]).mul_(p_NC)
+    rows, places = targets_within(target_ids_N, columns)
+    dz_NC[rows, places] += grad_logprob[rows] / temperature
     return dz_NC.to(x_ND.dtype)
 
 
@@ -248,9 +241,8 @@ def grad_logits_kernel(
     z = logits_tile(x, w, row, first + place, V, D, scale, BN, BC, BD)
     rows, places = row + tl.arange(0, BN), place + tl.arange(0, BC)
     here = rows < N
-    logp = (z - tl.load(m + rows, mask=here, other=0.0)[:, None]) - tl.load(
-        log_s + rows, mask=here, other=0.0
-    )[:, None]
+    logp = z - tl.load(m + rows, mask=here, other=0.0)[:, None]
+    logp -= tl.load(log_s + rows, mask=here, other=0.0)[:, None]
     g = tl.load(grad_logprob + rows, mask=here, other=0.0)[:, None]
     factor = -g
     if WITH_ENTROPY:
@@ -276,11 +268,21 @@ def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, Tens
     return x, TensorDescriptor.from_tensor(weight_VD, [tile["BC"], tile["BD"]]), tile
 
 
-def triton_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, log s, entropy), [N] float32 each."""
+def target_logits(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float) -> Tensor:
+    """z at the target, [N] float32: in the kernel it would make registers spill."""
+    rows = max(1, block_elements(x_ND) // (8 * x_ND.shape[1]))  # both sides, widened
+    parts = [
+        torch.linalg.vecdot(x.float(), weight_VD[targets].float())
+        for x, targets in zip(x_ND.split(rows), target_ids_N.split(rows))
+    ]
+    return torch.cat(parts) / temperature
+
+
+def triton_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tuple[Tensor, ...]:
+    """(z at the target, m, log s, entropy), [N] float32 each."""
     (num_rows, depth), vocab = x_ND.shape, len(weight_VD)
     if num_rows == 0:
-        return tuple(torch.zeros(3, 0, device=x_ND.device))
+        return tuple(torch.zeros(4, 0, device=x_ND.device))
     x, w, tile = descriptors(x_ND, weight_VD)
     width = triton.cdiv(triton.cdiv(vocab, SPLITS), tile["BC"]) * tile["BC"]
     sums = torch.empty(3, SPLITS, num_rows, device=x_ND.device)
@@ -292,7 +294,8 @@ def triton_statistics(x_ND: Tensor, weight_VD: Tensor, temperature: float) -> tu
     lowered = m - highest
     total = (s * lowered.exp()).sum(dim=0)
     mean = ((a + s * lowered) * lowered.exp()).sum(dim=0) / total
-    return highest, total.log(), total.log() - mean
+    log_s, target = total.log(), target_logits(x_ND, weight_VD, target_ids_N, temperature)
+    return target, highest, log_s, log_s - mean
 
 
 def triton_grad_logits(

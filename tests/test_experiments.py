@@ -182,7 +182,7 @@ def test_gpu_check_runs_dry_and_says_what_needs_a_gpu(tmp_path):
 
 
 def test_gpu_check_reports_a_step_that_fails_and_goes_on(tmp_path):
-    (tmp_path / "random_moe").write_text("a file where the model's folder should be")
+    (tmp_path / "random_moe_dry").write_text("a file where the model's folder should be")
     steps = ("throughput", "tiles")
     done = run("experiments/gpu_check.py", "--dry-run", "--steps", *steps, "--out", tmp_path)
     assert done.returncode == 1 and "**FAIL** it ran to its end" in done.stdout
@@ -195,6 +195,7 @@ def test_gpu_check_reports_a_step_that_fails_and_goes_on(tmp_path):
 def test_flops_per_token_are_those_that_torch_counts():
     """torch counts forward products, attention without regard to the causal mask: twice ours. Embeddings cost
     nothing; the last token of a sequence predicts nothing, and is left out."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     size, length, count = gpu_check.SIZES["dry"], 24, 3
@@ -202,8 +203,9 @@ def test_flops_per_token_are_those_that_torch_counts():
     policy = moe_model.Policy(config).double()  # float64 goes through plain products
     moe_model.random_weights(policy, seed=0)
     packed = moe_model.pack([[1]] * count, [[2] * length] * count, "cpu")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         policy(packed)
-    attention = 2 * size["num_hidden_layers"] * size["num_attention_heads"] * size["head_dim"] * length
+    heads = size["num_attention_heads"] * size["head_dim"]
+    attention = 2 * size["num_hidden_layers"] * heads * length  # what the mask forbids
     counted = counter.get_total_flops() / (count * length)
     assert counted - attention == pytest.approx(gpu_check.flops_per_token(size, length) / 3, rel=1e-12)
