@@ -118,7 +118,7 @@ def relative(actual, expected):
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def check_head(actual, expected, forward_tolerance, gradient_tolerance):
+def assert_head(actual, expected, forward_tolerance, gradient_tolerance):
     for result, reference in zip(actual[:2], expected[:2]):
         assert (result.double() - reference.double()).abs().max() <= forward_tolerance
     assert (actual[0] <= 0).all() and (actual[1] >= -forward_tolerance).all()
@@ -271,7 +271,7 @@ def test_torch_head_is_the_formula_in_float64(name, backend, monkeypatch):
         assert len(head.column_blocks(*inputs[:2])) > 2, "the running maximum would not be tested"
     actual = run_head(*inputs, temperature, backend)
     assert all(value.dtype == torch.float64 for value in actual)
-    check_head(actual, slow_head(*inputs, temperature), 1e-10, 1e-10)
+    assert_head(actual, slow_head(*inputs, temperature), 1e-10, 1e-10)
 
 
 @pytest.mark.parametrize("name", TRITON_HEAD_CASES)
@@ -280,7 +280,7 @@ def test_triton_head_is_the_formula(name, dtype, triton_results):
     """Of the operands rounded to the dtype; logits are float32, so log-probabilities are as good for any."""
     actual = triton_results[f"{name} {dtype}"]
     assert [value.dtype for value in actual] == [torch.float32, torch.float32, dtype, dtype]
-    check_head(actual, slow_head(*head_inputs(name, dtype), HEAD_CASES[name][3]), 1e-5, ROUNDING[dtype])
+    assert_head(actual, slow_head(*head_inputs(name, dtype), HEAD_CASES[name][3]), 1e-5, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("name", EXTREME_CASES)
@@ -444,17 +444,17 @@ def test_chunked_reads_operands_of_any_strides():
     x, weight, targets, g, h = head_inputs("ragged", torch.float64)
     expected = run_head(x, weight, targets, g, h, 0.7, "chunked")
     actual = run_head(x.T.contiguous().T, weight.T.contiguous().T, targets, g, h, 0.7, "chunked")
-    check_head(actual, expected, 1e-10, 1e-10)
+    assert_head(actual, expected, 1e-10, 1e-10)
 
 
 def test_triton_reads_operands_of_any_strides(triton_results):
     """The kernels read contiguous copies, so entropies are equal; torch makes the other products: 1e-5."""
     actual, expected = triton_results["transposed"], triton_results["contiguous"]
     assert torch.equal(actual[1], expected[1])
-    check_head(actual, expected, 1e-5, 1e-5)
+    assert_head(actual, expected, 1e-5, 1e-5)
     x, weight, targets, g, h = head_inputs("ragged", torch.float32)
     expected = slow_head(x, weight, targets, g[:1].expand(67), h[:1].expand(67), 0.7)
-    check_head(triton_results["expanded gradients"], expected, 1e-5, 1e-5)
+    assert_head(triton_results["expanded gradients"], expected, 1e-5, 1e-5)
 
 
 def test_cpu_takes_chunked():
@@ -732,10 +732,13 @@ def test_float32_products_are_not_of_tf32(compile_for_hopper):
 def test_head_compiles_for_one_row_and_one_block(compile_for_hopper):
     """Triton makes integer arguments of 1 constants: another program. first is 0 in the first block."""
     one_row = {name: type for name, type in STATISTICS.items() if name != "N"}
-    compile_for_hopper(head.statistics_kernel, one_row, HEAD_TILE | {"SPLITS": 8, "N": 1}, HEAD_OPTIONS)
+    constants = HEAD_TILE | {"SPLITS": 8, "N": 1}
+    compiled, _ = compile_for_hopper(head.statistics_kernel, one_row, constants, HEAD_OPTIONS)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
     one_row = {name: type for name, type in GRAD_LOGITS.items() if name not in ("N", "C", "V")}
     constants = HEAD_TILE | {"WITH_ENTROPY": True, "GROUP": 8, "N": 1, "C": 1, "V": 1}
-    compile_for_hopper(head.grad_logits_kernel, one_row, constants, HEAD_OPTIONS)
+    compiled, _ = compile_for_hopper(head.grad_logits_kernel, one_row, constants, HEAD_OPTIONS)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("one_scale", [True, False])
