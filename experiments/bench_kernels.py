@@ -1,6 +1,7 @@
 """The kernels: time, rate against what this machine can do, peak memory and error of every version.
 
-    python experiments/bench_kernels.py --json kernels.json     16 sizes on a GPU, 6 on a CPU; some minutes
+    python experiments/bench_kernels.py --json kernels.json --plot kernels.png
+                                              16 sizes on a GPU, 6 on a CPU; some ten minutes
     python experiments/bench_kernels.py --rows 32768 --vocab 151936 --hidden 4096
 
 Head (kernels/linear_logprob_entropy.py), all versions that run here:
@@ -344,12 +345,42 @@ def fp8_table(rows: list[dict]) -> str:
     return markdown(names, cells)
 
 
+def plot_head(rows: list[dict], path: Path) -> None:
+    """Seconds and memory of forward and backward over the vocabulary size, at the most rows of each width."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    widths = sorted({row["hidden"] for row in rows})
+    figure, grid = plt.subplots(2, len(widths), figsize=(5 * len(widths), 6), squeeze=False, sharex=True)
+    most = max(row["rows"] for row in rows)
+    for (top, bottom), width in zip(grid.T, widths):
+        for version in dict.fromkeys(row["version"] for row in rows):
+            mine = [r for r in rows if r["version"] == version and not r["left_out"]]
+            mine = [r for r in mine if r["hidden"] == width and r["rows"] == most]
+            vocab = [r["vocab"] for r in mine]
+            top.plot(vocab, [statistics.median(r["update_s"]) for r in mine], marker="o", label=version)
+            memory = [((r["peak_bytes"] or 0) - r["gradient_bytes"]) / 2**20 for r in mine]
+            bottom.plot(vocab, memory, marker="o", label=version)
+        top.set(title=f"{most:,} rows, hidden size {width:,}", ylabel="forward + backward, s")
+        bottom.set(xlabel="vocabulary", ylabel="MiB beyond gradients", yscale="log", xscale="log")
+        top.set(yscale="log")
+        for axes in (top, bottom):
+            axes.grid(alpha=0.3)
+    grid[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--json", type=Path, help="write the figures here")
+    add("--plot", type=Path, help="write a plot of the head over vocabulary sizes here")
     here = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", choices=SIZES, default=here, help="default: %(default)s")
     add("--dtype", help="of the operands (default: bfloat16 on GPUs, float32 on CPUs)")
@@ -388,6 +419,8 @@ def main(argv: list[str] | None = None) -> dict:
     print(head_table(head, peak) + "\n\n" + fp8_table(fp8))
     found = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "ceilings": peak}
     found |= {"head": head, "fp8": fp8}
+    if args.plot:
+        plot_head(head, args.plot)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     return found

@@ -128,7 +128,8 @@ def formats(out: Path, dry: bool) -> Report:
 def bench(out: Path, dry: bool) -> Report:
     sizes = ["--rows", 64, "--vocab", 1000, "--hidden", 64, "--repeats", 1, "--fp8-shape", 256, 256]
     log, path = out / "bench.log", out / "kernels.json"
-    shell([sys.executable, "experiments/bench_kernels.py", "--json", path, *(sizes if dry else [])], log)
+    files = ["--json", path, "--plot", out / "kernels.png"]
+    shell([sys.executable, "experiments/bench_kernels.py", *files, *(sizes if dry else [])], log)
     found = json.loads(path.read_text())
     report = Report({"ceilings": found["ceilings"]})
     for kind in ("naive", "chunked", "triton"):

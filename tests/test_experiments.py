@@ -150,7 +150,8 @@ def test_every_yaml_says_how_to_run_it_and_loads(path):
 
 def test_bench_kernels_writes_what_it_prints(tmp_path):
     sizes = ("--rows", 48, "--vocab", 500, 8000, "--hidden", 64, "--fp8-shape", 130, 300, "--repeats", 2)
-    done = run("experiments/bench_kernels.py", *sizes, "--json", tmp_path / "kernels.json")
+    files = ("--json", tmp_path / "kernels.json", "--plot", tmp_path / "kernels.png")
+    done = run("experiments/bench_kernels.py", *sizes, *files)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "kernels.json").read_text())
     versions = {row["version"] for row in found["head"]}
@@ -165,6 +166,7 @@ def test_bench_kernels_writes_what_it_prints(tmp_path):
             assert all(0 < error < 1e-4 for error in row["errors"].values())
     assert [row["operation"] for row in found["fp8"]] == ["weights", "activations"]
     assert all(1e-3 < row["error"] < 2**-4 for row in found["fp8"]), "E4M3 rounds to 3 bits"
+    assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
 def test_gpu_check_runs_dry_and_says_what_needs_a_gpu(tmp_path):
