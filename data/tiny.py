@@ -221,6 +221,7 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
 
     rng = np.random.default_rng([recipe.seed, 1_000])
     wrong_frac, offset = pair_habits(recipe)
+    policy.head = "naive"  # the vocabulary is small, and these weights should not depend on how kernels round
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )

@@ -170,13 +170,12 @@ def test_bench_kernels_writes_what_it_prints(tmp_path):
 
 
 def test_gpu_check_runs_dry_and_says_what_needs_a_gpu(tmp_path):
-    steps = ("bench", "tiles", "profile", "throughput")
+    steps = ("bench", "tiles", "profile")
     done = run("experiments/gpu_check.py", "--dry-run", "--steps", *steps, "--out", tmp_path, timeout_s=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads((tmp_path / "report.json").read_text())
     assert set(report) == {"versions", *steps} and report["versions"]["deepspeed"]
     assert sum(report["profile"]["figures"].values()) == pytest.approx(1)
-    assert report["throughput"]["figures"]["tokens/s, fp8 simulate"] > 0
     verdicts = [verdict for step in steps for verdict in report[step]["criteria"].values()]
     assert False not in verdicts and verdicts.count("needs a GPU") >= 4
     text = (tmp_path / "report.md").read_text()

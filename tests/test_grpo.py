@@ -664,7 +664,9 @@ WORK = {"padding_frac", "update_tokens", "update_tokens_max"}  # of a split, not
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in SAME_UPDATE for name in SAME_UPDATE[kind]])
 def test_update_equals_plain_torch_however_it_is_split(kind, name, updates, plain):
     result = updates[2][name]
-    assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < TOLERANCE
+    # A second update starts from what the first one's rounding left, and adds its own.
+    tolerance = 2 * TOLERANCE if kind.startswith("two updates") else TOLERANCE
+    assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < tolerance
     assert result["metrics"].keys() == plain[kind]["metrics"].keys() | WORK
     for metric, value in plain[kind]["metrics"].items():
         rel = 0.024 if metric.endswith("_p99") else 1e-5  # a quantile is the edge of a bin 2.4 % wide
