@@ -281,6 +281,7 @@ BAD_INPUT = {
     ),
     "no model": (["model.path=nowhere"], "model.path: nowhere holds no config.json"),
     "ep_size": (["model.ep_size=3"], "model.ep_size 3 must divide the number of experts (8)"),
+    "no GPU for the kernels": (["model.head=triton"], "model.head triton: needs model.dtype bfloat16"),
     "long prompts": (["rollout.max_prompt_tokens=4"], "rollout.max_prompt_tokens is 4"),
     "context": (["rollout.max_new_tokens=1000"], "the model's context is 512"),
     "zero prompts left": (
@@ -395,6 +396,7 @@ def test_the_demo_learns(tmp_path):
     demo = ["--config", "experiments/tiny/demo.yaml", "train.num_steps=50"]
     done = train(*demo, f"run.dir={tmp_path}", timeout_s=400)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "policy float32, head chunked, engine float32" in done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert 0.15 < summary["accuracy_before"] < 0.5
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.25
