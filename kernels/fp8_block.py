@@ -59,7 +59,8 @@ def quantise_activation(
         codes, scales = codes.view(x.shape), scales.view(*batch, columns)
     else:
         groups = F.pad(x.float(), (0, -n % BLOCK)).view(*batch, columns, BLOCK)
-        scales = finite_amax(groups, (-1,), MIN_AMAX_ACTIVATION) / E4M3_MAX
+        amax = finite_amax(groups, (-1,), MIN_AMAX_ACTIVATION)
+        scales = amax / torch.full_like(amax, E4M3_MAX)  # by a number torch would multiply, on a GPU
         codes, scales = to_e4m3(groups / scales).flatten(-2)[..., :n].contiguous(), scales.squeeze(-1)
     if column_major:
         strides = (1, triton.cdiv(len(x), 4) * 4)
