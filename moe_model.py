@@ -1,7 +1,8 @@
-"""The policy: Qwen3-MoE (and dense Qwen3) with dropless expert parallelism on DeepSpeed's process groups.
+"""Compute the policy: Qwen3-MoE (and dense Qwen3) with dropless expert parallelism on DeepSpeed's groups.
 
-Reading order: pack() lays prompts and completions out, Policy maps them to log-probabilities, MoEBlock routes
-tokens to the experts of all ranks, load_hf() / save_hf() / hf_tensors() move weights from and to checkpoints.
+Reading order: pack() lays prompts and completions out, MoEBlock routes tokens to the experts of all ranks,
+Policy maps packed sequences to log-probabilities, load_hf(), save_hf() and hf_tensors() move weights from and
+to checkpoints, build_policy() and deepspeed_engine() put it together.
 
 Shape suffixes (x_TD is a tensor of shape [T, D]):
     T  packed tokens of all sequences            N  predicted tokens (the completions)
@@ -23,13 +24,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # read when deepspeed is imported; without it a warning per rank
+if not torch.cuda.is_available():  # deepspeed reads it when it is imported; without it a warning per rank
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -41,7 +41,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
-from kernels.linear_logprob_entropy import linear_logprob_entropy
+from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy
+from runtime.config import Section, setting
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Settings
+# ------------------------------------------------------------------------------------------------------------
+class ModelSettings(Section):
+    """Which policy is trained, and how it is computed."""
+
+    path: str = setting("data/built/tiny/model", "folder of a Hugging Face Qwen3-MoE or Qwen3 checkpoint")
+    ep_size: int = setting(1, "ranks that share one copy of the experts (expert parallelism)", ge=1)
+    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the policy's; the optimizer keeps float32")
+    activation_checkpointing: bool = setting(False, "recompute layers in backward to save memory", True)
+    logprob_kernel: Literal["auto", "naive", "chunked", "triton"] = setting(
+        "auto",
+        "how log-probabilities and entropies are computed. naive: from whole logits. chunked: by blocks of "
+        "the vocabulary in torch. triton: by kernels (NVIDIA GPUs). auto: triton where it runs, or chunked.",
+        True,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -49,11 +68,10 @@ from kernels.linear_logprob_entropy import linear_logprob_entropy
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PackedSequences:
-    """Sequences laid end to end without padding. The last token of each is left out: nothing is predicted
-    from it.
+    """Sequences laid end to end without padding.
 
-    A sequence of p prompt and c completion tokens takes p + c - 1 places, the same rows that vLLM returns
-    routed experts for.
+    The last token of each is left out, because nothing is predicted from it. A sequence of p prompt and c
+    completion tokens takes p + c - 1 places, the same rows that vLLM returns routed experts for.
     """
 
     input_ids: Tensor  # [T] int64
@@ -145,24 +163,22 @@ class Experts(nn.Module):
             parameter.allreduce, parameter.group_name = False, group_name
 
     def forward(self, x_PD: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """SwiGLU of every row by its expert. Rows are sorted by expert; tokens_per_expert [e] int64."""
+        """Apply to every row its expert, a SwiGLU. Rows are sorted by expert; tokens_per_expert [e] int64."""
         gate_PI, up_PI = grouped_linear(x_PD, self.gate_up_proj, tokens_per_expert).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate_PI) * up_PI, self.down_proj, tokens_per_expert)
 
 
 def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """x @ weight[expert of the row]^T for rows sorted by expert: [P, D], [e, O, D] -> [P, O]."""
+    """Return x @ weight[expert of the row]^T for rows sorted by expert: [P, D], [e, O, D] -> [P, O]."""
     grouped_dtypes = (torch.bfloat16,) if x_PD.is_cuda else (torch.bfloat16, torch.float32)
     if x_PD.dtype in grouped_dtypes:
         return F.grouped_mm(x_PD, weight_eOD.mT, offs=tokens_per_expert.cumsum(0).to(torch.int32))
-    parts = x_PD.split(
-        tokens_per_expert.tolist()
-    )  # the loop for what grouped_mm refuses (fp64; fp32 on GPUs)
+    parts = x_PD.split(tokens_per_expert.tolist())  # a loop for what grouped_mm refuses (fp64; fp32 on GPUs)
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_eOD)])
 
 
 class MoEBlock(MoE):
-    """Top-k softmax router and dropless experts, spread over an expert-parallel group.
+    """Route tokens by a top-k softmax to dropless experts that are spread over an expert-parallel group.
 
     A subclass of DeepSpeed's MoE in name only: the engine looks for that class to build expert-data groups.
     Nothing of its capacity-based dispatch is used, so nn.Module's constructor is called instead of MoE's.
@@ -179,14 +195,14 @@ class MoEBlock(MoE):
         self.experts = Experts(config, self.num_local_experts, self.expert_group_name)
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Called by deepspeed.initialize; the groups exist already (create_expert_parallel_group)."""
+        """Do nothing: deepspeed.initialize calls it, and create_expert_parallel_group made the groups."""
 
     def forward(self, x_TD: Tensor, replay_ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the block's output [T, D] and the expert ids used [T, K].
+        """Return the block's output [T, D] and the expert ids used [T, K].
 
         With replay_ids the choice of experts is given and only their weights are live, from the softmax over
         all experts, so that the router still learns [secondary: R3, arXiv 2510.11370]. An id that is no
-        expert's (NO_ROUTE of the sampler) leaves the choice to the live router.
+        expert's (rollout.invalid_route) leaves the choice to the live router.
         """
         scores_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
         topk_ids_TK = scores_TE.topk(self.top_k, dim=-1).indices
@@ -203,11 +219,10 @@ class MoEBlock(MoE):
             out_PD = self.experts(rows_PD, tokens_per_expert_E)
         else:
             out_PD = self.experts_of_all_ranks(rows_PD, tokens_per_expert_E)
-        place_P = torch.empty_like(order_P).scatter_(
-            0, order_P, torch.arange(len(order_P), device=x_TD.device)
-        )
-        out_TKD = out_PD.index_select(0, place_P).unflatten(0, (-1, self.top_k))
-        y_TD = (out_TKD * topk_weights_TK.unsqueeze(-1)).sum(dim=1)  # fp32: the weights are
+        ranks_P = torch.arange(len(order_P), device=x_TD.device)
+        inverse_P = torch.empty_like(order_P).scatter_(0, order_P, ranks_P)  # place of each pair in the rows
+        out_TKD = out_PD.index_select(0, inverse_P).unflatten(0, (-1, self.top_k))
+        y_TD = (out_TKD * topk_weights_TK.unsqueeze(-1)).sum(dim=1)  # in float32, as the weights are
         return y_TD.to(x_TD.dtype), topk_ids_TK
 
     def experts_of_all_ranks(self, rows_PD: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
@@ -221,14 +236,16 @@ class MoEBlock(MoE):
         local_ids = torch.arange(self.num_local_experts, device=rows_PD.device).repeat(self.ep_size)
         order = torch.repeat_interleave(local_ids, received_re.flatten()).argsort(stable=True)
         out_PD = self.experts(arrived_PD.index_select(0, order), received_re.sum(0))
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return AllToAll.apply(out_PD.index_select(0, place), send_rows, recv_rows, self.group)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return AllToAll.apply(out_PD.index_select(0, inverse), send_rows, recv_rows, self.group)
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The transformer
 # ------------------------------------------------------------------------------------------------------------
 class DenseMLP(nn.Module):
+    """SwiGLU, as in a layer without experts."""
+
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -273,21 +290,22 @@ class Attention(nn.Module):
         q, k, v = (
             grid.view(batch, longest, -1, self.head_dim).transpose(1, 2).split([num_q, num_kv, num_kv], dim=1)
         )
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=num_q != num_kv
-        )  # [B, H, S, R]
+        is_grouped = num_q != num_kv
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)  # [B, H, S, R]
         out_TD = out.transpose(1, 2).reshape(batch * longest, -1).index_select(0, packed.padded_index)
         return self.o_proj(out_TD)
 
 
 def rotate(x_THR: Tensor, rotary_TR: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding, half-split convention (RoFormer, arXiv 2104.09864; Hugging Face layout)."""
+    """Rotate by position, half-split convention (RoFormer, arXiv 2104.09864; Hugging Face layout)."""
     cos, sin = (table.unsqueeze(1) for table in rotary_TR)  # [T, 1, R]
     first, second = x_THR.chunk(2, dim=-1)
     return x_THR * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 class DecoderLayer(nn.Module):
+    """Attention and MLP or MoE block, each behind a norm and added to the residual stream."""
+
     def __init__(self, config: PretrainedConfig, layer: int, group: dist.ProcessGroup | None):
         super().__init__()
         self.self_attn = Attention(config)
@@ -296,7 +314,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x_TD: Tensor, rotary_TR: tuple[Tensor, Tensor], packed: PackedSequences, replay_TK):
-        """Returns the layer's output [T, D] and its expert ids [T, K], or None from a dense layer."""
+        """Return the layer's output [T, D] and its expert ids [T, K], or None from a dense layer."""
         x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotary_TR, packed)
         normed_TD = self.post_attention_layernorm(x_TD)
         if isinstance(self.mlp, DenseMLP):
@@ -306,6 +324,8 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Embedding, layers and final norm, under the names of a Hugging Face checkpoint."""
+
     def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -321,7 +341,7 @@ class Policy(nn.Module):
         check_supported(config)
         self.config, self.group = config, group
         self.activation_checkpointing = False  # recompute each layer in backward: memory for one more forward
-        self.head = "auto"  # backend of linear_logprob_entropy()
+        self.logprob_kernel = "auto"  # backend of linear_logprob_entropy()
         self.model = Decoder(config, group)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -330,8 +350,7 @@ class Policy(nn.Module):
         self.inv_freq = (rope_theta(config) ** -rotary_base).float()  # [R/2]; no buffer: it must stay fp32
 
     def hidden(self, packed: PackedSequences, replay_ids_TLK: Tensor | None = None) -> tuple[Tensor, list]:
-        """Final normed hidden states [T, D] and, per layer, the expert ids used ([T, K], None for dense
-        layers)."""
+        """Return final normed hidden states [T, D] and, per layer, the ids used [T, K] (dense: None)."""
         x_TD = self.model.embed_tokens(packed.input_ids)
         angles_TR = packed.position_ids.unsqueeze(1).float() * self.inv_freq.to(x_TD.device).repeat(2)
         rotary_TR = (angles_TR.cos().to(x_TD.dtype), angles_TR.sin().to(x_TD.dtype))
@@ -348,23 +367,24 @@ class Policy(nn.Module):
     def forward(
         self, packed: PackedSequences, temperature: float = 1.0, replay_ids_TLK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list]:
-        """Log-probability of each target [N] and entropy of its distribution [N] (fp32, nats), both at the
-        given sampling temperature, and the expert ids of every layer.
+        """Return the log-probability of each target [N], the entropy of its distribution [N] and expert ids.
 
-        replay_ids_TLK: expert ids of all layers (those of dense layers are not looked at) to use instead of
-        the router's own; rows in the order of the packed tokens."""
+        The first two are float32, in nats, at the given sampling temperature; the ids are those of every
+        layer. replay_ids_TLK: expert ids of all layers (those of dense layers are not looked at) to use
+        instead of the router's own; rows in the order of the packed tokens.
+        """
         x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
         x_ND = x_TD.index_select(0, packed.predictor_index)
         logprobs, entropy = linear_logprob_entropy(
-            x_ND, self.lm_head.weight, packed.target_ids, temperature, self.head
+            x_ND, self.lm_head.weight, packed.target_ids, temperature, self.logprob_kernel
         )
         return logprobs, entropy, layer_ids
 
 
 def route_table(layer_ids: list[Tensor | None], num_experts: int) -> Tensor | None:
-    """Expert ids of a forward as [T, L, K], 0 in dense layers, as vLLM lays them out; None of a dense model.
+    """Stack the expert ids of a forward to [T, L, K], 0 in dense layers, as vLLM does.
 
-    uint8, or int16 from 256 experts on.
+    The ids are uint8, or int16 from 256 experts on. A dense model has none: None.
     """
     known = next((ids for ids in layer_ids if ids is not None), None)
     if known is None:
@@ -377,22 +397,24 @@ def route_table(layer_ids: list[Tensor | None], num_experts: int) -> Tensor | No
 # Configuration and weights in Hugging Face's names
 # ------------------------------------------------------------------------------------------------------------
 def is_moe_layer(config: PretrainedConfig, layer: int) -> bool:
+    """Tell whether a layer has experts."""
     if num_experts_of(config) == 0:
         return False
     return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """config.json of a qwen3_moe model may leave it out; the default is transformers'."""
+    """Return the size of an attention head; where config.json leaves it out, transformers' default."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rope_theta(config: PretrainedConfig) -> float:
+    """Return the base of the rotary position embedding."""
     return float(config.rope_parameters["rope_theta"])
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """ValueError for what this file does not compute, rather than a silently different model."""
+    """Raise ValueError for what this file does not compute, rather than a silently different model."""
     problems = []
     if config.model_type not in ("qwen3_moe", "qwen3"):
         problems.append(f"model_type is {config.model_type!r}, known are 'qwen3_moe' and 'qwen3'")
@@ -419,12 +441,12 @@ def load_config(folder: str | Path) -> PretrainedConfig:
 
 
 def num_experts_of(config: PretrainedConfig) -> int:
-    """Experts per MoE layer; 0 for a dense model."""
+    """Return the number of experts per MoE layer; 0 for a dense model."""
     return config.num_experts if config.model_type == "qwen3_moe" else 0
 
 
 def random_weights(policy: Policy, seed: int) -> None:
-    """Normal(0, initializer_range) matrices and unit norms, the same model for any number of ranks."""
+    """Draw matrices from Normal(0, initializer_range), set norms to one; the same for any number of ranks."""
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name.endswith("norm.weight"):
@@ -439,7 +461,7 @@ def random_weights(policy: Policy, seed: int) -> None:
 
 
 def local_experts(policy: Policy, parameter: Tensor) -> tuple[int, int]:
-    """(first global expert, number of experts) that a fused expert parameter holds; (0, 0) for any other."""
+    """Return (first global expert, number of experts) of a fused expert parameter; (0, 0) for any other."""
     if getattr(parameter, "allreduce", True):
         return 0, 0
     ep_rank = dist.get_rank(policy.group) if policy.group else 0
@@ -447,7 +469,7 @@ def local_experts(policy: Policy, parameter: Tensor) -> tuple[int, int]:
 
 
 def expert_slices(name: str, parameter: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
-    """The per-expert tensors of a checkpoint as views into a fused parameter."""
+    """Yield the per-expert tensors of a checkpoint as views into a fused parameter."""
     prefix, leaf = name.rsplit(".", 1)
     for i, expert in enumerate(parameter):
         if leaf == "down_proj":
@@ -459,7 +481,7 @@ def expert_slices(name: str, parameter: Tensor, first: int) -> Iterator[tuple[st
 
 
 def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None]]:
-    """(name in a checkpoint, tensor, owner) of the whole model; a tied head is not listed twice.
+    """Yield (name in a checkpoint, tensor, owner) of the whole model; a tied head is not listed twice.
 
     owner: rank in the expert-parallel group that holds an expert, None for what all ranks share. The tensor
     is a view of this rank's parameter; for another rank's expert it has the right shape, other contents.
@@ -473,21 +495,29 @@ def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None
             yield from ((n, t, owner) for n, t in expert_slices(name, parameter.data, owner * count))
 
 
+def checkpoint_shards(folder: str | Path) -> list[Path]:
+    """List the safetensors files of a Hugging Face checkpoint.
+
+    With an index only those that it names: the folder may also hold shards of an earlier save by another
+    number of ranks. ValueError if there is none.
+    """
+    shards = sorted(Path(folder).glob("*.safetensors"))
+    index = Path(folder) / "model.safetensors.index.json"
+    if index.is_file():
+        listed = set(json.loads(index.read_text())["weight_map"].values())
+        shards = [shard for shard in shards if shard.name in listed]
+    if not shards:
+        raise ValueError(f"model.path: {folder} holds no *.safetensors file")
+    return shards
+
+
 def load_hf(policy: Policy, folder: str | Path) -> None:
     """Fill the policy from safetensors, reading only this rank's experts.
 
     ValueError naming the tensors that are missing or have another shape.
     """
-    folder = Path(folder)
-    shards = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():  # the folder may also hold shards of an earlier save by another number of ranks
-        listed = set(json.loads(index.read_text())["weight_map"].values())
-        shards = [shard for shard in shards if shard.name in listed]
-    if not shards:
-        raise ValueError(f"model.path: {folder} holds no *.safetensors file")
     where = {}
-    for shard in shards:
+    for shard in checkpoint_shards(folder):
         try:
             file = safe_open(shard, framework="pt")
         except SafetensorError as error:
@@ -540,10 +570,10 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
 
 
 def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """(name, full tensor) of the whole model in layer order, experts fused; all ranks exhaust it together.
+    """Yield (name, full tensor) of the whole model in layer order, experts fused.
 
-    At most one gathered expert tensor is alive at a time. own_experts: those of this rank one by one instead,
-    under their checkpoint names; nothing is gathered.
+    Collective: all ranks exhaust it together. At most one gathered expert tensor is alive at a time.
+    own_experts: those of this rank one by one instead, under their checkpoint names; nothing is gathered.
     """
     for name, parameter in policy.named_parameters():
         first, count = local_experts(policy, parameter)
@@ -560,20 +590,47 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
 
 
 # ------------------------------------------------------------------------------------------------------------
-# DeepSpeed
+# From a folder to DeepSpeed's engine
 # ------------------------------------------------------------------------------------------------------------
+def choose_logprob_kernel(settings: ModelSettings, config: PretrainedConfig, device: torch.device) -> str:
+    """Return the version of kernels/linear_logprob_entropy.py to use; ValueError where it cannot run here."""
+    dtype = getattr(torch, settings.dtype)
+    best = choose_backend(torch.empty(0, config.hidden_size, dtype=dtype, device=device))
+    if settings.logprob_kernel == "triton" != best:
+        raise ValueError(
+            "model.logprob_kernel triton: needs model.dtype bfloat16, a hidden size that is a multiple of 8, "
+            "an NVIDIA GPU with 160 KiB of shared memory (A100, H100 and later); set it to auto or chunked"
+        )
+    return best if settings.logprob_kernel == "auto" else settings.logprob_kernel
+
+
+def build_policy(
+    settings: ModelSettings, model_dir: str | Path, ep_group: dist.ProcessGroup | None, device: torch.device
+) -> Policy:
+    """Make the policy with the weights of a folder, this rank's experts only."""
+    torch.set_default_dtype(getattr(torch, settings.dtype))  # no float32 copy is made on the way
+    with device:
+        policy = Policy(load_config(model_dir), ep_group)
+    torch.set_default_dtype(torch.float32)
+    load_hf(policy, model_dir)
+    policy.activation_checkpointing = settings.activation_checkpointing
+    policy.logprob_kernel = settings.logprob_kernel
+    return policy
+
+
 def init_deepspeed() -> None:
     """Tell DeepSpeed of the process group; makes one (gloo on CPUs, nccl on GPUs) if there is none."""
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it runs a compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would run a compiler
     deepspeed.init_distributed(verbose=False)
 
 
 def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
-    """The policy under ZeRO with AdamW: any number of backward(loss, scale_wrt_gas=False), then one step().
+    """Put the policy under ZeRO with AdamW.
 
-    settings: learning_rate, betas, weight_decay, max_grad_norm, zero_stage (1 or 2: at 0 DeepSpeed clips each
-    rank by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own).
+    An update is any number of backward(loss, scale_wrt_gas=False), then one step(). settings has
+    learning_rate, betas, weight_decay, max_grad_norm and zero_stage (1 or 2: at 0 DeepSpeed clips each rank
+    by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own).
     """
     optimizer = {
         "lr": settings.learning_rate,
@@ -596,7 +653,7 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
 
 
 def optimizer_shard(engine: deepspeed.DeepSpeedEngine) -> dict:
-    """This rank's float32 weights and AdamW state; they fit the same world, ep_size, ZeRO stage and dtype."""
+    """Return this rank's float32 weights and AdamW state; they fit the same checkpoint.topology()."""
     adamw = engine.optimizer.optimizer  # its parameters are this rank's float32 partitions
     masters = [p.detach().cpu() for group in adamw.param_groups for p in group["params"]]
     return {"masters": masters, "adamw": adamw.state_dict()}

@@ -1,42 +1,98 @@
-"""The sampler: a vLLM engine in the trainer's own process; it gets the policy's weights after every update.
+"""Sample from a vLLM engine in the trainer's own process; it gets the policy's weights after every update.
 
-One engine per rank, or per tensor_parallel neighbouring ranks, built under torchrun's environment through
-vLLM's external launcher. It is driven by add_request() and step(), so that a completion can be scored the
-moment it ends. Knows no rewards and no algorithm: tokens in; tokens, their log-probabilities and the experts
-they went through out.
+There is one engine per rank, or per tensor_parallel neighbouring ranks, built under torchrun's environment
+through vLLM's external launcher. It is driven by add_request() and step(), so that a completion can be scored
+the moment it ends. This file knows no rewards and no algorithm: tokens go in; tokens, their log-probabilities
+and the experts that they went through come out.
 
-Reading order: RolloutEngine (generate, sync, check_weights), longest first, routed experts, FP8, vLLM's
-environment. What runs inside vLLM's worker is in experiments/vllm_worker.py.
+Reading order: settings, RolloutEngine (generate, sync, check_weights), routed experts, FP8, what runs inside
+vLLM's worker, vLLM's environment.
 """
 
 import dataclasses
-import heapq
-import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.vllm_worker import compare_weights_in_worker, engine_name, load_weights_in_worker
 from kernels.fp8_block import fp8_round
+from moe_model import is_moe_layer
+from runtime.config import Section, Switch, setting
+from runtime.schedule import WaitingLine
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Settings
+# ------------------------------------------------------------------------------------------------------------
+class RolloutSettings(Section):
+    """What is sampled in a step, in which order, and by which engine."""
+
+    prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1)
+    group_size: int = setting(8, "G, completions per prompt", ge=1)
+    temperature: float = setting(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
+    max_prompt_tokens: int = setting(1024, "longer prompts are an error at start", ge=1)
+    max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
+    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the engine's weights and activations")
+    max_num_seqs: int = setting(256, "completions an engine works on at once", True, ge=1)
+    schedule: Literal["arrival", "longest_first"] = setting(
+        "longest_first",
+        "order of prompts over and in engines. arrival: as they come. longest_first: by expected length.",
+        True,
+    )
+    count_reward_time: bool = setting(
+        True, "longest_first counts the seconds of slow verifiers as tokens", True
+    )
+    kv_cache_gib: float | None = setting(
+        None, "GiB of keys and values per engine; null: vLLM decides", True, gt=0
+    )
+    prefix_caching: bool = setting(True, "share the prompt's keys and values within a group", True)
+    sleep_level: Literal[0, 1, 2] = setting(
+        0,
+        "GPU memory that the engine frees during updates. 0: none. 1: weights move to the host. 2: weights "
+        "are dropped.",
+        True,
+    )
+    fp8: Switch[Literal["off", "simulate", "on"]] = setting(
+        "off",
+        "block-wise FP8 rollouts. on: vLLM quantises weights and activations (GPUs). simulate: the same "
+        "rounding of the weights at each sync, products in dtype (anywhere). off: none.",
+    )
+    tensor_parallel: int = setting(1, "neighbouring ranks that share an engine, for large models", ge=1)
+    expert_parallel: bool = setting(False, "these ranks hold whole experts, not a part of each (GPUs)")
+    kv_cache_fp8: bool = setting(False, "keys and values in FP8, scale 1 (GPUs)")
+    capture_routes: bool = setting(True, "the engine returns the experts of each token: replay r3, mismatch")
+    max_invalid_routes: float = setting(
+        0.01, "stop if a larger share of captured rows is invalid", True, ge=0
+    )
+    check_every: int = setting(
+        50, "steps between checks of the engine's weights and parity, besides the first; 0: never", True, ge=0
+    )
+    parity_mean: float = setting(0.1, "nats; a check stops the run if mean |dlogp| is above", True, gt=0)
+    parity_p99: float = setting(
+        1e-3, "nats; the same of the 99th percentile, float32 on both sides", True, gt=0
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The engine
+# ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Completion:
     """One sampled completion. A final end-of-sequence token is part of it."""
 
     token_ids: list[int]
     logprobs: list[float]  # nats, of each token under the engine's policy at the request's temperature
-    finish_reason: str  # "stop": the policy ended it; "length": at max_new_tokens; "cut": not yet finished
+    finish_reason: str  # "stop": the policy ended it; "length": it was cut at max_new_tokens
     seconds: float  # from the start of generate() to its last token
-    routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see checked_routes()
-    spans: tuple[tuple[int, int], ...] = ()  # (step of the policy, tokens drawn from it), one after another
+    routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see validate_routes()
 
 
 @dataclass(frozen=True)
@@ -44,16 +100,14 @@ class Request:
     """One completion to sample."""
 
     prompt_ids: list[int]
-    seed: int  # of its own random numbers: the sample does not depend on what else is in the batch
+    seed: int  # it has random numbers of its own: other requests do not change its sample
     temperature: float  # 0 takes the most likely token
-    max_new_tokens: int  # of the whole completion
+    max_new_tokens: int
     min_new_tokens: int = 0  # no end of sequence before
     group: int = 0  # completions of one prompt have the same
     expected_tokens: float = 0.0  # the longest expected start first; where all are equal, in the order given
     guessed: bool = False  # nothing is known of this prompt: its first completions tell what to expect
-    reward_tokens: float = 0.0  # counts as so many tokens more in that order: its reward takes long too
-    can_be_cut: bool = True  # by generate(..., enough)
-    begun: Completion | None = None  # goes on from this one, which was cut
+    extra_tokens: float = 0.0  # added to the expected ones in that order: scoring it takes long too
 
 
 @dataclass(frozen=True)
@@ -71,77 +125,27 @@ class RolloutEngine:
         are random until the first sync(), which every run does before it samples: so the path of all later
         syncs is proven first.
     max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
-    dtype: "float32" or "bfloat16"; the engine rounds what it is given in sync().
-    kv_cache_gib: memory for keys and values; None lets vLLM take its default share of a GPU.
-    sleep_level: what sleep() frees on a GPU: 0 nothing, 1 moves weights to the host, 2 drops them.
-    capture_routes: return the experts that every token went through; nothing for a dense model.
-    fp8: "off"; "on", vLLM's block-wise FP8 weights and activations, quantised anew at each sync (GPUs);
-        "simulate", weights rounded through the same format at sync, products in dtype (anywhere).
-    kv_cache_fp8: keys and values in FP8 with scale 1 (GPUs).
-    tensor_parallel: neighbouring ranks that share an engine; all of them call generate() and sync() together.
-    expert_parallel: each of these ranks holds whole experts, E / tensor_parallel of them, instead of a part
-        of each (GPUs); sync() then takes the rank's own experts.
+    settings: what else the engine is like. Ranks that share an engine (tensor_parallel) call generate() and
+        sync() together. With expert_parallel sync() takes the rank's own experts.
     Raises ValueError where this machine or this vLLM cannot do what is asked.
     """
 
-    def __init__(
-        self,
-        model_path: str | Path,
-        *,
-        max_model_len: int,
-        max_num_seqs: int,
-        dtype: str,
-        kv_cache_gib: float | None,
-        prefix_caching: bool,
-        sleep_level: int,
-        capture_routes: bool = False,
-        fp8: str = "off",
-        kv_cache_fp8: bool = False,
-        tensor_parallel: int = 1,
-        expert_parallel: bool = False,
-    ):
+    def __init__(self, model_path: str | Path, max_model_len: int, settings: RolloutSettings):
         self.on_gpu = torch.cuda.is_available()
-        check_hardware(sleep_level, fp8, kv_cache_fp8, expert_parallel)
+        check_hardware(settings)
         set_vllm_environment(self.on_gpu)
         from transformers import AutoConfig
 
-        hf_config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-        self.num_experts = getattr(hf_config, "num_experts", 0)
-        self.captures_routes = capture_routes and self.num_experts > 0
-        options = {
-            "model": str(model_path),
-            "load_format": "dummy",
-            "dtype": dtype,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "enable_prefix_caching": prefix_caching,
-            "logprobs_mode": "processed_logprobs",  # after temperature: what the trainer computes too
-            "generation_config": "vllm",  # a checkpoint's own top_k or top_p would skew importance ratios
-            "seed": 0,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "enforce_eager": not self.on_gpu,
-            "enable_sleep_mode": sleep_level > 0,
-            "tensor_parallel_size": tensor_parallel,
-            "enable_expert_parallel": expert_parallel,
-        }
-        if kv_cache_gib is not None:  # the second is then only what vLLM wants to find free
-            options |= {"kv_cache_memory_bytes": int(kv_cache_gib * 2**30), "gpu_memory_utilization": 0.05}
-        if "RANK" in os.environ:
-            options["distributed_executor_backend"] = "external_launcher"
-        if fp8 == "on":
-            options |= {"quantization": "fp8_per_block", "quantization_config": FP8_QUANTIZATION}
-        if kv_cache_fp8:
-            options["kv_cache_dtype"] = "fp8"
-        self.llm = start_vllm(options, self.captures_routes)
-        if tensor_parallel > 1 and not self.on_gpu:  # else the next run would find this one's segments
+        self.settings = settings
+        self.hf_config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        self.num_experts = getattr(self.hf_config, "num_experts", 0)
+        self.captures_routes = settings.capture_routes and self.num_experts > 0
+        self.llm = start_vllm(engine_options(model_path, max_model_len, settings), self.captures_routes)
+        if settings.tensor_parallel > 1 and not self.on_gpu:  # the next run would find this one's segments
             for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
                 segment.unlink(missing_ok=True)
         self.engine = self.llm.llm_engine
-        self.sleep_level, self.fp8, self.tensor_parallel = sleep_level, fp8, tensor_parallel
-        self.max_num_seqs = max_num_seqs
-        self.seconds_per_step = float("inf")  # of the last rollout: what a token takes while others run
-        self.hf_config = hf_config
+        self.seconds_per_step = float("inf")  # mean of the last rollout: the time of a token while others run
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
 
     def generate(
@@ -150,15 +154,12 @@ class RolloutEngine:
         policy_version: int,
         on_finished: Callable[[int, Completion], None] = lambda index, completion: None,
         on_step: Callable[[], object] = lambda: None,
-        enough: Callable[[], bool] | None = None,
     ) -> list[Completion]:
-        """Sample all requests, in the order of a WaitingLine; on_finished(index, completion) as each ends.
+        """Sample all requests in the order of a WaitingLine; return their completions in the order given.
 
-        on_step is called after each step of the engine. enough, asked after each step, ends what can be cut
-        as soon as it says so: such completions have the tokens so far, or none, and finish_reason "cut".
-        Ranks that share an engine each give their own requests, of groups with numbers of their own, and get
-        their own completions.
-        Raises RuntimeError if the engine's weights are not those of policy_version.
+        on_finished(index, completion) is called as each ends, on_step() after each step of the engine. Ranks
+        that share an engine each give their own requests, of groups with numbers of their own, and get their
+        own completions. Raises RuntimeError if the engine's weights are not those of policy_version.
         """
         if policy_version != self.policy_version:
             raise RuntimeError(
@@ -166,80 +167,60 @@ class RolloutEngine:
                 f"{policy_version}: a weight sync was skipped"
             )
         own, first = requests, 0
-        if self.tensor_parallel > 1:  # all ranks of an engine must give it the same work in the same order
-            everyone = [None] * self.tensor_parallel
+        if self.settings.tensor_parallel > 1:  # ranks of an engine must give it the same work in one order
+            everyone = [None] * self.settings.tensor_parallel
             group = self.tensor_parallel_group()
             dist.all_gather_object(everyone, requests, group=group)
-            first = sum(len(of_rank) for of_rank in everyone[: dist.get_rank(group)])
+            first = sum(len(requests_of_rank) for requests_of_rank in everyone[: dist.get_rank(group)])
             requests = sum(everyone, [])
         end = first + len(own)
 
-        def of_own(index: int, completion: Completion) -> None:
+        def on_own_finished(index: int, completion: Completion) -> None:
             if first <= index < end:
                 on_finished(index - first, completion)
 
-        completions, captured = self.drive(requests, of_own, on_step, enough)
+        completions, captured = self.run_requests(requests, on_own_finished, on_step)
         completions, captured = completions[first:end], captured[first:end]
         if not self.captures_routes:
             return completions
         num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(own, completions)]
-        routes = checked_routes(captured, num_rows, self.hf_config)
+        routes = validate_routes(captured, num_rows, self.hf_config)
         return [dataclasses.replace(c, routed_experts=ids) for c, ids in zip(completions, routes)]
 
-    def drive(
-        self,
-        requests: list[Request],
-        on_finished: Callable,
-        on_step: Callable,
-        enough: Callable[[], bool] | None,
+    def run_requests(
+        self, requests: list[Request], on_finished: Callable, on_step: Callable
     ) -> tuple[list[Completion], list[np.ndarray | None]]:
-        """The engine's loop: as many requests as it works on at once, the next as one ends.
+        """Drive the engine: as many requests as it works on at once, the next as one ends.
 
         Returns the completion and the captured routes of each request.
         """
         start, num_steps = time.perf_counter(), 0
-        waiting, running = WaitingLine(requests), {}  # {index: (token ids, logprobs) so far}
-        completions = [request.begun or Completion([], [], "cut", 0.0) for request in requests]
+        waiting, num_running = WaitingLine(requests), 0
+        completions: list[Completion | None] = [None] * len(requests)
         captured: list[np.ndarray | None] = [None] * len(requests)
-
-        def end(index: int, finish_reason: str) -> None:
-            begun, (token_ids, logprobs) = completions[index], running.pop(index)
-            spans = (*begun.spans, (self.policy_version, len(token_ids) - len(begun.token_ids)))
-            seconds = time.perf_counter() - start
-            completions[index] = Completion(token_ids, logprobs, finish_reason, seconds, spans=spans)
-
-        while waiting or running:
-            while waiting and len(running) < self.max_num_seqs:
+        while waiting or num_running:
+            while waiting and num_running < self.settings.max_num_seqs:
                 index = waiting.pop()
-                begun = completions[index]
-                running[index] = ([*begun.token_ids], [*begun.logprobs])
-                prompt = {"prompt_token_ids": requests[index].prompt_ids + begun.token_ids}
-                params = sampling_params(requests[index], in_parts=enough is not None)
-                self.engine.add_request(str(index), prompt, params)
+                prompt = {"prompt_token_ids": requests[index].prompt_ids}
+                self.engine.add_request(str(index), prompt, sampling_params(requests[index]))
+                num_running += 1
             for output in self.step():
                 index, sample = int(output.request_id), output.outputs[0]
-                token_ids, logprobs = running[index]
-                token_ids += sample.token_ids
-                logprobs += sample.logprobs.logprobs
-                if output.finished:
-                    end(index, sample.finish_reason)
-                    captured[index] = sample.routed_experts if self.captures_routes else None
-                    waiting.note(index, len(token_ids))
-                    on_finished(index, completions[index])
+                token_ids, logprobs = [*sample.token_ids], [*sample.logprobs.logprobs]
+                seconds = time.perf_counter() - start
+                completions[index] = Completion(token_ids, logprobs, sample.finish_reason, seconds)
+                captured[index] = sample.routed_experts if self.captures_routes else None
+                num_running -= 1
+                waiting.record_length(index, len(token_ids))
+                on_finished(index, completions[index])
             on_step()
             num_steps += 1
-            if enough is not None and enough():
-                cut = [index for index in running if requests[index].can_be_cut]
-                self.engine.abort_request([str(index) for index in cut])
-                for index in cut:
-                    end(index, "cut")
-                waiting.cut()
         if num_steps:
             self.seconds_per_step = (time.perf_counter() - start) / num_steps
         return completions, captured
 
     def step(self) -> list:
-        """One step of vLLM; RuntimeError for whatever it raises."""
+        """Take one step of vLLM and return the requests that ended; RuntimeError for whatever it raises."""
         try:
             return self.engine.step()
         except Exception as error:
@@ -250,13 +231,13 @@ class RolloutEngine:
             ) from error
 
     def tensor_parallel_group(self):
-        """The process group of the ranks that share this engine."""
+        """Return the process group of the ranks that share this engine."""
         from vllm.distributed.parallel_state import get_tp_group
 
         return get_tp_group().cpu_group
 
     def sync(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> SyncReport:
-        """Replace all weights by named_tensors (Hugging Face names, fused experts); forgets cached prefixes.
+        """Replace all weights by named_tensors (Hugging Face names, fused experts); drop cached prefixes.
 
         Raises RuntimeError naming the parameters that were not covered, or the tensor the engine refused.
         """
@@ -273,10 +254,10 @@ class RolloutEngine:
                 num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.numel() * tensor.element_size()
                 yield name, tensor
 
-        if self.sleep_level:
+        if self.settings.sleep_level:
             self.llm.wake_up(tags=["weights"])
         try:
-            tensors = as_engine_gets_them(counted(), self.fp8)
+            tensors = quantise_for_engine(counted(), self.settings.fp8)
             (missing,) = self.llm.collective_rpc(load_weights_in_worker, args=(tensors, not self.on_gpu))
         except Exception as error:  # vLLM's loaders assert, or raise what they like
             raise RuntimeError(
@@ -284,17 +265,16 @@ class RolloutEngine:
             ) from error
         if missing:
             only_experts = {name.rpartition(".")[2] for name in missing} == {"w13_weight", "w2_weight"}
+            advice = "; this vLLM does not take fused experts, see requirements.txt" if only_experts else ""
             raise RuntimeError(
                 f"weight sync: {len(missing)} parameters of the engine were not covered, first: "
-                f"{', '.join(missing[:3])}"
-                + "; this vLLM does not take fused experts, see requirements.txt"
-                * only_experts
+                f"{', '.join(missing[:3])}{advice}"
             )
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
                 "weight sync: the prefix cache could not be reset, it would mix old and new policies"
             )
-        if self.sleep_level:
+        if self.settings.sleep_level:
             self.llm.wake_up(tags=["kv_cache"])
         self.policy_version = policy_version
         return SyncReport(num_tensors, num_bytes)
@@ -302,10 +282,10 @@ class RolloutEngine:
     def check_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Compare what the engine holds with the tensors of the last sync, by checksum in its own dtype.
 
-        To be called after sync() and before sleep(). RuntimeError names what differs. What vLLM holds in FP8
-        or splits over ranks is left out: it is proven by the parity of log-probabilities alone.
+        It is called after sync() and before sleep(). RuntimeError names what differs. What vLLM holds in FP8
+        or splits over ranks is left out: the parity of log-probabilities alone proves it.
         """
-        tensors = as_engine_gets_them(named_tensors, self.fp8)
+        tensors = quantise_for_engine(named_tensors, self.settings.fp8)
         (differing,) = self.llm.collective_rpc(compare_weights_in_worker, args=(tensors,))
         if differing:
             self.policy_version = None
@@ -316,118 +296,79 @@ class RolloutEngine:
 
     def sleep(self) -> None:
         """Free GPU memory for the update; the next sync() wakes the engine. Nothing at sleep_level 0."""
-        if self.sleep_level:
+        if self.settings.sleep_level:
             self.policy_version = None
-            self.llm.sleep(level=self.sleep_level)
+            self.llm.sleep(level=self.settings.sleep_level)
 
 
-def longest_first(
-    sizes: list[float], num_bins: int, load: list[float] | None = None, room: list[int] | None = None
-) -> list[int]:
-    """The bin of each item: the largest goes first, each to the bin with the least (LPT, Graham 1969).
-
-    load: what the bins hold already; room: how many items each takes, None: any number. Equal items go in
-    their order, to equal bins in theirs.
-    """
-    bins, room = [0] * len(sizes), list(room or [len(sizes)] * num_bins)
-    heap = [(held, number) for number, held in enumerate(load or [0.0] * num_bins) if room[number]]
-    heapq.heapify(heap)
-    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        held, bins[item] = heapq.heappop(heap)
-        room[bins[item]] -= 1
-        if room[bins[item]]:
-            heapq.heappush(heap, (held + sizes[item], bins[item]))
-    return bins
-
-
-class WaitingLine:
-    """Requests that an engine has not started yet: the longest expected first, equal ones in their order.
-
-    That bounds the tail: a long completion that starts last runs alone at the end, and so does a slow reward.
-    Siblings, expected alike, stay next to each other and share their prompt's keys and values.
-    Of a group of which nothing is known one sibling goes ahead of all others, and the group counts as the
-    longest until one has finished; then what its finished siblings took on average stands for the rest [ours:
-    the best of four rules simulated, see the README].
-    """
-
-    def __init__(self, requests: list[Request]):
-        self.requests, self.left = requests, set(range(len(requests)))
-        self.expected = [
-            r.reward_tokens + (r.max_new_tokens if r.guessed else r.expected_tokens) for r in requests
-        ]
-        self.siblings: dict[int, list[int]] = {}  # {group: requests}, of groups of which nothing is known
-        self.finished: dict[int, list[int]] = {}  # {group: tokens of finished siblings}
-        for index, request in enumerate(requests):
-            if request.guessed:
-                if request.group not in self.siblings:
-                    self.expected[index] = math.inf
-                self.siblings.setdefault(request.group, []).append(index)
-        self.heap = [(-tokens, index) for index, tokens in enumerate(self.expected)]
-        heapq.heapify(self.heap)
-
-    def __len__(self) -> int:
-        return len(self.left)
-
-    def pop(self) -> int:
-        """The index of the next request."""
-        while True:
-            tokens, index = heapq.heappop(self.heap)
-            if index in self.left and -tokens == self.expected[index]:  # else it was entered anew
-                self.left.remove(index)
-                return index
-
-    def note(self, index: int, num_tokens: int) -> None:
-        """A request has ended with num_tokens."""
-        group = self.requests[index].group
-        if self.requests[index].guessed:
-            seen = self.finished.setdefault(group, [])
-            seen.append(num_tokens)
-            for sibling in self.left.intersection(self.siblings[group]):
-                self.expected[sibling] = self.requests[sibling].reward_tokens + sum(seen) / len(seen)
-                heapq.heappush(self.heap, (-self.expected[sibling], sibling))
-
-    def cut(self) -> None:
-        """Forget the requests that can be cut."""
-        self.left = {index for index in self.left if not self.requests[index].can_be_cut}
+def engine_options(model_path: str | Path, max_model_len: int, settings: RolloutSettings) -> dict:
+    """Translate the settings of an engine into vLLM's."""
+    on_gpu = torch.cuda.is_available()
+    options = {
+        "model": str(model_path),
+        "load_format": "dummy",
+        "dtype": settings.dtype,
+        "max_model_len": max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "enable_prefix_caching": settings.prefix_caching,
+        "logprobs_mode": "processed_logprobs",  # after temperature: what the trainer computes too
+        "generation_config": "vllm",  # a checkpoint's own top_k or top_p would skew importance ratios
+        "seed": 0,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "enforce_eager": not on_gpu,
+        "enable_sleep_mode": settings.sleep_level > 0,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enable_expert_parallel": settings.expert_parallel,
+    }
+    if settings.kv_cache_gib is not None:  # the second is then only what vLLM wants to find free
+        kv_cache_bytes = int(settings.kv_cache_gib * 2**30)
+        options |= {"kv_cache_memory_bytes": kv_cache_bytes, "gpu_memory_utilization": 0.05}
+    if "RANK" in os.environ:
+        options["distributed_executor_backend"] = "external_launcher"
+    if settings.fp8 == "on":
+        options |= {"quantization": "fp8_per_block", "quantization_config": FP8_QUANTIZATION}
+    if settings.kv_cache_fp8:
+        options["kv_cache_dtype"] = "fp8"
+    return options
 
 
-def sampling_params(request: Request, in_parts: bool):
-    """vLLM's parameters of a request; in_parts: its output comes token by token, else when it has ended."""
+def sampling_params(request: Request):
+    """Translate a request into vLLM's parameters; its output comes when it has ended."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    begun = len(request.begun.token_ids) if request.begun else 0
     return SamplingParams(
         temperature=request.temperature,
         seed=request.seed if request.temperature > 0 else None,
-        max_tokens=request.max_new_tokens - begun,
-        min_tokens=max(0, request.min_new_tokens - begun),
-        logprobs=0,  # of the sampled token only
+        max_tokens=request.max_new_tokens,
+        min_tokens=request.min_new_tokens,
+        logprobs=0,  # those of the sampled token only
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA if in_parts else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def check_hardware(sleep_level: int, fp8: str, kv_cache_fp8: bool, expert_parallel: bool) -> None:
-    """ValueError for what this machine cannot do."""
+def check_hardware(settings: RolloutSettings) -> None:
+    """Raise ValueError for what this machine cannot do."""
     on_gpu = torch.cuda.is_available()
-    if sleep_level and not on_gpu:
+    if settings.sleep_level and not on_gpu:
         raise ValueError("rollout.sleep_level needs a GPU: set it to 0")
-    if expert_parallel and not on_gpu:
+    if settings.expert_parallel and not on_gpu:
         raise ValueError("rollout.expert_parallel needs a GPU, vLLM's CPU kernel has no part of the experts")
     if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
         return
     device = torch.cuda.get_device_name() if on_gpu else "a CPU"
     needed = f"needs a GPU of compute capability 8.9 or later, this is {device}: set it to"
-    if fp8 == "on":
+    if settings.fp8 == "on":
         raise ValueError(f"rollout.fp8 on {needed} simulate (weights rounded in the same way) or off")
-    if kv_cache_fp8:
+    if settings.kv_cache_fp8:
         raise ValueError(f"rollout.kv_cache_fp8 {needed} false")
 
 
 def start_vllm(options: dict, captures_routes: bool):
-    """vLLM's LLM with these options; ValueError if it cannot return routed experts."""
+    """Start vLLM with these options; ValueError if it cannot return routed experts."""
     from vllm import LLM, EngineArgs
 
     if captures_routes:
@@ -448,18 +389,19 @@ def start_vllm(options: dict, captures_routes: bool):
 WITHOUT_ROUTES = "set rollout.capture_routes=false, and algorithm.router_replay to off or r2, not r3"
 
 
-def no_route(num_experts: int) -> int:
-    """The id that stands in all places of a row whose capture is invalid: no expert's, fits the dtype."""
+def invalid_route(num_experts: int) -> int:
+    """Return the id that fills a row whose capture is invalid: it is no expert's and fits the dtype."""
     return 255 if num_experts < 256 else 32767
 
 
-def checked_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_config) -> list[Tensor]:
-    """Routed experts of each completion [rows, L, K] on the CPU, uint8 (int16 from 256 experts on).
+def validate_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_config) -> list[Tensor]:
+    """Return the routed experts of each completion [rows, L, K] on the CPU.
 
-    captured: what vLLM returned, one row per token but the last, all hidden layers counted. A row with an id
-    that is no expert's or an id twice in a layer, and all rows of a completion with another number of rows,
-    become no_route(). Rows of dense layers are not looked at. RuntimeError if layers or experts per token are
-    not the model's.
+    They are uint8, or int16 from 256 experts on. captured: what vLLM returned, one row per token but the
+    last, all hidden layers counted. A row is filled with invalid_route() if one of its ids is no expert's or
+    stands twice in a layer, and so are all rows of a completion with another number of rows than num_rows
+    says. Rows of dense layers are not looked at. RuntimeError if layers or experts per token are not the
+    model's.
     """
     num_layers, top_k = hf_config.num_hidden_layers, hf_config.num_experts_per_tok
     num_experts = hf_config.num_experts
@@ -474,16 +416,13 @@ def checked_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_co
     invalid = [np.zeros((rows, num_layers, top_k), np.uint8) for rows, ok in zip(num_rows, whole) if not ok]
     parts = [ids if ok else invalid.pop(0) for ids, ok in zip(captured, whole)]
     ids_TLK = np.concatenate(parts) if parts else np.zeros((0, num_layers, top_k), np.uint8)
-    is_moe = [
-        layer not in hf_config.mlp_only_layers and (layer + 1) % hf_config.decoder_sparse_step == 0
-        for layer in range(num_layers)
-    ]
+    is_moe = [is_moe_layer(hf_config, layer) for layer in range(num_layers)]
     sorted_TLK = np.sort(ids_TLK[:, is_moe], axis=-1)
     bad_T = (sorted_TLK[..., -1] >= num_experts).any(-1)
     bad_T |= (sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any((-1, -2))
     bad_T |= ~np.repeat(np.array(whole, dtype=bool), num_rows)
     ids_TLK = ids_TLK.astype(dtype)
-    ids_TLK[bad_T] = no_route(num_experts)
+    ids_TLK[bad_T] = invalid_route(num_experts)
     parts = np.split(ids_TLK, np.cumsum(num_rows)[:-1])[: len(num_rows)]
     return [torch.from_numpy(ids.copy()) for ids in parts]  # a view would keep, and send, those of all
 
@@ -495,7 +434,7 @@ FP8_QUANTIZATION = {"ignore": ["re:.*mlp\\.gate$"]}  # the router; vLLM leaves o
 
 
 def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """fp8_round() of what vLLM would quantise: linear layers and experts; not the router, lm_head, the rest.
+    """Apply fp8_round() to what vLLM would quantise: linear layers and experts, no router and no head.
 
     Projections that vLLM fuses (queries, keys, values; gate and up of a dense layer) are rounded as one
     matrix, as there.
@@ -518,10 +457,10 @@ def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
         raise ValueError(f"no partner of {', '.join(name for parts in held.values() for name in parts)}")
 
 
-def as_engine_gets_them(
+def quantise_for_engine(
     named_tensors: Iterable[tuple[str, Tensor]], fp8: str
 ) -> Iterable[tuple[str, Tensor]]:
-    """The policy's tensors as a sync sends them."""
+    """Turn the policy's tensors into what a sync sends."""
     match fp8:
         case "simulate":
             return simulate_fp8(named_tensors)
@@ -532,19 +471,209 @@ def as_engine_gets_them(
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Inside vLLM's worker: weights into the engine, and out again as checksums
+#
+# Names on the way are those of a Hugging Face checkpoint; engine_name() says which of vLLM's fused parameters
+# a tensor goes into.
+# ------------------------------------------------------------------------------------------------------------
+MADE_FROM_WEIGHTS = ("_scale", "_scale_inv")  # ends of names of parameters that vLLM's FP8 makes itself
+
+
+def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
+    """Reload weights layer by layer inside vLLM's worker; return the parameters that got nothing.
+
+    On CPUs fused experts are copied whole to where the kernel reads them, and packed there, where vLLM's
+    loader would go through Python twice for every expert.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    model = worker.model_runner.get_model()
+    expected = {plain_name(n) for n, _ in model.named_parameters() if not n.endswith(MADE_FROM_WEIGHTS)}
+    experts, copied = fused_expert_storage(model) if on_cpu else {}, set()
+
+    def without_fused_experts():
+        for name, tensor in named_tensors:
+            target = experts.get(engine_name(name))
+            if target is None or target.shape != tensor.shape:  # another shape: a tensor-parallel part of it
+                yield name, tensor
+            else:
+                target.copy_(tensor)
+                copied.add(engine_name(name))
+
+    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
+        initialize_layerwise_reload(model)
+        loaded = model.load_weights(without_fused_experts())
+        finalize_layerwise_reload(model, worker.model_runner.model_config)
+        if on_cpu:
+            repack_for_cpu_kernels(model)
+    return sorted(expected - loaded - copied)
+
+
+def fused_expert_storage(model) -> dict[str, Tensor]:
+    """Return {name: [E, ...]} of the memory that holds the experts."""
+    return {plain_name(name): p.data for name, p in model.named_parameters() if p.dim() == 3}
+
+
+def repack_for_cpu_kernels(model) -> None:
+    """Redo two steps of the first load that vLLM's CPU backend leaves out of a reload (seen in 0.30).
+
+    Without them it returns no error and a broken model: expert weights stay in the checkpoint's layout
+    although the kernel reads a packed one, and a tied head keeps the packed copy of the old embedding.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)
+    if model.config.tie_word_embeddings:
+        dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
+
+
+ENGINE_NAMES = (  # Hugging Face's names -> those of vLLM's fused parameters
+    (re.compile(r"\.experts\.(gate_up_proj|\d+\.(gate|up)_proj\.weight)$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.(\d+\.)?down_proj(\.weight)?$"), ".experts.w2_weight"),
+    (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
+    (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+)
+
+
+def engine_name(name: str) -> str:
+    """Return the parameter of the engine that a tensor of the policy goes into."""
+    for pattern, replacement in ENGINE_NAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def plain_name(name: str) -> str:
+    """Drop from an engine's name of a parameter the module that holds the experts, as its loader does."""
+    return name.replace(".routed_experts.", ".")
+
+
+CHECKSUM_CHUNK = 1 << 16  # elements; their integers stay in a core's cache
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """Return [2] int64: sum and sum of squares of the elements' bits as integers, modulo 2^64.
+
+    The checksum does not depend on the order of the elements, nor on zeros among them: kernels permute and
+    pad.
+    """
+    tiny, sums = torch.finfo(tensor.dtype).tiny, torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    integers = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
+    for part in tensor.flatten().split(CHECKSUM_CHUNK):
+        part = torch.where(part.abs() < tiny, 0, part)  # -0 and what a kernel may flush to 0
+        bits = part.view(integers).long()
+        sums += torch.stack([bits.sum(), (bits * bits).sum()])
+    return sums
+
+
+def held_tensors(model, dtype: torch.dtype, tensor_parallel: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, values) of all that the engine computes with, elements in the order of its kernels.
+
+    What the engine has quantised itself is left out, and so is what tensor parallelism splits: of a shared
+    engine only norms, routers and whole experts remain. A linear layer that vLLM's CPU backend has packed
+    away is asked for its product with the identity.
+    """
+    for module_name, module in model.named_modules():
+        is_split = tensor_parallel > 1 and not module_name.endswith(("norm", ".gate"))
+        if is_split and not getattr(getattr(module, "moe_config", None), "ep_size", 1) > 1:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            values = parameter.data
+            if values.dtype.itemsize == 1 or name.endswith(MADE_FROM_WEIGHTS):  # FP8
+                continue
+            if name == "weight" and hasattr(module, "cpu_linear") and not module_name.endswith("tokens"):
+                sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # a layer has one
+                size = next(getattr(module, size) for size in sizes if hasattr(module, size))
+                values = module.cpu_linear(torch.eye(size, dtype=dtype), values, None)
+            yield plain_name(f"{module_name}.{name}"), values
+
+
+def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """List, inside vLLM's worker, the parameters whose checksum is not that of the tensors sent into them."""
+    model, dtype = worker.model_runner.get_model(), worker.model_runner.model_config.dtype
+    known = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    with torch.no_grad():
+        tensors = held_tensors(model, dtype, worker.parallel_config.tensor_parallel_size)
+        held = {name: (values.dtype, checksum(values)) for name, values in tensors}
+        sent: dict[str, Tensor] = {}
+        names: dict[str, list[str]] = {}
+        lost = []  # tensors that the engine has no place for
+        for name, tensor in named_tensors:
+            target = engine_name(name)
+            names.setdefault(target, []).append(name)
+            if target not in known and tensor.any():
+                lost.append(f"nothing (from {name})")
+            if target in held:
+                part = checksum(tensor.to(held[target][0]))
+                sent[target] = sent[target] + part if target in sent else part
+    if "lm_head.weight" in held and model.config.tie_word_embeddings:  # on CPUs the head has a packed copy
+        sent["lm_head.weight"] = sent["model.embed_tokens.weight"]
+        names["lm_head.weight"] = ["model.embed_tokens.weight"]
+    return lost + [
+        f"{name} (from {', '.join(names.get(name, ['nothing']))})"
+        for name, (_, bits) in held.items()
+        if name not in sent or not torch.equal(bits.cpu(), sent[name].cpu())
+    ]
+
+
+# ------------------------------------------------------------------------------------------------------------
 # Environment
 # ------------------------------------------------------------------------------------------------------------
 def set_vllm_environment(on_gpu: bool) -> None:
-    """Settings that vLLM reads from the environment when it is imported; what a user has set stays."""
+    """Set what vLLM reads from the environment when it is imported; what a user has set stays."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TRITON_F32_DEFAULT": "ieee",  # else a float32 engine on a GPU would compute in TF32
+        "TRITON_F32_DEFAULT": "ieee",  # a float32 engine on a GPU would compute in TF32
     }
     if not on_gpu:
         settings |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}  # costs more than it saves
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A second engine, for a generative judge
+# ------------------------------------------------------------------------------------------------------------
+def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[list[str]], list[str]]:
+    """Start a second vLLM engine in this process; return a function from questions to its greedy answers.
+
+    A long question loses its beginning. Tried after the policy's engine on 1 and 2 CPU ranks with vLLM 0.30:
+    the answers are those of transformers, but a MoE judge after a dense policy fails.
+    """
+    on_gpu = torch.cuda.is_available()
+    set_vllm_environment(on_gpu)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        path,
+        load_format="safetensors",
+        dtype="auto" if on_gpu else "float32",
+        max_num_seqs=batch_size,
+        kv_cache_memory_bytes=1 << 30,
+        max_model_len=-1,
+        gpu_memory_utilization=0.01,  # the cache above is all it takes
+        distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+        enforce_eager=not on_gpu,
+        generation_config="vllm",
+        use_tqdm_on_load=False,
+    )
+    half = llm.model_config.max_model_len // 2
+    options = {
+        "sampling_params": SamplingParams(temperature=0.0, max_tokens=min(max_tokens, half)),
+        "tokenization_kwargs": {"truncate_prompt_tokens": half, "truncation_side": "left"},
+        "chat_template": None if llm.get_tokenizer().chat_template else "{{ messages[0].content }}",
+        "use_tqdm": False,
+    }
+
+    def generate(questions: list[str]) -> list[str]:
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        return [output.outputs[0].text for output in llm.chat(chats, **options)]
+
+    return generate

@@ -6,37 +6,37 @@
 With every setting at its default this is GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3). Every other method is
 a choice along axes: where the ratio is taken and how it is clipped (ESPO, arXiv 2512.00499; GSPO, GMPO,
 CISPO, DAPO, Dr.GRPO), how rewards become advantages, and what is done about groups that teach nothing
-(multi-stage zero-variance elimination, arXiv 2512.07710). experiments/methods/ has one YAML per method. The
-loop in main() names its phases in the order of the paper: sample prompts, rollout (rewards arrive meanwhile),
-eliminate zero variance, rewards, old log-probabilities, advantages, update, weight sync, log, evaluation,
-checkpoint.
+(multi-stage zero-variance elimination, arXiv 2512.07710). experiments/methods/ has one YAML per method.
 
     python -m data.tiny            # makes the tiny model and its tasks, once
-    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/demo.yaml
-    torchrun --nproc-per-node=2 train_rl.py --config experiments/tiny/grpo.yaml \
+    torchrun --nproc-per-node=2 train_rl.py --config experiments/environments/demo.yaml
+    torchrun --nproc-per-node=2 train_rl.py --config experiments/environments/tiny.yaml \
         --config experiments/methods/espo.yaml train.seed=1 run.dir=runs/espo
     python train_rl.py --help      # every setting
 
+Reading order is the order of the data: 1 settings, 2 rollouts, 3 filter and batch, 4 rewards and advantages,
+5 ratio, clip, loss, 6 forward and update, 7 evaluation, 8 set-up and loop. main() at the end names one phase
+after another.
+
 Vocabulary: G = group_size completions per prompt, B completions on this rank, T longest of them. logprobs
-carry gradient; old_logprobs are the trainer's before the update; rollout_logprobs are the sampler's; all in
-nats. Provenance of choices: [paper] printed in the source named, [secondary] reported by others, [ours] where
-the sources are silent.
+carry gradient; old_logprobs are the trainer's before the update; rollout_logprobs are the engine's; all in
+nats. A verifier gives a score, training uses a reward. A function marked Collective must be called by all
+ranks. Provenance of choices: [paper] printed in the source named, [secondary] reported by others, [ours]
+where the sources are silent.
 """
 
-# ============================================================================================================
-# 1 Imports
-# ============================================================================================================
 import math
 import os
 import random
+import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Literal, NamedTuple
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
@@ -50,56 +50,352 @@ from transformers import AutoTokenizer
 
 import moe_model
 from data.history import PromptHistory
-from data.prompts import Prompt
-from data.stream import digest_of, load_sets, prompts_of_step, seed_of, tokenize
-from experiments.balance import exchange, micro_batches_of, sequence_lengths
-from experiments.checks import (
+from data.prompts import OfflineScore, Prompt, PromptSource
+from data.stream import (
+    EvalSets,
+    digest_of,
+    keep_by_offline_scores,
+    load_sets,
+    prompts_of_step,
+    seed_of,
+    tokenize,
+)
+from moe_model import ModelSettings, pack, route_table
+from reward import (
+    DENSE_KINDS,
+    KINDS,
+    RewardPool,
+    RewardSettings,
+    Verdict,
+    build_judge,
+    is_kind,
+    pairwise_reference,
+    round_robin,
+    start_pool,
+)
+from rollout import (
+    Completion,
+    Request,
+    RolloutEngine,
+    RolloutSettings,
+    SyncReport,
+    invalid_route,
+    load_greedy_chat,
+)
+from runtime.checkpoint import (
+    CheckpointSettings,
+    RunSettings,
+    TrainState,
+    find_checkpoint,
+    lock_run_dir,
+    prepare_run_dir,
+    save_checkpoint,
+)
+from runtime.checks import (
     check_parity,
     check_routes,
     check_verdicts,
-    drop_nonfinite_rewards,
     handle_nonfinite,
     mismatch_gate,
+    refuse_nonfinite_rewards,
 )
-from experiments.evaluation import evaluation_is_due, evaluation_metrics, plan_evaluation
-from experiments.judges import build_judge, pairwise_reference, round_robin
-from experiments.launch import announcement, build_policy, build_pool, build_sampler, check_ranks, run
-from experiments.metrics import (
+from runtime.config import Section, Switch, read_config, refuse_contradictions, setting
+from runtime.launch import check_gpus, leave, run
+from runtime.metrics import (
     Clock,
-    account_of,
     batch_metrics,
     console_line,
     effective_sample_size,
     log_metrics,
     log_samples,
     mismatch_statistics,
+    prompt_account,
     reduce_metrics,
     rollout_metrics,
     schedule_metrics,
     straggler,
     token_metrics,
 )
-from experiments.run_dir import CheckpointWriter, TrainState, find_checkpoint, prepare_run_dir
-from experiments.settings import (
-    MAX_ENTROPY_GROUPS,
-    AlgorithmSection,
-    Config,
-    RewardSection,
-    ZeroVarianceSection,
-)
-from experiments.summary import finish_run, print_summary
-from moe_model import pack, route_table
-from reward import RewardPool, Verdict
-from rollout import Completion, Request, RolloutEngine, longest_first, no_route
+from runtime.schedule import exchange, longest_first, split_micro_batches
+from runtime.summary import plot_curves, print_summary, write_summary
 
 # ============================================================================================================
-# 2 Zero-variance elimination before and during the rollout (arXiv 2512.07710; stages as in the README)
+# 1 Settings of the method; those of engine, model, rewards and checkpoints are in the files that read them
+# ============================================================================================================
+MAX_ENTROPY_GROUPS = 16  # the paper uses 2
+
+
+class DataSettings(Section):
+    """What is trained on, and what is held out."""
+
+    train: list[PromptSource] = setting([], "prompt sets to train on, concatenated")
+    eval: list[PromptSource] = setting([], "held-out prompt sets, reported one by one", True)
+
+
+class ZeroVarianceSettings(Section):
+    """Multi-stage zero-variance elimination (arXiv 2512.07710), stage by stage."""
+
+    offline_scores: str | None = setting(None, "pass rates written by data/score.py; null: stage 1 off")
+    offline_pass_rate: tuple[float, float] = setting((0.0, 0.9), "closed range of offline pass rates kept")
+    history: bool = setting(False, "stage 1b: skip prompts whose record makes zero variance likely")
+    history_decay: float = setting(0.1, "weight of a prompt's past verdicts at each new visit", ge=0, le=1)
+    prior: float = setting(0.2, "verdicts of each kind added to a record; below 0.5: bimodal", gt=0)
+    explore_solved: float = setting(0.1, "least probability of sampling a prompt always solved", ge=0, le=1)
+    explore_unsolved: float = setting(0.1, "least probability of sampling one never solved", ge=0, le=1)
+    retest_steps: int = setting(200, "steps after which a record is too old to skip by; 0: never", ge=0)
+    probe_size: int = setting(0, "stage 1c: g0, completions sampled first of each group; 0: off", ge=0)
+    probe_stop_prob: float = setting(0.9, "stop a probe if zero variance is at least so likely", gt=0)
+    rl_zvp: bool = setting(False, "stage 3: groups left without variance get RL-ZVP advantages")
+    rl_zvp_coef: float = setting(0.1, "alpha of RL-ZVP", gt=0)
+    drop: bool = setting(False, "contrast: leave groups without variance out of the update (DAPO filter)")
+    refill: bool = setting(False, "contrast: replace dropped groups by new prompts (DAPO dynamic sampling)")
+    max_rounds: int = setting(4, "rounds of sampling in a step after which no new prompts are taken", ge=1)
+
+
+class AlgorithmSettings(Section):
+    """The axes of the policy-gradient loss."""
+
+    ratio_level: Literal["token", "sequence", "entropy_group"] = setting(
+        "token",
+        "which tokens share an importance ratio. token: none. sequence: those of a completion. "
+        "entropy_group: those of one entropy group of a completion.",
+    )
+    ratio_form: Literal["geometric", "stop_gradient", "literal"] = setting(
+        "geometric",
+        "gradient of a shared ratio. geometric: through the mean. stop_gradient: each token its own. "
+        "literal: ESPO eq. 9 as printed.",
+    )
+    entropy_groups: tuple[float, ...] = setting(
+        (0.2, 0.8),
+        "shares of a completion's tokens per entropy group, highest entropy first; sum 1",
+        max_length=MAX_ENTROPY_GROUPS,
+    )
+    clip_mode: Literal["fixed", "entropy_adaptive", "weight", "before_mean", "none"] = setting(
+        "fixed",
+        "fixed: PPO, DAPO. entropy_adaptive: ESPO eq. 8. weight: CISPO, the clipped ratio as a constant "
+        "factor. before_mean: GMPO, each token's ratio is clipped first. none: no clip.",
+    )
+    clip_eps_low: float = setting(0.2, "ratios below 1 - this are clipped", gt=0, le=1)
+    clip_eps_high: float = setting(0.2, "ratios above 1 + this are clipped", gt=0)
+    entropy_clip_coef: float = setting(0.02, "alpha of ESPO's entropy-adaptive clip", gt=0)
+    entropy_clip_form: Literal["token_group_mean", "literal"] = setting(
+        "token_group_mean",
+        "token_group_mean: eps from the mean entropy of the token group. literal: ESPO eq. 8 as printed.",
+    )
+    loss_agg: Literal["sequence_mean", "token_mean", "token_group_mean", "fixed_length"] = setting(
+        "sequence_mean",
+        "sequence_mean: mean over the tokens of a completion, then over completions. token_mean: over all "
+        "tokens. token_group_mean: over token groups, then completions. fixed_length: sum / max_new_tokens.",
+    )
+    adv_norm: Literal["group_std", "mean_only"] = setting(
+        "group_std", "group_std: divide by the standard deviation of the group. mean_only: do not divide."
+    )
+    tie_band: float = setting(0.0, "rewards so close to the group's mean are ties, advantage 0; 0: off", ge=0)
+    correctness_guard: bool = setting(False, "no positive advantage if wrong, no negative one if right")
+    rollout_correction: Literal["none", "token_tis", "sequence_tis", "sequence_mask"] = setting(
+        "none",
+        "importance weight trainer / engine. token_tis: truncated per token. sequence_tis: truncated per "
+        "completion. sequence_mask: 0 above the cap. none: 1.",
+    )
+    rollout_correction_cap: float = setting(2.0, "largest such weight", gt=0)
+    old_policy: Literal["trainer", "rollout"] = setting(
+        "trainer",
+        "denominator of the ratio. trainer: the trainer's policy before the update. rollout: the engine's "
+        "(bypass).",
+    )
+    router_replay: Switch[Literal["off", "r2", "r3"]] = setting(
+        "off",
+        "experts that the trainer uses. off: its own router's. r2: those of its old-logprob pass. r3: the "
+        "engine's.",
+    )
+    mismatch_gate: float = setting(
+        0.015, "warn if k3 KL of trainer and engine is above; 0: no gate", True, ge=0
+    )
+    mismatch_patience: int = setting(10, "stop after so many such steps in a row; 0: never", True, ge=0)
+    kl_coef: float = setting(0.0, "beta of the KL penalty to the first policy; 0: no reference model", ge=0)
+
+
+class TrainSettings(Section):
+    """How long and how fast, and what an update is made of."""
+
+    num_steps: int = setting(200, "steps; each is one rollout and minibatches_per_step updates", True, ge=1)
+    max_generated_tokens: int | None = setting(
+        None, "stop when so many were generated; null: off", True, ge=1
+    )
+    minibatches_per_step: int = setting(1, "updates per rollout; above 1 the later ones are off-policy", ge=1)
+    micro_batch_tokens: int = setting(
+        32768, "padded tokens per forward and rank; longer rows go alone", True, ge=1
+    )
+    balance: bool = setting(
+        True,
+        "true: as many tokens for each rank and forward. false: as many rows, as they come.",
+        True,
+    )
+    learning_rate: float = setting(1e-6, "learning rate of AdamW", gt=0)
+    warmup_steps: int = setting(0, "steps of linear warm-up; then constant", ge=0)
+    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's two moving averages")
+    weight_decay: float = setting(0.0, "weight decay of AdamW", ge=0)
+    max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm", gt=0)
+    zero_stage: Literal[1, 2] = setting(
+        1, "DeepSpeed ZeRO. 1: shards the optimizer's state. 2: gradients, too."
+    )
+    seed: int = setting(0, "seed of prompt order and sampling", ge=0)
+
+
+class EvalSettings(Section):
+    """When and how held-out sets are evaluated."""
+
+    every: int = setting(50, "steps between evaluations, besides first and last; 0: only those", True, ge=0)
+    num_samples: int = setting(
+        8, "k sampled completions per prompt for avg@k and pass@k; 0: greedy only", True, ge=0
+    )
+    max_new_tokens: int | None = setting(None, "completions are cut here; null: as in rollout", True, ge=1)
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings = RewardSettings()
+    zero_variance: ZeroVarianceSettings = ZeroVarianceSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    train: TrainSettings = TrainSettings()
+    eval: EvalSettings = EvalSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    run: RunSettings = RunSettings()
+
+
+RENAMED = {  # {a setting or a choice that an older YAML may hold: the end of the sentence that refuses it}
+    "model.head": "is called model.logprob_kernel",
+    "rollout.reward_aware": "is called rollout.count_reward_time",
+    "algorithm.loss_agg=group_mean": "is called token_group_mean",
+    "algorithm.entropy_clip_form=group_mean": "is called token_group_mean",
+    "rollout.schedule=oracle": "is a part of experiments.bench.rollout only: set longest_first",
+    "rollout.overprovision": "was removed, see experiments/README.md, what did not pay: leave it out",
+    "eval.overlap": "was removed, evaluations have a phase of their own: leave it out",
+    "checkpoint.overlap": "was removed, the run waits for its checkpoints: leave it out",
+}
+
+
+def check_config(config: Config) -> None:
+    """Check settings against each other; ValueError names both."""
+    if not config.data.train:
+        raise ValueError("data.train: no prompt set to train on; see experiments/environments/demo.yaml")
+    for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
+        for source in sources:
+            if not is_kind(source.kind):
+                raise ValueError(f"data.{name}[].kind: {source.kind!r} is none of {', '.join(KINDS)}")
+    for function in config.reward.functions:
+        if function in KINDS or not is_kind(function):
+            raise ValueError(f"reward.functions: {function!r} is no module:function")
+    labels = [source.label for source in config.data.eval]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"data.eval[].name: {', '.join(labels)} are not all different; name the sets")
+    shares = config.algorithm.entropy_groups
+    if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+        raise ValueError(f"algorithm.entropy_groups: {list(shares)} must be positive and sum to 1")
+    refuse_contradictions(algorithm_contradictions(config) | rollout_contradictions(config))
+
+
+def algorithm_contradictions(config: Config) -> dict[str, tuple]:
+    """List contradictions in rewards, zero-variance elimination and loss, for refuse_contradictions()."""
+    rollout, reward, zero, algo = config.rollout, config.reward, config.zero_variance, config.algorithm
+    explore = min(zero.explore_solved, zero.explore_unsolved)
+    return {
+        "zero_variance.refill {} needs zero_variance.drop, which is {}": (
+            zero.refill, zero.drop, zero.refill and not zero.drop),
+        "zero_variance.rl_zvp {} reshapes the groups that zero_variance.drop {} removes: choose one": (
+            zero.rl_zvp, zero.drop, zero.rl_zvp and zero.drop),
+        "zero_variance.explore_solved or _unsolved {} and retest_steps {} would lose prompts for ever": (
+            explore, zero.retest_steps, zero.history and explore == 0 and zero.retest_steps == 0),
+        "reward.overlong_buffer {} must be at most rollout.max_new_tokens {}": (
+            reward.overlong_buffer, rollout.max_new_tokens, reward.overlong_buffer > rollout.max_new_tokens),
+        "reward.judge {!r} and reward.judge_path {!r}: set both or neither": (
+            reward.judge, reward.judge_path, (reward.judge == "none") != (reward.judge_path is None)),
+        "reward.judge_mode {!r} needs a judge, reward.judge is {!r}": (
+            reward.judge_mode, reward.judge, reward.judge == "none" and reward.judge_mode != "score"),
+        "reward.judge {!r} gives verdicts on pairs only, not reward.judge_mode {!r}": (
+            reward.judge, reward.judge_mode, reward.judge == "generative" and reward.judge_mode == "score"),
+        "algorithm.clip_mode {!r} clips each token before the mean: algorithm.ratio_level {!r} has none": (
+            algo.clip_mode, algo.ratio_level,
+            algo.clip_mode == "before_mean" and algo.ratio_level == "token"),
+        "algorithm.entropy_clip_form {!r} has no effect with algorithm.clip_mode {!r}": (
+            algo.entropy_clip_form, algo.clip_mode,
+            algo.entropy_clip_form == "literal" and algo.clip_mode != "entropy_adaptive"),
+        "algorithm.old_policy {!r}: the ratio is the correction already, algorithm.rollout_correction {!r}": (
+            algo.old_policy, algo.rollout_correction,
+            algo.old_policy == "rollout" and algo.rollout_correction != "none"),
+        "algorithm.old_policy {!r} makes no old-logprob pass, algorithm.router_replay {!r} replays one": (
+            algo.old_policy, algo.router_replay, algo.old_policy == "rollout" and algo.router_replay == "r2"),
+        "algorithm.ratio_form {!r} has no effect with algorithm.ratio_level {!r}": (
+            algo.ratio_form, algo.ratio_level,
+            algo.ratio_form != "geometric" and algo.ratio_level == "token"),
+    }  # fmt: skip
+
+
+def rollout_contradictions(config: Config) -> dict[str, tuple]:
+    """List contradictions in the rollout, for refuse_contradictions()."""
+    rollout, zero, algo = config.rollout, config.zero_variance, config.algorithm
+    return {
+        "train.minibatches_per_step {} must divide rollout.prompts_per_step {}": (
+            config.train.minibatches_per_step, rollout.prompts_per_step,
+            rollout.prompts_per_step % config.train.minibatches_per_step != 0),
+        "zero_variance.probe_size {} must be below rollout.group_size {}": (
+            zero.probe_size, rollout.group_size, zero.probe_size >= rollout.group_size),
+        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {}": (
+            algo.router_replay, rollout.capture_routes,
+            algo.router_replay == "r3" and not rollout.capture_routes),
+        "rollout.expert_parallel {} needs rollout.tensor_parallel above 1, which is {}": (
+            rollout.expert_parallel, rollout.tensor_parallel,
+            rollout.expert_parallel and rollout.tensor_parallel == 1),
+        "rollout.expert_parallel {} and rollout.fp8 {!r}: vLLM quantises on GPUs itself, set fp8 to on": (
+            rollout.expert_parallel, rollout.fp8,
+            rollout.expert_parallel and rollout.fp8 == "simulate"),
+        "rollout.fp8 {!r} needs rollout.dtype bfloat16, not {!r}": (
+            rollout.fp8, rollout.dtype, rollout.fp8 == "on" and rollout.dtype != "bfloat16"),
+    }  # fmt: skip
+
+
+def config_warnings(config: Config) -> list[str]:
+    """List legitimate but unusual combinations, to be said once at start."""
+    algo, warnings = config.algorithm, []
+    if algo.ratio_level != "token" and algo.clip_mode == "fixed" and algo.clip_eps_high >= 0.1:
+        warnings.append(
+            f"algorithm.clip_eps_high {algo.clip_eps_high} is wide for algorithm.ratio_level "
+            f"{algo.ratio_level!r}: GSPO uses 3e-4 and 4e-4"
+        )
+    if algo.loss_agg == "token_group_mean" and algo.ratio_level != "entropy_group":
+        warnings.append(
+            f"algorithm.loss_agg 'token_group_mean' without entropy groups (algorithm.ratio_level "
+            f"{algo.ratio_level!r}) is the mean over tokens"
+        )
+    if algo.router_replay == "r2" and config.train.minibatches_per_step == 1:
+        warnings.append(
+            "algorithm.router_replay 'r2' with train.minibatches_per_step 1 changes nothing: the only update "
+            "is made with the routes of the old policy anyway"
+        )
+    if config.rollout.group_size == 1:
+        warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
+    return warnings
+
+
+def load_config(argv: list[str], description: str = "") -> Config:
+    """Read a command line: defaults < YAMLs of --config < section.key=value; ValueError names the setting."""
+    config = read_config(Config, argv, "train_rl.py", description, RENAMED)
+    check_config(config)
+    return config
+
+
+# ============================================================================================================
+# 2 Rollouts: choose prompts, sample and score completions in rounds (arXiv 2512.07710, stages 1b and 1c)
 # ============================================================================================================
 ZERO_VARIANCE = 1e-6  # scores of a group closer than this are equal: no rounding error becomes an advantage
 
 
 def score_of(verdict: Verdict, dense: bool) -> float:
-    """The correctness part of the reward in [0, 1], before penalties and judges: 0 or 1, or dense."""
+    """Return the correctness part of the reward in [0, 1], before penalties and judges: 0 or 1, or dense."""
     return verdict.pass_frac if dense else verdict.reward
 
 
@@ -107,324 +403,321 @@ def score_of(verdict: Verdict, dense: bool) -> float:
 class Group:
     """One prompt of a step with its completions so far."""
 
-    place: int  # among the prompts sampled in this step over all ranks
+    slot: int  # its number among the prompts sampled in this step over all ranks
     prompt_index: int  # in the training set
     completions: list[Completion] = field(default_factory=list)
-    verdicts: list[Verdict | None] = field(default_factory=list)  # None: still out, or of one that was cut
+    verdicts: list[Verdict] = field(default_factory=list)
     minibatch: int = 0  # the update of the step that it is part of
-    expected_tokens: list[float] = field(default_factory=list)  # [G] of each completion; empty: no matter
-    guessed: bool = False  # the expectation is not of this prompt
+    expected_tokens: float = 0.0  # expected length of each completion; 0: not used (schedule arrival)
+    guessed: bool = False  # expected_tokens is a guess: nothing is known of this prompt
 
-    @classmethod
-    def from_dict(cls, saved: dict) -> "Group":
-        """Undo asdict()."""
-        completions = [Completion(**completion) for completion in saved["completions"]]
-        verdicts = [verdict and Verdict(**verdict) for verdict in saved["verdicts"]]
-        return cls(**saved | {"completions": completions, "verdicts": verdicts})
-
-    def put(self, sample: int, completion: Completion, verdict: Verdict | None) -> None:
-        """Enter a completion, the next one or in place of its beginning; no verdict of one that was cut."""
-        self.completions[sample : sample + 1] = [completion]
-        self.verdicts[sample : sample + 1] = [verdict]
-
-    def unfinished(self, group_size: int) -> list[int]:
-        """Which of its completions are still to be sampled, or to be continued."""
-        ended = [c.finish_reason != "cut" for c in self.completions]
-        return [i for i in range(group_size) if i >= len(ended) or not ended[i]]
-
-    def expected(self, sample: int) -> float:
-        """Tokens that a completion is expected to take from now on; 1 where that is no matter."""
-        begun = len(self.completions[sample].token_ids) if sample < len(self.completions) else 0
-        return max(1.0, self.expected_tokens[sample] - begun) if self.expected_tokens else 1.0
-
-    def outcome(self, dense: bool) -> "Outcome":
-        tokens = sum(len(c.token_ids) for c in self.completions)
-        return Outcome.of(self.place, self.prompt_index, tokens, self.verdicts, dense)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What all ranks know of a group."""
-
-    place: int
-    prompt_index: int
-    solved: int
-    valid: int  # verdicts that are neither timeouts nor errors
-    score_sum: float  # of the valid ones
-    tokens: int
-    completions: int
-    has_variance: bool
-
-    @classmethod
-    def of(
-        cls, place: int, prompt_index: int, tokens: int, verdicts: list[Verdict | None], dense: bool
-    ) -> "Outcome":
-        """tokens: of all completions; None stands for a verdict that is still out."""
-        valid = [v for v in verdicts if v is not None and v.status not in ("timeout", "error")]
+    def outcome(self, dense: bool) -> "GroupOutcome":
+        """Sum up the group for the other ranks."""
+        valid = [v for v in self.verdicts if v.status not in ("timeout", "error")]
         scores = [score_of(v, dense) for v in valid]
-        return cls(
-            place=place,
-            prompt_index=prompt_index,
+        return GroupOutcome(
+            slot=self.slot,
+            prompt_index=self.prompt_index,
             solved=sum(v.status == "ok" for v in valid),
             valid=len(valid),
             score_sum=sum(scores),
-            tokens=tokens,
-            completions=len(verdicts),
-            # [ours] of the correctness part: penalties would hide that a group teaches nothing
+            tokens=sum(len(c.token_ids) for c in self.completions),
+            completions=len(self.verdicts),
+            # [ours] the correctness part decides: penalties would hide that a group teaches nothing
             has_variance=len(scores) >= 2 and max(scores) - min(scores) > ZERO_VARIANCE,
         )
 
 
-def choose_prompts(
-    wanted: int, consumed: int, history: PromptHistory, step: int, config: Config
-) -> tuple[list[int], int]:
-    """The next `wanted` prompts that their record does not rule out, and how many were offered for them.
+@dataclass(frozen=True)
+class GroupOutcome:
+    """What all ranks know of a group."""
 
-    A whole epoch of offers that does not fill the list ends the skipping: what comes next is taken.
+    slot: int
+    prompt_index: int
+    solved: int
+    valid: int  # verdicts that are neither timeouts nor errors
+    score_sum: float  # over the valid ones
+    tokens: int
+    completions: int
+    has_variance: bool
+
+
+Jobs = list[tuple[Group, Sequence[int]]]  # completions to sample: of each group these, of its G
+
+
+def choose_prompts(
+    num_prompts: int, consumed: int, history: PromptHistory, step: int, config: Config
+) -> tuple[list[int], int]:
+    """Return the next prompts that their record does not rule out, and how many were offered for them.
+
+    This is stage 1b. After a full epoch of offers skipping is switched off, so that the loop always ends.
     """
-    chosen, offered, num_prompts = [], 0, len(history.tried)
-    while len(chosen) < wanted:
-        (prompt,) = prompts_of_step(num_prompts, 1, consumed + offered, config.train.seed)
-        skip_prob = history.skip_prob(prompt, step, config.rollout.group_size, config.zero_variance)
-        draw = random.Random(seed_of(config.train.seed, "skip", consumed + offered)).random()
-        if draw >= skip_prob or offered >= num_prompts:
+    zero, chosen, offered, set_size = config.zero_variance, [], 0, len(history.tried)
+    while len(chosen) < num_prompts:
+        (prompt,) = prompts_of_step(set_size, 1, consumed + offered, config.train.seed)
+        skip_prob = 0.0
+        if zero.history and offered < set_size:
+            skip_prob = history.skip_prob(
+                prompt, step, config.rollout.group_size, prior=zero.prior, retest_steps=zero.retest_steps,
+                explore_solved=zero.explore_solved, explore_unsolved=zero.explore_unsolved,
+            )  # fmt: skip
+        if random.Random(seed_of(config.train.seed, "skip", consumed + offered)).random() >= skip_prob:
             chosen.append(prompt)
         offered += 1
     return chosen, offered
 
 
-def stays(outcome: Outcome, settings: ZeroVarianceSection) -> bool:
-    """Whether a group takes part in the update."""
-    return outcome.has_variance or not settings.drop
-
-
-def num_wanted(outcomes: dict[int, Outcome], probing: list[int], config: Config) -> int:
-    """New prompts of the next round, given what has been sampled and whose probes go on."""
-    settings, group_size = config.zero_variance, config.rollout.group_size
-    if settings.refill:
-        useful = sum(o.has_variance or o.place in probing for o in outcomes.values())
+def num_new_prompts(outcomes: dict[int, GroupOutcome], probing: list[int], config: Config) -> int:
+    """Return how many prompts the next round samples, given what was sampled and whose probes go on."""
+    zero, group_size = config.zero_variance, config.rollout.group_size
+    if zero.refill:
+        useful = sum(o.has_variance or o.slot in probing for o in outcomes.values())
         return config.rollout.prompts_per_step - useful
-    reserved = len(probing) * (group_size - settings.probe_size)
+    reserved = len(probing) * (group_size - zero.probe_size)
     spent = sum(o.completions for o in outcomes.values())
     return (config.rollout.prompts_per_step * group_size - spent - reserved) // group_size
 
 
-Work = list[tuple[Group, Sequence[int]]]  # completions to sample: of each group these, of its G
+@dataclass
+class Rollouts:
+    """Samples completions on this rank and has each scored while others are being generated."""
 
+    config: Config
+    engine: RolloutEngine
+    pool: RewardPool
+    tokenizer: object
+    prompts: list[Prompt]  # the training set
+    prompt_ids: list[list[int]]  # their token ids
+    clock: Clock
 
-def expect_lengths(
-    work: Work, look_ahead: Callable[[Work], list[list[int]]], history: PromptHistory, prompts, config: Config
-) -> None:
-    """Set expected_tokens of the groups in work, by rollout.schedule.
+    def sample_step(
+        self, state: TrainState, history: PromptHistory
+    ) -> tuple[list[Group], dict[int, GroupOutcome], Counter]:
+        """Sample the groups of one step. Collective.
 
-        arrival        all alike: no order but that of the prompts (the contrast)
-        longest_first  by the record of each prompt
-        oracle         as they will be: everything is sampled twice (for ablations of the record)
+        Returns this rank's groups, {slot: outcome} of all ranks, and an account over all ranks. Plain: one
+        round of prompts_per_step groups. With probing (stage 1c), a group first gets probe_size completions;
+        if it would end with zero variance it stops there, and the completions it does not use buy other
+        prompts. With refill (DAPO, arXiv 2503.14476, eq. 11), new prompts are sampled until prompts_per_step
+        groups have variance. max_rounds ends both: the batch is then short. In each round the ranks get about
+        as many expected tokens, longest prompts first.
+        """
+        config, zero, group_size = self.config, self.config.zero_variance, self.config.rollout.group_size
+        groups: list[Group] = []  # those of all ranks, by slot; completions are with the owner only
+        owner: list[int] = []  # [groups] rank
+        outcomes: dict[int, GroupOutcome] = {}
+        account, probing, num_new = Counter(), [], config.rollout.prompts_per_step
+        while num_new or probing:
+            chosen, offered = choose_prompts(num_new, state.consumed_prompts, history, state.step, config)
+            state.consumed_prompts += offered
+            account.update(offered=offered, skipped=offered - num_new, rounds=1)
+            account.update(refilled=num_new if outcomes else 0)
+            new = [Group(len(groups) + i, prompt_index) for i, prompt_index in enumerate(chosen)]
+            groups += new
+            rest, first = range(zero.probe_size, group_size), range(zero.probe_size or group_size)
+            jobs = [(groups[slot], rest) for slot in probing] + [(group, first) for group in new]
+            self.set_expected_lengths(jobs, history)
+            found = self.generate_round(jobs, owner, state.step)
+            outcomes |= {outcome.slot: outcome for outcome in found}
+            probing = [
+                outcome.slot
+                for outcome in found
+                if outcome.completions < group_size
+                and history.zero_variance_after(outcome, group_size, zero.prior) < zero.probe_stop_prob
+            ]
+            num_new = num_new_prompts(outcomes, probing, config) if account["rounds"] < zero.max_rounds else 0
+        stopped = sum(o.completions < group_size for o in outcomes.values())
+        account.update(probed=len(outcomes) if zero.probe_size else 0, stopped=stopped)
+        rank = dist.get_rank()
+        return [group for group in groups if owner[group.slot] == rank], outcomes, account
 
-    work is that of all ranks; all ranks call it.
-    """
-    rank, world_size, group_size = dist.get_rank(), dist.get_world_size(), config.rollout.group_size
-    match config.rollout.schedule:
-        case "arrival":
-            pass
-        case "longest_first":
-            history.expect([group for group, _ in work], prompts, group_size)
-        case "oracle":
-            lengths = [None] * world_size
-            dist.all_gather_object(lengths, look_ahead(work[rank::world_size]))
-            for i, (group, samples) in enumerate(work):
-                group.expected_tokens = group.expected_tokens or [0.0] * group_size
-                for sample, tokens in zip(samples, lengths[i % world_size][i // world_size]):
-                    group.expected_tokens[sample] = float(tokens)
+    def set_expected_lengths(self, jobs: Jobs, history: PromptHistory) -> None:
+        """Set expected_tokens and guessed of the groups, by rollout.schedule.
 
+        arrival        lengths are not used: prompts keep their order (the contrast)
+        longest_first  lengths are those of each prompt's record
+        """
+        match self.config.rollout.schedule:
+            case "arrival":
+                pass
+            case "longest_first":
+                lengths = history.expected_lengths([group.prompt_index for group, _ in jobs], self.prompts)
+                for (group, _), (tokens, guessed) in zip(jobs, lengths):
+                    group.expected_tokens, group.guessed = tokens, guessed
 
-def sample_groups(
-    generate: Callable[[Work], None],
-    look_ahead: Callable[[Work], list[list[int]]],
-    state: TrainState,
-    history: PromptHistory,
-    prompts: list[Prompt],
-    config: Config,
-) -> tuple[list[Group], dict[int, Outcome], Counter]:
-    """The rollouts of one step: this rank's groups, {place: outcome} of all ranks, account over all ranks.
+    def generate_round(self, jobs: Jobs, owner: list[int], step: int) -> list[GroupOutcome]:
+        """Deal jobs to ranks, sample this rank's, and return the outcomes of all ranks by slot. Collective.
 
-    generate(work) samples the completions of each range for its group and appends them with their verdicts;
-    look_ahead(work) tells their lengths and changes nothing; prompts: the training set.
-    Plain: one round of prompts_per_step groups. With probing (stage 1c), a group first gets probe_size
-    completions; if it would end with zero variance it stops there, and the completions it does not use buy
-    other prompts. With refill (DAPO, arXiv 2503.14476, eq. 11), new prompts are sampled until
-    prompts_per_step groups have variance. max_rounds ends both: the batch is then short.
-    In each round the ranks get about as many expected tokens, longest prompts first.
-    """
-    settings, group_size = config.zero_variance, config.rollout.group_size
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    groups: list[Group] = []  # of all ranks, by place; completions are with the owner only
-    outcomes: dict[int, Outcome] = {}  # {place: outcome} of all ranks
-    owner: list[int] = []  # [groups] rank
-    account, probing, wanted = Counter(), [], config.rollout.prompts_per_step
-    while wanted or probing:
-        chosen, offered = choose_prompts(wanted, state.consumed_prompts, history, state.step, config)
-        state.consumed_prompts += offered
-        account.update(offered=offered, skipped=offered - wanted, rounds=1)
-        account.update(refilled=wanted if outcomes else 0)
-        rest, first = range(settings.probe_size, group_size), range(settings.probe_size or group_size)
-        new = [Group(len(groups) + i, prompt_index) for i, prompt_index in enumerate(chosen)]
-        groups += new
-        work = [(groups[place], rest) for place in probing] + [(group, first) for group in new]
-        expect_lengths(work, look_ahead, history, prompts, config)
-        tokens = [sum(group.expected(i) for i in samples) for group, samples in work]
-        load = [0.0] * world_size
-        for place, size in zip(probing, tokens):
-            load[owner[place]] += size
-        owner += longest_first(tokens[len(probing) :], world_size, load)
-        own = [(group, samples) for group, samples in work if owner[group.place] == rank]
-        generate(own)
+        owner: the rank of each group so far, by slot; those of new groups are appended.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        tokens = [sum(group.expected_tokens or 1.0 for _ in samples) for group, samples in jobs]
+        load, num_started = [0.0] * world_size, sum(group.slot < len(owner) for group, _ in jobs)
+        for (group, _), size in zip(jobs[:num_started], tokens):  # a started group stays where it is
+            load[owner[group.slot]] += size
+        owner += longest_first(tokens[num_started:], world_size, load)
+        own = [(group, samples) for group, samples in jobs if owner[group.slot] == rank]
+        requests, prompts = self.requests(own, step)
+        completions, verdicts = self.generate(requests, prompts, step, "rollout")
+        for (group, _), completion, verdict in zip(samples_of(own), completions, verdicts):
+            group.completions.append(completion)
+            group.verdicts.append(verdict)
         everyone = [None] * world_size
-        dist.all_gather_object(everyone, [group.outcome(config.reward.dense) for group, _ in own])
-        probing = []
-        for outcome in sorted(sum(everyone, []), key=lambda o: o.place):
-            outcomes[outcome.place] = outcome
-            if outcome.completions < group_size:
-                zero_variance = history.zero_variance_after(outcome, group_size, settings.prior)
-                if zero_variance < settings.probe_stop_prob:
-                    probing.append(outcome.place)
-        wanted = num_wanted(outcomes, probing, config) if account["rounds"] < settings.max_rounds else 0
-    stopped = sum(o.completions < group_size for o in outcomes.values())
-    account.update(probed=len(outcomes) if settings.probe_size else 0, stopped=stopped)
-    return [group for group in groups if owner[group.place] == rank], outcomes, account
+        dist.all_gather_object(everyone, [group.outcome(self.config.reward.dense) for group, _ in own])
+        return sorted(sum(everyone, []), key=lambda outcome: outcome.slot)
+
+    def requests(self, jobs: Jobs, step: int) -> tuple[list[Request], list[Prompt]]:
+        """Make the engine's requests of jobs, and return the prompt of each with them."""
+        settings, prompts = self.config.rollout, [self.prompts[g.prompt_index] for g, _ in samples_of(jobs)]
+        requests = [
+            Request(
+                prompt_ids=self.prompt_ids[group.prompt_index],
+                seed=seed_of(self.config.train.seed, step, group.slot, sample),
+                temperature=settings.temperature,
+                max_new_tokens=settings.max_new_tokens,
+                group=group.slot,
+                expected_tokens=group.expected_tokens or 1.0,
+                guessed=group.guessed,
+            )
+            for group, sample in samples_of(jobs)
+        ]
+        return self.add_reward_cost(requests, prompts), prompts
+
+    def add_reward_cost(self, requests: list[Request], prompts: list[Prompt]) -> list[Request]:
+        """Raise the priority of requests whose verifier is slow [ours].
+
+        Otherwise short completions start last and their verdicts queue after generation has ended. Mean
+        scoring seconds are converted to tokens (divided by the seconds of an engine step) and doubled: of 1,
+        2 and 4 the best in simulation.
+        """
+        settings = self.config.rollout
+        if not settings.count_reward_time or settings.schedule == "arrival":
+            return requests
+        pace = self.engine.seconds_per_step / 2
+        return [
+            replace(request, extra_tokens=self.pool.seconds.get(prompt.kind, 0.0) / pace)
+            for request, prompt in zip(requests, prompts)
+        ]
+
+    def generate(
+        self, requests: list[Request], prompts: list[Prompt], version: int, label: str
+    ) -> tuple[list[Completion], list[Verdict]]:
+        """Complete all requests and return completions and verdicts in their order.
+
+        prompts: that of each request; version: of the policy that the engine must hold. The clock's phase
+        `label` is the generation, "reward" the wait for verdicts that it did not hide. With reward.overlap
+        off all scoring comes after all generation.
+        """
+        overlap = self.config.reward.overlap
+        hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal only
+        progress = tqdm(total=len(requests), desc=label, position=1, leave=False, delay=1.0, disable=hidden)
+
+        def on_finished(index: int, completion: Completion) -> None:
+            if overlap:
+                self.submit(index, prompts[index], completion)
+            progress.update()
+
+        with self.clock(label):
+            completions = self.engine.generate(requests, version, on_finished, self.pool.poll)
+        progress.close()
+        with self.clock("reward"):
+            for index, completion in enumerate([] if overlap else completions):
+                self.submit(index, prompts[index], completion)
+            verdicts = self.pool.collect()
+        return completions, [verdicts[index] for index in range(len(requests))]
+
+    def submit(self, key: Hashable, prompt: Prompt, completion: Completion) -> None:
+        """Hand a completion to the reward workers, where reward.decode says as text or as tokens."""
+        match self.config.reward.decode:
+            case "workers":
+                text = completion.token_ids
+            case "engine":
+                text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        self.pool.submit(key, prompt.kind, text, prompt.answer)
 
 
-def sample_ahead(
-    generate: Callable[[Work, int], None],
-    carried: list[Group],
-    state: TrainState,
-    history: PromptHistory,
-    prompts: list[Prompt],
-    config: Config,
-) -> tuple[list[Group], list[Group], dict[int, Outcome], Counter]:
-    """sample_groups() without waiting for the longest: also returns the groups to carry to the next step.
-
-    A rank works on (1 + overprovision) times its share of groups, those carried among them, and stops when
-    its share is complete. The others keep their tokens, log-probabilities and the versions of the policy that
-    drew them; the next step goes on from there (after APRIL, arXiv 2509.18521, and others). Tokens of an
-    older policy are off-policy: rollout_correction weighs them. Short groups are trained on before long ones.
-    """
-    rank, world_size, group_size = dist.get_rank(), dist.get_world_size(), config.rollout.group_size
-    share = config.rollout.prompts_per_step // world_size
-    each = math.ceil(share * (1 + config.rollout.overprovision))
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, len(carried))
-    wanted = each * world_size - sum(everyone)
-    chosen, offered = choose_prompts(wanted, state.consumed_prompts, history, state.step, config)
-    state.consumed_prompts += offered
-    first = sum(everyone[:rank])
-    own = [replace(group, place=first + i) for i, group in enumerate(carried)]
-    new = [Group(sum(everyone) + i, prompt_index) for i, prompt_index in enumerate(chosen)]
-    expect_lengths([(group, range(group_size)) for group in new], lambda work: [], history, prompts, config)
-    room = [each - number for number in everyone]
-    owner = longest_first([group.expected(0) for group in new], world_size, room=room)
-    own += [group for group, r in zip(new, owner) if r == rank]
-    missing = share - sum(not group.unfinished(group_size) for group in own)  # some were complete in time
-    generate([(group, group.unfinished(group_size)) for group in own], missing)
-    complete = [group for group in own if not group.unfinished(group_size)][:share]
-    dist.all_gather_object(everyone, [group.outcome(config.reward.dense) for group in complete])
-    outcomes = {o.place: o for o in sorted(sum(everyone, []), key=lambda o: o.place)}
-    account = Counter(offered=offered, skipped=offered - wanted, rounds=1)
-    places = {group.place for group in complete}
-    return complete, [group for group in own if group.place not in places], outcomes, account
+def samples_of(jobs: Jobs) -> list[tuple[Group, int]]:
+    """List (group, sample) of every completion that jobs ask for."""
+    return [(group, sample) for group, samples in jobs for sample in samples]
 
 
-def drop_and_balance(
-    groups: list[Group], outcomes: dict[int, Outcome], config: Config
-) -> tuple[list[Group], dict[int, Outcome]]:
-    """This rank's groups of the update, and the outcomes of those of all ranks; all ranks call it.
+# ============================================================================================================
+# 3 Filter groups without variance, deal what is kept to ranks and updates, make the batch
+# ============================================================================================================
+def is_kept(outcome: GroupOutcome, settings: ZeroVarianceSettings) -> bool:
+    """Tell whether a group takes part in the update."""
+    return outcome.has_variance or not settings.drop
 
-    What is left after dropping is cut, in its order, into the minibatches of the step, and each of them is
+
+def drop_and_deal(
+    groups: list[Group], outcomes: dict[int, GroupOutcome], config: Config
+) -> tuple[list[Group], dict[int, GroupOutcome]]:
+    """Return this rank's groups of the update, and the outcomes of those of all ranks. Collective.
+
+    What is kept after dropping is cut, in its order, into the minibatches of the step, and each of them is
     dealt to the ranks so that they train on about as many tokens (train.balance; else on as many
     completions). Which rank sampled a group has no part in it: scheduling does not change an update.
     """
     world_size = dist.get_world_size()
-    left = {place: o for place, o in sorted(outcomes.items()) if stays(o, config.zero_variance)}
-    places, per_minibatch = list(left), -(-len(left) // config.train.minibatches_per_step) or 1
-    owner, minibatch = {}, {place: i // per_minibatch for i, place in enumerate(places)}
-    for start in range(0, len(places), per_minibatch):
-        part = places[start : start + per_minibatch]
-        sizes = [left[place].tokens if config.train.balance else left[place].completions for place in part]
+    kept = {slot: o for slot, o in sorted(outcomes.items()) if is_kept(o, config.zero_variance)}
+    slots, per_minibatch = list(kept), -(-len(kept) // config.train.minibatches_per_step) or 1
+    owner, minibatch = {}, {slot: i // per_minibatch for i, slot in enumerate(slots)}
+    for start in range(0, len(slots), per_minibatch):
+        part = slots[start : start + per_minibatch]
+        sizes = [kept[slot].tokens if config.train.balance else kept[slot].completions for slot in part]
         owner |= zip(part, longest_first(sizes, world_size))
-    parcels = [[group for group in groups if owner.get(group.place) == r] for r in range(world_size)]
-    groups = sorted(exchange(parcels), key=lambda group: group.place)
-    return [replace(group, minibatch=minibatch[group.place]) for group in groups], left
+    parcels = [[group for group in groups if owner.get(group.slot) == r] for r in range(world_size)]
+    groups = sorted(exchange(parcels), key=lambda group: group.slot)
+    return [replace(group, minibatch=minibatch[group.slot]) for group in groups], kept
 
 
-# ============================================================================================================
-# 3 The batch
-# ============================================================================================================
 @dataclass
 class RolloutBatch:
-    """What flows through a step on one rank: completions, group after group. Each field is written once,
-    but for verdicts and valid where verdicts come late."""
+    """What flows through a step on one rank: completions, group after group. Each field is written once."""
 
     prompts: list[Prompt]  # [B]
     prompt_ids: list[list[int]]  # [B] ragged
     completion_ids: list[list[int]]  # [B] ragged
     finish_reason: list[str]  # [B] "stop" or "length"
-    verdicts: list[Verdict | None]  # [B] None: still out
+    verdicts: list[Verdict]  # [B]
     response_mask: Tensor  # [B, T] bool, where the policy chose the token and the loss applies
-    rollout_logprobs: Tensor  # [B, T] nats, the sampler's
+    rollout_logprobs: Tensor  # [B, T] nats, the engine's
     group_index: Tensor  # [B] int64, which prompt of this rank
     minibatch: Tensor  # [B] int64, which update of the step
-    valid: Tensor  # [B] bool, False where the verifier gave no verdict or the reward is not finite
-    policy_lag: Tensor  # [B, T] int64, steps since the policy that drew the token; 0 but for what was cut
-    routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids, the sampler's
-    rewards: Tensor | None = None  # [B]
+    routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids, the engine's
     old_logprobs: Tensor | None = None  # [B, T] nats, the trainer's before the update
     entropy: Tensor | None = None  # [B, T] nats, full vocabulary, of the policy before the update
     old_routes: list[Tensor] | None = None  # [B] of [p + c - 1, L, K], the trainer's before the update
-    route_mismatch: Tensor | None = None  # [B, T], 1 where old_routes are not those of the sampler
-    advantages: Tensor | None = None  # [B, T]
+    route_mismatch: Tensor | None = None  # [B, T], 1 where old_routes are not those of the engine
     ref_logprobs: Tensor | None = None  # [B, T] nats, the first policy's; only with kl_coef > 0
+    rewards: Tensor | None = None  # [B]
+    valid: Tensor | None = None  # [B] bool, False where there is no verdict or the reward is not finite
+    advantages: Tensor | None = None  # [B, T]
 
 
-def verdicts_of(groups: list[Group]) -> tuple[list[Verdict | None], Tensor]:
-    """Verdicts [B] of a batch, and which are valid [B] bool."""
-    verdicts = [verdict for group in groups for verdict in group.verdicts]
-    valid = [v is not None and v.status not in ("timeout", "error") for v in verdicts]
-    return verdicts, torch.tensor(valid, dtype=torch.bool)
+def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]]) -> RolloutBatch:
+    """Make the batch of one rank's groups, log-probabilities padded right with 0.
 
-
-def collate(
-    groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]], version: int = 0
-) -> RolloutBatch:
-    """Groups of one rank as a batch, log-probabilities padded right with 0.
-
-    prompts, prompt_ids: the training set; version: of the policy that is about to be updated.
+    prompts, prompt_ids: the training set.
     """
     rows = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.completions))]
     completions = [group.completions[i] for _, group, i in rows]
-    verdicts, valid = verdicts_of(groups)
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
     longest = max([1, *lengths.tolist()])
     response_mask = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
     rollout_logprobs = torch.zeros(response_mask.shape)
     rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
-    policy_lag = torch.zeros(response_mask.shape, dtype=torch.int64)
-    for row, completion in enumerate(completions):
-        lag = [version - v for v, tokens in completion.spans for _ in range(tokens)]
-        if any(lag):
-            policy_lag[row, : len(lag)] = torch.tensor(lag)
     routes = [c.routed_experts for c in completions]
     return RolloutBatch(
         prompts=[prompts[group.prompt_index] for _, group, _ in rows],
         prompt_ids=[prompt_ids[group.prompt_index] for _, group, _ in rows],
         completion_ids=[c.token_ids for c in completions],
         finish_reason=[c.finish_reason for c in completions],
-        verdicts=verdicts,
+        verdicts=[group.verdicts[i] for _, group, i in rows],
         response_mask=response_mask,
         rollout_logprobs=rollout_logprobs,
         group_index=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
         minibatch=torch.tensor([group.minibatch for _, group, _ in rows], dtype=torch.int64),
-        valid=valid,
-        policy_lag=policy_lag,
         routed_experts=None if all(ids is None for ids in routes) else routes,
     )
 
@@ -433,21 +726,25 @@ def collate(
 # 4 Rewards, advantages
 # ============================================================================================================
 def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer: int) -> float:
-    """Soft overlong punishment, 0 to -1 over the last `buffer` tokens (DAPO, arXiv 2503.14476, eq. 13)."""
+    """Return the soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13).
+
+    It falls from 0 to -1 over the last `buffer` tokens.
+    """
     return -max(0, num_tokens - (max_new_tokens - buffer)) / buffer if buffer else 0.0
 
 
 def repetition_ratio(token_ids: list[int], ngram: int) -> float:
-    """Share of n-grams that occurred before: 1 - distinct / all, 0 if there is none [ours: shape]."""
+    """Return the share of n-grams that occurred before [ours: shape]: 1 - distinct / all, 0 without any."""
     ngrams = [tuple(token_ids[i : i + ngram]) for i in range(len(token_ids) - ngram + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
 def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: str) -> list[float]:
-    """The judge's reward of each completion (method, section 4; mapping to rewards [ours]).
+    """Return the judge's reward of each completion [ours: the mapping from verdicts to rewards].
 
-    score: sigmoid of a scalar model's score; pairwise_reference: better / tie / worse than the reference
-    answer as 1 / 0 / -1; round_robin: mean over the group's others of better 1, tie 1/2, worse 0.
+    score               sigmoid of a scalar model's score
+    pairwise_reference  better / tie / worse than the reference answer as 1 / 0 / -1
+    round_robin         mean over the group's others of better 1, tie 1/2, worse 0
     """
     prompts = [prompt.text for prompt in batch.prompts]
     match mode:
@@ -460,7 +757,7 @@ def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: str) -> li
 
 
 def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config) -> Tensor:
-    """Reward of each completion [B]: verifier, mixed with the judge, minus penalties (stage 2)."""
+    """Return the reward of each completion [B]: verifier, mixed with the judge, minus penalties (stage 2)."""
     settings = config.reward
     rewards = [score_of(v, settings.dense) for v in batch.verdicts]
     if judge is not None and rewards:
@@ -473,6 +770,11 @@ def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config
     return torch.tensor(rewards)
 
 
+def has_verdict(verdicts: list[Verdict]) -> Tensor:
+    """Return [B] bool, False where the verifier timed out or failed."""
+    return torch.tensor([v.status not in ("timeout", "error") for v in verdicts], dtype=torch.bool)
+
+
 def compute_advantages(
     rewards: Tensor,
     valid: Tensor,
@@ -481,7 +783,7 @@ def compute_advantages(
     tie_band: float = 0.0,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Group-relative advantage of each completion (DeepSeekMath, section 4.1.2; ESPO, eq. 11).
+    """Return the group-relative advantage of each completion (DeepSeekMath, section 4.1.2; ESPO, eq. 11).
 
         A_i = (R_i - mean R) / (std R + eps) over the group; 0 if its rewards lie within ZERO_VARIANCE
 
@@ -507,7 +809,7 @@ def compute_advantages(
 
 
 def guard_correctness(advantages: Tensor, correct: Tensor) -> Tensor:
-    """No positive advantage for a wrong completion, no negative one for a right one [ours].
+    """Allow no positive advantage for a wrong completion and no negative one for a right one [ours].
 
     advantages [B]; correct [B] bool, by the verifier. Returns [B].
     """
@@ -515,7 +817,7 @@ def guard_correctness(advantages: Tensor, correct: Tensor) -> Tensor:
 
 
 def zero_variance_rows(batch: RolloutBatch, dense: bool) -> Tensor:
-    """[B] bool: valid completions of groups whose valid scores, two or more, are all equal."""
+    """Mark, [B] bool, the valid completions of groups whose valid scores, two or more, are all equal."""
     scores = torch.tensor([score_of(v, dense) for v in batch.verdicts])
     rows = torch.zeros(len(scores), dtype=torch.bool)
     for group in batch.group_index.unique():
@@ -526,7 +828,7 @@ def zero_variance_rows(batch: RolloutBatch, dense: bool) -> Tensor:
 
 
 def rl_zvp_advantages(entropy: Tensor, mask: Tensor, correct: Tensor, coef: float) -> Tensor:
-    """Token advantages of completions of zero-variance groups (RL-ZVP, arXiv 2509.21880) [secondary].
+    """Return token advantages of completions of zero-variance groups (RL-ZVP, arXiv 2509.21880) [secondary].
 
         right: +alpha H_t        wrong: -alpha (max_k H_k - H_t)
 
@@ -538,7 +840,7 @@ def rl_zvp_advantages(entropy: Tensor, mask: Tensor, correct: Tensor, coef: floa
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
-    """Advantage of each token [B, T] from the batch's rewards, verdicts and, for RL-ZVP, entropies."""
+    """Return the advantage of each token [B, T], of rewards, verdicts and, for RL-ZVP, entropies."""
     algorithm = config.algorithm
     correct = torch.tensor([v.status == "ok" for v in batch.verdicts], dtype=torch.bool)  # [B]
     advantages = compute_advantages(
@@ -558,23 +860,27 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
 # 5 Ratio, clip, loss
 # ============================================================================================================
 def entropy_groups(entropy: Tensor, mask: Tensor, shares: tuple[float, ...]) -> Tensor:
-    """Entropy group of each token of each completion, 0 the most uncertain (ESPO, arXiv 2512.00499, eq. 7).
+    """Return the entropy group of each token, 0 the most uncertain (ESPO, arXiv 2512.00499, eq. 7).
 
     The tokens of a completion in falling order of entropy are cut where the cumulative shares end, rounded up
     [paper: 20 % and 80 %; ours: per completion, rounding, equal entropies in the order of the text].
     entropy [B, T] nats, of the old policy; mask [B, T] bool. Returns [B, T] int64, any value on padding.
     """
     order = entropy.masked_fill(~mask, -1.0).argsort(dim=1, descending=True, stable=True)
-    place = order.argsort(dim=1)  # [B, T], 0 for the highest entropy
-    lengths, groups, total = mask.sum(dim=1, keepdim=True), torch.zeros_like(place), 0.0
+    rank = order.argsort(dim=1)  # [B, T], 0 for the highest entropy
+    lengths, groups, total = mask.sum(dim=1, keepdim=True), torch.zeros_like(rank), 0.0
     for share in shares[:-1]:
         total += share
-        groups += place >= (lengths.double() * total - 1e-9).ceil()
+        groups += rank >= (lengths.double() * total - 1e-9).ceil()
     return groups
 
 
-def ratio_groups(entropy: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> Tensor:
-    """[B, T] int64: tokens of a completion with the same number share an importance ratio."""
+def token_groups_of(entropy: Tensor, mask: Tensor, algorithm: AlgorithmSettings) -> Tensor:
+    """Return the token group of each token, [B, T] int64: tokens of a completion that share a ratio.
+
+    token          each token is a group                   sequence   a completion is a group
+    entropy_group  tokens of about one entropy are a group (ESPO)
+    """
     match algorithm.ratio_level:
         case "token":
             return torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
@@ -584,34 +890,35 @@ def ratio_groups(entropy: Tensor, mask: Tensor, algorithm: AlgorithmSection) -> 
             return entropy_groups(entropy, mask, algorithm.entropy_groups)
 
 
-def group_sum(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: sum of values over the group of each token; padding counts nowhere."""
+def token_group_sum(values: Tensor, token_groups: Tensor, mask: Tensor) -> Tensor:
+    """Return, for each token, the sum of values over its token group, [B, T]; padding counts nowhere."""
     sums = values.new_zeros(len(values), max(values.shape[1], MAX_ENTROPY_GROUPS))  # short rows: T < K
-    return sums.scatter_add(1, groups, values * mask).gather(1, groups)
+    return sums.scatter_add(1, token_groups, values * mask).gather(1, token_groups)
 
 
-def group_size_of(groups: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] float: number of tokens in the group of each token, at least 1."""
-    return group_sum(mask.to(torch.get_default_dtype()), groups, mask).clamp(min=1)
+def token_group_size(token_groups: Tensor, mask: Tensor) -> Tensor:
+    """Return, for each token, the number of tokens in its token group, [B, T] float, at least 1."""
+    return token_group_sum(mask.to(torch.get_default_dtype()), token_groups, mask).clamp(min=1)
 
 
-def group_mean(values: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """[B, T]: mean of values over the group of each token."""
-    return group_sum(values, groups, mask) / group_size_of(groups, mask).to(values.dtype)
+def token_group_mean(values: Tensor, token_groups: Tensor, mask: Tensor) -> Tensor:
+    """Return, for each token, the mean of values over its token group, [B, T]."""
+    sums = token_group_sum(values, token_groups, mask)
+    return sums / token_group_size(token_groups, mask).to(values.dtype)
 
 
 MAX_LOG_RATIO = 80.0  # above, float32 overflows and 0 * inf is NaN
 
 
-def importance_ratio(log_ratio: Tensor, groups: Tensor, mask: Tensor, form: str) -> Tensor:
-    """Ratio of each token's group, [B, T]: s = exp(mean over the group of log r) (ESPO, eq. 10; GSPO, eq. 7).
+def importance_ratio(log_ratio: Tensor, token_groups: Tensor, mask: Tensor, form: str) -> Tensor:
+    """Return the ratio of each token's group, [B, T]: s = exp(mean log r) (ESPO, eq. 10; GSPO, eq. 7).
 
     geometric      s                    gradient through the mean (GSPO, arXiv 2507.18071)
     stop_gradient  sg[s] r / sg[r]      the value s, each token its own gradient (GSPO-token, eq. 14;
                                         ESPO, eq. 9 in our reading [ours: as printed the value is not s])
     literal        sg[s] r              ESPO, eq. 9 as printed: pi_old in the denominator [paper]
     """
-    log_s = group_mean(log_ratio, groups, mask)
+    log_s = token_group_mean(log_ratio, token_groups, mask)
     match form:
         case "geometric":
             pass
@@ -623,51 +930,56 @@ def importance_ratio(log_ratio: Tensor, groups: Tensor, mask: Tensor, form: str)
 
 
 def entropy_clip_eps(
-    entropy: Tensor, groups: Tensor, mask: Tensor, log_vocab: float, algorithm: AlgorithmSection
+    entropy: Tensor, token_groups: Tensor, mask: Tensor, log_vocab: float, algorithm: AlgorithmSettings
 ) -> Tensor:
-    """Half-width of ESPO's clip interval, [B, T]: wider where the old policy was uncertain.
+    """Return the half-width of ESPO's clip interval, [B, T]: wider where the old policy was uncertain.
 
-    group_mean  eps = alpha mean_{t in tau}(e_t) / log|V|       [ours: reading of eq. 8]
-    literal     eps_t = alpha e_t / (|tau| log|V|)              [paper: eq. 8 as printed]
+    token_group_mean  eps = alpha mean_{t in tau}(e_t) / log|V|     [ours: reading of eq. 8]
+    literal           eps_t = alpha e_t / (|tau| log|V|)            [paper: eq. 8 as printed]
     """
     match algorithm.entropy_clip_form:
-        case "group_mean":
-            mean_entropy = group_mean(entropy, groups, mask)
+        case "token_group_mean":
+            mean_entropy = token_group_mean(entropy, token_groups, mask)
         case "literal":
-            mean_entropy = entropy / group_size_of(groups, mask)
+            mean_entropy = entropy / token_group_size(token_groups, mask)
     return algorithm.entropy_clip_coef * mean_entropy / log_vocab
 
 
 def loss_weights(
-    mask: Tensor, groups: Tensor, num_completions: int, num_tokens: int, max_new_tokens: int, loss_agg: str
+    mask: Tensor,
+    token_groups: Tensor,
+    num_completions: int,
+    num_tokens: int,
+    max_new_tokens: int,
+    loss_agg: str,
 ) -> Tensor:
-    """Weight of each token in the loss, [B, T], 0 on padding.
+    """Return the weight of each token in the loss, [B, T], 0 on padding.
 
-        sequence_mean  1 / (N T_i)             completions, of each the mean over tokens (DeepSeekMath, eq. 3)
-        token_mean     1 / sum_i T_i           all tokens alike (DAPO, eq. 8)
-        group_mean     1 / (N K_i |tau|)       completions, of each the mean of group means (ESPO, eq. 5)
-        fixed_length   1 / (N max_new_tokens)  no length in the weight (Dr.GRPO, arXiv 2503.20783)
+        sequence_mean     1 / (N T_i)             over tokens, then completions (DeepSeekMath, eq. 3)
+        token_mean        1 / sum_i T_i           over all tokens (DAPO, eq. 8)
+        token_group_mean  1 / (N K_i |tau|)       over token groups, then completions (ESPO, eq. 5)
+        fixed_length      1 / (N max_new_tokens)  the length has no part in it (Dr.GRPO, 2503.20783)
 
     mask [B, T] bool; N = num_completions and num_tokens count all ranks and micro-batches, so that the loss
-    does not depend on how an update is split. K_i counts the groups that are not empty.
+    does not depend on how an update is split. K_i counts the token groups that are not empty.
     """
     match loss_agg:
         case "sequence_mean":
             return mask / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_completions)
         case "token_mean":
             return mask / torch.tensor(float(max(1, num_tokens)))
-        case "group_mean":
-            per_token = mask / group_size_of(groups, mask)  # sums to 1 over a group
+        case "token_group_mean":
+            per_token = mask / token_group_size(token_groups, mask)  # sums to 1 over a token group
             num_groups = per_token.sum(dim=1, keepdim=True).round().clamp(min=1)  # [B, 1] K_i
             return per_token / (num_groups * num_completions)
         case "fixed_length":
             return mask / torch.tensor(float(num_completions * max_new_tokens))
 
 
-def rollout_weights(
+def correction_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float
 ) -> Tensor:
-    """Importance weight of trainer over engine, [B, T]: the sampler is not quite the old policy.
+    """Return the importance weight of trainer over engine, [B, T]: the engine is not quite the old policy.
 
     token_tis      min(pi_old / pi_rollout, C) per token          (arXiv 2510.11370 and verl: C = 2)
     sequence_tis   min(product over the completion, C)
@@ -687,18 +999,11 @@ def rollout_weights(
 
 
 def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    groups: Tensor,
-    entropy: Tensor,
-    mask: Tensor,
-    log_vocab: float,
-    algorithm: AlgorithmSection,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, token_groups: Tensor,
+    entropy: Tensor, mask: Tensor, log_vocab: float, algorithm: AlgorithmSettings,
     ref_logprobs: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch, its share of -J.
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return the loss of a micro-batch, its share of -J, and detached per-token statistics [B, T].
 
         loss = -sum_{i,t} w_{i,t} [ objective(s, A) - beta (exp(d) - d - 1) ],   d = ref_logprobs - logprobs
 
@@ -708,13 +1013,13 @@ def policy_loss(
         before_mean       s A, each token's ratio clipped before the mean        (GMPO, 2507.20673, eq. 4)
         none              s A
 
-    All [B, T]; weights from loss_weights(), groups from ratio_groups(), entropy of the old policy;
-    ref_logprobs only with kl_coef > 0 (DeepSeekMath, eq. 4); log_vocab: log of the vocabulary's size.
-    Returns the loss (scalar with gradient) and detached per-token statistics [B, T].
+    All tensors are [B, T]: weights from loss_weights(), token_groups from token_groups_of(), entropy of the
+    old policy, ref_logprobs only with kl_coef > 0 (DeepSeekMath, eq. 4). log_vocab is the log of the
+    vocabulary's size. The loss is a scalar with gradient.
     """
     low, high = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
     log_ratio = logprobs - old_logprobs
-    ratio = importance_ratio(log_ratio, groups, mask, algorithm.ratio_form)
+    ratio = importance_ratio(log_ratio, token_groups, mask, algorithm.ratio_form)
     statistics = {"ratio": ratio}
     match algorithm.clip_mode:
         case "fixed":
@@ -722,7 +1027,7 @@ def policy_loss(
             objective = torch.minimum(ratio * advantages, bounded * advantages)
             clipped = bounded * advantages < ratio * advantages
         case "entropy_adaptive":
-            eps = entropy_clip_eps(entropy, groups, mask, log_vocab, algorithm)
+            eps = entropy_clip_eps(entropy, token_groups, mask, log_vocab, algorithm)
             bounded = ratio.clamp(1 - eps, 1 + eps)  # on the edge the gradient is the unclipped one
             objective = torch.minimum(ratio * advantages, bounded * advantages)
             clipped = bounded * advantages < ratio * advantages
@@ -735,7 +1040,7 @@ def policy_loss(
             inside = log_ratio.clamp(math.log(low) if low > 0 else -math.inf, math.log(high))
             lower, upper = torch.minimum(log_ratio, inside), torch.maximum(log_ratio, inside)
             pessimistic = torch.where(advantages > 0, lower, upper)
-            objective = importance_ratio(pessimistic, groups, mask, algorithm.ratio_form) * advantages
+            objective = importance_ratio(pessimistic, token_groups, mask, algorithm.ratio_form) * advantages
             clipped = pessimistic != log_ratio
         case "none":
             objective = ratio * advantages
@@ -749,22 +1054,22 @@ def policy_loss(
 
 
 # ============================================================================================================
-# 6 Micro-batches, log-probabilities, update
+# 6 Forward with replayed routes, update
 # ============================================================================================================
 class PolicyOutputs(NamedTuple):
-    """What a forward says of the completions of b rows; 0 on padding."""
+    """What a forward computes for the completions of b rows; 0 on padding."""
 
     logprobs: Tensor  # [b, T] nats
     entropy: Tensor  # [b, T] nats, detached
     routes: list[Tensor] | None  # [b] of [p + c - 1, L, K], ids of the experts used; None of a dense model
-    route_mismatch: Tensor | None  # [b, T], 1 where these are not the sampler's; None where it gave none
+    route_mismatch: Tensor | None  # [b, T], 1 where these are not the engine's; None where it gave none
 
 
 def routes_to_replay(batch: RolloutBatch, router_replay: str) -> list[Tensor] | None:
-    """Expert ids that the trainer's forward uses, for each row of the batch; None: the live router's.
+    """Return the expert ids that the trainer's forward uses for each row; None: the live router's.
 
         r2   those of the old-logprob pass, which records them and itself is live
-        r3   the sampler's, in the old-logprob pass and in every update (arXiv 2510.11370) [secondary]
+        r3   the engine's, in the old-logprob pass and in every update (arXiv 2510.11370) [secondary]
 
     Only the choice is replayed, its weights are live. Both passes replay alike, or the first ratio would not
     be 1 [ours].
@@ -778,13 +1083,13 @@ def routes_to_replay(batch: RolloutBatch, router_replay: str) -> list[Tensor] | 
             return batch.routed_experts
 
 
-def completion_outputs(
+def forward_rows(
     policy, batch: RolloutBatch, rows: list[int], config: Config, replay: bool = True
 ) -> PolicyOutputs:
-    """Log-probabilities, entropies and routes of the completions of `rows`.
+    """Compute log-probabilities, entropies and routes of the completions of `rows`. Collective.
 
-    No rows: one dummy sequence goes through the model, so that all ranks take part in its collectives; the
-    result [1, T] is multiplied by 0.
+    Without rows one dummy sequence goes through the model, so that this rank takes part in its collectives;
+    the result [1, T] is multiplied by 0.
     """
     device = next(policy.parameters()).device
     routes = routes_to_replay(batch, config.algorithm.router_replay) if replay and rows else None
@@ -809,30 +1114,28 @@ def completion_outputs(
     if batch.routed_experts is not None:
         sampled_TLK = torch.cat([batch.routed_experts[i] for i in rows]).to(device)
         differs_T = (used_TLK.sort().values != sampled_TLK.sort().values).flatten(1).any(dim=1)
-        differs_T &= sampled_TLK[:, 0, 0] != no_route(num_experts)  # those are counted apart
-        of_targets = differs_T.index_select(0, packed.predictor_index)
-        mismatch = zeros.detach().masked_scatter(mask, of_targets.to(zeros.dtype))
+        differs_T &= sampled_TLK[:, 0, 0] != invalid_route(num_experts)  # those are counted apart
+        differs_N = differs_T.index_select(0, packed.predictor_index)
+        mismatch = zeros.detach().masked_scatter(mask, differs_N.to(zeros.dtype))
     lengths = [len(batch.prompt_ids[i]) + len(batch.completion_ids[i]) - 1 for i in rows]
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
 
 
-@torch.no_grad()
-def outputs_of_batch(
-    policy,
-    batch: RolloutBatch,
-    config: Config,
-    replay: bool = True,
-    meanwhile: Callable[[], object] = lambda: None,
-) -> PolicyOutputs:
-    """completion_outputs of all rows on the CPU, without gradient; all ranks call it.
+def sequence_lengths(batch: RolloutBatch) -> list[int]:
+    """Return [B], the tokens that a forward computes of each row: all but the last."""
+    return [max(1, len(p) + len(c) - 1) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
 
-    meanwhile is called after each micro-batch.
-    """
+
+@torch.no_grad()
+def forward_batch(policy, batch: RolloutBatch, config: Config, replay: bool = True) -> PolicyOutputs:
+    """Call forward_rows() on all rows without gradient and return its outputs on the CPU. Collective."""
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
-    routes = [None] * len(batch.prompts)
-    for rows in micro_batches_of(batch, list(range(len(routes))), config.train):
-        part = completion_outputs(policy, batch, rows, config, replay)
-        meanwhile()
+    routes, lengths = [None] * len(batch.prompts), sequence_lengths(batch)
+    micro_batches = split_micro_batches(
+        lengths, list(range(len(routes))), config.train.micro_batch_tokens, config.train.balance
+    )
+    for rows in micro_batches:
+        part = forward_rows(policy, batch, rows, config, replay)
         if rows:
             logprobs[rows], entropy[rows] = part.logprobs.float().cpu(), part.entropy.float().cpu()
         for row, ids in zip(rows, part.routes or []):
@@ -841,6 +1144,12 @@ def outputs_of_batch(
             mismatch[rows] = part.route_mismatch.float().cpu()
     routes = None if any(ids is None for ids in routes) else routes
     return PolicyOutputs(logprobs, entropy, routes, None if batch.routed_experts is None else mismatch)
+
+
+def needs_old_pass(config: Config) -> bool:
+    """Tell whether the update needs old log-probabilities or entropies before its own forward gives them."""
+    is_off_policy = config.train.minibatches_per_step > 1 and config.algorithm.old_policy == "trainer"
+    return config.zero_variance.rl_zvp or is_off_policy
 
 
 def micro_batch_loss(
@@ -852,13 +1161,13 @@ def micro_batch_loss(
     log_vocab: float,
     config: Config,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """policy_loss() of some rows and its per-token statistics [b, T].
+    """Return policy_loss() of some rows and its per-token statistics [b, T].
 
-    counts: completions and tokens of the update over all ranks. The old policy of the ratio, old_policy:
+    counts: completions and tokens of the update over all ranks. algorithm.old_policy is that of the ratio:
 
         trainer  the trainer's before the update; where the batch has no old_logprobs that is the current one,
                  and the ratio exactly 1
-        rollout  the sampler's (bypass): the ratio pi / pi_rollout is itself the correction of what separates
+        rollout  the engine's (bypass): the ratio pi / pi_rollout is itself the correction of what separates
                  the two, and no pass is needed for old log-probabilities
     """
     device, algorithm = logprobs.device, config.algorithm
@@ -871,38 +1180,39 @@ def micro_batch_loss(
         case "rollout":
             old = sampled
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
-    groups = ratio_groups(entropy, mask, algorithm)
+    token_groups = token_groups_of(entropy, mask, algorithm)
     num_completions, num_tokens = counts.tolist()
     weights = loss_weights(
-        mask, groups, num_completions, num_tokens, config.rollout.max_new_tokens, algorithm.loss_agg
+        mask, token_groups, num_completions, num_tokens, config.rollout.max_new_tokens, algorithm.loss_agg
     )
-    correction = rollout_weights(
+    correction = correction_weights(
         old, sampled, mask, algorithm.rollout_correction, algorithm.rollout_correction_cap
     )
     loss, statistics = policy_loss(
-        logprobs, old, batch.advantages[rows].to(device) * correction, weights, groups, entropy, mask,
+        logprobs, old, batch.advantages[rows].to(device) * correction, weights, token_groups, entropy, mask,
         log_vocab, algorithm,
         None if batch.ref_logprobs is None else batch.ref_logprobs[rows].to(device),
     )  # fmt: skip
     statistics["entropy"] = entropy
     statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
     if batch.old_logprobs is None and batch.minibatch[rows[0]] > 0:
-        return loss, statistics  # the policy has moved since: the distance to the sampler is not known
+        return loss, statistics  # the policy has moved since: its distance to the engine is not known
     return loss, statistics | mismatch_statistics(before, sampled)
 
 
 def update_policy(
-    engine, batch: RolloutBatch, config: Config, step: int = 0
+    trainer, batch: RolloutBatch, config: Config, step: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Take minibatches_per_step optimizer steps on the batch; returns metrics as (sum, count).
+    """Take minibatches_per_step optimizer steps on the batch; return metrics as (sum, count). Collective.
 
-    An update whose gradient is not finite leaves the weights as they are (DeepSpeed skips it on all ranks).
+    trainer: DeepSpeed's engine. An update whose gradient is not finite leaves the weights as they are
+    (DeepSpeed skips it on all ranks).
     """
-    device, world_size = engine.device, dist.get_world_size()
-    log_vocab = math.log(engine.module.lm_head.weight.shape[0])
+    device, world_size = trainer.device, dist.get_world_size()
+    log_vocab = math.log(trainer.module.lm_head.weight.shape[0])
     seen = []  # (rows, statistics) of every micro-batch, for the metrics
     grad_norms, num_skipped, lengths = [], 0, sequence_lengths(batch)
-    num_computed, num_padded = 0, 0  # tokens: of the sequences, of the grids that attention works on
+    num_computed, num_padded = 0, 0  # tokens of the sequences, and of the grids that attention works on
     for number in range(config.train.minibatches_per_step):
         minibatch = (batch.minibatch == number).nonzero().flatten().tolist()  # whole groups
         counts = torch.tensor([len(minibatch), int(batch.response_mask[minibatch].sum())], device=device)
@@ -910,387 +1220,505 @@ def update_policy(
         if counts[0] == 0:  # groups were dropped: there is nothing left for this update on any rank
             continue
         suspects = []
-        for rows in micro_batches_of(batch, minibatch, config.train):
-            logprobs, entropy, _, mismatch = completion_outputs(engine, batch, rows, config)  # [b, T]
+        micro_batch_tokens, balance = config.train.micro_batch_tokens, config.train.balance
+        for rows in split_micro_batches(lengths, minibatch, micro_batch_tokens, balance):
+            logprobs, entropy, _, mismatch = forward_rows(trainer, batch, rows, config)  # [b, T]
             if not rows:
-                engine.backward(logprobs.sum(), scale_wrt_gas=False)
+                trainer.backward(logprobs.sum(), scale_wrt_gas=False)
                 continue
             loss, statistics = micro_batch_loss(logprobs, entropy, batch, rows, counts, log_vocab, config)
             if mismatch is not None:
                 before = batch.route_mismatch
                 statistics["mismatch_routes"] = mismatch if before is None else before[rows].to(device)
-            engine.backward(loss * world_size, scale_wrt_gas=False)  # DeepSpeed averages gradients over ranks
+            trainer.backward(loss * world_size, scale_wrt_gas=False)  # DeepSpeed averages over the ranks
             seen.append((rows, statistics))
             num_computed += sum(lengths[row] for row in rows)
             num_padded += len(rows) * max(lengths[row] for row in rows)
             if not torch.isfinite(loss):
                 finite = (logprobs.isfinite() & batch.advantages[rows].to(device).isfinite()).all(dim=1)
                 suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
-        engine.step()
-        if engine.optimizer.overflow:
+        trainer.step()
+        if trainer.optimizer.overflow:
             handle_nonfinite("loss", batch, suspects, config, step)
             num_skipped += 1
         else:
-            grad_norms.append(float(engine.get_global_grad_norm()))
+            grad_norms.append(float(trainer.get_global_grad_norm()))
     metrics = {"grad_norm": (sum(grad_norms), len(grad_norms)), "nonfinite_updates_max": (num_skipped, 1)}
     metrics["padding_frac"] = (num_padded - num_computed, num_padded)
     metrics["update_tokens"] = metrics["update_tokens_max"] = (num_computed, 1)
     return metrics | token_metrics(batch, seen, len(config.algorithm.entropy_groups))
 
 
-# ============================================================================================================
-# 7 Rollouts with rewards
-# ============================================================================================================
-def count_rewards(
-    requests: list[Request], prompts: list[Prompt], engine: RolloutEngine, pool: RewardPool, config: Config
-) -> list[Request]:
-    """The requests, their rewards counted in the order in which they start [ours].
-
-    Longest first alone leaves many short ones to the end, whose slow rewards then queue up while the engine
-    idles. So the seconds that a kind of reward takes count as tokens, at the pace of the engine's last steps:
-    twice, because rewards queue too (simulated: 1, 2, 4). Not where the order decides what is cut: measured
-    seconds must not.
-    """
-    settings = config.rollout
-    if not settings.reward_aware or settings.schedule == "arrival" or settings.overprovision:
-        return requests
-    pace = engine.seconds_per_step / 2
-    return [
-        replace(request, reward_tokens=pool.seconds.get(prompt.kind, 0.0) / pace)
-        for request, prompt in zip(requests, prompts)
-    ]
-
-
-def sample_and_score(
-    engine: RolloutEngine,
-    pool: RewardPool,
-    tokenizer,
-    requests: list[Request],
-    prompts: list[Prompt],
-    version: int,
-    clock,
-    label: str,
-    settings: RewardSection,
-    quota: int | None = None,
-    keys: list[Hashable] | None = None,
-    wait: bool = True,
-) -> tuple[list[Completion], list[Verdict | None]]:
-    """Complete all requests, or as many groups as quota says; what ends goes to the reward workers at once.
-
-    keys: of the completions in the pool, None: their numbers. Without wait verdicts stay there for settle().
-    The clock's phases: label for the generation, "reward" for the wait for verdicts that it did not hide.
-    With settings.overlap off all rewards come after all completions; settings.decode says where tokens become
-    text.
-    """
-    keys = list(range(len(requests))) if keys is None else keys
-    hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal only
-    progress = tqdm(total=len(requests), desc=label, position=1, leave=False, delay=1.0, disable=hidden)
-
-    def submit(index: int, completion: Completion) -> None:
-        match settings.decode:
-            case "workers":
-                text = completion.token_ids
-            case "engine":
-                text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        pool.submit(keys[index], prompts[index].kind, text, prompts[index].answer)
-
-    def on_finished(index: int, completion: Completion) -> None:
-        if settings.overlap:
-            submit(index, completion)
-        if requests[index].can_be_cut:
-            left[requests[index].group] -= 1
-        progress.update()
-
-    def enough() -> bool:
-        return sum(number == 0 for number in left.values()) >= quota
-
-    left = Counter(request.group for request in requests if request.can_be_cut)  # unfinished completions
-    with clock(label):
-        completions = engine.generate(
-            requests, version, on_finished, pool.poll, None if quota is None else enough
-        )
-    progress.close()
-    with clock("reward"):
-        ended = [i for i, completion in enumerate(completions) if completion.finish_reason != "cut"]
-        for index in [] if settings.overlap else ended:
-            submit(index, completions[index])
-        verdicts = pool.collect() if wait else {}
-    return completions, [verdicts.get(key) for key in keys]
-
-
-def settle(
-    pool: RewardPool, groups: list[Group], outcomes: dict[int, Outcome], dense: bool
-) -> dict[int, Outcome]:
-    """Wait for the verdicts still out, for all ranks, and enter them where the groups are now.
-
-    Their keys in the pool are (place, sample). Returns the outcomes with them; all ranks call it.
-    """
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, pool.collect())
-    found = {key: verdict for part in everyone for key, verdict in part.items()}
-    if not found:  # they were waited for, with an evaluation
-        return outcomes
-    for group in groups:
-        group.verdicts = [found[group.place, i] for i in range(len(group.completions))]
-    verdicts = {place: [found[place, i] for i in range(o.completions)] for place, o in outcomes.items()}
-    return {
-        place: Outcome.of(place, o.prompt_index, o.tokens, verdicts[place], dense)
-        for place, o in outcomes.items()
-    }
-
-
-# ============================================================================================================
-# 8 Main
-# ============================================================================================================
 def learning_rate(config: Config, step: int) -> float:
-    """Of update number step (from 0): linear warm-up, then constant."""
+    """Return the learning rate of update `step` (counted from 0): linear warm-up, then constant."""
     return config.train.learning_rate * min(1.0, (step + 1) / (config.train.warmup_steps + 1))
 
 
-def main(config: Config) -> None:
-    # ---- process group, data -------------------------------------------------------------------------------
-    on_gpu = torch.cuda.is_available()
-    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s))
-    accelerator = Accelerator(
-        cpu=not on_gpu, log_with="tensorboard", project_dir=config.run.dir, kwargs_handlers=[timeout]
-    )
-    moe_model.init_deepspeed()
-    rank, world_size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
-    say = tqdm.write if rank == 0 else (lambda line: None)
-    set_seed(config.train.seed)
-    group_size = config.rollout.group_size
-    check_ranks(config, world_size)
-    found, record = find_checkpoint(config) or (None, None)
-    weights = found / "model" if found else Path(config.model.path)
-    state = TrainState(**record["state"]) if record else TrainState()
-    if found and state.is_last(config) and (Path(config.run.dir) / "summary.json").is_file():
-        say(f"{found}: this run is finished; raise train.num_steps to go on, or choose another run.dir")
-        return print_summary(Path(config.run.dir)) if rank == 0 else None
-    if rank == 0:
-        prepare_run_dir(config, record)
-    hf_config = moe_model.load_config(weights)
-    num_experts = moe_model.num_experts_of(hf_config)
-    group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
-    tokenizer = AutoTokenizer.from_pretrained(weights, local_files_only=True)
-    train_prompts, offline_scores, eval_sets, num_dropped = load_sets(config, tokenizer)
-    train_ids = tokenize(train_prompts, tokenizer, config.rollout.max_prompt_tokens)
-    for line in announcement(config, hf_config, len(train_prompts), num_dropped, eval_sets, world_size):
-        say(line)
+# ============================================================================================================
+# 7 Evaluation on held-out sets
+# ============================================================================================================
+def evaluation_is_due(state: TrainState, config: Config) -> bool:
+    """Tell whether the policy of this step has to be evaluated: at first, every eval.every steps, at last."""
+    every = config.eval.every
+    on_the_way = state.step == 0 or (every > 0 and state.step % every == 0)
+    return state.evaluated_step < state.step and (on_the_way or state.is_last(config))
 
-    # ---- reward workers, sampler, policy ------------------------------------------------------------------
+
+def evaluation_requests(eval_sets: EvalSets, config: Config) -> tuple[list[Request], list[Prompt]]:
+    """Make this rank's requests of an evaluation, and return the prompt of each with them.
+
+    They go set after set and prompt after prompt, every world_size-th prompt of a set; of each prompt the
+    greedy one first, then k samples. Samples use the same random numbers at each evaluation.
+    """
+    rank, world_size, k = dist.get_rank(), dist.get_world_size(), config.eval.num_samples
+    max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    requests, asked = [], []
+    for name, (prompts, prompt_ids) in eval_sets.items():
+        for i in range(rank, len(prompts), world_size):
+            for sample, temperature in enumerate([0.0] + [config.rollout.temperature] * k):
+                seed = seed_of(config.train.seed, "eval", name, i, sample)
+                requests.append(Request(prompt_ids[i], seed, temperature, max_new_tokens))
+                asked.append(prompts[i])
+    return requests, asked
+
+
+def evaluation_metrics(
+    completions: list[Completion], verdicts: list[Verdict], eval_sets: EvalSets, config: Config
+) -> dict[str, float]:
+    """Return accuracy (greedy), avg@k and pass@k (one or more right) of each set. Collective.
+
+    completions, verdicts: of evaluation_requests().
+    """
+    rank, world_size, k = dist.get_rank(), dist.get_world_size(), config.eval.num_samples
+    check_verdicts(verdicts, config.reward.max_failed_frac)
+    sums, start = {}, 0
+    for name, (prompts, _) in eval_sets.items():
+        mine = range(rank, len(prompts), world_size)
+        part = slice(start, start := start + len(mine) * (1 + k))
+        own = verdicts[part]
+        solved = torch.tensor([v.reward for v in own]).view(-1, 1 + k)  # [prompts, 1 + k]
+        sums[f"eval/{name}/accuracy"] = (solved[:, 0].sum().item(), len(mine))
+        if k:
+            sums[f"eval/{name}/avg_at_{k}"] = (solved[:, 1:].mean(1).sum().item(), len(mine))
+            sums[f"eval/{name}/pass_at_{k}"] = ((solved[:, 1:] == 1).any(1).sum().item(), len(mine))
+        for level in sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]:
+            greedy = [solved[row, 0].item() for row, i in enumerate(mine) if prompts[i].difficulty == level]
+            sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
+        num_tokens = sum(len(c.token_ids) for c in completions[part])
+        sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(own))
+        failed = sum(v.status in ("timeout", "error") for v in own)
+        sums[f"eval/{name}/failed_frac"] = (failed, len(own))
+    return reduce_metrics(sums)
+
+
+# ============================================================================================================
+# 8 Set-up, loop
+# ============================================================================================================
+@dataclass
+class Run:
+    """Everything that main() works with. Functions of sections 2 to 7 take from it what they read."""
+
+    config: Config
+    lock: IO | None  # held by rank 0 as long as the run lives
+    accelerator: Accelerator
+    clock: Clock
+    state: TrainState
+    history: PromptHistory
+    eval_sets: EvalSets
+    rollouts: Rollouts
+    trainer: object  # DeepSpeed's engine around the policy
+    reference: moe_model.Policy | None  # the first policy, for a KL penalty
+    judge: object | None
+    progress: tqdm
+    parity_is_due: bool = True  # at the first step, then every rollout.check_every steps
+
+    @property
+    def policy(self) -> moe_model.Policy:
+        """Return the model that is trained, without DeepSpeed around it."""
+        return self.trainer.module
+
+
+def say(line: str) -> None:
+    """Print a line on rank 0, above the progress bar."""
+    if dist.get_rank() == 0:
+        tqdm.write(line)
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """Raise ValueError where the settings do not go with the number of ranks."""
+    check_gpus()
+    per_step, minibatches = config.rollout.prompts_per_step, config.train.minibatches_per_step
+    if per_step % (world_size * minibatches):
+        raise ValueError(
+            f"rollout.prompts_per_step {per_step} must be a multiple of ranks x train.minibatches_per_step "
+            f"({world_size} x {minibatches})"
+        )
+    if world_size % config.rollout.tensor_parallel:
+        shared = f"rollout.tensor_parallel {config.rollout.tensor_parallel}"
+        raise ValueError(f"{shared} must divide the number of ranks, {world_size}")
+
+
+def check_model(config: Config, hf_config) -> None:
+    """Raise ValueError where the settings do not go with the model."""
+    context = max_model_len(config)
+    if context > hf_config.max_position_embeddings:
+        raise ValueError(
+            f"rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval is {context}, "
+            f"the model's context is {hf_config.max_position_embeddings}: lower one of them"
+        )
+    width = hf_config.num_attention_heads * moe_model.head_dim(hf_config)
+    sizes = {"hidden size": hf_config.hidden_size, "heads x head size": width}
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % 128]
+    if config.rollout.fp8 == "on" and odd:
+        raise ValueError(
+            f"rollout.fp8 on: vLLM quantises activations by 128 values, the model has {' and '.join(odd)}: "
+            "set it to simulate or off"
+        )
+    replay, is_dense = config.algorithm.router_replay, moe_model.num_experts_of(hf_config) == 0
+    if replay != "off" and is_dense:
+        raise ValueError(f"algorithm.router_replay {replay}: the model is dense, it has no router; set off")
+
+
+def max_model_len(config: Config) -> int:
+    """Return the longest prompt + completion in tokens that the engine has to hold."""
+    longest = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    return config.rollout.max_prompt_tokens + longest
+
+
+def load_prompts_of_run(
+    config: Config, tokenizer
+) -> tuple[list[Prompt], list[OfflineScore | None], EvalSets, int]:
+    """Load what a run trains on and evaluates; ValueError on what the settings cannot do with it.
+
+    Returns training prompts, their offline scores, held-out sets, and how many prompts stage 1 dropped.
+    """
+    train, eval_sets = load_sets(
+        config.data.train,
+        config.data.eval,
+        tokenizer,
+        config.rollout.max_prompt_tokens,
+        config.reward.functions,
+    )
+    whole = {prompt.kind for prompt in train}.intersection(KINDS) - set(DENSE_KINDS)
+    if config.reward.dense and whole:
+        raise ValueError(
+            f"reward.dense: data.train[].kind {', '.join(sorted(whole))} is right or "
+            f"wrong as a whole; only {', '.join(DENSE_KINDS)} has parts"
+        )
+    kept, scores, zero = train, [None] * len(train), config.zero_variance
+    if zero.offline_scores:
+        kept, scores = keep_by_offline_scores(train, zero.offline_scores, *zero.offline_pass_rate)
+    return kept, scores, eval_sets, len(train) - len(kept)
+
+
+def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState]:
+    """Lock run.dir and prepare it for a new run or one that goes on from its newest checkpoint. Collective.
+
+    Returns the lock (on rank 0), the folder of the checkpoint, and the counters to start from.
+    """
+    run_dir, rank = Path(config.run.dir), dist.get_rank()
+    lock = lock_run_dir(run_dir) if rank == 0 else None
+    dist.barrier()
+    checkpoint, record = find_checkpoint(config) or (None, None)
+    state = TrainState(**record["state"]) if record else TrainState()
+    if rank == 0 and not is_finished(config, checkpoint, state):
+        prepare_run_dir(run_dir, config, record)
+    return lock, checkpoint, state
+
+
+def is_finished(config: Config, checkpoint: Path | None, state: TrainState) -> bool:
+    """Tell whether run.dir holds a run that has ended and asks for no more steps."""
+    has_summary = (Path(config.run.dir) / "summary.json").is_file()
+    return checkpoint is not None and state.is_last(config) and has_summary
+
+
+def set_up(config: Config) -> Run | None:
+    """Make all that a run needs, from the beginning or from its newest checkpoint. Collective.
+
+    Returns None if the run in run.dir is finished; its summary has then been printed.
+    """
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), log_with="tensorboard", project_dir=config.run.dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s))],
+    )  # fmt: skip
+    moe_model.init_deepspeed()
+    set_seed(config.train.seed)
+    check_ranks(config, dist.get_world_size())
+    lock, checkpoint, state = open_run_dir(config)
+    if is_finished(config, checkpoint, state):
+        say(f"{checkpoint}: this run is finished; raise train.num_steps to go on, or choose another run.dir")
+        if dist.get_rank() == 0:
+            print_summary(Path(config.run.dir))
+        return None
+
+    # ---- prompts ----
+    model_dir = checkpoint / "model" if checkpoint else Path(config.model.path)
+    hf_config = moe_model.load_config(model_dir)
+    num_experts = moe_model.num_experts_of(hf_config)
+    ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
+    check_model(config, hf_config)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    prompts, offline_scores, eval_sets, num_dropped = load_prompts_of_run(config, tokenizer)
+    prompt_ids = tokenize(prompts, tokenizer, config.rollout.max_prompt_tokens)
+    announce(config, hf_config, len(prompts), num_dropped, eval_sets, accelerator.device)
+
+    # ---- reward workers, engine, policy ----
     clock = Clock(state.seconds)
     with clock("setup"):
-        pool = build_pool(config.reward, tokenizer)
-        sampler = build_sampler(config, weights, hf_config)
-        judge = build_judge(config.reward.judge, config.reward.judge_path)
+        pool = start_pool(config.reward, tokenizer)
+        engine = RolloutEngine(model_dir, max_model_len(config), config.rollout)
+        judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
         dist.barrier()
-        policy = build_policy(config, weights, group, device)
-        engine = moe_model.deepspeed_engine(policy, config.train)
-        with_reference = config.algorithm.kl_coef > 0
-        reference = build_policy(config, config.model.path, group, device) if with_reference else None
-        checkpoints = CheckpointWriter(engine, tokenizer, config)
-        history = PromptHistory.from_offline(offline_scores, group_size)
-        if found:
-            saved = torch.load(found / "history.pt", map_location="cpu", weights_only=True)
-            same_prompts = saved.pop("prompts") == digest_of(train_prompts)
-            history = PromptHistory(**saved) if same_prompts else history
-            say(f"resumed from {found}" + "; the record of other prompts is dropped" * (not same_prompts))
-        carried: list[Group] = []  # of this rank, begun in the last step (rollout.overprovision)
-        if found and config.checkpoint.resume == "auto":
-            shard = torch.load(found / f"rank_{rank:05d}.pt", map_location="cpu", weights_only=True)
-            moe_model.load_optimizer_shard(engine, shard["optimizer"])
-            torch.set_rng_state(shard["torch_rng"])
-            carried = [Group.from_dict(group) for group in shard["carried"] if same_prompts]
+        policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
+        trainer = moe_model.deepspeed_engine(policy, config.train)
+        reference = None
+        if config.algorithm.kl_coef > 0:
+            reference = moe_model.build_policy(config.model, config.model.path, ep_group, accelerator.device)
+        history = PromptHistory.from_offline(offline_scores, config.rollout.group_size)
+        if checkpoint:
+            history = resume(checkpoint, trainer, history, prompts, config)
     accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": state.step + 1}})
-    own_experts = config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
-
-    def weights_for_sampler():
-        return moe_model.hf_tensors(policy, own_experts)
-
-    with clock("sync"):
-        sampler.sync(weights_for_sampler(), state.step)
-        sampler.check_weights(weights_for_sampler())
-    check_is_due = True  # of the engine against the policy: at the first step, then every check_every steps
-    zero, later = config.zero_variance, config.train.minibatches_per_step > 1
-    old_pass_is_due = zero.rl_zvp or (later and config.algorithm.old_policy == "trainer")
-    # what is sampled or trained on depends on verdicts: they are waited for at once
-    verdicts_decide = bool(zero.probe_size or zero.drop or config.rollout.overprovision)
-    pass_is_due = False  # over the new completions, while the last verdicts come
-
-    def requests_of(jobs: list[tuple[Group, int]]) -> list[Request]:
-        return [
-            Request(
-                prompt_ids=train_ids[group.prompt_index],
-                seed=seed_of(config.train.seed, state.step, group.place, sample),
-                temperature=config.rollout.temperature,
-                max_new_tokens=config.rollout.max_new_tokens,
-                group=group.place,
-                expected_tokens=group.expected(sample),
-                guessed=group.guessed,
-                begun=group.completions[sample] if sample < len(group.completions) else None,
-            )
-            for group, sample in jobs
-        ]
-
-    def generate(work: Work, quota: int | None = None, label: str = "rollout") -> None:
-        """Completions for these groups, scored while others are still being generated.
-
-        It ends when so many of the groups are complete, if there is a quota. An evaluation that is due rides
-        along: the engine holds the very weights, and works on it last.
-        """
-        jobs = [(group, sample) for group, samples in work for sample in samples]
-        prompts = [train_prompts[group.prompt_index] for group, _ in jobs]
-        requests = count_rewards(requests_of(jobs), prompts, sampler, pool, config)
-        riders = None
-        if evaluation_is_due(state, config):
-            riders = plan_evaluation(eval_sets, config)
-            requests, prompts = requests + riders.requests, prompts + riders.prompts
-        keys = [(group.place, sample) for group, sample in jobs]
-        keys += [("eval", i) for i in range(len(requests) - len(jobs))]
-        completions, verdicts = sample_and_score(
-            sampler, pool, tokenizer, requests, prompts, state.step, clock, label, config.reward, quota,
-            keys, wait=riders is not None or verdicts_decide or not pass_is_due,
-        )  # fmt: skip
-        for (group, sample), completion, verdict in zip(jobs, completions, verdicts):
-            group.put(sample, completion, verdict)
-        if riders is not None:
-            theirs = slice(len(jobs), None)
-            metrics = evaluation_metrics(riders, completions[theirs], verdicts[theirs], eval_sets, config)
-            state.add_evaluation(metrics)
-            log_metrics(accelerator, config, state, metrics)
-
-    def look_ahead(work: Work) -> list[list[int]]:
-        """Lengths that generate() will find."""
-        jobs = [(group, sample) for group, samples in work for sample in samples]
-        with clock("look_ahead"):
-            lengths = [len(c.token_ids) for c in sampler.generate(requests_of(jobs), state.step)]
-        return [[lengths.pop(0) for _ in samples] for _, samples in work]
-
-    if not config.eval.overlap and evaluation_is_due(state, config):
-        generate([], label="eval")
-    clock.take_step()
-
-    # ---- the loop -----------------------------------------------------------------------------------------
     progress = tqdm(
         total=config.train.num_steps, initial=state.step, desc="train", unit="step",
-        disable=None if rank == 0 else True, mininterval=0.5,
+        disable=None if dist.get_rank() == 0 else True, mininterval=0.5,
     )  # fmt: skip
+    return Run(
+        config=config, lock=lock, accelerator=accelerator, clock=clock, state=state, history=history,
+        eval_sets=eval_sets, trainer=trainer, reference=reference, judge=judge, progress=progress,
+        rollouts=Rollouts(config, engine, pool, tokenizer, prompts, prompt_ids, clock),
+    )  # fmt: skip
+
+
+def announce(
+    config: Config, hf_config, num_prompts: int, num_dropped: int, eval_sets: EvalSets, device: torch.device
+) -> None:
+    """Say what is odd about the settings, and what the run consists of."""
+    for warning in config_warnings(config):
+        say(f"warning: {warning}")
+    dropped = f" ({num_dropped} more dropped by their offline pass rate)" if num_dropped else ""
+    num_held_out = sum(len(prompts) for prompts, _ in eval_sets.values())
+    kernel = moe_model.choose_logprob_kernel(config.model, hf_config, device)
+    say(
+        f"{num_prompts} training prompts{dropped}, {num_held_out} held out; {dist.get_world_size()} ranks, "
+        f"expert parallel {config.model.ep_size}, ZeRO {config.train.zero_stage}, policy "
+        f"{config.model.dtype}, log-probabilities {kernel}, engine {config.rollout.dtype}; "
+        "starting vLLM and DeepSpeed"
+    )
+
+
+def resume(
+    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
+) -> PromptHistory:
+    """Load what a checkpoint holds besides the weights; return the record of the prompts."""
+    saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
+    same_prompts = saved.pop("prompts") == digest_of(prompts)
+    say(f"resumed from {checkpoint}" + ("" if same_prompts else "; the record of other prompts is dropped"))
+    if config.checkpoint.resume == "auto":
+        shard = checkpoint / f"rank_{dist.get_rank():05d}.pt"
+        shard = torch.load(shard, map_location="cpu", weights_only=True)
+        moe_model.load_optimizer_shard(trainer, shard["optimizer"])
+        torch.set_rng_state(shard["torch_rng"])
+    return PromptHistory(**saved) if same_prompts else history
+
+
+def main(config: Config) -> None:
+    """Train: one phase of a step after another, in the order of the paper."""
+    run = set_up(config)
+    if run is None:
+        return
+    state = run.state
+    sync_engine(run, check=True)
     while not state.is_last(config):
+        evaluate_if_due(run)
+        run.clock.take_step()  # evaluations and checkpoints are no part of a step's seconds
         step_start = time.perf_counter()
 
-        # sample prompts and roll out, in rounds where probing or refill asks for more
-        pass_is_due = old_pass_is_due or check_is_due or reference is not None
-        if config.rollout.overprovision:
-            sampled, carried, outcomes, account = sample_ahead(
-                generate, carried, state, history, train_prompts, config
-            )
-        else:
-            sampled, outcomes, account = sample_groups(
-                generate, look_ahead, state, history, train_prompts, config
-            )
-        seconds = time.perf_counter() - step_start - clock.step.get("look_ahead", 0.0)
-        sampler.sleep()
+        # Rollout: choose prompts, generate, score completions as they end; probe and refill in rounds
+        sampled, outcomes, account = run.rollouts.sample_step(state, run.history)
+        rollout_seconds = time.perf_counter() - step_start
+        run.rollouts.engine.sleep()
+        metrics = measure_rollout(run, sampled, rollout_seconds)
 
-        # eliminate zero variance
-        with clock("balance"):
-            groups, left = drop_and_balance(sampled, outcomes, config)
-        batch = collate(groups, train_prompts, train_ids, state.step)
+        # Eliminate zero variance, deal what is kept to ranks and minibatches
+        with run.clock("deal"):
+            groups, kept = drop_and_deal(sampled, outcomes, config)
+        batch = collate(groups, run.rollouts.prompts, run.rollouts.prompt_ids)
+        run.history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
 
-        # old log-probabilities and entropies, where the update's own forward does not give them in time
-        with clock("logprobs"):
-            if left and (old_pass_is_due or check_is_due):
-                old = outputs_of_batch(policy, batch, config, meanwhile=pool.poll)
-                batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch = old
-            if left and check_is_due:
-                check_parity(batch, config, state.step)
-                check_is_due = False
-                if not old_pass_is_due:  # a check must not change the update
-                    batch.old_logprobs = batch.entropy = None
-            if left and reference is not None:  # with its own router
-                of_reference = outputs_of_batch(reference, batch, config, False, meanwhile=pool.poll)
-                batch.ref_logprobs = of_reference.logprobs
+        # Old and reference log-probabilities, with replayed routes
+        if kept:
+            with run.clock("logprobs"):
+                add_old_outputs(run, batch)
 
-        # rewards: verifier, whose last verdicts may have come meanwhile, judge, penalties
-        with clock("reward"):
-            if pass_is_due and not verdicts_decide:
-                outcomes = settle(pool, sampled + groups, outcomes, config.reward.dense)
-            batch.verdicts, batch.valid = verdicts_of(groups)
-        check_verdicts([v for group in sampled for v in group.verdicts], config.reward.max_failed_frac)
-        sampled_metrics = rollout_metrics(sampled, config.reward.dense, no_route(num_experts))
-        sampled_metrics |= schedule_metrics(sampled, pool, clock.step["rollout"], seconds)
-        check_routes(*sampled_metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
-        history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
-        with clock("judge"):
-            texts = tokenizer.batch_decode(batch.completion_ids, skip_special_tokens=True) if judge else []
-            batch.rewards = compute_rewards(batch, judge, texts, config)  # [B]
-            drop_nonfinite_rewards(batch, config, state.step)
-
-        # advantages
+        # Rewards: verifier, judge, penalties; advantages
+        with run.clock("judge"):
+            add_rewards(run, batch)
         batch.advantages = token_advantages(batch, config)  # [B, T]
 
-        # update; a checkpoint under way is of the weights as they are
-        with clock("checkpoint"):
-            checkpoints.finish()
-        with clock("update"):
-            for parameter_group in engine.optimizer.param_groups:
-                parameter_group["lr"] = learning_rate(config, state.step)
-            update_metrics = update_policy(engine, batch, config, state.step)
+        # Update
+        with run.clock("update"):
+            set_learning_rate(run.trainer, learning_rate(config, state.step))
+            metrics |= update_policy(run.trainer, batch, config, state.step)
         state.step += 1
 
-        # weight sync
-        with clock("sync"):
-            report = sampler.sync(weights_for_sampler(), state.step)
-            if config.rollout.check_every and state.step % config.rollout.check_every == 0:
-                sampler.check_weights(weights_for_sampler())
-                check_is_due = True
+        # Weight sync
+        every = config.rollout.check_every
+        report = sync_engine(run, check=every > 0 and state.step % every == 0)
 
-        # log
-        restarts = {"reward_worker_restarts_total": (pool.num_restarts, 1)}
-        trained_metrics = batch_metrics(batch, groups, group_size)
-        metrics = reduce_metrics(sampled_metrics | trained_metrics | update_metrics | restarts)
-        metrics |= effective_sample_size(metrics) | straggler(metrics)
-        metrics |= account_of(account, outcomes, left)
-        state.add(metrics)
-        metrics |= {
-            "learning_rate": learning_rate(config, state.step - 1),
-            "sync_bytes": report.num_bytes,
-            "sync_tensors": report.num_tensors,
-            "seconds_per_step": time.perf_counter() - step_start,
-        }
-        metrics |= clock.take_step()
-        progress.set_postfix(reward=f"{metrics['reward']:.3f}", refresh=False)
-        progress.update()
-        if state.step % config.run.log_every == 0:
-            say(console_line(state, metrics))
+        # Log, checkpoint
+        metrics |= batch_metrics(batch, groups, config.rollout.group_size)
+        metrics = reduce_step_metrics(metrics, prompt_account(account, outcomes, kept))
+        state.add_step(metrics)
+        log_step(run, batch, metrics, report, step_start)
+        save_if_due(run, metrics)
+    evaluate_if_due(run)
+    finish(run)
 
-        # evaluation, checkpoint
-        too_far = mismatch_gate(metrics, state, config)
-        last = state.is_last(config)
-        with clock("log"):
-            log_metrics(accelerator, config, state, metrics)
-            if rank == 0 and state.step % config.run.log_every == 0:
-                log_samples(config, state, batch, tokenizer)
-        if (last or not config.eval.overlap) and evaluation_is_due(state, config):
-            generate([], label="eval")
-        if last or too_far or (config.checkpoint.every and state.step % config.checkpoint.every == 0):
-            with clock("checkpoint"):
-                record = vars(history) | {"prompts": digest_of(train_prompts)}
-                checkpoints.start(asdict(state), record, [asdict(group) for group in carried])
-                if last or too_far or not config.checkpoint.overlap:
-                    checkpoints.finish()
-        if too_far:
-            raise RuntimeError(too_far)
-        clock.take_step()
-    progress.close()
 
-    # ---- export, summary ----------------------------------------------------------------------------------
-    pool.close()
-    finish_run(policy, tokenizer, state, Path(config.run.dir))
-    accelerator.end_training()
+def sync_engine(run: Run, check: bool) -> SyncReport:
+    """Give the engine the policy's weights. Collective.
+
+    check: compare the weights that it holds, and log-probabilities at the next step.
+    """
+    settings, engine = run.config.rollout, run.rollouts.engine
+    own_experts = settings.expert_parallel and settings.tensor_parallel == run.config.model.ep_size
+    with run.clock("sync"):
+        report = engine.sync(moe_model.hf_tensors(run.policy, own_experts), run.state.step)
+        if check:
+            engine.check_weights(moe_model.hf_tensors(run.policy, own_experts))
+            run.parity_is_due = True
+    return report
+
+
+def evaluate_if_due(run: Run) -> None:
+    """Evaluate the policy on the held-out sets, if it is time to, and log what was found. Collective."""
+    if not evaluation_is_due(run.state, run.config):
+        return
+    requests, prompts = evaluation_requests(run.eval_sets, run.config)
+    completions, verdicts = run.rollouts.generate(requests, prompts, run.state.step, "eval")
+    run.rollouts.pool.latencies = []  # those of training are reported
+    metrics = evaluation_metrics(completions, verdicts, run.eval_sets, run.config)
+    run.state.add_evaluation(metrics)
+    log_metrics(run.accelerator, run.config, run.state, metrics)
+
+
+def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str, tuple[float, float]]:
+    """Return the metrics of a step's rollout as (sum, count); RuntimeError for bad verdicts or routes.
+
+    sampled: this rank's groups; seconds: until the slowest rank had its last verdict.
+    """
+    config, pool = run.config, run.rollouts.pool
+    num_experts = moe_model.num_experts_of(run.policy.config)
+    metrics = rollout_metrics(sampled, config.reward.dense, invalid_route(num_experts))
+    metrics |= schedule_metrics(sampled, pool, run.clock.step["rollout"], seconds)
+    check_verdicts([v for group in sampled for v in group.verdicts], config.reward.max_failed_frac)
+    check_routes(*metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
+    return metrics | {"reward_worker_restarts_total": (pool.num_restarts, 1)}
+
+
+def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
+    """Add what the policy and the reference say before the update, where it is needed. Collective.
+
+    A parity check makes a pass of its own where the update needs none; what it finds is then dropped, because
+    a check must not change an update.
+    """
+    if needs_old_pass(run.config) or run.parity_is_due:
+        outputs = forward_batch(run.policy, batch, run.config)
+        if run.parity_is_due:
+            check_parity(outputs.logprobs, batch, run.config, run.state.step)
+            run.parity_is_due = False
+        if needs_old_pass(run.config):
+            batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch = outputs
+    if run.reference is not None:  # it keeps its own router
+        batch.ref_logprobs = forward_batch(run.reference, batch, run.config, replay=False).logprobs
+
+
+def add_rewards(run: Run, batch: RolloutBatch) -> None:
+    """Add rewards [B] and which of them count, [B] bool. Collective."""
+    decode = run.rollouts.tokenizer.batch_decode
+    texts = decode(batch.completion_ids, skip_special_tokens=True) if run.judge else []
+    rewards = compute_rewards(batch, run.judge, texts, run.config)
+    valid = has_verdict(batch.verdicts)
+    batch.rewards, batch.valid = refuse_nonfinite_rewards(rewards, valid, batch, run.config, run.state.step)
+
+
+def set_learning_rate(trainer, value: float) -> None:
+    """Set the learning rate of the next update."""
+    for parameter_group in trainer.optimizer.param_groups:
+        parameter_group["lr"] = value
+
+
+def reduce_step_metrics(
+    metrics: dict[str, tuple[float, float]], account: dict[str, float]
+) -> dict[str, float]:
+    """Reduce a step's metrics over the ranks and add what follows from them. Collective."""
+    reduced = reduce_metrics(metrics)
+    derived = effective_sample_size(reduced) | straggler(reduced)  # these take their sums out of reduced
+    return reduced | derived | account
+
+
+def log_step(
+    run: Run, batch: RolloutBatch, metrics: dict[str, float], report: SyncReport, step_start: float
+) -> None:
+    """Complete a finished step's metrics and write them to files, TensorBoard and console."""
+    state, config = run.state, run.config
+    metrics |= {
+        "learning_rate": learning_rate(config, state.step - 1),
+        "sync_bytes": report.num_bytes,
+        "sync_tensors": report.num_tensors,
+        "seconds_per_step": time.perf_counter() - step_start,
+    }
+    metrics |= run.clock.take_step()
+    run.progress.set_postfix(score=f"{metrics['score']:.3f}", refresh=False)
+    run.progress.update()
+    is_shown = state.step % config.run.log_every == 0
+    if is_shown:
+        say(console_line(state, metrics))
+    with run.clock("log"):
+        log_metrics(run.accelerator, config, state, metrics)
+        if is_shown and dist.get_rank() == 0:
+            log_samples(config, state, batch, run.rollouts.tokenizer)
+
+
+def save_if_due(run: Run, metrics: dict[str, float]) -> None:
+    """Write a checkpoint if it is time to; RuntimeError if trainer and engine drift apart. Collective."""
+    state, every = run.state, run.config.checkpoint.every
+    too_far = mismatch_gate(metrics, state, run.config)
+    if state.is_last(run.config) or too_far or (every and state.step % every == 0):
+        with run.clock("checkpoint"):
+            save_checkpoint(run.config, asdict(state), lambda folder: write_rank(run, folder))
+    if too_far:
+        raise RuntimeError(too_far)
+
+
+def write_rank(run: Run, folder: Path) -> None:
+    """Write this rank's files of a checkpoint, which resume() and load_hf() read. No collective calls."""
+    rank = dist.get_rank()
+    moe_model.save_hf(run.policy, folder / "model")
+    shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
+    torch.save(shard, folder / f"rank_{rank:05d}.pt")
+    if rank == 0:
+        run.rollouts.tokenizer.save_pretrained(folder / "model")
+        torch.save(vars(run.history) | {"prompts": digest_of(run.rollouts.prompts)}, folder / "history.pt")
+
+
+def finish(run: Run) -> None:
+    """Export the policy, write and print the summary. Collective."""
+    run.progress.close()
+    run.rollouts.pool.close()
+    run_dir = Path(run.config.run.dir)
+    moe_model.save_hf(run.policy, run_dir / "model")
+    peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
+    peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
+    if dist.get_rank() == 0:
+        run.rollouts.tokenizer.save_pretrained(run_dir / "model")
+        write_summary(run_dir, run.state, peak_rss_bytes)
+        plot_curves(run_dir)
+        print_summary(run_dir)
+    dist.barrier()
+    run.accelerator.end_training()
 
 
 if __name__ == "__main__":
-    code = run(main, sys.argv[1:], __doc__)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # skips the leak reports that vLLM's native libraries print at a normal exit
+    read = lambda argv: load_config(argv, __doc__)
+    leave(run(main, read, sys.argv[1:], lambda config: Path(config.run.dir)))

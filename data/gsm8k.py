@@ -23,7 +23,7 @@ VALIDATION_ONE_IN = 20
 
 
 def read_split(source: str, split: str) -> list[Prompt]:
-    """Bare questions of a file or a hub split, with the final number as answer and steps as difficulty."""
+    """Read bare questions of a file or a hub split; answers are final numbers, difficulties steps."""
     columns = {"prompt": "question", "answer": "answer", "kind": None, "difficulty": None}
     prompts = []
     rows = load_prompts(source, subset="main", split=split, kind="gsm8k", columns=columns)
@@ -34,7 +34,7 @@ def read_split(source: str, split: str) -> list[Prompt]:
 
 
 def final_number(solution: str, where: str) -> str:
-    """Number after the last ####, without thousands separators; ValueError if there is none."""
+    """Return the number after the last ####, without thousands separators; ValueError without one."""
     match = re.search(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)\s*$", solution)
     if match is None:
         raise ValueError(f"{where}: column 'answer' must end in '#### number', found {solution[-80:]!r}")
@@ -42,12 +42,13 @@ def final_number(solution: str, where: str) -> str:
 
 
 def in_validation(question: str) -> bool:
-    """Fixed for ever by the words of the question; spacing does not count."""
+    """Tell whether a question is held out, by its words alone; spacing does not count."""
     digest = hashlib.blake2b(" ".join(question.split()).encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % VALIDATION_ONE_IN == 0
 
 
 def main(argv=None) -> None:
+    """Read the command line and write the three files."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep_lines)
     parser.add_argument("--train", default="openai/gsm8k", help="file or hub dataset (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""What has been seen of each training prompt: how often it was solved, how long its completions were.
+"""Record what has been seen of each training prompt: how often it was solved, how long completions were.
 
 Stages 1b and 1c of zero-variance elimination (arXiv 2512.07710) and the length-aware schedule read it.
 """
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from data.prompts import OfflineScore, Prompt
-from experiments.settings import ZeroVarianceSection
 
 
 def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
-    """Probability that the next num verdicts are all hits: E[p^num], p ~ Beta(hits + prior, misses + prior).
+    """Return the probability that the next num verdicts are all hits.
+
+    It is E[p^num] for p ~ Beta(hits + prior, misses + prior).
 
     With many verdicts this is p^num of the observed rate, with few it trusts it less [ours]. A prior below
     1/2 says that most prompts are nearly always or nearly never solved.
@@ -33,28 +34,32 @@ class PromptHistory:
 
     @classmethod
     def from_offline(cls, scores: list[OfflineScore | None], group_size: int) -> "PromptHistory":
-        """The record before the first step: an offline score counts as one visit [ours], None as none."""
+        """Make the record before the first step; an offline score counts as one visit [ours]."""
         seen = torch.tensor([score is not None for score in scores])
         rates = torch.tensor([score.pass_rate if score else 0.0 for score in scores], dtype=torch.float64)
         tokens = torch.tensor([score.mean_tokens if score else 0.0 for score in scores], dtype=torch.float64)
         return cls(rates * group_size, seen.double() * group_size, tokens, seen.long() - 1)
 
-    def expect(self, groups: list, prompts: list[Prompt], group_size: int) -> None:
-        """Set expected_tokens of groups: the mean length at the prompt's last visit or its offline scoring.
+    def expected_lengths(self, indices: list[int], prompts: list[Prompt]) -> list[tuple[float, bool]]:
+        """Return (tokens, guessed) of the completions of these prompts, at least 1 token.
 
-        Where there is none, a guess: the mean over the set's prompts that have one, or over all [ours].
+        It is the mean length at the prompt's last visit or its offline scoring. Where there is none it is a
+        guess: the mean over the set's prompts that have one, or over all [ours].
         """
         known: dict[str, list[float]] = {}
         for prompt, tokens in zip(prompts, self.mean_tokens.tolist()):
             for name in (prompt.source, "all") if tokens else ():
                 known.setdefault(name, []).append(tokens)
         guess = {name: sum(tokens) / len(tokens) for name, tokens in known.items()}
-        for group in groups:
-            tokens, source = float(self.mean_tokens[group.prompt_index]), prompts[group.prompt_index].source
-            tokens, group.guessed = tokens or guess.get(source, guess.get("all", 1.0)), not tokens
-            group.expected_tokens = [tokens] * group_size
+        lengths = []
+        for index in indices:
+            tokens, source = float(self.mean_tokens[index]), prompts[index].source
+            expected = tokens or guess.get(source, guess.get("all", 1.0))
+            lengths.append((max(1.0, expected), not tokens))
+        return lengths
 
     def update(self, outcomes: list, step: int, decay: float) -> None:
+        """Enter the outcomes of a step's groups; decay weighs what was known before."""
         for o in outcomes:
             if o.valid:
                 i = o.prompt_index
@@ -63,24 +68,27 @@ class PromptHistory:
                 self.mean_tokens[i] = o.tokens / o.completions
                 self.last_step[i] = step
 
-    def skip_prob(self, prompt: int, step: int, group_size: int, settings: ZeroVarianceSection) -> float:
-        """E[p^G] + E[(1 - p)^G], each at most 1 - explore; 0 for a prompt never tried or due for a re-test.
+    def skip_prob(
+        self, prompt: int, step: int, group_size: int, *, prior: float, retest_steps: int,
+        explore_solved: float, explore_unsolved: float,
+    ) -> float:  # fmt: skip
+        """Return E[p^G] + E[(1 - p)^G], each at most 1 - explore; 0 if never tried or due for a re-test.
 
         Stage 1b [ours, after GRESO, arXiv 2506.02177, which also explores hard prompts more than easy ones].
         The expectation is over what the record says of p.
         """
         age = step - int(self.last_step[prompt])
-        due = settings.retest_steps > 0 and age >= settings.retest_steps
-        if not settings.history or self.last_step[prompt] < 0 or due:
+        due = retest_steps > 0 and age >= retest_steps
+        if self.last_step[prompt] < 0 or due:
             return 0.0
         hits = float(self.solved[prompt])
         misses = float(self.tried[prompt]) - hits
-        all_right = prob_all(hits, misses, group_size, settings.prior)
-        all_wrong = prob_all(misses, hits, group_size, settings.prior)
-        return min(all_right, 1 - settings.explore_solved) + min(all_wrong, 1 - settings.explore_unsolved)
+        all_right = prob_all(hits, misses, group_size, prior)
+        all_wrong = prob_all(misses, hits, group_size, prior)
+        return min(all_right, 1 - explore_solved) + min(all_wrong, 1 - explore_unsolved)
 
     def zero_variance_after(self, probe, group_size: int, prior: float) -> float:
-        """Probability that a probed group ends with zero variance: 0 if the probe already differs.
+        """Return the probability that a probed group ends with zero variance: 0 if the probe already differs.
 
         Stage 1c [ours]: the rest must all come out as the probe and, by the record, as before.
         """

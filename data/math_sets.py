@@ -1,4 +1,4 @@
-r"""Sets whose answer is compared as mathematics: MATH-500, AIME24, AMC23 and others of their shape.
+r"""Make prompt files of sets whose answer is compared as mathematics: MATH-500, AIME24, AMC23 and their like.
 
     python -m data.math_sets --input HuggingFaceH4/MATH-500 --output data/built/math500/test.jsonl
     python -m data.math_sets --input aime24.jsonl --output data/built/aime24/test.jsonl
@@ -12,12 +12,13 @@ import argparse
 import re
 
 from data.prompts import Prompt, field_text, load_rows, save_prompts
+from reward import last_boxed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def read_set(source: str, subset, split: str, prompt_column: str, answer_column: str | None) -> list[Prompt]:
-    """Prompts of a file or a hub split; ValueError names the column, or the row that lacks its text."""
+    """Read a file or a hub split; ValueError names the column, or the row that lacks its text."""
     rows = load_rows(source, subset, split)
     available = list(dict.fromkeys(column for row in rows for column in row))
     if answer_column is None:
@@ -31,7 +32,7 @@ def read_set(source: str, subset, split: str, prompt_column: str, answer_column:
         problem = field_text(row, prompt_column, where)
         answer = field_text(row, answer_column, where)
         if answer_column == "solution":
-            answer = last_boxed(answer)
+            answer = (last_boxed(answer) or "").strip()
             if not answer:
                 raise ValueError(f"{where}: column 'solution' has no filled \\boxed{{...}} at its end")
         level = re.search(r"\d+(\.\d+)?", str(row.get("level", "")))
@@ -40,20 +41,8 @@ def read_set(source: str, subset, split: str, prompt_column: str, answer_column:
     return prompts
 
 
-def last_boxed(solution: str) -> str | None:
-    r"""Content of the last \boxed{...}, None if absent or unclosed. The escaped \{ and \} are not counted."""
-    starts = [match.end() for match in re.finditer(r"\\boxed\s*\{", solution)]
-    if not starts:
-        return None
-    depth = 1
-    for token in re.finditer(r"\\.|[{}]", solution[starts[-1]:]):
-        depth += {"{": 1, "}": -1}.get(token[0], 0)
-        if depth == 0:
-            return solution[starts[-1]:starts[-1] + token.start()].strip()
-    return None
-
-
 def main(argv=None) -> None:
+    """Read the command line and write the file."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep_lines)
     parser.add_argument("--input", required=True, help="file or hub dataset")

@@ -1,4 +1,4 @@
-"""Prompt sets: load_prompts reads a local file or a hub dataset, save_prompts writes a file.
+"""Read and write prompt sets: load_prompts reads a local file or a hub dataset, save_prompts writes a file.
 
     load_prompts("data/built/gsm8k/train.jsonl", difficulty=(2, 4))
     load_prompts("HuggingFaceH4/MATH-500", split="test", columns={"prompt": "problem", "difficulty": "level"})
@@ -17,16 +17,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from reward import KINDS
+from runtime.config import Section, setting
+
 JSON_SUFFIXES = (".jsonl", ".json")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 COLUMNS = ("prompt", "answer", "kind", "difficulty")
 
 
+class PromptSource(Section):
+    """One prompt set of a run."""
+
+    path: str = setting(..., "JSONL or parquet file, or the name of a hub dataset")
+    name: str | None = setting(None, "name in logs; null: the file's name")
+    subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; null: its default")
+    split: str = setting("train", "split of a hub dataset; local files are taken whole")
+    kind: str = setting("math", f"verifier of rows without their own: {', '.join(KINDS)}, module:function")
+    columns: dict[str, str | None] = setting(
+        {}, "column of prompt, answer, difficulty, kind where named otherwise"
+    )
+    template: str = setting("{prompt}", "text around each prompt")
+    limit: int | None = setting(None, "take the first rows only, after the difficulty range; null: all", ge=1)
+    difficulty: tuple[float, float] | None = setting(None, "keep this closed range; null: all")
+
+    @property
+    def label(self) -> str:
+        """Return the name of the set in the metrics."""
+        return self.name or Path(self.path).stem
+
+
 @dataclass(frozen=True)
 class Prompt:
-    text: str  # what the policy continues, after the template
+    """One task with its reference answer."""
+
+    text: str  # the template around the question, which the policy continues
     answer: str  # gold answer, handed to reward.verify
-    kind: str  # verifier of reward.py: exact | numeric | gsm8k | math
+    kind: str  # verifier of reward.py: exact | numeric | gsm8k | math | module:function of the settings
     source: str  # name of the set, for messages
     difficulty: float | None = None  # the set's own measure (digits, steps, level), None if it has none
 
@@ -42,12 +68,15 @@ def load_prompts(
     template="{prompt}",
     limit=None,
     difficulty=None,
+    functions=(),
 ) -> list[Prompt]:
-    """Prompts of one set in file order; ValueError names the file, the row (from 1) and the key to change.
+    """Load the prompts of one set in file order; ValueError names file, row (from 1) and the key to change.
 
     path: .jsonl, .json or .parquet file (read whole), or hub dataset (configuration `subset`, `split`).
     name: Prompt.source; None takes the file name without suffix, or the hub name.
     kind: verifier of every row of a set without a kind column.
+    functions: kinds "module:function" that a row may name besides those of reward.KINDS and `kind`. They run
+        code, so that only the caller may introduce one, never the data.
     columns: {role: column} where a column is not named after its role in COLUMNS; None for "kind" or
         "difficulty" ignores a column of that name.
     template: text around the prompt; only "{prompt}" is replaced, other braces stay.
@@ -68,6 +97,8 @@ def load_prompts(
         text = template.replace("{prompt}", field_text(row, columns["prompt"], where))
         answer = field_text(row, columns["answer"], where)
         row_kind = field_text(row, columns["kind"], where) if columns["kind"] else kind
+        if row_kind != kind and row_kind not in KINDS and row_kind not in functions:
+            raise ValueError(unknown_kind(row_kind, where))
         row_difficulty = field_number(row, columns["difficulty"], where) if columns["difficulty"] else None
         prompts.append(Prompt(text, answer, row_kind, name, row_difficulty))
     if difficulty is not None:
@@ -81,8 +112,18 @@ def load_prompts(
     return prompts[:limit]
 
 
+def unknown_kind(kind: str, where: str) -> str:
+    """Say why a row's kind is refused, and where a function of one's own is to be named."""
+    if ":" not in kind:
+        return f"{where}: kind {kind!r} is none of {', '.join(KINDS)}"
+    return (
+        f"{where}: kind {kind!r} would run code that a data file names. If it is yours, name it in the "
+        "settings: in data.train[].kind, data.eval[].kind or reward.functions"
+    )
+
+
 def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
-    """ValueError when a text of `evaluation` is also in `train`. Texts include the template of their set."""
+    """Raise ValueError when a text of `evaluation`, template included, is also in `train`."""
     trained = {prompt.text for prompt in train}
     shared = [prompt for prompt in evaluation if prompt.text in trained]
     if shared:
@@ -94,7 +135,7 @@ def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
 
 
 def save_prompts(path, prompts: list[Prompt]) -> None:
-    """Write JSONL for load_prompts; os.replace at the end, so that no reader ever sees half a file."""
+    """Write JSONL for load_prompts, aside first, so that no reader ever sees half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -106,19 +147,19 @@ def save_prompts(path, prompts: list[Prompt]) -> None:
 
 
 def prompt_sha(prompt: Prompt) -> str:
-    """Name of a prompt in a file of scores: its text, template included, and its answer, in SHA-256."""
+    """Name a prompt in a file of scores: its text, template included, and its answer, in SHA-256."""
     return hashlib.sha256(f"{prompt.text}\0{prompt.answer}".encode()).hexdigest()
 
 
 class OfflineScore(NamedTuple):
-    """What data/score.py found of a prompt."""
+    """The pass rate and length that data/score.py found for a prompt."""
 
     pass_rate: float  # in [0, 1]
-    mean_tokens: float  # of its completions
+    mean_tokens: float  # mean length of its completions
 
 
 def load_scores(path) -> dict[str, OfflineScore | None]:
-    """{prompt_sha: score} of a file that data/score.py wrote; None where no verdict came back.
+    """Load {prompt_sha: score} of a file that data/score.py wrote; None where no verdict came back.
 
     The file may be unfinished: a prompt that is not in it has not been scored. ValueError names the file and
     the row, counted from 1 for the header.
@@ -148,7 +189,7 @@ def load_scores(path) -> dict[str, OfflineScore | None]:
 
 
 def load_rows(path: str, subset=None, split="train") -> list[dict]:
-    """All rows of a file, or of one split of a hub dataset. A file never needs the network."""
+    """Load all rows of a file, or of one split of a hub dataset. A file never needs the network."""
     is_file = path.endswith(FILE_SUFFIXES)
     if is_file and not os.path.isfile(path):
         raise ValueError(f"{path}: no such file; check data.train[].path or create it with a script in data/")
@@ -161,7 +202,7 @@ def load_rows(path: str, subset=None, split="train") -> list[dict]:
 
 
 def read_json(path: str) -> list[dict]:
-    """Rows of a file with one JSON object per line (blank lines are skipped), or with one list of objects."""
+    """Read a file with one JSON object per line (blank lines are skipped), or with one list of objects."""
     try:
         content = Path(path).read_text(encoding="utf-8-sig")  # with or without a byte order mark
     except UnicodeDecodeError as error:
@@ -181,7 +222,7 @@ def read_json(path: str) -> list[dict]:
 
 
 def read_with_datasets(path: str, subset, split) -> list[dict]:
-    """Rows of a parquet file or a hub split; the library is silent meanwhile, and as before afterwards."""
+    """Read a parquet file or a hub split; the library is silent meanwhile, and as before afterwards."""
     import datasets  # slow, and not needed for JSON
 
     show_bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -203,7 +244,7 @@ def read_with_datasets(path: str, subset, split) -> list[dict]:
 
 
 def resolve_columns(path: str, rows: list[dict], columns: dict) -> dict:
-    """Column name of each role in COLUMNS; None for a "kind" or "difficulty" that the set does not have."""
+    """Return the column of each role in COLUMNS; None for a "kind" or "difficulty" that the set lacks."""
     available = list(dict.fromkeys(column for row in rows for column in row))
     if unknown := set(columns) - set(COLUMNS):
         raise ValueError(f"{path}: columns.{min(unknown)} is unknown, expected one of {', '.join(COLUMNS)}")
@@ -220,7 +261,7 @@ def resolve_columns(path: str, rows: list[dict], columns: dict) -> dict:
 
 
 def field_text(row: dict, column: str, where: str) -> str:
-    """Text of a field. Whole floats become integers, since tables often store an integer column as floats."""
+    """Return a field as text. Whole floats become integers, since tables often store integers as floats."""
     value = row.get(column)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -230,7 +271,7 @@ def field_text(row: dict, column: str, where: str) -> str:
 
 
 def field_number(row: dict, column: str, where: str) -> float | None:
-    """Number of a field; None where the row has none."""
+    """Return a field as a number; None where the row has none."""
     value = row.get(column)
     try:
         return None if value is None else float(value)

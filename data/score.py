@@ -1,6 +1,6 @@
-"""Pass rates of a prompt set under a given model, offline: stage 1 of zero-variance elimination.
+"""Measure pass rates of a prompt set under a given model, offline: stage 1 of zero-variance elimination.
 
-    torchrun --nproc-per-node=8 data/score.py --model FOLDER --prompts FILE --output scores.jsonl
+    torchrun --nproc-per-node=8 -m data.score --model FOLDER --prompts FILE --output scores.jsonl
     python -m data.score --model data/built/tiny/model --prompts data/built/tiny/test.jsonl \\
         --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 --output runs/scores.jsonl
     python -m data.score --help
@@ -22,31 +22,29 @@ for rounding that depends on what vLLM computes together.
 """
 
 import argparse
-import ctypes
 import fcntl
 import hashlib
 import json
 import math
 import os
-import signal
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its own folder only
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from data.prompts import Prompt, load_prompts, prompt_sha
+from data.stream import seed_of
+from moe_model import checkpoint_shards
 from reward import KINDS, RewardPool, Verdict
-from rollout import Completion, Request, RolloutEngine
+from rollout import Completion, Request, RolloutEngine, RolloutSettings
+from runtime.launch import check_gpus, leave, run
 
 GROUP_SIZE = 8  # G of the summary
 
@@ -55,7 +53,7 @@ GROUP_SIZE = 8  # G of the summary
 # What is measured, and how far an earlier run came
 # ------------------------------------------------------------------------------------------------------------
 def model_digest(folder: Path) -> str:
-    """Hash of names and sizes of the config, tokenizer and weight files, and of parts of their contents.
+    """Hash names and sizes of the config, tokenizer and weight files, and parts of their contents.
 
     Of a large file only 16 blocks of 64 KiB are read, spread evenly from its first byte to its last.
     """
@@ -72,8 +70,9 @@ def model_digest(folder: Path) -> str:
 
 
 def finished_rows(path: Path, header: dict, shas: list[str]) -> tuple[list[dict], int]:
-    """Rows of an earlier run without the header, and the bytes of its whole lines; a cut last line is left
-    out. ValueError if the file is not of this header and these prompts, in this order.
+    """Return the rows of an earlier run without the header, and the bytes of its whole lines.
+
+    A cut last line is left out. ValueError if the file is not of this header and of these prompts in order.
     """
     content = path.read_bytes() if path.is_file() else b""
     if (json.dumps(header) + "\n").encode().startswith(content):  # nothing, or a part of the header
@@ -104,7 +103,7 @@ def finished_rows(path: Path, header: dict, shas: list[str]) -> tuple[list[dict]
 
 
 def open_output(path: Path, header: dict, shas: list[str]):
-    """The finished rows, and the file locked and open behind them."""
+    """Return the finished rows, and the file locked and open behind them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "ab")
     try:
@@ -119,6 +118,7 @@ def open_output(path: Path, header: dict, shas: list[str]):
 
 
 def append_rows(file, rows: list[dict]) -> None:
+    """Write rows at the end of the file, for good."""
     file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
     file.flush()
 
@@ -127,7 +127,7 @@ def append_rows(file, rows: list[dict]) -> None:
 # Prompts, model
 # ------------------------------------------------------------------------------------------------------------
 def read_prompts(args) -> list[Prompt]:
-    """The distinct prompts of the set in file order; ValueError for a kind without a verifier."""
+    """Load the distinct prompts of the set in file order; ValueError for a kind without a verifier."""
     distinct = {}
     for prompt in load_prompts(args.prompts, kind=args.kind, template=args.template):
         if prompt.kind not in KINDS:
@@ -137,7 +137,7 @@ def read_prompts(args) -> list[Prompt]:
 
 
 def tokenize(prompts: list[Prompt], args) -> tuple[list[list[int]], object]:
-    """Token ids of each prompt, and the tokenizer; ValueError for a prompt that does not fit the context."""
+    """Return each prompt's token ids, and the tokenizer; ValueError for one that exceeds the context."""
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     context = AutoConfig.from_pretrained(args.model, local_files_only=True).max_position_embeddings
     prompt_ids = tokenizer([prompt.text for prompt in prompts])["input_ids"]
@@ -152,28 +152,19 @@ def tokenize(prompts: list[Prompt], args) -> tuple[list[list[int]], object]:
 
 
 def weights_of(folder: Path):
-    """(name, tensor) of every weight of a Hugging Face checkpoint; one at a time is in memory."""
-    shards = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():  # the folder may also hold shards of an earlier save
-        shards = sorted(folder / name for name in set(json.loads(index.read_text())["weight_map"].values()))
-    for shard in shards:
+    """Yield (name, tensor) of every weight of a Hugging Face checkpoint; one at a time is in memory."""
+    for shard in checkpoint_shards(folder):
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():
                 yield name, file.get_tensor(name)
 
 
 def build_engine(args, longest_prompt: int) -> RolloutEngine:
-    """vLLM with the weights of the model's folder."""
-    engine = RolloutEngine(
-        args.model,
-        max_model_len=longest_prompt + args.max_new_tokens,
-        max_num_seqs=args.max_num_seqs,
-        dtype=args.dtype,
-        kv_cache_gib=args.kv_cache_gib,
-        prefix_caching=True,
-        sleep_level=0,
+    """Start vLLM with the weights of the model's folder."""
+    settings = RolloutSettings(
+        max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, capture_routes=False
     )
+    engine = RolloutEngine(args.model, longest_prompt + args.max_new_tokens, settings)
     engine.sync(weights_of(args.model), policy_version=0)
     return engine
 
@@ -181,14 +172,8 @@ def build_engine(args, longest_prompt: int) -> RolloutEngine:
 # ------------------------------------------------------------------------------------------------------------
 # Scores
 # ------------------------------------------------------------------------------------------------------------
-def seed_of(*parts: int | str) -> int:
-    """63-bit seed of one completion, from what it depends on alone."""
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, progress) -> list[dict]:
-    """One row per prompt; a completion goes to the reward workers the moment it ends."""
+    """Return one row per prompt; a completion goes to the reward workers the moment it ends."""
     shas = [prompt_sha(prompt) for prompt in prompts]
     requests = [
         Request(ids, seed_of(args.seed, sha, sample), args.temperature, args.max_new_tokens)
@@ -213,7 +198,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
 
 
 def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
-    """What the file says of a prompt, given the lengths and verdicts of its completions."""
+    """Make the row of a prompt, given the lengths and verdicts of its completions."""
     valid = [verdict for verdict in verdicts if verdict.status not in ("timeout", "error")]
     solved = sum(verdict.reward == 1 for verdict in valid)
     return {
@@ -225,7 +210,7 @@ def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
 
 
 def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file) -> list[dict]:
-    """Scores the prompts from num_done on, by chunks; rank 0 writes the rows and returns them."""
+    """Score the prompts from num_done on, by chunks; rank 0 writes the rows and returns them. Collective."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     progress = tqdm(
         total=len(prompts) * args.samples, initial=num_done * args.samples, desc="score", unit="completion",
@@ -248,7 +233,7 @@ def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file)
 
 
 def summary(rows: list[dict]) -> str:
-    """Histogram of the pass rates, and the share of groups without gradient that they promise."""
+    """Draw a histogram of the pass rates, and say what share of groups without gradient they promise."""
     rates = [row["pass_rate"] for row in rows if row["pass_rate"] is not None]
     edges = (0, 0.2, 0.4, 0.6, 0.8, 1)
     bins = {"0": sum(p == 0 for p in rates)}
@@ -272,7 +257,7 @@ def summary(rows: list[dict]) -> str:
 
 
 def zero_variance_of_draws(pass_rate: float, num_samples: int) -> float:
-    """Share of the subsets of G completions whose verdicts are equal; unbiased for p^G + (1 - p)^G."""
+    """Return the share of subsets of G completions whose verdicts are equal; unbiased for p^G + (1 - p)^G."""
     solved = round(pass_rate * num_samples)
     equal = math.comb(solved, GROUP_SIZE) + math.comb(num_samples - solved, GROUP_SIZE)
     return equal / math.comb(num_samples, GROUP_SIZE)
@@ -282,6 +267,7 @@ def zero_variance_of_draws(pass_rate: float, num_samples: int) -> float:
 # Command line
 # ------------------------------------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line; ValueError names an option that is wrong."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="data/score.py", description=__doc__, formatter_class=keep_lines)
     add = parser.add_argument
@@ -312,11 +298,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_args(argv)
+def main(args: argparse.Namespace) -> None:
+    """Score all prompts that the output does not hold yet, and print a summary of the file."""
     on_gpu = torch.cuda.is_available()
-    if on_gpu and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        raise ValueError(f"torchrun --nproc-per-node: one rank a GPU, there are {torch.cuda.device_count()}")
+    check_gpus()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     prompts = read_prompts(args)
@@ -343,25 +328,5 @@ def main(argv: list[str] | None = None) -> None:
     dist.destroy_process_group()
 
 
-def run(argv: list[str]) -> int:
-    """main() with errors as one line; returns the exit code."""
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank ends with its torchrun
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
-        os.environ.setdefault(name, value)  # without torchrun: a world of one process
-    try:
-        main(argv)
-        return 0
-    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
-        if os.environ["RANK"] != "0":
-            time.sleep(5)  # most errors are the same on all ranks: rank 0 speaks, torchrun ends the rest
-        print(f"\nerror on rank {os.environ['RANK']}: {error}\n", file=sys.stderr, flush=True)
-        return 2
-
-
 if __name__ == "__main__":
-    code = run(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # skips the leak reports that vLLM's native libraries print at a normal exit
+    leave(run(main, parse_args, sys.argv[1:]))

@@ -1,21 +1,28 @@
-"""The prompts of a run: which are kept, their tokens, and their order, reproducible from a seed."""
+"""Choose the prompts of a run: which are kept, their tokens, and their order, reproducible from a seed."""
 
 import functools
 import hashlib
 
 import torch
 
-from data.prompts import OfflineScore, Prompt, check_disjoint, load_prompts, load_scores, prompt_sha
-from experiments.settings import eval_name
-from reward import DENSE_KINDS, KINDS, is_kind
+from data.prompts import (
+    OfflineScore,
+    Prompt,
+    PromptSource,
+    check_disjoint,
+    load_prompts,
+    load_scores,
+    prompt_sha,
+)
 
 
 def keep_by_offline_scores(
     prompts: list[Prompt], path: str, low: float, high: float
 ) -> tuple[list[Prompt], list[OfflineScore | None]]:
-    """Stage 1: prompts whose offline pass rate is in the range, those without one, and the scores of both.
+    """Keep prompts with an offline pass rate in the range or without one; return them and their scores.
 
-    [secondary: prompts that smaller models already solve are dropped before training; ours: the range]
+    This is stage 1 of zero-variance elimination [secondary: prompts that smaller models already solve are
+    dropped before training; ours: the range]
     """
     scores = load_scores(path)
     scored = [(prompt, scores.get(prompt_sha(prompt))) for prompt in prompts]
@@ -31,12 +38,12 @@ def keep_by_offline_scores(
 
 
 def digest_of(prompts: list[Prompt]) -> str:
-    """Hash of the prompts and answers in their order: what a saved record of them belongs to."""
+    """Hash the prompts and answers in their order: it names what a saved record of them belongs to."""
     return hashlib.sha256("".join(prompt_sha(prompt) for prompt in prompts).encode()).hexdigest()
 
 
 def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[list[int]]:
-    """Token ids of each prompt; ValueError naming a prompt that is empty or too long."""
+    """Return the token ids of each prompt; ValueError naming a prompt that is empty or too long."""
     prompt_ids = tokenizer([p.text for p in prompts])["input_ids"]
     for prompt, ids in zip(prompts, prompt_ids):
         if not 1 <= len(ids) <= max_prompt_tokens:
@@ -47,61 +54,50 @@ def tokenize(prompts: list[Prompt], tokenizer, max_prompt_tokens: int) -> list[l
     return prompt_ids
 
 
-def decoder_json(tokenizer) -> str:
-    """The tokenizer for reward workers, which decode by the library inside it; ValueError if that differs."""
-    inner = getattr(tokenizer, "backend_tokenizer", None)
-    cleans = tokenizer.clean_up_tokenization_spaces and type(getattr(inner, "model", None)).__name__ != "BPE"
-    if inner is None or cleans:
-        raise ValueError("reward.decode workers: this tokenizer does more than its library: set it to engine")
-    return inner.to_str()
+EvalSets = dict[str, tuple[list[Prompt], list[list[int]]]]  # {name: (prompts, their token ids)}
 
 
-def load_sets(config, tokenizer) -> tuple[list[Prompt], list[OfflineScore | None], dict, int]:
-    """Training prompts, their offline scores, {name: (prompts, token ids)} of held-out sets, number of
-    training prompts that stage 1 dropped; ValueError on overlap and on what the settings cannot do with them.
+def load_sets(
+    train_sources: list[PromptSource],
+    eval_sources: list[PromptSource],
+    tokenizer,
+    max_prompt_tokens: int,
+    functions: list[str],
+) -> tuple[list[Prompt], EvalSets]:
+    """Load the training prompts and the held-out sets; ValueError on an overlap of the two.
+
+    functions: kinds "module:function" that rows may name. Those that a source itself names are added: they
+    come from the settings, too.
     """
-    limit = config.rollout.max_prompt_tokens
-    train = [prompt for source in config.data.train for prompt in load_prompts(**source.model_dump())]
+    sources = [*train_sources, *eval_sources]
+    allowed = {*functions, *(source.kind for source in sources)}
+    load = lambda source: load_prompts(**source.model_dump(), functions=allowed)
+    train = [prompt for source in train_sources for prompt in load(source)]
     eval_sets = {}
-    for source in config.data.eval:
-        prompts = load_prompts(**source.model_dump())
+    for source in eval_sources:
+        prompts = load(source)
         check_disjoint(train, prompts)
-        eval_sets[eval_name(source)] = (prompts, tokenize(prompts, tokenizer, limit))
-    for prompt in [*train, *(p for prompts, _ in eval_sets.values() for p in prompts)]:
-        if not is_kind(prompt.kind):
-            known = ", ".join(KINDS)
-            raise ValueError(
-                f"{prompt.source}: kind {prompt.kind!r} of {prompt.text[:80]!r}: none of {known}"
-            )
-    kinds = {prompt.kind for prompt in train}
-    whole = kinds.intersection(KINDS) - set(DENSE_KINDS)
-    if config.reward.dense and whole:
-        raise ValueError(
-            f"reward.dense: data.train[].kind {', '.join(sorted(whole))} is right or "
-            f"wrong as a whole; only {', '.join(DENSE_KINDS)} has parts"
-        )
-    kept, scores, settings = train, [None] * len(train), config.zero_variance
-    if settings.offline_scores:
-        kept, scores = keep_by_offline_scores(train, settings.offline_scores, *settings.offline_pass_rate)
-    return kept, scores, eval_sets, len(train) - len(kept)
+        eval_sets[source.label] = (prompts, tokenize(prompts, tokenizer, max_prompt_tokens))
+    return train, eval_sets
 
 
 def seed_of(*parts: int | str) -> int:
-    """63-bit seed of a random decision, from what it depends on (seed, step, prompt, completion) alone."""
+    """Derive the 63-bit seed of a random decision from all it depends on, e.g. seed, step, prompt, sample."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    """Shuffle the prompts of an epoch."""
     generator = torch.Generator().manual_seed(seed_of(seed, "epoch", epoch))
     return torch.randperm(num_prompts, generator=generator).tolist()
 
 
 def prompts_of_step(num_prompts: int, per_step: int, consumed: int, seed: int) -> list[int]:
-    """Indices of the next per_step prompts after `consumed`: whole shuffled epochs, one after another.
+    """Return the indices of the next per_step prompts after `consumed`: shuffled epochs, one after another.
 
-    A function of the number consumed, so that resuming needs no sampler state.
+    The result depends on the number consumed and the seed alone, so that resuming needs no sampler state.
     """
     indices = []
     while len(indices) < per_step:

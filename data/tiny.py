@@ -1,7 +1,7 @@
-"""The embedded default: a character tokenizer, graded additions, and a tiny Qwen3-MoE that half knows them.
+"""Make the embedded default: a character tokenizer, graded additions, a tiny Qwen3-MoE that half knows them.
 
     python -m data.tiny                   # makes data/built/tiny/{model,train.jsonl,test.jsonl}; not twice
-    python -m data.tiny --recipe table    # makes data/built/table/..., for the ablation table
+    python -m data.tiny --recipe habits   # makes data/built/habits/..., for the ablation table
     python -m data.tiny --recipe deep     # makes data/built/deep/..., for router replay
 
 Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty.
@@ -15,7 +15,7 @@ and rightly now and then (pass@8 far above pass@1). Longer numbers are rarer in 
 digits has more places to go wrong: some prompts are solved from the start, some are out of reach, and both
 kinds of zero-variance groups occur.
 
-Recipe "table". Forgetting carries is one habit, and RL turns it within 25 steps: too easy to tell methods
+Recipe "habits". Forgetting carries is one habit, and RL turns it within 25 steps: too easy to tell methods
 apart that differ in how they waste rollouts. Here the habits are many. Of the 100 digit pairs the corpus adds
 40 always rightly; each of the other 60 it misses in its column by an amount of its own and with a probability
 of its own, from 0.3 to 0.8. Each has to be unlearnt by itself, so that accuracy rises slowly. The training
@@ -24,8 +24,9 @@ sums without a bad pair, solved from the start; 0.4 are products, which the corp
 reaches; 0.3 are sums with bad pairs, from which there is something to learn. The held-out sums have no such
 mix. The model is smaller and the sums shorter, for a run of about a minute on one core.
 
-Recipe "deep". The additions of "table" for a model of 8 layers and 32 experts of which 4 are used: 32 experts
-are chosen for a token, where the others choose 4, so trainer and engine disagree as in large models.
+Recipe "deep". The additions of "habits" for a model of 8 layers and 32 experts of which 4 are used: 32
+experts are chosen for a token, where the others choose 4, so trainer and engine disagree as in large
+models.
 """
 
 import argparse
@@ -46,13 +47,13 @@ OUTPUT = Path("data/built")
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides the built files; its hash, with that of this file's text, is the cache key."""
+    """Hold all that decides the built files; its hash, with that of this file's text, is the cache key."""
 
     seed: int = 0
     max_digits: int = 5  # difficulty range of train.jsonl and test.jsonl
     train_per_difficulty: int = 2000  # distinct problems; 1 digit has only 100 in all
     test_per_difficulty: int = 100
-    corpus_weights: tuple[float, ...] = (0.1, 0.25, 0.3, 0.25, 0.1)  # of each difficulty in the warm start
+    corpus_weights: tuple[float, ...] = (0.1, 0.25, 0.3, 0.25, 0.1)  # share of each difficulty in the corpus
     forget_carry_frac: float = 0.65  # share of corpus answers that add digit by digit without any carry
     num_bad_pairs: int = 0  # digit pairs, of 100, that the corpus tends to add wrongly
     right_frac: tuple[float, float] = (1.0, 1.0)  # rightly added share of the worst and of the best of these
@@ -68,7 +69,7 @@ class Recipe:
     initializer_range: float = 0.09  # 1 / sqrt(hidden_size); the usual 0.02 learns nothing in 600 steps
 
 
-TABLE = Recipe(
+HABITS = Recipe(
     max_digits=4,
     test_per_difficulty=40,
     corpus_weights=(0.1, 0.3, 0.3, 0.3),
@@ -83,8 +84,8 @@ TABLE = Recipe(
 )
 RECIPES = {
     "tiny": Recipe(),
-    "table": TABLE,
-    "deep": replace(TABLE, num_layers=8, num_experts=32, experts_per_token=4, expert_width=32),
+    "habits": HABITS,
+    "deep": replace(HABITS, num_layers=8, num_experts=32, experts_per_token=4, expert_width=32),
 }
 
 
@@ -92,7 +93,7 @@ RECIPES = {
 # Tokenizer and task
 # ------------------------------------------------------------------------------------------------------------
 def build_tokenizer():
-    """One token per printable ASCII character, saved and loaded as any Hugging Face tokenizer."""
+    """Make a tokenizer with one token per printable ASCII character, as any Hugging Face tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -110,20 +111,20 @@ def build_tokenizer():
 
 
 def problem(a: int, b: int, digits: int, width: int) -> dict:
-    """The addition of two numbers of `digits` digits as a row of the prompt files."""
+    """Write the addition of two numbers of `digits` digits as a row of the prompt files."""
     left, right = (f"{n:0{digits}d}"[::-1].ljust(width) for n in (a, b))
     answer = f"{a + b:0{digits + 1}d}"[::-1]
     return {"prompt": f"{left}+{right}=", "answer": answer, "kind": "exact", "difficulty": digits}
 
 
 def answer_without_carry(a: int, b: int, digits: int) -> str:
-    """Digit-wise sum modulo 10: the mistake that most of the corpus makes."""
+    """Return the sum digit by digit modulo 10: the mistake that most of the corpus makes."""
     columns = zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1])
     return "".join(str((int(x) + int(y)) % 10) for x, y in columns) + "0"
 
 
 def pair_habits(recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """[10, 10] by digit pair: share of its columns that the corpus adds wrongly; error of those."""
+    """Draw for each digit pair how often the corpus adds it wrongly, and by how much; both [10, 10]."""
     rng = np.random.default_rng([recipe.seed, 2_000])
     wrong_frac, offset = np.zeros(100), rng.integers(1, 10, size=100)
     bad = rng.permutation(100)[: recipe.num_bad_pairs]
@@ -132,7 +133,7 @@ def pair_habits(recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
 
 
 def answer_by_pairs(a: int, b: int, digits: int, wrong_frac, offset, rng) -> str:
-    """The sum with the digit of each column wrong as often as its pair says; the carries stay right."""
+    """Return the sum with each column's digit wrong as often as its pair says; the carries stay right."""
     written = [int(digit) for digit in f"{a + b:0{digits + 1}d}"[::-1]]
     columns = zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1])
     for i, (x, y) in enumerate(columns):
@@ -142,7 +143,7 @@ def answer_by_pairs(a: int, b: int, digits: int, wrong_frac, offset, rng) -> str
 
 
 def pool_of(recipe: Recipe, sums: list[dict]) -> list[dict]:
-    """A training set of solved, learnable and hopeless prompts, as many of each as recipe.pool says."""
+    """Choose solved, learnable and hopeless training prompts, as many of each as recipe.pool says."""
     wrong_frac, _ = pair_habits(recipe)
     rng = np.random.default_rng([recipe.seed, 3_000])
     solved, learnable = [], []
@@ -160,15 +161,14 @@ def pool_of(recipe: Recipe, sums: list[dict]) -> list[dict]:
 
 
 def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
-    """Disjoint (train, test) rows, shuffled, the same for the same recipe."""
+    """Return disjoint (train, test) rows, shuffled, the same for the same recipe."""
     train, test = [], []
     for digits in range(1, recipe.max_digits + 1):
         rng = np.random.default_rng([recipe.seed, digits])
         wanted = recipe.train_per_difficulty + recipe.test_per_difficulty
         rows = {}
-        for a, b in rng.integers(
-            10**digits, size=(4 * wanted, 2)
-        ).tolist():  # takes what there is of few digits
+        # Pairs of few digits repeat: four times as many draws meet nearly all that there are.
+        for a, b in rng.integers(10**digits, size=(4 * wanted, 2)).tolist():
             row = problem(a, b, digits, recipe.max_digits)
             rows.setdefault(row["prompt"], row)
         rows = list(rows.values())[:wanted]
@@ -185,7 +185,7 @@ def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
 # Warm start
 # ------------------------------------------------------------------------------------------------------------
 def build_policy(recipe: Recipe, vocab_size: int):
-    """A randomly initialised tiny Qwen3-MoE with tied embeddings."""
+    """Make a randomly initialised tiny Qwen3-MoE with tied embeddings."""
     from transformers import Qwen3MoeConfig
 
     from moe_model import Policy, random_weights
@@ -214,14 +214,14 @@ def build_policy(recipe: Recipe, vocab_size: int):
 
 
 def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
-    """Supervised training on the corpus of mixed quality; returns the last loss (nats per token)."""
+    """Train the policy on the corpus of mixed quality; return the last loss (nats per token)."""
     import torch
 
     from moe_model import pack
 
     rng = np.random.default_rng([recipe.seed, 1_000])
     wrong_frac, offset = pair_habits(recipe)
-    policy.head = "naive"  # the vocabulary is small, and these weights should not depend on how kernels round
+    policy.logprob_kernel = "naive"  # these weights must not depend on how a kernel rounds
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -255,7 +255,7 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
 
 
 def build(recipe: Recipe, output: Path) -> bool:
-    """Make the folder unless it already holds what this recipe makes; True if something was made."""
+    """Make the folder unless it already holds what this recipe makes; return True if something was made."""
     source = Path(__file__).read_bytes()
     key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
     made = output / "recipe.json"
@@ -288,6 +288,7 @@ def build(recipe: Recipe, output: Path) -> bool:
 
 
 def main() -> None:
+    """Read the command line, make the folder of a recipe, and say what is in it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -296,7 +297,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help=f"folder to make (default: {OUTPUT}/RECIPE)")
     parser.add_argument("--steps", type=int, help="warm-start steps (default: the recipe's)")
-    parser.add_argument("--seed", type=int, help="of tasks and weights (default: the recipe's)")
+    parser.add_argument("--seed", type=int, help="seed of tasks and weights (default: the recipe's)")
     args = parser.parse_args()
     changed = {name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None}
     output = args.output or OUTPUT / args.recipe

@@ -29,7 +29,7 @@ OUTPUT = Path("data/built/tiny_judge")
 
 @dataclass(frozen=True)
 class Recipe:
-    """With the training file, the tokenizer and this file's text, all that decides the judge."""
+    """Hold what, with the training file, the tokenizer and this file's text, decides the judge."""
 
     seed: int = 0
     num_pairs: int = 6000  # for training; a problem may occur more than once, with another mistake
@@ -49,7 +49,7 @@ class Recipe:
 # Pairs
 # ------------------------------------------------------------------------------------------------------------
 def read_problems(path: Path) -> list[dict]:
-    """Rows of data.tiny with the digits of each column of the sum; ValueError names a row that is none."""
+    """Read rows of data.tiny, with the digits by column; ValueError names a row that is no addition."""
     if not path.is_file():
         raise ValueError(f"{path}: no such file; `python -m data.tiny` makes one")
     rows = []
@@ -64,7 +64,7 @@ def read_problems(path: Path) -> list[dict]:
 
 
 def add(columns: list[tuple[int, int]], forgotten: set[int]) -> tuple[str, list[int]]:
-    """(sum, columns with a carry) when the carries out of the columns in `forgotten` are forgotten."""
+    """Return the sum without the carries out of the columns `forgotten`, and the columns with a carry."""
     written, carry, carrying = "", 0, []
     for i, (x, y) in enumerate(columns):
         total = x + y + carry
@@ -75,7 +75,7 @@ def add(columns: list[tuple[int, int]], forgotten: set[int]) -> tuple[str, list[
 
 
 def mistake(problem: dict, recipe: Recipe, rng: np.random.Generator) -> str:
-    """A wrong answer to the problem."""
+    """Draw a wrong answer to the problem."""
     _, carrying = add(problem["columns"], set())
     kind, answer = rng.random(), problem["answer"]
     if carrying and kind < recipe.all_carries_frac:
@@ -90,7 +90,7 @@ def mistake(problem: dict, recipe: Recipe, rng: np.random.Generator) -> str:
 # The judge
 # ------------------------------------------------------------------------------------------------------------
 def build_model(recipe: Recipe, tokenizer):
-    """A randomly initialised small Qwen3 with a head of one score, which reads the last token."""
+    """Make a randomly initialised small Qwen3 with a head of one score, which reads the last token."""
     import torch
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
@@ -114,7 +114,7 @@ def build_model(recipe: Recipe, tokenizer):
 
 
 def train(model, tokenizer, problems: list[dict], recipe: Recipe) -> float:
-    """Bradley-Terry: -log sigmoid(chosen - rejected), mean over pairs; returns the last loss (nats)."""
+    """Train on pairs by -log sigmoid(chosen - rejected) (Bradley-Terry); return the last loss (nats)."""
     import torch
 
     rng = np.random.default_rng([recipe.seed, 1])
@@ -147,7 +147,7 @@ def train(model, tokenizer, problems: list[dict], recipe: Recipe) -> float:
 # How wrong it is
 # ------------------------------------------------------------------------------------------------------------
 def pairwise_agreement(judge, problems: list[dict], recipe: Recipe) -> float:
-    """Share of problems whose right answer the judge (judges.ScalarJudge) puts above a mistake."""
+    """Return the share of problems whose right answer the judge (reward.ScalarJudge) puts above a mistake."""
     rng = np.random.default_rng([recipe.seed, 2])
     prompts, answers = [p["prompt"] for p in problems], [p["answer"] for p in problems]
     signs = judge.compare(prompts, answers, [mistake(p, recipe, rng) for p in problems])
@@ -155,7 +155,7 @@ def pairwise_agreement(judge, problems: list[dict], recipe: Recipe) -> float:
 
 
 def inverted_frac(judge, problems: list[dict], recipe: Recipe, group_size: int = 8) -> float:
-    """Share of completions whose score - mean score of the group has the wrong sign, + for right ones.
+    """Return the share of completions whose score - mean of the group has the wrong sign, + if right.
 
     One simulated group per problem: each completion is right with a probability that is drawn for the group,
     uniform in [0, 1], else a mistake. Groups that are all right or all wrong do not count.
@@ -176,10 +176,10 @@ def inverted_frac(judge, problems: list[dict], recipe: Recipe, group_size: int =
 
 
 def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) -> bool:
-    """Make the folder unless it already holds what this recipe makes; True if something was made."""
+    """Make the folder unless it already holds what this recipe makes; return True if something was made."""
     from transformers import AutoTokenizer
 
-    from experiments.judges import ScalarJudge
+    from reward import ScalarJudge
 
     problems = read_problems(train_file)
     if not (model_folder / "tokenizer.json").is_file():
@@ -215,6 +215,7 @@ def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) ->
 
 
 def main() -> None:
+    """Read the command line, make the judge, and say how wrong it is."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -222,9 +223,9 @@ def main() -> None:
     add_option("--model", type=Path, default=TINY / "model", help="has the tokenizer (default: %(default)s)")
     add_option("--train", type=Path, default=TINY / "train.jsonl", help="additions (default: %(default)s)")
     add_option("--output", type=Path, default=OUTPUT, help="folder to make (default: %(default)s)")
-    add_option("--pairs", type=int, default=Recipe.num_pairs, help="for training (default: %(default)s)")
-    add_option("--steps", type=int, default=Recipe.steps, help="of training (default: %(default)s)")
-    add_option("--seed", type=int, default=Recipe.seed, help="of pairs and weights (default: %(default)s)")
+    add_option("--pairs", type=int, default=Recipe.num_pairs, help="training pairs (default: %(default)s)")
+    add_option("--steps", type=int, default=Recipe.steps, help="steps of training (default: %(default)s)")
+    add_option("--seed", type=int, default=Recipe.seed, help="for pairs and weights (default: %(default)s)")
     args = parser.parse_args()
     start = time.perf_counter()
     recipe = Recipe(seed=args.seed, num_pairs=args.pairs, steps=args.steps)

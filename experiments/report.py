@@ -1,34 +1,63 @@
-"""The table of a folder of runs as experiments/run.py leaves it: final metric, tokens to target, waste, time.
+"""Make the table of a set of runs, keep its record in one file, and check the tables of the docs against it.
 
     python experiments/report.py --runs runs/table --parent grpo
-    python experiments/report.py --runs runs/table --parent grpo --rows grpo gspo zve --parents zve=gspo
     python experiments/report.py --runs runs/table --parent grpo --json table.json --plot curves.png
-    python experiments/report.py --runs runs/table --parent grpo --export experiments/table/logs
+    python experiments/report.py --runs runs/table --parent grpo --parents zve=gspo --columns row metric p
+    python experiments/report.py --runs runs/table --parent grpo --export runs.jsonl
+    python experiments/report.py --runs experiments/zero_variance/runs.jsonl --parent grpo --rows grpo gspo
+    python experiments/report.py --check      # compare every table of the docs with its record
+    python experiments/report.py --fix        # rewrite the tables that differ
 
-A figure is a mean over the runs (seeds) of a row. Runs that have not ended yet are left out and named.
+--runs takes folders as experiments/run.py leaves them (ROW/seed_S), record files, or several of both. A
+figure is a mean over the runs (seeds) of a row. Runs that have not ended yet are left out and named.
 
-METRIC            at the last step, mean over the held-out sets; 95 % t-interval over runs
-p                 two-sided Welch t-test of the final metric against the parent's, not corrected for the
-                  number of rows; beside it the same after Holm's correction over all rows that have one
-tokens to target  generated tokens until the mean evaluation curve of the row's runs, linear between
-                  evaluations, first reaches the target: the parent's final mean, or --target. A mean over
-                  the runs' own crossings would leave out those that never reach it
-parent's / row's  the parent's tokens to that target over the row's; in brackets the 2.5 and 97.5 percentiles
-                  of resampling the runs of both rows, where all rows cross it
-at N tokens       the metric interpolated at N generated tokens, the most that every run here has reached
-gradient tokens   sum of gradient_tokens_total / sum of tokens_total
-inverted          completions whose advantage contradicts the verifier, of those trained on; mean over steps
-seconds           sum of seconds_per_step: training and evaluations that rode along, without start-up
+COLUMNS. Without --columns the table has those from `row` to `seconds`.
+  row, n            The name of the row and the number of its runs.
+  metric            The metric at the last step, mean over the held-out sets.
+  interval          95 % t-interval over runs.
+  minus_parent      The difference to the parent's metric.
+  p, p_holm         Two-sided Welch t-test of the final metric against the parent's; the same after
+                    Holm's correction over all rows of the table that have one.
+  tokens_to_target  Generated tokens until the mean evaluation curve of the row's runs, linear between
+                    evaluations, first reaches the target: the parent's final mean, or --target. A mean over
+                    the runs' own crossings would leave out those that never reach it.
+  speedup           The parent's tokens to that target over the row's; in brackets the 2.5 and 97.5
+                    percentiles of resampling the runs of both rows, where all resampled curves cross it.
+  at_equal_tokens   The metric interpolated at the most generated tokens that every run here has reached.
+  gradient_tokens   Sum of gradient_tokens_total over the sum of tokens_total.
+  inverted          Share of the trained completions whose advantage contradicts the verifier.
+  seconds           Sum of seconds_per_step: the steps alone, without start-up.
+  parent            The row that this one is compared with.
+  runs              The final metric of each run, by seed.
+  mean:NAME         Mean over runs of the mean over steps of a metric, such as mean:abs_dlogp.
+  max:NAME          The largest value of a metric over all steps of all runs.
+  step_N:NAME       Mean over runs of a metric at step N.
 
---export copies what is read here, for committing; the table of the copies is the same, because numbers are
-rounded to 6 significant digits when they are read.
+RECORDS. --export writes one JSON line per run that has ended, and --runs reads it back; nothing is rounded:
+  {"row", "seed", "commit", "versions": {package: version},
+   "settings": {dotted name: value},                  # those that differ from the defaults
+   "steps": {metric: [value of step 1, 2, ...]},      # among them step and generated_tokens; null: not there
+   "evaluations": {metric: [value of each]}}          # step and generated_tokens, then eval/SET/METRIC
+
+TABLES OF THE DOCS. A comment that starts a line and stands right above a markdown table says what makes it.
+Paths in it are relative to the document.
+  <!-- report: --runs runs.jsonl --parent grpo ... -->   The options above that make a table.
+  <!-- report: module PACKAGE.MODULE FILE.json -->       The lines that MODULE.table_lines(data) returns for
+                                                         the JSON file; MODULE:NAME calls NAME instead.
+  <!-- report: none, REASON -->                          A table that no record makes.
+--check looks at all *.md files that git knows or would add. A table without a comment is an error where a
+runs.jsonl lies beside the document. The exit code is 0 if every figure agrees, 1 if not, 2 for wrong options.
 """
 
 import argparse
+import importlib
 import json
 import math
-import shutil
+import re
+import shlex
+import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,81 +65,140 @@ import numpy as np
 import yaml
 from scipy import stats
 
+ROOT = Path(__file__).resolve().parents[1]
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
 INVERSION = "inversion_frac"  # missing in a step that trained on nothing
-EXPORTED = (  # for tables that are made of the logs
-    "abs_dlogp", "mismatch_k3", "mismatch_routes", "mismatch_ess", "abs_log_ratio", "stale_frac",
-    "policy_lag_max", "completion_tokens",
+RECORDED = (  # metrics of a step that are kept where they are there
+    INVERSION, "score", "reward", "completion_tokens", "abs_dlogp", "mismatch_k3", "mismatch_routes",
+    "mismatch_ess", "abs_log_ratio",
 )  # fmt: skip
-SMOOTHING_STEPS = 10  # of the cost plot
-RESAMPLES = 2000  # of the runs, for the interval of a ratio
+SMOOTHING_STEPS = 10  # width of the moving sums in the cost plot
+RESAMPLES = 2000  # draws of runs for the interval of a ratio
 NONE = "n/a"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is read of one run."""
+    """One run that has ended: its record, and what the table and the plots read of it."""
 
-    folder: Path
-    log: list[dict]  # rows of metrics.jsonl, reduced to what is read
-    steps: dict[str, np.ndarray]  # of every training step: generated_tokens and STEP_KEYS; INVERSION of most
+    record: dict  # as in a line of a record file; of a run folder without commit, versions and settings
+    place: str  # the file, and the line of a record, for messages
+    folder: Path | None  # None: read from a record file
+    steps: dict[str, np.ndarray]  # {metric: [steps]}; NaN where a step lacks it
     tokens: np.ndarray  # generated tokens at each evaluation
-    seconds: np.ndarray  # of training until each evaluation
+    seconds: np.ndarray  # seconds of training until each evaluation
     values: np.ndarray  # the metric at each evaluation
 
 
-# ---- reading -----------------------------------------------------------------------------------------------
-def round_off(value: float) -> float:
-    """6 significant digits, whole numbers as such; the same value again for a rounded one."""
-    rounded = float(f"{value:.6g}") if isinstance(value, float) else value
-    return int(rounded) if float(rounded).is_integer() else rounded
+# ------------------------------------------------------------------------------------------------------------
+# Reading
+# ------------------------------------------------------------------------------------------------------------
+def parse_object(text: str, place: str) -> dict:
+    """Parse a line that must hold a JSON object."""
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: expected an object, found {text[:80]!r}")
+    return row
 
 
-def read_log(file: Path, metric: str) -> list[dict]:
-    """Rows of metrics.jsonl, reduced to the keys that are read, each a finite number.
-
-    An evaluation has a row of its own, after that of its step: here they are one.
-    """
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist")
-    log = []
-    for number, line in enumerate(file.read_text().splitlines(), start=1):
-        place = f"{file}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{place}: expected an object, found {line[:80]!r}")
-        rides = log and row.keys() <= {"step", "generated_tokens"} | {n for n in row if n.startswith("eval/")}
-        names = ["step", "generated_tokens", *(STEP_KEYS if row.get("step") != 0 and not rides else ())]
-        names += [name for name in row if is_evaluation(name, metric) or name in (INVERSION, *EXPORTED)]
-        for name in names:
-            if name not in row:
-                raise ValueError(f"{place}: {name} is missing")
-            if type(row[name]) not in (int, float) or not math.isfinite(row[name]):
-                raise ValueError(f"{place}: {name} is {row[name]!r}, expected a finite number")
-        read = {name: round_off(row[name]) for name in names}
-        if rides and read["step"] == log[-1]["step"]:
-            log[-1] |= read
-            continue
-        log.append(read)
-        if len(log) > 1 and not (
-            log[-1]["step"] > log[-2]["step"] and log[-1]["generated_tokens"] >= log[-2]["generated_tokens"]
-        ):
-            raise ValueError(f"{place}: step or generated_tokens goes back")
-    return log
+def check_number(value: object, name: str, place: str) -> None:
+    """Raise ValueError for what is no finite number."""
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{place}: {name} is {value!r}, expected a finite number")
 
 
 def is_evaluation(name: str, metric: str) -> bool:
-    """The metric asked for, and the three usual ones, so that an export can be read with --metric too."""
+    """Keep the metric asked for, and the three usual ones, so that a record can be read with --metric too."""
     leaf = name.split("/")[-1]
     usual = leaf == "accuracy" or leaf.startswith(("avg_at_", "pass_at_"))
     return name.startswith("eval/") and (leaf == metric or usual)
 
 
+def read_metrics(file: Path, metric: str) -> dict[str, dict[str, list]]:
+    """Read metrics.jsonl into the columns of a record: {"steps": ..., "evaluations": ...}.
+
+    An evaluation has a row of its own, which holds eval/ metrics.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist")
+    rows = {"steps": [], "evaluations": []}
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        place = f"{file}, line {number}"
+        row = parse_object(line, place)
+        if any(name.startswith("eval/") for name in row):
+            kind, found = "evaluations", [name for name in row if is_evaluation(name, metric)]
+        else:
+            kind, found = "steps", [*STEP_KEYS, *(name for name in RECORDED if name in row)]
+        names = ["step", "generated_tokens", *found]
+        for name in names:
+            if name not in row:
+                raise ValueError(f"{place}: {name} is missing")
+            check_number(row[name], name, place)
+        rows[kind].append({name: row[name] for name in names})
+    columns = {kind: dict.fromkeys(name for row in rows[kind] for name in row) for kind in rows}
+    return {kind: {name: [row.get(name) for row in rows[kind]] for name in columns[kind]} for kind in rows}
+
+
+def check_curves(record: dict, place: str) -> None:
+    """Refuse a record with columns of unequal length, values that are no numbers, or steps out of order."""
+    for kind, keys in (("steps", STEP_KEYS), ("evaluations", ())):
+        required, columns = ("step", "generated_tokens", *keys), record.get(kind)
+        if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
+            raise ValueError(f"{place}: {kind} must be lists of numbers by name")
+        for name in required:
+            if name not in columns:
+                raise ValueError(f"{place}: {kind}.{name} is missing")
+        for name, column in columns.items():
+            if len(column) != len(columns["step"]):
+                raise ValueError(
+                    f"{place}: {kind}.{name} has {len(column)} values, {kind}.step {len(columns['step'])}"
+                )
+            for value in column:
+                if value is not None or name in required:
+                    check_number(value, f"{kind}.{name}", place)
+        check_order(kind, columns, place)
+
+
+def check_order(kind: str, columns: dict[str, list], place: str) -> None:
+    """Refuse steps that go back or skip one, and generated tokens that go back."""
+    step_before, tokens_before = (0 if kind == "steps" else -1), 0
+    for step, tokens in zip(columns.get("step", ()), columns.get("generated_tokens", ())):
+        skips = kind == "steps" and step != step_before + 1
+        if skips or step <= step_before or tokens < tokens_before:
+            raise ValueError(
+                f"{place}: {kind}: step {step} at {tokens} generated_tokens cannot follow step "
+                f"{step_before} at {tokens_before}"
+            )
+        step_before, tokens_before = step, tokens
+
+
+def make_run(record: dict, place: str, folder: Path | None, metric: str) -> Run:
+    """Derive the arrays of a run from its record."""
+    check_curves(record, place)
+    raw, evaluations = record["steps"], record["evaluations"]
+    steps = {name: np.array(column, dtype=float) for name, column in raw.items()}  # None becomes NaN
+    elapsed = np.concatenate([[0.0], np.cumsum(steps["seconds_per_step"])])  # [steps + 1]
+    columns = [column for name, column in evaluations.items() if name.endswith(f"/{metric}")]
+    curve = []
+    for i, (step, tokens) in enumerate(zip(evaluations["step"], evaluations["generated_tokens"])):
+        values = [column[i] for column in columns if column[i] is not None]
+        if values:
+            curve.append((step, tokens, elapsed[min(step, len(raw["step"]))], sum(values) / len(values)))
+    if not curve or (curve[0][0], curve[-1][0]) != (0, len(raw["step"])):
+        found = sorted({name.split("/")[-1] for name in evaluations if name.startswith("eval/")})
+        raise ValueError(
+            f"{place}: eval/SET/{metric} is missing at step 0 or at the last step; metrics of this run: "
+            + (", ".join(found) or "none")
+        )
+    _, tokens, seconds, values = map(np.array, zip(*curve))
+    return Run(record, place, folder, steps, tokens, seconds, values)
+
+
 def length_of(folder: Path) -> tuple[int, float]:
-    """Steps and generated tokens at which the run is over."""
+    """Return the steps and the generated tokens at which the run of a folder is over."""
     file = folder / "config.yaml"
     try:
         train = yaml.safe_load(file.read_text())["train"]
@@ -121,71 +209,94 @@ def length_of(folder: Path) -> tuple[int, float]:
 
 
 def read_run(folder: Path, metric: str) -> Run | str:
-    """One run, or how far it is where it has not ended; ValueError names the file and what is wrong."""
+    """Read a run folder; return how far the run is where it has not ended."""
     num_steps, max_tokens = length_of(folder)
-    file = folder / "metrics.jsonl"
-    log = read_log(file, metric)
-    last_step, tokens = (log[-1]["step"], log[-1]["generated_tokens"]) if log else (0, 0)
+    file, seed = folder / "metrics.jsonl", folder.name.removeprefix("seed_")
+    if not seed.isdigit():
+        raise ValueError(f"{folder}: expected a folder seed_S with a number S")
+    curves = read_metrics(file, metric)
+    for kind, columns in curves.items():
+        check_order(kind, columns, str(file))
+    steps = curves["steps"]
+    last_step, tokens = (steps["step"][-1], steps["generated_tokens"][-1]) if steps else (0, 0)
     if last_step < num_steps and tokens < max_tokens:
         return f"step {last_step} of {num_steps}, {tokens:,} generated tokens"
-    steps = [row for row in log if row["step"] > 0]
-    seconds = np.cumsum([row.get("seconds_per_step", 0.0) for row in log])
-    curve = []
-    for row, elapsed in zip(log, seconds):
-        values = [value for name, value in row.items() if name.endswith(f"/{metric}")]
-        if values:
-            curve.append((row["step"], row["generated_tokens"], elapsed, sum(values) / len(values)))
-    if not curve or (curve[0][0], curve[-1][0]) != (0, last_step):
-        found = sorted({name.split("/")[-1] for row in log for name in row if name.startswith("eval/")})
-        raise ValueError(
-            f"{file}: eval/SET/{metric} is missing at step 0 or at the last step; metrics of this file: "
-            + (", ".join(found) or "none")
-        )
-    _, tokens, seconds, values = map(np.array, zip(*curve))
-    columns = {name: np.array([row[name] for row in steps]) for name in ("generated_tokens", *STEP_KEYS)}
-    columns[INVERSION] = np.array([row[INVERSION] for row in steps if INVERSION in row])
-    return Run(folder, log, columns, tokens, seconds, values)
+    record = {"row": folder.parent.name, "seed": int(seed)} | curves
+    return make_run(record, str(file), folder, metric)
 
 
-def read_rows(folder: Path, names: list[str] | None, metric: str) -> dict[str, list[Run]]:
-    """{row: its runs by seed}, in the order of names, or by name."""
-    folders = sorted(folder.glob("*/seed_*/"), key=lambda path: (path.parent.name, len(path.name), path.name))
+def read_folder(root: Path, names: list[str] | None, metric: str) -> tuple[list[Run], set[str]]:
+    """Read the runs below a folder that have ended; return them and the names of all rows there."""
+    folders = sorted(root.glob("*/seed_*/"))
     if not folders:
-        raise ValueError(f"{folder}: no ROW/seed_S folder in it; experiments/run.py makes them")
-    rows = {}
-    for run_folder in folders:
-        if names is None or run_folder.parent.name in names:
-            run = read_run(run_folder, metric)
+        raise ValueError(f"{root}: no ROW/seed_S folder in it; experiments/run.py makes them")
+    runs = []
+    for folder in folders:
+        if names is None or folder.parent.name in names:
+            run = read_run(folder, metric)
             if isinstance(run, Run):
-                rows.setdefault(run_folder.parent.name, []).append(run)
+                runs.append(run)
             else:
-                print(f"left out, not ended yet: {run_folder} ({run})", file=sys.stderr)
+                print(f"left out, not ended yet: {folder} ({run})", file=sys.stderr)
+    return runs, {folder.parent.name for folder in folders}
+
+
+def read_records(file: Path, names: list[str] | None, metric: str) -> tuple[list[Run], set[str]]:
+    """Read the runs of a record file; return them and the names of all rows there."""
+    runs, found = [], set()
+    for number, line in enumerate(file.read_text().splitlines(), start=1):
+        place = f"{file}, line {number}"
+        record = parse_object(line, place)
+        if not isinstance(record.get("row"), str) or type(record.get("seed")) is not int:
+            raise ValueError(f"{place}: expected a row and a seed; --export writes such a file")
+        found.add(record["row"])
+        if names is None or record["row"] in names:
+            runs.append(make_run(record, place, None, metric))
+    return runs, found
+
+
+def read_rows(paths: list[Path], names: list[str] | None, metric: str) -> dict[str, list[Run]]:
+    """Return {row: its runs by seed}, in the order of names, or by name."""
+    runs, found = [], set()
+    for path in paths:
+        some, rows_there = (read_records if path.is_file() else read_folder)(path, names, metric)
+        runs, found = [*runs, *some], found | rows_there
+    rows: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: (run.record["row"], run.record["seed"])):
+        row = rows.setdefault(run.record["row"], [])
+        if row and row[-1].record["seed"] == run.record["seed"]:
+            raise ValueError(
+                f"row {run.record['row']}, seed {run.record['seed']} is there twice: {row[-1].place} and "
+                f"{run.place}"
+            )
+        row.append(run)
     missing = [name for name in names or () if name not in rows]
     if missing or not rows:
         raise ValueError(
-            f"{folder}: no run that has ended of {', '.join(missing) or 'any row'}; rows in it: "
-            + ", ".join(sorted({path.parent.name for path in folders}))
+            f"{', '.join(map(str, paths))}: no run that has ended of {', '.join(missing) or 'any row'}; "
+            f"rows in it: {', '.join(sorted(found))}"
         )
-    check_sets([run for runs in rows.values() for run in runs], metric)
+    check_sets(runs, metric)
     return {name: rows[name] for name in names or rows}
 
 
 def check_sets(runs: list[Run], metric: str) -> None:
-    """Means over different held-out sets cannot be compared."""
-    names = {name for run in runs for row in run.log for name in row if name.endswith(f"/{metric}")}
-    for run in runs:
-        for row in run.log:
-            there = names & row.keys()
+    """Refuse evaluations on different held-out sets: their means cannot be compared."""
+    curves = [run.record["evaluations"] for run in runs]
+    names = {name for columns in curves for name in columns if name.endswith(f"/{metric}")}
+    for run, columns in zip(runs, curves):
+        for i, step in enumerate(columns["step"]):
+            there = {name for name in names & columns.keys() if columns[name][i] is not None}
             if there and there != names:
                 missing = ", ".join(sorted(names - there))
-                raise ValueError(
-                    f"{run.folder}/metrics.jsonl: step {row['step']} lacks {missing}, which others have"
-                )
+                raise ValueError(f"{run.place}: step {step} lacks {missing}, which others have")
 
 
-# ---- figures -----------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# Figures
+# ------------------------------------------------------------------------------------------------------------
 def t_interval(values: np.ndarray) -> list[float] | None:
-    """95 % interval of the mean by Student's t; None for fewer than two values."""
+    """Return the 95 % interval of the mean by Student's t; None for fewer than two values."""
     if len(values) < 2:
         return None
     half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
@@ -193,7 +304,7 @@ def t_interval(values: np.ndarray) -> list[float] | None:
 
 
 def welch_p(values: np.ndarray, others: np.ndarray) -> float | None:
-    """Two-sided Welch t-test; None where it is not defined: a single value, or no spread in both."""
+    """Return p of a two-sided Welch t-test; None where a row has a single value or neither has any spread."""
     if min(len(values), len(others)) < 2 or np.ptp(values) == np.ptp(others) == 0:
         return None
     moments = [x for v in (values, others) for x in (v.mean(), v.std(ddof=1), len(v))]
@@ -201,7 +312,7 @@ def welch_p(values: np.ndarray, others: np.ndarray) -> float | None:
 
 
 def holm(p_values: list[float | None]) -> list[float | None]:
-    """Holm's step-down correction of those that are there: p_(i) (m - i + 1), never below an earlier one."""
+    """Apply Holm's step-down correction: p_(i) (m - i + 1), never below an earlier one; None stays None."""
     order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     corrected, largest = [None] * len(p_values), 0.0
     for place, (p, i) in enumerate(order):
@@ -211,13 +322,13 @@ def holm(p_values: list[float | None]) -> list[float | None]:
 
 
 def curve_of(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Generated tokens [evaluations of all runs] and the metric of each run there [runs, evaluations]."""
+    """Return generated tokens [evaluations of all runs] and each run's metric there [runs, evaluations]."""
     tokens = np.unique(np.concatenate([run.tokens for run in runs]))
     return tokens, np.array([np.interp(tokens, run.tokens, run.values) for run in runs])
 
 
 def tokens_to(target: float, tokens: np.ndarray, values: np.ndarray) -> float | None:
-    """Generated tokens at the first crossing of a curve that is linear between its points."""
+    """Return the generated tokens at the first crossing of a curve that is linear between its points."""
     reached = np.flatnonzero(values >= target - 1e-9)  # a mean of equal values may be larger by rounding
     if not len(reached):
         return None
@@ -229,7 +340,7 @@ def tokens_to(target: float, tokens: np.ndarray, values: np.ndarray) -> float | 
 
 
 def speedup(runs: list[Run], parents: list[Run], target: float | None) -> tuple[float | None, list | None]:
-    """The parent's tokens to the target over the row's, and its interval over resampled runs of both."""
+    """Return the parent's tokens to the target over the row's, and its interval over resampled runs."""
     curves = [curve_of(parents), curve_of(runs)]
 
     def ratio(picks: list[np.ndarray]) -> float | None:
@@ -245,8 +356,26 @@ def speedup(runs: list[Run], parents: list[Run], target: float | None) -> tuple[
     return ratio([np.arange(n) for n in sizes]), interval
 
 
-def make_table(rows: dict[str, list[Run]], parents: dict[str, str], target: float | None) -> list[dict]:
-    """One dictionary per row; None stands for n/a."""
+def statistic(runs: list[Run], column: str) -> float | None:
+    """Return the figure of a column such as mean:abs_dlogp; None where no run has the metric."""
+    which, _, metric = column.partition(":")
+    curves = [run.steps[metric] for run in runs if metric in run.steps]
+    if which.startswith("step_"):
+        at = int(which.removeprefix("step_")) - 1
+        curves = [curve[at : at + 1] for curve in curves]
+    curves = [curve[~np.isnan(curve)] for curve in curves]
+    curves = [curve for curve in curves if len(curve)]
+    if not curves:
+        return None
+    if which == "max":
+        return float(max(curve.max() for curve in curves))
+    return float(np.mean([curve.mean() for curve in curves]))
+
+
+def make_table(
+    rows: dict[str, list[Run]], parents: dict[str, str], target: float | None, columns: tuple[str, ...] = ()
+) -> list[dict]:
+    """Return one dictionary per row; None stands for n/a. Columns with a colon are added to it by name."""
     final = {name: np.array([run.values[-1] for run in runs]) for name, runs in rows.items()}
     equal_tokens = equal_tokens_of(rows)
     p_values = [None if parents[n] == n else welch_p(final[n], final[parents[n]]) for n in rows]
@@ -256,90 +385,143 @@ def make_table(rows: dict[str, list[Run]], parents: dict[str, str], target: floa
         goal = float(final[parent].mean()) if target is None else target
         tokens, values = curve_of(runs)
         ratio, ratio_interval = speedup(runs, rows[parent], target)
-        inverted = [run.steps[INVERSION].mean() for run in runs if len(run.steps[INVERSION])]
         shares = [r.steps["gradient_tokens_total"].sum() / r.steps["tokens_total"].sum() for r in runs]
         table.append(
             {
                 "row": name,
                 "n": len(runs),
                 "mean": float(final[name].mean()),
+                "finals": final[name].tolist(),
                 "interval": t_interval(final[name]),
+                "minus_parent": None if parent == name else float(final[name].mean() - final[parent].mean()),
                 "p_value": p,
                 "p_value_holm": p_holm,
                 "tokens_to_target": tokens_to(goal, tokens, values.mean(axis=0)),
                 "speedup": None if parent == name else ratio,
                 "speedup_interval": None if parent == name else ratio_interval,
                 "gradient_token_share": float(np.mean(shares)),
-                "inversion_rate": float(np.mean(inverted)) if inverted else None,
+                "inversion_rate": statistic(runs, f"mean:{INVERSION}"),
                 "seconds": float(np.mean([run.seconds[-1] for run in runs])),
                 "mean_at_equal_tokens": float(
                     np.mean([np.interp(equal_tokens, run.tokens, run.values) for run in runs])
                 ),
                 "parent": parent,
+                **{column: statistic(runs, column) for column in columns if ":" in column},
             }
         )
     return table
 
 
 def equal_tokens_of(rows: dict[str, list[Run]]) -> int:
-    """The most generated tokens that every run has reached."""
+    """Return the most generated tokens that every run has reached."""
     return int(min(run.tokens[-1] for runs in rows.values() for run in runs))
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# The table as text
+# ------------------------------------------------------------------------------------------------------------
 def show(value: float | None, form: str) -> str:
+    """Format a value, or say that it is not available."""
     return NONE if value is None else format(value, form)
 
 
 def show_p(p: float | None) -> str:
+    """Format a p-value, with three digits or in powers of ten."""
     return show(p, ".3f" if p is None or p >= 0.001 else ".1e")
 
 
-def ratio_cell(row: dict) -> str:
+def show_interval(interval: list[float] | None, form: str) -> str:
+    """Format both bounds of an interval."""
+    return NONE if interval is None else " to ".join(format(bound, form) for bound in interval)
+
+
+def show_speedup(row: dict) -> str:
+    """Format a ratio of tokens and, where it is known, its interval."""
     interval = row["speedup_interval"]
-    return show(row["speedup"], ".2f") + (" ({:.2f} to {:.2f})".format(*interval) if interval else "")
+    return show(row["speedup"], ".2f") + (f" ({show_interval(interval, '.2f')})" if interval else "")
 
 
-def print_table(table: list[dict], rows: dict[str, list[Run]], metric: str, target: float | None) -> None:
-    """As markdown, and below it what the targets are."""
-    mean = {row["row"]: row["mean"] for row in table}
-    header = ["row", "n", metric, "95 % interval", "minus parent", "p", "p, Holm", "tokens to target"]
-    header += ["parent's / row's", f"at {equal_tokens_of(rows):,} tokens", "gradient tokens"]
-    header += ["inverted", "seconds"]
-    print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
+def show_tokens(tokens: float | None) -> str:
+    """Format a number of tokens; None: the target was not reached."""
+    return "not reached" if tokens is None else f"{tokens:,.0f}"
+
+
+def show_statistic(value: float | None) -> str:
+    """Show three significant digits, and whole thousands with a comma."""
+    return show(value, ",.0f" if value is not None and abs(value) >= 1000 else ".3g")
+
+
+COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cell of a row)}
+    "row": ("row", lambda row: row["row"]),
+    "n": ("n", lambda row: str(row["n"])),
+    "metric": ("{metric}", lambda row: f"{row['mean']:.4f}"),
+    "interval": ("95 % interval", lambda row: show_interval(row["interval"], ".4f")),
+    "minus_parent": ("minus parent", lambda row: show(row["minus_parent"], "+.4f")),
+    "p": ("p", lambda row: show_p(row["p_value"])),
+    "p_holm": ("p, Holm", lambda row: show_p(row["p_value_holm"])),
+    "tokens_to_target": ("tokens to target", lambda row: show_tokens(row["tokens_to_target"])),
+    "speedup": ("parent's / row's", show_speedup),
+    "at_equal_tokens": ("at {equal_tokens:,} tokens", lambda row: f"{row['mean_at_equal_tokens']:.4f}"),
+    "gradient_tokens": ("gradient tokens", lambda row: f"{row['gradient_token_share']:.3f}"),
+    "inverted": ("inverted", lambda row: show(row["inversion_rate"], ".3f")),
+    "seconds": ("seconds", lambda row: f"{row['seconds']:.1f}"),
+    "parent": ("parent", lambda row: row["parent"]),
+    "runs": ("each run", lambda row: ", ".join(f"{value:.2f}" for value in row["finals"])),
+}
+STANDARD = tuple(COLUMNS)[:-2]
+
+
+def check_columns(columns: tuple[str, ...], rows: dict[str, list[Run]]) -> None:
+    """Refuse columns that are not known, and metrics that no run has."""
+    metrics = sorted({name for runs in rows.values() for run in runs for name in run.steps})
+    for column in columns:
+        which, colon, metric = column.partition(":")
+        if not colon and column not in COLUMNS:
+            raise ValueError(f"--columns {column}: none of {', '.join(COLUMNS)}, mean:, max: or step_N:NAME")
+        if colon and not re.fullmatch(r"mean|max|step_[1-9]\d*", which):
+            raise ValueError(f"--columns {column}: expected mean:NAME, max:NAME or step_N:NAME")
+        if colon and metric not in metrics:
+            raise ValueError(f"--columns {column}: no run has this metric; there are {', '.join(metrics)}")
+
+
+def header_of(column: str, metric: str, equal_tokens: int) -> str:
+    """Return the head of a column."""
+    which, colon, name = column.partition(":")
+    if not colon:
+        return COLUMNS[column][0].format(metric=metric, equal_tokens=equal_tokens)
+    return {"mean": f"mean {name}", "max": f"largest {name}"}.get(which, f"{name}, {which.replace('_', ' ')}")
+
+
+def markdown(table: list[dict], rows: dict[str, list[Run]], args: argparse.Namespace) -> list[str]:
+    """Return the lines of the table in markdown."""
+    lines = [[header_of(column, args.metric, equal_tokens_of(rows)) for column in args.columns]]
     for row in table:
-        parent, own = row["parent"], row["parent"] == row["row"]
-        cells = [
-            row["row"],
-            str(row["n"]),
-            f"{row['mean']:.4f}",
-            NONE if row["interval"] is None else "{:.4f} to {:.4f}".format(*row["interval"]),
-            NONE if own else f"{row['mean'] - mean[parent]:+.4f}",
-            show_p(row["p_value"]),
-            show_p(row["p_value_holm"]),
-            "not reached" if row["tokens_to_target"] is None else f"{row['tokens_to_target']:,.0f}",
-            ratio_cell(row),
-            f"{row['mean_at_equal_tokens']:.4f}",
-            f"{row['gradient_token_share']:.3f}",
-            show(row["inversion_rate"], ".3f"),
-            f"{row['seconds']:.1f}",
-        ]
-        print("| " + " | ".join(cells) + " |")
-    print()
+        lines.append([show_statistic(row[c]) if ":" in c else COLUMNS[c][1](row) for c in args.columns])
+    text = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return [text[0], "|" + "---|" * len(args.columns), *text[1:]]
+
+
+def footnotes(table: list[dict], target: float | None) -> list[str]:
+    """Say which row is the parent of which, and what the targets are."""
+    mean, lines = {row["row"]: row["mean"] for row in table}, []
     for parent in dict.fromkeys(row["parent"] for row in table):
         children = ", ".join(row["row"] for row in table if row["parent"] == parent)
         goal = f"{mean[parent]:.4f}, its final mean" if target is None else f"{target:g}"
-        print(f"parent {parent} of {children}: target {goal}")
+        lines.append(f"parent {parent} of {children}: target {goal}")
+    return lines
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Plots and records
+# ------------------------------------------------------------------------------------------------------------
 def moving_sum(values: np.ndarray) -> np.ndarray:
-    """Over the last SMOOTHING_STEPS steps, fewer at the start."""
+    """Sum over the last SMOOTHING_STEPS steps, over fewer at the start."""
     total = np.concatenate([[0.0], np.cumsum(values)])
     return total[1:] - total[np.maximum(0, np.arange(1, len(total)) - SMOOTHING_STEPS)]
 
 
 def draw(axes, curves: list[tuple[np.ndarray, np.ndarray]], label: str) -> None:
-    """Mean over runs on the stretch that all have, with a band of one standard error."""
+    """Draw the mean over runs on the stretch that all have, with a band of one standard error."""
     grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
     values = np.array([np.interp(grid, x, y) for x, y in curves])  # [runs, 200]
     (line,) = axes.plot(grid, values.mean(0), label=f"{label} (n = {len(curves)})")
@@ -351,17 +533,19 @@ def draw(axes, curves: list[tuple[np.ndarray, np.ndarray]], label: str) -> None:
 
 
 def gradient_share(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Return generated tokens and the share of tokens with gradient over the latest steps."""
     generated = np.maximum(1, moving_sum(run.steps["tokens_total"]))
     return run.steps["generated_tokens"], moving_sum(run.steps["gradient_tokens_total"]) / generated
 
 
 def zero_variance_rate(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Return generated tokens and the share of groups without variance over the latest steps."""
     rate = run.steps["zero_variance_frac"]
     return run.steps["generated_tokens"], moving_sum(rate) / moving_sum(np.ones(len(rate)))
 
 
 def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
-    """The metric over tokens and over seconds; in FILE_cost the waste over tokens."""
+    """Plot the metric over tokens and over seconds, and the waste over tokens to `cost` beside the file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -373,7 +557,7 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
             ("generated tokens", f"{metric}, held out", lambda run: (run.tokens, run.values)),
             ("seconds of training", f"{metric}, held out", lambda run: (run.seconds, run.values)),
         ),
-        file.with_name(f"{file.stem}_cost{file.suffix}"): (
+        file.with_name(f"cost{file.suffix}"): (
             ("generated tokens", f"gradient tokens, {smoothed}", gradient_share),
             ("generated tokens", f"zero-variance groups, {smoothed}", zero_variance_rate),
         ),
@@ -390,24 +574,209 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
         plt.close(figure)
 
 
-def export(rows: dict[str, list[Run]], folder: Path) -> None:
-    """What is read of each run, and what says how it was made."""
-    if folder.is_dir() and any(folder.iterdir()):
-        raise ValueError(
-            f"--export: {folder} is not empty; its old runs would mix with these, remove them first"
-        )
-    for name, runs in rows.items():
-        for run in runs:
-            target = folder / name / run.folder.name
-            target.mkdir(parents=True)
-            lines = [json.dumps(row, separators=(",", ":")) for row in run.log]
-            (target / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
-            for file in ("config.yaml", "versions.json"):
-                shutil.copy(run.folder / file, target / file)
+def provenance(folder: Path) -> dict:
+    """Return commit, versions and settings of a run folder, as a record holds them.
+
+    The row and the seed say what run.dir and train.seed are, so the settings leave these two out.
+    """
+    from train_rl import Config  # here, because it loads what training needs
+
+    try:
+        config = Config.model_validate(yaml.safe_load((folder / "config.yaml").read_text()))
+    except (yaml.YAMLError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ValueError(f"{folder}/config.yaml does not fit the settings of this version ({why})") from error
+    versions = parse_object((folder / "versions.json").read_text(), f"{folder}/versions.json")
+    changed = config.model_dump(mode="json", exclude_defaults=True)
+    settings = {f"{section}.{name}": v for section, values in changed.items() for name, v in values.items()}
+    said = ("run.dir", "train.seed")
+    return {
+        "commit": versions.pop("commit", None),
+        "versions": versions,
+        "settings": {name: value for name, value in settings.items() if name not in said},
+    }
+
+
+def export(rows: dict[str, list[Run]], file: Path) -> None:
+    """Write the record file of the runs."""
+    if file.exists():
+        raise ValueError(f"--export: {file} is there already; remove it first")
+    lines = []
+    for run in (run for runs in rows.values() for run in runs):
+        made = provenance(run.folder) if run.folder else {}
+        record = run.record | made
+        names = ("row", "seed", "commit", "versions", "settings", "steps", "evaluations")
+        lines.append(json.dumps({name: record[name] for name in names}, separators=(",", ":")) + "\n")
+    file.write_text("".join(lines))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The tables of the docs
+# ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class DocTable:
+    """A markdown table of a document, with the comment above it."""
+
+    line: int  # the number of the comment's first line, or of the table's
+    comment: str | None  # the text after `report:`; None: there is no comment
+    start: int  # index of the table's first line, and of the line after its last; equal: there is no table
+    stop: int
+
+
+def end_of_table(lines: list[str], start: int) -> int:
+    """Return the index after the table that begins at `start`; `start` itself where none begins."""
+    stop = start
+    if start + 1 < len(lines) and re.fullmatch(r"\|?(\s*:?-+:?\s*\|)+(\s*:?-+:?\s*)?", lines[start + 1]):
+        while stop < len(lines) and lines[stop].startswith("|"):
+            stop += 1
+    return stop
+
+
+def find_tables(lines: list[str]) -> list[DocTable]:
+    """Find all tables and report comments of a document outside its code blocks."""
+    tables, i, in_code = [], 0, False
+    while i < len(lines):
+        begin, comment = i, None
+        if lines[i].lstrip().startswith("```"):
+            in_code = not in_code
+        if not in_code and lines[i].startswith("<!-- report:"):
+            while i + 1 < len(lines) and "-->" not in lines[i]:
+                i += 1
+            comment = " ".join(lines[begin : i + 1]).removeprefix("<!-- report:").partition("-->")[0].strip()
+            i += 1
+        start = i + (comment is not None and i < len(lines) and not lines[i].strip())  # one blank line may be
+        stop = start if in_code else end_of_table(lines, start)
+        if comment is not None or stop > start:
+            start, stop = (i, i) if stop == start else (start, stop)
+            tables.append(DocTable(begin + 1, comment, start, stop))
+        i = max(stop, begin + 1)
+    return tables
+
+
+def expected_lines(comment: str, folder: Path) -> list[str]:
+    """Make the lines of the table that a comment describes, in a document of this folder."""
+    words = shlex.split(comment)
+    if words[:1] == ["module"]:
+        if len(words) != 3:
+            raise ValueError("expected `module PACKAGE.MODULE FILE.json`")
+        module, _, function = words[1].partition(":")
+        make = getattr(importlib.import_module(module), function or "table_lines")
+        return make(json.loads((folder / words[2]).read_text()))
+    parser = Parser(add_help=False, allow_abbrev=False)
+    add_table_options(parser)
+    args = parser.parse_args(words)
+    return markdown(*make_rows(args, folder), args)
+
+
+def cells_of(line: str) -> list[str]:
+    """Split a line of a markdown table into its cells."""
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
+
+
+def compare(found: list[str], expected: list[str]) -> tuple[list[str], int]:
+    """Compare two tables cell by cell; return the differences and the number of figures compared."""
+    if not found:
+        return ["there is no table below the comment; --fix writes it"], 0
+    texts, records = ([cells_of(line) for line in [*lines[:1], *lines[2:]]] for lines in (found, expected))
+    if texts[0] != records[0]:
+        return [f"columns are {texts[0]} in the text, {records[0]} in the record"], 0
+    if [row[0] for row in texts] != [row[0] for row in records]:
+        names = [", ".join(row[0] for row in rows[1:]) for rows in (texts, records)]
+        return [f"rows are {names[0]} in the text, {names[1]} in the record"], 0
+    differences, num_figures = [], 0
+    for text, record in zip(texts[1:], records[1:]):
+        if len(text) != len(record):
+            differences.append(
+                f"row {text[0]} has {len(text)} cells in the text, {len(record)} in the record"
+            )
+        for column, cell, right in zip(records[0][1:], text[1:], record[1:]):
+            num_figures += any(character.isdigit() for character in right)
+            if cell != right:
+                differences.append(
+                    f"row {text[0]}, column {column}: {cell} in the text, {right} in the record"
+                )
+    return differences, num_figures
+
+
+def check_table(table: DocTable, lines: list[str], file: Path, fix: bool) -> tuple[list[str], int]:
+    """Return what is wrong with a table and how many figures of it were compared; with fix, mend `lines`."""
+    if table.comment is None:
+        is_bound = (file.parent / "runs.jsonl").is_file()
+        says = "a table without a `<!-- report: ... -->` comment; `none, REASON` if no record makes it"
+        return ([says] if is_bound else []), 0
+    if re.match(r"none\b", table.comment):
+        reason = table.comment.removeprefix("none").lstrip(", ")
+        return ([] if reason else ["`none` needs a reason: `<!-- report: none, REASON -->`"]), 0
+    try:
+        expected = expected_lines(table.comment, file.parent)
+    except (ValueError, OSError, ImportError, AttributeError, KeyError, TypeError) as error:
+        return [f"the table cannot be made ({type(error).__name__}: {error})"], 0
+    differences, num_figures = compare(lines[table.start : table.stop], expected)
+    if differences and fix:
+        lines[table.start : table.stop] = expected
+        return [], compare(expected, expected)[1]
+    return differences, num_figures
+
+
+def check_documents(root: Path, fix: bool) -> int:
+    """Check, or with fix rewrite, the tables of all documents below root; return the exit code."""
+    listed = subprocess.run(
+        ["git", "-C", root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if listed.returncode:
+        raise ValueError(f"git cannot list the documents of {root} ({listed.stderr.strip()})")
+    num_tables, num_figures, problems = 0, 0, []
+    for name in sorted(set(listed.stdout.split("\0")) - {""}):
+        file = root / name
+        if not file.is_file():
+            continue
+        lines = file.read_text().splitlines()
+        before, of_file = list(lines), []
+        for table in reversed(find_tables(lines)):  # backwards: mending one leaves the places of those above
+            wrong, compared = check_table(table, lines, file, fix)
+            of_file = [f"{name}:{table.line}: {text}" for text in wrong] + of_file
+            num_tables, num_figures = num_tables + bool(compared), num_figures + compared
+        problems += of_file
+        if lines != before:
+            file.write_text("\n".join(lines) + "\n")
+            print(f"{name}: rewritten")
+    print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
+    wrong = f"problems: {len(problems)}" if problems else "all agree with their records"
+    print(f"{num_figures:,} figures of {num_tables} tables checked; {wrong}")
+    return 1 if problems else 0
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------------------
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors can be caught, because the comments of documents are parsed too."""
+
+    def error(self, message: str):
+        """Raise what argparse would print, so that main() reports it in one line."""
+        raise ValueError(message)
+
+
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a table."""
+    parser.add_argument("--runs", type=Path, nargs="+", metavar="PATH", help="folders and record files")
+    parser.add_argument("--parent", metavar="ROW", help="the row that all others are compared with")
+    parser.add_argument(
+        "--parents", nargs="+", default=[], metavar="ROW=PARENT", help="rows with another parent"
+    )
+    parser.add_argument(
+        "--rows", nargs="+", help="these rows in this order (default: the parent, then the others by name)"
+    )
+    parser.add_argument("--metric", default="avg_at_8", help="of eval/SET/METRIC (default: %(default)s)")
+    parser.add_argument("--target", type=float, help="of tokens to target (default: the parent's final mean)")
+    parser.add_argument(
+        "--columns", nargs="+", default=list(STANDARD), metavar="NAME", help="these columns in this order"
+    )
 
 
 def parents_of(rows: dict[str, list[Run]], parent: str, others: list[str]) -> dict[str, str]:
-    """{row: parent} from --parent and --parents."""
+    """Return {row: parent} from --parent and --parents."""
     parents = dict.fromkeys(rows, parent)
     for text in others:
         row, equals, name = text.partition("=")
@@ -420,32 +789,39 @@ def parents_of(rows: dict[str, list[Run]], parent: str, others: list[str]) -> di
     return parents
 
 
+def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[str, list[Run]]]:
+    """Read the runs that the options name, relative to a folder; return their table and the runs by row."""
+    if not args.runs or args.parent is None:
+        raise ValueError("--runs and --parent are needed for a table")
+    rows = read_rows([folder / path for path in args.runs], args.rows, args.metric)
+    if args.rows is None:
+        rows = {name: rows[name] for name in sorted(rows, key=lambda name: name != args.parent)}
+    check_columns(args.columns, rows)
+    parents = parents_of(rows, args.parent, args.parents)
+    return make_table(rows, parents, args.target, args.columns), rows
+
+
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=Path, required=True, help="folder with ROW/seed_S/metrics.jsonl")
-    parser.add_argument("--parent", required=True, help="the row that all others are compared with")
-    parser.add_argument(
-        "--parents", nargs="+", default=[], metavar="ROW=PARENT", help="rows with another parent"
-    )
-    parser.add_argument(
-        "--rows", nargs="+", help="these rows in this order (default: the parent, then the others by name)"
-    )
-    parser.add_argument("--metric", default="avg_at_8", help="of eval/SET/METRIC (default: %(default)s)")
-    parser.add_argument("--target", type=float, help="of tokens to target (default: the parent's final mean)")
+    """Run the command line; return the exit code."""
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))  # run as a script: for train_rl and the modules that comments name
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_table_options(parser)
     parser.add_argument("--json", type=Path, help="write the table here")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="write the curves here, and FILE_cost.png"
+        "--plot", type=Path, metavar="FILE.png", help="write the curves here, and cost.png beside it"
     )
-    parser.add_argument("--export", type=Path, metavar="DIR", help="copy what is read to this new folder")
-    args = parser.parse_args(argv)
+    parser.add_argument("--export", type=Path, metavar="FILE.jsonl", help="write the record of the runs here")
+    parser.add_argument("--check", action="store_true", help="compare the docs' tables with their records")
+    parser.add_argument("--fix", action="store_true", help="rewrite the docs' tables that differ")
     try:
-        rows = read_rows(args.runs, args.rows, args.metric)
-        if args.rows is None:
-            rows = {name: rows[name] for name in sorted(rows, key=lambda name: name != args.parent)}
-        table = make_table(rows, parents_of(rows, args.parent, args.parents), args.target)
-        print_table(table, rows, args.metric, args.target)
+        args = parser.parse_args(argv)
+        if args.check or args.fix:
+            if len(argv) > 1:
+                raise ValueError("--check and --fix stand alone: the comments of the docs hold the options")
+            return check_documents(ROOT, args.fix)
+        table, rows = make_rows(args, Path())
+        print("\n".join([*markdown(table, rows, args), "", *footnotes(table, args.target)]))
         if args.json:
             args.json.write_text(json.dumps(table, indent=1))
         if args.plot:

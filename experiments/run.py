@@ -1,19 +1,22 @@
-"""Every row of a table with every seed: one run of train_rl.py each, several at once, resumable.
+"""Run every row of a table with every seed: one run of train_rl.py each, several at once, resumable.
 
-    python experiments/run.py --rows experiments/table/*.yaml --seeds 0 1 2 3 4 --out runs/table --jobs 2
-    python experiments/run.py --rows experiments/table/*.yaml --seeds 0 --out runs/try --ranks 2 eval.every=5
-    python experiments/run.py ... --dry-run    print the commands of the runs still to do
+    python experiments/run.py --rows experiments/zero_variance/*.yaml --seeds 0 1 2 3 4 --out runs/table
+    python experiments/run.py --rows ROW.yaml --seeds 0 --out runs/try --jobs 2 --ranks 2 eval.every=5
+    python experiments/run.py ... --script mine.py    run a changed copy of train_rl.py, with its settings
+    python experiments/run.py ... --dry-run           print the commands of the runs still to do
 
 A row is a YAML file and is named like it; settings on the command line go to all rows. Seed S of a row writes
 to OUT/ROW/seed_S, and its console, since its latest start, to OUT/ROW/seed_S.log. All rows get the first seed
 before any gets the second, so that an early table compares all of them.
 
 The same command again goes on: finished runs are skipped, others resume from their checkpoints. A folder made
-with other settings is refused, with --redo removed and redone. Ctrl-C and SIGTERM end all runs. On a GPU
-machine use --jobs 1: every run takes the first GPUs, as many as --ranks.
+with other settings or by a script of another name is refused, with --redo removed and redone. Ctrl-C and
+SIGTERM end all runs. On a GPU machine use --jobs 1: every run takes the first GPUs, as many as --ranks.
 """
 
 import argparse
+import functools
+import importlib.util
 import json
 import os
 import shlex
@@ -25,6 +28,7 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import yaml
@@ -42,17 +46,18 @@ class Run:
     seed: int
     folder: Path
     log: Path
-    arguments: tuple[str, ...]  # of train_rl.py
+    script: Path
+    arguments: tuple[str, ...]  # arguments of the script
 
 
 def from_root(path: Path) -> Path:
-    """As train_rl.py will see it; so no config.yaml names a folder of this machine."""
+    """Return the path as the script will see it; so no config.yaml names a folder of this machine."""
     path = path.resolve()
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def plan(args: argparse.Namespace) -> list[Run]:
-    """All runs in the order in which they start: seeds outside, rows inside."""
+    """List all runs in the order in which they start: seeds outside, rows inside."""
     for name, values in (("--rows", [path.stem for path in args.rows]), ("--seeds", args.seeds)):
         twice = [str(value) for value, count in Counter(values).items() if count > 1]
         if twice:
@@ -65,33 +70,52 @@ def plan(args: argparse.Namespace) -> list[Run]:
             folder = from_root(args.out) / path.stem / f"seed_{seed}"
             own = (f"run.dir={folder}", f"train.seed={seed}", f"model.ep_size={args.ranks}")
             arguments = ("--config", str(from_root(path)), *own, *args.settings)
-            runs.append(Run(path.stem, seed, folder, folder.with_name(f"seed_{seed}.log"), arguments))
+            log, script = folder.with_name(f"seed_{seed}.log"), from_root(args.script)
+            runs.append(Run(path.stem, seed, folder, log, script, arguments))
     return runs
 
 
 def command(run: Run, ranks: int) -> list[str]:
+    """Return the command of a run, to be started in the root."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*torchrun, "train_rl.py", *run.arguments]
+    return [*torchrun, str(run.script), *run.arguments]
+
+
+@functools.cache
+def load_script(path: Path) -> ModuleType:
+    """Import train_rl.py or a changed copy of it from its file; ValueError if it is neither."""
+    if not path.is_file() or path.suffix != ".py":
+        raise ValueError(f"--script: {path} is no Python file")
+    spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    if not (hasattr(module, "Config") and hasattr(module, "load_config")):
+        raise ValueError(f"--script: {path} has no Config and load_config(), it is no copy of train_rl.py")
+    return module
 
 
 def changed_settings(run: Run) -> list[str]:
-    """Settings in which the run's folder differs from what would be run; ValueError for wrong settings.
+    """List the settings in which the run's folder differs from what would be run; ValueError for wrong ones.
 
-    A setting that is younger than the folder counts as having had its default.
+    A setting that is younger than the folder counts as having had its default. The script's name counts as a
+    setting.
     """
-    from experiments.settings import Config, load_config  # main() puts the root on the path
-
-    config = load_config(list(run.arguments))
+    script = load_script(run.script)
+    config = script.load_config(list(run.arguments))
     if (Path(config.run.dir), config.train.seed) != (run.folder, run.seed):
         raise ValueError("run.dir and train.seed are set by --out and --seeds; leave them out")
     if not (run.folder / "config.yaml").is_file():
         return []
     try:
-        saved = Config.model_validate(yaml.safe_load((run.folder / "config.yaml").read_text()))
+        saved = script.Config.model_validate(yaml.safe_load((run.folder / "config.yaml").read_text()))
     except (yaml.YAMLError, ValueError) as error:
         return [f"its config.yaml is not of this version ({' '.join(str(error).split())})"]
     saved, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
-    return [
+    versions = run.folder / "versions.json"
+    name = json.loads(versions.read_text())["script"] if versions.is_file() else run.script.name
+    changes = [] if name == run.script.name else [f"--script {name} -> {run.script.name}"]
+    return changes + [
         f"{section}.{key} {saved[section][key]!r} -> {value!r}"
         for section in now
         for key, value in now[section].items()
@@ -100,7 +124,7 @@ def changed_settings(run: Run) -> list[str]:
 
 
 def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:
-    """The runs to do. A folder made with other settings is a ValueError, or with redo is removed."""
+    """List the runs to do. A folder made with other settings is a ValueError, or with redo is removed."""
     changes = {run: changed_settings(run) for run in runs}
     changed = [f"{run.folder}: {'; '.join(names)}" for run, names in changes.items() if names]
     if changed and not redo:
@@ -115,9 +139,10 @@ def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:
 
 
 def start(run: Run, ranks: int) -> subprocess.Popen:
-    """In a session of its own, so that a Ctrl-C reaches this script alone, which then ends every tree."""
+    """Start a run in a session of its own: a Ctrl-C reaches this script alone, which then ends every tree."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for a copy elsewhere
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
     with run.log.open("w") as log:
         return subprocess.Popen(
             command(run, ranks), cwd=ROOT, env=environment, start_new_session=True,
@@ -126,7 +151,10 @@ def start(run: Run, ranks: int) -> subprocess.Popen:
 
 
 def end_trees(processes: list[subprocess.Popen]) -> None:
-    """torchrun puts each rank in a session of its own, so the trees are found by parentage, not by group."""
+    """End processes and all their children.
+
+    torchrun puts each rank in a session of its own, so the trees are found by parentage, not by group.
+    """
     trees = [psutil.Process(process.pid) for process in processes]
     trees += [child for parent in trees for child in parent.children(recursive=True)]
     for process in processes:
@@ -138,7 +166,7 @@ def end_trees(processes: list[subprocess.Popen]) -> None:
 
 
 def end_of(log: Path, num_lines: int = 15) -> str:
-    """The last lines of a console, without the two screens that torchrun adds below a rank's own words."""
+    """Return the last lines of a console, without the screens that torchrun adds below a rank's own words."""
     lines = log.read_text(errors="replace").splitlines()
     footers = [
         i for i, line in enumerate(lines) if "torch/distributed/elastic" in line and "] failed" in line
@@ -148,7 +176,7 @@ def end_of(log: Path, num_lines: int = 15) -> str:
 
 
 def report(run: Run, returncode: int, seconds: float) -> bool:
-    """One line for a run that ended well, the end of its log for another; says which of the two."""
+    """Print a line for a run that ended well, the end of its log for another; tell whether it ended well."""
     name = f"{run.row} seed {run.seed}"
     if returncode == 0 and (run.folder / "summary.json").is_file():
         summary = json.loads((run.folder / "summary.json").read_text())
@@ -162,10 +190,10 @@ def report(run: Run, returncode: int, seconds: float) -> bool:
 
 
 def run_all(runs: list[Run], jobs: int, ranks: int) -> list[Run]:
-    """Runs all, at most `jobs` at once; returns those that failed. KeyboardInterrupt once a signal came."""
+    """Run all, at most `jobs` at once, and return those that failed; KeyboardInterrupt once a signal came."""
     waiting, running, failed, signals = deque(runs), {}, [], []
     for number in (signal.SIGINT, signal.SIGTERM):
-        # noted only: an exception could fall between the start of a run and its entry below
+        # A handler only takes note: an exception could fall between the start of a run and its entry below.
         signal.signal(number, lambda number, frame: signals.append(number))
     progress = tqdm(total=len(runs), desc="table", unit="run", disable=None)
     try:
@@ -189,6 +217,7 @@ def run_all(runs: list[Run], jobs: int, ranks: int) -> list[Run]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -199,6 +228,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes per run, and model.ep_size (default: %(default)s)"
     )
+    parser.add_argument(
+        "--script", type=Path, default=ROOT / "train_rl.py",
+        help="what to run: a changed copy of train_rl.py (default: train_rl.py itself)",
+    )  # fmt: skip
     parser.add_argument("--redo", action="store_true", help="remove and redo runs made with other settings")
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="settings of all rows")
@@ -209,8 +242,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
+    """Run what the command line asks for and return the exit code."""
     args = parse(argv)
-    sys.path.insert(0, str(ROOT))
+    if str(ROOT) not in sys.path:
+        sys.path.append(str(ROOT))  # run as a script: for what train_rl.py and its copies import
     try:
         runs = plan(args)
         os.chdir(ROOT)  # where train_rl.py runs and its settings look for files
@@ -219,7 +254,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.dry_run:
-        print("\n".join(shlex.join(command(run, args.ranks)) for run in todo))
+        path = "" if (ROOT / from_root(args.script)).parent == ROOT else "PYTHONPATH=. "  # as start() sets it
+        print("\n".join(path + shlex.join(command(run, args.ranks)) for run in todo))
         return 0
     print(f"{len(runs) - len(todo)} of {len(runs)} runs are finished already", flush=True)
     try:

@@ -7,7 +7,7 @@
 there multiplies by reciprocals, for activations vLLM's CUDA kernel divides. On a CPU vLLM's scales of weights
 may differ in the last bit; here they are the same everywhere, so that a simulation on a CPU and an engine on
 a GPU agree. (vLLM compiles its function for weights; if its 1 / s is off by a last bit there, single weights
-between two codes may take the other one: `formats` of experiments/gpu_check.py counts them.) Edges have
+between two codes may take the other one: `formats` of experiments/bench/gpu_check.py counts them.) Edges have
 blocks of their own. Infinite values get the largest code and do not enter the maximum (in vLLM they turn the
 whole block into NaN); NaN stays NaN, alone. Zeros stay zeros.
 
@@ -26,12 +26,12 @@ from torch import Tensor
 BLOCK = 128  # rows and columns that share a scale
 E4M3_MAX = 448.0
 MIN_AMAX_WEIGHT, MIN_AMAX_ACTIVATION = 1e-4, 1e-10  # smallest maximum that a scale is made for
-ROWS = 32  # of activations per Triton program
-WARPS = {True: 8, False: 4}  # of a program, by ONE_SCALE
+ROWS = 32  # rows of activations per Triton program
+WARPS = {True: 8, False: 4}  # warps of a program, by ONE_SCALE
 
 
 def quantise_weight(weight: Tensor, use_triton: bool | None = None) -> tuple[Tensor, Tensor]:
-    """[..., M, N] -> codes of the same shape (float8_e4m3fn), scales [..., ceil(M/128), ceil(N/128)]."""
+    """Quantise [..., M, N]; return codes of that shape and scales [..., ceil(M/128), ceil(N/128)]."""
     *batch, m, n = weight.shape
     rows, columns = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
     if has_fp8(weight) if use_triton is None else use_triton:
@@ -47,7 +47,7 @@ def quantise_weight(weight: Tensor, use_triton: bool | None = None) -> tuple[Ten
 def quantise_activation(
     x: Tensor, use_triton: bool | None = None, column_major: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """[..., N] -> codes of the same shape, scales [..., ceil(N/128)].
+    """Quantise [..., N]; return codes of that shape and scales [..., ceil(N/128)].
 
     column_major, for x [M, N]: neighbouring rows of the scales lie side by side, columns 4 ceil(M/4) apart,
     which is how DeepGEMM's kernels read them (vLLM's column_major_scales with tma_aligned_scales).
@@ -60,7 +60,7 @@ def quantise_activation(
     else:
         groups = F.pad(x.float(), (0, -n % BLOCK)).view(*batch, columns, BLOCK)
         amax = finite_amax(groups, (-1,), MIN_AMAX_ACTIVATION)
-        scales = amax / torch.full_like(amax, E4M3_MAX)  # by a number torch would multiply, on a GPU
+        scales = amax / torch.full_like(amax, E4M3_MAX)  # a division by a number is a product on a GPU
         codes, scales = to_e4m3(groups / scales).flatten(-2)[..., :n].contiguous(), scales.squeeze(-1)
     if column_major:
         strides = (1, triton.cdiv(len(x), 4) * 4)
@@ -69,14 +69,14 @@ def quantise_activation(
 
 
 def dequantise(codes: Tensor, scales: Tensor, block_rows: int) -> Tensor:
-    """codes x their scales, float32. block_rows: 128 for weights, 1 for activations."""
+    """Return codes times their scales, float32. block_rows: 128 for weights, 1 for activations."""
     m, n = codes.shape[-2:]
     scales = scales.repeat_interleave(block_rows, -2)[..., :m, :].repeat_interleave(BLOCK, -1)[..., :n]
     return codes.float().mul_(scales)
 
 
 def fp8_round(weight: Tensor) -> Tensor:
-    """Weights after quantisation and back, [..., M, N] -> float32 of the same shape.
+    """Quantise weights [..., M, N] and return what is left of them, float32 of the same shape.
 
     What is quantised is the bfloat16-rounded weight, which is what a bfloat16 trainer computes with.
     Activations are not rounded here: products with the result are those of 8-bit weights, 16-bit activations.
@@ -85,16 +85,18 @@ def fp8_round(weight: Tensor) -> Tensor:
 
 
 def has_fp8(x: Tensor) -> bool:
+    """Tell whether a tensor is on a GPU that knows FP8."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def finite_amax(blocks: Tensor, dims: tuple[int, ...], floor: float) -> Tensor:
-    """Largest finite absolute value over dims (kept), at least floor."""
+    """Return the largest finite absolute value over dims (kept), at least floor."""
     sizes = blocks.abs()
     return sizes.where(sizes < torch.inf, 0.0).amax(dim=dims, keepdim=True).clamp(min=floor)
 
 
 def to_e4m3(scaled: Tensor) -> Tensor:
+    """Round to E4M3; what is too large gets the largest code."""
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -103,7 +105,7 @@ def quantise_kernel(
     x, codes, scales, M, N, num_columns, floor, E4M3_MAX: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """A block of ROWS x BLOCK values: with ONE_SCALE one scale (weights), else one per row (activations)."""
+    """Quantise ROWS x BLOCK values, with ONE_SCALE by one scale (weights), else by one per row."""
     matrix = tl.program_id(1).to(tl.int64)
     block_row, block_column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
     row = block_row * ROWS + tl.arange(0, ROWS)
@@ -127,7 +129,7 @@ def quantise_kernel(
 
 
 def launch(x: Tensor, scale_rows: int, floor: float) -> tuple[Tensor, Tensor]:
-    """x [B, M, N] -> codes [B, M, N], scales [B, ceil(M / scale_rows), ceil(N/128)]."""
+    """Run the kernel on x [B, M, N]; return codes and scales [B, ceil(M / scale_rows), ceil(N/128)]."""
     batch, m, n = x.shape
     num_columns, rows = triton.cdiv(n, BLOCK), ROWS if scale_rows == 1 else BLOCK
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)

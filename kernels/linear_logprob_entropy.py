@@ -30,20 +30,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # of [N, C] logits: cache-sized; enough to fill a GPU
-MIN_COLUMNS = 128  # of a block, however many rows
-SPLITS = 8  # of the vocabulary in the Triton forward: programs that share rows run side by side (L2 cache)
-TILES = {  # by bytes per operand: rows, columns and depth of a tile, warps, pipeline stages
+BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits [N, C] of a block: cache-sized; enough to fill a GPU
+MIN_COLUMNS = 128  # width of a block, however many rows
+SPLITS = 8  # parts of the vocabulary in the Triton forward: programs that share rows run side by side
+TILES = {  # {bytes per operand: rows, columns and depth of a tile, warps, pipeline stages}
     2: {"BN": 128, "BC": 256, "BD": 64, "num_warps": 8, "num_stages": 3},
     4: {"BN": 64, "BC": 64, "BD": 32, "num_warps": 4, "num_stages": 2},
 }
-TILE_BYTES = 160 * 1024  # of shared memory that a GPU must have for the first of them
+TILE_BYTES = 160 * 1024  # shared memory that a GPU must have for the first of them
 
 
 def linear_logprob_entropy(
     x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float = 1.0, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """(log-probability of each target [N], entropy of its distribution [N]); both differentiable in x and W.
+    """Return the log-probability of each target [N] and its entropy [N], both differentiable in x and W.
 
     float32, of float64 operands float64; nats. Logits are accumulated in float32 and, except by naive, never
     rounded to bfloat16. backend: "naive", "chunked", "triton" or "auto", see choose_backend(). ValueError for
@@ -59,8 +59,11 @@ def linear_logprob_entropy(
 
 
 def choose_backend(x_ND: Tensor) -> str:
-    """ "triton" for bfloat16 and float16 on NVIDIA GPUs with room for its tiles (A100, H100 and later), else
-    "chunked"; also where rows do not begin at multiples of 16 bytes, which tensor descriptors need."""
+    """Return the fastest version that can run here.
+
+    "triton" for bfloat16 and float16 on NVIDIA GPUs with room for its tiles (A100, H100 and later) where rows
+    begin at multiples of 16 bytes, which tensor descriptors need; else "chunked".
+    """
     if not x_ND.is_cuda or torch.version.hip or x_ND.element_size() != 2 or x_ND.shape[1] % 8:
         return "chunked"
     room = torch.cuda.get_device_properties(x_ND.device).shared_memory_per_block_optin
@@ -68,7 +71,7 @@ def choose_backend(x_ND: Tensor) -> str:
 
 
 def naive(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float = 1.0):
-    """The same with whole logits and torch's own log-softmax and derivatives."""
+    """Compute the same from whole logits with torch's own log-softmax and derivatives."""
     logits_NV = F.linear(x_ND, weight_VD)
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     logp_NV = (logits_NV / temperature).log_softmax(dim=-1)
@@ -77,6 +80,8 @@ def naive(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: fl
 
 
 class LinearLogprobEntropy(torch.autograd.Function):
+    """Go over blocks of the vocabulary, forward and backward, by chunked or Triton versions of both."""
+
     @staticmethod
     def forward(ctx, x_ND, weight_VD, target_ids_N, temperature: float, use_triton: bool):
         ctx.set_materialize_grads(False)  # None for an output that no loss uses
@@ -108,11 +113,12 @@ class LinearLogprobEntropy(torch.autograd.Function):
 
 
 def block_elements(x_ND: Tensor) -> int:
+    """Return how many logits a block has on the device of x."""
     return BLOCK_ELEMENTS["cpu" if x_ND.device.type == "cpu" else "cuda"]
 
 
 def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
-    """The vocabulary in blocks of BLOCK_ELEMENTS logits, at least MIN_COLUMNS wide."""
+    """Cut the vocabulary into blocks of BLOCK_ELEMENTS logits, at least MIN_COLUMNS wide."""
     vocab, most = len(weight_VD), block_elements(x_ND) // max(1, len(x_ND))
     width = max(MIN_COLUMNS, most // MIN_COLUMNS * MIN_COLUMNS)
     return [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
@@ -122,14 +128,14 @@ def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
 # torch
 # ------------------------------------------------------------------------------------------------------------
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, accumulated and returned in float32 (float64 if they are)."""
+    """Return a @ b, accumulated in float32 (float64 if they are)."""
     if a.dtype.itemsize >= 4:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, the product not rounded to the dtype of a and b."""
+    """Add a @ b to total; the product is not rounded to the dtype of a and b."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -137,7 +143,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def chunked_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tuple[Tensor, ...]:
-    """(z at the target, m, log s, entropy), [N] each."""
+    """Return z at the target, m, log s and entropy, [N] each."""
     dtype = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
     target, m, s, a = torch.zeros(4, len(x_ND), dtype=dtype, device=x_ND.device)
     m.fill_(torch.finfo(dtype).min)
@@ -158,7 +164,7 @@ def chunked_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tup
 
 
 def targets_within(target_ids_N: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Rows whose targets are in a block of columns, and where in it."""
+    """Return the rows whose targets are in a block of columns, and where in it."""
     place = target_ids_N - columns.start
     rows = ((place >= 0) & (place < columns.stop - columns.start)).nonzero().squeeze(1)
     return rows, place[rows]
@@ -167,7 +173,7 @@ def targets_within(target_ids_N: Tensor, columns: slice) -> tuple[Tensor, Tensor
 def chunked_grad_logits(
     x_ND, weight_VD, columns: slice, target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy, temperature
 ) -> Tensor:
-    """dz / temperature of a block of columns [N, C], in the dtype of x."""
+    """Return dz / temperature of a block of columns [N, C], in the dtype of x."""
     logp_NC = product(x_ND, weight_VD[columns].T).div_(temperature).sub_(m[:, None]).sub_(log_s[:, None])
     if grad_entropy is None:
         dz_NC = logp_NC.exp_().mul_((grad_logprob / -temperature)[:, None])
@@ -185,7 +191,7 @@ def chunked_grad_logits(
 # ------------------------------------------------------------------------------------------------------------
 @triton.jit
 def logits_tile(x, w, row, column, V, D, scale, BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr):
-    """z of BN rows x BC columns from (row, column) on, float32; as good as minus infinity beyond V.
+    """Return z of BN rows x BC columns from (row, column) on, float32; very small beyond V.
 
     x, w: tensor descriptors with tiles [BN, BD] and [BC, BD], zero beyond the edges.
     """
@@ -200,7 +206,7 @@ def statistics_kernel(
     x, w, sums, N, V, D, width, scale,
     BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """m, s and a of BN rows over one of SPLITS parts of the vocabulary -> sums [3, SPLITS, N].
+    """Write m, s and a of BN rows over one of SPLITS parts of the vocabulary to sums [3, SPLITS, N].
 
     A part has `width` columns, a multiple of BC; the last ones may lie beyond V.
     """
@@ -230,7 +236,7 @@ def grad_logits_kernel(
     x, w, dz, targets, m, log_s, entropy, grad_logprob, grad_entropy, N, V, D, first, C, scale,
     BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, WITH_ENTROPY: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dz * scale of a tile of the columns first ... first + C - 1 -> dz [N, C]."""
+    """Write dz * scale of a tile of the columns first ... first + C - 1 to dz [N, C]."""
     # GROUP blocks of rows pass the same columns one after another, so that both stay in the L2 cache.
     column_tiles = tl.cdiv(C, BC)
     group = tl.program_id(0) // (GROUP * column_tiles)
@@ -255,7 +261,7 @@ def grad_logits_kernel(
 
 
 def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, dict]:
-    """x and W as the kernels read them, tile by tile, and the tile."""
+    """Return x and W as the kernels read them, tile by tile, and the tile."""
     size = x_ND.element_size()
     aligned = all(t.data_ptr() % 16 == 0 for t in (x_ND, weight_VD)) and x_ND.shape[1] * size % 16 == 0
     if size not in TILES or not aligned:
@@ -269,7 +275,7 @@ def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, Tens
 
 
 def target_logits(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float) -> Tensor:
-    """z at the target, [N] float32: in the kernel it would make registers spill."""
+    """Return z at the target, [N] float32; computed in the kernel it would make registers spill."""
     rows = max(1, block_elements(x_ND) // (8 * x_ND.shape[1]))  # both sides, widened
     parts = [
         torch.linalg.vecdot(x.float(), weight_VD[targets].float())
@@ -279,7 +285,7 @@ def target_logits(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, tempera
 
 
 def triton_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tuple[Tensor, ...]:
-    """(z at the target, m, log s, entropy), [N] float32 each."""
+    """Return z at the target, m, log s and entropy, [N] float32 each."""
     (num_rows, depth), vocab = x_ND.shape, len(weight_VD)
     if num_rows == 0:
         return tuple(torch.zeros(4, 0, device=x_ND.device))
@@ -301,7 +307,7 @@ def triton_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tupl
 def triton_grad_logits(
     x_ND, weight_VD, columns: slice, target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy, temperature
 ) -> Tensor:
-    """dz / temperature of a block of columns [N, C], in the dtype of x."""
+    """Return dz / temperature of a block of columns [N, C], in the dtype of x."""
     (num_rows, depth), num_columns = x_ND.shape, columns.stop - columns.start
     dz_NC = torch.empty(num_rows, num_columns, dtype=x_ND.dtype, device=x_ND.device)
     if num_rows == 0:

@@ -1,4 +1,4 @@
-"""Shared by all tests: the root on the path, quiet libraries, and a way to run something on several ranks."""
+"""Share what all tests use: quiet libraries, a way to run something on several ranks, an undisturbed run."""
 
 import os
 import socket
@@ -9,10 +9,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); tests skip without them
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist then reads the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests for the two workers of `make test`; a group stays on one worker, and so do its fixtures.
+
+    What starts ranks comes first, in one group: it takes longest, and its fixtures serve several files. Every
+    other file is a group of its own, which the other worker takes meanwhile.
+    """
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            group = "ranks" if item.get_closest_marker("slow") else item.path.stem
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("ranks",))
 
 
 def torchrun(
@@ -33,25 +46,26 @@ def torchrun(
 
 
 SMALL = [  # six quick steps with two checkpoints on the way
-    "--config", "experiments/tiny/grpo.yaml", "train.num_steps=6", "rollout.prompts_per_step=8",
+    "--config", "experiments/environments/tiny.yaml", "train.num_steps=6", "rollout.prompts_per_step=8",
     "rollout.group_size=4", "checkpoint.every=2", "eval.every=2", "eval.num_samples=2", "run.log_every=1",
     "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
 ]  # fmt: skip
 
 
 def train(*settings, ranks=2, **options) -> subprocess.CompletedProcess:
+    """Run train_rl.py as a user does."""
     return torchrun(ranks, "train_rl.py", *settings, **options)
 
 
 @pytest.fixture(scope="session")
 def demo_model():
-    """The embedded default, made once as the demo makes it."""
+    """Make the embedded default, once, as the demo makes it."""
     subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
 
 
 @pytest.fixture(scope="session")
 def undisturbed(demo_model, tmp_path_factory) -> Path:
-    """The folder of a run of SMALL that nothing disturbed."""
+    """Return the folder of a run of SMALL that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
     done = train(*SMALL, f"run.dir={run_dir}")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -60,7 +74,7 @@ def undisturbed(demo_model, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def float64():
-    """Tensors that a function under test makes of the default dtype are float64."""
+    """Make float64 the dtype of tensors that a function under test makes without naming one."""
     import torch
 
     torch.set_default_dtype(torch.float64)
@@ -75,7 +89,7 @@ def assert_close(actual, expected, rtol=1e-10, atol=1e-13):
 
 
 def save_small_moe(folder: Path) -> None:
-    """A random Qwen3-MoE of 24 tokens, 2 layers and 4 experts as transformers saves it, always the same."""
+    """Save a random Qwen3-MoE of 24 tokens, 2 layers and 4 experts by transformers, always the same."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -164,7 +164,7 @@ def sequence_mask(old_logprobs: list[float], rollout_logprobs: list[float], cap:
     return ratio if ratio <= cap else 0.0
 
 
-def rollout_weight(old_logprobs, rollout_logprobs, t, rollout_correction, cap) -> float:
+def correction_weight(old_logprobs, rollout_logprobs, t, rollout_correction, cap) -> float:
     """Weight of the advantage of token t of one completion."""
     if rollout_correction == "none":
         return 1.0
@@ -194,7 +194,7 @@ def entropy_groups(entropies: list[float], shares: tuple[float, ...]) -> list[li
     return [*groups, places[start:]]
 
 
-def ratio_groups(entropies: list[float], ratio_level: str, shares: tuple[float, ...]) -> list[list[int]]:
+def token_groups_of(entropies: list[float], ratio_level: str, shares: tuple[float, ...]) -> list[list[int]]:
     """The tokens of a completion that share an importance ratio; no group is empty."""
     if ratio_level == "token":
         groups = [[t] for t in range(len(entropies))]
@@ -390,7 +390,7 @@ def token_mean_weight(num_tokens_of_all: int) -> float:
     return 1.0 / num_tokens_of_all
 
 
-def group_mean_weight(size_of_tau: int, num_groups: int, num_completions: int) -> float:
+def token_group_mean_weight(size_of_tau: int, num_groups: int, num_completions: int) -> float:
     """Weight of one token in the mean over completions of the mean over groups of the mean over tokens.
 
         w_{i,t} = 1 / (N K_i |tau|)
@@ -411,8 +411,8 @@ def token_weight(tau, groups, num_tokens, num_completions, num_tokens_of_all, se
         return sequence_mean_weight(num_tokens, num_completions)
     if settings["loss_agg"] == "token_mean":
         return token_mean_weight(num_tokens_of_all)
-    if settings["loss_agg"] == "group_mean":
-        return group_mean_weight(len(tau), len(groups), num_completions)
+    if settings["loss_agg"] == "token_group_mean":
+        return token_group_mean_weight(len(tau), len(groups), num_completions)
     if settings["loss_agg"] == "fixed_length":
         return fixed_length_weight(settings["max_new_tokens"], num_completions)
     raise KeyError(settings["loss_agg"])
@@ -442,7 +442,7 @@ def term(t, tau, logprobs, log_ratios, advantages, entropies, settings: dict) ->
         eps = None
         if settings["clip_mode"] == "entropy_adaptive":
             alpha, log_vocab = settings["entropy_clip_coef"], settings["log_vocab"]
-            if settings["entropy_clip_form"] == "group_mean":
+            if settings["entropy_clip_form"] == "token_group_mean":
                 eps = entropy_clip_eps(entropies, tau, alpha, log_vocab)
             elif settings["entropy_clip_form"] == "literal":
                 eps = entropy_clip_eps_literal(entropies, tau, t, alpha, log_vocab)
@@ -473,7 +473,7 @@ def policy_terms(logprobs, old_logprobs, advantages, entropies, settings: dict):
     num_tokens_of_all = settings.get("num_tokens", sum(len(row) for row in logprobs))
     for i in range(len(logprobs)):
         log_ratios = [new - old for new, old in zip(logprobs[i], old_logprobs[i])]
-        groups = ratio_groups(entropies[i], settings["ratio_level"], settings["entropy_groups"])
+        groups = token_groups_of(entropies[i], settings["ratio_level"], settings["entropy_groups"])
         for tau in groups:
             for t in tau:
                 counts = (len(logprobs[i]), num_completions, num_tokens_of_all)
@@ -545,6 +545,6 @@ def grpo_objective_slope(logprobs, old_logprobs, advantages, ref_logprobs, clip_
 def warmed_up_learning_rate(learning_rate: float, warmup_steps: int, step: int) -> float:
     """Rate of update number step (from 0): it rises in equal parts and is whole after warmup_steps updates.
 
-        lr (step + 1) / (warmup_steps + 1),   at most lr
+    lr (step + 1) / (warmup_steps + 1),   at most lr
     """
     return learning_rate if step >= warmup_steps else learning_rate * (step + 1) / (warmup_steps + 1)

@@ -1,4 +1,4 @@
-"""One engine shared by two ranks: `shared_engine_worker.py FOLDER MODE` prints one JSON line per rank.
+"""Share one engine between two ranks: `shared_engine_worker.py FOLDER MODE` prints one JSON line per rank.
 
 MODE tensor: the engine splits every matrix; both ranks sample their own requests, in unequal numbers.
 MODE expert: each rank's engine holds half of the experts and is fed from the policy's own half. vLLM's CPU
@@ -17,7 +17,7 @@ import rollout
 
 
 def sample(engine: rollout.RolloutEngine, policy, rank: int) -> dict:
-    """Completions of this rank's requests against the policy."""
+    """Sample this rank's requests and compare the completions with the policy."""
     requests = [
         rollout.Request([5, 6, 7, 8, 9 + i + 10 * rank], 100 * rank + i, 1.0, 10) for i in range(4 + rank)
     ]
@@ -44,11 +44,11 @@ def main(folder: str, mode: str) -> None:
     group = moe_model.create_expert_parallel_group(2 if whole_experts else 1, config.num_experts)
     policy = moe_model.Policy(config, group)
     moe_model.load_hf(policy, folder)
-    rollout.check_hardware = lambda *given: None  # it refuses expert_parallel on a CPU
-    engine = rollout.RolloutEngine(
-        folder, max_model_len=64, max_num_seqs=16, dtype="float32", kv_cache_gib=0.1, prefix_caching=True,
-        sleep_level=0, capture_routes=True, tensor_parallel=2, expert_parallel=whole_experts,
-    )  # fmt: skip
+    rollout.check_hardware = lambda settings: None  # it refuses expert_parallel on a CPU
+    settings = rollout.RolloutSettings(
+        max_num_seqs=16, dtype="float32", kv_cache_gib=0.1, tensor_parallel=2, expert_parallel=whole_experts
+    )
+    engine = rollout.RolloutEngine(folder, 64, settings)
     report = engine.sync(moe_model.hf_tensors(policy, whole_experts), 0)
     engine.check_weights(moe_model.hf_tensors(policy, whole_experts))
     result = {"rank": rank, "num_bytes": report.num_bytes}

@@ -1,19 +1,30 @@
 """Settings: where they come from, and what is said about wrong ones."""
 
+import itertools
 import re
+import shlex
 import subprocess
 import sys
+from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
 from conftest import ROOT
 from pydantic import ValidationError
 
-from experiments.settings import Config, PromptSource, config_warnings, load_config, setting_names
+import train_rl
+from data.prompts import PromptSource
+from runtime.config import free_on_resume, setting_fields
+from train_rl import RENAMED, Config, config_warnings, load_config
 
 TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
-SETTINGS = setting_names()
-EXPERIMENTS = sorted(p for p in (ROOT / "experiments").rglob("*.yaml") if "logs" not in p.parts)
+SETTINGS = setting_fields(Config)
+CHOICES = {  # {setting: its values} of every setting with choices
+    name: get_args(info.annotation)
+    for name, info in SETTINGS.items()
+    if get_origin(info.annotation) is Literal
+}
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
 
 
 def load(*overrides: str, file=None):
@@ -134,15 +145,57 @@ def test_the_resolved_config_loads_as_the_same_config(write):
     assert load_config(["--config", str(file)]) == config
 
 
-@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_every_experiment_loads(file):
-    """A method is loaded over an environment, as its first lines say."""
-    environment = ["--config", str(ROOT / "experiments/tiny/grpo.yaml")] if "methods" in file.parts else []
-    assert load_config([*environment, "--config", str(file)]).data.train
+# ---- the YAML files of experiments/ -----------------------------------------------------------------------
+
+
+def command_of(file) -> list[str]:
+    """The arguments of train_rl.py in the comment that a YAML begins with."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
+    text = "\n".join(line.removeprefix("#").strip() for line in lines).replace("\\\n", " ")
+    (command,) = re.findall(r"train_rl\.py (.*)", text)
+    return shlex.split(command)
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: str(file.relative_to(ROOT / "experiments")))
+def test_every_experiment_begins_with_its_command_and_the_command_loads(file, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = command_of(file)
+    assert str(file.relative_to(ROOT)) in arguments
+    assert load_config(arguments).data.train
 
 
 def test_there_are_experiments():
-    assert EXPERIMENTS
+    assert {file.parent.name for file in EXPERIMENTS} >= {"environments", "methods", "zero_variance"}
+
+
+NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
+    ("model.logprob_kernel", "naive"): "what the kernels are compared with; trains the model of data.tiny",
+    ("model.logprob_kernel", "chunked"): "what auto is on CPUs, and the contrast on GPUs",
+    ("model.logprob_kernel", "triton"): "what auto is on GPUs, where a run without it should fail at start",
+    ("rollout.schedule", "arrival"): "the contrast of experiments/bench/rollout.py",
+    ("rollout.sleep_level", 1): "models that need the GPU's memory twice, which no environment here does",
+    ("rollout.sleep_level", 2): "the same where the host has no room for the weights either",
+    ("rollout.fp8", "on"): "GPUs of compute capability 8.9: experiments/bench/gpu_check.py",
+    ("reward.decode", "engine"): "tokenizers that do more than their library; a contrast of the benchmark",
+    ("reward.judge", "generative"): "needs a language model that can judge; the tiny one writes digits only",
+    ("train.zero_stage", 2): "models whose gradients do not fit on each rank",
+    ("checkpoint.resume", "weights"): "a run that goes on with another number of ranks",
+    ("checkpoint.resume", "never"): "scripts that must not add to an earlier run",
+    ("run.on_nonfinite", "skip"): "long runs that are worth more than one update",
+}
+
+
+def chosen(config: Config, name: str) -> object:
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def test_every_choice_is_a_default_or_used():
+    """By a YAML, or for a reason that stands above: a choice that nobody makes is not worth its branch."""
+    configs = [Config(), *(load_config([TRAIN, "--config", str(file)]) for file in EXPERIMENTS)]
+    used = {(name, chosen(config, name)) for name in CHOICES for config in configs}
+    unused = {(name, value) for name, values in CHOICES.items() for value in values} - used
+    assert unused == set(NOT_IN_YAMLS)
 
 
 # ---- wrong names -------------------------------------------------------------------------------------------
@@ -170,6 +223,24 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(setting, name, near, wr
         value = f"{{{part}: {value}}}"
     write(value, "base.yaml")
     assert error_of(file=write(value)) == error_of(file=write("base: base.yaml")) == expected
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_setting_of_an_earlier_version_is_refused_with_what_replaces_it(name, write):
+    setting, is_choice, old = name.partition("=")
+    section, _, key = setting.partition(".")
+    value = old or "1"
+    expected = f"{name} {RENAMED[name]}"
+    assert error_of(f"{setting}={value}") == expected
+    write(f"{section}: {{{key}: {value}}}", "base.yaml")
+    assert error_of(file=write("base: base.yaml")) == error_of(file=write(f"{section}: {{{key}: {value}}}"))
+    assert error_of(file=write(f"{section}: {{{key}: {value}}}")) == expected
+    assert (setting in SETTINGS) == bool(is_choice) and old not in CHOICES.get(setting, ())
+    replacement = re.search(r"(?:is called|set) ([\w.]+)$", RENAMED[name])
+    if replacement:
+        assert replacement[1] in (CHOICES[setting] if is_choice else SETTINGS)
+    else:
+        assert RENAMED[name].endswith(": leave it out")
 
 
 def test_all_wrong_settings_are_named_at_once():
@@ -230,12 +301,6 @@ def test_a_value_out_of_range_is_refused_with_the_range(setting):
     assert repr(yaml.safe_load(value)).strip("'") in message
 
 
-def test_checks_across_settings_name_both():
-    message = error_of("train.minibatches_per_step=3", "rollout.prompts_per_step=8")
-    assert "train.minibatches_per_step 3" in message and "rollout.prompts_per_step 8" in message
-    assert load("train.minibatches_per_step=4", "rollout.prompts_per_step=8")
-
-
 REFUSED = [
     ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
     ("zero_variance.probe_size=9 rollout.group_size=8", "zero_variance.probe_size 9", "rollout.group_size 8"),
@@ -264,6 +329,20 @@ REFUSED = [
         "algorithm.old_policy=rollout algorithm.router_replay=r2",
         "algorithm.old_policy 'rollout'", "algorithm.router_replay 'r2'",
     ),
+    (
+        "algorithm.router_replay=r3 rollout.capture_routes=false",
+        "algorithm.router_replay 'r3'", "rollout.capture_routes, which is False",
+    ),
+    ("rollout.expert_parallel=true", "rollout.expert_parallel True", "rollout.tensor_parallel above 1"),
+    (
+        "rollout.expert_parallel=true rollout.tensor_parallel=2 rollout.fp8=simulate",
+        "rollout.expert_parallel True", "rollout.fp8 'simulate'",
+    ),
+    ("rollout.fp8=on rollout.dtype=float32", "rollout.fp8 'on'", "rollout.dtype bfloat16, not 'float32'"),
+    (
+        "train.minibatches_per_step=3 rollout.prompts_per_step=8",
+        "train.minibatches_per_step 3", "rollout.prompts_per_step 8",
+    ),
 ]  # fmt: skip
 
 
@@ -271,6 +350,19 @@ REFUSED = [
 def test_contradictory_settings_are_refused_with_both_names(settings, one, other):
     message = error_of(*settings.split())
     assert one in message and other in message
+
+
+def test_every_contradiction_is_refused_by_some_case(monkeypatch):
+    raised, listed = set(), set()
+
+    def note(contradictions):
+        listed.update(contradictions)
+        raised.update(message for message, (_, _, refused) in contradictions.items() if refused)
+
+    monkeypatch.setattr(train_rl, "refuse_contradictions", note)
+    for settings, _, _ in REFUSED:
+        load(*settings.split())
+    assert raised == listed
 
 
 def test_the_refused_settings_are_legitimate_alone():
@@ -287,6 +379,9 @@ def test_the_refused_settings_are_legitimate_alone():
         "algorithm.ratio_form=literal algorithm.ratio_level=sequence",
         "algorithm.old_policy=rollout algorithm.router_replay=r3",
         "algorithm.rollout_correction=sequence_tis algorithm.router_replay=r2",
+        "rollout.expert_parallel=true rollout.tensor_parallel=2 rollout.fp8=on",
+        "rollout.capture_routes=false", "rollout.dtype=float32 rollout.fp8=simulate",
+        "train.minibatches_per_step=4 rollout.prompts_per_step=8",
     )  # fmt: skip
     for settings in legitimate:
         assert load(*settings.split())
@@ -303,7 +398,7 @@ def test_unusual_settings_are_warned_about_with_both_names():
     assert "algorithm.clip_eps_high 0.2" in warning and "algorithm.ratio_level 'sequence'" in warning
     narrow = ("algorithm.clip_eps_low=3e-4", "algorithm.clip_eps_high=4e-4")
     assert config_warnings(load("algorithm.ratio_level=sequence", *narrow)) == []
-    (warning,) = config_warnings(load("algorithm.loss_agg=group_mean"))
+    (warning,) = config_warnings(load("algorithm.loss_agg=token_group_mean"))
     assert "algorithm.loss_agg" in warning and "algorithm.ratio_level 'token'" in warning
     (warning,) = config_warnings(load("rollout.group_size=1"))
     assert "rollout.group_size 1" in warning
@@ -313,6 +408,15 @@ def test_unusual_settings_are_warned_about_with_both_names():
 def test_an_unknown_verifier_is_refused(place):
     message = error_of(f"data.{place}=[{{path: x, kind: maths}}]")
     assert message.startswith(f"data.{place}[].kind") and "'maths'" in message and "math" in message
+
+
+@pytest.mark.parametrize("function", ["exact", "verify", "my module:verify", "module:"])
+def test_a_function_that_is_no_module_and_name_is_refused(function):
+    assert (
+        error_of(f"reward.functions=['{function}']")
+        == f"reward.functions: {function!r} is no module:function"
+    )
+    assert load("reward.functions=['my.module:verify']").reward.functions == ["my.module:verify"]
 
 
 def test_a_config_without_training_prompts_is_refused():
@@ -412,19 +516,39 @@ def test_no_tag_makes_a_python_object(tag, tmp_path, write):
     assert not mark.exists()
 
 
+# ---- resuming ----------------------------------------------------------------------------------------------
+
+
+def test_what_may_change_on_resume_is_named_as_the_comparison_names_it():
+    """runtime.config.differences() names section.key: a mark on another name would have no effect."""
+    compared = {f"{section}.{key}" for section, values in Config().model_dump().items() for key in values}
+    free = free_on_resume(Config)
+    assert free < compared
+    assert "train.num_steps" in free and "train.learning_rate" not in free
+
+
 # ---- help --------------------------------------------------------------------------------------------------
 
 
-def test_help_prints_every_setting_with_its_default_and_meaning():
-    command = [sys.executable, str(ROOT / "train_rl.py"), "--help"]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0 and finished.stderr == ""
-    text = " ".join(finished.stdout.split())
-    assert finished.stdout.startswith("usage: ")
+def test_help_prints_every_setting_with_its_default_and_meaning(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help"], train_rl.__doc__)
+    printed, error = capsys.readouterr()
+    assert caught.value.code == 0 and error == ""
+    text = " ".join(printed.split())
+    assert printed.startswith("usage: ") and " ".join(train_rl.__doc__.split()) in text
     assert len(SETTINGS) > 40
     for name, info in SETTINGS.items():
         default = "required" if info.is_required() else f"default {info.default!r}"
         assert f" {name} ({default}) {' '.join(info.description.split())} " in text + " ", name
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_help_and_nothing_else():
+    command = [sys.executable, str(ROOT / "train_rl.py"), "--help"]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert finished.returncode == 0 and finished.stderr == ""
+    assert finished.stdout.startswith("usage: train_rl.py ") and " run.on_nonfinite " in finished.stdout
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -6,16 +6,17 @@ import random
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
+from conftest import ROOT
 from conftest import SHARED_DATA as SHARED
 
 from data import gsm8k, math_sets
-from data.prompts import Prompt, check_disjoint, load_prompts, save_prompts
+from data.prompts import Prompt, PromptSource, check_disjoint, load_prompts, save_prompts
+from data.stream import load_sets
+from reward import last_boxed
 
-ROOT = Path(__file__).parents[1]
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real sets are not in {SHARED}")
 
 ROWS = [
@@ -99,10 +100,19 @@ def test_a_rewritten_parquet_file_is_read_again(tmp_path):
         assert [one.answer for one in load_prompts(path)] == [answer]
 
 
-@pytest.mark.parametrize("value, text", [
-    (7, "7"), (-3, "-3"), (27.0, "27"), (2.5, "2.5"), (10**30, "1" + "0" * 30), ("007", "007"),
-    (" x ", " x "), ("2020-01-01", "2020-01-01"),
-])
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (7, "7"),
+        (-3, "-3"),
+        (27.0, "27"),
+        (2.5, "2.5"),
+        (10**30, "1" + "0" * 30),
+        ("007", "007"),
+        (" x ", " x "),
+        ("2020-01-01", "2020-01-01"),
+    ],
+)
 def test_answers_become_text_without_a_change_of_value(tmp_path, value, text):
     rows = [{"prompt": "q", "answer": value}, {"prompt": "q", "answer": 0.5}, {"prompt": "q", "answer": "x"}]
     assert load_prompts(write_lines(tmp_path / "set.jsonl", rows))[0].answer == text
@@ -208,15 +218,21 @@ def test_what_is_neither_file_nor_hub_name(tmp_path, monkeypatch):
             load_prompts(path)
 
 
-@pytest.mark.parametrize("content, message", [
-    ("", r"set.jsonl: no rows"),
-    ("\n\r\n", r"set.jsonl: no rows"),
-    ("[]", r"set.jsonl: no rows"),
-    ('{"prompt": "a", "answer": 1}\n\n{"prompt": "b", "ans', r"set.jsonl: line 3 is not JSON: Unterminated"),
-    ('[{"prompt": "a", "answer": 1},\n{"prompt" "b"}]', r"set.jsonl: line 2 is not JSON: Expecting ':'"),
-    ('{"prompt": "a", "answer": 1}\n[1, 2]\n', r"set.jsonl: row 2 must be an object .* found \[1, 2\]"),
-    ('["a"]', r"set.jsonl: row 1 must be an object .* found 'a'"),
-])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("", r"set.jsonl: no rows"),
+        ("\n\r\n", r"set.jsonl: no rows"),
+        ("[]", r"set.jsonl: no rows"),
+        (
+            '{"prompt": "a", "answer": 1}\n\n{"prompt": "b", "ans',
+            r"set.jsonl: line 3 is not JSON: Unterminated",
+        ),
+        ('[{"prompt": "a", "answer": 1},\n{"prompt" "b"}]', r"set.jsonl: line 2 is not JSON: Expecting ':'"),
+        ('{"prompt": "a", "answer": 1}\n[1, 2]\n', r"set.jsonl: row 2 must be an object .* found \[1, 2\]"),
+        ('["a"]', r"set.jsonl: row 1 must be an object .* found 'a'"),
+    ],
+)
 def test_broken_json(tmp_path, content, message):
     path = tmp_path / "set.jsonl"
     path.write_text(content, encoding="utf-8")
@@ -241,15 +257,24 @@ def test_broken_and_empty_parquet(tmp_path):
         load_prompts(path)
 
 
-@pytest.mark.parametrize("columns, message", [
-    ({}, "no column 'prompt' for columns.prompt among question, answer, level"),
-    ({"prompt": "question", "answer": "gold"}, "no column 'gold' for columns.answer among question, answer"),
-    ({"prompt": "question", "difficulty": "steps"}, "no column 'steps' for columns.difficulty among"),
-    ({"prompt": "question", "kind": "type"}, "no column 'type' for columns.kind among"),
-    ({"prompt": None}, "no column None for columns.prompt among"),
-    ({"promt": "question"}, "columns.promt is unknown, expected one of prompt, answer, kind, difficulty"),
-    ({"prompt": "question", "difficulty": "level"}, "row 2: column 'level' must hold a number, found 'hard'"),
-])
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({}, "no column 'prompt' for columns.prompt among question, answer, level"),
+        (
+            {"prompt": "question", "answer": "gold"},
+            "no column 'gold' for columns.answer among question, answer",
+        ),
+        ({"prompt": "question", "difficulty": "steps"}, "no column 'steps' for columns.difficulty among"),
+        ({"prompt": "question", "kind": "type"}, "no column 'type' for columns.kind among"),
+        ({"prompt": None}, "no column None for columns.prompt among"),
+        ({"promt": "question"}, "columns.promt is unknown, expected one of prompt, answer, kind, difficulty"),
+        (
+            {"prompt": "question", "difficulty": "level"},
+            "row 2: column 'level' must hold a number, found 'hard'",
+        ),
+    ],
+)
 def test_wrong_columns(tmp_path, columns, message):
     rows = [{"question": "q", "answer": "a", "level": 1}, {"question": "q", "answer": "a", "level": "hard"}]
     with pytest.raises(ValueError, match=f"set.jsonl: {message}"):
@@ -285,6 +310,65 @@ def test_wrong_template_and_limit(tmp_path):
             load_prompts(path, limit=limit)
 
 
+# ---- load_prompts: data cannot run code --------------------------------------------------------------------
+
+HARMLESS = {"prompt": "q", "answer": "1", "kind": "exact"}
+HARMFUL = {"prompt": "q", "answer": "open('ran', 'w')", "kind": "timeit:timeit"}
+
+
+def harmful_file(folder, suffix):
+    rows = [HARMLESS, HARMFUL]
+    if suffix == ".parquet":
+        return write_parquet(folder / "set.parquet", {key: [row[key] for row in rows] for key in HARMFUL})
+    return write_lines(folder / f"set{suffix}", rows)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_a_row_that_names_a_function_is_refused_with_file_row_and_settings(tmp_path, suffix):
+    path = harmful_file(tmp_path, suffix)
+    message = rf"set{suffix}: row 2: kind 'timeit:timeit' would run code .* reward\.functions"
+    for options in ({}, {"kind": "numeric"}, {"kind": "my:function"}, {"functions": ["timeit:repeat"]}):
+        with pytest.raises(ValueError, match=message):
+            load_prompts(path, **options)
+
+
+def test_a_row_of_a_hub_set_that_names_a_function_is_refused(monkeypatch):
+    rows = datasets.Dataset.from_list([HARMLESS, HARMFUL])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows)
+    with pytest.raises(ValueError, match="owner/set: row 2: kind 'timeit:timeit' would run code"):
+        load_prompts("owner/set")
+
+
+def test_a_row_may_name_the_function_that_the_settings_name(tmp_path):
+    path = harmful_file(tmp_path, ".jsonl")
+    for options in ({"kind": "timeit:timeit"}, {"functions": ["timeit:timeit"]}):
+        assert [one.kind for one in load_prompts(path, **options)] == ["exact", "timeit:timeit"]
+    ignored = load_prompts(path, columns={"kind": None})
+    assert [one.kind for one in ignored] == ["math", "math"]
+
+
+def test_a_row_of_an_unknown_kind_is_refused(tmp_path):
+    path = write_lines(tmp_path / "set.jsonl", [HARMLESS, HARMLESS | {"kind": "maths"}])
+    with pytest.raises(
+        ValueError, match="set.jsonl: row 2: kind 'maths' is none of exact, numeric, gsm8k, math"
+    ):
+        load_prompts(path)
+
+
+def test_a_run_takes_functions_from_its_settings_alone(tmp_path):
+    """A function that one source names may stand in the rows of all: both come from the same settings."""
+    source = PromptSource(path=str(harmful_file(tmp_path, ".jsonl")))
+    tokenizer = lambda texts: {"input_ids": [[1] for _ in texts]}
+    for places in (([source], []), ([], [source])):
+        with pytest.raises(ValueError, match="set.jsonl: row 2: kind 'timeit:timeit' would run code"):
+            load_sets(*places, tokenizer, 9, [])
+    plain = write_lines(tmp_path / "plain.jsonl", [{"prompt": "other", "answer": "1"}])
+    named = PromptSource(path=str(plain), kind="timeit:timeit")
+    for functions, others in ((["timeit:timeit"], []), ([], [named])):
+        train, _ = load_sets([source], others, tokenizer, 9, functions)
+        assert [one.kind for one in train] == ["exact", "timeit:timeit"]
+
+
 # ---- check_disjoint, save_prompts --------------------------------------------------------------------------
 
 
@@ -317,8 +401,10 @@ def test_a_failed_save_keeps_the_old_file(tmp_path):
 
 def gsm8k_rows(count, tag):
     """One to three reasoning steps in turn; the answers are 0,000, 1,000, 2,000, ..."""
-    return [{"question": f"{tag} {index}?", "answer": "<<1+1=2>> " * (1 + index % 3) + f"\n#### {index},000"}
-            for index in range(count)]
+    return [
+        {"question": f"{tag} {index}?", "answer": "<<1+1=2>> " * (1 + index % 3) + f"\n#### {index},000"}
+        for index in range(count)
+    ]
 
 
 def build_gsm8k(folder, train, test):
@@ -372,9 +458,15 @@ def test_gsm8k_second_run_writes_the_same_bytes(tmp_path):
     assert sorted(files[0]) == ["test.jsonl", "train.jsonl", "validation.jsonl"]
 
 
-@pytest.mark.parametrize("solution, number", [
-    ("#### 18", "18"), ("a #### 1\n#### -2", "-2"), ("####1,234,567 \n", "1234567"), ("#### $0.50", "0.50"),
-])
+@pytest.mark.parametrize(
+    "solution, number",
+    [
+        ("#### 18", "18"),
+        ("a #### 1\n#### -2", "-2"),
+        ("####1,234,567 \n", "1234567"),
+        ("#### $0.50", "0.50"),
+    ],
+)
 def test_gsm8k_final_number(solution, number):
     assert gsm8k.final_number(solution, "here") == number
 
@@ -406,22 +498,27 @@ def test_gsm8k_real_files(tmp_path):
 # ---- data.math_sets ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("solution, answer", [
-    (r"so \boxed{5}.", "5"),
-    (r"first \boxed{1}, then \boxed{2} holds", "2"),
-    (r"\boxed{\frac{a_{1}}{\sqrt{b}}} {x}", r"\frac{a_{1}}{\sqrt{b}}"),
-    (r"\boxed{\left\{ 1, 2 \right\}}", r"\left\{ 1, 2 \right\}"),
-    (r"\boxed{\{x : x > 0}", r"\{x : x > 0"),
-    (r"\boxed{a \\{b}}", r"a \\{b}"),
-    (r"\boxed {7 }", "7"),
-    ("\\boxed{\n\\text{no}\n}", r"\text{no}"),
-    (r"\boxed{}", ""),
-    (r"\boxed{1} and \boxed{2", None),
-    (r"no box {5}", None),
-    (r"\fbox{5}", None),
-])
+@pytest.mark.parametrize(
+    "solution, answer",
+    [
+        (r"so \boxed{5}.", "5"),
+        (r"first \boxed{1}, then \boxed{2} holds", "2"),
+        (r"\boxed{\frac{a_{1}}{\sqrt{b}}} {x}", r"\frac{a_{1}}{\sqrt{b}}"),
+        (r"\boxed{\left\{ 1, 2 \right\}}", r"\left\{ 1, 2 \right\}"),
+        (r"\boxed{\{x : x > 0}", r"\{x : x > 0"),
+        (r"\boxed{a \\{b}}", r"a \\{b}"),
+        (r"\boxed {7 }", "7"),
+        ("\\boxed{\n\\text{no}\n}", r"\text{no}"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\boxed{2 and so on", None),
+        (r"no box {5}", None),
+        (r"\fbox{5}", "5"),
+    ],
+)
 def test_last_boxed(solution, answer):
-    assert math_sets.last_boxed(solution) == answer
+    found = last_boxed(solution)
+    assert (None if found is None else found.strip()) == answer
 
 
 def build_math(folder, rows, *options):
@@ -432,8 +529,10 @@ def build_math(folder, rows, *options):
 
 def test_math_set_columns_and_levels(tmp_path, capsys):
     levels = ["Level 5", 3, "2.5", "Level ?", None]
-    rows = [{"problem": f"p{index}", "solution": r"\boxed{other}", "answer": index, "level": level}
-            for index, level in enumerate(levels)]
+    rows = [
+        {"problem": f"p{index}", "solution": r"\boxed{other}", "answer": index, "level": level}
+        for index, level in enumerate(levels)
+    ]
     prompts = build_math(tmp_path, rows)
     assert [one.difficulty for one in prompts] == [5.0, 3.0, 2.5, None, None]
     assert [one.answer for one in prompts] == list("01234")
@@ -454,15 +553,26 @@ def test_math_set_solution_is_used_over_answer_when_asked(tmp_path):
     assert build_math(tmp_path, rows, "--answer-column", "solution")[0].answer == "1"
 
 
-@pytest.mark.parametrize("row, options, message", [
-    ({"question": "q", "answer": "a"}, (), "no column 'problem'; set --prompt-column to one of question"),
-    ({"problem": "p", "gold": "g"}, (), "no column 'answer'; set --answer-column to one of problem, gold"),
-    ({"problem": "p", "solution": "s"}, ("--answer-column", "gold"), "no column 'gold'; set --answer-column"),
-    ({"problem": " ", "answer": "a"}, (), "row 1: column 'problem' must hold text"),
-    ({"problem": "p", "answer": None}, (), "row 1: column 'answer' must hold text"),
-    ({"problem": "p", "solution": "no box"}, (), r"row 1: column 'solution' has no filled \\boxed"),
-    ({"problem": "p", "solution": r"\boxed{ }"}, (), r"row 1: column 'solution' has no filled \\boxed"),
-])
+@pytest.mark.parametrize(
+    "row, options, message",
+    [
+        ({"question": "q", "answer": "a"}, (), "no column 'problem'; set --prompt-column to one of question"),
+        (
+            {"problem": "p", "gold": "g"},
+            (),
+            "no column 'answer'; set --answer-column to one of problem, gold",
+        ),
+        (
+            {"problem": "p", "solution": "s"},
+            ("--answer-column", "gold"),
+            "no column 'gold'; set --answer-column",
+        ),
+        ({"problem": " ", "answer": "a"}, (), "row 1: column 'problem' must hold text"),
+        ({"problem": "p", "answer": None}, (), "row 1: column 'answer' must hold text"),
+        ({"problem": "p", "solution": "no box"}, (), r"row 1: column 'solution' has no filled \\boxed"),
+        ({"problem": "p", "solution": r"\boxed{ }"}, (), r"row 1: column 'solution' has no filled \\boxed"),
+    ],
+)
 def test_math_set_errors(tmp_path, row, options, message):
     with pytest.raises(ValueError, match=f"raw.jsonl: {message}"):
         build_math(tmp_path, [row], *options)
@@ -470,11 +580,14 @@ def test_math_set_errors(tmp_path, row, options, message):
 
 
 @needs_shared
-@pytest.mark.parametrize("name, count, first, graded", [
-    ("math500", 500, r"\left( 3, \frac{\pi}{2} \right)", 500),
-    ("aime24", 30, "204", 0),
-    ("amc23", 40, "27", 0),
-])
+@pytest.mark.parametrize(
+    "name, count, first, graded",
+    [
+        ("math500", 500, r"\left( 3, \frac{\pi}{2} \right)", 500),
+        ("aime24", 30, "204", 0),
+        ("amc23", 40, "27", 0),
+    ],
+)
 def test_math_real_files(tmp_path, name, count, first, graded):
     output = tmp_path / "test.jsonl"
     math_sets.main(["--input", str(SHARED / f"{name}.jsonl"), "--output", str(output)])
@@ -486,7 +599,7 @@ def test_math_real_files(tmp_path, name, count, first, graded):
 @needs_shared
 def test_boxes_of_math500_are_its_answers():
     for row in map(json.loads, (SHARED / "math500.jsonl").read_text(encoding="utf-8").splitlines()):
-        assert math_sets.last_boxed(row["solution"]) == row["answer"]
+        assert last_boxed(row["solution"]) == row["answer"]
 
 
 # ---- commands ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""The scripts of experiments/ and data/tiny.py, run as the README says."""
+"""The benchmarks of experiments/bench/ and data/tiny.py, run as their READMEs say."""
 
+import hashlib
 import json
 import re
 import statistics
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
@@ -14,8 +16,9 @@ from transformers import Qwen3MoeConfig
 
 import moe_model
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
-from experiments import gpu_check
-from experiments.settings import load_config
+from experiments.bench import gpu_check
+from experiments.bench.workload import Recipe as WorkRecipe
+from experiments.bench.workload import Workload
 
 
 def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
@@ -24,11 +27,41 @@ def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProce
     )
 
 
-def test_bench_step_writes_the_table_it_prints(tmp_path):
-    assert run("-m", "data.tiny", timeout_s=600).returncode == 0
+def bench(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
+    """Run a benchmark, which must end well."""
+    done = run("-m", f"experiments.bench.{name}", *arguments, timeout_s=timeout_s)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+def changed_trainer(folder: Path, old: str, new: str) -> Path:
+    """Write a copy of train_rl.py in which `old`, which stands there once, is `new`."""
+    text = (ROOT / "train_rl.py").read_text()
+    assert text.count(old) == 1, old
+    (folder / "changed.py").write_text(text.replace(old, new))
+    return folder / "changed.py"
+
+
+@pytest.fixture(scope="module")
+def small_recipe(tmp_path_factory) -> Path:
+    """Write a recipe of little work with rewards of 50 to 100 ms."""
+    recipe = {
+        "num_steps": 2, "num_prompts": 4, "group_size": 2, "median_tokens": 12.0, "longest_tokens": 40,
+        "slow_share": 0.5, "slow_seconds": [0.05, 0.1], "seed": 3,
+    }  # fmt: skip
+    path = tmp_path_factory.mktemp("bench") / "recipe.json"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+# ---- experiments/bench/ ------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.usefixtures("demo_model")
+def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     options = ("--repeats", 1, "--steps", 6, "--json", tmp_path / "step.json")
-    done = run("experiments/bench_step.py", *options, "rollout.prompts_per_step=8")
-    assert done.returncode == 0, done.stderr[-3000:]
+    copy = changed_trainer(tmp_path, '"sync_bytes": report.num_bytes,', '"sync_bytes": 12345678,')
+    done = bench("step", *options, "--script", copy, "rollout.prompts_per_step=8")
+    assert "| bytes per sync | 12,345,678 | 12,345,678 |" in done.stdout
     table = json.loads((tmp_path / "step.json").read_text())
     assert list(table) == ["16 new tokens", "256 new tokens"]
     for column, workload in enumerate(table.values()):
@@ -42,11 +75,11 @@ def test_bench_step_writes_the_table_it_prints(tmp_path):
     assert 0.9 * 64 * 256 < tokens <= 64 * 256 + 1, "nearly all of 8 x 8 completions are cut at 256"
 
 
+@pytest.mark.slow
 def test_mismatch_writes_the_table_it_prints(tmp_path):
     options = ("--models", "tiny", "--prompts", 6, "--repeats", 2)
     files = ("--json", tmp_path / "mismatch.json", "--plot", tmp_path / "mismatch.png")
-    done = run("experiments/mismatch.py", *options, *files)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = bench("mismatch", *options, *files)
     rows = json.loads((tmp_path / "mismatch.json").read_text())
     cases = [(row["engine"], row["fp8"], row["trainer"], row["router_replay"]) for row in rows]
     assert len(cases) == len(set(cases)) == 33 and all(row["n"] == 2 for row in rows)
@@ -63,9 +96,9 @@ def test_mismatch_writes_the_table_it_prints(tmp_path):
     assert (tmp_path / "mismatch.png").stat().st_size > 10_000
 
 
-def test_bench_sync_writes_the_table_it_prints(tmp_path):
-    done = run("experiments/bench_sync.py", "--sizes", "1M", "--repeats", 1, "--json", tmp_path / "sync.json")
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.slow
+def test_sync_writes_the_table_it_prints(tmp_path):
+    done = bench("sync", "--sizes", "1M", "--repeats", 1, "--json", tmp_path / "sync.json")
     found = json.loads((tmp_path / "sync.json").read_text())
     size = found["sizes"]["1M"]
     for way, seconds in size["seconds"].items():
@@ -77,9 +110,9 @@ def test_bench_sync_writes_the_table_it_prints(tmp_path):
     assert set(found["python_per_tensor"]) == {"one by one", "fused", "copied"}
 
 
-def test_bench_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
-    done = run("experiments/bench_routes.py", "--models", "tiny", "--pairs", 1, "--json", tmp_path / "r.json")
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.slow
+def test_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
+    done = bench("routes", "--models", "tiny", "--pairs", 1, "--json", tmp_path / "r.json")
     rows = json.loads((tmp_path / "r.json").read_text())
     assert [row["bytes_per_token"] for row in rows] == [row["layers_times_top_k"] for row in rows] == [4, 4]
     for row in rows:
@@ -87,6 +120,70 @@ def test_bench_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
         assert f"| tiny, {row['workload']} | {row['seconds_without']:.3f} |" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("demo_model")
+def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
+    (tmp_path / "recipe.json").write_text('{"num_prompts": 16, "group_size": 4, "longest_tokens": 128}')
+    options = ("--workload", tmp_path / "recipe.json", "--repeats", 2, "--micro-batch-tokens", 512)
+    done = bench("update", *options, "--json", tmp_path / "update.json")
+    rows = json.loads((tmp_path / "update.json").read_text())
+    assert [row["name"] for row in rows] == ["as they come", "balanced"]
+    as_they_come, balanced = rows
+    assert balanced["imbalance"] <= as_they_come["imbalance"]
+    assert 0 < balanced["padding"] < as_they_come["padding"] < 1
+    for row in rows:
+        assert f"| {row['name']} | {row['seconds']:.3f} (" in done.stdout and row["micro_batches"] > 1
+    assert re.search(r"as they come / balanced: \d+\.\d\d$", done.stdout, re.M)
+    copy = changed_trainer(tmp_path, "(num_padded - num_computed, num_padded)", "(7, 1)")
+    bench("update", *options, "--script", copy, "--json", tmp_path / "changed.json")
+    rows = json.loads((tmp_path / "changed.json").read_text())
+    assert [row["padding"] for row in rows] == [7, 7]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("demo_model")
+def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, small_recipe):
+    files = ("--json", tmp_path / "rollout.json", "--plot", tmp_path / "rollout.png")
+    done = bench("rollout", "--workload", small_recipe, "--repeats", 1, "--slots", 2, "--workers", 2, *files)
+    assert "all rows gave the same completions and rewards" in done.stdout
+    record = json.loads((tmp_path / "rollout.json").read_text())
+    rows = record["rows"]
+    assert WorkRecipe.of(record["recipe"]) == WorkRecipe.load(small_recipe) != WorkRecipe()
+    assert rows[0]["speedup"] == 1 and len(rows) == 6 and (tmp_path / "rollout.png").stat().st_size > 10_000
+    for row in rows:
+        assert {"name", "seconds", "speedup", "bubble", "bound"} <= row.keys()
+        assert row["seconds"] > row["bound"] > 0 and 0 < row["bubble"] < 1
+        assert row["seconds"] == pytest.approx(sum(row["seconds_by_step"]))
+        assert f"| {row['name']} | {row['seconds']:.2f} (" in done.stdout
+    assert rows[2]["seconds"] < rows[1]["seconds"], "8 slow rewards of 75 ms behind 4 workers"
+    fitted = bench("simulate", "--fit", tmp_path / "rollout.json", "--json", tmp_path / "fit.json")
+    found = json.loads((tmp_path / "fit.json").read_text())
+    assert [row["name"] for row in found] == [row["name"] for row in rows]
+    assert re.search(r"largest error: [+-]\d", fitted.stdout)
+
+
+def test_the_default_recipe_makes_the_recorded_work_on_any_machine(tmp_path):
+    """The digests are those of the work on which results/rollout.json was measured."""
+    record = json.loads((ROOT / "experiments" / "bench" / "results" / "rollout.json").read_text())
+    made = Workload.make(WorkRecipe.of(record["recipe"]))
+    assert made.recipe == WorkRecipe()
+    digests = [hashlib.sha256(a.tobytes()).hexdigest()[:16] for a in (made.lengths, made.reward_seconds)]
+    assert digests == ["6b45b228a1192226", "8360b22dfcd79d1b"]
+    assert np.percentile(made.lengths, 99) > 5 * np.median(made.lengths), "heavy-tailed"
+    assert made.is_slow.sum() == 8
+    done = bench("workload", "--json", tmp_path / "recipe.json")
+    assert WorkRecipe.load(tmp_path / "recipe.json") == WorkRecipe() and "122,431 tokens" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["rollout", "update"])
+def test_a_model_that_is_not_there_is_an_error_of_one_line(name, tmp_path):
+    done = run("-m", f"experiments.bench.{name}", "--model", tmp_path)
+    assert (
+        done.returncode == 1 and done.stderr == f"{tmp_path} is missing; make it by `python -m data.tiny`\n"
+    )
+
+
+# ---- data/tiny.py ------------------------------------------------------------------------------------------
 def test_the_problems_are_right_disjoint_and_the_same_every_time():
     recipe = Recipe(train_per_difficulty=300, test_per_difficulty=50)
     train, test = sample_problems(recipe)
@@ -122,6 +219,7 @@ def test_the_tokenizer_is_one_token_per_character_and_survives_a_round_trip(tmp_
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
+@pytest.mark.slow
 def test_a_second_build_is_served_from_the_cache_and_a_changed_recipe_is_not(tmp_path):
     command = ["-m", "data.tiny", "--output", tmp_path / "tiny", "--steps", 2]
     assert "made in" in run(*command).stderr
@@ -133,26 +231,12 @@ def test_a_second_build_is_served_from_the_cache_and_a_changed_recipe_is_not(tmp
     assert [p.name for p in tmp_path.iterdir()] == ["tiny"], "nothing is left beside the result"
 
 
-YAMLS = sorted(path for path in (ROOT / "experiments").rglob("*.yaml") if "logs" not in path.parts)
-
-
-@pytest.mark.parametrize("path", YAMLS, ids=lambda p: f"{p.parent.name}-{p.stem}")
-def test_every_yaml_says_how_to_run_it_and_loads(path):
-    first_lines = path.read_text().splitlines()[:6]
-    assert first_lines[0].startswith("# ")
-    assert any(
-        "train_rl.py --config" in line or "make " in line for line in first_lines if line.startswith("#")
-    )
-    is_method = path.parent.name == "methods"  # loaded over an environment, as its first lines say
-    environment = ["--config", str(ROOT / "experiments/tiny/grpo.yaml")] if is_method else []
-    assert load_config([*environment, "--config", str(path)]).data.train
-
-
-def test_bench_kernels_writes_what_it_prints(tmp_path):
+# ---- experiments/bench/, without an engine -----------------------------------------------------------------
+@pytest.mark.slow
+def test_kernels_writes_what_it_prints(tmp_path):
     sizes = ("--rows", 48, "--vocab", 500, 8000, "--hidden", 64, "--fp8-shape", 130, 300, "--repeats", 2)
     files = ("--json", tmp_path / "kernels.json", "--plot", tmp_path / "kernels.png")
-    done = run("experiments/bench_kernels.py", *sizes, *files)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = bench("kernels", *sizes, *files)
     found = json.loads((tmp_path / "kernels.json").read_text())
     versions = {row["version"] for row in found["head"]}
     assert {"naive", "chunked"} <= versions and len(found["head"]) == 2 * len(versions)
@@ -169,11 +253,13 @@ def test_bench_kernels_writes_what_it_prints(tmp_path):
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_gpu_check_runs_dry_and_says_what_needs_a_gpu(tmp_path):
     steps = ("bench", "tiles", "profile")
-    done = run("experiments/gpu_check.py", "--dry-run", "--steps", *steps, "--out", tmp_path, timeout_s=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    options = ("--steps", *steps, "--out", tmp_path, "--json", tmp_path / "copy.json")
+    done = bench("gpu_check", "--dry-run", *options, timeout_s=600)
     report = json.loads((tmp_path / "report.json").read_text())
+    assert report == json.loads((tmp_path / "copy.json").read_text())
     assert set(report) == {"versions", *steps} and report["versions"]["deepspeed"]
     assert sum(report["profile"]["figures"].values()) == pytest.approx(1)
     verdicts = [verdict for step in steps for verdict in report[step]["criteria"].values()]
@@ -182,10 +268,11 @@ def test_gpu_check_runs_dry_and_says_what_needs_a_gpu(tmp_path):
     assert text.count("**needs a GPU**") == verdicts.count("needs a GPU") and text in done.stdout + text
 
 
+@pytest.mark.slow
 def test_gpu_check_reports_a_step_that_fails_and_goes_on(tmp_path):
     (tmp_path / "random_moe_dry").write_text("a file where the model's folder should be")
     steps = ("throughput", "tiles")
-    done = run("experiments/gpu_check.py", "--dry-run", "--steps", *steps, "--out", tmp_path)
+    done = run("-m", "experiments.bench.gpu_check", "--dry-run", "--steps", *steps, "--out", tmp_path)
     assert done.returncode == 1 and "**FAIL** it ran to its end" in done.stdout
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["throughput"]["criteria"] == {"it ran to its end": False}

@@ -7,25 +7,41 @@ import random
 import pytest
 import reference
 import torch
-from conftest import ROOT, assert_close, save_small_moe, torchrun
+from conftest import assert_close, save_small_moe
+from helpers import (
+    CLIP_EPS,
+    EVERYTHING,
+    GROUPS,
+    HALVES,
+    INTERLEAVED,
+    LEARNING_RATE,
+    SHARES,
+    SHUFFLED,
+    SMOOTH_EPS,
+    TEMPERATURE,
+    WORK,
+    FakeRanks,
+    RankSuite,
+    make_batch,
+    make_config,
+    make_prompts,
+    make_ragged_completions,
+    parameter_distance,
+    update_case,
+)
 from transformers import Qwen3MoeForCausalLM
 
 import train_rl
-from data.prompts import Prompt
-from experiments.balance import split_rows
-from experiments.settings import AlgorithmSection, load_config
+from data.stream import prompts_of_step, seed_of
 from reward import Verdict
 from rollout import Completion
-
-SMALLEST_TRAINING_SET = "data.train=[{path: unused}]"
-CLIP_EPS = 0.2
-
+from train_rl import AlgorithmSettings
 
 # ---- advantages --------------------------------------------------------------------------------------------
 
 
 def advantages_of(rewards, valid=None, group_index=None):
-    """compute_advantages() of lists, by default one group, all valid; it must leave its inputs alone."""
+    """Call compute_advantages() on lists, by default one group, all valid; it must leave its inputs alone."""
     rewards = torch.as_tensor(rewards)
     valid = torch.tensor(valid or [True] * len(rewards))
     group_index = torch.tensor(group_index or [0] * len(rewards))
@@ -85,7 +101,7 @@ def test_a_failed_verdict_enters_no_mean(failed_reward, float64):
 
 
 def random_case(seed: int, num_rows: int, spread: float) -> dict:
-    """Ragged logprobs of num_rows completions; spread is the size of log ratios in nats."""
+    """Make ragged logprobs of num_rows completions; spread is the size of log ratios in nats."""
     rng = random.Random(seed)
     lengths = [rng.choice([0, 1, 1, 2, 5, 8]) for _ in range(num_rows)]
     lengths[0] = max(1, lengths[0])
@@ -98,25 +114,34 @@ def random_case(seed: int, num_rows: int, spread: float) -> dict:
     }
 
 
-def grpo(clip_eps=CLIP_EPS, kl_coef=0.0) -> AlgorithmSection:
-    return AlgorithmSection(clip_eps_low=clip_eps, clip_eps_high=clip_eps, kl_coef=kl_coef)
+def grpo(clip_eps=CLIP_EPS, kl_coef=0.0) -> AlgorithmSettings:
+    return AlgorithmSettings(clip_eps_low=clip_eps, clip_eps_high=clip_eps, kl_coef=kl_coef)
 
 
 def grpo_loss(logprobs, old_logprobs, advantages, weights, mask, algorithm, ref_logprobs=None):
-    """policy_loss() without what GRPO does not look at: there are no entropies."""
-    groups = train_rl.ratio_groups(None, mask, algorithm)
+    """Call policy_loss() without what GRPO does not look at: there are no entropies."""
+    token_groups = train_rl.token_groups_of(None, mask, algorithm)
     return train_rl.policy_loss(
-        logprobs, old_logprobs, advantages, weights, groups, None, mask, math.nan, algorithm, ref_logprobs
+        logprobs,
+        old_logprobs,
+        advantages,
+        weights,
+        token_groups,
+        None,
+        mask,
+        math.nan,
+        algorithm,
+        ref_logprobs,
     )
 
 
 def grpo_weights(mask, num_completions):
-    """loss_weights() without what the mean over completions does not look at."""
+    """Call loss_weights() without what the mean over completions does not look at."""
     return train_rl.loss_weights(mask, None, num_completions, 0, 0, "sequence_mean")
 
 
 def run_policy_loss(case: dict, clip_eps=CLIP_EPS, kl_coef=0.0, padding=0):
-    """Loss, gradient, statistics, mask of policy_loss() for ragged lists; it must leave its inputs alone."""
+    """Return loss, gradient, statistics and mask of policy_loss(); it must leave its inputs alone."""
     lengths = torch.tensor([len(row) for row in case["logprobs"]])
     width = int(lengths.max()) + padding
     tensors = {
@@ -194,7 +219,7 @@ def test_loss_of_one_token(difference, advantage, float64):
 
 
 def exactly_representable_ratio(near: float) -> tuple[float, float]:
-    """A log ratio whose exponential is the same float in torch and in math, and that float."""
+    """Find a log ratio whose exponential is the same float in torch and in math; return it and that float."""
     candidate = math.log(near)
     for _ in range(1000):
         if torch.tensor([[candidate]]).exp().item() == math.exp(candidate):
@@ -273,6 +298,104 @@ def test_slopes_of_the_reference_are_derivatives_of_its_values():
             assert difference / (2 * step) == pytest.approx(slopes[i][t], rel=1e-6, abs=1e-9)
 
 
+# ---- bypass ------------------------------------------------------------------------------------------------
+LOG_VOCAB = math.log(50)
+
+
+def case_of_two_policies(seed: int, lengths: list[int] | None = None) -> dict:
+    """Make ragged lists of some completions: trainer, old trainer and engine are 0.3 nats apart and more.
+
+    Some entropies are equal, some are 0.
+    """
+    rng = random.Random(seed)
+    lengths = lengths or [rng.choice([0, 1, 1, 2, 5, 8]) for _ in range(rng.randint(1, 5))]
+    signs = [rng.choice([1, 1, -1, -1, 0]) for _ in lengths]
+    near = lambda rows, size: [[x + rng.uniform(-size, size) for x in row] for row in rows]
+    old = [[-rng.expovariate(1.0) for _ in range(n)] for n in lengths]
+    return {
+        "logprobs": near(old, 0.4),
+        "old_logprobs": old,
+        "rollout_logprobs": near(old, 0.3),
+        "ref_logprobs": near(old, 1.0),
+        "advantages": [[sign * rng.expovariate(1.0) for _ in range(n)] for sign, n in zip(signs, lengths)],
+        "entropy": [[rng.choice([0.0, 0.7, rng.uniform(0, 3)]) for _ in range(n)] for n in lengths],
+    }
+
+
+def batch_of_case(case: dict, padding: int = 0) -> tuple[train_rl.RolloutBatch, torch.Tensor]:
+    """Return the batch and the trainer's log-probabilities of a case; nothing on padding may matter."""
+    fields = {name: rows for name, rows in case.items() if name != "logprobs"}
+    ids = [[0] * len(row) for row in case["logprobs"]]
+    batch = make_batch(ids, padding=padding, **fields)
+    for name in fields:
+        getattr(batch, name)[~batch.response_mask] = 9.0
+    logprobs = make_batch(ids, padding=padding, old_logprobs=case["logprobs"]).old_logprobs
+    return batch, logprobs
+
+
+def run_micro_batch_loss(case: dict, config: train_rl.Config, padding: int):
+    """Return loss, gradient by token and {statistic: by token}; the batch must stay as it was."""
+    batch, logprobs = batch_of_case(case, padding)
+    mask, given = batch.response_mask, {n: x for n, x in vars(batch).items() if isinstance(x, torch.Tensor)}
+    kept, logprobs = {name: x.clone() for name, x in given.items()}, logprobs.requires_grad_()
+    counts, rows = torch.tensor([len(mask), int(mask.sum())]), list(range(len(mask)))
+    loss, statistics = train_rl.micro_batch_loss(
+        logprobs, torch.full_like(logprobs, math.nan), batch, rows, counts, LOG_VOCAB, config
+    )
+    loss.backward()
+    for name, tensor in given.items():
+        assert torch.equal(tensor, kept[name]), f"{name} was written to"
+    assert (logprobs.grad[~mask] == 0).all()
+    return loss.detach(), logprobs.grad[mask], {name: value[mask] for name, value in statistics.items()}
+
+
+@pytest.mark.parametrize("ratio_level, ratio_form", [("token", "geometric"), ("entropy_group", "literal")])
+@pytest.mark.parametrize("clip_mode", ["fixed", "weight", "entropy_adaptive"])
+def test_bypass_is_the_loss_with_the_sampler_as_the_old_policy(ratio_level, ratio_form, clip_mode, float64):
+    config = make_config(
+        section="algorithm", old_policy="rollout", ratio_level=ratio_level, ratio_form=ratio_form,
+        clip_mode=clip_mode, kl_coef=0.1,
+    )  # fmt: skip
+    different = 0
+    for seed in range(6):
+        case = case_of_two_policies(seed)
+        loss, gradient, statistics = run_micro_batch_loss(case, config, padding=seed % 3)
+        lengths = [len(row) for row in case["logprobs"]]
+        settings = config.algorithm.model_dump() | {
+            "max_new_tokens": config.rollout.max_new_tokens, "log_vocab": LOG_VOCAB,
+            "num_completions": len(lengths), "num_tokens": sum(lengths),
+        }  # fmt: skip
+        lists = [case[name] for name in ("logprobs", "rollout_logprobs", "advantages", "entropy")]
+        assert_close(loss, -reference.policy_objective(*lists, case["ref_logprobs"], settings))
+        slopes = reference.policy_objective_slope(*lists, case["ref_logprobs"], settings)
+        assert_close(gradient, [-x for row in slopes for x in row])
+        lists[1] = case["old_logprobs"]
+        trainer = -reference.policy_objective(*lists, case["ref_logprobs"], settings)
+        different += abs(loss.item() - trainer) > 1e-3
+        apart = [a - b for name in zip(case["old_logprobs"], case["rollout_logprobs"]) for a, b in zip(*name)]
+        assert_close(statistics["abs_dlogp"], [abs(d) for d in apart])
+    assert different > 3
+
+
+@pytest.mark.parametrize("minibatch", [0, 1])
+@pytest.mark.parametrize("old_policy", ["trainer", "rollout"])
+def test_the_distance_to_the_sampler_is_left_out_where_the_policy_has_moved_unseen(
+    old_policy, minibatch, float64
+):
+    """Without a pass for old log-probabilities it is known of the first update only, from its own forward."""
+    config = make_config(f"algorithm.old_policy={old_policy}")
+    batch, _ = batch_of_case(case_of_two_policies(1, [3, 5]))
+    batch.old_logprobs, batch.ref_logprobs = None, None
+    batch.minibatch = torch.full_like(batch.minibatch, minibatch)
+    logprobs, counts = batch.rollout_logprobs + 0.25, torch.tensor([2, 8])
+    _, statistics = train_rl.micro_batch_loss(
+        logprobs, batch.entropy, batch, [0, 1], counts, LOG_VOCAB, config
+    )
+    assert ("abs_dlogp" in statistics) == ("mismatch_k3" in statistics) == (minibatch == 0)
+    if minibatch == 0:
+        assert_close(statistics["abs_dlogp"][batch.response_mask], [0.25] * 8)
+
+
 # ---- prompts, rows, batches --------------------------------------------------------------------------------
 
 
@@ -280,7 +403,7 @@ def test_slopes_of_the_reference_are_derivatives_of_its_values():
 def test_consecutive_steps_tile_shuffled_epochs(num_prompts, per_step):
     stream = []
     for step in range(3 * num_prompts):
-        stream += train_rl.prompts_of_step(num_prompts, per_step, step * per_step, seed=3)
+        stream += prompts_of_step(num_prompts, per_step, step * per_step, seed=3)
         assert len(stream) == (step + 1) * per_step
     epochs = [stream[i : i + num_prompts] for i in range(0, len(stream) - num_prompts + 1, num_prompts)]
     assert all(sorted(epoch) == list(range(num_prompts)) for epoch in epochs)
@@ -289,13 +412,13 @@ def test_consecutive_steps_tile_shuffled_epochs(num_prompts, per_step):
 
 
 def test_prompts_depend_on_the_number_consumed_and_the_seed_only():
-    stream = train_rl.prompts_of_step(11, 60, 0, seed=0)
+    stream = prompts_of_step(11, 60, 0, seed=0)
     for consumed in (0, 1, 10, 11, 12, 37):
         for per_step in (1, 5, 23):
             expected = stream[consumed : consumed + per_step]
             torch.manual_seed(consumed)
-            assert train_rl.prompts_of_step(11, per_step, consumed, seed=0) == expected
-    assert train_rl.prompts_of_step(11, 11, 0, seed=1) != stream[:11]
+            assert prompts_of_step(11, per_step, consumed, seed=0) == expected
+    assert prompts_of_step(11, 11, 0, seed=1) != stream[:11]
 
 
 def test_seeds_are_63_bits_distinct_and_the_same_in_every_process():
@@ -303,50 +426,17 @@ def test_seeds_are_63_bits_distinct_and_the_same_in_every_process():
     parts += [(seed, "epoch", epoch) for seed in range(4) for epoch in range(500)]
     parts += [(0, "eval", name, i, n) for name in ("a", "b") for i in range(500) for n in range(9)]
     parts += [(1, 23), (12, 3), (123,), (1, 2, 3)]
-    seeds = {train_rl.seed_of(*p) for p in parts}
+    seeds = {seed_of(*p) for p in parts}
     assert len(seeds) == len(parts)
     either = every = next(iter(seeds))
     for seed in seeds:
         either, every = either | seed, every & seed
     assert either == 2**63 - 1 and every == 0  # each of 63 bits is used, none is fixed, the sign is never set
-    assert train_rl.seed_of(0, "epoch", 0) == 5326116194759978245  # another value is another order of prompts
-
-
-@pytest.mark.parametrize("max_tokens", [1, 7, 64, 300, 10**6])
-def test_rows_are_split_within_the_budget(max_tokens):
-    rng = random.Random(0)
-    for size in (0, 1, 2, 50):
-        lengths = [rng.randint(1, 100) for _ in range(2 * size)]
-        rows = rng.sample(range(2 * size), size)
-        micro_batches = split_rows(lengths, rows, max_tokens)
-        assert sorted(row for part in micro_batches for row in part) == sorted(rows)
-        for part in micro_batches:
-            assert part and (len(part) == 1 or len(part) * max(lengths[row] for row in part) <= max_tokens)
-        assert [row for part in micro_batches for row in part] == rows, "in the order given"
-        for part, after in itertools.pairwise(micro_batches):  # the next row would not have fitted
-            whole = [*part, after[0]]
-            assert len(whole) * max(lengths[row] for row in whole) > max_tokens
-
-
-def test_rows_in_the_order_of_their_lengths_keep_padding_and_the_number_of_micro_batches_low():
-    """256 rows of 1 to 1000 tokens in micro-batches of 16384: 10 % padding (45 % in the given order), and 10
-    micro-batches where 9 would do without padding."""
-    rng = random.Random(0)
-    lengths = [rng.randint(1, 1000) for _ in range(256)]
-
-    def padding_share(micro_batches):
-        places = sum(len(part) * max(lengths[row] for row in part) for part in micro_batches)
-        return 1 - sum(lengths) / places
-
-    in_order = sorted(range(256), key=lambda row: -lengths[row])
-    micro_batches = split_rows(lengths, in_order, 16384)
-    assert padding_share(micro_batches) < 0.12
-    assert padding_share(split_rows(lengths, list(range(256)), 16384)) > 0.4
-    assert len(micro_batches) <= 1 + math.ceil(sum(lengths) / 16384)
+    assert seed_of(0, "epoch", 0) == 5326116194759978245  # another value is another order of prompts
 
 
 def test_collate_shapes_and_values():
-    prompts = [Prompt(text, "1", "exact", "set") for text in "abc"]
+    prompts = make_prompts(3)
     prompt_ids = [[7], [2, 3], [1]]
     ids = [[5, 6], [5, 7], [8], [9, 9, 9], [4]]
     reasons = ["stop", "stop", "stop", "length", "stop"]
@@ -364,36 +454,33 @@ def test_collate_shapes_and_values():
     assert batch.finish_reason == reasons and batch.verdicts == verdicts
     assert batch.group_index.tolist() == [0, 0, 1, 1, 1] and batch.group_index.dtype == torch.int64
     assert batch.minibatch.tolist() == [0, 0, 1, 1, 1] and batch.minibatch.dtype == torch.int64
-    assert batch.valid.tolist() == [True, True, False, False, True] and batch.valid.dtype == torch.bool
+    valid = train_rl.has_verdict(batch.verdicts)
+    assert valid.tolist() == [True, True, False, False, True] and valid.dtype == torch.bool
     assert batch.response_mask.dtype == torch.bool
     assert batch.response_mask.tolist() == [[t < len(row) for t in range(3)] for row in ids]
     rows = [[-0.5, -1.5, 0.0], [-1.5, -2.5, 0.0], [-2.5, 0.0, 0.0], [-3.5, -4.5, -5.5], [-4.5, 0.0, 0.0]]
     assert_close(batch.rollout_logprobs, torch.tensor(rows))
-    written_later = [batch.rewards, batch.advantages, batch.old_logprobs, batch.entropy, batch.ref_logprobs]
-    assert written_later == [None] * 5
+    later = ("rewards", "valid", "advantages", "old_logprobs", "entropy", "ref_logprobs")
+    assert [getattr(batch, name) for name in later] == [None] * 6
 
 
 def test_a_rank_whose_groups_were_all_dropped_has_a_batch_without_rows():
     batch = train_rl.collate([], [], [])
     assert batch.response_mask.shape == batch.rollout_logprobs.shape == (0, 1)
-    assert batch.group_index.shape == batch.valid.shape == batch.minibatch.shape == (0,)
+    assert batch.group_index.shape == batch.minibatch.shape == (0,)
+    assert train_rl.has_verdict(batch.verdicts).shape == (0,)
 
 
-def test_minibatches_are_whole_groups_as_many_as_there_are_for_all_ranks():
+def test_minibatches_are_whole_groups_as_many_as_there_are_for_all_ranks(monkeypatch):
     """The first groups make the first update; the last ones may be short of groups."""
+    FakeRanks(1).install(monkeypatch)
 
     def split(num_groups, num_minibatches):
-        outcomes = {place: train_rl.Outcome(place, 0, 1, 2, 1.0, 4, 2, True) for place in range(num_groups)}
-        groups = [train_rl.Group(place, 0) for place in reversed(outcomes)]
-        config = load_config([
-            SMALLEST_TRAINING_SET, "rollout.prompts_per_step=12",
-            f"train.minibatches_per_step={num_minibatches}",
-        ])  # fmt: skip
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_rl.dist, "get_world_size", lambda: 1)
-            patch.setattr(train_rl, "exchange", lambda parcels: parcels[0])
-            groups, left = train_rl.drop_and_balance(groups, outcomes, config)
-        assert [group.place for group in groups] == list(left) == list(range(num_groups))
+        outcomes = {slot: train_rl.GroupOutcome(slot, 0, 1, 2, 1.0, 4, 2, True) for slot in range(num_groups)}
+        groups = [train_rl.Group(slot, 0) for slot in reversed(outcomes)]
+        config = make_config("rollout.prompts_per_step=12", f"train.minibatches_per_step={num_minibatches}")
+        groups, kept = train_rl.drop_and_deal(groups, outcomes, config)
+        assert [group.slot for group in groups] == list(kept) == list(range(num_groups))
         return [group.minibatch for group in groups]
 
     assert split(4, 2) == [0, 0, 1, 1]
@@ -406,129 +493,77 @@ def test_minibatches_are_whole_groups_as_many_as_there_are_for_all_ranks():
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 4])
 def test_learning_rate_warms_up_and_stays(warmup_steps):
-    overrides = [f"train.warmup_steps={warmup_steps}", "train.learning_rate=1e-3"]
-    config = load_config([SMALLEST_TRAINING_SET, *overrides])
+    config = make_config(f"train.warmup_steps={warmup_steps}", "train.learning_rate=1e-3")
     for step in range(8):
         expected = reference.warmed_up_learning_rate(1e-3, warmup_steps, step)
         assert_close(train_rl.learning_rate(config, step), expected)
 
 
 # ---- the update: cases -------------------------------------------------------------------------------------
-# Adam divides each gradient by its own size, so that the rounding of a gradient near 0 becomes a step of lr.
-# SMOOTH_EPS in the denominator bounds what rounding does: lr / eps * 1e-8 = 1e-7. "adam" has torch's eps.
-SMOOTH_EPS, TORCH_EPS = 1e-2, 1e-8
+TORCH_EPS = 1e-8  # of Adam in the case "adam"; the others have helpers.SMOOTH_EPS
 TOLERANCE = 1e-6  # a few roundings of parameters of size 1 in float32
-LEARNING_RATE, TEMPERATURE = 0.1, 0.7
-GROUPS = [list(range(g * 3, g * 3 + 3)) for g in range(4)]
-EVERYTHING = [row for group in GROUPS for row in group]
-VERDICTS = [  # (reward, valid) of each completion: one right, one half right, one timed out, no variance
-    [(1.0, True), (0.0, True), (0.0, True)],
-    [(0.0, True), (0.5, True), (1.0, True)],
-    [(1.0, True), (0.0, True), (0.0, False)],
-    [(1.0, True), (1.0, True), (1.0, True)],
-]
-
-
-def case(name, *rows, old="none", ep_size=1, padding=0, adam_eps=SMOOTH_EPS, **settings):
-    """One run of grpo_worker.py: the rows of each rank, settings of section `train` or named section__key."""
-    settings = {
-        "learning_rate": LEARNING_RATE, "max_grad_norm": 1e3, "rollout__temperature": TEMPERATURE,
-        "model__ep_size": ep_size,
-    } | settings  # fmt: skip
-    names = {key: key.replace("__", ".") if "__" in key else f"train.{key}" for key in settings}
-    return {
-        "name": name, "rows": list(rows), "old": old, "ep_size": ep_size, "padding": padding,
-        "adam_eps": adam_eps, "settings": [f"{names[key]}={value}" for key, value in settings.items()],
-    }  # fmt: skip
-
-
 OFF_POLICY = {"old": "given", "algorithm__kl_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.05}
 ESPO = {  # with a clip that is wide enough for some tokens of this policy
     "ratio_level": "entropy_group", "ratio_form": "stop_gradient", "clip_mode": "entropy_adaptive",
-    "entropy_clip_coef": 1.0, "loss_agg": "group_mean", "rollout_correction": "token_tis",
+    "entropy_clip_coef": 1.0, "loss_agg": "token_group_mean", "rollout_correction": "token_tis",
 }  # fmt: skip
 DAPO = {"clip_eps_low": 0.1, "clip_eps_high": 0.9, "loss_agg": "token_mean"}
 DAPO |= {"rollout_correction": "sequence_tis", "rollout_correction_cap": 30.0}
 ESPO_UPDATE = OFF_POLICY | {f"algorithm__{name}": value for name, value in ESPO.items()}
 DAPO_UPDATE = OFF_POLICY | {f"algorithm__{name}": value for name, value in DAPO.items()}
 TWO_UPDATES = {"old": "computed", "minibatches_per_step": 2, "betas": "[0.8, 0.9]"}
-HALVES, SHARES = (EVERYTHING[:6], EVERYTHING[6:]), (EVERYTHING[:9], EVERYTHING[9:])
-INTERLEAVED = (GROUPS[0] + GROUPS[2], GROUPS[1] + GROUPS[3])  # so that minibatches are those of one rank
-SHUFFLED = [GROUPS[g][i] for g in (2, 0, 3, 1) for i in (1, 2, 0)]
 ONE_RANK = [
-    case("whole", EVERYTHING),
-    case("small micro-batches", EVERYTHING, micro_batch_tokens=20),
-    case("single rows", EVERYTHING, micro_batch_tokens=1),
-    case("padded", EVERYTHING, padding=5),
-    case("shuffled", SHUFFLED, micro_batch_tokens=40),
-    case("computed old", EVERYTHING, old="computed"),
-    case("off-policy", EVERYTHING, **OFF_POLICY),
-    case("off-policy small", EVERYTHING, micro_batch_tokens=20, padding=2, **OFF_POLICY),
-    case("two updates", EVERYTHING, **TWO_UPDATES),
-    case("adam", EVERYTHING, adam_eps=TORCH_EPS, **OFF_POLICY),
-    case("espo", EVERYTHING, padding=3, **ESPO_UPDATE),
-    case("dapo small", SHUFFLED, micro_batch_tokens=20, **DAPO_UPDATE),
+    update_case("whole", EVERYTHING),
+    update_case("small micro-batches", EVERYTHING, micro_batch_tokens=20),
+    update_case("single rows", EVERYTHING, micro_batch_tokens=1),
+    update_case("padded", EVERYTHING, padding=5),
+    update_case("shuffled", SHUFFLED, micro_batch_tokens=40),
+    update_case("computed old", EVERYTHING, old="computed"),
+    update_case("off-policy", EVERYTHING, **OFF_POLICY),
+    update_case("off-policy small", EVERYTHING, micro_batch_tokens=20, padding=2, **OFF_POLICY),
+    update_case("two updates", EVERYTHING, **TWO_UPDATES),
+    update_case("adam", EVERYTHING, adam_eps=TORCH_EPS, **OFF_POLICY),
+    update_case("espo", EVERYTHING, padding=3, **ESPO_UPDATE),
+    update_case("dapo small", SHUFFLED, micro_batch_tokens=20, **DAPO_UPDATE),
 ]
 TWO_RANKS = [
-    case("halves", *HALVES),
-    case("shares", *SHARES, micro_batch_tokens=20),
-    case("halves ep", *HALVES, ep_size=2),
-    case("shares ep", *SHARES, ep_size=2, micro_batch_tokens=20),
-    case("off-policy halves", *HALVES, **OFF_POLICY),
-    case("off-policy shares ep", *SHARES, ep_size=2, micro_batch_tokens=20, **OFF_POLICY),
-    case("off-policy ep zero 2", *HALVES, ep_size=2, zero_stage=2, **OFF_POLICY),
-    case("two updates halves", *INTERLEAVED, **TWO_UPDATES),
-    case("two updates shares ep", *SHARES, ep_size=2, **TWO_UPDATES),
-    case("espo shares ep", *SHARES, ep_size=2, micro_batch_tokens=20, **ESPO_UPDATE),
-    case("dapo shares", *SHARES, micro_batch_tokens=40, **DAPO_UPDATE),
+    update_case("halves", *HALVES),
+    update_case("shares", *SHARES, micro_batch_tokens=20),
+    update_case("halves ep", *HALVES, ep_size=2),
+    update_case("shares ep", *SHARES, ep_size=2, micro_batch_tokens=20),
+    update_case("off-policy halves", *HALVES, **OFF_POLICY),
+    update_case("off-policy shares ep", *SHARES, ep_size=2, micro_batch_tokens=20, **OFF_POLICY),
+    update_case("off-policy ep zero 2", *HALVES, ep_size=2, zero_stage=2, **OFF_POLICY),
+    update_case("two updates halves", *INTERLEAVED, **TWO_UPDATES),
+    update_case("two updates shares ep", *SHARES, ep_size=2, **TWO_UPDATES),
+    update_case("espo shares ep", *SHARES, ep_size=2, micro_batch_tokens=20, **ESPO_UPDATE),
+    update_case("dapo shares", *SHARES, micro_batch_tokens=40, **DAPO_UPDATE),
 ]
 
 
-def make_completions() -> list[dict]:
-    """Twelve ragged completions in four groups; old_logprobs and ref_logprobs are far from the policy's."""
-    rng = random.Random(0)
-    completions = []
-    for group, verdicts in enumerate(VERDICTS):
-        prompt_ids = [rng.randrange(24) for _ in range(rng.randint(1, 6))]
-        advantages = reference.group_advantages(*map(list, zip(*verdicts)))
-        for advantage in advantages:
-            completion_ids = [rng.randrange(24) for _ in range(rng.randint(1, 9))]
-            values = {
-                name: [rng.uniform(-5.0, -1.0) for _ in completion_ids]
-                for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs")
-            }
-            completions.append({
-                "group": group, "prompt_ids": prompt_ids, "completion_ids": completion_ids,
-                "advantages": [advantage] * len(completion_ids), **values,
-            })  # fmt: skip
-    return completions
+def save_request(folder, cases: list[dict]) -> None:
+    save_small_moe(folder / "model")
+    torch.save({"completions": make_ragged_completions(), "cases": cases}, folder / "request.pt")
+
+
+SUITES = {
+    1: RankSuite("grpo", 1, lambda folder: save_request(folder, ONE_RANK)),
+    2: RankSuite("grpo", 2, lambda folder: save_request(folder, TWO_RANKS)),
+}
 
 
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory):
-    """The folder with the model, its completions, and {case name: result} of both runs of grpo_worker.py."""
-    folder = tmp_path_factory.mktemp("updates")
-    save_small_moe(folder / "model")
-    completions, results = make_completions(), {}
-    for num_ranks, cases in ((1, ONE_RANK), (2, TWO_RANKS)):
-        torch.save({"completions": completions, "cases": cases}, folder / "request.pt")
-        finished = torchrun(num_ranks, ROOT / "tests" / "grpo_worker.py", folder)
-        assert finished.returncode == 0, finished.stderr[-3000:]
-        result = torch.load(folder / f"results_{num_ranks}.pt")
-        results |= result["cases"] | {f"helpers {num_ranks}": result["helpers"]}
-    return folder / "model", completions, results
-
-
-def parameter_distance(a: dict, b: dict) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+def updates():
+    """Return the folder of the model, its completions, and {case name: result} of one and two ranks."""
+    results = SUITES[1].results()[0] | SUITES[2].results()[0]
+    return SUITES[1].folder() / "model", make_ragged_completions(), results
 
 
 # ---- the update: plain torch -------------------------------------------------------------------------------
 
 
 def plain_logprobs(model, completion: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each completion token and entropy of its distribution, one sequence, no padding."""
+    """Return log-probability and entropy of each completion token, from one sequence without padding."""
     prompt, tokens = completion["prompt_ids"], completion["completion_ids"]
     logits = model(torch.tensor([prompt + tokens])).logits[0] / TEMPERATURE
     rows = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
@@ -536,7 +571,7 @@ def plain_logprobs(model, completion: dict) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def plain_update(folder, completions, minibatches, old="current", max_grad_norm=1e3, method=None, **adam):
-    """Updates on minibatches (lists of rows) with transformers' model and torch's AdamW.
+    """Update on minibatches (lists of rows) with transformers' model and torch's AdamW.
 
     The loss enters as its derivative by the log-probabilities, which reference.py writes out by hand.
     method: settings of the algorithm that differ from GRPO.
@@ -546,7 +581,7 @@ def plain_update(folder, completions, minibatches, old="current", max_grad_norm=
     with torch.no_grad():
         pairs = [plain_logprobs(model, c) for c in completions]
     current, entropies = ([pair[k].tolist() for pair in pairs] for k in (0, 1))
-    settings = AlgorithmSection(**method or {}).model_dump() | {"log_vocab": math.log(24)}
+    settings = AlgorithmSettings(**method or {}).model_dump() | {"log_vocab": math.log(24)}
     grad_norms, tokens = [], []
     for rows in minibatches:
         chosen = [completions[row] for row in rows]
@@ -572,14 +607,14 @@ def plain_update(folder, completions, minibatches, old="current", max_grad_norm=
 
 
 def corrected_advantages(completion: dict, old_logprobs: list[float], settings: dict) -> list[float]:
-    """The advantages of a completion with the weights of the rollout correction."""
+    """Return the advantages of a completion with the weights of the rollout correction."""
     mode, cap = settings["rollout_correction"], settings["rollout_correction_cap"]
     logprobs, advantages = (old_logprobs, completion["rollout_logprobs"]), completion["advantages"]
-    return [a * reference.rollout_weight(*logprobs, t, mode, cap) for t, a in enumerate(advantages)]
+    return [a * reference.correction_weight(*logprobs, t, mode, cap) for t, a in enumerate(advantages)]
 
 
 def plain_statistics(completions: list[dict], values: dict, settings: dict) -> list[dict]:
-    """{metric: value} of each token, and its entropy group."""
+    """Return {metric: value} of each token, and its entropy group."""
     tokens = []
     for i, t, _, term in reference.policy_terms(**values, settings=settings):
         entropies, new, before = (values[name][i] for name in ("entropies", "logprobs", "old_logprobs"))
@@ -608,7 +643,7 @@ def plain_statistics(completions: list[dict], values: dict, settings: dict) -> l
 
 
 def plain_metrics(tokens: list[dict]) -> dict[str, float]:
-    """The means of plain_statistics(), some by entropy group, and its maxima."""
+    """Return the means of plain_statistics(), some by entropy group, and its maxima."""
     metrics, mean = {}, lambda rows, name: sum(row[name] for row in rows) / len(rows)
     for name in tokens[0].keys() - {"entropy_group"}:
         metrics[name] = mean(tokens, name)
@@ -624,7 +659,7 @@ def plain_metrics(tokens: list[dict]) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def plain(updates):
-    """{name: plain_update()} of what the cases compute in their several ways."""
+    """Return {name: plain_update()} of what the cases compute in their several ways."""
     folder, completions, _ = updates
     off_policy = {"old": "given", "weight_decay": 0.1, "max_grad_norm": 0.05}
     kl = {"kl_coef": 0.1}
@@ -658,10 +693,8 @@ SAME_UPDATE = {
 }  # fmt: skip
 
 
-WORK = {"padding_frac", "update_tokens", "update_tokens_max"}  # of a split, not of an update
-
-
 @pytest.mark.parametrize("kind, name", [(kind, name) for kind in SAME_UPDATE for name in SAME_UPDATE[kind]])
+@pytest.mark.slow
 def test_update_equals_plain_torch_however_it_is_split(kind, name, updates, plain):
     result = updates[2][name]
     # A second update starts from what the first one's rounding left, and adds its own.
@@ -674,6 +707,7 @@ def test_update_equals_plain_torch_however_it_is_split(kind, name, updates, plai
     assert result["written"] == []
 
 
+@pytest.mark.slow
 def test_the_work_of_an_update_is_counted_by_rank_and_its_padding_by_grid(updates):
     """A sequence costs its tokens less the last; a grid is as long as the longest of its rows."""
     _, completions, results = updates
@@ -690,6 +724,7 @@ def test_the_work_of_an_update_is_counted_by_rank_and_its_padding_by_grid(update
     assert results["small micro-batches"]["metrics"]["padding_frac"] < expected
 
 
+@pytest.mark.slow
 def test_update_with_the_eps_of_torch(updates, plain):
     """Rounding shows where a gradient is near 0: in under 1 % of parameters, by under 1 % of a step."""
     expected, actual = plain["adam"]["parameters"], updates[2]["adam"]["parameters"]
@@ -698,6 +733,7 @@ def test_update_with_the_eps_of_torch(updates, plain):
     assert distances.max() < 0.01 * LEARNING_RATE
 
 
+@pytest.mark.slow
 def test_the_cases_above_could_fail(updates, plain):
     """The update is large, every setting under test is active, and the kinds of updates differ."""
     start = {n: p for n, p in Qwen3MoeForCausalLM.from_pretrained(updates[0]).named_parameters()}
@@ -713,6 +749,7 @@ def test_the_cases_above_could_fail(updates, plain):
     assert plain["two updates"]["metrics"]["clipped"] > 0.02
 
 
+@pytest.mark.slow
 def test_ratio_is_exactly_one_where_the_old_policy_is_the_current_one(updates):
     results = updates[2]
     for name in SAME_UPDATE["whole"]:
@@ -722,6 +759,7 @@ def test_ratio_is_exactly_one_where_the_old_policy_is_the_current_one(updates):
     assert results["two updates"]["metrics"]["ratio"] != pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_old_logprobs_computed_before_give_bitwise_the_same_update(updates):
     computed, without = updates[2]["computed old"], updates[2]["whole"]
     assert without["old_logprobs"] is None and computed["old_logprobs"] is not None
@@ -729,30 +767,10 @@ def test_old_logprobs_computed_before_give_bitwise_the_same_update(updates):
     assert computed["metrics"] == without["metrics"]
 
 
+@pytest.mark.slow
 def test_logprobs_of_a_batch_equal_those_of_transformers(updates, plain):
     actual = updates[2]["computed old"]["old_logprobs"]
     expected = plain["whole"]["old"]
     for row, values in enumerate(expected):
         assert_close(actual[row, : len(values)], torch.tensor(values), rtol=1e-5, atol=1e-5)
         assert (actual[row, len(values) :] == 0).all()
-
-
-def test_metrics_are_reduced_by_their_suffix(updates):
-    for num_ranks, mean, total in ((1, 1.0, 5.0), (2, 3.0 / 4.0, 11.0)):
-        for helpers in updates[2][f"helpers {num_ranks}"]:
-            reduced = helpers["reduced"]
-            assert math.isnan(reduced.pop("none"))  # a mean of nothing
-            assert reduced == {
-                "mean": mean, "tokens_total": total, "length_max": 7.0, "below_max": -2.0,
-                "max_of_total": 3.0 * num_ranks,
-            }  # fmt: skip
-
-
-def test_every_rank_gets_the_largest_number_of_micro_batches(updates):
-    """Rank r has 1 + 2 r rows that go alone; empty micro-batches come last."""
-    for balance in ("true", "false"):
-        alone, first, second = [
-            helpers["micro_batches"][balance] for n in (1, 2) for helpers in updates[2][f"helpers {n}"]
-        ]
-        assert alone == [[0]] and first == [[0], [], []] and sorted(second) == [[0], [1], [2]]
-        assert balance == "true" or second == [[0], [1], [2]], "as they come"

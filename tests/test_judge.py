@@ -13,16 +13,25 @@ import torch
 from conftest import ROOT, torchrun
 
 from data import tiny, tiny_judge
-from experiments.judges import (
+from reward import (
+    DENSE_KINDS,
+    KINDS,
     GenerativeJudge,
+    RewardPool,
     ScalarJudge,
+    Verdict,
     build_judge,
     pairwise_reference,
     round_robin,
+    verify,
 )
-from reward import DENSE_KINDS, KINDS, RewardPool, Verdict, verify
 
 RECIPE = tiny_judge.Recipe()
+
+
+def no_folder(path, batch_size, max_tokens):
+    """Stand in for rollout.load_greedy_chat() where no folder of a language model may be loaded."""
+    raise AssertionError(f"{path} is loaded as a language model")
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +50,17 @@ def build(recipe, tiny_folder, output) -> bool:
 
 @pytest.fixture(scope="module")
 def judge_folder(tiny_folder):
-    assert build(RECIPE, tiny_folder, tiny_folder / "judge")
+    """A judge that has seen few pairs: its scores differ, that is all that most tests need."""
+    recipe = tiny_judge.Recipe(steps=20, num_pairs=200, num_held_out=20)
+    assert build(recipe, tiny_folder, tiny_folder / "judge")
     return tiny_folder / "judge"
+
+
+@pytest.fixture(scope="module")
+def tiny_judge_folder(tiny_folder):
+    """The judge that `python -m data.tiny_judge` makes."""
+    assert build(RECIPE, tiny_folder, tiny_folder / "tiny_judge")
+    return tiny_folder / "tiny_judge"
 
 
 @pytest.fixture(scope="module")
@@ -199,24 +217,24 @@ def test_folders_that_are_no_scalar_judge_are_refused(judge_folder, tiny_folder,
     from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
     with pytest.raises(ValueError, match="nowhere.*no folder"):
-        build_judge("scalar", str(tmp_path / "nowhere"))
+        build_judge("scalar", str(tmp_path / "nowhere"), no_folder)
     with pytest.raises(ValueError, match="no folder"):
-        build_judge("scalar", "random:shuffle")
+        build_judge("scalar", "random:shuffle", no_folder)
     with pytest.raises(ValueError, match=r"config\.json"):
-        build_judge("scalar", str(tmp_path))
+        build_judge("scalar", str(tmp_path), no_folder)
     shutil.copytree(tiny_folder / "model", tmp_path, dirs_exist_ok=True)
     two = {"num_labels": 2, "ignore_mismatched_sizes": True}
     AutoModelForSequenceClassification.from_pretrained(judge_folder, **two).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="2 labels, not 1"):
-        build_judge("scalar", str(tmp_path))
+        build_judge("scalar", str(tmp_path), no_folder)
     config = Qwen3Config.from_pretrained(judge_folder, num_labels=1)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)  # one label, but a head for words
     with pytest.raises(ValueError, match="no trained head"):
-        build_judge("scalar", str(tmp_path))
+        build_judge("scalar", str(tmp_path), no_folder)
     (tmp_path / "model.safetensors").unlink()
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
-        build_judge("scalar", str(tmp_path))
+        build_judge("scalar", str(tmp_path), no_folder)
 
 
 # ---- the generative judge ----------------------------------------------------------------------------------
@@ -272,13 +290,13 @@ def test_a_function_is_imported_by_name(monkeypatch):
     module = types.ModuleType("judges")
     module.ask = lambda prompts: ["Verdict: Worse"] * len(prompts)
     monkeypatch.setitem(sys.modules, "judges", module)
-    assert build_judge("generative", "judges:ask").compare(["p"], ["a"], ["b"]) == [-1]
+    assert build_judge("generative", "judges:ask", no_folder).compare(["p"], ["a"], ["b"]) == [-1]
     for path, reason in (("judges:tell", "tell"), ("no_judges:ask", "no_judges"), ("a b:c", "a b:c")):
         with pytest.raises(ValueError, match=f"cannot import the judge '{path}'.*{reason}"):
-            build_judge("generative", path)
+            build_judge("generative", path, no_folder)
     for path in ("no_folder", "judges"):
         with pytest.raises(ValueError, match=f"'{path}': no folder"):
-            build_judge("generative", path)
+            build_judge("generative", path, no_folder)
 
 
 # Two ranks, each with the policy's engine and a judge of another size; the judge's load differs by rank.
@@ -288,15 +306,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.tiny import Recipe, build_policy, build_tokenizer
 from moe_model import hf_tensors, init_deepspeed, save_hf
-from experiments.judges import build_judge
-from rollout import Request, RolloutEngine
+from reward import build_judge
+from rollout import Request, RolloutEngine, RolloutSettings, load_greedy_chat
 rank, folder = int(os.environ["RANK"]), sys.argv[1]
 init_deepspeed()
 tokenizer = build_tokenizer()
 policy = build_policy(Recipe(initializer_range=0.2), len(tokenizer))
-engine = RolloutEngine(folder + "/policy", max_model_len=64, max_num_seqs=64, dtype="float32",
-                       kv_cache_gib=0.25, prefix_caching=True, sleep_level=0)
-judge = build_judge("generative", folder + "/judge", batch_size=4, max_tokens=20)
+settings = RolloutSettings(max_num_seqs=64, dtype="float32", kv_cache_gib=0.25, capture_routes=False)
+engine = RolloutEngine(folder + "/policy", 64, settings)
+judge = build_judge("generative", folder + "/judge", load_greedy_chat, batch_size=4, max_tokens=20)
 def greedy(name, texts, num):
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -317,6 +335,7 @@ os.write(1, b"exact\\n")
 """
 
 
+@pytest.mark.slow
 def test_a_generative_folder_beside_the_policys_engine_gives_the_text_of_transformers(tmp_path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -403,7 +422,7 @@ def test_pairwise_reference_is_the_sign_against_the_reference():
 
 
 def test_the_scalar_judge_serves_both(judge_folder, problems):
-    judge = build_judge("scalar", str(judge_folder))
+    judge = build_judge("scalar", str(judge_folder), no_folder)
     group = problems[:6]
     prompts = [problem["prompt"] for problem in group for _ in range(2)]
     answers = [problem["answer"] for problem in group for _ in range(2)]
@@ -437,12 +456,13 @@ def test_sums_with_all_carries_are_right_and_mistakes_are_wrong(problems):
     assert 300 < forgot_all < 500
 
 
-def test_the_tiny_judge_is_as_wrong_as_reward_models_are(judge_folder, problems):
+@pytest.mark.slow
+def test_the_tiny_judge_is_as_wrong_as_reward_models_are(tiny_judge_folder, problems):
     """By its own record, and by a literal loop over groups of its own, half of them right."""
     import numpy as np
 
-    record = json.loads((judge_folder / "recipe.json").read_text())
-    judge, held_out = ScalarJudge(judge_folder), problems[: record["num_held_out"]]
+    record = json.loads((tiny_judge_folder / "recipe.json").read_text())
+    judge, held_out = ScalarJudge(tiny_judge_folder), problems[: record["num_held_out"]]
     assert 0.70 <= record["pairwise_agreement"] <= 0.80  # measured 0.76 to 0.77, three seeds
     assert 0.05 < record["inverted_frac"] < 0.40  # measured 0.28 to 0.29, three seeds
     assert record["pairwise_agreement"] == tiny_judge.pairwise_agreement(judge, held_out, RECIPE)
@@ -463,8 +483,9 @@ def test_the_tiny_judge_is_as_wrong_as_reward_models_are(judge_folder, problems)
     assert near / num_near > inverted / num, "its order says least near the mean of a group"
 
 
-def test_the_held_out_problems_were_not_trained_on(problems, judge_folder):
-    record = json.loads((judge_folder / "recipe.json").read_text())
+@pytest.mark.slow
+def test_the_held_out_problems_were_not_trained_on(problems, tiny_judge_folder):
+    record = json.loads((tiny_judge_folder / "recipe.json").read_text())
     assert record["num_held_out"] == RECIPE.num_held_out < len(problems) / 4
     assert len({problem["prompt"] for problem in problems}) == len(problems)
 
@@ -484,6 +505,7 @@ def test_the_build_is_deterministic_and_cached(tiny_folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_the_command_takes_wider_operands_and_names_bad_rows(tiny_folder, tmp_path):
     train, _ = tiny.sample_problems(tiny.Recipe(max_digits=7, train_per_difficulty=60, test_per_difficulty=5))
     (tmp_path / "wide.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
@@ -492,7 +514,8 @@ def test_the_command_takes_wider_operands_and_names_bad_rows(tiny_folder, tmp_pa
     command += ["--output", tmp_path / "judge"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and "prefers the right answer in" in result.stderr, result.stderr
-    assert len(build_judge("scalar", str(tmp_path / "judge")).scores(["1234567+7654321="], ["88888880"])) == 1
+    judge = build_judge("scalar", str(tmp_path / "judge"), no_folder)
+    assert len(judge.scores(["1234567+7654321="], ["88888880"])) == 1
     with pytest.raises(ValueError, match="no such file"):
         tiny_judge.read_problems(tmp_path / "nothing.jsonl")
     with pytest.raises(ValueError, match=r"nothing: holds no tokenizer\.json"):

@@ -11,6 +11,7 @@ rounded once as a whole and once before the product that makes them: twice half 
 2 x 2^-9 or 2 x 2^-12, at most; norms are compared. Codes and scales of FP8 are equal bit by bit.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -25,8 +26,6 @@ from conftest import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-sys.path.insert(0, str(ROOT))
-
 import kernels.fp8_block as fp8
 import kernels.linear_logprob_entropy as head
 from kernels.linear_logprob_entropy import linear_logprob_entropy
@@ -34,6 +33,7 @@ from kernels.linear_logprob_entropy import linear_logprob_entropy
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of gradients, see above
+TRITON = pytest.param("triton", marks=pytest.mark.slow)  # the interpreter takes half a minute, once
 # The interpreter multiplies bfloat16 matrices as if their bits were integers, so only GPUs get them.
 TRITON_DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 
@@ -249,14 +249,20 @@ def compute_triton_cases() -> dict[str, list[torch.Tensor]]:
 
 @pytest.fixture(scope="session")
 def triton_results(tmp_path_factory):
-    if GPU:
-        return compute_triton_cases()
-    output = tmp_path_factory.mktemp("kernels") / "results.pt"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, __file__, str(output)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(output, weights_only=True)
+    """Return a function from a case to what the Triton kernels make of it; the first call computes all."""
+
+    @functools.cache
+    def compute() -> dict[str, list[torch.Tensor]]:
+        if GPU:
+            return compute_triton_cases()
+        output = tmp_path_factory.mktemp("kernels") / "results.pt"
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, __file__, str(output)]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return torch.load(output, weights_only=True)
+
+    return lambda case: compute()[case]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -274,17 +280,18 @@ def test_torch_head_is_the_formula_in_float64(name, backend, monkeypatch):
     assert_head(actual, slow_head(*inputs, temperature), 1e-10, 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRITON_HEAD_CASES)
 @pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
 def test_triton_head_is_the_formula(name, dtype, triton_results):
     """Of the operands rounded to the dtype; logits are float32, so log-probabilities are as good for any."""
-    actual = triton_results[f"{name} {dtype}"]
+    actual = triton_results(f"{name} {dtype}")
     assert [value.dtype for value in actual] == [torch.float32, torch.float32, dtype, dtype]
     assert_head(actual, slow_head(*head_inputs(name, dtype), HEAD_CASES[name][3]), 1e-5, ROUNDING[dtype])
 
 
 @pytest.mark.parametrize("name", EXTREME_CASES)
-@pytest.mark.parametrize("backend", ["naive", "chunked", "triton"])
+@pytest.mark.parametrize("backend", ["naive", "chunked", TRITON])
 def test_extreme_logits(name, backend, triton_results, monkeypatch):
     """The largest logits are near 2e4. At temperature 1 nothing of this size is rounded: logits and their
     differences are exact, so that log-probabilities and entropies err by some roundings of themselves, 2e-6
@@ -296,7 +303,7 @@ def test_extreme_logits(name, backend, triton_results, monkeypatch):
     *inputs, temperature = extreme_inputs(name)
     monkeypatch.setattr(head, "MIN_COLUMNS", 64)
     monkeypatch.setitem(head.BLOCK_ELEMENTS, "cpu", 40 * 192)
-    actual = triton_results[name] if backend == "triton" else run_head(*inputs, temperature, backend)
+    actual = triton_results(name) if backend == "triton" else run_head(*inputs, temperature, backend)
     expected = slow_head(*inputs, temperature)
     size = max(1.0, (inputs[0] @ inputs[1].T).abs().max().item() / temperature)
     assert name not in ("spread", "offset", "cold") or size > 4000
@@ -323,11 +330,11 @@ def almost_certain_inputs():
     return x, weight, (x @ weight.T).argmax(1), torch.ones(200), None
 
 
-@pytest.mark.parametrize("backend", ["chunked", "triton"])
+@pytest.mark.parametrize("backend", ["chunked", TRITON])
 def test_rounding_leaves_no_logprob_above_zero(backend, triton_results):
     """The target's logit and the maximum come from sums in another order: 2^-24 of 1000 and more apart."""
     inputs = almost_certain_inputs()
-    actual = triton_results["almost certain"] if backend == "triton" else run_head(*inputs, 1.0, backend)
+    actual = triton_results("almost certain") if backend == "triton" else run_head(*inputs, 1.0, backend)
     logprob, expected = actual[0], slow_head(*inputs, 1.0)[0]
     assert (logprob <= 0).all() and (logprob - expected).abs().max() < 1e-3
     x, weight, targets, *_ = inputs
@@ -335,11 +342,11 @@ def test_rounding_leaves_no_logprob_above_zero(backend, triton_results):
     assert (head.target_logits(x, weight, targets, 1.0) - m > log_s).any(), "nothing here needs the limit"
 
 
-@pytest.mark.parametrize("backend", ["naive", "chunked", "triton"])
+@pytest.mark.parametrize("backend", ["naive", "chunked", TRITON])
 def test_no_rows(backend, triton_results):
     x, weight, targets, g, h = head_inputs("ragged", torch.float32)
     inputs = x[:0], weight, targets[:0], g[:0], h[:0]
-    actual = triton_results["no rows"] if backend == "triton" else run_head(*inputs, 0.7, backend)
+    actual = triton_results("no rows") if backend == "triton" else run_head(*inputs, 0.7, backend)
     assert [tuple(value.shape) for value in actual] == [(0,), (0,), (0, 40), (994, 40)]
     assert (actual[3] == 0).all()
 
@@ -447,14 +454,15 @@ def test_chunked_reads_operands_of_any_strides():
     assert_head(actual, expected, 1e-10, 1e-10)
 
 
+@pytest.mark.slow
 def test_triton_reads_operands_of_any_strides(triton_results):
     """The kernels read contiguous copies, so entropies are equal; torch makes the other products: 1e-5."""
-    actual, expected = triton_results["transposed"], triton_results["contiguous"]
+    actual, expected = triton_results("transposed"), triton_results("contiguous")
     assert torch.equal(actual[1], expected[1])
     assert_head(actual, expected, 1e-5, 1e-5)
     x, weight, targets, g, h = head_inputs("ragged", torch.float32)
     expected = slow_head(x, weight, targets, g[:1].expand(67), h[:1].expand(67), 0.7)
-    assert_head(triton_results["expanded gradients"], expected, 1e-5, 1e-5)
+    assert_head(triton_results("expanded gradients"), expected, 1e-5, 1e-5)
 
 
 def test_cpu_takes_chunked():
@@ -505,6 +513,7 @@ def test_triton_refuses_unaligned_rows(dtype, depth):
 # ------------------------------------------------------------------------------------------------------------
 # FP8
 # ------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fp8_cases())
 @pytest.mark.parametrize("kind", ["weight", "activation"])
 def test_triton_quantises_as_torch_does(kind, name, triton_results):
@@ -513,7 +522,7 @@ def test_triton_quantises_as_torch_does(kind, name, triton_results):
     rows = -(-values.shape[-2] // 128) if kind == "weight" else values.shape[-2]
     assert codes.shape == values.shape and codes.dtype == torch.float8_e4m3fn
     assert scales.shape == (*values.shape[:-2], rows, -(-values.shape[-1] // 128))
-    triton_codes, triton_scales = triton_results[f"{kind} {name}"]
+    triton_codes, triton_scales = triton_results(f"{kind} {name}")
     assert torch.equal(triton_scales, scales)
     assert torch.equal(code_bits(triton_codes), code_bits(codes))
 
@@ -553,6 +562,7 @@ def test_quantisation_is_the_formula(kind, name):
     torch.testing.assert_close(codes.float(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow  # vLLM takes seconds to import
 @pytest.mark.parametrize("name", FP8_NAMES)
 def test_activations_are_vllms(name):
     """vLLM's torch version has a larger least scale than its kernel: rows here are above both."""
@@ -569,6 +579,7 @@ def test_activations_are_vllms(name):
     assert torch.equal(codes.view(torch.uint8), expected_codes.view(torch.uint8))
 
 
+@pytest.mark.slow  # vLLM takes seconds to import
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_column_major_scales_lie_as_deep_gemm_reads_them(num_rows):
     from vllm.utils.deep_gemm import get_tma_aligned_size
@@ -590,6 +601,7 @@ class ByReciprocal(float):
         return args[0] * (np.float32(1) / np.float32(args[1])).item()
 
 
+@pytest.mark.slow  # vLLM takes seconds to import
 def test_weights_are_vllms_on_a_gpu(monkeypatch):
     """On a CPU torch divides by 448, which gives another last bit of some scales."""
     import vllm.utils.deep_gemm as deep_gemm
@@ -607,11 +619,11 @@ def test_weights_are_vllms_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["weight", "activation"])
-@pytest.mark.parametrize("use_triton", [False, True])
+@pytest.mark.parametrize("use_triton", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_nonfinite_values_stay_alone(kind, use_triton, triton_results):
     values = fp8_nonfinite()
     if use_triton:
-        codes, scales = triton_results[f"{kind} nonfinite"]
+        codes, scales = triton_results(f"{kind} nonfinite")
         codes = codes.view(torch.float8_e4m3fn)
     else:
         codes, scales = quantise(kind, values, use_triton=False)

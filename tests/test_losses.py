@@ -19,9 +19,9 @@ from conftest import ROOT, assert_close
 
 import train_rl
 from data.prompts import Prompt
-from experiments.settings import AlgorithmSection, Config, RewardSection
-from reward import Verdict
+from reward import RewardSettings, Verdict
 from rollout import Completion
+from train_rl import AlgorithmSettings, Config
 
 MAX_NEW_TOKENS, LOG_VOCAB = 13, math.log(50)
 
@@ -32,7 +32,7 @@ def axes_of(section) -> dict[str, tuple[str, ...]]:
     return {name: get_args(kind) for name, kind in fields.items() if get_origin(kind) is Literal}
 
 
-AXES = axes_of(AlgorithmSection)
+AXES = axes_of(AlgorithmSettings)
 RATIOS = list(itertools.product(AXES["ratio_level"], AXES["ratio_form"]))
 ALL_SHARES = [(0.2, 0.8), (0.1, 0.3, 0.6), (1.0,), (0.25, 0.25, 0.25, 0.25)]
 
@@ -77,7 +77,6 @@ def batch_of(case: dict, padding: int = 0) -> train_rl.RolloutBatch:
         prompts=nothing, prompt_ids=nothing, completion_ids=[[0] * n for n in lengths], finish_reason=nothing,
         verdicts=nothing, response_mask=torch.arange(width) < torch.tensor(lengths).view(-1, 1),
         rollout_logprobs=of["rollout_logprobs"], group_index=torch.zeros(len(lengths), dtype=torch.int64),
-        policy_lag=torch.zeros(len(lengths), width, dtype=torch.int64),
         minibatch=torch.zeros(len(lengths), dtype=torch.int64),
         valid=torch.ones(len(lengths), dtype=torch.bool), old_logprobs=of["old_logprobs"],
         entropy=of["entropies"], advantages=of["advantages"], ref_logprobs=of["ref_logprobs"],
@@ -124,7 +123,7 @@ def corrected(case: dict, config: Config) -> list[list[float]]:
     mode, cap = config.algorithm.rollout_correction, config.algorithm.rollout_correction_cap
     rows = zip(case["advantages"], case["old_logprobs"], case["rollout_logprobs"])
     return [
-        [a * reference.rollout_weight(old, rollout, t, mode, cap) for t, a in enumerate(row)]
+        [a * reference.correction_weight(old, rollout, t, mode, cap) for t, a in enumerate(row)]
         for row, old, rollout in rows
     ]
 
@@ -226,7 +225,7 @@ def test_weights_of_a_batch_sum_to_one_and_do_not_depend_on_how_it_is_split(loss
     split = torch.cat([parts[0][1][:4], parts[1][1], parts[0][1][4:], parts[2][1]])
     assert_close(split, gradient)
     mask = batch_of(case).response_mask
-    groups = train_rl.ratio_groups(batch_of(case).entropy, mask, config.algorithm)
+    groups = train_rl.token_groups_of(batch_of(case).entropy, mask, config.algorithm)
     weights = train_rl.loss_weights(mask, groups, 4, total, MAX_NEW_TOKENS, loss_agg)
     assert_close(weights.sum(), total / (4 * MAX_NEW_TOKENS) if loss_agg == "fixed_length" else 1.0)
 
@@ -237,11 +236,11 @@ def test_rollout_correction(mode, float64):
     mask = torch.tensor([[True] * 3 + [False]])
     for cap in (0.5, 1.4, 2.0, 2.02, 9.0):
         rows = [torch.tensor([row + [7.0 * k]]) for k, row in enumerate((old, rollout))]  # noise on padding
-        weights = train_rl.rollout_weights(*rows, mask, mode, cap)
-        expected = [reference.rollout_weight(old, rollout, t, mode, cap) for t in range(3)]
+        weights = train_rl.correction_weights(*rows, mask, mode, cap)
+        expected = [reference.correction_weight(old, rollout, t, mode, cap) for t in range(3)]
         assert_close(weights[0, :3], expected)
     long = torch.zeros(1, 400)
-    weights = train_rl.rollout_weights(long, long - 1.0, long == 0, mode, 2.0)
+    weights = train_rl.correction_weights(long, long - 1.0, long == 0, mode, 2.0)
     assert torch.isfinite(weights).all(), "a product of 400 ratios is beyond any float"
 
 
@@ -394,7 +393,7 @@ def test_a_zero_advantage_has_neither_gradient_nor_clip(float64):
 # ---- 4. Where methods meet ---------------------------------------------------------------------------------
 ESPO = {
     "ratio_level": "entropy_group", "ratio_form": "stop_gradient", "clip_mode": "entropy_adaptive",
-    "loss_agg": "group_mean",
+    "loss_agg": "token_group_mean",
 }  # fmt: skip
 
 
@@ -428,7 +427,7 @@ def test_espo_with_one_group_is_gspo_token(clip_mode, float64):
 @pytest.mark.parametrize("ratio_form", ["geometric", "stop_gradient"])
 def test_groups_of_one_token_have_the_ratio_of_the_token(ratio_form, clip_mode, float64):
     shared = {"ratio_form": ratio_form, "clip_mode": clip_mode}
-    alone = {"ratio_level": "entropy_group", "entropy_groups": (0.25,) * 4, "loss_agg": "group_mean"}
+    alone = {"ratio_level": "entropy_group", "entropy_groups": (0.25,) * 4, "loss_agg": "token_group_mean"}
     assert_same(cases_of([4, 4, 4], 0.3), shared | alone, shared | {"ratio_level": "token"})
 
 
@@ -481,8 +480,8 @@ def test_the_token_ratio_has_two_forms_of_one_value_and_gradient(float64):
     assert_same(cases_of([5, 8], 0.3), {"ratio_form": "stop_gradient"}, {"ratio_form": "geometric"})
 
 
-# The project's GRPO before it had any other method, as it was then.
-def frozen_advantages(rewards, valid, group_index, eps=1e-6):
+# GRPO alone, without any axis: what the defaults have to give bit by bit.
+def grpo_advantages(rewards, valid, group_index, eps=1e-6):
     advantages = torch.zeros_like(rewards)
     for group in group_index.unique():
         members = (group_index == group) & valid
@@ -492,7 +491,7 @@ def frozen_advantages(rewards, valid, group_index, eps=1e-6):
     return advantages
 
 
-def frozen_loss(logprobs, old_logprobs, advantages, mask, num_completions, kl_coef, ref_logprobs):
+def grpo_loss(logprobs, old_logprobs, advantages, mask, num_completions, kl_coef, ref_logprobs):
     weights = mask / (mask.sum(dim=1, keepdim=True).clamp(min=1) * num_completions)
     ratio = (logprobs - old_logprobs).clamp(max=80).exp()
     clipped_ratio = ratio.clamp(1 - 0.2, 1 + 0.2)
@@ -517,16 +516,16 @@ def test_the_defaults_are_grpo_bit_by_bit(spread, kl_coef):
         batch.group_index = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
         batch.rewards = train_rl.compute_rewards(batch, None, [], config)
         batch.advantages = train_rl.token_advantages(batch, config)
-        frozen = frozen_advantages(batch.rewards, batch.valid, batch.group_index)
-        frozen = frozen.unsqueeze(1).expand_as(batch.response_mask) * batch.response_mask
-        assert torch.equal(batch.advantages, frozen)
-        ours, theirs = (padded(case["logprobs"], frozen.shape[1]).requires_grad_() for _ in range(2))
+        expected = grpo_advantages(batch.rewards, batch.valid, batch.group_index)
+        expected = expected.unsqueeze(1).expand_as(batch.response_mask) * batch.response_mask
+        assert torch.equal(batch.advantages, expected)
+        ours, theirs = (padded(case["logprobs"], expected.shape[1]).requires_grad_() for _ in range(2))
         counts, rows = torch.tensor([11, 99]), list(range(8))
         loss, _ = train_rl.micro_batch_loss(ours, batch.entropy, batch, rows, counts, LOG_VOCAB, config)
-        fixed = (batch.old_logprobs, frozen, batch.response_mask, 11, kl_coef, batch.ref_logprobs)
-        frozen_value = frozen_loss(theirs, *fixed)
-        (loss + frozen_value).backward()
-        assert loss.dtype == torch.float32 and torch.equal(loss, frozen_value)
+        fixed = (batch.old_logprobs, expected, batch.response_mask, 11, kl_coef, batch.ref_logprobs)
+        expected_loss = grpo_loss(theirs, *fixed)
+        (loss + expected_loss).backward()
+        assert loss.dtype == torch.float32 and torch.equal(loss, expected_loss)
         assert torch.equal(ours.grad, theirs.grad)
 
 
@@ -558,7 +557,7 @@ STATUSES = ("ok", "ok", "wrong", "wrong", "no_answer", "timeout", "error")
 def random_groups(seed: int, num_groups: int = 4) -> list[train_rl.Group]:
     """Groups of 1 to 5 completions, some of them all right, all wrong, or without verdicts."""
     rng, groups = random.Random(seed), []
-    for place in range(num_groups):
+    for slot in range(num_groups):
         size, choices = rng.randint(1, 5), rng.choice([STATUSES, STATUSES, ["ok"], ["wrong", "timeout"]])
         completions, verdicts = [], []
         for _ in range(size):
@@ -567,12 +566,13 @@ def random_groups(seed: int, num_groups: int = 4) -> list[train_rl.Group]:
             status = rng.choice(choices)
             pass_frac = 1.0 if status == "ok" else rng.choice([0.0, 0.5]) if status == "wrong" else 0.0
             verdicts.append(Verdict(float(status == "ok"), status, pass_frac=pass_frac))
-        groups.append(train_rl.Group(place, 0, completions=completions, verdicts=verdicts))
+        groups.append(train_rl.Group(slot, 0, completions=completions, verdicts=verdicts))
     return groups
 
 
 def batch_of_groups(groups: list[train_rl.Group], seed: int = 0) -> train_rl.RolloutBatch:
     batch = train_rl.collate(groups, [Prompt("a", "1", "exact", "set")], [[1]])
+    batch.valid = train_rl.has_verdict(batch.verdicts)
     generator = torch.Generator().manual_seed(seed)
     batch.entropy = torch.rand(batch.response_mask.shape, generator=generator) * 2 * batch.response_mask
     return batch
@@ -672,9 +672,9 @@ def test_a_penalty_does_not_hide_zero_variance_and_a_group_without_two_verdicts_
     of_statuses = [("ok", "ok"), ("ok", "timeout"), ("timeout", "timeout")]
     groups = [
         train_rl.Group(
-            place, 0, completions=[completion] * 2, verdicts=[verdicts[status] for status in statuses]
+            slot, 0, completions=[completion] * 2, verdicts=[verdicts[status] for status in statuses]
         )
-        for place, statuses in enumerate(of_statuses)
+        for slot, statuses in enumerate(of_statuses)
     ]
     batch = batch_of_groups(groups)
     batch.rewards = torch.tensor([1.0, 0.5, 1.0, 0.0, 0.0, 0.0])  # the second of group 0 was too long
@@ -685,7 +685,7 @@ def test_a_penalty_does_not_hide_zero_variance_and_a_group_without_two_verdicts_
 
 def test_a_batch_without_rows_has_no_advantages():
     batch, config = train_rl.collate([], [], []), settings_of(zero_variance__rl_zvp=True)
-    batch.entropy = torch.zeros(batch.response_mask.shape)
+    batch.entropy, batch.valid = torch.zeros(batch.response_mask.shape), train_rl.has_verdict([])
     batch.rewards = train_rl.compute_rewards(batch, None, [], config)
     assert train_rl.token_advantages(batch, config).shape == (0, 1)
 
@@ -744,7 +744,7 @@ def assert_different(one: torch.Tensor, other: torch.Tensor) -> None:
 
 ELSEWHERE = {"router_replay", "mismatch_gate", "mismatch_patience"}  # not in the loss: tests/test_replay.py
 PAIRS = [(axis, *p) for axis in AXES if axis not in ELSEWHERE for p in itertools.combinations(AXES[axis], 2)]
-SETTINGS = [name for name in AlgorithmSection.model_fields if name not in AXES and name not in ELSEWHERE]
+SETTINGS = [name for name in AlgorithmSettings.model_fields if name not in AXES and name not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("axis, one, other", PAIRS)
@@ -786,8 +786,12 @@ def parameters_that_receive(tree: ast.Module, axes: dict) -> dict[str, dict[str,
 
 
 def branches_of(source: str, axes: dict[str, tuple[str, ...]]) -> dict[str, list[list[str]]]:
-    """{axis: [values told apart by each branch on it]}; `==` tells a value from the other of a pair."""
+    """{axis: [values told apart by each branch on it]}; `==` tells a value from the other of a pair.
+
+    Functions that check settings against each other (READERS) compute nothing and are left out.
+    """
     tree = ast.parse(source)
+    tree.body = [node for node in tree.body if getattr(node, "name", None) not in READERS]
     received, branches = parameters_that_receive(tree, axes), {axis: [] for axis in axes}
     for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
         for node in ast.walk(function):
@@ -808,8 +812,9 @@ def branches_of(source: str, axes: dict[str, tuple[str, ...]]) -> dict[str, list
     return branches
 
 
-BRANCHED = AXES | {"judge_mode": axes_of(RewardSection)["judge_mode"]}
+BRANCHED = AXES | {"judge_mode": axes_of(RewardSettings)["judge_mode"]}
 PLACES = {"old_policy": 2}  # the loss, and the pass over the batch that it does without
+READERS = ("check_config", "algorithm_contradictions", "rollout_contradictions", "config_warnings")
 
 
 @pytest.mark.parametrize("axis", BRANCHED)
@@ -848,7 +853,7 @@ SMOOTH_RATIOS = [("token", "geometric"), ("sequence", "geometric"), ("entropy_gr
 def test_slopes_of_the_reference_are_derivatives_of_its_values(ratio_level, ratio_form, clip_mode):
     config = config_of(
         ratio_level=ratio_level, ratio_form=ratio_form, clip_mode=clip_mode, entropy_clip_coef=0.4,
-        kl_coef=0.3, loss_agg="group_mean",
+        kl_coef=0.3, loss_agg="token_group_mean",
     )  # fmt: skip
     case, step = random_case(2, 0.4, [5, 1, 8]), 1e-6
     fixed = [case[name] for name in ("old_logprobs", "advantages", "entropies", "ref_logprobs")]

@@ -1,6 +1,6 @@
 """moe_model.py against transformers (each sequence alone, unpadded), DeepSpeed's AutoEP and slow loops.
 
-What needs several ranks runs in model_worker.py, once per world size; the tests here compare what it stored.
+What needs several ranks runs in model_suites.py, once per world size; the tests here compare what it stored.
 
 Tolerances. fp32 rounds at 6e-8; activations and gradients here are of size 1 and pass about ten matrix
 products of width 12 to 50, whose sums come in another order on either side: 1e-5 leaves a factor of ten. A
@@ -10,13 +10,12 @@ equal bit by bit.
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import torchrun
-from model_worker import (
+from helpers import RankSuite
+from model_suites import (
     ADAMW,
     DISPATCH_CASES,
     EAGER,
@@ -42,14 +41,13 @@ from moe_model import Policy, grouped_linear, load_config, load_hf, pack, save_h
 
 KINDS = ["moe", "moe_other", "dense", "dense_tied"]
 PARITY = 1e-5  # see above
-WORKER = Path(__file__).with_name("model_worker.py")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Helpers
 # ------------------------------------------------------------------------------------------------------------
 def policy_like(hf) -> Policy:
-    """A policy with the weights of a transformers model; the names are the same."""
+    """Make a policy with the weights of a transformers model; the names are the same."""
     policy = Policy(hf.config)
     policy.load_state_dict(hf.state_dict())
     return policy
@@ -61,7 +59,7 @@ def packed_batch(batch=None) -> moe_model.PackedSequences:
 
 
 def reference_logprobs(hf, batch, temperature: float = 1.0) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probabilities and entropies of every completion, each sequence alone and without packing."""
+    """Return log-probabilities and entropies of each completion, each sequence alone, without packing."""
     logprobs, entropies = [], []
     for prompt, completion in zip(batch.prompt_ids, batch.completion_ids):
         logits = hf(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0] / temperature
@@ -84,7 +82,7 @@ def backward(logprobs: Tensor, batch, step: int = 0) -> None:
 
 
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float, alive: float = 0.0) -> None:
-    """Same names, and values within atol (0: bit by bit); every expected tensor reaches `alive` somewhere."""
+    """Check names and values within atol (0: bit by bit); every expected tensor reaches `alive` somewhere."""
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
@@ -93,33 +91,19 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], atol: float
         assert alive == 0.0 or value.abs().max() > alive, f"{name} is too small to be compared"
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory) -> Path:
-    """The folder shared with the workers; start/ and dense/ in it are checkpoints written by transformers."""
-    folder = tmp_path_factory.mktemp("model")
+def save_models(folder: Path) -> None:
+    """Save the checkpoints that the ranks start from, as transformers writes them."""
     tiny_model("moe").save_pretrained(folder / "start", max_shard_size="40KB")
     tiny_model("dense").save_pretrained(folder / "dense")
     assert len(list((folder / "start").glob("*.safetensors"))) > 1, "load_hf should meet several files"
-    return folder
 
 
-@pytest.fixture(scope="module")
-def section(start) -> Callable[[str, int], list[dict]]:
-    """section(name, world size): what every rank stored. One launch per world size serves all sections."""
-    pieces = ["autoep", "group_errors", "all_to_all", "dispatch", "recomputed_and_replayed"]
-    names = {1: ["steps"], 2: ["steps", "resume", *pieces, "weights"], 4: ["steps", "weights"]}
-    launches = {}
+SUITES = {world_size: RankSuite("model", world_size, save_models) for world_size in (1, 2, 4)}
 
-    def results(name: str, world_size: int) -> list[dict]:
-        if world_size not in launches:
-            launches[world_size] = torchrun(world_size, WORKER, start, *names[world_size])
-        files = [start / f"{name}-{world_size}-{rank}.pt" for rank in range(world_size)]
-        if not all(file.exists() for file in files):
-            log = launches[world_size].stderr[-4000:]
-            pytest.fail(f"no results of {name!r} from {world_size} ranks:\n{log}")
-        return [torch.load(file, weights_only=False) for file in files]
 
-    return results
+def section(name: str, world_size: int) -> list[dict]:
+    """Return what a section of model_suites.py gave on every rank."""
+    return [result[name] for result in SUITES[world_size].results()]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -220,7 +204,7 @@ def test_the_head_holds_no_logits(backend, monkeypatch):
     """23 targets, 16 columns of the vocabulary at a time: same numbers, and nothing of [N, V] is kept; whole
     logits, as a contrast, are."""
     policy, batch = policy_like(tiny_model("moe")), tiny_batch()
-    policy.head = "naive"
+    policy.logprob_kernel = "naive"
     packed, vocab_size = packed_batch(batch), policy.config.vocab_size
     whole, whole_entropy, _ = policy(packed, temperature=0.7)
     backward(whole, batch)
@@ -234,7 +218,7 @@ def test_the_head_holds_no_logits(backend, monkeypatch):
 
     monkeypatch.setattr(linear_logprob_entropy, "BLOCK_ELEMENTS", {"cpu": 1, "cuda": 1})
     monkeypatch.setattr(linear_logprob_entropy, "MIN_COLUMNS", 16)
-    policy.head = backend
+    policy.logprob_kernel = backend
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logprobs, entropy, _ = policy(packed, temperature=0.7)
     assert ((len(packed.target_ids), vocab_size) in saved) == (backend == "naive")
@@ -322,7 +306,7 @@ def test_replay_of_given_routes_matches_transformers(kind):
 # Experts
 # ------------------------------------------------------------------------------------------------------------
 def grouped_by_row(x: Tensor, weight: Tensor, tokens_per_expert: list[int]) -> Tensor:
-    """Every row with its own copy of its expert's matrix."""
+    """Multiply every row by its own copy of its expert's matrix."""
     expert = [e for e, count in enumerate(tokens_per_expert) for _ in range(count)]
     return torch.einsum("pd,pod->po", x, weight[expert])
 
@@ -368,7 +352,7 @@ def test_grouped_mm_equals_the_loop(counts, dtype, monkeypatch):
 
 
 def slow_moe(x, gate, gate_up_proj, down_proj, top_k: int, renormalise: bool, forced=None) -> Tensor:
-    """A MoE layer from its equations, one token and one expert at a time."""
+    """Compute a MoE layer from its equations, one token and one expert at a time."""
     rows = []
     for t, token in enumerate(x):
         scores = torch.stack([gate[e] @ token for e in range(len(gate))])
@@ -407,7 +391,7 @@ def test_moe_block_against_slow_loop(renormalise):
 # Files
 # ------------------------------------------------------------------------------------------------------------
 def fresh_policy(config) -> Policy:
-    """Parameters that no loader would leave alone unnoticed."""
+    """Make parameters that no loader would leave alone unnoticed."""
     policy = Policy(config)
     with torch.no_grad():
         for parameter in policy.parameters():
@@ -509,7 +493,7 @@ def test_unsupported_configurations_are_refused(tmp_path):
 # Several ranks: weights
 # ------------------------------------------------------------------------------------------------------------
 def joined(ranks: list[dict[str, Tensor]], ep_size: int) -> dict[str, Tensor]:
-    """The whole model from the parameters of every rank; copies on several ranks must agree bit by bit."""
+    """Join the model from the parameters of every rank; copies on several ranks must agree bit by bit."""
     for rank, parameters in enumerate(ranks):
         for name, value in parameters.items():
             twin = rank % ep_size if ".experts." in name else 0
@@ -521,7 +505,8 @@ def joined(ranks: list[dict[str, Tensor]], ep_size: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_each_rank_loads_its_own_experts_only(section, world_size):
+@pytest.mark.slow
+def test_each_rank_loads_its_own_experts_only(world_size):
     hf, ranks = tiny_model("moe"), section("weights", world_size)
     assert_same(joined([r["parameters"] for r in ranks], 2), dict(hf.named_parameters()), atol=0)
     projections = [f"{p}_proj.weight" for p in ("gate", "up", "down")]
@@ -533,7 +518,8 @@ def test_each_rank_loads_its_own_experts_only(section, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_gathered_tensors_equal_transformers(section, world_size):
+@pytest.mark.slow
+def test_gathered_tensors_equal_transformers(world_size):
     expected = dict(tiny_model("moe").named_parameters())
     for result in section("weights", world_size):  # every rank feeds a sampler
         names = [name for name, _ in result["hf_tensors"]]
@@ -550,7 +536,9 @@ def test_tensors_of_one_process_equal_transformers(kind):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_checkpoint_saved_by_ranks_loads_anywhere(section, start, world_size):
+@pytest.mark.slow
+def test_checkpoint_saved_by_ranks_loads_anywhere(world_size):
+    start = SUITES[world_size].folder()
     section("weights", world_size)
     hf, folder = tiny_model("moe"), start / f"saved_{world_size}"
     files = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
@@ -570,7 +558,8 @@ def test_checkpoint_saved_by_ranks_loads_anywhere(section, start, world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_random_weights_do_not_depend_on_ranks(section, world_size):
+@pytest.mark.slow
+def test_random_weights_do_not_depend_on_ranks(world_size):
     policy = Policy(tiny_config("moe"))
     moe_model.random_weights(policy, seed=3)
     whole = {name: p.detach().clone() for name, p in policy.named_parameters()}
@@ -594,7 +583,7 @@ def test_random_weights_do_not_depend_on_ranks(section, world_size):
 # Several ranks: optimizer steps
 # ------------------------------------------------------------------------------------------------------------
 def reference_steps(hf, optimizer: torch.optim.Optimizer, num_steps: int) -> tuple[list, dict[str, Tensor]]:
-    """Clipped steps of transformers' model in this process, on all sequences at once."""
+    """Take clipped steps of transformers' model in this process, on all sequences at once."""
     batch, norms = tiny_batch(), []
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -618,7 +607,8 @@ STEPS = [(world_size, *case) for world_size, cases in STEP_CASES.items() for cas
 
 
 @pytest.mark.parametrize("world_size, ep_size, zero_stage, optimizer, checkpoint", STEPS)
-def test_step_equals_one_process(section, reference, world_size, ep_size, zero_stage, optimizer, checkpoint):
+@pytest.mark.slow
+def test_step_equals_one_process(reference, world_size, ep_size, zero_stage, optimizer, checkpoint):
     """SGD with lr 1 shows the clipped gradient. Its norm is 0.1 and weights are of size 1, so the difference
     is that of the gradients (about 1e-8) and the rounding of weights (6e-8): 1e-6 leaves a factor of ten.
 
@@ -639,7 +629,8 @@ def test_step_equals_one_process(section, reference, world_size, ep_size, zero_s
 
 
 @pytest.mark.parametrize("case", RESUME_CASES)
-def test_resumed_step_is_bitwise_equal(section, reference, case):
+@pytest.mark.slow
+def test_resumed_step_is_bitwise_equal(reference, case):
     dtype, _ = case
     for rank in section("resume", 2):
         (once, once_masters), (again, again_masters) = rank[case]["once"], rank[case]["again"]
@@ -663,7 +654,8 @@ def test_micro_batches_of_the_steps_are_uneven():
         assert world_size == 1 or any([] in rank for rank in ranks)
 
 
-def test_step_equals_deepspeed_autoep(section):
+@pytest.mark.slow
+def test_step_equals_deepspeed_autoep():
     """AutoEP's step on transformers' model at EP = 2. Its w1 and w3 are gate_up_proj, its w2 is down_proj."""
     theirs = []
     for rank in section("autoep", 2):
@@ -682,7 +674,8 @@ def test_step_equals_deepspeed_autoep(section):
 # ------------------------------------------------------------------------------------------------------------
 # Several ranks: pieces
 # ------------------------------------------------------------------------------------------------------------
-def test_expert_parallel_group_errors(section):
+@pytest.mark.slow
+def test_expert_parallel_group_errors():
     for rank in section("group_errors", 2):
         messages = rank["messages"]
         assert messages.keys() == {(3, 8), (4, 8), (2, 9), (2, 0)}
@@ -694,7 +687,8 @@ def test_expert_parallel_group_errors(section):
         assert rank["dense"] is None and rank["ranks"] == [0, 1]
 
 
-def test_all_to_all_against_gathered_rows(section):
+@pytest.mark.slow
+def test_all_to_all_against_gathered_rows():
     ranks = section("all_to_all", 2)
     x = [rank["x"].clone().requires_grad_() for rank in ranks]
     received = [torch.cat([x[s].split(SEND_ROWS[s])[r] for s in range(2)]) for r in range(2)]
@@ -705,7 +699,8 @@ def test_all_to_all_against_gathered_rows(section):
 
 
 @pytest.mark.parametrize("case", DISPATCH_CASES)
-def test_uneven_dispatch_against_slow_loop(section, case):
+@pytest.mark.slow
+def test_uneven_dispatch_against_slow_loop(case):
     """Two ranks with tokens of their own; a slow loop over the tokens of both with all experts."""
     ranks, inputs = [rank[case] for rank in section("dispatch", 2)], dispatch_inputs(case)
     names = {"gate.weight": "gate", "experts.gate_up_proj": "gate_up_proj", "experts.down_proj": "down_proj"}
@@ -725,13 +720,15 @@ def test_uneven_dispatch_against_slow_loop(section, case):
         assert value.grad.abs().max() > 0.1
 
 
-def test_recomputation_and_replay_with_expert_parallelism(section):
+@pytest.mark.slow
+def test_recomputation_and_replay_with_expert_parallelism():
     for rank in section("recomputed_and_replayed", 2):
         for name in ("checkpointed", "replayed", "both"):
             assert_same(rank[name], rank["plain"], atol=0)
 
 
-def test_logprobs_with_expert_parallelism_match_transformers(section):
+@pytest.mark.slow
+def test_logprobs_with_expert_parallelism_match_transformers():
     batch, hf = tiny_batch(), tiny_model("moe")
     with torch.no_grad():
         expected, _ = reference_logprobs(hf, batch)

@@ -1,27 +1,24 @@
 """A NaN or infinite reward, loss or gradient: no weight changes, the prompt is named, the batch is kept."""
 
-import json
-
 import pytest
 import torch
 from conftest import ROOT, save_small_moe, torchrun
-from test_grpo import make_completions
+from helpers import RankSuite, make_ragged_completions, steps_of
 from transformers import (
     AutoTokenizer,
     Qwen3Config,
     Qwen3ForSequenceClassification,
 )
 
+pytestmark = pytest.mark.slow
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The folder of one run of nonfinite_worker.py."""
-    folder = tmp_path_factory.mktemp("nonfinite")
+
+def save_request(folder) -> None:
     save_small_moe(folder / "model")
-    torch.save({"completions": make_completions()}, folder / "request.pt")
-    done = torchrun(2, ROOT / "tests" / "nonfinite_worker.py", folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+    torch.save({"completions": make_ragged_completions()}, folder / "request.pt")
+
+
+SUITE = RankSuite("nonfinite", 2, save_request)
 
 
 def assert_equal_weights(one: dict, other: dict) -> None:
@@ -30,13 +27,13 @@ def assert_equal_weights(one: dict, other: dict) -> None:
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 @pytest.mark.parametrize("case", ["loss", "gradient", "reward"])
-def test_two_ranks_agree_that_nothing_is_trained_on_it(case, on_nonfinite, folder):
-    result = torch.load(folder / "results.pt")[case, on_nonfinite]
-    assert_equal_weights(result["before"], result["after"])
-    finite = all(torch.isfinite(tensor).all() for tensor in result["next"].values())
-    changed = any(not torch.equal(result["next"][name], result["before"][name]) for name in result["before"])
+def test_two_ranks_agree_that_nothing_is_trained_on_it(case, on_nonfinite):
+    first, second = (result[case, on_nonfinite] for result in SUITE.results())
+    assert_equal_weights(first["before"], first["after"])
+    finite = all(torch.isfinite(tensor).all() for tensor in first["next"].values())
+    changed = any(not torch.equal(first["next"][name], first["before"][name]) for name in first["before"])
     assert finite and changed, "the next update is an ordinary one"
-    errors = [raised for raised, _, _ in result["ranks"]]
+    errors = [first["raised"], second["raised"]]
     if on_nonfinite == "stop":
         assert all(f"step 5: a {case}" in error and "run.on_nonfinite=skip" in error for error in errors)
         if case == "gradient":
@@ -46,12 +43,11 @@ def test_two_ranks_agree_that_nothing_is_trained_on_it(case, on_nonfinite, folde
     else:
         assert errors == [None, None]
         if case != "reward":
-            assert result["metrics"]["nonfinite_updates_max"] == 1
+            assert first["metrics"]["nonfinite_updates_max"] == 1
     if case == "reward" and on_nonfinite == "skip":
-        (_, valid_0, rewards_0), (_, valid_1, rewards_1) = result["ranks"]
-        assert all(valid_0) and valid_1 == [i != 2 for i in range(6)]
-        assert rewards_0 == [1.0] * 6 and rewards_1 == [float(i != 2) for i in range(6)]
-    file = folder / on_nonfinite / "nonfinite" / f"step_000005_{case}_rank_1.pt"
+        assert all(first["valid"]) and second["valid"] == [i != 2 for i in range(6)]
+        assert first["rewards"] == [1.0] * 6 and second["rewards"] == [float(i != 2) for i in range(6)]
+    file = SUITE.folder() / on_nonfinite / "nonfinite" / f"step_000005_{case}_rank_1.pt"
     kept = torch.load(file, weights_only=True)
     assert kept["prompts"][2] == "prompt 5" and len(kept["completion_ids"]) == 6
     if case != "gradient":
@@ -60,7 +56,7 @@ def test_two_ranks_agree_that_nothing_is_trained_on_it(case, on_nonfinite, folde
 
 @pytest.fixture(scope="module")
 def broken_judge(tmp_path_factory):
-    """A reward model one weight of which has become NaN."""
+    """Save a reward model one weight of which has become NaN."""
     folder = tmp_path_factory.mktemp("judge")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/built/tiny/model")
     config = Qwen3Config(
@@ -78,14 +74,13 @@ def broken_judge(tmp_path_factory):
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
 def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_path):
     settings = [
-        "--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", "train.num_steps=2", "data.eval=[]",
-        "rollout.prompts_per_step=8", "rollout.group_size=4", "reward.judge=scalar",
+        "--config", "experiments/environments/tiny.yaml", "model.ep_size=1", "train.num_steps=2",
+        "data.eval=[]", "rollout.prompts_per_step=8", "rollout.group_size=4", "reward.judge=scalar",
         f"reward.judge_path={broken_judge}", f"run.on_nonfinite={on_nonfinite}",
         f"run.dir={tmp_path / 'run'}",
     ]  # fmt: skip
     done = torchrun(1, "train_rl.py", *settings)
-    rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if "reward" in row]
+    steps = steps_of(tmp_path / "run")
     aside = list((tmp_path / "run/nonfinite").glob("step_000001_reward_rank_0.pt"))
     assert len(aside) == 1
     if on_nonfinite == "skip":

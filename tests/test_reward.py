@@ -2,6 +2,7 @@
 
 Nothing is stubbed: math-verify and the child processes are the real ones.
 """
+
 import json
 import os
 import random
@@ -15,7 +16,6 @@ from pathlib import Path
 import pytest
 from conftest import SHARED_DATA as DATA
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import reward
 from reward import KINDS, RewardPool, Verdict, verify
 
@@ -128,10 +128,17 @@ def test_verdicts(kind, completion, answer, expected):
     assert verify(kind, completion, answer) == expected
 
 
-@pytest.mark.parametrize("kind, answer", [
-    ("exact", "  "), ("numeric", "five"), ("numeric", "1 or 2"), ("gsm8k", "#### "), ("math", " "),
-    ("math", r"\frac{1}{"),
-])
+@pytest.mark.parametrize(
+    "kind, answer",
+    [
+        ("exact", "  "),
+        ("numeric", "five"),
+        ("numeric", "1 or 2"),
+        ("gsm8k", "#### "),
+        ("math", " "),
+        ("math", r"\frac{1}{"),
+    ],
+)
 def test_bad_reference_answer_is_an_error_whatever_the_completion(kind, answer):
     for completion in ("5", answer, rf"\boxed{{{answer}}}", "#### 5"):
         verdict = verify(kind, completion, answer)
@@ -162,9 +169,11 @@ def test_callers_mistakes_raise():
 
 
 def test_import_is_cheap_and_verify_is_quiet():
-    code = ("import sys, reward; assert not {'sympy', 'math_verify', 'torch'} & set(sys.modules);"
-            "reward.verify('exact', 'a', 'a'); assert 'sympy' not in sys.modules;"
-            r"assert reward.verify('math', r'\boxed{\frac{1}{}}', '5').status == 'wrong'")
+    code = (
+        "import sys, reward; assert not {'sympy', 'math_verify', 'torch'} & set(sys.modules);"
+        "reward.verify('exact', 'a', 'a'); assert 'sympy' not in sys.modules;"
+        r"assert reward.verify('math', r'\boxed{\frac{1}{}}', '5').status == 'wrong'"
+    )
     folder = Path(reward.__file__).parent
     result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
@@ -172,6 +181,8 @@ def test_import_is_cheap_and_verify_is_quiet():
 
 # ---- reference data ----------------------------------------------------------------------------------------
 
+
+@pytest.mark.slow
 def test_gsm8k_reference_answers():
     answers = [row["answer"] for row in rows("gsm8k_test")]
     assert len(answers) == 1319
@@ -192,17 +203,28 @@ def test_gsm8k_reference_answers():
 UNMATCHED = {"math500": set(), "aime24": set(), "amc23": set()}
 # Reference solutions whose last box it does not match with the answer: \textbf{(073)} is text to it.
 UNMATCHED_SOLUTIONS = {"math500": set(), "aime24": {"073"}}
+SLOW_SET = pytest.param("math500", marks=pytest.mark.slow)
+SETS = ["aime24", "amc23", SLOW_SET]
 # Reference answers that it matches with a wrong last digit: it drops the base of a number and the power of a
 # unit, and rounds to six decimals.
 MATCHED_ANYWAY = {
-    "math500": {"52_8", "40_9", "2516_8", "4210_{5}", "204_5", "4343_6", ".0000672",
-                r"864 \mbox{ inches}^2", r"15\mbox{ cm}^2"},
+    "math500": {
+        "52_8",
+        "40_9",
+        "2516_8",
+        "4210_{5}",
+        "204_5",
+        "4343_6",
+        ".0000672",
+        r"864 \mbox{ inches}^2",
+        r"15\mbox{ cm}^2",
+    },
     "aime24": set(),
     "amc23": set(),
 }
 
 
-@pytest.mark.parametrize("name", UNMATCHED)
+@pytest.mark.parametrize("name", SETS)
 def test_math_reference_answers(name):
     answers = [str(row["answer"]) for row in rows(name)]
     verdicts = score([("math", rf"so it is $\boxed{{{answer}}}$.", answer) for answer in answers])
@@ -213,7 +235,7 @@ def last_digit_up(answer: str) -> str:
     return re.sub(r"[0-9](?=[^0-9]*$)", lambda digit: str((int(digit[0]) + 1) % 10), answer)
 
 
-@pytest.mark.parametrize("name", UNMATCHED)
+@pytest.mark.parametrize("name", SETS)
 def test_math_corrupted_answers(name):
     answers = [answer for row in rows(name) if last_digit_up(answer := str(row["answer"])) != answer]
     assert len(answers) == {"math500": 489, "aime24": 30, "amc23": 40}[name]
@@ -221,7 +243,7 @@ def test_math_corrupted_answers(name):
     assert {answer for answer, verdict in zip(answers, verdicts) if verdict != WRONG} == MATCHED_ANYWAY[name]
 
 
-@pytest.mark.parametrize("name", UNMATCHED_SOLUTIONS)
+@pytest.mark.parametrize("name", [SLOW_SET, "aime24"])
 def test_math_reference_solutions(name):
     solved = [row for row in rows(name) if r"\boxed" in row["solution"]]
     assert len(solved) == {"math500": 500, "aime24": 29}[name]
@@ -231,6 +253,7 @@ def test_math_reference_solutions(name):
 
 
 # ---- the pool ----------------------------------------------------------------------------------------------
+
 
 def hostile_items(count: int) -> list[tuple[str, str, str]]:
     rng = random.Random(0)
@@ -278,6 +301,7 @@ def hostile_items(count: int) -> list[tuple[str, str, str]]:
     return items
 
 
+@pytest.mark.slow
 def test_ten_thousand_hostile_completions():
     items = hostile_items(10_000)
     with RewardPool(2, timeout_s=1.0) as pool:
@@ -369,8 +393,9 @@ def test_memory_limit_is_an_error_of_one_item():
         assert verdicts["math"].status == "error" and verdicts["exact"] == OK
 
 
+@pytest.mark.slow
 def test_stopped_worker_is_replaced(monkeypatch):
-    monkeypatch.setattr(reward, "GRACE_S", 0.5)
+    monkeypatch.setattr(reward, "GRACE_S", 3.0)
     with RewardPool(1, timeout_s=0.5) as pool:
         (stopped,) = children(os.getpid())
         os.kill(stopped, signal.SIGSTOP)
@@ -402,9 +427,14 @@ def test_submit_and_poll_do_not_wait():
         assert time.monotonic() - start < 10  # a call that waits for the child waits for 20 s
 
 
+def ignores_interrupts(pid: int) -> bool:
+    """Tell whether a worker has set up its signals, the end of its parent among them."""
+    (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
+
+
 PARENT = """
-import sys, time
-sys.path.insert(0, {folder!r})
+import time
 from reward import RewardPool
 pool = RewardPool(2, timeout_s=600.0)
 pool.submit(0, "math", {hangs!r}, "5")
@@ -414,11 +444,12 @@ time.sleep(600)
 
 
 def test_no_worker_outlives_a_killed_parent():
-    code = PARENT.format(folder=str(Path(reward.__file__).parent), hangs=HANGS)
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
+    command, folder = [sys.executable, "-c", PARENT.format(hangs=HANGS)], Path(reward.__file__).parent
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as parent:
         assert parent.stdout.readline() == b"started\n"
         workers = children(parent.pid)
         assert len(workers) == 2
+        assert wait_until(lambda: all(ignores_interrupts(pid) for pid in workers))
         time.sleep(1.0)  # one is idle, one inside the computation
         assert all(alive(pid) for pid in workers)
         parent.kill()
@@ -441,8 +472,8 @@ def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeyp
         "def LatexExtractionConfig(): pass\n"
         "def parse(text, *args, **options):\n"
         "    for fd in (1, 2):\n"
-        "        os.write(fd, b'[1.0, \"ok\", \"\"]\\n' * 10000)\n"
-        "    print('[0.0, \"wrong\", \"\"]\\n' * 10000, flush=True)\n"
+        '        os.write(fd, b\'[1.0, "ok", ""]\\n\' * 10000)\n'
+        '    print(\'[0.0, "wrong", ""]\\n\' * 10000, flush=True)\n'
         "    os.system('echo [1.0]')\n"
         "    sys.stdin.read()\n"
         "    return [len(text)]\n"
@@ -485,6 +516,7 @@ def test_children_get_a_clean_environment(monkeypatch):
     assert not [variable for variable in variables if variable.startswith(("PYTHONINSPECT", "LD_PRELOAD"))]
 
 
+@pytest.mark.slow
 def test_file_descriptors_are_not_leaked():
     def use():
         with RewardPool(2, timeout_s=0.2) as pool:

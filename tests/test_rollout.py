@@ -1,4 +1,4 @@
-"""rollout.py with a real vLLM engine on this machine's CPU, against the trainer's policy and transformers."""
+"""Test rollout.py with a real vLLM engine on this CPU, against the trainer's policy and transformers."""
 
 import json
 import re
@@ -9,8 +9,9 @@ from conftest import torchrun
 
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from moe_model import hf_tensors, pack, save_hf
-from rollout import Request, RolloutEngine, set_vllm_environment
+from rollout import Request, RolloutEngine, RolloutSettings, set_vllm_environment
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 PROMPTS = [
     problem(a, b, 3, 5)["prompt"] for a, b in ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))
 ]
@@ -23,7 +24,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def folder(tokenizer, tmp_path_factory):
-    """A tiny random MoE in Hugging Face format: two layers, eight experts, tied head."""
+    """Save a tiny random MoE in Hugging Face format: two layers, eight experts, tied head."""
     folder = tmp_path_factory.mktemp("model")
     save_hf(build_policy(Recipe(initializer_range=0.2), len(tokenizer)), folder)
     tokenizer.save_pretrained(folder)
@@ -35,16 +36,9 @@ def policy(folder, tokenizer):
     return build_policy(Recipe(initializer_range=0.2), len(tokenizer))
 
 
-def make_engine(folder, dtype):
-    return RolloutEngine(
-        folder,
-        max_model_len=64,
-        max_num_seqs=64,
-        dtype=dtype,
-        kv_cache_gib=0.25,
-        prefix_caching=True,
-        sleep_level=0,
-    )
+def make_engine(folder, dtype, **settings):
+    settings = RolloutSettings(max_num_seqs=64, dtype=dtype, kv_cache_gib=0.25, **settings)
+    return RolloutEngine(folder, 64, settings)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +56,7 @@ def requests_for(tokenizer, temperature=1.0, per_prompt=4, max_new_tokens=12):
 
 
 def dlogp(policy, requests, completions) -> torch.Tensor:
-    """|log-probability by the policy - by the engine| of every sampled token."""
+    """Return |log-probability by the policy - by the engine| of every sampled token."""
     packed = pack([r.prompt_ids for r in requests], [c.token_ids for c in completions], "cpu")
     with torch.no_grad():
         logprobs, _, _ = policy(packed, temperature=requests[0].temperature)
@@ -214,19 +208,29 @@ def test_a_skipped_sync_is_an_error(policy, engine, tokenizer):
 
 def test_sleep_without_a_gpu_is_refused(folder):
     with pytest.raises(ValueError, match="rollout.sleep_level"):
-        RolloutEngine(
-            folder,
-            max_model_len=64,
-            max_num_seqs=8,
-            dtype="float32",
-            kv_cache_gib=0.25,
-            prefix_caching=True,
-            sleep_level=1,
-        )
+        make_engine(folder, "float32", sleep_level=1)
+
+
+def test_an_engine_that_dies_while_sampling_is_one_clear_error_and_is_not_used_again(
+    policy, engine, tokenizer, monkeypatch
+):
+    def die():
+        raise AssertionError("engine core died")
+
+    engine.sync(hf_tensors(policy), 10)
+    requests = requests_for(tokenizer, per_prompt=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine, "step", die)
+        with pytest.raises(RuntimeError, match="failed while sampling: AssertionError: engine core died"):
+            engine.generate(requests, 10)
+    with pytest.raises(RuntimeError, match="sync was skipped"):
+        engine.generate(requests, 10)
+    while engine.engine.has_unfinished_requests():  # the engine is shared by the tests of this file
+        engine.engine.step()
 
 
 def shared_engine(folder, mode) -> list[dict]:
-    """What shared_engine_worker.py prints, by rank."""
+    """Return what shared_engine_worker.py prints, by rank."""
     done = torchrun(2, "tests/shared_engine_worker.py", folder, mode)
     found = [json.loads(text) for text in re.findall(r"RESULT(\{.*?\})(?=RESULT|\s)", done.stdout + "\n")]
     assert len(found) == 2, done.stderr[-3000:]

@@ -1,5 +1,7 @@
-"""The whole of train_rl.py as a user starts it: two ranks, EP = 2, real DeepSpeed, real vLLM, real
-checkpoints. A start takes seconds, so tests share runs, and go on from copies of them, where they can."""
+"""Run the whole of train_rl.py as a user does: two ranks, EP = 2, real DeepSpeed, vLLM and checkpoints.
+
+A start takes seconds, so tests share runs, and go on from copies of them, where they can.
+"""
 
 import fcntl
 import json
@@ -9,49 +11,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, SMALL, torchrun, train
+from helpers import assert_same_run, assert_same_weights, rows_of, steps_of, summary_of, weights_of
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.usefixtures("demo_model")
+from reward import verify
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("demo_model")]
 TINY = ROOT / "data" / "built" / "tiny"
-TIMES = (  # what may differ between two runs of the same numbers
-    "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
-    "reward_latency",
-)  # fmt: skip
-
-
-def rows_of(run_dir: Path) -> list[dict]:
-    """Metrics without anything that measures time or memory."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
-
-
-def steps_of(run_dir: Path) -> list[dict]:
-    return [row for row in rows_of(run_dir) if "reward" in row]
-
-
-def summary_of(run_dir: Path) -> dict:
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return {k: v for k, v in summary.items() if not k.startswith(TIMES)}
-
-
-def weights_of(model: Path) -> dict:
-    return {n: t for shard in model.glob("*.safetensors") for n, t in load_file(shard).items()}
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    of_one, of_other = weights_of(one), weights_of(other)
-    assert of_one.keys() == of_other.keys() and all(torch.equal(of_one[n], of_other[n]) for n in of_one)
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    assert summary_of(one) == summary_of(other)
-    assert rows_of(one) == rows_of(other)
-    assert_same_weights(one / "model", other / "model")
 
 
 def test_a_run_leaves_what_the_readme_promises(undisturbed):
@@ -71,8 +43,11 @@ def test_a_run_leaves_what_the_readme_promises(undisturbed):
     without_gradient = summary["generated_tokens"] * (1 - summary["gradient_token_share"])
     assert account["wasted_kept_tokens"] == pytest.approx(without_gradient)
     assert all(row["ratio"] == 1.0 and row["clipped"] == 0.0 for row in steps), "one update: on-policy"
-    for name in ("curves.png", "config.yaml", "versions.json", "samples.jsonl"):
+    for name in ("curves.png", "config.yaml", "samples.jsonl"):
         assert (undisturbed / name).stat().st_size > 0
+    assert (undisturbed / "source" / "train_rl.py").read_text() == (ROOT / "train_rl.py").read_text()
+    versions = json.loads((undisturbed / "versions.json").read_text())
+    assert versions["script"] == "train_rl.py" and {"commit", "dirty", "torch", "python"} <= versions.keys()
     assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
 
 
@@ -81,8 +56,9 @@ def test_tensorboard_holds_the_metrics(undisturbed):
 
     events = EventAccumulator(str(undisturbed / "tensorboard"))
     events.Reload()
-    expected = {row["step"]: row["reward"] for row in steps_of(undisturbed)}
-    assert {e.step: pytest.approx(e.value, abs=1e-6) for e in events.Scalars("reward")} == expected
+    for name in ("score", "reward"):
+        expected = {row["step"]: row[name] for row in steps_of(undisturbed)}
+        assert {e.step: pytest.approx(e.value, abs=1e-6) for e in events.Scalars(name)} == expected
 
 
 def test_the_exported_model_loads_in_transformers_and_generates(undisturbed):
@@ -117,7 +93,7 @@ def start_and_kill(command: list[str], run_dir: Path, after_step: int) -> None:
 
 @pytest.fixture(scope="session")
 def killed(tmp_path_factory) -> Path:
-    """Four steps: killed after the first, from the start again, killed after a checkpoint, resumed."""
+    """Make a run of four steps: killed after the first, begun anew, killed after a checkpoint, resumed."""
     run_dir = tmp_path_factory.mktemp("run") / "killed"
     command = [*SMALL, "train.num_steps=4", f"run.dir={run_dir}"]
     start_and_kill(command, run_dir, after_step=1)
@@ -129,6 +105,7 @@ def killed(tmp_path_factory) -> Path:
 
 def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(killed, undisturbed):
     assert rows_of(killed) == [row for row in rows_of(undisturbed) if row["step"] <= 4]
+    assert [row["step"] for row in rows_of(killed)] == [0, 1, 2, 2, 3, 4, 4], "with evaluations at 0, 2, 4"
     assert_same_weights(killed / "model", undisturbed / "checkpoints" / "step_000004" / "model")
 
 
@@ -152,6 +129,35 @@ def test_reference_minibatches_recomputation_and_zero_2_run_together(tmp_path):
     assert 0 < first["ref_kl_k3"] < second["ref_kl_k3"], "the policy moves away from the reference"
 
 
+OWN_REWARD = """
+def starts_even(completion, answer):
+    return float(answer.isdigit() and completion.startswith(tuple("02468")))
+"""
+
+
+@dataclass(frozen=True)
+class OwnReward:
+    """A function of one's own that the settings name, so that rows may choose it; every second row does."""
+
+    rows: dict[str, dict]  # of the prompt set, by prompt
+    settings: list[str]
+    env: dict[str, str]
+
+
+@pytest.fixture(scope="session")
+def own_reward(demo_model, tmp_path_factory) -> OwnReward:
+    folder = tmp_path_factory.mktemp("own_reward")
+    (folder / "mine.py").write_text(OWN_REWARD)
+    rows = [json.loads(line) for line in (TINY / "train.jsonl").read_text().splitlines()[:400]]
+    for row in rows[::2]:
+        row["kind"] = "mine:starts_even"
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = f"data.train=[{{path: {folder / 'train.jsonl'}}}]"
+    settings = [data, "reward.functions=[mine:starts_even]"]
+    env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    return OwnReward({row["prompt"]: row for row in rows}, settings, env)
+
+
 BFLOAT16 = [
     *SMALL, "model.dtype=bfloat16", "rollout.dtype=bfloat16", "rollout.fp8=simulate", "rollout.check_every=3",
     "algorithm.router_replay=r3", "train.minibatches_per_step=2", "checkpoint.every=3", "eval.every=5",
@@ -159,11 +165,12 @@ BFLOAT16 = [
 
 
 @pytest.fixture(scope="session")
-def gated(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
-    """FP8 rollouts of the tiny model: k3 KL is above 1e-4 at every step."""
+def gated(own_reward, tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess]:
+    """Run FP8 rollouts of the tiny model: k3 KL is above 1e-4 at every step. It has a reward of its own."""
     run_dir = tmp_path_factory.mktemp("run") / "gated"
     gate = ["algorithm.mismatch_gate=1e-4", "algorithm.mismatch_patience=5"]
-    return run_dir, train(*BFLOAT16, *gate, f"run.dir={run_dir}")
+    settings = [*BFLOAT16, *own_reward.settings, *gate, f"run.dir={run_dir}"]
+    return run_dir, train(*settings, env=own_reward.env)
 
 
 def test_a_gate_that_is_passed_too_often_stops_the_run_with_a_checkpoint(gated):
@@ -174,17 +181,29 @@ def test_a_gate_that_is_passed_too_often_stops_the_run_with_a_checkpoint(gated):
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_000003", "step_000005"]
 
 
-def test_bfloat16_fp8_and_replayed_routes_resume_exactly(gated, tmp_path):
+def test_rows_choose_a_reward_function_that_the_settings_name(gated, own_reward):
+    run_dir, seen = gated[0], set()
+    for line in (run_dir / "samples.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        row, text = own_reward.rows[sample["prompt"]], sample["completion"].removesuffix("<eos>")
+        is_own = row["kind"] == "mine:starts_even"
+        right = text.startswith(tuple("02468")) if is_own else text == row["answer"]
+        assert sample["status"] == ("ok" if right else "wrong") and sample["reward"] == float(right)
+        seen.add((is_own, right))
+    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+    assert all(row["verdict/error_frac"] == 0 for row in steps_of(run_dir))
+
+
+def test_bfloat16_fp8_and_replayed_routes_resume_exactly(gated, own_reward, tmp_path):
     """From the checkpoint before the one that the gate left, to the same step."""
     straight, _ = gated
     resumed = shutil.copytree(straight, tmp_path / "resumed")
     shutil.rmtree(resumed / "checkpoints" / "step_000005")
-    again = train(*BFLOAT16, "train.num_steps=5", f"run.dir={resumed}")
+    settings = [*BFLOAT16, *own_reward.settings, "train.num_steps=5", f"run.dir={resumed}"]
+    again = train(*settings, env=own_reward.env)
     assert again.returncode == 0 and "resumed from" in again.stdout + again.stderr, again.stderr[-3000:]
-    evaluated = [
-        row for row in rows_of(resumed) if row["step"] == 5 and "reward" not in row
-    ]  # it is the last
-    assert rows_of(resumed) == rows_of(straight) + evaluated and len(evaluated) == 1
+    *rows, evaluation = rows_of(resumed)  # step 5 is the last here
+    assert rows == rows_of(straight) and evaluation["step"] == 5 and "score" not in evaluation
     assert_same_weights(resumed / "model", straight / "checkpoints" / "step_000005" / "model")
     assert 1e-3 < summary_of(resumed)["mean_abs_dlogp"] < 0.1
     steps = steps_of(resumed)
@@ -226,44 +245,44 @@ def test_another_topology_continues_from_weights_if_asked(undisturbed, tmp_path)
     assert last["step"] == 7 and last["abs_dlogp"] < 1e-4
 
 
-def test_a_full_disk_while_saving_leaves_the_earlier_checkpoints(undisturbed, tmp_path):
-    """A file-size limit below the checkpoint's stands in for a full disk: writes fail in the same place."""
-    run_dir = shutil.copytree(undisturbed, tmp_path / "full")
-    (script := tmp_path / "limited.py").write_text(
-        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20)); "
-        "sys.argv = ['train_rl.py', *sys.argv[1:]]; runpy.run_path('train_rl.py', run_name='__main__')"
-    )
-    done = torchrun(2, script, *SMALL, "train.num_steps=7", f"run.dir={run_dir}")
-    assert done.returncode != 0
-    assert "could not be written" in done.stderr and "earlier checkpoints are intact" in done.stderr
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
-
-
 CASES = """
-import contextlib, json, os, sys, tempfile; sys.path.insert(0, os.getcwd())
+import contextlib, json, os, resource, sys, tempfile
 import moe_model, train_rl
-original, outcomes = moe_model.hf_tensors, {}
-tampered = lambda *given: ((n, t * factor if part in n else t) for n, t in original(*given))
-for name, (argv, part, factor) in json.loads(sys.argv[1]).items():
+from runtime.launch import run
+original, write_rank, outcomes = moe_model.hf_tensors, train_rl.write_rank, {}
+
+def write_to_full_disk(*given):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+    try:
+        write_rank(*given)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+for name, case in json.loads(sys.argv[1]).items():
+    part, factor = case.get("tampered", (None, 1))
+    tampered = lambda *given: ((n, t * factor if part in n else t) for n, t in original(*given))
     moe_model.hf_tensors = tampered if part else original
+    train_rl.write_rank = write_to_full_disk if case.get("full_disk") else write_rank
     error, output = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(output):
-        code = train_rl.run(train_rl.main, argv, "")
+        code = run(train_rl.main, train_rl.load_config, case["argv"])
     outcomes[name] = (code, *(file.seek(0) or file.read() for file in (error, output)))
 print("OUTCOMES" + json.dumps(outcomes) if os.environ["RANK"] == "0" else "", flush=True)
 os._exit(1)  # torchrun then ends the other rank, wherever it is
 """
 
 
-def outcomes_of(cases: dict[str, tuple], folder: Path, ranks: int) -> dict[str, tuple[int, str, str]]:
-    """(exit code, standard error, output) of rank 0 in every case, one after another to save the starts.
+def outcomes_of(cases: dict[str, dict], folder: Path, ranks: int) -> dict[str, tuple[int, str, str]]:
+    """Return (exit code, standard error, output) of rank 0 in every case; one process runs all.
 
-    A case: arguments, and which weights reach the engine multiplied by what ("": none). 0 ranks: no torchrun.
+    A case has "argv"; it may have "tampered", which weights reach the engine multiplied by what, and
+    "full_disk". 0 ranks: no torchrun.
     """
     (script := folder / "cases.py").write_text(CASES)
     command = [script, json.dumps(cases)]
+    alone = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "cwd": ROOT, "timeout": 300}
     done = torchrun(ranks, *command) if ranks else subprocess.run(
-        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, *command], capture_output=True, text=True, **alone
     )  # fmt: skip
     assert "OUTCOMES" in done.stdout, done.stderr[-3000:]
     return json.loads(done.stdout.partition("OUTCOMES")[2].splitlines()[0])
@@ -274,14 +293,22 @@ BAD_INPUT = {
     "wrong type": (["train.num_steps=many"], "train.num_steps"),
     "missing data": (["data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
     "no such set": (["data.train=[{path: data/trian}]"], "data/trian: neither a file here nor a hub set"),
-    "unknown verifier": (["data.train=[{path: ODD_KIND}]"], "kind 'exakt' of '1+1='"),
+    "unknown verifier": (["data.train=[{path: ODD_KIND}]"], "row 1: kind 'exakt' is none of"),
+    "code in held-out data": (
+        ["data.eval=[{path: CODE, kind: exact}]"],
+        "row 2: kind 'timeit:timeit' would run code that a data",
+    ),
+    "no such function": (["reward.functions=[rules]"], "reward.functions: 'rules' is no module:function"),
     "two sets of one name": (
         ["data.eval=[{path: data/built/tiny/test.jsonl}, {path: data/built/tiny/test.jsonl}]"],
         "data.eval[].name: test, test are not all different",
     ),
     "no model": (["model.path=nowhere"], "model.path: nowhere holds no config.json"),
     "ep_size": (["model.ep_size=3"], "model.ep_size 3 must divide the number of experts (8)"),
-    "no GPU for the kernels": (["model.head=triton"], "model.head triton: needs model.dtype bfloat16"),
+    "no GPU for the kernels": (
+        ["model.logprob_kernel=triton"],
+        "model.logprob_kernel triton: needs model.dtype bfloat16",
+    ),
     "long prompts": (["rollout.max_prompt_tokens=4"], "rollout.max_prompt_tokens is 4"),
     "context": (["rollout.max_new_tokens=1000"], "the model's context is 512"),
     "zero prompts left": (
@@ -304,16 +331,34 @@ BAD_INPUT = {
 }
 
 
+def write_code(folder: Path) -> tuple[Path, Path]:
+    """Write a prompt set that asks to run code, and return it with the file that the code would write."""
+    trace, file = folder / "trace", folder / "code.jsonl"
+    answer = f"open({str(trace)!r}, 'w').close()"
+    rows = [("1+1=", "2", "exact"), ("2+2=", answer, "timeit:timeit")]
+    lines = [json.dumps(dict(zip(("prompt", "answer", "kind"), row))) for row in rows]
+    file.write_text("\n".join(lines))
+    return file, trace
+
+
 @pytest.fixture(scope="session")
 def bad_input_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
     folder = tmp_path_factory.mktemp("bad")
     finished = shutil.copytree(undisturbed, folder / "finished")
     (odd_kind := folder / "odd.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "kind": "exakt"}')
-    common = ["--config", "experiments/tiny/grpo.yaml", "model.ep_size=1", f"run.dir={folder / 'run'}"]
-    cases = {case: ([*common, *settings], "", 1) for case, (settings, _) in BAD_INPUT.items()}
-    cases = json.dumps(cases).replace("ODD_KIND", str(odd_kind)).replace("FINISHED", str(finished))
-    outcomes = outcomes_of(json.loads(cases), folder, ranks=0)
-    assert not (folder / "run" / "checkpoints").exists()
+    code, trace = write_code(folder)
+    common = [
+        "--config",
+        "experiments/environments/tiny.yaml",
+        "model.ep_size=1",
+        f"run.dir={folder / 'run'}",
+    ]
+    cases = {case: {"argv": [*common, *settings]} for case, (settings, _) in BAD_INPUT.items()}
+    files = {"ODD_KIND": odd_kind, "CODE": code, "FINISHED": finished}
+    for name, file in files.items():
+        cases = json.loads(json.dumps(cases).replace(name, str(file)))
+    outcomes = outcomes_of(cases, folder, ranks=0)
+    assert not (folder / "run" / "checkpoints").exists() and not trace.exists()
     return outcomes
 
 
@@ -326,17 +371,25 @@ def test_bad_input_is_one_clear_message(case, bad_input_outcomes):
     assert BAD_INPUT[case][1] in lines[0]
 
 
-def test_the_message_comes_first_under_torchrun_too(tmp_path):
-    done = train(*SMALL, "rollout.prompts_per_step=7", f"run.dir={tmp_path}")
+def test_code_in_training_data_is_refused_and_the_message_comes_first_under_torchrun_too(tmp_path):
+    code, trace = write_code(tmp_path)
+    done = train(*SMALL, f"data.train=[{{path: {code}}}]", f"run.dir={tmp_path / 'run'}")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert lines[0].startswith("error on rank 0: rollout.prompts_per_step 7 must be a multiple of ranks x")
-    assert "Traceback" in (tmp_path / "error_rank_0.txt").read_text()
+    assert lines[0].startswith(f"error on rank 0: {code}: row 2: kind 'timeit:timeit' would run code")
+    assert "Traceback" in (tmp_path / "run" / "error_rank_0.txt").read_text()
+    assert not trace.exists()
+    verify("timeit:timeit", "pass", json.loads(code.read_text().splitlines()[1])["answer"])
+    assert trace.exists(), "the verifier would have run it"
 
 
 LOST = "model.layers.1.mlp.experts.7.down_proj.weight"  # rank 0 does not hold it: all ranks check all names
 TAMPERED = {"float32": ("layers.1.mlp.gate", 1.1), "bfloat16": ("layers.1.mlp.experts", -1)}
 REFUSED = {
+    "prompts": (
+        ["rollout.prompts_per_step=7"],
+        "rollout.prompts_per_step 7 must be a multiple of ranks",
+    ),
     "EP": (["model.ep_size=1"], "topology (ep_size 2 -> 1): restore it, or set checkpoint.resume=weights"),
     "settings": (["train.learning_rate=1e-5"], "train.learning_rate 0.0002 -> 1e-05"),
     "second run": ([], "another run is writing to"),  # last: it is refused on rank 0 alone
@@ -345,25 +398,37 @@ REFUSED = {
 
 @pytest.fixture(scope="session")
 def two_rank_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, str, str]]:
-    """Of runs that end early. Those that start the engine come first: both ranks must take part in them."""
+    """Run what ends early. Cases that start the engine come first: both ranks must take part in them."""
     folder = tmp_path_factory.mktemp("cases")
     finished = shutil.copytree(undisturbed, folder / "finished")
     broken = shutil.copytree(TINY / "model", folder / "broken")
     (shard,) = broken.glob("*.safetensors")
     save_file({name: tensor for name, tensor in load_file(shard).items() if name != LOST}, shard)
-    cases = {"broken": ([*SMALL, f"model.path={broken}", f"run.dir={folder / 'broken_run'}"], "", 1)}
-    for dtype, (part, factor) in TAMPERED.items():
-        cases[dtype] = ([*SMALL, f"rollout.dtype={dtype}", f"run.dir={folder / dtype}"], part, factor)
-    cases["finished"] = ([*SMALL, f"run.dir={finished}"], "", 1)
+    cases = {"broken": {"argv": [*SMALL, f"model.path={broken}", f"run.dir={folder / 'broken_run'}"]}}
+    for dtype, tampered in TAMPERED.items():
+        argv = [*SMALL, f"rollout.dtype={dtype}", f"run.dir={folder / dtype}"]
+        cases[dtype] = {"argv": argv, "tampered": tampered}
+    full = shutil.copytree(undisturbed, folder / "full")
+    cases["full disk"] = {"argv": [*SMALL, "train.num_steps=7", f"run.dir={full}"], "full_disk": True}
+    cases["finished"] = {"argv": [*SMALL, f"run.dir={finished}"]}
     locked = shutil.copytree(undisturbed, folder / "locked")
     for case, (settings, message) in REFUSED.items():
         run_dir = locked if "another run" in message else finished
-        cases[case] = ([*SMALL, f"run.dir={run_dir}", "train.num_steps=7", *settings], "", 1)
+        cases[case] = {"argv": [*SMALL, f"run.dir={run_dir}", "train.num_steps=7", *settings]}
     with (locked / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         outcomes = outcomes_of(cases, folder, ranks=2)
     assert rows_of(finished) == rows_of(undisturbed)
+    assert sorted(p.name for p in (full / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
+    assert steps_of(full)[-1]["step"] == 7, "only its checkpoint failed"
     return outcomes
+
+
+def test_a_full_disk_while_saving_leaves_the_earlier_checkpoints(two_rank_outcomes):
+    """A file-size limit below the checkpoint's stands in for a full disk: writes fail in the same place."""
+    code, error, _ = two_rank_outcomes["full disk"]
+    assert code != 0
+    assert "could not be written" in error and "earlier checkpoints are intact" in error
 
 
 def test_a_finished_run_is_not_started_again(two_rank_outcomes):
@@ -389,17 +454,3 @@ def test_a_tampered_engine_is_caught_by_the_parity_check(dtype, two_rank_outcome
     """An engine that answers from other weights than the policy's, here because the sync is tampered with."""
     code, error, _ = two_rank_outcomes[dtype]
     assert code != 0 and "trainer and engine disagree" in error
-
-
-def test_the_demo_learns(tmp_path):
-    """A quarter of the demo: held-out accuracy rises clearly above the warm start."""
-    demo = ["--config", "experiments/tiny/demo.yaml", "train.num_steps=50"]
-    done = train(*demo, f"run.dir={tmp_path}", timeout_s=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "policy float32, head chunked, engine float32" in done.stdout + done.stderr
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert 0.15 < summary["accuracy_before"] < 0.5
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.25
-    assert summary["pass_at_8_before"] > summary["avg_at_8_before"] + 0.2, "the start knows more than it says"
-    assert summary["mean_abs_dlogp"] < 1e-4
-    assert summary["peak_rss_bytes"] < 8 * 2**30

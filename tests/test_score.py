@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from data.score import (
     model_digest,
     open_output,
     parse_args,
+    read_prompts,
     row_of,
     summary,
     weights_of,
@@ -86,6 +88,7 @@ def solve_probabilities(prompts: list[Prompt]) -> torch.Tensor:
     return torch.stack(probabilities)
 
 
+@pytest.mark.slow
 def test_pass_rates_are_those_of_transformers_probabilities(scored, prompts_file):
     """n = 1600 completions: their sum within 4 standard deviations, and chi-square prompt by prompt."""
     prompts = load_prompts(prompts_file)[:NUM_PROMPTS]
@@ -102,6 +105,7 @@ def test_pass_rates_are_those_of_transformers_probabilities(scored, prompts_file
     assert abs(wrong_pairs.sum() - len(squares)) > 4 * (2 * len(squares)) ** 0.5, "the bound can fail"
 
 
+@pytest.mark.slow
 def test_file_and_summary(scored, prompts_file):
     path, printed = scored
     header, *rows = map(json.loads, path.read_text().splitlines())
@@ -123,17 +127,19 @@ def test_file_and_summary(scored, prompts_file):
     assert printed.rstrip().endswith(summary(rows))
 
 
+@pytest.mark.slow
 def test_two_ranks_go_on_after_a_cut_line_and_write_the_same_file(scored, prompts_file, tmp_path):
     whole = scored[0].read_bytes()
     lines = whole.splitlines(keepends=True)
     cut = tmp_path / "scores.jsonl"
     cut.write_bytes(b"".join(lines[:8]) + lines[8][:50])
-    done = torchrun(2, "data/score.py", *command(prompts_file, cut, "--chunk", 31))
+    done = torchrun(2, "-m", "data.score", *command(prompts_file, cut, "--chunk", 31))
     assert done.returncode == 0, done.stderr[-3000:]
     assert cut.read_bytes() == whole and "7 of 101 prompts done" in done.stderr
     assert done.stdout.split("\n", 1)[1] == scored[1].split("\n", 1)[1]  # the summary is of the whole file
 
 
+@pytest.mark.slow
 def test_a_finished_file_and_another_seed_need_no_engine(scored, prompts_file):
     again = score(*command(prompts_file, scored[0]))
     assert again.returncode == 0 and again.stdout == scored[1] and "starting vLLM" not in again.stderr
@@ -244,6 +250,16 @@ def test_digest_and_weights_follow_the_folder(tmp_path):
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         parse_args(["--model", str(ROOT), "--prompts", "p.jsonl", "--output", "s.jsonl", *options])
+
+
+def test_neither_a_row_nor_the_command_line_may_name_a_function(tmp_path):
+    rows = [{"prompt": "q", "answer": "1", "kind": kind} for kind in ("exact", "timeit:timeit")]
+    path = write(tmp_path / "prompts.jsonl", rows)
+    read = lambda kind: read_prompts(SimpleNamespace(prompts=str(path), kind=kind, template="{prompt}"))
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: row 2: kind 'timeit:timeit' would run code"):
+        read("math")
+    with pytest.raises(ValueError, match="kind 'timeit:timeit' is none of exact, numeric, gsm8k, math"):
+        read("timeit:timeit")
 
 
 # ---- load_scores -------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""experiments/simulate.py against a simulation token by token, and what must hold for any schedule."""
+"""experiments/bench/simulate.py against a simulation token by token; what must hold for any schedule."""
 
 import json
 import subprocess
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from experiments import simulate as module
-from experiments.simulate import EngineModel, simulate, tail_cut
-from experiments.workload import Recipe, Workload
+from experiments.bench import simulate as module
+from experiments.bench.simulate import PLACES, EngineModel, simulate
+from experiments.bench.workload import Recipe, Workload
 
 SCHEDULES = ("arrival", "longest_first", "oracle")
 
@@ -30,7 +30,7 @@ def deal(sizes, num_ranks):
     return [sorted(prompts) for prompts in dealt]
 
 
-def run_by_token(jobs, engine, choose, decode_seconds=0.0, shared=0, quota=None):
+def run_by_token(jobs, engine, choose, decode_seconds=0.0, shared=0):
     """jobs: dicts with group, tokens, prompt. Returns (seconds in steps, [(when, job) that ended])."""
     for job in jobs:
         job["got"], job["ended"] = 0, False
@@ -52,10 +52,6 @@ def run_by_token(jobs, engine, choose, decode_seconds=0.0, shared=0, quota=None)
                 job["ended"] = True
                 running.remove(job)
                 ended.append((now, job))
-        groups = {job["group"] for job in jobs}
-        whole = [g for g in groups if all(job["ended"] for job in jobs if job["group"] == g)]
-        if quota is not None and len(whole) >= quota:
-            break
     return busy, ended
 
 
@@ -73,10 +69,26 @@ def last_reward(arrivals, num_workers):
     return max(ends, default=0.0)
 
 
-def chooser(schedule, expected_of_group, longest):
-    """Which of the waiting jobs starts."""
+def extra_tokens(workload, engine, step):
+    """Return {group: tokens added to the expected ones}: twice the mean slow reward, in full steps."""
+    slow = {
+        group
+        for rewards in workload.reward_seconds.tolist()
+        for group, of_group in enumerate(rewards)
+        if max(of_group) >= workload.recipe.slow_seconds[0]
+    }
+    before = [r for g in sorted(slow) for r in workload.reward_seconds[step - 1, g].tolist()]
+    full = engine.a + engine.c * engine.slots
+    return {group: 2 * sum(before) / len(before) / full for group in slow}
+
+
+def chooser(schedule, expected_of_group, longest, extra):
+    """Return a function that says which of the waiting jobs starts."""
 
     def expected(job, jobs):
+        return tokens_of(job, jobs) + extra.get(job["group"], 0.0)
+
+    def tokens_of(job, jobs):
         siblings = [other for other in jobs if other["group"] == job["group"]]
         if schedule == "oracle":
             return job["tokens"]
@@ -96,7 +108,7 @@ def chooser(schedule, expected_of_group, longest):
     return choose
 
 
-def by_token(workload, engine, schedule, overlap, decode):
+def by_token(workload, engine, schedule, overlap, decode, counts):
     """(makespan, mean busy) of each step."""
     recipe, steps = workload.recipe, []
     for step, lengths in enumerate(workload.lengths.tolist()):
@@ -104,7 +116,8 @@ def by_token(workload, engine, schedule, overlap, decode):
         if schedule == "longest_first" and step:
             before = [sum(of) / len(of) for of in workload.lengths[step - 1].tolist()]
         sizes = [sum(of) for of in lengths] if schedule == "oracle" else before or [1] * len(lengths)
-        choose, makespan, total = chooser(schedule, before, recipe.longest_tokens), 0.0, 0.0
+        extra = extra_tokens(workload, engine, step) if counts and step and schedule != "arrival" else {}
+        choose, makespan, total = chooser(schedule, before, recipe.longest_tokens, extra), 0.0, 0.0
         for own in deal(sizes, engine.ranks):
             jobs = [
                 {"group": g, "tokens": n, "prompt": recipe.prompt_tokens, "reward": r}
@@ -121,50 +134,6 @@ def by_token(workload, engine, schedule, overlap, decode):
             makespan, total = max(makespan, last_reward(arrivals, engine.workers)), total + busy
         steps.append((makespan, total / engine.ranks))
     return np.array(steps)
-
-
-def tail_cut_by_token(recipe, engine, quota, held, num_steps, warmup):
-    """What tail_cut() returns."""
-    total = warmup + num_steps
-    new = Workload.make(replace(recipe, num_steps=1, num_prompts=engine.ranks * held * total))
-    groups = [
-        [{"group": g, "all": n, "reward": r, "log": {}} for n, r in zip(lengths, rewards)]
-        for g, (lengths, rewards) in enumerate(zip(new.lengths[0].tolist(), new.reward_seconds[0].tolist()))
-    ]
-    ranks, seconds, busy, sampled, useful = [[] for _ in range(engine.ranks)], 0.0, 0.0, 0, []
-    for step in range(total):
-        slowest = 0.0
-        for own in ranks:
-            while len(own) < held:
-                own.append(groups.pop(0))
-            jobs = [job for group in own for job in group if sum(job["log"].values()) < job["all"]]
-            for job in jobs:
-                job["tokens"] = job["all"] - sum(job["log"].values())
-                job["prompt"] = recipe.prompt_tokens + sum(job["log"].values())
-            first = lambda waiting, jobs: waiting[0]
-            stepped, ended = run_by_token(jobs, engine, first, 0.0, recipe.prompt_tokens, quota)
-            for job in jobs:
-                job["log"][step] = job["got"]
-            slowest = max(slowest, last_reward([(t, job["reward"]) for t, job in ended], engine.workers))
-            whole = [group for group in own if all(sum(job["log"].values()) == job["all"] for job in group)]
-            own[:] = [group for group in own if group not in whole]
-            if step >= warmup:
-                busy, sampled = busy + stepped, sampled + sum(job["got"] for job in jobs)
-                useful += [(step, group) for group in whole]
-        seconds += slowest if step >= warmup else 0.0
-    ages = [
-        (step - when, n) for step, group in useful for job in group for when, n in job["log"].items() if n
-    ]
-    carried = sum(n for age, n in ages if age)
-    steps = len(useful) / (engine.ranks * quota)
-    return {
-        "seconds": seconds / steps,
-        "bubble": 1 - busy / engine.ranks / seconds,
-        "bound": sampled * (engine.a / engine.slots + engine.c) / engine.ranks / steps,
-        "carried_share": carried / sum(n for _, n in ages),
-        "carried_age": sum(age * n for age, n in ages) / max(1, carried),
-        "oldest": max(age for age, _ in ages),
-    }
 
 
 def random_case(seed):
@@ -185,29 +154,17 @@ def random_case(seed):
 
 @pytest.mark.parametrize("decode", ["engine", "workers"])
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_agrees_with_a_simulation_token_by_token(schedule, overlap, decode):
+def test_agrees_with_a_simulation_token_by_token(schedule, counts, overlap, decode):
     for seed in range(50):
         workload, engine = random_case(seed)
-        found = simulate(workload, engine, schedule, overlap, decode)
-        expected = by_token(workload, engine, schedule, overlap, decode)
+        found = simulate(workload, engine, schedule, overlap, decode, counts)
+        expected = by_token(workload, engine, schedule, overlap, decode, counts)
         np.testing.assert_allclose(found.makespan, expected[:, 0], rtol=0, atol=1e-9)
         np.testing.assert_allclose(found.busy, expected[:, 1], rtol=0, atol=1e-9)
         assert found.seconds == pytest.approx(expected[:, 0].sum(), abs=1e-9)
         assert found.bubble == pytest.approx(1 - expected[:, 1].sum() / expected[:, 0].sum(), abs=1e-9)
-
-
-@pytest.mark.parametrize("extra", [0.0, 0.5, 1.0])
-def test_tail_cut_agrees_with_a_simulation_token_by_token(extra):
-    num_carried = 0
-    for seed in range(6):
-        workload, engine = random_case(seed)
-        engine, recipe = replace(engine, decode=0.0), replace(workload.recipe, group_size=2)
-        found = tail_cut(recipe, engine, quota=2, extra=extra, num_steps=3, warmup=2)
-        expected = tail_cut_by_token(recipe, engine, 2, round(2 * (1 + extra)), 3, 2)
-        assert found == pytest.approx(expected, abs=1e-9)
-        num_carried += found["carried_share"] > 0
-    assert num_carried == 0 if extra == 0 else num_carried > 3
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -277,7 +234,7 @@ def test_unknown_schedules_and_places_are_refused():
 # Command line
 # ------------------------------------------------------------------------------------------------------------
 def run_main(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["simulate.py", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["simulate", *map(str, arguments)])
     module.main()
     return capsys.readouterr().out
 
@@ -293,24 +250,20 @@ def printed_rows(out):
     return rows
 
 
-def table_of(row):
-    return {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in row.items()}
-
-
-def bench_file(tmp_path, **changes):
-    """What the benchmark writes, its seconds those of the simulator."""
+def bench_file(tmp_path):
+    """Write what the benchmark writes, its seconds those of the simulator."""
     workload, engine = random_case(3)
     engine = replace(engine, sibling_prefill=1.0)
     rows = [
-        {"name": f"{schedule} {overlap} {decode}", "overlap": overlap, "decode": decode, "schedule": schedule,
-         "seconds": simulate(workload, engine, schedule, overlap, decode).seconds}
-        for schedule, overlap, decode in product(SCHEDULES, (True, False), ("engine", "workers"))
+        {"name": f"{schedule} {overlap} {decode} {counts}", "overlap": overlap, "decode": decode,
+         "schedule": schedule, "count_reward_time": counts,
+         "seconds": simulate(workload, engine, schedule, overlap, decode, counts).seconds}
+        for schedule, overlap, decode, counts in product(SCHEDULES, (True, False), PLACES, (True, False))
     ]  # fmt: skip
     model = {name: value for name, value in asdict(engine).items() if name != "sibling_prefill"}
-    workload.save(tmp_path / "workload.json")
-    saved = {"engine": model, "workload": json.loads((tmp_path / "workload.json").read_text()), "rows": rows}
-    (tmp_path / "bench.json").write_text(json.dumps(saved))
-    return tmp_path / "bench.json", saved
+    record = {"engine": model, "recipe": asdict(workload.recipe), "rows": rows}
+    (tmp_path / "bench.json").write_text(json.dumps(record))
+    return tmp_path / "bench.json", record
 
 
 def test_json_is_what_is_printed(tmp_path, monkeypatch, capsys):
@@ -318,38 +271,58 @@ def test_json_is_what_is_printed(tmp_path, monkeypatch, capsys):
     arguments = ("--engines", 1, 3, "--json", tmp_path / "rows.json", "--plot", tmp_path / "rows.png")
     out = run_main(monkeypatch, capsys, *arguments)
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == 2 * 2 * 4 * 5 + 2 * 3  # engines, loads, judges, rows of each; tail cuts
-    assert printed_rows(out) == [table_of(row) for row in rows]
+    assert len(rows) == 2 * 2 * 4 * 5  # engines, loads, judges, rows of each
+    printed, num_cells = printed_rows(out), 0
+    for row in rows:
+        names = [name for name in module.ROWS if name != module.BASELINE]
+        case = f"{row['completions']}, {row['judge']}"
+        (line,) = [line for line in printed if line["completions per engine, slow rewards"] == case]
+        if row["name"] in names:
+            cell = line[f"{row['engines']} engines"].split(" / ")[names.index(row["name"])]
+            assert cell == f"{row['speedup']:.2f}"
+            num_cells += 1
+    assert num_cells == 4 * sum(len(line) - 1 for line in printed) == 4 * 2 * 2 * 4
     assert all(row.keys() >= {"name", "seconds", "speedup", "bubble", "bound"} for row in rows)
-    assert {row["speedup"] for row in rows if row["name"] == "arrival, no overlap"} == {1.0}
+    assert {row["speedup"] for row in rows if row["name"] == module.BASELINE} == {1.0}
     assert all(row["ratio"] >= 1 and 0 <= row["bubble"] < 1 for row in rows)
     assert "assumed, not measured" in out
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_fit_prints_measured_and_simulated_seconds(tmp_path, monkeypatch, capsys):
-    path, saved = bench_file(tmp_path)
-    saved["rows"][4]["seconds"] *= 1.25
-    path.write_text(json.dumps(saved))
+    path, record = bench_file(tmp_path)
+    record["rows"][4]["seconds"] *= 1.25
+    path.write_text(json.dumps(record))
     out = run_main(monkeypatch, capsys, "--fit", path, "--json", tmp_path / "rows.json")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert printed_rows(out) == [table_of(row) for row in rows]
-    assert [row["name"] for row in rows] == [row["name"] for row in saved["rows"]]
+    assert [tuple(row.values()) for row in printed_rows(out)] == [
+        (r["name"], f"{r['seconds']:.2f}", f"{r['simulated']:.2f}", f"{r['error']:+.1%}") for r in rows
+    ]
+    assert [row["name"] for row in rows] == [row["name"] for row in record["rows"]]
     errors = [row["error"] for row in rows]
     assert errors[4] == pytest.approx(1 / 1.25 - 1, abs=1e-4)
     assert np.abs(np.delete(errors, 4)).max() < 1e-9
     assert f"largest error: -20.0% ({rows[4]['name']})" in out
 
 
-@pytest.mark.parametrize("part, name", [("engine", "c"), ("workload", "lengths"), ("rows", "overlap")])
+@pytest.mark.parametrize("part, name", [("engine", "c"), ("recipe", "seed"), ("rows", "overlap")])
 def test_fit_names_what_is_missing(tmp_path, monkeypatch, capsys, part, name):
-    path, saved = bench_file(tmp_path)
-    (saved[part][1] if part == "rows" else saved[part]).pop(name)
-    path.write_text(json.dumps(saved))
+    path, record = bench_file(tmp_path)
+    (record[part][1] if part == "rows" else record[part]).pop(name)
+    path.write_text(json.dumps(record))
     with pytest.raises(SystemExit) as exit:
         run_main(monkeypatch, capsys, "--fit", path)
     missing = f"rows[1].{name}" if part == "rows" else f"{part}.{name}"
     assert exit.value.code == f"error: {path}: there is no {missing}"
+
+
+def test_fit_names_a_field_that_no_recipe_has(tmp_path, monkeypatch, capsys):
+    path, record = bench_file(tmp_path)
+    record["recipe"]["sede"] = 1
+    path.write_text(json.dumps(record))
+    with pytest.raises(SystemExit) as exit:
+        run_main(monkeypatch, capsys, "--fit", path)
+    assert exit.value.code == f"error: {path}: a recipe has no field sede"
 
 
 @pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
@@ -363,7 +336,16 @@ def test_fit_of_a_broken_file_is_an_error_of_one_line(tmp_path, monkeypatch, cap
     assert "rows[0].seconds" in exit.value.code or text != "{}"
 
 
+def test_the_simulator_needs_neither_vllm_nor_deepspeed():
+    code = (
+        "import sys, experiments.bench.simulate\n"
+        "print(sorted({'vllm', 'deepspeed', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
 def test_help():
-    command = [sys.executable, ROOT / "experiments" / "simulate.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "experiments.bench.simulate", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "--fit" in done.stdout and "--engines" in done.stdout

@@ -1,4 +1,4 @@
-"""Routed experts, FP8 rounding and weight checks of rollout.py, on real vLLM engines of this machine's CPU.
+"""Test routed experts, FP8 rounding and weight checks of rollout.py, on real vLLM engines of this CPU.
 
 Expected values come from the trainer's own forward, from vLLM's own functions and from slow loops.
 """
@@ -18,11 +18,19 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 import rollout
 from data.tiny import Recipe, build_policy, build_tokenizer
-from experiments import vllm_worker
 from kernels.fp8_block import fp8_round
 from moe_model import Policy, hf_tensors, pack, random_weights, route_table, save_hf
-from rollout import Request, RolloutEngine, checked_routes, engine_name, no_route, simulate_fp8
+from rollout import (
+    Request,
+    RolloutEngine,
+    RolloutSettings,
+    engine_name,
+    invalid_route,
+    simulate_fp8,
+    validate_routes,
+)
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
 VOCAB = 98
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,
@@ -57,7 +65,7 @@ def make_policy(kind: str) -> Policy:
 
 @pytest.fixture(scope="module")
 def engine_of(tmp_path_factory):
-    """engine_of(kind, dtype, fp8): one engine of each, made when it is first asked for."""
+    """Make engine_of(kind, dtype, fp8): it makes one engine of each when it is first asked for."""
 
     @cache
     def folder_of(kind):
@@ -68,11 +76,8 @@ def engine_of(tmp_path_factory):
 
     @cache
     def engine_of(kind, dtype="float32", fp8="off", kv_cache_gib=0.05, **options):
-        options = {"capture_routes": True, "sleep_level": 0, "prefix_caching": True} | options
-        return RolloutEngine(
-            folder_of(kind), max_model_len=384, max_num_seqs=8, dtype=dtype, fp8=fp8,
-            kv_cache_gib=kv_cache_gib, **options,
-        )  # fmt: skip
+        settings = RolloutSettings(max_num_seqs=8, dtype=dtype, fp8=fp8, kv_cache_gib=kv_cache_gib, **options)
+        return RolloutEngine(folder_of(kind), 384, settings)
 
     return engine_of
 
@@ -83,7 +88,7 @@ def random_prompts(count: int, low: int, high: int, seed: int = 0) -> list[list[
 
 
 def trained(policy, requests, completions, **options):
-    """The trainer's forward of the samples: log-probabilities [N], routes [T, L, K] or None."""
+    """Run the trainer's forward on samples: log-probabilities [N], routes [T, L, K] or None."""
     packed = pack([r.prompt_ids for r in requests], [c.token_ids for c in completions], "cpu")
     with torch.no_grad():
         logprobs, _, layer_ids = policy(packed, **options)
@@ -95,8 +100,8 @@ def sampled_logprobs(completions):
 
 
 def assert_routes_are_the_trainers(policy, requests, completions):
-    """As sets, row by row. No row is let off: with 8 experts, a few thousand rows and float32, the smallest
-    gap between a chosen and a left-out score is far above the rounding of either side."""
+    """Compare routes as sets, row by row. No row is let off: with 8 experts, a few thousand rows and float32,
+    the smallest gap between a chosen and a left-out score is far above the rounding of either side."""
     _, table = trained(policy, requests, completions)
     rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
     for request_rows, completion, expected in zip(rows, completions, table.split(rows)):
@@ -106,7 +111,7 @@ def assert_routes_are_the_trainers(policy, requests, completions):
 
 
 def move(policy, seed: int = 1) -> None:
-    """Another policy: every parameter changed."""
+    """Make another policy of it: every parameter is changed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -200,12 +205,12 @@ def test_replaying_the_engines_own_routes_changes_nothing_in_the_trainer(engine_
 
 
 # ------------------------------------------------------------------------------------------------------------
-# checked_routes
+# validate_routes
 # ------------------------------------------------------------------------------------------------------------
 def routes_config(num_layers, top_k, num_experts, dense=(), sparse_step=1):
     return SimpleNamespace(
-        num_hidden_layers=num_layers, num_experts_per_tok=top_k, num_experts=num_experts,
-        mlp_only_layers=list(dense), decoder_sparse_step=sparse_step,
+        model_type="qwen3_moe", num_hidden_layers=num_layers, num_experts_per_tok=top_k,
+        num_experts=num_experts, mlp_only_layers=list(dense), decoder_sparse_step=sparse_step,
     )  # fmt: skip
 
 
@@ -217,7 +222,7 @@ def moe_layers(config):
 
 
 def slow_routes(captured, num_rows, config):
-    """What checked_routes() promises, row by row in Python lists."""
+    """Do what validate_routes() promises, row by row in Python lists."""
     top_k, num_experts = config.num_experts_per_tok, config.num_experts
     sentinel = [[255 if num_experts < 256 else 32767] * top_k] * config.num_hidden_layers
     result = []
@@ -235,7 +240,7 @@ def slow_routes(captured, num_rows, config):
 
 
 def fuzzed_routes(rng, config, num_rows):
-    """Mostly valid ids as vLLM lays them out, with every kind of fault; the arrays are read-only."""
+    """Draw mostly valid ids as vLLM lays them out, with every kind of fault; the arrays are read-only."""
     top_k, num_experts = config.num_experts_per_tok, config.num_experts
     dtype = np.uint8 if num_experts <= 256 else np.uint16
     sparse = moe_layers(config)
@@ -265,7 +270,7 @@ def fuzzed_routes(rng, config, num_rows):
 
 
 @pytest.mark.parametrize("num_experts", [4, 8, 255, 256, 300])
-def test_checked_routes_is_the_slow_loop(num_experts):
+def test_validate_routes_is_the_slow_loop(num_experts):
     rng = np.random.default_rng(num_experts)
     seen = Counter()
     for top_k in (1, 2, 3, 4):
@@ -275,37 +280,37 @@ def test_checked_routes_is_the_slow_loop(num_experts):
             captured = fuzzed_routes(rng, config, num_rows)
             before = [None if ids is None else ids.copy() for ids in captured]
             expected = slow_routes(captured, num_rows, config)
-            result = checked_routes(captured, num_rows, config)
+            result = validate_routes(captured, num_rows, config)
             assert [ids.tolist() for ids in result] == expected
             dtype = torch.uint8 if num_experts < 256 else torch.int16
             assert all(ids.dtype == dtype and ids.is_contiguous() for ids in result)
             for ids, old in zip(captured, before):
                 assert old is None or np.array_equal(ids, old)
             for rows in expected:
-                seen.update(row[0][0] == no_route(num_experts) for row in rows)
+                seen.update(row[0][0] == invalid_route(num_experts) for row in rows)
     assert seen[True] > 100 and seen[False] > 100, "the fuzz needs valid and invalid rows"
 
 
 def test_the_sentinel_is_no_experts_id_and_fits_the_dtype():
     for num_experts in range(1, 600):
-        sentinel = no_route(num_experts)
+        sentinel = invalid_route(num_experts)
         dtype = torch.uint8 if num_experts < 256 else torch.int16
         assert num_experts <= sentinel <= torch.iinfo(dtype).max
     rows = np.array([[[254, 255]], [[255, 0]]], dtype=np.uint8)  # 255 is an expert here
-    assert checked_routes([rows], [2], routes_config(1, 2, 256))[0].tolist() == rows.tolist()
+    assert validate_routes([rows], [2], routes_config(1, 2, 256))[0].tolist() == rows.tolist()
 
 
 def test_routes_of_one_completion_do_not_carry_those_of_the_others():
     config = routes_config(2, 2, 8)
     captured = [np.tile(np.array([0, 1], dtype=np.uint8), (rows, 2, 1)) for rows in (3, 20_000, 3)]
-    first, long, last = checked_routes(captured, [3, 20_000, 3], config)
+    first, long, last = validate_routes(captured, [3, 20_000, 3], config)
     assert len(pickle.dumps(first)) < 2000 and len(pickle.dumps(last)) < 2000 < len(pickle.dumps(long))
     first[:] = 7
     assert captured[0].max() == 1 and long.max() == 1 and last.max() == 1
     del first, long, last
     tracemalloc.start()  # NumPy reports its arrays
     try:
-        kept = checked_routes(captured, [3, 20_000, 3], config)[0]
+        kept = validate_routes(captured, [3, 20_000, 3], config)[0]
         assert kept.shape == (3, 2, 2) and tracemalloc.get_traced_memory()[0] < 20_000 * 4
     finally:
         tracemalloc.stop()
@@ -315,13 +320,13 @@ def test_routes_of_one_completion_do_not_carry_those_of_the_others():
 def test_another_number_of_layers_or_experts_per_token_is_an_error(layers, top_k):
     good, bad = (np.zeros((5, *shape), np.uint8) for shape in ((2, 2), (layers, top_k)))
     with pytest.raises(RuntimeError, match="capture_routes=false") as caught:
-        checked_routes([None, good, bad], [5, 5, 5], routes_config(2, 2, 8))
+        validate_routes([None, good, bad], [5, 5, 5], routes_config(2, 2, 8))
     assert f"{layers} layers and {top_k} experts per token" in str(caught.value)
     assert "has 2 and 2" in str(caught.value)
 
 
 def test_no_completions_have_no_routes():
-    assert checked_routes([], [], routes_config(2, 2, 8)) == []
+    assert validate_routes([], [], routes_config(2, 2, 8)) == []
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -331,7 +336,7 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  
 
 
 def nearest_e4m3(values):
-    """The nearest value of the list, of two equally near ones that with the even code; float64."""
+    """Return the nearest value of the list, of two equally near ones that with the even code; float64."""
     codes = E4M3[:127]  # 0 to 448, ascending
     distance = (values.abs().unsqueeze(-1) - codes).abs()
     near = distance == distance.min(-1, keepdim=True).values  # one code, or two neighbours
@@ -341,7 +346,7 @@ def nearest_e4m3(values):
 
 
 def slow_fp8(weight):
-    """Block by block, of the bfloat16-rounded weight [M, N].
+    """Round block by block, from the bfloat16-rounded weight [M, N].
 
     w / s is taken as w (1 / s), and s as max |w| (1 / 448), all rounded to float32, as in vLLM on a GPU:
     bfloat16 has so few significant bits that about 1 % of all weights lie in the middle of two codes, and
@@ -360,7 +365,7 @@ def slow_fp8(weight):
 
 
 def random_weight(shape, spread, seed=0):
-    """Rows and columns of very different sizes, so that blocks have scales of their own; some zeros."""
+    """Draw rows and columns of very different sizes, so that blocks have scales of their own; some zeros."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) * spread
     weight *= torch.logspace(0, 2, shape[-2]).unsqueeze(-1) * torch.logspace(0, -2, shape[-1])
@@ -415,7 +420,7 @@ ROUNDED = (
 
 
 def rounded_by_hand(named):
-    """{name: tensor} with linear layers and experts through slow_fp8(), fused as in vLLM."""
+    """Return {name: tensor} with linear layers and experts through slow_fp8(), fused as in vLLM."""
     result = dict(named)
     for name, tensor in list(result.items()):
         if tensor.dim() == 3:
@@ -532,7 +537,7 @@ def test_vllm_would_quantise_exactly_what_the_simulation_rounds(kind, engine_of)
                     fp8.Fp8PerBlockOnlineMoEMethod if experts else fp8.Fp8PerBlockOnlineLinearMethod
                 )
                 leaves = ("w13_weight", "w2_weight") if experts else ("weight",)
-                methods |= {vllm_worker.plain_name(f"{name}.{leaf}"): prefix for leaf in leaves}
+                methods |= {rollout.plain_name(f"{name}.{leaf}"): prefix for leaf in leaves}
         return methods
 
     policy = make_policy(kind)
@@ -557,7 +562,7 @@ def in_engine(engine, function):
 
 
 def by_ulps(tensor, steps: dict[int, int]):
-    """A copy with the bits of some elements, by flat index, moved by so many units in the last place."""
+    """Copy a tensor with some elements, by flat index, moved by so many units in the last place."""
     moved = tensor.contiguous().clone()
     bits = moved.view(-1).view({2: torch.int16, 4: torch.int32}[moved.dtype.itemsize])
     for index, count in steps.items():
@@ -586,7 +591,7 @@ def tamper(engine, name: str, steps: dict[int, int]) -> None:
 
 
 def assert_check_fails(engine, named, *parts, count=1):
-    """check_weights() names what differs, and the engine then refuses to sample."""
+    """Assert that check_weights() names what differs, and that the engine then refuses to sample."""
     version = engine.policy_version
     assert version is not None
     with pytest.raises(RuntimeError, match="holds other values than the policy's") as caught:
@@ -646,7 +651,7 @@ def test_one_element_moved_by_one_ulp_in_the_engine_is_found(kind, name, dtype, 
     engine.sync(hf_tensors(policy), 0)
     tamper(engine, name, {17: 1})
     count = None if "embed" in name else 1  # a tied head may count too
-    assert_check_fails(engine, hf_tensors(policy), vllm_worker.plain_name(name) + " (from ", count=count)
+    assert_check_fails(engine, hf_tensors(policy), rollout.plain_name(name) + " (from ", count=count)
     engine.sync(hf_tensors(policy), 1)
     engine.check_weights(hf_tensors(policy))
 
@@ -714,26 +719,24 @@ def test_changes_that_cancel_in_a_sum_are_found(engine_of):
 @pytest.mark.parametrize(("dtype", "integers"), [("float32", torch.int32), ("bfloat16", torch.int16)])
 def test_the_checksum_is_the_sum_and_the_sum_of_squares_of_the_bits(dtype, integers):
     tensor = random_weight((300, 300), 1.0).to(getattr(torch, dtype))
-    assert tensor.numel() > vllm_worker.CHECKSUM_CHUNK and (tensor == 0).any()
+    assert tensor.numel() > rollout.CHECKSUM_CHUNK and (tensor == 0).any()
     bits = torch.where(tensor == 0, 0, tensor).view(integers).flatten().tolist()
     expected = [sum(bits) % 2**64, sum(b * b for b in bits) % 2**64]
-    assert [x % 2**64 for x in vllm_worker.checksum(tensor).tolist()] == expected
+    assert [x % 2**64 for x in rollout.checksum(tensor).tolist()] == expected
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0))
     moved = F.pad(torch.where(tensor == 0, -tensor, tensor).flatten()[order], (5, 70_000))  # -0, padding
-    assert torch.equal(vllm_worker.checksum(moved), vllm_worker.checksum(tensor))
+    assert torch.equal(rollout.checksum(moved), rollout.checksum(tensor))
 
 
-def test_fp8_simulation_is_checked_against_the_rounded_weights(engine_of):
+def test_fp8_simulation_is_checked_against_the_rounded_weights(engine_of, monkeypatch):
     policy, engine = make_policy("moe"), engine_of("moe", fp8="simulate")
     engine.sync(hf_tensors(policy), 0)
     name = "model.layers.1.self_attn.k_proj.weight"
     assert_check_fails(engine, with_one_changed(policy, name, lambda tensor: tensor * 1.5), name)
     engine.sync(hf_tensors(policy), 1)
-    engine.fp8 = "off"
-    try:  # 3 layers of qkv_proj, o_proj, w13 and w2
-        assert_check_fails(engine, hf_tensors(policy), "model.layers.0.self_attn.qkv_proj.weight", count=12)
-    finally:
-        engine.fp8 = "simulate"
+    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"fp8": "off"}))
+    # 3 layers of qkv_proj, o_proj, w13 and w2
+    assert_check_fails(engine, hf_tensors(policy), "model.layers.0.self_attn.qkv_proj.weight", count=12)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -772,14 +775,14 @@ def test_a_sync_that_leaves_a_layer_behind_is_found(engine_of, monkeypatch):
 def test_a_tied_head_with_a_packed_copy_of_the_old_embedding_is_found(engine_of, monkeypatch):
     policy, engine = make_policy("moe"), engine_of("moe")
     engine.sync(hf_tensors(policy), 0)
-    repack = vllm_worker.repack_for_cpu_kernels
+    repack = rollout.repack_for_cpu_kernels
 
     def without_head(model):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model.config, "tie_word_embeddings", False)
             repack(model)
 
-    monkeypatch.setattr(vllm_worker, "repack_for_cpu_kernels", without_head)
+    monkeypatch.setattr(rollout, "repack_for_cpu_kernels", without_head)
     move(policy)
     engine.sync(hf_tensors(policy), 1)
     assert_check_fails(engine, hf_tensors(policy), "lm_head.weight (from model.embed_tokens.weight)")
@@ -815,11 +818,11 @@ def test_fp8_without_its_hardware_is_refused(option, parts, engine_of, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(ValueError, match="8.9 or later, this is an old GPU") as caught:
-        rollout.check_hardware(sleep_level=0, expert_parallel=False, **setting)
+        rollout.check_hardware(RolloutSettings(**setting))
     assert all(part in str(caught.value) for part in parts)
     for capability in ((8, 9), (9, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert rollout.check_hardware(sleep_level=1, expert_parallel=False, **setting) is None
+        assert rollout.check_hardware(RolloutSettings(sleep_level=1, **setting)) is None
 
 
 def test_a_vllm_without_routed_experts_is_refused(engine_of, monkeypatch):
@@ -830,7 +833,7 @@ def test_a_vllm_without_routed_experts_is_refused(engine_of, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rollout.dataclasses, "fields", without)
         with pytest.raises(ValueError, match="rollout.capture_routes=false"):
-            engine_of("moe", sleep_level=0, prefix_caching=False)
+            engine_of("moe", prefix_caching=False)
 
     def failing(message):
         def make(**options):
@@ -898,14 +901,14 @@ def test_scales_that_vllm_makes_itself_are_not_missed_in_a_sync(monkeypatch):
     monkeypatch.setattr(vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext())
     sent = [("o_proj.weight", torch.ones(4, 4)), ("norm.weight", torch.ones(4))]
     worker, _ = fp8_worker_stand_in()
-    assert vllm_worker.load_weights_in_worker(worker, sent, on_cpu=False) == []
+    assert rollout.load_weights_in_worker(worker, sent, on_cpu=False) == []
     worker, _ = fp8_worker_stand_in()
-    assert vllm_worker.load_weights_in_worker(worker, sent[1:], on_cpu=False) == ["o_proj.weight"]
+    assert rollout.load_weights_in_worker(worker, sent[1:], on_cpu=False) == ["o_proj.weight"]
 
 
 def test_checksums_leave_out_what_vllm_quantises_and_only_that():
     worker, model = fp8_worker_stand_in()
     sent = [("o_proj.weight", torch.ones(4, 4)), ("norm.weight", torch.ones(4))]
-    assert vllm_worker.compare_weights_in_worker(worker, sent) == []
+    assert rollout.compare_weights_in_worker(worker, sent) == []
     model.norm.weight.data[2] = 2
-    assert vllm_worker.compare_weights_in_worker(worker, sent) == ["norm.weight (from norm.weight)"]
+    assert rollout.compare_weights_in_worker(worker, sent) == ["norm.weight (from norm.weight)"]

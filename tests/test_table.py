@@ -1,4 +1,4 @@
-"""experiments/report.py against loops over the logs; experiments/run.py with stubs and for real."""
+"""Compare experiments/report.py with loops over the logs; run experiments/run.py with stubs and for real."""
 
 import json
 import math
@@ -19,7 +19,7 @@ import yaml
 from conftest import ROOT
 
 from experiments import report, run
-from experiments.settings import load_config
+from train_rl import load_config
 
 T_975 = {1: 12.7062047364, 2: 4.3026527297, 4: 2.7764451052}  # 97.5 % quantiles of Student's t, from tables
 
@@ -34,27 +34,28 @@ def write_run(
     drop=0,
     **step_keys,
 ) -> Path:
-    """A run folder with an evaluation every second step; `drop` rows are missing at its end."""
+    """Write a run folder with an evaluation every second step, in a row of its own.
+
+    The metrics of the last `drop` steps are missing.
+    """
     folder = root / row / f"seed_{seed}"
     folder.mkdir(parents=True)
     num_steps = 2 * (len(curve) - 1)
     step_keys = {
         "tokens_total": tokens, "gradient_tokens_total": 50.0, "zero_variance_frac": 0.25,
-        "seconds_per_step": 0.5, "reward": 0.5, "grad_norm": 1.0, "inversion_frac": 0.125,
+        "seconds_per_step": 0.5, "score": 0.5, "grad_norm": 1.0, "inversion_frac": 0.125,
     } | step_keys  # fmt: skip
     log, total = [], 0
-    for step in range(num_steps + 1):
-        entry = {"step": step, "generated_tokens": total}
+    for step in range(num_steps + 1 - drop):
         if step > 0:
             own = {name: value(step) if callable(value) else value for name, value in step_keys.items()}
             total += own["tokens_total"]
-            entry |= {"generated_tokens": total} | own
+            log.append({"step": step, "generated_tokens": total} | own)
         if step % 2 == 0:
-            for name in set_names:
-                entry |= {f"eval/{name}/avg_at_8": curve[step // 2], f"eval/{name}/accuracy": 0.5}
-        log.append(entry)
-    lines = [json.dumps(entry) + "\n" for entry in log[: len(log) - drop]]
-    (folder / "metrics.jsonl").write_text("".join(lines))
+            figures = {"avg_at_8": curve[step // 2], "accuracy": 0.5}
+            evaluation = {f"eval/{name}/{leaf}": figures[leaf] for name in set_names for leaf in figures}
+            log.append({"step": step, "generated_tokens": total} | evaluation)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
     write_config(folder, num_steps)
     (folder / "versions.json").write_text('{"python": "3"}')
     return folder
@@ -65,8 +66,30 @@ def write_config(folder: Path, num_steps: int, max_generated_tokens: int | None 
     (folder / "config.yaml").write_text(yaml.safe_dump({"train": train}))
 
 
+def is_evaluation(entry: dict) -> bool:
+    return any(name.startswith("eval/") for name in entry)
+
+
+def write_record(file: Path, *folders: Path) -> Path:
+    """Write the record file of run folders, as the docstring of report.py describes it."""
+    lines = []
+    for folder in folders:
+        log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        tables = {"steps": [], "evaluations": []}
+        for entry in log:
+            tables["evaluations" if is_evaluation(entry) else "steps"].append(entry)
+        record = {"row": folder.parent.name, "seed": int(folder.name.removeprefix("seed_"))}
+        record |= {"commit": "c0ffee", "versions": {"python": "3"}, "settings": {"train.num_steps": 4}}
+        for kind, entries in tables.items():
+            names = {name: None for entry in entries for name in entry}
+            record[kind] = {name: [entry.get(name) for entry in entries] for name in names}
+        lines.append(json.dumps(record) + "\n")
+    file.write_text("".join(lines))
+    return file
+
+
 def make(root: Path, *options: object, capsys) -> tuple[list[dict], str]:
-    """The table as JSON and as printed."""
+    """Return the table as JSON and as printed."""
     file = root.parent / "table.json"
     code = report.main(["--runs", str(root), *map(str, options), "--json", str(file)])
     shown = capsys.readouterr()
@@ -156,9 +179,7 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
     for row, runs in logs.items():
         curves[row] = []
         for log in runs:
-            points = [
-                (r["generated_tokens"], r["eval/additions/avg_at_8"]) for r in log if r["step"] % 2 == 0
-            ]
+            points = [(r["generated_tokens"], r["eval/additions/avg_at_8"]) for r in log if is_evaluation(r)]
             curves[row].append(([p[0] for p in points], [p[1] for p in points]))
             most.append(points[-1][0])
         finals[row] = [values[-1] for _, values in curves[row]]
@@ -196,7 +217,8 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
             seconds.append(sum(r.get("seconds_per_step", 0) for r in log))
         assert entry["gradient_token_share"] == close(statistics.fmean(shares))
         assert entry["seconds"] == close(statistics.fmean(seconds))
-        inverted = [statistics.fmean(r["inversion_frac"] for r in log if r["step"]) for log in logs[row]]
+        steps = [[r for r in log if not is_evaluation(r)] for log in logs[row]]
+        inverted = [statistics.fmean(r["inversion_frac"] for r in entries) for entries in steps]
         assert entry["inversion_rate"] == close(statistics.fmean(inverted))
 
 
@@ -367,33 +389,116 @@ def test_the_export_gives_the_same_table_and_is_small(long_runs, tmp_path, capsy
     write_config(long_runs / "espo" / "seed_9", 200)
     (long_runs / "espo" / "seed_9" / "metrics.jsonl").write_text("")
     (long_runs / "espo" / "seed_0.log").write_text("console")
-    logs = tmp_path / "logs"
-    first = make(long_runs, "--parent", "grpo", "--export", logs, capsys=capsys)
-    assert make(logs, "--parent", "grpo", capsys=capsys) == first
-    for metric in ("avg_at_8", "accuracy"):
-        options = ("--parent", "grpo", "--metric", metric)
-        assert make(logs, *options, capsys=capsys) == make(long_runs, *options, capsys=capsys)
-    again = make(logs, "--parent", "grpo", "--export", tmp_path / "again", capsys=capsys)
-    assert again == first
-    files = sorted(p.relative_to(logs) for p in logs.rglob("*") if p.is_file())
-    names = ("config.yaml", "metrics.jsonl", "versions.json")
-    assert files == [
-        Path(row, f"seed_{s}", name) for row in ("espo", "grpo") for s in (0, 1) for name in names
-    ]
-    for file in files:
-        assert (logs / file).stat().st_size < 50_000
-        assert (logs / file).read_bytes() == (tmp_path / "again" / file).read_bytes()
-    rows = [json.loads(line) for line in (logs / "grpo/seed_0/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(201)), "every step"
-    evaluation = {"eval/additions/avg_at_8", "eval/additions/accuracy"}
-    assert rows[1].keys() == {"step", "generated_tokens", *report.STEP_KEYS, report.INVERSION}
-    assert rows[2].keys() == rows[1].keys() | evaluation
-    assert "not empty" in error_of("--runs", long_runs, "--parent", "grpo", "--export", logs, capsys=capsys)
+    file, again = tmp_path / "runs.jsonl", tmp_path / "again.jsonl"
+    first = make(long_runs, "--parent", "grpo", "--export", file, capsys=capsys)
+    assert make(file, "--parent", "grpo", "--export", again, capsys=capsys) == first
+    assert file.read_bytes() == again.read_bytes()
+    for options in (("--metric", "accuracy"), ("--columns", "row", "mean:score", "step_7:tokens_total")):
+        options = ("--parent", "grpo", *options)
+        assert make(file, *options, capsys=capsys) == make(long_runs, *options, capsys=capsys)
+    assert file.stat().st_size < 150_000
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(r["row"], r["seed"]) for r in records] == [("grpo", 0), ("grpo", 1), ("espo", 0), ("espo", 1)]
+    log = [json.loads(line) for line in (long_runs / "grpo/seed_0/metrics.jsonl").read_text().splitlines()]
+    steps, evaluations = [r for r in log if not is_evaluation(r)], [r for r in log if is_evaluation(r)]
+    names = {"step", "generated_tokens", *report.STEP_KEYS, report.INVERSION, "score"}
+    assert records[0]["steps"] == {name: [row[name] for row in steps] for name in names}, "nothing is rounded"
+    assert records[0]["evaluations"] == {name: [row[name] for row in evaluations] for name in evaluations[0]}
+    error = error_of("--runs", long_runs, "--parent", "grpo", "--export", file, capsys=capsys)
+    assert "is there already" in error
+
+
+def test_an_exported_run_says_how_it_was_made(tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", "grpo", 3, [0.2, 0.5])
+    config = {
+        "train": {"num_steps": 2, "max_generated_tokens": None, "learning_rate": 0.5, "seed": 3},
+        "data": {"train": [{"path": "a.jsonl", "limit": 7, "split": "train"}]},
+        "run": {"dir": "runs/grpo/seed_3", "log_every": 1},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "versions.json").write_text('{"python": "3", "commit": "c0ffee", "dirty": false}')
+    file = tmp_path / "runs.jsonl"
+    make(tmp_path / "runs", "--parent", "grpo", "--export", file, capsys=capsys)
+    record = json.loads(file.read_text())
+    assert (record["row"], record["seed"], record["commit"]) == ("grpo", 3, "c0ffee")
+    assert record["versions"] == {"python": "3", "dirty": False}
+    assert record["settings"] == {
+        "data.train": [{"path": "a.jsonl", "limit": 7}],
+        "train.num_steps": 2,
+        "train.learning_rate": 0.5,
+        "run.log_every": 1,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"trian": {}}))
+    options = ("--runs", tmp_path / "runs", "--parent", "grpo", "--export", tmp_path / "other.jsonl")
+    assert "config.yaml does not fit the settings of this version" in error_of(*options, capsys=capsys)
+
+
+def test_folders_and_records_give_the_same_table_also_together(random_table, tmp_path, capsys):
+    root, _ = random_table
+    folders = sorted(root.glob("*/seed_*/"))
+    both = make(root, "--parent", "grpo", capsys=capsys)
+    assert make(write_record(tmp_path / "a.jsonl", *folders), "--parent", "grpo", capsys=capsys) == both
+    grpo = write_record(tmp_path / "grpo.jsonl", *sorted(root.glob("grpo/seed_*/")))
+    shutil.rmtree(root / "grpo")
+    assert make(root, grpo, "--parent", "grpo", capsys=capsys) == both
+    error = error_of("--runs", grpo, grpo, "--parent", "grpo", capsys=capsys)
+    assert "row grpo, seed 0 is there twice" in error and "grpo.jsonl, line 1" in error
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('{"row"', '{row', "line 2 is not JSON"),
+        ('"row": "grpo"', '"row": null', "line 2: expected a row and a seed"),
+        ('"seed": 1', '"seed": "one"', "line 2: expected a row and a seed"),
+        ('"steps"', '"step"', "line 2: steps must be lists of numbers"),
+        ('"tokens_total": [100, 100]', '"tokens_total": [100]', "tokens_total has 1 values, steps.step 2"),
+        ('"tokens_total": [100, 100]', '"tokens_total": [100, null]', "steps.tokens_total is None, expected"),
+        ('"score": [0.5, 0.5]', '"score": [0.5, "a"]', "line 2: steps.score is 'a', expected"),
+        ('"tokens_total"', '"renamed"', "line 2: steps.tokens_total is missing"),
+        ('"step": [1, 2]', '"step": [1, 3]', "step 3 at 200 generated_tokens cannot follow step 1 at 100"),
+        ('"step": [0, 2]', '"step": [1, 2]', "avg_at_8 is missing at step 0 or at the last step"),
+    ],
+)  # fmt: skip
+def test_wrong_records_are_named_with_file_and_line(old, new, message, tmp_path, capsys):
+    folders = [write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.5]) for seed in (0, 1)]
+    first, second = write_record(tmp_path / "runs.jsonl", *folders).read_text().splitlines()
+    assert old in second
+    (tmp_path / "runs.jsonl").write_text(f"{first}\n{second.replace(old, new, 1)}\n")
+    error = error_of("--runs", tmp_path / "runs.jsonl", "--parent", "grpo", capsys=capsys)
+    assert message in error and str(tmp_path / "runs.jsonl") in error
+
+
+def test_columns_by_name(tmp_path, capsys):
+    root = tmp_path / "runs"
+    for seed in range(2):
+        keys = {"abs_dlogp": lambda step, seed=seed: 0.01 * step + 0.1 * seed, "score": lambda step: 1500.0}
+        write_run(root, "grpo", seed, [0.2, 0.5, 0.6 + 0.1 * seed], **keys)
+        write_run(root, "espo", seed, [0.2, 0.5, 0.4])
+    columns = ("row", "runs", "parent", "mean:abs_dlogp", "max:abs_dlogp", "step_2:abs_dlogp", "mean:score")
+    table, printed = make(root, "--parent", "grpo", "--columns", *columns, capsys=capsys)
+    header = ["row", "each run", "parent", "mean abs_dlogp", "largest abs_dlogp", "abs_dlogp, step 2"]
+    assert cells(printed) == {
+        "row": [*header, "mean score"],
+        "grpo": ["grpo", "0.60, 0.70", "grpo", "0.075", "0.14", "0.07", "1,500"],
+        "espo": ["espo", "0.40, 0.40", "grpo", "n/a", "n/a", "n/a", "0.5"],
+    }
+    assert table[0]["max:abs_dlogp"] == pytest.approx(0.14) and table[1]["max:abs_dlogp"] is None
+
+
+def test_a_metric_that_some_steps_lack(tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5, 0.6], inversion_frac=lambda step: step / 10)
+    edit(folder / "metrics.jsonl", ', "inversion_frac": 0.3', "")  # of step 3: it trained on nothing
+    ((entry,), _) = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
+    assert entry["inversion_rate"] == pytest.approx((0.1 + 0.2 + 0.4) / 3)
+    record = write_record(tmp_path / "runs.jsonl", folder)
+    assert "null" in record.read_text()
+    assert make(record, "--parent", "grpo", capsys=capsys)[0] == [entry]
 
 
 def test_the_plots_are_there_and_small(long_runs, tmp_path, capsys):
     make(long_runs, "--parent", "grpo", "--plot", tmp_path / "curves.png", capsys=capsys)
-    for name in ("curves.png", "curves_cost.png"):
+    for name in ("curves.png", "cost.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
         assert 10_000 < (tmp_path / name).stat().st_size < 200_000
 
@@ -407,7 +512,7 @@ def test_what_is_plotted(tmp_path):
             gradient_tokens_total=lambda step: 10 * (step % 2),
             zero_variance_frac=lambda step: float(step > 10),
         )  # fmt: skip
-    (runs,) = report.read_rows(tmp_path / "runs", None, "avg_at_8").values()
+    (runs,) = report.read_rows([tmp_path / "runs"], None, "avg_at_8").values()
     axes = Figure().subplots()
     report.draw(axes, [(run.tokens, run.values) for run in runs], "grpo")
     ((x, y),) = [line.get_data() for line in axes.lines]
@@ -434,15 +539,15 @@ def edit(file: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('avg_at_8": 0.5', 'avg_at_8": NaN', "line 3: eval/additions/avg_at_8 is nan, expected"),
+        ('avg_at_8": 0.5', 'avg_at_8": NaN', "line 4: eval/additions/avg_at_8 is nan, expected"),
         ('"tokens_total": 100', '"tokens_total": Infinity', "line 2: tokens_total is inf"),
         ('"seconds_per_step": 0.5', '"seconds_per_step": null', "line 2: seconds_per_step is None"),
         ('"zero_variance_frac"', '"renamed"', "line 2: zero_variance_frac is missing"),
         ('{"step": 1,', "{", "line 2: step is missing"),
         ('{"step": 1,', '{"step": 1', "line 2 is not JSON"),
         ('{"step": 1,', '[1]\n{"step": 1,', "line 2: expected an object"),
-        ('{"step": 2,', '{"step": 1,', "line 3: step or generated_tokens goes back"),
-        ('"generated_tokens": 200', '"generated_tokens": 20', "line 3: step or generated_tokens goes back"),
+        ('{"step": 2,', '{"step": 1,', "steps: step 1 at 200 generated_tokens cannot follow step 1 at 100"),
+        ('"generated_tokens": 200', '"generated_tokens": 20', "step 2 at 20 generated_tokens cannot follow"),
         ('"eval/additions/avg_at_8": 0.2, ', "", "avg_at_8 is missing at step 0 or at the last step"),
         ('"eval/additions/avg_at_8": 0.5', '"eval/other/avg_at_8": 0.5', "step 0 lacks eval/other/avg_at_8"),
     ],
@@ -463,8 +568,15 @@ def test_wrong_metrics_are_named_with_file_and_line(old, new, message, tmp_path,
         (("--parent", "grpo", "--parents", "espo"), "--parents espo: expected row=parent"),
         (("--parent", "grpo", "--rows", "grpo", "nothing"), "of nothing; rows in it: espo, grpo"),
         (("--parent", "grpo", "--rows", "espo"), "parent 'grpo' is none of the rows espo"),
-        (("--parent", "grpo", "--metric", "avg_at_4"), "metrics of this file: accuracy, avg_at_8"),
+        (("--parent", "grpo", "--metric", "avg_at_4"), "metrics of this run: accuracy, avg_at_8"),
         (("--parent", "grpo", "--json", "no/such/folder/table.json"), "no/such/folder"),
+        ((), "--runs and --parent are needed"),
+        (("--parent", "grpo", "--columns", "row", "meter"), "--columns meter: none of row, n, metric"),
+        (("--parent", "grpo", "--columns", "median:score"), "expected mean:NAME, max:NAME or step_N:NAME"),
+        (("--parent", "grpo", "--columns", "step_0:score"), "expected mean:NAME, max:NAME or step_N:NAME"),
+        (("--parent", "grpo", "--columns", "mean:scores"), "no run has this metric; there are "),
+        (("--parent", "grpo", "--check"), "--check and --fix stand alone"),
+        (("--parent", "grpo", "--colour"), "unrecognized arguments: --colour"),
     ],
 )
 def test_wrong_options_are_explained(options, message, tmp_path, capsys):
@@ -496,6 +608,152 @@ def test_folders_with_nothing_to_report_are_explained(tmp_path, capsys):
     )
 
 
+# ---- the tables of the docs --------------------------------------------------------------------------------
+COMMENT = """<!-- report: --runs runs.jsonl --parent grpo
+     --columns row n metric minus_parent -->"""
+TABLE = """\
+| row | n | avg_at_8 | minus parent |
+|---|---|---|---|
+| grpo | 2 | 0.5000 | n/a |
+| espo | 2 | 0.7500 | +0.2500 |"""
+
+
+@pytest.fixture
+def document(tmp_path, monkeypatch) -> Path:
+    """A README of two sections beside its record, in a checkout of its own whose tables agree."""
+    root = tmp_path / "checkout"
+    folders = [
+        write_run(tmp_path / "runs", row, seed, [0.2, final + 0.125 * seed])
+        for row, final in (("grpo", 0.4375), ("espo", 0.6875))
+        for seed in range(2)
+    ]
+    (root / "table").mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", root], check=True)
+    write_record(root / "table" / "runs.jsonl", *folders)
+    monkeypatch.setattr(report, "ROOT", root)
+    file = root / "table" / "README.md"
+    file.write_text(f"# A\n\n{COMMENT}\n{TABLE}\n\n# B\n\n{COMMENT}\n\n{TABLE}\n\nThe end.\n")
+    return file
+
+
+def check(capsys, *options: str) -> tuple[int, str, list[str]]:
+    """Return the exit code, the last line, and the problems."""
+    code = report.main([*(options or ["--check"])])
+    shown = capsys.readouterr()
+    return code, (shown.out.splitlines() or [""])[-1], shown.err.splitlines()
+
+
+def test_tables_that_agree_pass(document, capsys):
+    assert check(capsys) == (0, "10 figures of 2 tables checked; all agree with their records", [])
+
+
+def test_a_changed_digit_is_found_and_named_and_mended(document, capsys):
+    right = document.read_text()
+    document.write_text(right.replace("0.7500", "0.7501", 1).replace("+0.2500", "+0.2600", 1))
+    code, last, problems = check(capsys)
+    assert code == 1 and last == "10 figures of 2 tables checked; problems: 2"
+    assert problems == [
+        "table/README.md:3: row espo, column avg_at_8: 0.7501 in the text, 0.7500 in the record",
+        "table/README.md:3: row espo, column minus parent: +0.2600 in the text, +0.2500 in the record",
+    ]
+    assert check(capsys, "--fix") == (0, "10 figures of 2 tables checked; all agree with their records", [])
+    assert document.read_text() == right
+    record = document.with_name("runs.jsonl")
+    edit(record, "0.6875", "0.6885")
+    code, _, problems = check(capsys)
+    assert code == 1 and len(problems) == 4, "two figures of two tables"
+    assert problems[0].endswith("row espo, column avg_at_8: 0.7500 in the text, 0.7505 in the record")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (COMMENT + "\n", "", ":3: a table without a `<!-- report: ... -->` comment"),
+        (COMMENT, "<!-- report: none -->", ":3: `none` needs a reason"),
+        (TABLE, "No table.", ":3: there is no table below the comment; --fix writes it"),
+        ("| grpo | 2 | 0.5000 | n/a |\n", "", ":3: rows are espo in the text, grpo, espo in the record"),
+        ("avg_at_8", "pass@1", ":3: columns are ['row', 'n', 'pass@1', 'minus parent'] in the text"),
+        (
+            "| espo | 2 | 0.7500 | +0.2500 |",
+            "| espo | 2 | 0.7500 |",
+            ":3: row espo has 3 cells in the text, 4",
+        ),
+        ("--columns row", "--columns rows row", ":3: the table cannot be made (ValueError: --columns rows"),
+        ("--parent grpo", "--parent gpro", ":3: the table cannot be made (ValueError: parent 'gpro'"),
+        ("--runs runs.jsonl", "--runs none.jsonl", ":3: the table cannot be made (ValueError: "),
+        ("--runs runs.jsonl", "--json x.json", "unrecognized arguments: --json x.json"),
+        (COMMENT, "<!-- report: module none.such data.json -->", "cannot be made (ModuleNotFoundError"),
+        (COMMENT, "<!-- report: module json -->", "expected `module PACKAGE.MODULE FILE.json`"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_named(old, new, message, document, capsys):
+    edit(document, old, new)
+    code, _, problems = check(capsys)
+    assert code == 1 and len(problems) == 1
+    assert problems[0].startswith("table/README.md:3: ") and message in problems[0]
+
+
+def test_a_table_is_written_below_its_comment(document, capsys):
+    right = document.read_text()
+    edit(document, TABLE + "\n", "")
+    assert check(capsys, "--fix")[0] == 0
+    assert document.read_text() == right
+
+
+def test_tables_that_no_record_makes(document, tmp_path, capsys):
+    bare = f"```\n{COMMENT}\n{TABLE.replace('2', '3')}\n```\n"
+    with document.open("a") as file:
+        file.write(f"{bare}<!-- report: none, typed by hand -->\n{TABLE.replace('2', '3')}\n")
+    (document.parents[1] / "README.md").write_text(f"{TABLE.replace('2', '3')}\n")
+    assert check(capsys) == (0, "10 figures of 2 tables checked; all agree with their records", []), (
+        "code blocks, tables that say why, and tables away from a record"
+    )
+
+
+def test_tables_of_modules(document, tmp_path, monkeypatch, capsys):
+    (tmp_path / "some_bench.py").write_text(
+        "def table_lines(data):\n"
+        "    return ['| rows | s |', '|---|---|', *(f'| {k} | {v:.1f} |' for k, v in data.items())]\n"
+        "def other(data):\n    return table_lines({'sum': sum(data.values())})\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (document.parent / "results").mkdir()
+    (document.parent / "results" / "some.json").write_text('{"a": 1.25, "b": 2.5}')
+    (document.parent / "some.md").write_text(
+        "<!-- report: module some_bench results/some.json -->\n| rows | s |\n|---|---|\n| a | 1.2 |\n"
+        "| b | 2.6 |\n\n<!-- report: module some_bench:other results/some.json -->\n"
+    )
+    code, last, problems = check(capsys)
+    assert code == 1 and last.startswith("12 figures of 3 tables")
+    assert problems == [
+        "table/some.md:1: row b, column s: 2.6 in the text, 2.5 in the record",
+        "table/some.md:7: there is no table below the comment; --fix writes it",
+    ]
+    assert check(capsys, "--fix")[0] == 0
+    assert (document.parent / "some.md").read_text().endswith("| rows | s |\n|---|---|\n| sum | 3.8 |\n")
+    assert check(capsys)[0] == 0
+
+
+def test_documents_that_git_does_not_list(document, tmp_path, monkeypatch, capsys):
+    (document.parents[1] / ".gitignore").write_text("table/ignored.md\n")
+    (document.parent / "ignored.md").write_text(f"{TABLE}\n")
+    assert check(capsys)[0] == 0
+    monkeypatch.setattr(report, "ROOT", tmp_path / "nowhere")
+    assert check(capsys)[0] == 2
+
+
+def test_the_tables_of_this_repository_agree_with_their_records():
+    checked = script("report.py", "--check")
+    assert (checked.returncode, checked.stderr) == (0, ""), checked.stdout + checked.stderr
+
+
+def test_the_report_as_a_module():
+    options = ["--runs", "experiments/carried_completions/runs.jsonl", "--parent", "ahead"]
+    command = [sys.executable, "-m", "experiments.report", *options]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert shown.stdout == script("report.py", *options).stdout and shown.stdout.startswith("| row |")
+
+
 # ---- run.py with stubs in place of training ----------------------------------------------------------------
 STUB = """
 import json, sys, time, pathlib
@@ -520,11 +778,10 @@ def stub_command(one: run.Run, ranks: int) -> list[str]:
 def table(tmp_path, monkeypatch):
     """Rows a, b and bad, and a function that runs run.py on them with stubs."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(run, "command", stub_command)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for name, rate in (("a", 1e-4), ("b", 2e-4), ("bad", 3e-4)):
-        text = f"base: {ROOT}/experiments/tiny/grpo.yaml\ntrain: {{learning_rate: {rate}}}\n"
+        text = f"base: {ROOT}/experiments/environments/tiny.yaml\ntrain: {{learning_rate: {rate}}}\n"
         (tmp_path / f"{name}.yaml").write_text(text)
 
     def start(rows: str, seeds: str, *options: object) -> int:
@@ -606,6 +863,7 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(table, tmp_path, caps
     assert "boom" in log.read_text()
 
 
+@pytest.mark.slow
 def test_the_end_of_a_log_is_what_the_rank_said_not_torchrun(tmp_path):
     log = tmp_path / "seed_0.log"
     code = "import sys; [print(i) for i in range(50)]; sys.exit('the reason')"
@@ -636,25 +894,71 @@ def test_as_many_run_at_once_as_asked_for(table, tmp_path):
 def test_the_commands_of_a_dry_run(table, tmp_path, monkeypatch, capsys):
     monkeypatch.undo()
     monkeypatch.chdir(ROOT / "experiments")  # paths are the user's, not the root's
-    options = [
-        "--rows",
-        "tiny/grpo.yaml",
-        "tiny/demo.yaml",
-        "--seeds",
-        "3",
-        "--out",
-        "../runs/none",
-        "--dry-run",
-    ]
+    rows = ["--rows", "environments/tiny.yaml", "environments/demo.yaml"]
+    options = [*rows, "--seeds", "3", "--out", "../runs/none", "--dry-run"]
     assert run.main([*options, "--ranks", "2", "train.num_steps=2"]) == 0
     first, second = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert first == [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train_rl.py",
-        "--config", "experiments/tiny/grpo.yaml", "run.dir=runs/none/grpo/seed_3", "train.seed=3",
+        "--config", "experiments/environments/tiny.yaml", "run.dir=runs/none/tiny/seed_3", "train.seed=3",
         "model.ep_size=2", "train.num_steps=2",
     ]  # fmt: skip
     assert "run.dir=runs/none/demo/seed_3" in second
     assert not (ROOT / "runs" / "none").exists()
+
+
+# ---- changed copies of train_rl.py -------------------------------------------------------------------------
+def write_copy(file: Path) -> Path:
+    """Write a copy of train_rl.py with one more setting, which it prints as it starts."""
+    source = (ROOT / "train_rl.py").read_text()
+    field = '    seed: int = setting(0, "seed of prompt order and sampling", ge=0)\n'
+    line = "    run = set_up(config)\n"
+    assert source.count(field) == source.count(line) == 1
+    source = source.replace(field, field + '    greeting: str = setting("hello", "what it says")\n')
+    file.write_text(source.replace(line, '    print("it says", config.train.greeting, flush=True)\n' + line))
+    return file
+
+
+def test_a_copy_has_settings_of_its_own(table, tmp_path, monkeypatch, capsys):
+    copy = write_copy(tmp_path / "mine.py")
+    assert table("a", "0", "train.greeting=hi") == 2
+    assert "train.greeting: unknown setting" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)  # the path of the script is the user's, too
+    options = ["--rows", "a.yaml", "--seeds", "0", "--out", "out", "--dry-run", "--script", "mine.py"]
+    assert run.main([*options, "train.greeting=hi"]) == 0
+    planned = capsys.readouterr().out
+    assert planned.startswith("PYTHONPATH=. ") and f" {copy} --config {tmp_path}/a.yaml " in planned
+    assert "train.greeting=hi" in planned
+    assert run.main([*options, "train.greetings=hi"]) == 2
+    assert "did you mean train.greeting?" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_script_made_is_refused(table, tmp_path, capsys):
+    assert table("a", "0") == 0
+    folder = tmp_path / "out" / "a" / "seed_0"
+    for script, code in (("train_rl.py", 0), ("mine.py", 2)):
+        (folder / "versions.json").write_text(json.dumps({"script": script}))
+        capsys.readouterr()
+        assert table("a", "0") == code
+    assert f"{folder}: --script mine.py -> train_rl.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.py", None, "none.py is no Python file"),
+        ("notes.txt", "notes", "notes.txt is no Python file"),
+        ("other.py", "x = 1\n", "other.py has no Config and load_config(), it is no copy of train_rl.py"),
+    ],
+)
+def test_a_script_that_cannot_be_one_is_a_clear_error(name, content, message, table, tmp_path, capsys):
+    if content:
+        (tmp_path / name).write_text(content)
+    assert table("a", "0", "--script", tmp_path / name) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --script: ") and shown.endswith(f"{message}\n")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -693,13 +997,14 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path):
     pids = tmp_path / "pids"
     rows = [str(tmp_path / f"{name}.yaml") for name in ("a", "b", "bad")]
     argv = ["--rows", *rows, "--seeds", "0", "--out", str(tmp_path / "out"), "--jobs", "2"]
     code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from experiments import run; run.GRACE_S = 1.0\n"
+        "import sys; from experiments import run; run.GRACE_S = 1.0\n"
         f"run.command = lambda one, ranks: [sys.executable, '-c', {STUBBORN!r}, {str(pids)!r}]\n"
         f"sys.exit(run.main({argv!r}))"
     )
@@ -733,28 +1038,36 @@ def script(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
-def test_two_rows_from_training_to_the_table(tmp_path):
-    build = subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, capture_output=True, timeout=600)
-    assert build.returncode == 0
+@pytest.mark.slow
+def test_two_rows_from_training_to_the_table(demo_model, tmp_path):
+    """A changed copy of train_rl.py trains them; it lies elsewhere, and its settings are checked with it."""
+    copy = write_copy(tmp_path / "mine.py")
     for name, group_size in (("grpo", 4), ("wide", 8)):
-        text = f"base: {ROOT}/experiments/tiny/grpo.yaml\nrollout: {{group_size: {group_size}}}\n"
+        text = f"base: {ROOT}/experiments/environments/tiny.yaml\nrollout: {{group_size: {group_size}}}\n"
         (tmp_path / f"{name}.yaml").write_text(text)
     out, sets = tmp_path / "out", "[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]"
     rows = ["--rows", tmp_path / "grpo.yaml", tmp_path / "wide.yaml", "--seeds", 0, "--out", out]
+    rows += ["--script", copy, "train.greeting=welcome"]
     small = ["train.num_steps=2", "rollout.prompts_per_step=8", "eval.every=1", f"data.eval={sets}"]
     trained = script("run.py", *rows, *small)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert "grpo seed 0: " in trained.stdout and "wide seed 0: " in trained.stdout
     assert "avg_at_8 0." in trained.stdout
+    for name in ("grpo", "wide"):
+        assert "it says welcome" in (out / name / "seed_0.log").read_text()
+        folder = out / name / "seed_0"
+        assert (folder / "source" / "mine.py").read_text() == copy.read_text()
+        assert json.loads((folder / "versions.json").read_text())["script"] == "mine.py"
+        assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["greeting"] == "welcome"
     summary = json.loads((out / "wide" / "seed_0" / "summary.json").read_text())
     again = script("run.py", *rows, *small)
     assert (again.returncode, again.stdout) == (0, "2 of 2 runs are finished already\n"), again.stderr
     refused = script("run.py", *rows, *small[1:])
     assert refused.returncode == 2 and "train.num_steps 2 -> 200" in refused.stderr
 
-    first = script("report.py", "--runs", out, "--parent", "grpo", "--export", tmp_path / "logs")
+    first = script("report.py", "--runs", out, "--parent", "grpo", "--export", tmp_path / "runs.jsonl")
     assert first.returncode == 0, first.stderr
-    second = script("report.py", "--runs", tmp_path / "logs", "--parent", "grpo")
+    second = script("report.py", "--runs", tmp_path / "runs.jsonl", "--parent", "grpo")
     assert (second.returncode, second.stdout) == (0, first.stdout)
     line = cells(first.stdout)["wide"]
     assert float(line[2]) == pytest.approx(summary["avg_at_8_after"], abs=1e-4)

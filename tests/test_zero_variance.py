@@ -15,13 +15,9 @@ are in standard errors: 4.5 of them happen once in 150000 by chance, and all ran
 import itertools
 import json
 import math
-import pickle
 import random
 import shutil
 import statistics
-import subprocess
-import sys
-import threading
 from collections import Counter
 
 import numpy as np
@@ -31,91 +27,37 @@ import scipy.integrate
 import scipy.special
 import scipy.stats
 import torch
-import torch.distributed as dist
-from conftest import ROOT, save_small_moe, torchrun
-from test_run import SMALL, assert_same_run, train
-from zero_variance_worker import (
-    SMALLEST_TRAINING_SET,
-    completion_of,
-    fake_generate,
-    group_with,
+from conftest import SMALL, save_small_moe, train
+from helpers import (
+    FakeRanks,
+    RankSuite,
+    assert_same_run,
     hashed_answer,
-    length_ahead,
+    make_completion,
+    make_config,
+    make_group,
+    make_prompts,
+    make_rollouts,
     no_history,
-    prompts_of,
-    sample_steps,
-    verdict_of,
+    parameter_distance,
+    steps_of,
 )
+from rank_worker import sample_steps
 
 import train_rl
-from data.history import prob_all
+from data.history import PromptHistory, prob_all
 from data.prompts import OfflineScore
-from experiments.settings import load_config
+from data.stream import prompts_of_step, seed_of
 from reward import Verdict
+from runtime.metrics import batch_metrics, prompt_account, reduce_metrics, rollout_metrics
 
 Z_BOUND = 4.5
 
 
-class FakeRanks:
-    """What sampling uses of torch.distributed, and exchange(), for threads of this process."""
-
-    def __init__(self, world_size: int):
-        self.barrier, self.slots = threading.Barrier(world_size), [None] * world_size
-        self.local = threading.local()
-
-    def get_rank(self) -> int:
-        return getattr(self.local, "rank", 0)
-
-    def get_world_size(self) -> int:
-        return len(self.slots)
-
-    def all_gather_object(self, everyone: list, item) -> None:
-        self.slots[self.get_rank()] = pickle.dumps(item)  # what arrives is a copy, as between processes
-        self.barrier.wait(20)
-        everyone[:] = [pickle.loads(slot) for slot in self.slots]
-        self.barrier.wait(20)
-
-    def exchange(self, parcels: list[list]) -> list:
-        """What stays is first and no copy; what comes is in the order of the ranks."""
-        everyone, rank = [None] * len(self.slots), self.get_rank()
-        assert len(parcels) == len(self.slots)
-        self.all_gather_object(everyone, parcels)
-        return parcels[rank] + sum((sent[rank] for r, sent in enumerate(everyone) if r != rank), [])
-
-    def run(self, function) -> list:
-        """function(rank) on every rank; the list of what they return."""
-        results, errors = [None] * len(self.slots), []
-
-        def work(rank: int) -> None:
-            self.local.rank = rank
-            try:
-                results[rank] = function(rank)
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.slots))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-            raise error
-        return results
-
-
 @pytest.fixture
 def ranks(monkeypatch):
-    """ranks(N): from now on, torch.distributed and train_rl.exchange() are N FakeRanks."""
-
-    def start(world_size: int) -> FakeRanks:
-        fake = FakeRanks(world_size)
-        for name in ("get_rank", "get_world_size", "all_gather_object"):
-            monkeypatch.setattr(dist, name, getattr(fake, name))
-        monkeypatch.setattr(train_rl, "exchange", fake.exchange)
-        return fake
-
-    return start
+    """ranks(N): from now on, torch.distributed are N threads of this process."""
+    return lambda world_size: FakeRanks(world_size).install(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -124,33 +66,36 @@ def one_rank(ranks):
 
 
 def config_of(**settings) -> train_rl.Config:
-    """Settings of section `zero_variance`, or named section__key."""
-    names = {key: key.replace("__", ".") if "__" in key else f"zero_variance.{key}" for key in settings}
-    return load_config([SMALLEST_TRAINING_SET, *(f"{names[k]}={v}" for k, v in settings.items())])
+    """Make settings of section `zero_variance`, or named section__key."""
+    return make_config(section="zero_variance", **settings)
 
 
-def history_of(*records: tuple[float, float, int]) -> train_rl.PromptHistory:
-    """A record of one prompt for each (solved, tried, last step)."""
+def skip_prob(history: PromptHistory, prompt: int, step: int, config: train_rl.Config) -> float:
+    names = ("prior", "retest_steps", "explore_solved", "explore_unsolved")
+    settings = {name: getattr(config.zero_variance, name) for name in names}
+    return history.skip_prob(prompt, step, config.rollout.group_size, **settings)
+
+
+def history_of(*records: tuple[float, float, int]) -> PromptHistory:
+    """Make a record of one prompt for each (solved, tried, last step)."""
     solved, tried, last_step = zip(*records)
     doubles = [torch.tensor(values, dtype=torch.float64) for values in (solved, tried, [1.0] * len(tried))]
-    return train_rl.PromptHistory(*doubles, torch.tensor(last_step))
+    return PromptHistory(*doubles, torch.tensor(last_step))
 
 
-def group_of(*rights: bool | None, place: int = 0, shares=None, length: int = 4) -> train_rl.Group:
-    shares = shares or [None] * len(rights)
-    verdicts = [verdict_of(right, share) for right, share in zip(rights, shares)]
-    return group_with(place, place, [completion_of(length) for _ in rights], verdicts)
+def group_of(*rights: bool | None, slot: int = 0, shares=None, length: int = 4) -> train_rl.Group:
+    return make_group(slot, slot, [length] * len(rights), rights, shares)
 
 
-def outcomes_of(groups, dense: bool = False) -> dict[int, train_rl.Outcome]:
-    return {group.place: group.outcome(dense) for group in groups}
+def outcomes_of(groups, dense: bool = False) -> dict[int, train_rl.GroupOutcome]:
+    return {group.slot: group.outcome(dense) for group in groups}
 
 
 # ---- formulas ----------------------------------------------------------------------------------------------
 
 
 def moment(hits: float, misses: float, power: int, prior: float) -> float:
-    """E[p^power] under Beta(hits + prior, misses + prior), by quadrature.
+    """Return E[p^power] under Beta(hits + prior, misses + prior), by quadrature.
 
     The weight x^(a-1) (1-x)^(b-1), infinite at the ends, is the quadrature's own.
     """
@@ -195,10 +140,10 @@ def test_skip_prob_is_the_posterior_probability_of_zero_variance(hits, misses, g
     history = history_of((hits, hits + misses, 3))
     for prior, solved, unsolved in itertools.product((0.2, 0.5), (0.0, 0.1, 1.0), (0.0, 0.5, 1.0)):
         explore = {"explore_solved": solved, "explore_unsolved": unsolved}
-        settings = config_of(history=True, prior=prior, **explore).zero_variance
+        config = config_of(history=True, prior=prior, **explore, rollout__group_size=group_size)
         beta = scipy.stats.betabinom(group_size, hits + prior, misses + prior)
         expected = min(beta.pmf(group_size), 1 - solved) + min(beta.pmf(0), 1 - unsolved)
-        actual = history.skip_prob(0, 4, group_size, settings)
+        actual = skip_prob(history, 0, 4, config)
         assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
         assert 0 <= actual <= 1
 
@@ -208,20 +153,18 @@ def test_exploration_bounds_the_skipping_of_certain_prompts():
     history = history_of((1e6, 1e6, 0), (0, 1e6, 0))
     for explore in (0.0, 0.1, 0.5, 1.0):
         for name, prompt in (("explore_solved", 0), ("explore_unsolved", 1)):
-            settings = config_of(history=True, **{name: explore}).zero_variance
-            actual = history.skip_prob(prompt, 1, 8, settings)
+            actual = skip_prob(history, prompt, 1, config_of(history=True, **{name: explore}))
             assert actual == pytest.approx(1 - explore, abs=1e-4) and actual <= 1 - explore + 1e-12
 
 
 def test_skip_prob_is_zero_for_prompts_that_were_never_tried_or_are_due():
     history = history_of((0, 1000, 7), (0, 0, -1))
-    settings = config_of(history=True, retest_steps=5, explore_unsolved=0.3).zero_variance
-    assert [history.skip_prob(0, step, 8, settings) for step in (7, 11)] == [pytest.approx(0.7)] * 2
-    assert [history.skip_prob(0, step, 8, settings) for step in (12, 13, 100)] == [0.0] * 3
-    never_forced = config_of(history=True, retest_steps=0, explore_unsolved=0.3).zero_variance
-    assert history.skip_prob(0, 10**6, 8, never_forced) == pytest.approx(0.7)
-    assert history.skip_prob(1, 3, 8, never_forced) == 0.0
-    assert history.skip_prob(0, 8, 8, config_of(retest_steps=0).zero_variance) == 0.0  # history is off
+    config = config_of(history=True, retest_steps=5, explore_unsolved=0.3)
+    assert [skip_prob(history, 0, step, config) for step in (7, 11)] == [pytest.approx(0.7)] * 2
+    assert [skip_prob(history, 0, step, config) for step in (12, 13, 100)] == [0.0] * 3
+    never_forced = config_of(history=True, retest_steps=0, explore_unsolved=0.3)
+    assert skip_prob(history, 0, 10**6, never_forced) == pytest.approx(0.7)
+    assert skip_prob(history, 1, 3, never_forced) == 0.0
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.5, 1.0])
@@ -232,8 +175,7 @@ def test_the_record_is_a_sum_of_visits_that_count_less_the_older_they_are(decay)
     for step in range(40):
         for i in rng.sample(range(4), 2):  # prompt 4 is never tried
             rights = [rng.choice([True, False, None]) for _ in range(rng.choice([1, 2, 6]))]
-            group = group_with(step, i, [completion_of(rng.randint(0, 9)) for _ in rights])
-            group.verdicts = [verdict_of(right) for right in rights]
+            group = make_group(step, i, [rng.randint(0, 9) for _ in rights], rights)
             history.update([group.outcome(False)], step, decay)
             if any(right is not None for right in rights):
                 visits[i].append((step, rights, [len(c.token_ids) for c in group.completions]))
@@ -252,18 +194,18 @@ def test_the_record_is_a_sum_of_visits_that_count_less_the_older_they_are(decay)
 def test_an_offline_pass_rate_is_a_visit_and_none_is_not():
     """From the first step on: a prompt that a smaller model never solves is skipped and its probe stopped."""
     scores = [OfflineScore(0.0, 3.5), None, OfflineScore(0.25, 4.0), OfflineScore(1.0, 0.5)]
-    history = train_rl.PromptHistory.from_offline(scores, 8)
-    settings = config_of(history=True, explore_solved=0.0, explore_unsolved=0.0, retest_steps=5).zero_variance
+    history = PromptHistory.from_offline(scores, 8)
+    config = config_of(history=True, explore_solved=0.0, explore_unsolved=0.0, retest_steps=5)
     assert history.tried.tolist() == [8, 0, 8, 8] and history.solved.tolist() == [0, 0, 2, 8]
     assert history.last_step.tolist() == [0, -1, 0, 0] and history.mean_tokens.tolist() == [3.5, 0, 4, 0.5]
     assert {t.dtype for t in (history.tried, history.solved, history.mean_tokens)} == {torch.float64}
     beta = [scipy.stats.betabinom(8, 8 * rate + 0.2, 8 - 8 * rate + 0.2) for rate in (0.0, 0.25, 1.0)]
     expected = [b.pmf(0) + b.pmf(8) for b in beta]
-    assert [history.skip_prob(i, 4, 8, settings) for i in (0, 2, 3)] == pytest.approx(expected)
-    assert history.skip_prob(1, 4, 8, settings) == 0.0 == history.skip_prob(0, 5, 8, settings)
-    history.update([group_of(True, True, False, place=2).outcome(False)], 3, 0.5)
+    assert [skip_prob(history, i, 4, config) for i in (0, 2, 3)] == pytest.approx(expected)
+    assert skip_prob(history, 1, 4, config) == 0.0 == skip_prob(history, 0, 5, config)
+    history.update([group_of(True, True, False, slot=2).outcome(False)], 3, 0.5)
     assert history.solved[2] == 2 / 2 + 2 and history.tried[2] == 8 / 2 + 3
-    probes = [group_of(False, False, place=place).outcome(False) for place in (0, 1)]
+    probes = [group_of(False, False, slot=slot).outcome(False) for slot in (0, 1)]
     known, unknown = (history.zero_variance_after(probe, 8, 0.2) for probe in probes)
     assert known == pytest.approx(moment(8, 0, 8, 0.2) / moment(8, 0, 2, 0.2), rel=1e-5) and known > unknown
 
@@ -313,25 +255,23 @@ def test_variance_is_of_two_valid_verdicts_of_the_correctness_part():
     alike = group_of(False, False, shares=[0.5, 0.5 + 5e-7])
     assert not variance(alike, True), "a difference of a rounding error is none"
     assert variance(group_of(False, False, shares=[0.5, 0.5 + 2e-6]), True)
-    failed = group_with(0, 0, [completion_of(1)] * 2, [Verdict(0.0, "error"), Verdict(1.0, "ok")])
+    failed = train_rl.Group(0, 0, [make_completion(1)] * 2, [Verdict(0.0, "error"), Verdict(1.0, "ok")])
     assert not variance(failed)
 
 
 def test_an_outcome_counts_what_is_in_the_group():
-    group = group_with(3, 7, [completion_of(n) for n in (2, 0, 5, 1)])
-    shares = ((True, None), (None, 0), (False, 0.25), (False, 0))
-    group.verdicts = [verdict_of(right, share) for right, share in shares]
-    assert group.outcome(True) == train_rl.Outcome(3, 7, 1, 3, 1.25, 8, 4, True)
-    assert group.outcome(False) == train_rl.Outcome(3, 7, 1, 3, 1.0, 8, 4, True)
+    group = make_group(3, 7, (2, 0, 5, 1), (True, None, False, False), (None, 0, 0.25, 0))
+    assert group.outcome(True) == train_rl.GroupOutcome(3, 7, 1, 3, 1.25, 8, 4, True)
+    assert group.outcome(False) == train_rl.GroupOutcome(3, 7, 1, 3, 1.0, 8, 4, True)
 
 
 # ---- the description, written a second time ----------------------------------------------------------------
 
 
 class Described:
-    """The stages 1b and 1c and the contrasts as they are described, one step at a time on one rank.
+    """Does the stages 1b and 1c and the contrasts as they are described, one step at a time on one rank.
 
-    order(n), draw(n): prompt and uniform number of offer n. answer(prompt, step, place, sample): True, False,
+    order(n), draw(n): prompt and uniform number of offer n. answer(prompt, step, slot, sample): True, False,
     or None for a verdict that did not come. A prompt's record is the list of its visits; an offline pass rate
     is a visit of group_size verdicts at step 0.
     """
@@ -347,7 +287,7 @@ class Described:
         self.next_offer, self.step_number = 0, 0
 
     def record(self, prompt: int) -> tuple[float, float]:
-        """Right and wrong verdicts, each visit weighing history_decay of the one after it."""
+        """Return right and wrong verdicts, each visit weighing history_decay of the one after it."""
         right, wrong, weight = 0.0, 0.0, 1.0
         for _, num_right, num_wrong in reversed(self.visits[prompt]):
             right, wrong = right + weight * num_right, wrong + weight * num_wrong
@@ -370,7 +310,7 @@ class Described:
         return draw < solved + unsolved
 
     def take_prompt(self, offers_left: list[int], tally: Counter) -> int:
-        """The next prompt that is not skipped; after an epoch of offers in a round, whichever is next."""
+        """Return the next prompt not skipped, after an epoch of offers in a round whichever is next."""
         while True:
             prompt, draw = self.order(self.next_offer), self.draw(self.next_offer)
             self.next_offer += 1
@@ -390,7 +330,7 @@ class Described:
         return self.prob_alike(one + num, other, rest) < self.settings.probe_stop_prob
 
     def step(self) -> tuple[list[tuple[int, list]], Counter]:
-        """Prompts with their verdicts in the order they were taken, and what happened."""
+        """Return prompts with their verdicts in the order they were taken, and what happened."""
         settings, rollout = self.settings, self.config.rollout
         size, first = rollout.group_size, settings.probe_size or rollout.group_size
         groups: list[tuple[int, list]] = []
@@ -400,10 +340,10 @@ class Described:
             tally["refilled"] += new if groups else 0
             offers_left, fresh = [self.num_prompts], range(len(groups), len(groups) + new)
             groups += [(self.take_prompt(offers_left, tally), []) for _ in fresh]
-            for place, until in [(p, size) for p in going_on] + [(p, first) for p in fresh]:
-                prompt, verdicts = groups[place]
+            for slot, until in [(p, size) for p in going_on] + [(p, first) for p in fresh]:
+                prompt, verdicts = groups[slot]
                 while len(verdicts) < until:
-                    verdicts.append(self.answer(prompt, self.step_number, place, len(verdicts)))
+                    verdicts.append(self.answer(prompt, self.step_number, slot, len(verdicts)))
             going_on = [p for p in fresh if first < size and self.goes_on(*groups[p])]
             new = 0
             if tally["rounds"] < settings.max_rounds and settings.refill:
@@ -424,20 +364,16 @@ class Described:
 
 
 class Real:
-    """sample_groups() with its record, behind the interface of Described.step()."""
+    """Does sample_step() with its record, behind the interface of Described.step()."""
 
     def __init__(self, offline: list[float | None], config: train_rl.Config, answer):
-        self.config, self.answer, self.state = config, answer, train_rl.TrainState()
+        self.config, self.state = config, train_rl.TrainState()
         scores = [None if rate is None else OfflineScore(rate, 3.0) for rate in offline]
-        self.history = train_rl.PromptHistory.from_offline(scores, config.rollout.group_size)
-        self.prompts = prompts_of(len(offline))
+        self.history = PromptHistory.from_offline(scores, config.rollout.group_size)
+        self.rollouts = make_rollouts(config, lambda *where: (answer(*where), 3), len(offline))
 
     def step(self) -> tuple[list[tuple[int, list]], Counter]:
-        answer = lambda *given: (self.answer(*given), 3)
-        generate = fake_generate(self.state, answer)
-        groups, outcomes, account = train_rl.sample_groups(
-            generate, length_ahead(self.state, answer), self.state, self.history, self.prompts, self.config
-        )
+        groups, outcomes, account = self.rollouts.sample_step(self.state, self.history)
         self.history.update(list(outcomes.values()), self.state.step, self.config.zero_variance.history_decay)
         self.state.step += 1
         tally = Counter({name: count for name, count in account.items() if name != "probed"})
@@ -449,8 +385,10 @@ class Real:
 
 
 def random_settings(rng: random.Random) -> tuple[int, dict]:
-    """A number of prompts and settings of all stages, also odd ones. Thresholds are off round numbers: no
-    probability may lie on one, where rounding decides."""
+    """Draw a number of prompts and settings of all stages, also odd ones.
+
+    Thresholds are off round numbers: no probability may lie on one, where rounding decides.
+    """
     group_size = rng.choice([1, 2, 3, 4, 6, 8])
     drop = rng.random() < 0.5
     settings = {
@@ -476,8 +414,8 @@ def test_every_choice_is_that_of_the_description(seed):
     hashed = hashed_answer(rates, seed, timeout_prob=rng.choice([0.0, 0.0, 0.2, 0.7]))
     answer = lambda *given: hashed(*given)[0]
     offer_seed = config.train.seed
-    draw = lambda n: random.Random(train_rl.seed_of(offer_seed, "skip", n)).random()
-    order = lambda n: train_rl.prompts_of_step(num_prompts, n + 1, 0, offer_seed)[n]
+    draw = lambda n: random.Random(seed_of(offer_seed, "skip", n)).random()
+    order = lambda n: prompts_of_step(num_prompts, n + 1, 0, offer_seed)[n]
     offline = [rng.choice([None, rate, 0.5]) if rng.random() < 0.5 else None for rate in rates]
     described, real = Described(offline, config, order, draw, answer), Real(offline, config, answer)
     for _ in range(12):
@@ -501,25 +439,26 @@ BIMODAL = [0.0] * 24 + [1.0] * 24 + np.random.default_rng(1).beta(1, 2, size=48)
 
 
 def own_random_numbers(seed: int, rates: list[float]):
-    """Order, draws and verdicts of numpy, none of them shared with the code under test."""
+    """Draw order, offers and verdicts from numpy, none of them shared with the code under test."""
     rng, epochs = np.random.default_rng(seed), {}
 
     def order(n: int) -> int:
-        epoch, place = divmod(n, len(rates))
+        epoch, number = divmod(n, len(rates))
         if epoch not in epochs:
             epochs[epoch] = rng.permutation(len(rates))
-        return int(epochs[epoch][place])
+        return int(epochs[epoch][number])
 
     return order, lambda n: rng.random(), lambda prompt, *where: bool(rng.random() < rates[prompt])
 
 
 def assert_same_mean(one: list[float], other: list[float], what: str) -> None:
-    """Two samples of independent replicates, compared by their standard errors."""
+    """Compare two samples of independent replicates by their standard errors."""
     difference = statistics.mean(one) - statistics.mean(other)
     error = math.sqrt(statistics.variance(one) / len(one) + statistics.variance(other) / len(other))
     assert abs(difference) <= Z_BOUND * error, f"{what}: {difference:.4f}, standard error {error:.4f}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_second_simulation_gives_the_same_statistics(mode):
     """25 runs of 20 steps of 8 prompts, of the code and of the description with other random numbers."""
@@ -543,7 +482,7 @@ def prob_varied(rate: float, num: int) -> float:
 
 
 def useful_share(rates: list[float], group_size: int, probe: int = 0) -> float:
-    """Share of completions in groups with variance: the closed forms above, over many prompts."""
+    """Return the share of completions in groups with variance: the closed forms above, over many prompts."""
     if not probe:
         return statistics.mean(prob_varied(p, group_size) for p in rates)
     goes_on = statistics.mean(prob_varied(p, probe) for p in rates)
@@ -560,7 +499,7 @@ def run_many(rates: list[float], num_steps: int, **settings) -> list[tuple[list,
 
 
 def assert_share(steps, expected: float) -> float:
-    """Useful completions over sampled ones; the standard error is that of a ratio of sums over steps."""
+    """Check useful completions over sampled ones; the standard error is of a ratio of sums over steps."""
     useful, sampled = ([tally[name] for _, tally in steps] for name in ("useful", "completions"))
     share = sum(useful) / sum(sampled)
     residuals = [u - expected * s for u, s in zip(useful, sampled)]
@@ -570,6 +509,7 @@ def assert_share(steps, expected: float) -> float:
     return share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rates", [BIMODAL, [0.1] * 50, [0.5] * 50], ids=["bimodal", "0.1", "0.5"])
 @pytest.mark.parametrize("probe", [0, 1, 4])
 def test_useful_share_is_the_closed_form(rates, probe):
@@ -608,6 +548,7 @@ def test_probing_gains_where_many_prompts_are_certain():
 LEVELS = [0.0, 0.03, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probe, power", [(0, 8), (4, 4), (2, 2)])
 def test_what_is_trained_on_is_biased_to_middling_prompts_as_the_closed_form_says(probe, power):
     """Of the prompts sampled at p, a share w(p), with probing c(p), is trained on: binomial at each of 8 pass
@@ -667,7 +608,7 @@ def test_a_prompt_that_looks_certain_is_sampled_again_after_a_geometric_number_o
     consumed, found, tries = 0, {}, Counter()
     while len(found) < num_prompts:
         (prompt,), offered = train_rl.choose_prompts(1, consumed, history, step, config)
-        tries.update(train_rl.prompts_of_step(num_prompts, offered, consumed, config.train.seed))
+        tries.update(prompts_of_step(num_prompts, offered, consumed, config.train.seed))
         consumed += offered
         found.setdefault(prompt, tries[prompt])
     bins = 8
@@ -695,10 +636,10 @@ def test_a_prompt_that_comes_into_reach_is_found_and_none_is_lost(retest_steps, 
     )  # fmt: skip
     real = Real([None] * num_prompts, config, own_random_numbers(3, rates)[2])
     history, visits, skipped = real.history, {i: [] for i in range(num_prompts)}, Counter()
-    skip_prob = lambda i: history.skip_prob(i, int(history.last_step[i]) + 1, 8, config.zero_variance)
+    chance = lambda i: skip_prob(history, i, int(history.last_step[i]) + 1, config)
     for step in range(num_steps):
         if step == change:
-            looks_hopeless = statistics.mean(map(skip_prob, range(16)))
+            looks_hopeless = statistics.mean(map(chance, range(16)))
             rates[:16] = [0.5] * 16
         groups, tally = real.step()
         skipped[step >= change] += tally["skipped"]
@@ -711,7 +652,7 @@ def test_a_prompt_that_comes_into_reach_is_found_and_none_is_lost(retest_steps, 
         assert max(waits) <= longest_wait, f"prompt {prompt}"
         if prompt < 16:
             assert sum(step >= change for step in steps) >= 2, f"prompt {prompt}"
-            assert skip_prob(prompt) < 0.35, f"prompt {prompt} is found and still looks hopeless"
+            assert chance(prompt) < 0.35, f"prompt {prompt} is found and still looks hopeless"
 
 
 # ---- refill, budget ----------------------------------------------------------------------------------------
@@ -738,11 +679,10 @@ def test_refill_reaches_its_number_or_ends_short_after_max_rounds(max_rounds, pr
 @pytest.mark.parametrize("probe_size", [0, 4])
 def test_prompts_that_are_all_certain_end_in_an_empty_batch_and_no_error(rate, probe_size):
     config = config_of(**REFILL, max_rounds=3, probe_size=probe_size, **ALWAYS_STOP)
-    state, history = train_rl.TrainState(), no_history(30)
-    generate, prompts = fake_generate(state, hashed_answer([rate] * 30)), prompts_of(30)
-    groups, outcomes, account = train_rl.sample_groups(generate, None, state, history, prompts, config)
+    state, rollouts = train_rl.TrainState(), make_rollouts(config, hashed_answer([rate] * 30), 30)
+    groups, outcomes, account = rollouts.sample_step(state, no_history(30))
     assert len(groups) == len(outcomes) == 36 == state.consumed_prompts and account["rounds"] == 3
-    assert train_rl.drop_and_balance(groups, outcomes, config) == ([], {})
+    assert train_rl.drop_and_deal(groups, outcomes, config) == ([], {})
 
 
 @pytest.mark.parametrize("max_rounds", [1, 2, 4, 100])
@@ -765,7 +705,7 @@ def test_offers_are_consumed_in_order_and_skipped_ones_too():
         groups, tally = real.step()
         taken += [prompt for prompt, _ in groups]
         totals += tally
-    stream = iter(train_rl.prompts_of_step(30, real.state.consumed_prompts, 0, config.train.seed))
+    stream = iter(prompts_of_step(30, real.state.consumed_prompts, 0, config.train.seed))
     assert all(prompt in stream for prompt in taken), "taken is a subsequence of the stream"
     assert real.state.consumed_prompts == totals["offered"] == len(taken) + totals["skipped"]
     assert totals["skipped"] > 100
@@ -774,7 +714,7 @@ def test_offers_are_consumed_in_order_and_skipped_ones_too():
 def test_without_history_the_prompts_are_those_of_plain_grpo():
     history = history_of(*[(0.0, 1000.0, 0)] * 11)
     for consumed, wanted in ((0, 5), (9, 30), (100, 1)):
-        expected = train_rl.prompts_of_step(11, wanted, consumed, 0), wanted
+        expected = prompts_of_step(11, wanted, consumed, 0), wanted
         assert train_rl.choose_prompts(wanted, consumed, history, 1, config_of()) == expected
 
 
@@ -783,7 +723,7 @@ def test_a_record_that_rules_everything_out_does_not_stall_a_step():
     history = history_of(*[(0.0, 1e12, 0)] * 20)
     config = config_of(history=True, explore_unsolved=0.0, retest_steps=1000)
     chosen, offered = train_rl.choose_prompts(7, 13, history, 1, config)
-    assert offered == 27 and chosen == train_rl.prompts_of_step(20, 7, 33, 0)
+    assert offered == 27 and chosen == prompts_of_step(20, 7, 33, 0)
 
 
 # ---- determinism -------------------------------------------------------------------------------------------
@@ -833,7 +773,7 @@ def test_a_resumed_record_goes_on_identically(case, tmp_path):
     state, history = train_rl.TrainState(), no_history(len(case["rates"]))
     first = sample_steps(case | {"num_steps": 5}, history, state)
     torch.save(vars(history), tmp_path / "history.pt")
-    loaded = train_rl.PromptHistory(**torch.load(tmp_path / "history.pt", weights_only=True))
+    loaded = PromptHistory(**torch.load(tmp_path / "history.pt", weights_only=True))
     state = train_rl.TrainState(**json.loads(json.dumps(vars(state))))
     assert first + sample_steps(case | {"num_steps": 7}, loaded, state) == whole
 
@@ -842,13 +782,13 @@ def test_a_resumed_record_goes_on_identically(case, tmp_path):
 
 
 def dealt(sizes: dict[int, int], world_size: int) -> list[list[int]]:
-    """The places of each rank: in falling order of size, each to the rank that has the least so far."""
-    places, loads = [[] for _ in range(world_size)], [0] * world_size
-    for place in sorted(sorted(sizes), key=lambda place: sizes[place], reverse=True):
+    """Return the slots of each rank: in falling order of size, each to the rank that has the least so far."""
+    slots, loads = [[] for _ in range(world_size)], [0] * world_size
+    for slot in sorted(sorted(sizes), key=lambda slot: sizes[slot], reverse=True):
         rank = loads.index(min(loads))
-        places[rank].append(place)
-        loads[rank] += sizes[place]
-    return [sorted(of_rank) for of_rank in places]
+        slots[rank].append(slot)
+        loads[rank] += sizes[slot]
+    return [sorted(of_rank) for of_rank in slots]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -858,23 +798,23 @@ def test_balance_hands_every_group_to_one_rank_and_the_loads_are_close(seed, ran
     rng = random.Random(seed)
     fake, config = ranks(1 + seed % 5), config_of(train__balance=seed % 2 == 0)
     groups = [
-        group_of(*[rng.choice([True, None])] * rng.randint(1, 3), place=place, length=rng.randint(0, 50))
-        for place in rng.sample(range(100), rng.choice([0, 1, 2, 5, 20]))
+        group_of(*[rng.choice([True, None])] * rng.randint(1, 3), slot=slot, length=rng.randint(0, 50))
+        for slot in rng.sample(range(100), rng.choice([0, 1, 2, 5, 20]))
     ]
     outcomes = outcomes_of(rng.sample(groups, len(groups)))
-    sizes = {o.place: o.tokens if config.train.balance else o.completions for o in outcomes.values()}
+    sizes = {o.slot: o.tokens if config.train.balance else o.completions for o in outcomes.values()}
     for _ in range(2):
-        at_start = [rng.randrange(len(fake.slots)) for _ in groups]  # any rank may hold any group
+        at_start = [rng.randrange(fake.get_world_size()) for _ in groups]  # any rank may hold any group
         balanced = fake.run(
-            lambda rank, at=at_start: train_rl.drop_and_balance(
+            lambda rank, at=at_start: train_rl.drop_and_deal(
                 [group for group, owner in zip(groups, at) if owner == rank], outcomes, config
             )
         )
-        assert all(left == outcomes for _, left in balanced)
+        assert all(kept == outcomes for _, kept in balanced)
         everything = [group for of_rank, _ in balanced for group in of_rank]
-        assert sorted(everything, key=lambda g: g.place) == sorted(groups, key=lambda g: g.place)
-        assert [[g.place for g in of_rank] for of_rank, _ in balanced] == dealt(sizes, len(fake.slots))
-        loads = [sum(sizes[g.place] for g in of_rank) for of_rank, _ in balanced]
+        assert sorted(everything, key=lambda g: g.slot) == sorted(groups, key=lambda g: g.slot)
+        assert [[g.slot for g in of_rank] for of_rank, _ in balanced] == dealt(sizes, fake.get_world_size())
+        loads = [sum(sizes[g.slot] for g in of_rank) for of_rank, _ in balanced]
         assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
@@ -885,12 +825,12 @@ def test_balance_is_as_close_to_the_optimum_as_longest_first_is(lengths, ranks):
     rng, world_size = random.Random(repr(lengths)), 2
     if isinstance(lengths, int):
         lengths, world_size = [rng.randint(0, 40) for _ in range(rng.randint(1, 7))], rng.choice([2, 3])
-    groups = [group_of(True, place=place, length=length) for place, length in enumerate(lengths)]
+    groups = [group_of(True, slot=slot, length=length) for slot, length in enumerate(lengths)]
     outcomes, config = outcomes_of(groups), config_of()
     balanced = ranks(world_size).run(
-        lambda rank: train_rl.drop_and_balance([] if rank else groups, outcomes, config)[0]
+        lambda rank: train_rl.drop_and_deal([] if rank else groups, outcomes, config)[0]
     )
-    largest = max(sum(outcomes[g.place].tokens for g in of_rank) for of_rank in balanced)
+    largest = max(sum(outcomes[g.slot].tokens for g in of_rank) for of_rank in balanced)
     ways = itertools.product(range(world_size), repeat=len(lengths))
     loads = (
         [sum(n for n, r in zip(lengths, way) if r == rank) for rank in range(world_size)] for way in ways
@@ -900,53 +840,51 @@ def test_balance_is_as_close_to_the_optimum_as_longest_first_is(lengths, ranks):
 
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3, 4])
-def test_every_minibatch_of_what_is_left_is_dealt_to_the_ranks_by_itself(num_minibatches, drop, ranks):
-    """In the order of their places the groups are cut into minibatches of equal numbers, the last may have
+def test_every_minibatch_of_what_is_kept_is_dealt_to_the_ranks_by_itself(num_minibatches, drop, ranks):
+    """In the order of their slots the groups are cut into minibatches of equal numbers, the last may have
     less; of each, the loads of the ranks differ by at most its longest group."""
     rng, fake = random.Random(num_minibatches), ranks(2)
     config = config_of(drop=drop, train__minibatches_per_step=num_minibatches, rollout__prompts_per_step=24)
-    groups = [
-        group_of(True, rng.random() < 0.4, place=place, length=rng.randint(1, 50)) for place in range(24)
-    ]
+    groups = [group_of(True, rng.random() < 0.4, slot=slot, length=rng.randint(1, 50)) for slot in range(24)]
     outcomes = outcomes_of(groups)
-    dealt_out = fake.run(lambda rank: train_rl.drop_and_balance(groups[rank::2], outcomes, config))
-    left = [place for place in range(24) if not drop or outcomes[place].has_variance]
-    size = math.ceil(len(left) / num_minibatches)
-    assert 0 < len(left) and (len(left) < 24) == drop
+    dealt_out = fake.run(lambda rank: train_rl.drop_and_deal(groups[rank::2], outcomes, config))
+    kept = [slot for slot in range(24) if not drop or outcomes[slot].has_variance]
+    size = math.ceil(len(kept) / num_minibatches)
+    assert 0 < len(kept) and (len(kept) < 24) == drop
     for number in range(num_minibatches):
-        part = {place: outcomes[place].tokens for place in left[number * size : (number + 1) * size]}
-        found = [[g.place for g in of_rank if g.minibatch == number] for of_rank, _ in dealt_out]
+        part = {slot: outcomes[slot].tokens for slot in kept[number * size : (number + 1) * size]}
+        found = [[g.slot for g in of_rank if g.minibatch == number] for of_rank, _ in dealt_out]
         assert found == dealt(part, 2)
-    assert all(list(kept) == left for _, kept in dealt_out)
-    assert sum(len(of_rank) for of_rank, _ in dealt_out) == len(left)
+    assert all(list(of_rank) == kept for _, of_rank in dealt_out)
+    assert sum(len(of_rank) for of_rank, _ in dealt_out) == len(kept)
 
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_dropping_leaves_the_groups_with_variance(drop):
     rights = [(True, False), (True, True), (None, True, False), (False, None), (None, None), (False,) * 4]
-    groups = [group_of(*verdicts, place=place) for place, verdicts in enumerate(rights)]
-    kept, left = train_rl.drop_and_balance(groups, outcomes_of(groups), config_of(drop=drop))
+    groups = [group_of(*verdicts, slot=slot) for slot, verdicts in enumerate(rights)]
+    dealt_groups, kept = train_rl.drop_and_deal(groups, outcomes_of(groups), config_of(drop=drop))
     expected = [0, 2] if drop else [0, 1, 2, 3, 4, 5]
-    assert [group.place for group in kept] == expected == sorted(left)
-    assert left == outcomes_of(kept)
+    assert [group.slot for group in dealt_groups] == expected == sorted(kept)
+    assert kept == outcomes_of(dealt_groups)
 
 
 def sampled_by_all(steps_of_ranks: list[list[dict]], key: str) -> list[list]:
-    """Of each step, the groups of all ranks in the order of their places."""
+    """Return of each step the groups of all ranks in the order of their slots."""
     return [sorted(sum((step[key] for step in steps), [])) for steps in zip(*steps_of_ranks)]
 
 
 def assert_ranks_agree(steps_of_ranks: list[list[dict]], alone: list[dict]) -> None:
-    """All ranks know the same, it is what one rank alone finds, and no group is lost or twice there."""
-    shared = ("outcomes", "account", "consumed", "left", "record")
+    """Check that all ranks know what one rank alone finds, and that no group is lost or there twice."""
+    shared = ("outcomes", "account", "consumed", "kept", "record")
     for steps in steps_of_ranks:
         assert [[step[k] for k in shared] for step in steps] == [[step[k] for k in shared] for step in alone]
     for key in ("sampled", "trained"):
         assert sampled_by_all(steps_of_ranks, key) == sampled_by_all([alone], key)
     for steps in zip(*steps_of_ranks):
-        tokens = dict((place, outcome[5]) for place, outcome in steps[0]["outcomes"])
-        places = [[group[0] for group in step["trained"]] for step in steps]
-        assert places == dealt({place: tokens[place] for place in steps[0]["left"]}, len(steps))
+        tokens = dict((slot, outcome[5]) for slot, outcome in steps[0]["outcomes"])
+        slots = [[group[0] for group in step["trained"]] for step in steps]
+        assert slots == dealt({slot: tokens[slot] for slot in steps[0]["kept"]}, len(steps))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -959,14 +897,14 @@ def test_the_number_of_ranks_changes_nothing_but_who_does_what(case, world_size,
 
 
 def expected_work_is_dealt(steps_of_ranks: list[list[dict]]) -> bool:
-    """Steps of one round: prompts are dealt by the lengths of their last visits, so not always in turn."""
+    """Check steps of one round: prompts are dealt by the lengths of their last visits, not always in turn."""
     seen = [0.0] * len(steps_of_ranks[0][0]["record"]["mean_tokens"])
     by_turns = 0
     for steps in zip(*steps_of_ranks):
         sampled = {group[0]: group[1] for step in steps for group in step["sampled"]}
         known = [tokens for tokens in seen if tokens]
         guess = statistics.mean(known) if known else 1.0
-        work = {place: seen[prompt] or guess for place, prompt in sampled.items()}
+        work = {slot: seen[prompt] or guess for slot, prompt in sampled.items()}
         assert [[group[0] for group in step["sampled"]] for step in steps] == dealt(work, len(steps))
         by_turns += dealt(work, len(steps)) == dealt(dict.fromkeys(work, 1.0), len(steps))
         seen = steps[0]["record"]["mean_tokens"]
@@ -986,21 +924,20 @@ def expected_work_is_dealt(steps_of_ranks: list[list[dict]]) -> bool:
 def test_a_new_prompt_goes_to_the_rank_with_the_least_expected_work_of_the_round(
     settings, varied, expected, ranks
 ):
-    """varied: the places whose completions differ. Places 0, 2 start on rank 0, places 1, 3 on rank 1."""
+    """varied: the slots whose completions differ. Places 0, 2 start on rank 0, slots 1, 3 on rank 1."""
     config = config_of(drop=True, rollout__group_size=4, **settings)
-    answer = lambda prompt, step, place, sample: (place not in varied or sample % 2 == 0, 1)
+    answer = lambda prompt, step, slot, sample: (slot not in varied or sample % 2 == 0, 1)
     fake = ranks(2)
 
     def sample(rank):
-        state, history = train_rl.TrainState(), no_history(9)
-        generate = fake_generate(state, answer)
-        return train_rl.sample_groups(generate, None, state, history, prompts_of(9), config)[0]
+        rollouts = make_rollouts(config, answer, 9)
+        return rollouts.sample_step(train_rl.TrainState(), no_history(9))[0]
 
-    assert tuple([g.place for g in groups] for groups in fake.run(sample)) == expected
+    assert tuple([g.slot for g in groups] for groups in fake.run(sample)) == expected
 
 
 # ---- two real ranks, the update ----------------------------------------------------------------------------
-# (verdicts, lengths) of groups by place: 0, 1, 4 have variance, 2 none, 3 a single verdict.
+# (verdicts, lengths) of groups by slot: 0, 1, 4 have variance, 2 none, 3 a single verdict.
 MATERIAL = {
     0: ([True, False, False, True], [3, 5, 2, 7]), 1: ([False, False, True, None], [4, 4, 9, 1]),
     2: ([True, True, True, True], [6, 2, 3, 1]), 3: ([None, True, None, None], [2, 2, 2, 2]),
@@ -1009,54 +946,55 @@ MATERIAL = {
 UPDATE = ["train.learning_rate=0.1", "train.max_grad_norm=1e3", "rollout.group_size=4", "model.dtype=float32"]
 
 
-def update_case(name: str, *updates: tuple[list[int], list[int]], balance=False, settings=()) -> dict:
-    """The places that each of two ranks trains on, for one update after another."""
-    given = [[[(place, *MATERIAL[place]) for place in places] for places in update] for update in updates]
+def groups_case(name: str, *updates: tuple[list[int], list[int]], deal=False, settings=()) -> dict:
+    """List the slots that each of two ranks trains on, for one update after another."""
+    given = [[[(slot, *MATERIAL[slot]) for slot in slots] for slots in update] for update in updates]
     settings = [*UPDATE, "train.weight_decay=0.1", *settings]
-    return {"name": name, "updates": given, "balance": balance, "settings": settings}
+    return {"name": name, "updates": given, "deal": deal, "settings": settings}
 
 
 UPDATES = [
-    update_case("shared", ([0, 4], [1])),
-    update_case("first rank alone", ([0, 1, 4], [])),
-    update_case("second rank alone", ([], [0, 1, 4])),
-    update_case("dropped from all", ([0, 1, 2], [3, 4]), balance=True, settings=[DROP]),
-    update_case("one survivor", ([2, 3], [1]), balance=True, settings=[DROP]),
-    update_case("one survivor of the other rank", ([1], [2, 3]), balance=True, settings=[DROP]),
-    update_case("nothing left", ([0, 4], [1]), ([2], [3]), balance=True, settings=[DROP]),
-    update_case("two minibatches of one group", ([0], []), settings=["train.minibatches_per_step=2"]),
-    update_case("one minibatch of one group", ([0], [])),
-    update_case("rl_zvp", ([0, 1], [2, 3]), settings=[RL_ZVP]),
-    update_case("rl_zvp on one rank", ([], [0, 1, 2, 3]), settings=[RL_ZVP]),
-    update_case("no rl_zvp", ([0, 1], [2, 3])),
+    groups_case("shared", ([0, 4], [1])),
+    groups_case("first rank alone", ([0, 1, 4], [])),
+    groups_case("second rank alone", ([], [0, 1, 4])),
+    groups_case("dropped from all", ([0, 1, 2], [3, 4]), deal=True, settings=[DROP]),
+    groups_case("one survivor", ([2, 3], [1]), deal=True, settings=[DROP]),
+    groups_case("one survivor of the other rank", ([1], [2, 3]), deal=True, settings=[DROP]),
+    groups_case("nothing left", ([0, 4], [1]), ([2], [3]), deal=True, settings=[DROP]),
+    groups_case("two minibatches of one group", ([0], []), settings=["train.minibatches_per_step=2"]),
+    groups_case("one minibatch of one group", ([0], [])),
+    groups_case("rl_zvp", ([0, 1], [2, 3]), settings=[RL_ZVP]),
+    groups_case("rl_zvp on one rank", ([], [0, 1, 2, 3]), settings=[RL_ZVP]),
+    groups_case("no rl_zvp", ([0, 1], [2, 3])),
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> dict:
-    """The results of zero_variance_worker.py on two ranks of gloo."""
-    folder = tmp_path_factory.mktemp("two_ranks")
+def save_request(folder) -> None:
     save_small_moe(folder / "model")
     torch.save({"sampling": CASES, "updates": UPDATES}, folder / "request.pt")
-    finished = torchrun(2, ROOT / "tests" / "zero_variance_worker.py", folder, timeout_s=180)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return torch.load(folder / "results.pt")
 
 
-def test_two_gloo_ranks_agree_and_find_what_one_rank_finds(two_ranks):
-    first, second = two_ranks["sampling"]
+SUITE = RankSuite("zero_variance", 2, save_request)
+
+
+@pytest.mark.slow
+def test_two_gloo_ranks_agree_and_find_what_one_rank_finds():
+    first, second = SUITE.results()
     assert first["wanted"] == second["wanted"] and any(first["wanted"])
     for index, case in enumerate(CASES):
-        assert_ranks_agree([first["cases"][index], second["cases"][index]], sample_steps(case))
-    (one_group,) = (steps for case, steps in zip(CASES, first["cases"]) if case["name"] == "one group a step")
-    assert {len(step["left"]) for step in one_group} == {0, 1}, "one rank without a group, and both"
+        assert_ranks_agree([first["sampling"][index], second["sampling"][index]], sample_steps(case))
+    (one_group,) = (
+        steps for case, steps in zip(CASES, first["sampling"]) if case["name"] == "one group a step"
+    )
+    assert {len(step["kept"]) for step in one_group} == {0, 1}, "one rank without a group, and both"
 
 
-def parameter_distance(one: dict, other: dict) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+def num_groups(case: str) -> list[int]:
+    """Return how many groups each rank had in the last update of a case."""
+    return [result["updates"][case]["num_groups"] for result in SUITE.results()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "one, other",
     [
@@ -1068,55 +1006,58 @@ def parameter_distance(one: dict, other: dict) -> float:
         ("two minibatches of one group", "one minibatch of one group"),
     ],
 )
-def test_an_update_does_not_depend_on_which_rank_has_the_groups(one, other, two_ranks):
+def test_an_update_does_not_depend_on_which_rank_has_the_groups(one, other):
     """Also where a rank has none. 1e-6 is a few roundings of parameters of size 1; the update is larger."""
-    results = two_ranks["updates"]
+    results = SUITE.results()[0]["updates"]
     assert parameter_distance(results[one]["after"], results[other]["after"]) < 1e-6
     assert parameter_distance(results[one]["after"], results[one]["before"]) > 1e-2
 
 
-def test_a_step_without_any_group_left_leaves_the_parameters_bitwise(two_ranks):
+@pytest.mark.slow
+def test_a_step_without_any_group_left_leaves_the_parameters_bitwise():
     """Adam has a momentum from the update before, and there is weight decay: no step is taken at all."""
-    result = two_ranks["updates"]["nothing left"]
-    assert result["num_groups"] == [0, 0]
+    result = SUITE.results()[0]["updates"]["nothing left"]
+    assert num_groups("nothing left") == [0, 0]
     assert parameter_distance(result["after"], result["before"]) == 0
     assert result["metrics"]["gradient_tokens_total"] == 0 == result["metrics"]["nonfinite_updates_max"]
     assert math.isnan(result["metrics"]["grad_norm"])
 
 
-def test_the_updates_above_could_fail(two_ranks):
+@pytest.mark.slow
+def test_the_updates_above_could_fail():
     """Dropping and RL-ZVP change the update, and the survivors are where they should be."""
-    results = two_ranks["updates"]
+    results = SUITE.results()[0]["updates"]
     kinds = ["shared", "one survivor", "rl_zvp", "no rl_zvp", "one minibatch of one group"]
     for one, other in itertools.combinations(kinds, 2):
         assert parameter_distance(results[one]["after"], results[other]["after"]) > 1e-3
-    assert sorted(results["one survivor"]["num_groups"]) == [0, 1]
-    assert sorted(results["dropped from all"]["num_groups"]) == [1, 2]
+    assert sorted(num_groups("one survivor")) == [0, 1]
+    assert sorted(num_groups("dropped from all")) == [1, 2]
 
 
 # ---- RL-ZVP ------------------------------------------------------------------------------------------------
 
 
 def batch_of(groups, config: train_rl.Config, seed: int = 0) -> train_rl.RolloutBatch:
-    """The batch of a step with rewards and advantages, and made-up entropies."""
-    batch = train_rl.collate(groups, prompts_of(100), [[1, 2]] * 100)
+    """Make the batch of a step with rewards and advantages, and made-up entropies."""
+    batch = train_rl.collate(groups, make_prompts(100), [[1, 2]] * 100)
     entropy = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(seed))
     batch.entropy = entropy * batch.response_mask
     batch.rewards = train_rl.compute_rewards(batch, None, [], config)
+    batch.valid = train_rl.has_verdict(batch.verdicts)
     batch.advantages = train_rl.token_advantages(batch, config)
     return batch
 
 
 def random_groups(rng: random.Random, group_size: int) -> list[train_rl.Group]:
-    """Groups of all kinds: certain, mixed, failed, partly right, stopped at a probe, of ragged lengths."""
+    """Draw groups of all kinds: certain, mixed, failed, partly right, stopped at a probe, and ragged."""
     groups = []
-    for place in range(rng.randint(1, 6)):
+    for slot in range(rng.randint(1, 6)):
         rights = rng.choice([[True], [False], [None], [True, None], [False, None], [True, False, None]])
         num = rng.choice([group_size, group_size, rng.randint(1, group_size)])
         shares = rng.choice([[0.5], [0.0, 0.5], [0.0]])
-        completions = [completion_of(rng.randint(0, 12)) for _ in range(num)]
-        verdicts = [verdict_of(rng.choice(rights), rng.choice(shares)) for _ in range(num)]
-        groups.append(group_with(place, place, completions, verdicts))
+        lengths = [rng.randint(0, 12) for _ in range(num)]
+        drawn = [(rng.choice(rights), rng.choice(shares)) for _ in range(num)]
+        groups.append(make_group(slot, slot, lengths, *zip(*drawn)))
     return groups
 
 
@@ -1150,9 +1091,9 @@ def test_rl_zvp_reshapes_groups_of_equal_scores_only(seed, dense):
 def test_rl_zvp_worked_out_by_hand():
     """alpha 0.1: right tokens get 0.1 H, wrong ones 0.1 (H - max H), failed and single verdicts nothing."""
     groups = [
-        group_of(True, True, None, place=0, length=2), group_of(False, False, place=1, length=2),
-        group_of(True, None, place=2, length=2), group_of(None, None, place=3, length=2),
-        group_of(True, False, place=4, length=2),
+        group_of(True, True, None, slot=0, length=2), group_of(False, False, slot=1, length=2),
+        group_of(True, None, slot=2, length=2), group_of(None, None, slot=3, length=2),
+        group_of(True, False, slot=4, length=2),
     ]  # fmt: skip
     config = config_of(rl_zvp=True)
     batch = batch_of(groups, config)
@@ -1170,14 +1111,14 @@ def test_a_penalty_does_not_hide_that_a_group_teaches_nothing(right):
     """Equal verdicts of unequal length: rewards differ, yet RL-ZVP applies and dropping drops."""
     penalty = {"reward__overlong_buffer": 8, "rollout__max_new_tokens": 8}
     group = group_of(right, right)
-    group.completions[1] = completion_of(8)
+    group.completions[1] = make_completion(8)
     batch = batch_of([group], config_of(rl_zvp=True, **penalty))
     assert batch.rewards[0] > batch.rewards[1]
     sign = 1 if right else -1
     assert (sign * batch.advantages[batch.response_mask] >= 0).all() and batch.advantages.abs().max() <= 0.1
     assert batch_of([group], config_of(**penalty)).advantages.abs().max() > 0.7, "plain GRPO trains on it"
     dropping = config_of(drop=True, **penalty)
-    assert train_rl.drop_and_balance([group], outcomes_of([group]), dropping) == ([], {})
+    assert train_rl.drop_and_deal([group], outcomes_of([group]), dropping) == ([], {})
 
 
 # ---- the account -------------------------------------------------------------------------------------------
@@ -1198,17 +1139,14 @@ def test_every_sampled_token_is_in_one_place_of_the_account(settings, world_size
         answer = hashed_answer([0.0, 1.0, 0.1, 0.5], seed, timeout_prob=0.2)
 
         def step(rank, config=config, answer=answer):
-            state, history = train_rl.TrainState(), no_history(4)
-            generate = fake_generate(state, answer)
-            groups, outcomes, account = train_rl.sample_groups(
-                generate, None, state, history, prompts_of(4), config
-            )
-            sampled = train_rl.rollout_metrics(groups, False, no_route=255)
-            groups, left = train_rl.drop_and_balance(groups, outcomes, config)
+            rollouts = make_rollouts(config, answer, 4)
+            groups, outcomes, account = rollouts.sample_step(train_rl.TrainState(), no_history(4))
+            sampled = rollout_metrics(groups, dense=False, invalid_route=255)
+            groups, kept = train_rl.drop_and_deal(groups, outcomes, config)
             batch = batch_of(groups, config, seed=rank)
-            trained = train_rl.batch_metrics(batch, groups, 5)
-            metrics = train_rl.reduce_metrics(sampled | trained)
-            return metrics | train_rl.account_of(account, outcomes, left), groups, batch, outcomes
+            trained = batch_metrics(batch, groups, 5)
+            metrics = reduce_metrics(sampled | trained)
+            return metrics | prompt_account(account, outcomes, kept), groups, batch, outcomes
 
         results = fake.run(step)
         metrics, _, _, outcomes = results[0]
@@ -1246,14 +1184,9 @@ STAGES = [
 ]  # fmt: skip
 
 
-def metric_rows(run_dir) -> list[dict]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "reward" in row]
-
-
 def assert_account_adds_up(run_dir) -> None:
-    """Of each step, and over the run in the summary's share of tokens with gradient."""
-    rows = metric_rows(run_dir)
+    """Check each step, and over the run the summary's share of tokens with gradient."""
+    rows = steps_of(run_dir)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
         wasted = [row.get(f"account/wasted_{name}") for name in
@@ -1269,20 +1202,15 @@ def assert_account_adds_up(run_dir) -> None:
     assert summary["gradient_token_share"] == pytest.approx(share)
 
 
-@pytest.fixture(scope="module")
-def built_model():
-    """The embedded default; nothing is done if it is there."""
-    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
-
-
-def test_history_probes_and_rl_zvp_resume_exactly(built_model, tmp_path):
+@pytest.mark.slow
+def test_history_probes_and_rl_zvp_resume_exactly(demo_model, tmp_path):
     """A run that goes on from its checkpoint after step 2, record and all, as if killed after it."""
     straight, again = tmp_path / "straight", tmp_path / "again"
     command = [*SHORT, *STAGES, RL_ZVP]
     done = train(*command, f"run.dir={straight}", ranks=1, timeout_s=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_account_adds_up(straight)
-    rows = metric_rows(straight)
+    rows = steps_of(straight)
     for name in ("skipped", "stopped", "refilled"):
         assert sum(row[f"account/prompts_{name}"] for row in rows) > 0, name
     assert sum(row["account/prompts_skipped"] for row in rows[2:]) > 0, "the record is used after resuming"
@@ -1295,12 +1223,13 @@ def test_history_probes_and_rl_zvp_resume_exactly(built_model, tmp_path):
     assert_same_run(straight, again)
 
 
-def test_drop_and_refill_run_on_two_ranks(built_model, tmp_path):
+@pytest.mark.slow
+def test_drop_and_refill_run_on_two_ranks(demo_model, tmp_path):
     """With all stages that go with it; every step trains on its eight groups or ends short."""
     done = train(*SHORT, *STAGES, DROP, REFILL_TOO, f"run.dir={tmp_path}", timeout_s=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_account_adds_up(tmp_path)
-    for row in metric_rows(tmp_path):
+    for row in steps_of(tmp_path):
         trained = row["account/prompts_sampled"] - row["account/prompts_dropped"]
         assert trained == 8 or (trained < 8 and row["account/rounds"] >= 4)
         assert row["account/prompts_refilled"] == row["account/prompts_sampled"] - 8
@@ -1310,14 +1239,14 @@ def test_drop_and_refill_run_on_two_ranks(built_model, tmp_path):
 
 def test_a_dense_record_is_one_of_scores():
     """Eight answers that are partly right, none wholly: the group has variance and must not be skipped."""
-    settings = config_of(history=True).zero_variance
-    history = train_rl.PromptHistory.from_offline([None] * 2, group_size=8)
+    config = config_of(history=True)
+    history = PromptHistory.from_offline([None] * 2, group_size=8)
     common = {"solved": 0, "valid": 8, "tokens": 40, "completions": 8}
-    partly = train_rl.Outcome(place=0, prompt_index=0, score_sum=4.0, has_variance=True, **common)
-    wrong = train_rl.Outcome(place=1, prompt_index=1, score_sum=0.0, has_variance=False, **common)
+    partly = train_rl.GroupOutcome(slot=0, prompt_index=0, score_sum=4.0, has_variance=True, **common)
+    wrong = train_rl.GroupOutcome(slot=1, prompt_index=1, score_sum=0.0, has_variance=False, **common)
     history.update([partly, wrong], step=0, decay=0.1)
-    skip = [history.skip_prob(i, 1, 8, settings) for i in range(2)]
+    skip = [skip_prob(history, i, 1, config) for i in range(2)]
     assert skip[0] < 0.05 and skip[1] > 0.85
     common |= {"valid": 4, "completions": 4}
-    probe = train_rl.Outcome(place=0, prompt_index=0, score_sum=2.0, has_variance=False, **common)
-    assert history.zero_variance_after(probe, 8, settings.prior) < 0.2
+    probe = train_rl.GroupOutcome(slot=0, prompt_index=0, score_sum=2.0, has_variance=False, **common)
+    assert history.zero_variance_after(probe, 8, config.zero_variance.prior) < 0.2

@@ -1,0 +1,157 @@
+"""Hold what several benchmarks share: options, small models, ranks, and how figures are summed up and shown.
+
+Everything that is slow to import is imported where it is used, because the simulator needs only the rest.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = ROOT / "train_rl.py"
+TINY = ROOT / "data" / "built" / "tiny" / "model"
+SIZES = {  # sizes of random models: hidden size, layers, experts, expert width, vocabulary
+    "1M": (128, 2, 8, 128, 128),
+    "30M": (256, 4, 32, 256, 8192),
+    "300M": (512, 8, 64, 352, 16384),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Options
+# ------------------------------------------------------------------------------------------------------------
+def make_parser(description: str, *, plot: bool = False, script: bool = False) -> argparse.ArgumentParser:
+    """Make a parser with --json, and with --plot and --script where asked for."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    if plot:
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here")
+    if script:
+        parser.add_argument(
+            "--script", type=Path, metavar="FILE", default=TRAINER,
+            help="the trainer, or a changed copy of it (default: train_rl.py)",
+        )  # fmt: skip
+    return parser
+
+
+def load_trainer(script: Path) -> ModuleType:
+    """Import train_rl.py, or a changed copy of it, under the name train_rl."""
+    spec = importlib.util.spec_from_file_location("train_rl", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_rl"] = module  # before it runs: its dataclasses and pickle look it up here
+    spec.loader.exec_module(module)
+    return module
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Models
+# ------------------------------------------------------------------------------------------------------------
+def model_folder(recipe: str) -> Path:
+    """Return the folder of one of data.tiny's recipes, made where it is missing."""
+    subprocess.run([sys.executable, "-m", "data.tiny", "--recipe", recipe], cwd=ROOT, check=True)
+    return ROOT / "data" / "built" / recipe
+
+
+def endless_model(folder: Path, model: Path = TINY) -> Path:
+    """Copy one of data.tiny's models to a folder, with an end-of-sequence token that it hardly ever says."""
+    shutil.copytree(model, folder)
+    for name, key, value in (
+        ("config.json", "eos_token_id", 2),
+        ("tokenizer_config.json", "eos_token", "<unk>"),
+    ):
+        settings = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(settings | {key: value}))
+    return folder
+
+
+def make_policy(hidden: int, layers: int, experts: int, width: int, vocab: int):
+    """Make a random Qwen3-MoE with a tied head."""
+    from transformers import Qwen3MoeConfig
+
+    import moe_model
+
+    config = Qwen3MoeConfig(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden, moe_intermediate_size=width,
+        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        num_experts=experts, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    policy = moe_model.Policy(config)
+    moe_model.random_weights(policy, seed=0)
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Ranks
+# ------------------------------------------------------------------------------------------------------------
+def torchrun(num_ranks: int) -> list[str]:
+    """Return the beginning of a command that runs a script, or -m and a module, on ranks of this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+
+
+def run_ranks(module: str, num_ranks: int, argv: list[str]):
+    """Run a benchmark's module on ranks with --result FILE added; return what rank 0 writes there."""
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.json"
+        command = [*torchrun(num_ranks), "-m", module, *argv, "--result", str(result)]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        if done.returncode:
+            sys.exit("the benchmark failed, see above")
+        return json.loads(result.read_text())
+
+
+def run_rank(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> NoReturn:
+    """Do a rank's part of a benchmark and end the process; errors are one line."""
+    from runtime.launch import leave, run
+
+    leave(run(work, lambda argv: args, []))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Figures
+# ------------------------------------------------------------------------------------------------------------
+def spread(values: list[float]) -> dict[str, float]:
+    """Sum repeated measurements up."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def with_range(found: dict[str, float], form: str) -> str:
+    """Write a spread() as median (least-largest)."""
+    return f"{found['median']:{form}} ({found['min']:{form}}-{found['max']:{form}})"
+
+
+def markdown(names: list[str], rows: list[list]) -> list[str]:
+    """Return the lines of a table."""
+    lines = ["| " + " | ".join(map(str, line)) + " |" for line in (names, *rows)]
+    return [lines[0], "|" + "---|" * len(names), *lines[1:]]
+
+
+def write_json(path: Path | None, data: dict | list) -> None:
+    """Write figures to a file, if one is asked for; the rows of a table get a line each."""
+    if path is not None and isinstance(data, list):
+        path.write_text("[\n" + ",\n".join(map(json.dumps, data)) + "\n]\n")
+    elif path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def pyplot():
+    """Import matplotlib.pyplot without a screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot

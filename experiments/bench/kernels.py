@@ -1,0 +1,411 @@
+"""Measure the kernels: time, rate against what this machine can do, peak memory and error of every version.
+
+    python -m experiments.bench.kernels --json kernels.json --plot kernels.png
+                                              # 16 sizes on a GPU, 6 on a CPU: some ten minutes
+    python -m experiments.bench.kernels --rows 32768 --vocab 151936 --hidden 4096
+
+Head (kernels/linear_logprob_entropy.py), all versions that run here:
+    naive        whole logits and torch's autograd; the entropy has no gradient, as the trainer uses it
+    chunked      torch, a block of the vocabulary at a time
+    triton       the kernels (NVIDIA GPUs)
+    liger, CE    liger-kernel's fused linear cross-entropy: mean negative log-probability, no entropy (GPUs)
+    liger, GRPO  liger-kernel's fused linear GRPO loss: log-probabilities, no entropy
+The last two are there only after `pip install liger-kernel`; they compute less. FP8 (kernels/fp8_block.py):
+weights and activations, torch and Triton.
+
+Seconds are medians of --repeats rounds in which all versions take turns, after one that is not counted, in
+brackets their range. The floor is the time of the three products that any version needs (forward, dx, dW) at
+the rate of a large square product, measured in the same run. Memory is the peak during forward and backward
+above what is there before, and in brackets less the gradients that come out (for whole logits that is too
+little: their peak comes before the gradients do). Errors are norm(difference) / norm(result) against whole
+logits in float64, on the first rows and the same operands.
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import statistics
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from experiments.bench.common import make_parser, markdown, pyplot, spread, with_range, write_json
+from kernels import fp8_block
+from kernels.linear_logprob_entropy import linear_logprob_entropy, naive
+
+SIZES = {  # rows, vocabulary, hidden size; both vocabularies are common ones (Llama 2; Qwen3)
+    "cuda": ([4096, 16384, 32768, 65536], [32000, 151936], [2048, 4096]),
+    "cpu": ([512], [8192, 32000, 151936], [256, 1024]),
+}
+CEILING = {"cuda": (8192, 2**30), "cpu": (2048, 2**26)}  # side of the square product, elements of the copy
+FP8_SHAPE = {"cuda": (65536, 16384), "cpu": (2048, 2048)}
+ERROR_ROWS = 128
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Measuring
+# ------------------------------------------------------------------------------------------------------------
+def seconds(function: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)  # about a millisecond in which Python gets ahead: launches cost nothing then
+    start.record()
+    function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def in_turns(
+    functions: dict[str, Callable], repeats: int, device: torch.device, bar: tqdm
+) -> dict[str, list[float]]:
+    """Return the seconds of every function by round.
+
+    A function that does not fit into memory is left out, and so is one of liger-kernel that fails.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats + 1):
+        for name in list(times):
+            failure = None
+            try:
+                times[name].append(seconds(functions[name], device))
+            except Exception as error:
+                if not isinstance(error, torch.OutOfMemoryError) and "liger" not in name:
+                    raise
+                failure = f"{name} is left out: {str(error).splitlines()[0]}"
+            if failure:  # the frames that held its tensors are gone by now
+                del times[name]
+                torch.cuda.empty_cache()
+                tqdm.write(failure)
+            bar.update()
+    return {name: values[1:] for name, values in times.items()}
+
+
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
+    """Return the most memory alive during the call above that before it; None where it cannot be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
+        before = status_kib("VmRSS")
+        function()
+        return (status_kib("VmHWM") - before) * 1024
+    except OSError:
+        return None
+
+
+def status_kib(field: str) -> int:
+    """Return a field of this process's status in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def return_freed_memory() -> None:
+    """Make glibc give blocks of 64 KiB and more back when they are freed: the peak is then what is alive."""
+    m_mmap_threshold = -3
+    if hasattr(ctypes.CDLL(None), "mallopt"):
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**16)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str, float]:
+    """Return FLOP/s of a large square product and bytes/s of a large copy (read plus written)."""
+    side, elements = CEILING[device.type]
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    source = torch.randn(elements, device=device).to(dtype)
+    target = torch.empty_like(source)
+    rounds = [seconds(lambda: a @ b, device) for _ in range(repeats + 1)][1:]
+    copies = [seconds(lambda: target.copy_(source), device) for _ in range(repeats + 1)][1:]
+    moved = 2 * source.numel() * source.element_size()
+    return {"flops": 2 * side**3 / statistics.median(rounds), "bytes": moved / statistics.median(copies)}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Head
+# ------------------------------------------------------------------------------------------------------------
+def naive_value_only(x: Tensor, weight: Tensor, targets: Tensor, temperature: float):
+    """Compute naive() with an entropy that autograd does not follow: the cheaper rival."""
+    logits = torch.nn.functional.linear(x, weight).float() / temperature
+    logp = logits.log_softmax(dim=-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(logp.exp()).sum(dim=-1)
+    return logp.gather(1, targets.unsqueeze(1)).squeeze(1), entropy
+
+
+def head_versions(device: torch.device, wanted: list[str]) -> dict[str, Callable]:
+    """Return {name: function from (x, weight, targets, temperature) to (logprobs, entropy or None)}."""
+
+    def backend(name: str) -> Callable:
+        return lambda *inputs: linear_logprob_entropy(*inputs, backend=name)
+
+    versions = {"naive": naive_value_only, "chunked": backend("chunked")}
+    if device.type == "cuda":
+        versions["triton"] = backend("triton")
+    if importlib.util.find_spec("liger_kernel"):
+        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        def grpo(x, weight, targets, temperature):
+            settings = {"beta": 0.0, "use_ref_model": False, "compiled": x.is_cuda}
+            loss = LigerFusedLinearGRPOLoss(temperature=temperature, **settings)
+            rows = min(len(x), 1024)  # one sequence at a time
+            x, targets = x.view(-1, rows, x.shape[1]), targets.view(-1, rows)
+            return loss(x, weight, targets, torch.ones_like(targets), torch.ones(len(x), device=x.device))[
+                0
+            ], None
+
+        if device.type == "cuda":
+            cross_entropy = LigerFusedLinearCrossEntropyLoss()
+            versions["liger, CE"] = lambda x, w, t, temperature: (cross_entropy(w, x, t), None)
+        versions["liger, GRPO"] = grpo
+    return {name: function for name, function in versions.items() if not wanted or name in wanted}
+
+
+def gradients(function: Callable, inputs: tuple, weights: tuple[Tensor, Tensor | None]) -> tuple:
+    """Return (logprobs, entropy, dx, dW) of sum(weights[0] logprobs) + sum(weights[1] entropy)."""
+    x, weight = inputs[0].requires_grad_(), inputs[1].requires_grad_()
+    x.grad = weight.grad = None
+    logprobs, entropy = function(*inputs)
+    loss = (logprobs * weights[0]).sum() if logprobs.dim() else logprobs
+    if weights[1] is not None:
+        loss = loss + (entropy * weights[1]).sum()
+    loss.backward()
+    result = (logprobs.detach(), None if entropy is None else entropy.detach(), x.grad, weight.grad)
+    x.grad = weight.grad = None
+    return result
+
+
+def make_inputs(rows: int, vocab: int, hidden: int, device: torch.device, dtype: torch.dtype) -> tuple:
+    """Draw (x, weight, targets, temperature).
+
+    Logits have a standard deviation of 3, so that entropies are some nats below log V.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(rows, hidden, device=device, generator=generator)
+    weight = torch.randn(vocab, hidden, device=device, generator=generator) * 3 / hidden**0.5
+    targets = torch.randint(vocab, (rows,), device=device, generator=generator)
+    return x.to(dtype), weight.to(dtype), targets, 0.8
+
+
+def head_errors(functions: dict[str, Callable], inputs: tuple, with_entropy: dict[str, Callable]) -> dict:
+    """Return {version: {quantity: relative error}} on ERROR_ROWS rows, with gradients of both outputs."""
+    x, weight, targets, temperature = inputs
+    rows = slice(0, min(ERROR_ROWS, len(x)))
+    generator = torch.Generator(x.device).manual_seed(1)
+    both = tuple(torch.randn(2, len(x[rows]), device=x.device, generator=generator))
+    small = (x[rows].detach(), weight.detach(), targets[rows], temperature)
+    exact = gradients(naive, (small[0].double(), small[1].double(), *small[2:]), [w.double() for w in both])
+    errors = {}
+    for name in functions:
+        if name not in with_entropy:
+            continue
+        found = gradients(with_entropy[name], small, both)
+        errors[name] = {
+            quantity: float((a.double() - b).norm() / b.norm())
+            for quantity, a, b in zip(("logprob", "entropy", "dx", "dW"), found, exact)
+        }
+    return errors
+
+
+def bench_head(size: tuple[int, int, int], args, peak: dict[str, float], bar: tqdm) -> list[dict]:
+    """Return one row per version of a size (rows, vocabulary, hidden)."""
+    rows, vocab, hidden = size
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    inputs = make_inputs(*size, device, dtype)
+    versions = head_versions(device, args.versions)
+    ones = torch.ones(rows, device=device)
+    with_entropy = {name: function for name, function in versions.items() if "liger" not in name}
+    if "naive" in with_entropy:
+        with_entropy["naive"] = naive
+
+    def forward(function):
+        with torch.no_grad():
+            return function(*inputs)
+
+    forwards = {name: lambda f=f: forward(f) for name, f in versions.items() if "liger" not in name}
+    updates = {name: lambda f=f: gradients(f, inputs, (ones, None)) for name, f in versions.items()}
+    both = {name: lambda f=f: gradients(f, inputs, (ones, ones)) for name, f in with_entropy.items()}
+    found_forward = in_turns(forwards, args.repeats, device, bar)
+    found = in_turns(updates, args.repeats, device, bar)
+    found_both = in_turns(both, args.repeats, device, bar)
+    floor = 6 * rows * vocab * hidden / peak["flops"]
+    gradient_bytes = inputs[0].nbytes + inputs[1].nbytes
+    errors = head_errors(versions, inputs, with_entropy)
+    table = []
+    for name in versions:
+        row = {"rows": rows, "vocab": vocab, "hidden": hidden, "version": name, "floor_s": floor}
+        row |= {
+            "gradient_bytes": gradient_bytes,
+            "errors": errors.get(name),
+            "left_out": name not in found,
+        }
+        row |= {"forward_s": found_forward.get(name), "both_gradients_s": found_both.get(name)}
+        if name in found:
+            torch.cuda.empty_cache()
+            row |= {"update_s": found[name], "peak_bytes": peak_bytes(updates[name], device)}
+            row["flops"] = 6 * rows * vocab * hidden / statistics.median(found[name])
+        table.append(row)
+    return table
+
+
+# ------------------------------------------------------------------------------------------------------------
+# FP8
+# ------------------------------------------------------------------------------------------------------------
+def bench_fp8(args, peak: dict[str, float], bar: tqdm) -> list[dict]:
+    """Return one row per operation and version: bytes/s of what has to be read and written."""
+    device = torch.device(args.device)
+    values = torch.randn(args.fp8_shape or FP8_SHAPE[device.type], device=device).bfloat16()
+    operations = {
+        "weights": (fp8_block.quantise_weight, fp8_block.BLOCK),
+        "activations": (fp8_block.quantise_activation, 1),
+    }
+    rows = []
+    for operation, (quantise, block_rows) in operations.items():
+        functions = {"torch": lambda q=quantise: q(values, use_triton=False)}
+        if device.type == "cuda":
+            functions["triton"] = lambda q=quantise: q(values, use_triton=True)
+        codes, scales = functions["torch"]()
+        moved = values.nbytes + codes.nbytes + scales.nbytes
+        back = fp8_block.dequantise(codes, scales, block_rows).double()
+        error = float((back - values.double()).norm() / values.double().norm())
+        for version, times in in_turns(functions, args.repeats, device, bar).items():
+            rate = moved / statistics.median(times)
+            row = {"operation": operation, "version": version, "seconds": times, "bytes_per_s": rate}
+            rows.append(row | {"of_copy": rate / peak["bytes"], "error": error})
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tables
+# ------------------------------------------------------------------------------------------------------------
+def table_lines(data: dict) -> list[str]:
+    """Return the table of the head."""
+    rows = []
+    for row in data["head"]:
+        size = [row["rows"], row["vocab"], row["hidden"], row["version"]]
+        rows.append([*size, *(head_cells(row, data["head"]) if not row["left_out"] else ["left out"])])
+    names = ["rows", "vocabulary", "hidden", "version", "forward, s", "+ backward, s", "/ naive"]
+    names += ["both gradients, s", "TFLOP/s", "/ floor", "MiB (less gradients)"]
+    return markdown([*names, "error: logprob, entropy, dx, dW"], rows)
+
+
+def head_cells(row: dict, rows: list[dict]) -> list[str]:
+    """Return what the table says of one version; `/ naive` is the median of ratios within a round."""
+    same = ("rows", "vocab", "hidden")
+    rivals = [r for r in rows if r["version"] == "naive" and all(r[name] == row[name] for name in same)]
+    ratio, memory = "-", "-"
+    if rivals and not rivals[0]["left_out"]:
+        pairs = zip(row["update_s"], rivals[0]["update_s"])
+        ratio = f"{statistics.median(mine / naives for mine, naives in pairs):.2f}"
+    if row["peak_bytes"] is not None:
+        beyond = row["peak_bytes"] - row["gradient_bytes"]
+        memory = f"{row['peak_bytes'] / 2**20:,.0f} ({beyond / 2**20:,.0f})"
+    times = [
+        with_range(spread(row[name]), ".3g") if row[name] else "-"
+        for name in ("forward_s", "update_s", "both_gradients_s")
+    ]
+    errors = " ".join(f"{error:.0e}" for error in row["errors"].values()) if row["errors"] else "-"
+    over_floor = statistics.median(row["update_s"]) / row["floor_s"]
+    return [
+        *times[:2], ratio, times[2], f"{row['flops'] / 1e12:.3g}", f"{over_floor:.2f}", memory, errors
+    ]  # fmt: skip
+
+
+def fp8_lines(data: dict) -> list[str]:
+    """Return the table of FP8."""
+    rows = [
+        [
+            r["operation"], r["version"], with_range(spread(r["seconds"]), ".3g"),
+            f"{r['bytes_per_s'] / 1e9:.3g}", f"{r['of_copy']:.2f}", f"{r['error']:.2e}",
+        ]
+        for r in data["fp8"]
+    ]  # fmt: skip
+    return markdown(["FP8", "version", "seconds", "GB/s", "of a copy", "error"], rows)
+
+
+def plot_head(rows: list[dict], path: Path) -> None:
+    """Draw seconds and memory of forward and backward over vocabulary sizes, at the most rows of a width."""
+    plt = pyplot()
+    widths = sorted({row["hidden"] for row in rows})
+    figure, grid = plt.subplots(2, len(widths), figsize=(5 * len(widths), 6), squeeze=False, sharex=True)
+    most = max(row["rows"] for row in rows)
+    for (top, bottom), width in zip(grid.T, widths):
+        for version in dict.fromkeys(row["version"] for row in rows):
+            mine = [r for r in rows if r["version"] == version and not r["left_out"]]
+            mine = [r for r in mine if r["hidden"] == width and r["rows"] == most]
+            vocab = [r["vocab"] for r in mine]
+            top.plot(vocab, [statistics.median(r["update_s"]) for r in mine], marker="o", label=version)
+            memory = [((r["peak_bytes"] or 0) - r["gradient_bytes"]) / 2**20 for r in mine]
+            bottom.plot(vocab, memory, marker="o", label=version)
+        top.set(title=f"{most:,} rows, hidden size {width:,}", ylabel="forward + backward, s")
+        bottom.set(xlabel="vocabulary", ylabel="MiB beyond gradients", yscale="log", xscale="log")
+        top.set(yscale="log")
+        for axes in (top, bottom):
+            axes.grid(alpha=0.3)
+    grid[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = make_parser(__doc__, plot=True)
+    add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=SIZES, default=here, help="default: %(default)s")
+    add("--dtype", help="of the operands (default: bfloat16 on GPUs, float32 on CPUs)")
+    for name, meaning in (("rows", "tokens"), ("vocab", "vocabulary sizes"), ("hidden", "hidden sizes")):
+        add(f"--{name}", type=int, nargs="+", help=f"{meaning} (default: see SIZES)")
+    add("--fp8-shape", type=int, nargs=2, metavar=("M", "N"), help="matrix to quantise")
+    add("--versions", nargs="+", default=[], help="only these versions of the head")
+    add("--repeats", type=int, default=5, help="counted rounds (default: %(default)s)")
+    args = parser.parse_args(argv)
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    for name, default in zip(("rows", "vocab", "hidden"), SIZES[args.device]):
+        setattr(args, name, getattr(args, name) or default)
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure all sizes and print the tables."""
+    args = parse_args(argv)
+    device = torch.device(args.device)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if device.type == "cpu":
+        return_freed_memory()
+    on_gpu = device.type == "cuda"
+    machine = torch.cuda.get_device_name() if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    peak = ceilings(device, getattr(torch, args.dtype), args.repeats)
+    print(
+        f"{machine}, torch {torch.__version__}, {args.dtype}: product {peak['flops'] / 1e12:.3g} TFLOP/s, "
+        f"copy {peak['bytes'] / 1e9:.4g} GB/s; medians (ranges) of {args.repeats}\n"
+    )
+    head = []
+    with tqdm(desc="kernels", unit="run", disable=None) as bar:
+        for size in product(args.rows, args.vocab, args.hidden):
+            bar.set_postfix_str("rows {} vocabulary {} hidden {}".format(*size))
+            head += bench_head(size, args, peak, bar)
+        fp8 = bench_fp8(args, peak, bar)
+    found = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "ceilings": peak}
+    found |= {"head": head, "fp8": fp8}
+    print("\n".join([*table_lines(found), "", *fp8_lines(found)]))
+    if args.plot:
+        plot_head(head, args.plot)
+    write_json(args.json, found)
+
+
+if __name__ == "__main__":
+    main()

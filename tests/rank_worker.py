@@ -1,0 +1,331 @@
+"""Run suites of tests on the ranks of torchrun.
+
+    torchrun --nproc-per-node=N tests/rank_worker.py FOLDER SUITE...
+
+A suite reads what the tests wrote into FOLDER/SUITE. Every rank stores what the suite returned there, in
+results_RANK.pt; comparing it is up to the tests (helpers.RankSuite).
+"""
+
+import math
+import sys
+import warnings
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+import torch.distributed as dist
+from helpers import (
+    batch_of_rows,
+    hashed_answer,
+    make_config,
+    make_group,
+    make_prompts,
+    make_rollouts,
+    no_history,
+)
+from model_suites import model
+
+import moe_model
+import train_rl
+from reward import Verdict
+from rollout import Completion
+from runtime.checks import refuse_nonfinite_rewards
+from runtime.metrics import batch_metrics, reduce_metrics
+from runtime.schedule import exchange, split_micro_batches
+
+
+def weights_of(policy: moe_model.Policy) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in moe_model.hf_tensors(policy)}
+
+
+def expert_groups(ep_sizes: set[int], num_experts: int) -> dict:
+    return {size: moe_model.create_expert_parallel_group(size, num_experts) for size in sorted(ep_sizes)}
+
+
+def start_engine(config: train_rl.Config, folder: Path, group, adam_eps: float | None = None):
+    """Make DeepSpeed's engine around the policy of a folder."""
+    policy = moe_model.build_policy(config.model, folder, group, torch.device("cpu"))
+    engine = moe_model.deepspeed_engine(policy, config.train)
+    for parameter_group in engine.optimizer.param_groups if adam_eps else ():
+        parameter_group["eps"] = adam_eps
+    return engine
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Updates: test_grpo.py, test_replay.py
+# ------------------------------------------------------------------------------------------------------------
+def run_update(case: dict, completions: list[dict], folder: Path, group, seen: list) -> dict:
+    """Run helpers.update_case() on this rank's rows.
+
+    case["model"]: folder of the policy. case["ids"]: routes of the sampler, `given` with the completions, the
+    policy's `own`, or `none`. seen: record_losses() writes here. Returns the parameters and metrics after
+    update_policy(), what it wrote into the batch, and its micro-batches as (rows, logprobs, ratio).
+    """
+    config = make_config(*case["settings"])
+    engine = start_engine(config, folder / case["model"], group, case["adam_eps"])
+    rows, policy = case["rows"][dist.get_rank()], engine.module
+    batch = batch_of_rows(completions, rows, case["padding"], config.train.minibatches_per_step)
+    if config.algorithm.kl_coef == 0:
+        batch.ref_logprobs = None
+    if case["ids"] == "own":
+        live = make_config(*case["settings"], "algorithm.router_replay=off")
+        batch.routed_experts = train_rl.forward_batch(policy, batch, live).routes
+    elif case["ids"] == "given":
+        batch.routed_experts = [completions[row]["routes"][case["model"]] for row in rows]
+    if case["old"] == "computed":
+        outputs = train_rl.forward_batch(policy, batch, config)
+        batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch = outputs
+    elif case["old"] == "none":
+        batch.old_logprobs = None
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    before = {name: value.clone() for name, value in tensors.items()}
+    seen.clear()
+    metrics = reduce_metrics(train_rl.update_policy(engine, batch, config))
+    return {
+        "metrics": metrics,
+        "loss": reduce_metrics({"loss_total": (sum(loss for *_, loss in seen), 1)})["loss_total"],
+        "old_logprobs": before.get("old_logprobs"),
+        "parameters": weights_of(policy),
+        "written": [name for name, value in before.items() if not torch.equal(value, getattr(batch, name))],
+        "micro_batches": [part[:3] for part in seen],
+    }
+
+
+def updates(folder: Path) -> dict:
+    """Run the cases of FOLDER/request.pt; return {name: run_update()}."""
+    request, original, seen = torch.load(folder / "request.pt"), train_rl.micro_batch_loss, []
+
+    def recording(logprobs, entropy, batch, rows, *others):
+        loss, statistics = original(logprobs, entropy, batch, rows, *others)
+        seen.append((rows, logprobs.detach().clone(), statistics["ratio"].clone(), loss.item()))
+        return loss, statistics
+
+    groups = expert_groups({case["ep_size"] for case in request["cases"]}, num_experts=2)
+    train_rl.micro_batch_loss = recording
+    results = {
+        case["name"]: run_update(case, request["completions"], folder, groups[case["ep_size"]], seen)
+        for case in request["cases"]
+    }
+    train_rl.micro_batch_loss = original
+    return results
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Values that are not finite: test_nonfinite.py
+# ------------------------------------------------------------------------------------------------------------
+def finite_batch(completions: list[dict]) -> train_rl.RolloutBatch:
+    """Make the batch of this rank's completions; prompts are named after the row."""
+    rows = [i for i in range(len(completions)) if i % 2 == dist.get_rank()]
+    batch, prompts = batch_of_rows(completions, rows), make_prompts(len(completions))
+    batch.prompts = [prompts[i] for i in rows]
+    batch.verdicts = [Verdict(1.0, "ok")] * len(rows)
+    batch.rewards = torch.ones(len(rows))
+    batch.ref_logprobs = None
+    return batch
+
+
+def run_nonfinite(case: str, on_nonfinite: str, completions: list[dict], engine, folder: Path) -> dict:
+    """Make a loss, a gradient or a reward not finite on one rank, and update; then an ordinary update.
+
+    Returns what was raised, rewards and which are valid, the metrics, the weights before, after, and after
+    the next update.
+    """
+    config = make_config(
+        "train.learning_rate=0.1", f"run.dir={folder / on_nonfinite}", f"run.on_nonfinite={on_nonfinite}"
+    )
+    policy, batch = engine.module, finite_batch(completions)
+    before, metrics, raised, handles = weights_of(policy), None, None, []
+    if case == "loss" and dist.get_rank() == 1:  # one token of one completion of one rank
+        batch.advantages[2, 0] = math.nan
+    if case == "gradient":
+        handles = [p.register_hook(lambda grad: grad * math.inf) for p in list(policy.parameters())[:1]]
+    if case == "reward" and dist.get_rank() == 1:
+        batch.rewards[2] = math.inf
+    try:
+        if case == "reward":
+            batch.rewards, batch.valid = refuse_nonfinite_rewards(
+                batch.rewards, batch.valid, batch, config, step=4
+            )
+        else:
+            metrics = reduce_metrics(train_rl.update_policy(engine, batch, config, step=4))
+    except RuntimeError as error:
+        raised = str(error)
+    after = weights_of(policy)
+    for handle in handles:
+        handle.remove()
+    train_rl.update_policy(engine, finite_batch(completions), config, step=5)
+    return {
+        "raised": raised, "valid": batch.valid.tolist(), "rewards": batch.rewards.tolist(),
+        "metrics": metrics, "before": before, "after": after, "next": weights_of(policy),
+    }  # fmt: skip
+
+
+def nonfinite(folder: Path) -> dict:
+    """Run every case with both values of run.on_nonfinite, one after another on one engine."""
+    completions = torch.load(folder / "request.pt")["completions"]
+    num_experts = moe_model.num_experts_of(moe_model.load_config(folder / "model"))
+    group = moe_model.create_expert_parallel_group(2, num_experts)
+    engine = start_engine(
+        make_config("train.learning_rate=0.1", "model.dtype=float32"), folder / "model", group
+    )
+    return {
+        (case, on_nonfinite): run_nonfinite(case, on_nonfinite, completions, engine, folder)
+        for case in ("loss", "gradient", "reward")
+        for on_nonfinite in ("stop", "skip")
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What ranks exchange: test_schedule.py
+# ------------------------------------------------------------------------------------------------------------
+DTYPES = (torch.uint8, torch.int16, torch.float32)
+PARCELS = ("objects", "tensors", "one way", "nothing", "stays", "completions")
+
+
+def completion_with_routes(seed: int, tokens: int) -> Completion:
+    generator = torch.Generator().manual_seed(seed)
+    routes = torch.randint(0, 128, (tokens + 3, 2, 4), generator=generator, dtype=torch.uint8)
+    return Completion(list(range(tokens)), [-0.25 * i for i in range(tokens)], "stop", 1.5, routes)
+
+
+def parcels(case: str, rank: int) -> list[list]:
+    """Return what a rank sends to ranks 0 and 1."""
+    other = 1 - rank
+    match case:
+        case "objects":
+            sent = [{"from": rank}, ("a", None, 1.5), "text \udcff", Verdict(1.0, "ok")]
+            return [[*sent, f"to {r}"] for r in range(2)]
+        case "tensors":
+            values = [torch.arange(rank, 300, dtype=torch.int64).to(dtype) for dtype in DTYPES]
+            empty, strided = torch.zeros(0, 3), torch.arange(12.0).view(3, 4).t()
+            return [[*values, empty, strided, [values[0]]]] * 2
+        case "one way":
+            return [[], [b"x" * 100_000]] if rank == 0 else [[], []]
+        case "nothing":
+            return [[], []]
+        case "stays":
+            return [[f"own {rank}"] if r == rank else [] for r in range(2)]
+        case "completions":
+            return [[completion_with_routes(10 * rank + i, i) for i in range(r + 2)] for r in (0, other + 1)]
+
+
+def schedule(folder: Path) -> dict:
+    """Call reduce_metrics(), split_micro_batches() and, on two ranks, exchange() where ranks differ."""
+    rank, arrived = dist.get_rank(), {}
+    for case in PARCELS if dist.get_world_size() == 2 else ():
+        sent = parcels(case, rank)
+        arrived[case] = exchange(sent)
+        number = len(sent[rank])
+        assert all(one is other for one, other in zip(arrived[case][:number], sent[rank])), "no copy"
+    lengths = [[40, 3, 9, 9, 1, 22, 5, 5, 30], [8, 2]][rank]
+    rows, own_rows = list(range(len(lengths))), list(range(1 + 2 * rank))
+    pairs = {"mean": (1.0 + rank, 1 + 2 * rank), "none": (0.0, 0), "tokens_total": (5.0 + rank, 1)}
+    pairs |= {"length_max": (7.0 - 3 * rank, 1), "below_max": (-2.0 - rank, 1), "max_of_total": (3.0, 2)}
+    alone = lambda balance: split_micro_batches([3, 3, 3], own_rows, 1, balance)
+    return {
+        "exchange": arrived,
+        "micro_batches": split_micro_batches(lengths, rows, 45, balance=True),
+        "alone": {balance: alone(balance) for balance in (True, False)},
+        "reduced": reduce_metrics(pairs),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Zero-variance elimination: test_zero_variance.py
+# ------------------------------------------------------------------------------------------------------------
+def contents(groups: list[train_rl.Group]) -> list[tuple]:
+    return [
+        (g.slot, g.prompt_index, [c.token_ids for c in g.completions], [v.status for v in g.verdicts])
+        for g in groups
+    ]
+
+
+def sample_steps(case: dict, history=None, state=None) -> list[dict]:
+    """Run some steps of sampling, record, dropping and dealing on this rank; return what came of each."""
+    config = make_config(*case["settings"])
+    state = state or train_rl.TrainState()
+    history = history or no_history(len(case["rates"]))
+    answer = hashed_answer(case["rates"], case["seed"], case["timeout_prob"])
+    rollouts, steps = make_rollouts(config, answer, len(case["rates"])), []
+    for _ in range(case["num_steps"]):
+        groups, outcomes, account = rollouts.sample_step(state, history)
+        history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
+        dealt, kept = train_rl.drop_and_deal(groups, outcomes, config)
+        state.step += 1
+        steps.append({
+            "outcomes": [(slot, astuple(o)) for slot, o in outcomes.items()],
+            "account": dict(account), "consumed": state.consumed_prompts,
+            "kept": sorted(kept), "sampled": contents(groups), "trained": contents(dealt),
+            "record": {name: value.tolist() for name, value in vars(history).items()},
+        })  # fmt: skip
+    return steps
+
+
+def run_update_of_groups(case: dict, model: Path, group) -> dict:
+    """Return parameters before and after the last of the case's updates, and that update's reduced metrics.
+
+    case["updates"]: for each update, for each rank, [(slot, verdicts, completion lengths)].
+    """
+    config = make_config(*case["settings"])
+    engine = start_engine(config, model, group, adam_eps=1e-2)
+    policy = engine.module
+    for of_ranks in case["updates"]:
+        before = weights_of(policy)
+        groups = [
+            make_group(slot, slot, lengths, rights) for slot, rights, lengths in of_ranks[dist.get_rank()]
+        ]
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, [g.outcome(config.reward.dense) for g in groups])
+        outcomes = {o.slot: o for o in sum(everyone, [])}
+        if case["deal"]:
+            groups, outcomes = train_rl.drop_and_deal(groups, outcomes, config)
+        batch = train_rl.collate(groups, make_prompts(16), [[2, 3, i] for i in range(16)])
+        batch.old_logprobs, batch.entropy, *_ = train_rl.forward_batch(policy, batch, config)
+        batch.rewards = train_rl.compute_rewards(batch, None, [], config)
+        batch.valid = train_rl.has_verdict(batch.verdicts)
+        batch.advantages = train_rl.token_advantages(batch, config)
+        trained = batch_metrics(batch, groups, config.rollout.group_size)
+        metrics = reduce_metrics(trained | train_rl.update_policy(engine, batch, config))
+    return {"before": before, "after": weights_of(policy), "metrics": metrics, "num_groups": len(groups)}
+
+
+def zero_variance(folder: Path) -> dict:
+    """Sample and update as FOLDER/request.pt says; also list every value of num_new_prompts()."""
+    request = torch.load(folder / "request.pt")
+    num_experts = moe_model.num_experts_of(moe_model.load_config(folder / "model"))
+    group = moe_model.create_expert_parallel_group(1, num_experts)
+    wanted, num_new_prompts = [], train_rl.num_new_prompts
+    train_rl.num_new_prompts = lambda *given: wanted.append(num_new_prompts(*given)) or wanted[-1]
+    sampling = [sample_steps(case) for case in request["sampling"]]
+    train_rl.num_new_prompts = num_new_prompts
+    updates = {
+        case["name"]: run_update_of_groups(case, folder / "model", group) for case in request["updates"]
+    }
+    return {"sampling": sampling, "wanted": wanted, "updates": updates}
+
+
+SUITES = {
+    "grpo": updates,
+    "replay": updates,
+    "nonfinite": nonfinite,
+    "schedule": schedule,
+    "zero_variance": zero_variance,
+    "model": model,
+}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    moe_model.init_deepspeed()
+    for name in names:
+        result = SUITES[name](folder / name)
+        torch.save(result, folder / name / f"results_{dist.get_rank()}.pt")
+    dist.barrier()  # leaving while a neighbour still talks aborts it
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,254 @@
+"""What holds for every Python file: who may import whom, how long a function may be, what a comment is."""
+
+import ast
+import inspect
+import io
+import os
+import subprocess
+import sys
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+FLOORS = (  # a file imports from its own floor and from those below
+    ("experiments", "tests"),
+    ("train_rl",),
+    ("rollout", "moe_model", "data"),
+    ("reward", "kernels", "runtime"),
+)
+FOLDERS = ("experiments", "tests", "data", "kernels", "runtime")
+PYTHON = sorted([*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))])
+CODE = [path for path in PYTHON if "tests" not in path.relative_to(ROOT).parts]
+MAX_LINES, MAX_MAIN, MAX_LOOP = 60, 120, 55
+MODULES = ["train_rl", "rollout", "reward", "moe_model"]
+MODULES += [f"{path.parent.name}.{path.stem}" for name in FOLDERS[2:] for path in (ROOT / name).glob("*.py")]
+
+each_file = pytest.mark.parametrize("path", PYTHON, ids=lambda path: str(path.relative_to(ROOT)))
+each_code_file = pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def part_of(path: Path) -> str:
+    """Name the part of the project that a file belongs to: its folder, or the file at the root."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def floor_of(part: str) -> int:
+    return next(number for number, parts in enumerate(FLOORS) if part in parts)
+
+
+# ---- imports -----------------------------------------------------------------------------------------------
+
+
+def is_for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imported_names(node: ast.AST, inside_functions: bool = True) -> list[str]:
+    """List the dotted names that a piece of code imports; `from a import b` gives a.b."""
+    names = []
+    for child in ast.iter_child_nodes(node):
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        if is_for_types_only(child) or (is_function and not inside_functions):
+            continue
+        if isinstance(child, ast.Import):
+            names += [alias.name for alias in child.names]
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: imports are absolute"
+            names += [f"{child.module}.{alias.name}" for alias in child.names]
+        names += imported_names(child, inside_functions)
+    return names
+
+
+def file_of(name: str, importer: Path) -> Path | None:
+    """Return the file of the project that a dotted name is, or is defined in; None for a library's name."""
+    parts = name.split(".")
+    for folder in (ROOT, importer.parent):  # pytest and scripts find the files beside them, too
+        for length in range(len(parts), 0, -1):
+            path = folder.joinpath(*parts[:length]).with_suffix(".py")
+            if path.is_file():
+                return path
+    return None
+
+
+def imported_files(path: Path) -> set[Path]:
+    found = {file_of(name, path) for name in imported_names(parse(path))}
+    return found - {None, path}
+
+
+@each_file
+def test_a_file_imports_from_its_own_floor_and_those_below(path):
+    part = part_of(path)
+    for other in imported_files(path):
+        above = floor_of(part_of(other)) < floor_of(part)
+        assert not above, f"{path.relative_to(ROOT)} imports {other.relative_to(ROOT)} from a floor above"
+        is_outside = part_of(other) != "runtime"
+        assert part != "runtime" or not is_outside, (
+            f"runtime/ knows no part, {path.name} imports {other.name}"
+        )
+
+
+@each_code_file
+def test_code_does_not_import_tests(path):
+    assert not [other for other in imported_files(path) if part_of(other) == "tests"]
+
+
+def circles(graph: dict[Path, set[Path]]) -> list[set[Path]]:
+    """List the sets of files that import each other in a circle: those that reach each other (closure)."""
+    reached = {file: set(others) for file, others in graph.items()}
+    for middle in graph:
+        for file in graph:
+            if middle in reached[file]:
+                reached[file] |= reached[middle]
+    found = {
+        frozenset(o for o in reached[file] if file in reached[o]) for file in graph if file in reached[file]
+    }
+    return [set(circle) for circle in found]
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports inside functions count, too: they only hide a circle."""
+    graph = {path: imported_files(path) for path in PYTHON}
+    assert sum(map(len, graph.values())) > 100, "the imports are found"
+    assert circles(graph) == []
+
+
+def test_circles_are_found():
+    assert circles({1: {2}, 2: {3}, 3: {2}, 4: {1}}) == [{2, 3}]
+    assert circles({1: {2, 3}, 2: {3}, 3: set()}) == []
+
+
+def test_imports_are_found_where_they_are():
+    source = """
+    import a.b
+    if TYPE_CHECKING:
+        import types_only
+    else:
+        from c import d
+    class K:
+        def f(self):
+            if x:
+                from e import (g, h)
+    """
+    tree = ast.parse(inspect.cleandoc(source))
+    assert imported_names(tree) == ["a.b", "e.g", "e.h"]
+    assert imported_names(tree, inside_functions=False) == ["a.b"]
+
+
+def test_a_reward_worker_starts_without_torch():
+    """reward.py is what a child runs; the judges in it import torch when they are made."""
+    tops = {name.split(".")[0] for name in imported_names(parse(ROOT / "reward.py"), inside_functions=False)}
+    assert not tops & {"torch", "transformers", "numpy", "vllm", "deepspeed"}
+
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+loaded = set(sys.argv[1].split()) & set(sys.modules)
+assert not loaded, loaded
+"""
+LIGHT = [
+    "reward", "runtime.config", "runtime.launch", "runtime.summary",
+    "data.prompts", "data.gsm8k", "data.math_sets", "data.tiny", "data.tiny_judge",
+]  # fmt: skip
+
+
+def import_in_a_fresh_process(folder: Path, modules: list[str], without: str) -> None:
+    """Import the modules one after another; without: what may not be loaded with them."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", IMPORT_ALL, without, *modules]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(folder.iterdir()) == []
+
+
+def test_importing_what_is_light_prints_nothing_and_leaves_nothing(tmp_path):
+    import_in_a_fresh_process(tmp_path, LIGHT, "torch transformers datasets math_verify vllm")
+
+
+@pytest.mark.slow
+def test_importing_anything_prints_nothing_and_leaves_nothing(tmp_path):
+    assert set(LIGHT) < set(MODULES)
+    import_in_a_fresh_process(tmp_path, MODULES, "vllm datasets math_verify matplotlib experiments tests")
+
+
+# ---- sizes and docstrings ----------------------------------------------------------------------------------
+
+
+def lines_of(node: ast.AST) -> int:
+    return node.end_lineno - node.lineno + 1
+
+
+def functions_of(path: Path) -> list[ast.FunctionDef]:
+    return [
+        node for node in ast.walk(parse(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+
+
+@each_code_file
+def test_no_function_is_long(path):
+    limit = lambda node: MAX_MAIN if (path.name, node.name) == ("train_rl.py", "main") else MAX_LINES
+    long = [f"{node.name}: {lines_of(node)}" for node in functions_of(path) if lines_of(node) > limit(node)]
+    assert not long, ", ".join(long)
+
+
+def test_the_loop_of_a_run_fits_on_a_page():
+    (main,) = [node for node in functions_of(ROOT / "train_rl.py") if node.name == "main"]
+    (loop,) = [node for node in ast.walk(main) if isinstance(node, ast.While)]
+    assert lines_of(main) <= MAX_MAIN and lines_of(loop) <= MAX_LOOP
+
+
+def documented(tree: ast.Module) -> list[ast.AST]:
+    """List what needs a docstring: the module, its public functions and classes, and their public methods.
+
+    forward() and backward() do what torch says, and their class says what is computed.
+    """
+    found = [tree]
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name[0] != "_":
+            found.append(node)
+            methods = node.body if isinstance(node, ast.ClassDef) else []
+            found += [method for method in methods if isinstance(method, ast.FunctionDef)
+                      and method.name[0] != "_" and method.name not in ("forward", "backward")]  # fmt: skip
+    return found
+
+
+@each_code_file
+def test_what_others_use_says_what_it_does(path):
+    without = [
+        getattr(node, "name", "the module") for node in documented(parse(path)) if not ast.get_docstring(node)
+    ]
+    assert not without, ", ".join(without)
+
+
+# ---- comments ----------------------------------------------------------------------------------------------
+
+
+def comments_of(path: Path) -> list[tuple[int, str]]:
+    """List (line, text) of every comment that starts a sentence: at a line's end, or first of its block."""
+    tokens = [
+        t
+        for t in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if t.type == tokenize.COMMENT
+    ]
+    alone = {token.start[0] for token in tokens if token.line.lstrip().startswith("#")}
+    return [
+        (token.start[0], token.string.lstrip("#").strip())
+        for token in tokens
+        if token.start[0] not in alone or token.start[0] - 1 not in alone
+    ]
+
+
+@each_code_file
+def test_no_comment_begins_as_half_a_sentence(path):
+    dangling = ("of", "by", "what", "else", "and", "so")
+    found = [f"line {line}: {text}" for line, text in comments_of(path) if text.split(" ")[0] in dangling]
+    assert not found, "\n".join(found)
