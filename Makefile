@@ -1,8 +1,8 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
-# make check  install, look at formatting and at the figures of the docs, run the quick tests
-# make test   install, run every test
+# make check  style, the tables of the docs, and the quick tests: under two minutes
+# make test   every test: under nine minutes on two cores
 # make bench  seconds per step of the demo's workload, by phase
-# make table  the table of experiments/zero_variance: 85 runs of about a minute, resumable
+# make table  the ablation table of experiments/zero_variance: runs of about a minute, resumable
 #
 # STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
 # RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.
@@ -23,37 +23,52 @@ ifeq ($(STACK),cpu)
 export CUDA_VISIBLE_DEVICES =
 endif
 
-.PHONY: demo check lint test bench table install
+# What is printed comes when one of the two is done; make fails if one fails.
+TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
+
+.PHONY: demo lint check check-first check-second test test-ranks test-others bench table install
 install: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m data.tiny
-	$(BIN)/torchrun --nproc-per-node=$(RANKS) train_rl.py --config experiments/environments/demo.yaml model.ep_size=$(RANKS)
+	$(BIN)/torchrun --nproc-per-node=$(RANKS) train_rl.py --config experiments/environments/demo.yaml \
+	    model.ep_size=$(RANKS)
 
 lint: $(STAMP)
-	$(BIN)/ruff format --check --quiet .
-	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
 
 check: lint
 	$(BIN)/python experiments/report.py --check
-	$(BIN)/python -m pytest tests -q -m "not slow and not gpu"
+	$(TWO_AT_ONCE) check-first check-second
 
+check-first check-second: $(STAMP)
+	$(BIN)/python -m pytest -q $(wildcard tests/test_[$(if $(filter %first,$@),a-l,m-z)]*.py) \
+	    -m "not slow and not gpu" --durations=5
+
+# Two processes at once: one starts ranks and spends much of its time on one core, the other runs all else meanwhile.
 test: $(STAMP)
-	$(BIN)/python -m pytest tests -q --durations=15
+	$(TWO_AT_ONCE) test-others test-ranks
+
+test-ranks: $(STAMP)
+	$(BIN)/python -m pytest -q -m ranks --durations=15
+
+test-others: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not ranks" --durations=5
 
 bench: $(STAMP)
 	$(BIN)/python -m data.tiny
 	$(BIN)/python -m experiments.bench.step
 
 HABITS = data/built/habits
-ROWS   = experiments/zero_variance/*.yaml
 
 table: $(STAMP)
 	$(BIN)/python -m data.tiny --recipe habits
-	$(BIN)/python -m data.score --model $(HABITS)/model --prompts $(HABITS)/train.jsonl --output $(HABITS)/scores.jsonl \
-	    --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25
-	$(BIN)/python experiments/run.py --rows $(ROWS) --seeds 0 1 2 3 4 --out runs/zero_variance --jobs 2
-	$(BIN)/python experiments/report.py --runs runs/zero_variance --parent grpo --plot runs/zero_variance/curves.png
+	$(BIN)/python -m data.score --model $(HABITS)/model --prompts $(HABITS)/train.jsonl \
+	    --output $(HABITS)/scores.jsonl --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25
+	$(BIN)/python experiments/run.py --rows experiments/zero_variance/*.yaml --seeds 0 1 2 3 4 \
+	    --out runs/table --jobs 2
+	$(BIN)/python experiments/report.py --runs runs/table --parent grpo --plot runs/table/table.png
 
 # torch goes first and alone, so that pip takes the one build asked for. vLLM's CPU build brings torchvision, torchaudio
 # and torchcodec made for CUDA; nothing here uses them, and they break `import transformers` on a machine without CUDA.

@@ -1522,7 +1522,7 @@ def resume(
 
 
 def main(config: Config) -> None:
-    """Train: one phase of a step after another, in the order of the paper."""
+    """Train: one phase of a step after another, in the order of the data."""
     run = set_up(config)
     if run is None:
         return
@@ -1545,7 +1545,7 @@ def main(config: Config) -> None:
         batch = collate(groups, run.rollouts.prompts, run.rollouts.prompt_ids)
         run.history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
 
-        # Old and reference log-probabilities, with replayed routes
+        # Old and reference log-probabilities, where the update needs them
         if kept:
             with run.clock("logprobs"):
                 add_old_outputs(run, batch)

@@ -254,8 +254,9 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.dry_run:
-        path = "" if (ROOT / from_root(args.script)).parent == ROOT else "PYTHONPATH=. "  # as start() sets it
-        print("\n".join(path + shlex.join(command(run, args.ranks)) for run in todo))
+        for run in todo:
+            path = "" if run.script.parent == Path() else "PYTHONPATH=. "  # as start() sets it
+            print(path + shlex.join(command(run, args.ranks)))
         return 0
     print(f"{len(runs) - len(todo)} of {len(runs)} runs are finished already", flush=True)
     try:

@@ -57,7 +57,7 @@ class TrainState:
     """Counters that the next step or the summary reads; part of every checkpoint."""
 
     step: int = 0  # steps finished, the version of the policy
-    consumed_prompts: int = 0
+    consumed_prompts: int = 0  # prompts offered so far, sampled or skipped: the position in the data
     generated_tokens: int = 0  # over all ranks, training rollouts only
     gradient_tokens: int = 0  # those of generated_tokens with a non-zero advantage
     trained_tokens: int = 0  # tokens of completions that were not dropped

@@ -14,18 +14,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); tests skip without them
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist then reads the marks
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for the two workers of `make test`; a group stays on one worker, and so do its fixtures.
+    """Mark as `ranks` the slow tests that use the demo's model or stand in a file that starts ranks.
 
-    What starts ranks comes first, in one group: it takes longest, and its fixtures serve several files. Every
-    other file is a group of its own, which the other worker takes meanwhile.
+    `make test` runs them in one process, because runs and starts serve several files, beside the others.
     """
     for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            group = "ranks" if item.get_closest_marker("slow") else item.path.stem
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("ranks",))
+        starts_ranks = any(hasattr(item.module, name) for name in ("torchrun", "train", "RankSuite"))
+        if item.get_closest_marker("slow") and (starts_ranks or "demo_model" in item.fixturenames):
+            item.add_marker("ranks")
 
 
 def torchrun(

@@ -11,7 +11,7 @@ from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from moe_model import hf_tensors, pack, save_hf
 from rollout import Request, RolloutEngine, RolloutSettings, set_vllm_environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 PROMPTS = [
     problem(a, b, 3, 5)["prompt"] for a, b in ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))
 ]

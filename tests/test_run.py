@@ -117,6 +117,20 @@ def test_more_steps_go_on_from_a_finished_run_as_if_never_stopped(killed, undist
     assert_same_run(undisturbed, longer)
 
 
+def without_expectations(rows: list[dict]) -> list[dict]:
+    """Leave out how well lengths were foreseen, which a run without a schedule does not try."""
+    return [{k: v for k, v in row.items() if not k.startswith("length_")} for row in rows]
+
+
+def test_no_scheduling_and_no_overlap_give_the_same_run_bit_for_bit(undisturbed, tmp_path):
+    """They change when things happen, not what comes out."""
+    all_off = ["rollout.schedule=arrival", "reward.overlap=false", "reward.decode=engine"]
+    done = train(*SMALL, *all_off, f"run.dir={tmp_path}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert without_expectations(rows_of(tmp_path)) == without_expectations(rows_of(undisturbed))
+    assert_same_weights(tmp_path / "model", undisturbed / "model")
+
+
 def test_reference_minibatches_recomputation_and_zero_2_run_together(tmp_path):
     done = train(
         *SMALL, f"run.dir={tmp_path}", "train.num_steps=2", "algorithm.kl_coef=0.01", "train.zero_stage=2",

@@ -30,7 +30,7 @@ from rollout import (
     validate_routes,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = pytest.mark.slow
 VOCAB = 98
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3,

@@ -930,6 +930,7 @@ def test_a_copy_has_settings_of_its_own(table, tmp_path, monkeypatch, capsys):
     planned = capsys.readouterr().out
     assert planned.startswith("PYTHONPATH=. ") and f" {copy} --config {tmp_path}/a.yaml " in planned
     assert "train.greeting=hi" in planned
+    monkeypatch.chdir(tmp_path)
     assert run.main([*options, "train.greetings=hi"]) == 2
     assert "did you mean train.greeting?" in capsys.readouterr().err
 
@@ -1065,6 +1066,8 @@ def test_two_rows_from_training_to_the_table(demo_model, tmp_path):
     refused = script("run.py", *rows, *small[1:])
     assert refused.returncode == 2 and "train.num_steps 2 -> 200" in refused.stderr
 
+    for name in ("grpo", "wide"):  # a record holds settings of train_rl.py only
+        edit(out / name / "seed_0" / "config.yaml", "  greeting: welcome\n", "")
     first = script("report.py", "--runs", out, "--parent", "grpo", "--export", tmp_path / "runs.jsonl")
     assert first.returncode == 0, first.stderr
     second = script("report.py", "--runs", tmp_path / "runs.jsonl", "--parent", "grpo")
