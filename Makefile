@@ -43,7 +43,7 @@ check: lint
 	$(TWO_AT_ONCE) check-first check-second
 
 check-first check-second: $(STAMP)
-	$(BIN)/python -m pytest -q $(wildcard tests/test_[$(if $(filter %first,$@),a-l,m-z)]*.py) \
+	$(BIN)/python -m pytest -q $(wildcard tests/test_[$(if $(filter %first,$@),a-q,r-z)]*.py) \
 	    -m "not slow and not gpu" --durations=5
 
 # Two processes at once: one starts ranks and spends much of its time on one core, the other runs all else meanwhile.
@@ -67,8 +67,9 @@ table: $(STAMP)
 	$(BIN)/python -m data.score --model $(HABITS)/model --prompts $(HABITS)/train.jsonl \
 	    --output $(HABITS)/scores.jsonl --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25
 	$(BIN)/python experiments/run.py --rows experiments/zero_variance/*.yaml --seeds 0 1 2 3 4 \
-	    --out runs/table --jobs 2
-	$(BIN)/python experiments/report.py --runs runs/table --parent grpo --plot runs/table/table.png
+	    --out runs/zero_variance --jobs 2
+	$(BIN)/python experiments/report.py --runs runs/zero_variance --parent grpo \
+	    --plot runs/zero_variance/curves.png
 
 # torch goes first and alone, so that pip takes the one build asked for. vLLM's CPU build brings torchvision, torchaudio
 # and torchcodec made for CUDA; nothing here uses them, and they break `import transformers` on a machine without CUDA.

@@ -591,7 +591,7 @@ class Rollouts:
         2 and 4 the best in simulation.
         """
         settings = self.config.rollout
-        if not settings.count_reward_time or settings.schedule == "arrival":
+        if not settings.count_reward_time or settings.schedule == "arrival" or not self.pool.seconds:
             return requests
         pace = self.engine.seconds_per_step / 2
         return [

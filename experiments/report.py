@@ -1,9 +1,9 @@
 """Make the table of a set of runs, keep its record in one file, and check the tables of the docs against it.
 
-    python experiments/report.py --runs runs/table --parent grpo
-    python experiments/report.py --runs runs/table --parent grpo --json table.json --plot curves.png
-    python experiments/report.py --runs runs/table --parent grpo --parents zve=gspo --columns row metric p
-    python experiments/report.py --runs runs/table --parent grpo --export runs.jsonl
+    python experiments/report.py --runs runs/zero_variance --parent grpo
+    python experiments/report.py --runs runs/zero_variance --parent grpo --json table.json --plot curves.png
+    python experiments/report.py --runs runs/zero_variance --parent grpo --parents a=gspo --columns row p
+    python experiments/report.py --runs runs/zero_variance --parent grpo --export runs.jsonl
     python experiments/report.py --runs experiments/zero_variance/runs.jsonl --parent grpo --rows grpo gspo
     python experiments/report.py --check      # compare every table of the docs with its record
     python experiments/report.py --fix        # rewrite the tables that differ

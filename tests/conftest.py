@@ -18,11 +18,13 @@ SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as `ranks` the slow tests that use the demo's model or stand in a file that starts ranks.
 
+    `slow(starts_ranks=False)` says of a test in such a file that it starts none.
     `make test` runs them in one process, because runs and starts serve several files, beside the others.
     """
     for item in items:
+        slow = item.get_closest_marker("slow")
         starts_ranks = any(hasattr(item.module, name) for name in ("torchrun", "train", "RankSuite"))
-        if item.get_closest_marker("slow") and (starts_ranks or "demo_model" in item.fixturenames):
+        if slow and slow.kwargs.get("starts_ranks", starts_ranks or "demo_model" in item.fixturenames):
             item.add_marker("ranks")
 
 

@@ -742,6 +742,7 @@ def test_documents_that_git_does_not_list(document, tmp_path, monkeypatch, capsy
     assert check(capsys)[0] == 2
 
 
+@pytest.mark.slow
 def test_the_tables_of_this_repository_agree_with_their_records():
     checked = script("report.py", "--check")
     assert (checked.returncode, checked.stderr) == (0, ""), checked.stdout + checked.stderr
