@@ -1,8 +1,8 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
-# make check  style, the tables of the docs, and the quick tests: under two minutes
-# make test   every test: under nine minutes on two cores
+# make check  style, the tables of the docs, and the quick tests: about two minutes on two cores
+# make test   every test: up to a quarter of an hour on two cores
 # make bench  seconds per step of the demo's workload, by phase
-# make table  the ablation table of experiments/zero_variance: runs of about a minute, resumable
+# make table  the table of experiments/zero_variance: 85 runs of about a minute, resumable
 #
 # STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
 # RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.
