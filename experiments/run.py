@@ -102,6 +102,8 @@ def changed_settings(run: Run) -> list[str]:
     setting.
     """
     script = load_script(run.script)
+    from runtime.config import differences  # main() puts the root on the path
+
     config = script.load_config(list(run.arguments))
     if (Path(config.run.dir), config.train.seed) != (run.folder, run.seed):
         raise ValueError("run.dir and train.seed are set by --out and --seeds; leave them out")
@@ -111,16 +113,11 @@ def changed_settings(run: Run) -> list[str]:
         saved = script.Config.model_validate(yaml.safe_load((run.folder / "config.yaml").read_text()))
     except (yaml.YAMLError, ValueError) as error:
         return [f"its config.yaml is not of this version ({' '.join(str(error).split())})"]
-    saved, now = saved.model_dump(mode="json"), config.model_dump(mode="json")
     versions = run.folder / "versions.json"
     name = json.loads(versions.read_text())["script"] if versions.is_file() else run.script.name
     changes = [] if name == run.script.name else [f"--script {name} -> {run.script.name}"]
-    return changes + [
-        f"{section}.{key} {saved[section][key]!r} -> {value!r}"
-        for section in now
-        for key, value in now[section].items()
-        if saved[section][key] != value and (section, key) != ("run", "dir")
-    ]
+    settings = differences(saved.model_dump(mode="json"), config.model_dump(mode="json"))
+    return changes + [change for change in settings if not change.startswith("run.dir ")]
 
 
 def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:

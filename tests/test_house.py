@@ -161,8 +161,8 @@ LIGHT = [
 ]  # fmt: skip
 
 
-def import_in_a_fresh_process(folder: Path, modules: list[str], without: str) -> None:
-    """Import the modules one after another; without: what may not be loaded with them."""
+def assert_imports_are_silent(folder: Path, modules: list[str], without: str) -> None:
+    """Import the modules one after another in a fresh process; without: what may not be loaded with them."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", IMPORT_ALL, without, *modules]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
@@ -171,13 +171,13 @@ def import_in_a_fresh_process(folder: Path, modules: list[str], without: str) ->
 
 
 def test_importing_what_is_light_prints_nothing_and_leaves_nothing(tmp_path):
-    import_in_a_fresh_process(tmp_path, LIGHT, "torch transformers datasets math_verify vllm")
+    assert_imports_are_silent(tmp_path, LIGHT, "torch transformers datasets math_verify vllm")
 
 
 @pytest.mark.slow
 def test_importing_anything_prints_nothing_and_leaves_nothing(tmp_path):
     assert set(LIGHT) < set(MODULES)
-    import_in_a_fresh_process(tmp_path, MODULES, "vllm datasets math_verify matplotlib experiments tests")
+    assert_imports_are_silent(tmp_path, MODULES, "vllm datasets math_verify matplotlib experiments tests")
 
 
 # ---- sizes and docstrings ----------------------------------------------------------------------------------
