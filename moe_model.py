@@ -21,6 +21,7 @@ import io
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -428,14 +429,31 @@ def check_supported(config: PretrainedConfig) -> None:
         raise ValueError("model not supported: " + "; ".join(problems))
 
 
+def model_folder(path: str | Path) -> Path:
+    """Return the folder of a model: `path`, or what the hub holds under this name, downloaded once.
+
+    ValueError if there is neither. Ranks of a node that ask at once wait for one download.
+    """
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise ValueError(
+            f"model.path: {path} holds no config.json; give the folder of a Hugging Face checkpoint, or the "
+            "name of one on the hub (the tiny model is made by `python -m data.tiny`)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except Exception as error:  # no network, no such model, no permission
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"model.path: {path} is no folder here, and the hub gives none: {reason}") from error
+
+
 def load_config(folder: str | Path) -> PretrainedConfig:
     """Read config.json of a model folder. ValueError if there is none."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(
-            f"model.path: {folder} holds no config.json; give the folder of a Hugging Face checkpoint "
-            "(the tiny model is made by `python -m data.tiny`)"
-        )
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(model_folder(folder), local_files_only=True)
     check_supported(config)
     return config
 
@@ -660,9 +678,10 @@ def optimizer_shard(engine: deepspeed.DeepSpeedEngine) -> dict:
 
 
 def load_optimizer_shard(engine: deepspeed.DeepSpeedEngine, shard: dict) -> None:
-    """Undo optimizer_shard(), bit for bit."""
+    """Undo optimizer_shard(), bit for bit; learning rate and weight decay stay those of the settings."""
     adamw = engine.optimizer.optimizer
     masters = [p for group in adamw.param_groups for p in group["params"]]
     for parameter, saved in zip(masters, shard["masters"], strict=True):
         parameter.data.copy_(saved)
-    adamw.load_state_dict(shard["adamw"])
+    settings = adamw.state_dict()["param_groups"]
+    adamw.load_state_dict({"state": shard["adamw"]["state"], "param_groups": settings})

@@ -10,8 +10,9 @@ Computer algebra on model output can hang for ever, eat all memory or crash, als
 exception reaches. So the kernel kills a child at its limit, and "timeout" and "error" are not "wrong". The
 child is this file run as a script: a caller with a CUDA context and threads cannot safely fork.
 
-Judges (section 5) are reward models; they are asked in the trainer's process, after a rollout. torch is
-imported there only, so that a child starts quickly.
+The kinds that are more than a few lines live in verifiers/, which is also where functions of one's own are
+found. Judges (section 6) are reward models; they are asked in the trainer's process, after a rollout. torch
+is imported there only, so that a child starts quickly.
 """
 
 import contextlib
@@ -20,24 +21,27 @@ import difflib
 import functools
 import itertools
 import json
-import logging
 import operator
 import os
 import pkgutil
 import re
 import resource
+import secrets
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import Literal
 
+import verifiers.math
 from runtime.config import Section, setting
+from verifiers.math import last_boxed as last_boxed  # for scripts in data/ that read solutions
+from verifiers.own import FUNCTION, check_score, explain, load_function
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -46,10 +50,20 @@ from runtime.config import Section, setting
 class RewardSettings(Section):
     """Verdicts, the processes that make them, penalties and judges."""
 
-    functions: list[str] = setting([], "module:function of your own that rows may name as their kind", True)
+    functions: list[str] = setting(
+        [],
+        "kinds with functions of your own that rows may name: module:function, path/file.py:function, or a "
+        "weighted sum such as 0.8*math + 0.2*rewards.py:brevity",
+        True,
+    )
+    env: list[str] = setting([], "names of environment variables that scoring processes get, too", True)
     num_workers: int = setting(1, "scoring processes per rank", True, ge=1)
-    timeout_s: float = setting(10.0, "seconds; a verdict that takes longer is a timeout", True, gt=0)
-    memory_gib: float = setting(2.0, "GiB of address space per scoring process", True, gt=0)
+    timeout_s: float = setting(
+        10.0, "seconds; a verdict that takes longer is a timeout", True, gt=0, le=86400
+    )
+    memory_gib: float = setting(
+        2.0, "GiB of address space per scoring process and what it starts", True, ge=0.125, le=65536
+    )
     max_failed_frac: float = setting(
         0.5, "stop if more verdicts of a step time out or crash", True, gt=0, le=1
     )
@@ -64,7 +78,21 @@ class RewardSettings(Section):
     max_backlog: int = setting(
         4096, "completions waiting for a verdict before the engine has to wait", True, ge=1
     )
-    dense: bool = setting(False, "reward the share of the answer that is right instead of 0 or 1")
+    binary: bool = setting(False, "true: only a reward of 1 counts, everything below is 0")
+    sandbox: Literal["bubblewrap", "rlimits"] = setting(
+        "bubblewrap",
+        "what holds programs of kind code. bubblewrap: Linux namespaces, without network and without this "
+        "machine's files. rlimits: limits of time, memory and output only, for programs that you trust.",
+    )
+    code_timeout_s: float = setting(
+        3.0,
+        "seconds of one test of a program of kind code; all its tests together get three times as much",
+        gt=0,
+        le=86400,
+    )
+    code_memory_gib: float = setting(
+        1.0, "GiB of address space of a program of kind code, at most memory_gib", gt=0, le=65536
+    )
     overlong_buffer: int = setting(0, "last tokens before max_new_tokens that are penalised; 0: off", ge=0)
     overlong_coef: float = setting(1.0, "penalty of a completion that is max_new_tokens long", ge=0)
     repetition_coef: float = setting(0.0, "penalty of a completion that only repeats itself; 0: off", ge=0)
@@ -88,51 +116,143 @@ class RewardSettings(Section):
 # ------------------------------------------------------------------------------------------------------------
 
 NUMERIC_RTOL = Decimal("1e-6")  # relative, for numbers that are not both whole
-MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; the longest answer of MATH-500 has 53
+FAILED = ("timeout", "error")
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The verifier's opinion of one completion."""
 
-    reward: float  # in [0, 1]; 0 unless status is "ok"
-    status: str  # "ok" | "wrong" | "no_answer" | "timeout" | "error"
-    detail: str = ""  # the reason of a timeout or an error, at most 200 characters
-    pass_frac: float = 0.0  # in [0, 1], share of constraints met: 1 if "ok", partial for DENSE_KINDS, else 0
+    reward: float  # in [0, 1], the share that is right
+    status: str  # "ok" (a reward of 1) | "wrong" (less) | "no_answer" | "timeout" | "error"
+    detail: str = ""  # the reason of a timeout or an error, at most 200 printable characters
+    parts: dict[str, float] = field(default_factory=dict, hash=False)  # {kind: its own reward} of a sum
 
 
-def verify(kind: str, completion: str, answer: str) -> Verdict:
+def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     r"""Score one completion against the reference answer, in this process and without a time limit.
 
     "exact"    the whole completion equals the answer, surrounding whitespace aside
+    "characters"  the same, and less for less: the share of characters that are in their place
     "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL of it
     "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
-    "math"     math-verify finds the last \boxed{...} equal to the answer, which is LaTeX or a number; without
-               a box, the last expression that it finds in the last MAX_PARSED_CHARS characters
-    "module:function"  a function of your own: (completion, answer) -> share of tests or constraints met, in
-               [0, 1], where 1 is right. The module is imported from the working directory or PYTHONPATH.
-               It runs code: a caller must not take such a kind from data (data.prompts.load_prompts refuses).
+    "math"     math-verify finds the last \boxed{...} equal to the answer (verifiers/math.py)
+    "code", "instructions"  the share of tests or constraints met (verifiers/code.py, instructions.py)
+    "module:function", "path/file.py:function"  a function of your own (verifiers/own.py) gives the share.
+               A caller must not take such a kind from data (data.prompts.load_prompts refuses).
+    "0.8*math + 0.2*rewards.py:brevity"  the weighted mean; the first kind decides the status
 
-    An exception while scoring and a reference answer that cannot be read give status "error".
+    fields: prompt, messages and the columns of the row, for functions of your own and for code. An exception
+    while scoring and a reference answer that cannot be read give status "error".
     Raises ValueError for an unknown kind, TypeError for a completion or an answer that is not a string.
     """
     _check(kind, completion, answer)
+    verdict = _verify(kind, completion, answer, fields)
+    if _is_async(kind):
+        return _event_loop().run(verdict)
     try:
-        return _MATCHERS[kind](completion, answer) if kind in _MATCHERS else _own(kind, completion, answer)
+        verdict.send(None)  # nothing in it waits, so that it needs no event loop
+    except StopIteration as end:
+        return end.value
+
+
+async def _verify(kind: str, completion: str, answer: str, fields: dict) -> Verdict:
+    verdicts = {part: await _verify_part(part, completion, answer, fields) for _, part in parts_of(kind)}
+    if len(verdicts) == 1:
+        return verdicts.popitem()[1]
+    rewards = {part: verdict.reward for part, verdict in verdicts.items()}
+    for part, verdict in verdicts.items():
+        if verdict.status in FAILED:
+            return Verdict(0.0, verdict.status, f"{part}: {verdict.detail}"[:200], rewards)
+    weights = [weight for weight, _ in parts_of(kind)]
+    mean = sum(map(operator.mul, weights, rewards.values())) / sum(weights)
+    first = next(iter(verdicts.values()))
+    return Verdict(mean, first.status, first.detail, rewards)
+
+
+async def _verify_part(kind: str, completion: str, answer: str, fields: dict) -> Verdict:
+    try:
+        if kind in RULES:
+            return RULES[kind](completion, answer)
+        if kind in _SLOW:
+            return _SLOW[kind](completion, answer, fields)
+        function = load_function(kind)
+        result = function.call(**function.arguments({**fields, "completion": completion, "answer": answer}))
+        score = check_score(await result if function.is_async else result)
+        return Verdict(score, "ok" if score == 1 else "wrong")
     except Exception as error:  # untrusted text; MemoryError and RecursionError are among them
-        return Verdict(0.0, "error", f"{type(error).__name__}: {error}"[:200])
+        return Verdict(0.0, "error", explain(error)[:200])
+
+
+@functools.cache
+def _event_loop():
+    """Return what runs coroutines in this process: one loop for all, so that clients stay connected."""
+    import asyncio
+
+    return asyncio.Runner()
+
+
+# ---- names of kinds ----
+_TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S.*?)\s*")  # weight*kind
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_of(kind: str) -> tuple[tuple[float, str], ...]:
+    """Split a kind into its (weight, kind) parts; one that is no sum is its own only part.
+
+    ValueError says what is wrong with a kind that verify() does not know.
+    """
+    terms = re.split(r"\+(?=\s*[\d.]+\s*\*)", kind)  # a path may hold a +
+    matches = [_TERM.fullmatch(term) for term in terms]
+    parts = tuple((float(match[1]), match[2]) for match in matches if match)
+    if len(parts) < len(terms):
+        parts = ((1.0, kind),)
+    for _, part in parts:
+        if part in KINDS or FUNCTION.fullmatch(part):
+            continue
+        inside = "" if part == kind else f" in {kind!r}"
+        inside += ": each part of a sum has a weight, as in 0.8*math + 0.2*exact" if " + " in part else ""
+        if ":" in part or part.endswith(".py"):
+            raise ValueError(f"unknown kind {part!r}{inside}: no module:function or path/file.py:function")
+        nearest, *others = difflib.get_close_matches(part, KINDS, n=len(KINDS), cutoff=0.0)
+        raise ValueError(
+            f"unknown kind {part!r}{inside}: did you mean {nearest!r}? Others: {', '.join(others)}"
+        )
+    if len(dict(map(reversed, parts))) < len(parts) or not sum(weight for weight, _ in parts):
+        raise ValueError(f"kind {kind!r}: each part must be another one, and some weight more than 0")
+    return parts
+
+
+def is_kind(kind: str) -> bool:
+    """Tell whether verify() knows this kind: one of KINDS, a function's name, or a weighted sum of them."""
+    try:
+        return isinstance(kind, str) and bool(parts_of(kind))
+    except ValueError:
+        return False
+
+
+def functions_of(kind: str) -> list[str]:
+    """List the functions of one's own in a kind: it runs code unless the list is empty."""
+    return [part for _, part in parts_of(kind) if part not in KINDS]
+
+
+def _is_async(kind: str) -> bool:
+    with contextlib.suppress(Exception):  # verify() says why a function cannot be imported
+        return any(load_function(name).is_async for name in functions_of(kind))
+    return False
 
 
 def _check(kind: str, completion: str | list[int], answer: str, types: tuple = (str,)) -> None:
-    if not is_kind(kind):
-        nearest, *others = difflib.get_close_matches(str(kind), KINDS, n=len(KINDS), cutoff=0.0)
-        raise ValueError(f"unknown kind {kind!r}: did you mean {nearest!r}? Others: {', '.join(others)}")
+    if not isinstance(kind, str):
+        raise ValueError(f"unknown kind {kind!r}: it must be text")
+    parts_of(kind)
     if not (isinstance(completion, types) and isinstance(answer, str)):
         raise TypeError(f"completion and answer must be str, not {type(completion)} and {type(answer)}")
 
 
-def _compared(equal: bool, pass_frac: float = 0.0) -> Verdict:
-    return Verdict(1.0, "ok", pass_frac=1.0) if equal else Verdict(0.0, "wrong", pass_frac=pass_frac)
+# ---- rules ----
+def _compared(equal: bool) -> Verdict:
+    return Verdict(1.0, "ok") if equal else Verdict(0.0, "wrong")
 
 
 def _exact(completion: str, answer: str) -> Verdict:
@@ -140,8 +260,15 @@ def _exact(completion: str, answer: str) -> Verdict:
         return Verdict(0.0, "error", "the reference answer is empty")
     if not completion.strip():
         return Verdict(0.0, "no_answer")
-    found, gold = completion.strip(), answer.strip()
-    return _compared(found == gold, sum(map(operator.eq, found, gold)) / max(len(found), len(gold)))
+    return _compared(completion.strip() == answer.strip())
+
+
+def _characters(completion: str, answer: str) -> Verdict:
+    """Give characters in place / longer length [ours]."""
+    verdict, found, gold = _exact(completion, answer), completion.strip(), answer.strip()
+    if verdict.status != "wrong":
+        return verdict
+    return Verdict(sum(map(operator.eq, found, gold)) / max(len(found), len(gold)), "wrong")
 
 
 # A minus counts unless it joins two terms, as in "3-5" or "x-5"; commas count in groups of three only; digits
@@ -178,73 +305,33 @@ def _gsm8k(completion: str, answer: str) -> Verdict:
     return _compare_numbers(_NUMBER.search(tail) if marker else None, answer.rpartition("####")[2])
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} or \fbox{...} whose braces close; None without one."""
-    content, open_braces = None, []  # per open brace: where its box's content starts, None for other braces
-    # Escaped braces are skipped; a brace after whole pairs of backslashes (line breaks) is none of these.
-    for match in re.finditer(r"(?<!\\)(?:\\\\)+(?=[{}])|\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}", text):
-        if match[1] or match[0] == "{":
-            open_braces.append(match.end() if match[1] else None)
-        elif match[0] == "}" and open_braces and (start := open_braces.pop()) is not None:
-            content = text[start : match.start()]
-    return content
-
-
-def _math_verify():
-    # Imported when first used: it takes 0.4 s. The pool's limit replaces its own, the lack of which it logs.
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    import math_verify
-
-    return math_verify
-
-
-@functools.lru_cache(maxsize=256)  # the completions of a group share their reference answer
-def _parse_box(content: str) -> list:
-    """Return [expression, normalised text] of a boxed answer; [text] if it is no mathematics; [] if empty."""
-    library = _math_verify()
-    # LaTeX only, else it picks a number out of a box that it cannot parse: 10 from \boxed{7^{7^7} \bmod 10}.
-    return library.parse(
-        r"\boxed{" + content.strip().rstrip(".") + "}",
-        [library.LatexExtractionConfig()],
-        parsing_timeout=None,
-        raise_on_error=True,
-    )
-
-
 def _math(completion: str, answer: str) -> Verdict:
-    gold = _parse_box(answer)
-    if not gold or isinstance(gold[0], str):
-        return Verdict(0.0, "error", f"math-verify cannot parse the reference answer {answer[:99]!r}"[:200])
-    content = last_boxed(completion)
-    if content is None:
-        tail = completion[-MAX_PARSED_CHARS:]
-        if len(tail) < len(completion):  # drop the word that was cut: half a number is another number
-            tail = "".join(tail.split(maxsplit=1)[1:])
-        found = _math_verify().parse(tail, parsing_timeout=None, raise_on_error=True)
-    elif len(content) <= MAX_PARSED_CHARS:
-        found = _parse_box(content)
-    else:
-        return Verdict(0.0, "wrong")
-    if not found:
-        return Verdict(0.0, "no_answer")
-    return _compared(_math_verify().verify(gold, found, timeout_seconds=None, raise_on_error=True))
+    return Verdict(*verifiers.math.verify(completion, answer))
 
 
-_MATCHERS = {"exact": _exact, "numeric": _numeric, "gsm8k": _gsm8k, "math": _math}
-KINDS: tuple[str, ...] = tuple(_MATCHERS)
-DENSE_KINDS: tuple[str, ...] = ("exact",)  # pass_frac if wrong: characters in place / longer length [ours]
+code_limits: dict = {}  # options of verifiers.code.verify; a worker gets them from its pool
 
 
-def is_kind(kind: str) -> bool:
-    """Tell whether verify() knows this kind: one of KINDS, or the "module:function" of a function."""
-    return kind in KINDS or (isinstance(kind, str) and re.fullmatch(r"[\w.]+:[\w.]+", kind) is not None)
+def _code(completion: str, answer: str, fields: dict) -> Verdict:
+    from verifiers import code
+
+    return Verdict(*code.verify(completion, answer, **_without_given(fields), **code_limits))
 
 
-def _own(kind: str, completion: str, answer: str) -> Verdict:
-    score = float(pkgutil.resolve_name(kind)(completion, answer))
-    if not 0 <= score <= 1:
-        return Verdict(0.0, "error", f"{kind} gave {score}, not a score in [0, 1]")
-    return _compared(score == 1, score)
+def _instructions(completion: str, answer: str, fields: dict) -> Verdict:
+    from verifiers import instructions
+
+    return Verdict(*instructions.verify(completion, answer, **_without_given(fields)))
+
+
+def _without_given(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if name not in ("completion", "answer")}
+
+
+# Rules are quick, and completion and answer are all that they need. The others may take their time.
+RULES = {"exact": _exact, "characters": _characters, "numeric": _numeric, "gsm8k": _gsm8k, "math": _math}
+_SLOW = {"code": _code, "instructions": _instructions}
+KINDS: tuple[str, ...] = (*RULES, *_SLOW)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -252,35 +339,70 @@ def _own(kind: str, completion: str, answer: str) -> Verdict:
 # ------------------------------------------------------------------------------------------------------------
 
 # Items sent ahead to one worker. More saves wake-ups on tiny items; fewer strand less work behind a slow one.
-# Functions of your own may be slow (a sandbox, a judge): one at a time to a worker that has nothing else.
+# What may be slow (a sandbox, a function of your own) goes alone to a worker that has nothing else; calls of
+# functions that are `async def` go together, so that they wait for their answers at the same time.
 WINDOW = 16
-GRACE_S = 120.0  # a child silent for this long past the limit did not even start its own timer: it is killed
+ASYNC_CALLS = 64
+# A child that is silent for this long past the limit did not even stop at its own timer: it is killed.
+START_GRACE_S = 120.0  # while it starts, or imports what a kind needs
+GRACE_S = 5.0
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
+MAX_REPLY_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class _Item:
+    """One completion on its way to a verdict."""
+
+    key: Hashable
+    kind: str
+    completion: str | list[int]
+    answer: str
+    fields: dict
+    since: float = field(default_factory=time.monotonic)
+    # The reply has to name it, so that what a function writes into the pipe is taken for no verdict.
+    number: str = field(default_factory=lambda: secrets.token_hex(8))
+    is_suspect: bool = False  # a worker died with it and others in its hands: it goes alone
 
 
 @dataclass(eq=False)
 class _Worker:
-    """One child and what is on its way to it. It answers in order, so it is busy with sent[0]."""
+    """One child and what is on its way to it. It answers line after line, so it is busy with sent[0]."""
 
     process: subprocess.Popen
-    sent: deque = field(default_factory=deque)  # items without a reply
+    sent: deque = field(default_factory=deque)  # a line's items without a reply: {number: item}
     unwritten: bytearray = field(default_factory=bytearray)  # bytes that the pipe to the child has not taken
     unread: bytes = b""  # the beginning of a reply
     alive_at: float = field(default_factory=time.monotonic)  # the last reply, or the last bytes taken
-    is_up: bool = False  # it has answered before
+    ready: set = field(default_factory=set)  # kinds whose imports are done
+
+    def current(self) -> _Item | None:
+        """Return the item that it is busy with, or one of them."""
+        return next(iter(self.sent[0].values())) if self.sent else None
 
     def is_slow(self) -> bool:
-        return bool(self.sent) and self.sent[0][1] not in KINDS
+        """Tell whether it is busy with what may take long."""
+        return bool(self.sent) and not _is_rule(self.current().kind)
+
+
+def _is_rule(kind: str) -> bool:
+    return all(part in RULES for _, part in parts_of(kind))
 
 
 class RewardPool(contextlib.AbstractContextManager):
     """Score completions in child processes while the caller goes on.
 
-    num_workers child processes score one item at a time each, for at most timeout_s wall-clock seconds and
-    with at most memory_bytes of address space. A child that dies costs the item it was busy with its verdict
-    ("timeout" or "error"); the other items go to a fresh child. Rules (KINDS) go before functions of your
-    own. At most max_backlog items wait; then submit does. tokenizer: JSON of the tokenizer with which the
-    children turn token ids into text. Data moves only inside submit, poll and collect. One thread makes and
-    uses the pool: Linux ends the children together with that thread.
+    num_workers child processes score one item at a time each (calls of async functions: ASYNC_CALLS), for at
+    most timeout_s wall-clock seconds and with at most memory_bytes of address space. A child that dies costs
+    the item it was busy with its verdict ("timeout" or "error"); the other items go to a fresh child. Rules
+    go before everything that may be slow. At most max_backlog items wait; then submit does. Data moves only
+    inside submit, poll and collect. One thread makes and uses the pool: Linux ends the children together with
+    that thread.
+
+    tokenizer: JSON of the tokenizer with which the children turn token ids into text. env: names of variables
+    that they get besides KEPT_VARIABLES. log_path: file to which what functions print is appended; without
+    one it is lost. code_limits: isolation, timeout_s and memory_bytes of verifiers.code.verify, whose limit
+    for all tests of a program is added to timeout_s.
     """
 
     def __init__(
@@ -291,25 +413,37 @@ class RewardPool(contextlib.AbstractContextManager):
         *,
         max_backlog: int = 4096,
         tokenizer: str = "",
+        env: Sequence[str] = (),
+        log_path: str | os.PathLike | None = None,
+        code_limits: dict | None = None,
     ):
         if num_workers < 1 or timeout_s <= 0 or max_backlog < 1:
             raise ValueError(f"{num_workers=}, {timeout_s=} and {max_backlog=} must be positive")
+        if missing := [name for name in env if name not in os.environ]:
+            raise ValueError(f"reward.env: {', '.join(missing)} is not set in the environment of this run")
         self.timeout_s, self.memory_bytes, self.max_backlog = timeout_s, memory_bytes, max_backlog
+        self.env, self.log_path, self.code_limits = tuple(env), log_path, code_limits or {}
         self.latencies: list[float] = []  # seconds from submit to verdict, of all items since it was emptied
-        self.seconds: dict[str, float] = {}  # {kind: that an item takes in a worker}, a moving mean
+        self.seconds: dict[str, float] = {}  # {kind: mean seconds of an item}, moving
         self.num_timeouts = self.num_errors = self.num_restarts = 0  # verdicts, verdicts, children replaced
+        # {kind: {"fields": names it can take or None for all, "required": names, "async": bool}}, once met
+        self.signatures: dict[str, dict] = {}
+        self._failures: list[str] = []  # reasons since they were last asked for
         self._tokenizer = os.memfd_create("tokenizer") if tokenizer else None  # a file that ends with us
         if tokenizer:
             with open(os.dup(self._tokenizer), "w") as file:
                 file.write(tokenizer)
-        self._rules, self._slow = deque(), deque()  # not yet sent: (key, kind, completion, answer, since)
+        self._rules, self._slow = deque(), deque()  # items that are not yet sent
         self._verdicts: dict[Hashable, Verdict | None] = {}  # in submit order; None while outstanding
         self._workers = [self._start() for _ in range(num_workers)]
 
-    def submit(self, key: Hashable, kind: str, completion: str | list[int], answer: str) -> None:
+    def submit(
+        self, key: Hashable, kind: str, completion: str | list[int], answer: str, fields: dict | None = None
+    ) -> None:
         """Hand over one item; return at once but for a full backlog. `key`: new since the last collect.
 
         A completion may be token ids, if the pool has a tokenizer: the text without special tokens is scored.
+        fields: {name: JSON value} of prompt, messages and columns; a worker gets those that the kind takes.
         """
         _check(kind, completion, answer, (str, list))
         if not self._workers:
@@ -321,8 +455,8 @@ class RewardPool(contextlib.AbstractContextManager):
         while self.poll() >= self.max_backlog:
             self._wait()
         self._verdicts[key] = None
-        item = (key, kind, completion, answer, time.monotonic())
-        (self._rules if kind in KINDS else self._slow).append(item)
+        queue = self._rules if _is_rule(kind) else self._slow
+        queue.append(_Item(key, kind, completion, answer, fields or {}))
         self._send()
 
     def poll(self) -> int:
@@ -331,7 +465,8 @@ class RewardPool(contextlib.AbstractContextManager):
         for worker in list(self._workers):
             self._receive(worker)
         self._send()
-        return len(self._rules) + len(self._slow) + sum(len(worker.sent) for worker in self._workers)
+        sent = sum(len(line) for worker in self._workers for line in worker.sent)
+        return len(self._rules) + len(self._slow) + sent
 
     def collect(self) -> dict[Hashable, Verdict]:
         """Wait for all items submitted since the last collect; return their verdicts, in submit order."""
@@ -340,14 +475,10 @@ class RewardPool(contextlib.AbstractContextManager):
         verdicts, self._verdicts = self._verdicts, {}
         return verdicts
 
-    def _wait(self) -> None:
-        """Wait until a pipe moves, at most a second: then poll looks for silent workers."""
-        poller = select.poll()  # select.select refuses file descriptors above 1023
-        for worker in self._workers:
-            poller.register(worker.process.stdout, select.POLLIN)
-            if worker.unwritten:
-                poller.register(worker.process.stdin, select.POLLOUT)
-        poller.poll(1000)  # ms
+    def take_failures(self) -> tuple[int, str]:
+        """Return the number of timeouts and errors since the last call, and the first one's reason."""
+        failures, self._failures = self._failures, []
+        return len(failures), failures[0] if failures else ""
 
     def close(self) -> None:
         """Kill the workers; items without verdict are dropped."""
@@ -361,20 +492,32 @@ class RewardPool(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info) -> None:
         self.close()
 
+    def _wait(self) -> None:
+        """Wait until a pipe moves, at most a second: then poll looks for silent workers."""
+        poller = select.poll()  # select.select refuses file descriptors above 1023
+        for worker in self._workers:
+            poller.register(worker.process.stdout, select.POLLIN)
+            if worker.unwritten:
+                poller.register(worker.process.stdin, select.POLLOUT)
+        poller.poll(1000)  # ms
+
     def _start(self) -> _Worker:
         # No LD_PRELOAD, no PYTHON* switches of the caller. sympy's order of terms can follow the hash seed.
-        keep = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
+        keep = (*KEPT_VARIABLES, *self.env)
         env = {name: os.environ[name] for name in keep if name in os.environ} | {"PYTHONHASHSEED": "0"}
         inherited = [] if self._tokenizer is None else [self._tokenizer]
-        limits = [str(self.timeout_s), str(self.memory_bytes)]
-        process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", *limits, *map(str, inherited)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=env,
-            pass_fds=inherited,
-        )
+        options = {"memory_bytes": self.memory_bytes, "tokenizer": self._tokenizer, "code": self.code_limits}
+        with open(self.log_path or os.devnull, "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-u", __file__, "--worker", json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                env=env,
+                pass_fds=inherited,
+                start_new_session=True,  # it and what it leaves behind are one process group
+            )
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(pipe.fileno(), False)
         return _Worker(process)
@@ -384,12 +527,11 @@ class RewardPool(contextlib.AbstractContextManager):
         while self._rules or self._slow:
             # a worker with a slow item counts as full
             worker = min(self._workers, key=lambda worker: WINDOW if worker.is_slow() else len(worker.sent))
-            queue = self._rules or self._slow
-            if worker.is_slow() or len(worker.sent) >= (WINDOW if queue is self._rules else 1):
+            if worker.is_slow() or len(worker.sent) >= (WINDOW if self._rules else 1):
                 break
-            worker.sent.append(queue.popleft())
-            # ASCII JSON: newlines, null bytes and lone surrogates are escaped and come out as they were.
-            worker.unwritten += json.dumps(worker.sent[-1][1:4]).encode() + b"\n"
+            items = self._next_items()
+            worker.sent.append({item.number: item for item in items})
+            worker.unwritten += self._line(items)
         for worker in self._workers:
             # A full pipe is for the next call; a dead child shows in _receive, as the end of its replies.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -397,53 +539,147 @@ class RewardPool(contextlib.AbstractContextManager):
                     del worker.unwritten[: os.write(worker.process.stdin.fileno(), worker.unwritten)]
                     worker.alive_at = time.monotonic()
 
+    def _next_items(self) -> list[_Item]:
+        """Take one item off its queue, or several calls of async functions that follow each other."""
+        if self._rules:
+            return [self._rules.popleft()]
+        together = lambda item: self.signatures.get(item.kind, {}).get("async") and not item.is_suspect
+        items = [self._slow.popleft()]
+        while together(items[0]) and self._slow and together(self._slow[0]) and len(items) < ASYNC_CALLS:
+            items.append(self._slow.popleft())
+        return items
+
+    def _line(self, items: list[_Item]) -> bytes:
+        """Write items for a worker, without the fields that their kind does not take."""
+        rows = []
+        for item in items:
+            names = [] if _is_rule(item.kind) else self.signatures.get(item.kind, {}).get("fields")
+            fields = {n: v for n, v in item.fields.items() if names is None or n in names}
+            rows.append([item.number, item.kind, item.completion, item.answer, fields])
+        # ASCII JSON: newlines, null bytes and lone surrogates are escaped and come out as they were.
+        return json.dumps([self._limit_s(items), rows]).encode() + b"\n"
+
+    def _limit_s(self, items: Iterable[_Item]) -> float:
+        """Return how long a worker may take for items that go together."""
+        if not any(part == "code" for item in items for _, part in parts_of(item.kind)):
+            return self.timeout_s
+        from verifiers.code import TOTAL_LIMITS
+
+        return self.timeout_s + TOTAL_LIMITS * self.code_limits.get("timeout_s", 0.0)
+
     def _receive(self, worker: _Worker) -> None:
-        """Book the replies of a worker; replace it if it has died or gone silent."""
-        verdicts, data = [], None  # verdicts: with the seconds that they took
-        with contextlib.suppress(BlockingIOError):
+        """Book the replies of a worker; replace it if it has died, gone silent or sent what is no reply."""
+        # Looked up before reading, so that its last replies are read; a process that it left behind may hold
+        # the pipe open, and its status stays until _stop has killed that one, too.
+        has_exited = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        data, is_wrong = None, False
+        try:
             while data := os.read(worker.process.stdout.fileno(), 1 << 16):
                 *replies, worker.unread = (worker.unread + data).split(b"\n")
-                verdicts += [(Verdict(*fields), took) for *fields, took in map(json.loads, replies)]
-                worker.alive_at, worker.is_up = time.monotonic(), True
-        ended = data == b""
-        grace = 1.0 if worker.is_up and worker.is_slow() else GRACE_S  # alone, it starts at once
-        silent = not ended and worker.sent and time.monotonic() > worker.alive_at + self.timeout_s + grace
-        if ended or silent:
-            status = _stop(worker.process)
-            late = Verdict(0.0, "timeout", f"killed after the limit of {self.timeout_s:g} s")
-            dead = Verdict(0.0, "error", f"the worker died with exit status {status}")
-            is_late = silent or status == -signal.SIGALRM
-            verdicts.append((late, self.timeout_s) if is_late else (dead, 0.0))
-            self._workers[self._workers.index(worker)] = self._start()
-            self.num_restarts += 1
-        for verdict, took in verdicts[: len(worker.sent)]:  # an idle worker that dies costs no item
-            key, kind, _, _, since = worker.sent.popleft()
-            if took:  # 0 where the child died
-                self.seconds[kind] = 0.95 * self.seconds.get(kind, took) + 0.05 * took
-            self._verdicts[key] = verdict
-            self.latencies.append(time.monotonic() - since)
-            self.num_timeouts += verdict.status == "timeout"
-            self.num_errors += verdict.status == "error"
-        if ended or silent:
-            self._rules.extendleft(reversed(worker.sent))  # a slow item is alone: it had the verdict
+                for reply in replies:
+                    self._book(worker, json.loads(reply))
+                worker.alive_at = time.monotonic()
+                is_wrong = len(worker.unread) > MAX_REPLY_BYTES
+                if is_wrong:
+                    break
+        except BlockingIOError:
+            pass
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            is_wrong = True
+        item, is_silent = worker.current(), False
+        if item is not None:
+            grace = GRACE_S if item.kind in worker.ready else START_GRACE_S
+            limit = self._limit_s(worker.sent[0].values())
+            is_silent = time.monotonic() > worker.alive_at + limit + grace
+        if data == b"" or has_exited or is_wrong or is_silent:
+            self._replace(worker, is_silent, is_wrong)
+
+    def _book(self, worker: _Worker, reply: list) -> None:
+        """Take in one reply: [number, signature of the kind] or [number, fields of a Verdict, seconds]."""
+        number, *values = reply
+        line = worker.sent[0]
+        if isinstance(values[0], dict):
+            kind = line[number].kind
+            self.signatures[kind] = values[0]
+            worker.ready.add(kind)
+            return
+        *values, took = values
+        item = line.pop(number)
+        if not line:
+            worker.sent.popleft()
+        self.seconds[item.kind] = 0.95 * self.seconds.get(item.kind, took) + 0.05 * took
+        self._finish(item, Verdict(*values))
+
+    def _finish(self, item: _Item, verdict: Verdict) -> None:
+        self._verdicts[item.key] = verdict
+        self.latencies.append(time.monotonic() - item.since)
+        self.num_timeouts += verdict.status == "timeout"
+        self.num_errors += verdict.status == "error"
+        if verdict.status in FAILED:
+            self._failures.append(f"{verdict.status}: {verdict.detail}")
+
+    def _replace(self, worker: _Worker, is_silent: bool, is_wrong: bool) -> None:
+        """Start another worker. The item that this one was busy with gets its verdict, the others wait again.
+
+        If it was busy with several calls, nobody knows which one to blame: each of them is tried alone.
+        """
+        limit = self._limit_s(worker.sent[0].values() if worker.sent else ())
+        status = _stop(worker.process)
+        self._workers[self._workers.index(worker)] = self._start()
+        self.num_restarts += 1
+        lines = [list(line.values()) for line in worker.sent]
+        for item in reversed(sum(lines[1:], [])):
+            self._rules.appendleft(item)  # only rules are sent ahead
+        if lines and len(lines[0]) > 1:
+            for item in reversed(lines[0]):
+                item.is_suspect = True
+                self._slow.appendleft(item)
+        elif lines:
+            (item,) = lines[0]
+            log = f"; see {self.log_path}" if self.log_path else ""
+            if is_wrong:
+                verdict = Verdict(
+                    0.0, "error", "something else than the worker wrote to its pipe of verdicts"
+                )
+            elif is_silent and item.kind not in worker.ready:
+                verdict = Verdict(0.0, "timeout", f"the worker was not ready after {START_GRACE_S:g} s{log}")
+            elif is_silent or status == -signal.SIGALRM:
+                verdict = Verdict(0.0, "timeout", f"killed after the limit of {limit:g} s")
+                self.seconds[item.kind] = 0.95 * self.seconds.get(item.kind, limit) + 0.05 * limit
+            else:
+                verdict = Verdict(0.0, "error", f"the worker died with exit status {status}{log}")
+            self._finish(item, verdict)
 
 
 def _stop(process: subprocess.Popen) -> int:
-    """Kill a child, if it still lives, and return its exit status: minus the signal that ended it."""
-    process.kill()
+    """Kill a child and what it started; return its exit status: minus the signal that ended it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(
+            process.pid, signal.SIGKILL
+        )  # a child that has ended is not yet reaped, so its id is its own
     process.stdin.close()
     process.stdout.close()
     return process.wait()
 
 
-def start_pool(settings: RewardSettings, tokenizer) -> RewardPool:
-    """Start the reward workers of this rank."""
+def start_pool(
+    settings: RewardSettings, tokenizer, log_path: str | os.PathLike | None = None, num_workers: int = 0
+) -> RewardPool:
+    """Start the reward workers of this rank; num_workers: how many, where it is not what the settings say."""
+    decodes = tokenizer is not None and settings.decode == "workers"
     return RewardPool(
-        settings.num_workers,
+        num_workers or settings.num_workers,
         settings.timeout_s,
         int(settings.memory_gib * 2**30),
         max_backlog=settings.max_backlog,
-        tokenizer=decoder_json(tokenizer) if settings.decode == "workers" else "",
+        tokenizer=decoder_json(tokenizer) if decodes else "",
+        env=settings.env,
+        log_path=log_path,
+        code_limits={
+            "isolation": settings.sandbox,
+            "timeout_s": settings.code_timeout_s,
+            "memory_bytes": int(settings.code_memory_gib * 2**30),
+        },
     )
 
 
@@ -460,37 +696,168 @@ def decoder_json(tokenizer) -> str:
 # 4 The pool: the child's side
 # ------------------------------------------------------------------------------------------------------------
 def main() -> None:
-    """Answer each line [kind, completion, answer] on stdin by a line of Verdict's fields on stdout."""
-    _, _, timeout_s, memory_bytes, *tokenizer_fd = sys.argv  # reward.py --worker SECONDS BYTES [TOKENIZER]
-    resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
+    """Answer lines [seconds, [[number, kind, completion, answer, fields], ...]] on stdin by lines on stdout.
+
+    The first item of each kind is answered by [number, signature] once what the kind needs is imported; every
+    item by [number, *Verdict's fields, seconds].
+    """
+    options = json.loads(sys.argv[2])  # reward.py --worker OPTIONS
+    resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"], options["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the end of the parent ends a computation
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have left it ignored or blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):
-        os.dup2(null, fd)  # whatever a library prints stays out of the replies
-    if tokenizer_fd:
-        import tokenizers  # the library that is inside the trainer's tokenizer
-
-        tokenizer = tokenizers.Tokenizer.from_file(f"/proc/self/fd/{tokenizer_fd[0]}")
+    requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)  # whatever is printed goes to the log and stays out of the replies
+    sys.path.append(os.getcwd())  # modules beside a run; sys.path begins with this file's folder
+    code_limits.update(options["code"])
+    decode = _decoder(options["tokenizer"])
+    reply = lambda *values: os.write(replies, json.dumps(values).encode() + b"\n")
+    known = set()
     for line in os.fdopen(requests, "rb"):  # ends when the parent closes it or dies
-        kind, completion, answer = json.loads(line)
-        if isinstance(completion, list):
-            completion = tokenizer.decode(completion, skip_special_tokens=True)
-        if kind == "math":  # a slow import is not the item's fault; verify reports one that fails
-            with contextlib.suppress(Exception):
-                _math_verify()
+        limit_s, items = json.loads(line)
+        for number, kind, *_ in items:
+            if kind not in known:
+                known.add(kind)
+                reply(number, _prepare(kind))
+        items = [[number, kind, decode(completion), *rest] for number, kind, completion, *rest in items]
+        if _is_async(items[0][1]):
+            signal.setitimer(signal.ITIMER_REAL, limit_s + 2.0)  # for a call that keeps the loop to itself
+            _event_loop().run(_answer_together(items, limit_s, reply))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            continue
+        ((number, kind, completion, answer, fields),) = items
         start = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, float(timeout_s))
-        verdict = verify(kind, completion, answer)
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        verdict = verify(kind, completion, answer, **fields)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        os.write(replies, json.dumps([*astuple(verdict), time.monotonic() - start]).encode() + b"\n")
+        reply(number, *astuple(verdict), time.monotonic() - start)
+
+
+async def _answer_together(items: list[list], limit_s: float, reply: Callable) -> None:
+    """Answer each item as soon as its function, waiting beside the others, has given its score."""
+    import asyncio
+
+    async def answer_one(number, kind, completion, answer, fields) -> None:
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(limit_s):
+                verdict = await _verify(kind, completion, answer, fields)
+        except TimeoutError:
+            verdict = Verdict(0.0, "timeout", f"stopped after the limit of {limit_s:g} s")
+        reply(number, *astuple(verdict), time.monotonic() - start)
+
+    await asyncio.gather(*(answer_one(*item) for item in items))
+
+
+def _prepare(kind: str) -> dict:
+    """Import what a kind needs, which is not the item's fault, and return the signature of its functions.
+
+    verify() reports an import that fails.
+    """
+    signature = {"fields": None, "required": [], "async": False}
+    with contextlib.suppress(Exception):
+        for _, part in parts_of(kind):
+            if part == "math":
+                verifiers.math.load_library()
+        functions = [load_function(name) for name in functions_of(kind)]
+        signature["required"] = [name for function in functions for name in function.required]
+        signature["async"] = any(function.is_async for function in functions)
+        fields = [function.fields() for function in functions]
+        if None not in fields and not any(part in _SLOW for _, part in parts_of(kind)):
+            signature["fields"] = sorted(set(sum(fields, [])))
+    return signature
+
+
+def _decoder(tokenizer_fd: int | None) -> Callable:
+    """Return the function that turns token ids into text, and leaves text as it is."""
+    if tokenizer_fd is None:
+        return lambda completion: completion
+    import tokenizers  # the library that is inside the trainer's tokenizer
+
+    tokenizer = tokenizers.Tokenizer.from_file(f"/proc/self/fd/{tokenizer_fd}")
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    return lambda completion: decode(completion) if isinstance(completion, list) else completion
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5 Judges: reward models, asked in the trainer's process after a rollout
+# 5 Checks before a run: can every reference answer be right, does every function of one's own work?
+# ------------------------------------------------------------------------------------------------------------
+Row = tuple[str, str, dict]  # kind, reference answer, fields
+
+
+def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, str]:
+    """Return {index: reason} of the rows whose reference answer is wrong by its own rule.
+
+    Every completion of such a prompt would be wrong or an error. Of a sum each part that is a rule is asked.
+    The answer is written as a completion writes it; for constraints it counts only that they can be read.
+    """
+    asked = {}  # {(kind, answer, fields where they matter): indices}
+    for index, (kind, answer, fields) in enumerate(rows):
+        for _, part in parts_of(kind):
+            if part in RULES:
+                asked.setdefault((part, answer, ""), []).append(index)
+            elif part == "instructions":
+                asked.setdefault((part, answer, json.dumps(fields, default=str)), []).append(index)
+    for key, indices in asked.items():
+        part, answer, _ = key
+        completion = {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}
+        fields = {} if part in RULES else rows[indices[0]][2]
+        pool.submit(key, part, completion.get(part, answer), answer, fields)
+    reasons = {}
+    for key, verdict in pool.collect().items():
+        if verdict.status in FAILED or (verdict.status != "ok" and key[0] in RULES):
+            reason = verdict.detail or f"{key[0]} does not find it equal to itself"
+            reasons |= dict.fromkeys(asked[key], f"{key[1][:80]!r}: {verdict.status}: {reason}")
+    pool.take_failures()  # they are reported, and no training has begun
+    pool.latencies = []
+    return dict(sorted(reasons.items()))
+
+
+def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardSettings) -> None:
+    """Import and call each function of one's own in the kinds and rows, as workers do; ValueError names it.
+
+    Where programs are to run, the sandbox has to start.
+    It is called with the first row of its kind, else with the first of all, and the reference answer as the
+    completion. Then every row of its kind must hold the columns that it needs.
+    """
+    kinds = dict.fromkeys([*kinds, *(kind for kind, _, _ in rows)])
+    first = {kind: row for kind, *row in reversed(rows)}
+    names = {name: kind for kind in reversed(kinds) for name in functions_of(kind)}
+    if any(part == "code" for kind in kinds for _, part in parts_of(kind)):
+        from runtime.sandbox import check_sandbox
+
+        check_sandbox(settings.sandbox)
+    if not names:
+        return
+    if not rows:
+        raise ValueError("no prompts to try the reward functions on")
+    with start_pool(settings, None, num_workers=1) as pool:
+        for name, kind in names.items():
+            answer, fields = first.get(kind, rows[0][1:])
+            pool.submit(name, name, answer, answer, fields)
+        verdicts = pool.collect()
+    for name, verdict in verdicts.items():
+        answer, _ = first.get(names[name], rows[0][1:])
+        if verdict.status in FAILED:
+            raise ValueError(
+                f"reward function {name}: {verdict.detail}. It was called with the reference answer "
+                f"{answer[:80]!r} as the completion"
+            )
+    for index, (kind, _, fields) in enumerate(rows):
+        for name in functions_of(kind):
+            missing = set(pool.signatures[name]["required"]) - {*fields, "completion", "answer"}
+            if missing:
+                raise ValueError(
+                    f"reward function {name}: its parameter {min(missing)} is no column of prompt "
+                    f"{index + 1} of {len(rows)}, {str(fields.get('prompt'))[:80]!r}"
+                )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# 6 Judges: reward models, asked in the trainer's process after a rollout
 # ------------------------------------------------------------------------------------------------------------
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
 Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the

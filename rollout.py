@@ -10,10 +10,12 @@ vLLM's worker, vLLM's environment.
 """
 
 import dataclasses
+import json
+import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,6 +42,10 @@ class RolloutSettings(Section):
     temperature: float = setting(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
     max_prompt_tokens: int = setting(1024, "longer prompts are an error at start", ge=1)
     max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
+    stop: list[int | str] = setting(
+        [],
+        "token ids and texts that end a completion, besides the end-of-sequence tokens of the model folder",
+    )
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the engine's weights and activations")
     max_num_seqs: int = setting(256, "completions an engine works on at once", True, ge=1)
     schedule: Literal["arrival", "longest_first"] = setting(
@@ -86,7 +92,7 @@ class RolloutSettings(Section):
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Completion:
-    """One sampled completion. A final end-of-sequence token is part of it."""
+    """One sampled completion. What ended it, an end-of-sequence token or a stop text, is part of it."""
 
     token_ids: list[int]
     logprobs: list[float]  # nats, of each token under the engine's policy at the request's temperature
@@ -145,6 +151,7 @@ class RolloutEngine:
             for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
                 segment.unlink(missing_ok=True)
         self.engine = self.llm.llm_engine
+        self.stop_ids, self.stop_texts = stops_of(model_path, self.llm.get_tokenizer(), settings.stop)
         self.seconds_per_step = float("inf")  # mean of the last rollout: the time of a token while others run
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
 
@@ -202,7 +209,8 @@ class RolloutEngine:
             while waiting and num_running < self.settings.max_num_seqs:
                 index = waiting.pop()
                 prompt = {"prompt_token_ids": requests[index].prompt_ids}
-                self.engine.add_request(str(index), prompt, sampling_params(requests[index]))
+                params = sampling_params(requests[index], self.stop_ids, self.stop_texts)
+                self.engine.add_request(str(index), prompt, params)
                 num_running += 1
             for output in self.step():
                 index, sample = int(output.request_id), output.outputs[0]
@@ -321,6 +329,10 @@ def engine_options(model_path: str | Path, max_model_len: int, settings: Rollout
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_expert_parallel": settings.expert_parallel,
     }
+    if not on_gpu:
+        # A prompt that is computed in parts makes vLLM rewind the random numbers of its request, which a
+        # generator on the CPU cannot do. Without chunks a prompt that does not fit waits for the next step.
+        options["enable_chunked_prefill"] = False
     if settings.kv_cache_gib is not None:  # the second is then only what vLLM wants to find free
         kv_cache_bytes = int(settings.kv_cache_gib * 2**30)
         options |= {"kv_cache_memory_bytes": kv_cache_bytes, "gpu_memory_utilization": 0.05}
@@ -333,7 +345,32 @@ def engine_options(model_path: str | Path, max_model_len: int, settings: Rollout
     return options
 
 
-def sampling_params(request: Request):
+def stops_of(
+    model_path: str | Path, tokenizer, more: Sequence[int | str] = ()
+) -> tuple[list[int], list[str]]:
+    """Return the token ids and the texts that end a completion of the model in a folder.
+
+    They are the end-of-sequence ids of tokenizer, config.json and generation_config.json (which alone lists
+    a second one, as Qwen's do), and `more`. A text of `more` that is one token of the vocabulary is taken as
+    its id. ValueError for an id that is no token's.
+    """
+    ids, texts = [tokenizer.eos_token_id], []
+    for name in ("config.json", "generation_config.json"):
+        file = Path(model_path) / name
+        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        ids += found if isinstance(found, list) else [found]
+    vocabulary = tokenizer.get_vocab()
+    for stop in more:
+        if isinstance(stop, int) and not 0 <= stop < len(tokenizer):
+            raise ValueError(f"rollout.stop: {stop} is no token id, the vocabulary has {len(tokenizer)}")
+        if isinstance(stop, int) or stop in vocabulary:
+            ids.append(vocabulary.get(stop, stop))
+        else:
+            texts.append(stop)
+    return list(dict.fromkeys(i for i in ids if i is not None)), texts
+
+
+def sampling_params(request: Request, stop_ids: list[int], stop_texts: list[str]):
     """Translate a request into vLLM's parameters; its output comes when it has ended."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -345,7 +382,10 @@ def sampling_params(request: Request):
         min_tokens=request.min_new_tokens,
         logprobs=0,  # those of the sampled token only
         flat_logprobs=True,
-        detokenize=False,
+        stop_token_ids=stop_ids,
+        stop=stop_texts,
+        include_stop_str_in_output=bool(stop_texts),
+        detokenize=bool(stop_texts),  # reward workers turn tokens into text
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
@@ -375,6 +415,7 @@ def start_vllm(options: dict, captures_routes: bool):
         if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(EngineArgs)}:
             raise ValueError(f"this vLLM does not return routed experts: {WITHOUT_ROUTES}")
         options = options | {"enable_return_routed_experts": True}
+    logging.getLogger("vllm.logging_utils.dump_input").disabled = True  # its state, 100 kB, at every error
     try:
         return LLM(**options)
     except Exception as error:

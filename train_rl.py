@@ -25,14 +25,17 @@ ranks. Provenance of choices: [paper] printed in the source named, [secondary] r
 where the sources are silent.
 """
 
+import functools
+import json
 import math
 import os
 import random
 import resource
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -43,31 +46,36 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is impo
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, get_scheduler
 
 import moe_model
 from data.history import PromptHistory
-from data.prompts import OfflineScore, Prompt, PromptSource
+from data.prompts import DataSettings, OfflineScore, Prompt, check_data, prompt_sha
 from data.stream import (
     EvalSets,
+    LoadedSets,
+    Mixture,
     digest_of,
     keep_by_offline_scores,
+    leave_out,
     load_sets,
+    mixture_of,
     prompts_of_step,
     seed_of,
-    tokenize,
 )
 from moe_model import ModelSettings, pack, route_table
 from reward import (
-    DENSE_KINDS,
-    KINDS,
     RewardPool,
     RewardSettings,
     Verdict,
     build_judge,
+    check_functions,
+    functions_of,
+    impossible_references,
     is_kind,
     pairwise_reference,
     round_robin,
@@ -81,11 +89,13 @@ from rollout import (
     SyncReport,
     invalid_route,
     load_greedy_chat,
+    stops_of,
 )
 from runtime.checkpoint import (
     CheckpointSettings,
     RunSettings,
     TrainState,
+    check_run_dir_is_shared,
     find_checkpoint,
     lock_run_dir,
     prepare_run_dir,
@@ -100,7 +110,7 @@ from runtime.checks import (
     refuse_nonfinite_rewards,
 )
 from runtime.config import Section, Switch, read_config, refuse_contradictions, setting
-from runtime.launch import check_gpus, leave, run
+from runtime.launch import Signals, Stopped, check_gpus, leave, run
 from runtime.metrics import (
     Clock,
     batch_metrics,
@@ -116,6 +126,7 @@ from runtime.metrics import (
     straggler,
     token_metrics,
 )
+from runtime.other_names import NAMES_ELSEWHERE
 from runtime.schedule import exchange, longest_first, split_micro_batches
 from runtime.summary import plot_curves, print_summary, write_summary
 
@@ -123,13 +134,6 @@ from runtime.summary import plot_curves, print_summary, write_summary
 # 1 Settings of the method; those of engine, model, rewards and checkpoints are in the files that read them
 # ============================================================================================================
 MAX_ENTROPY_GROUPS = 16  # the paper uses 2
-
-
-class DataSettings(Section):
-    """What is trained on, and what is held out."""
-
-    train: list[PromptSource] = setting([], "prompt sets to train on, concatenated")
-    eval: list[PromptSource] = setting([], "held-out prompt sets, reported one by one", True)
 
 
 class ZeroVarianceSettings(Section):
@@ -231,10 +235,23 @@ class TrainSettings(Section):
         "true: as many tokens for each rank and forward. false: as many rows, as they come.",
         True,
     )
-    learning_rate: float = setting(1e-6, "learning rate of AdamW", gt=0)
-    warmup_steps: int = setting(0, "steps of linear warm-up; then constant", ge=0)
+    learning_rate: float = setting(1e-6, "highest learning rate of AdamW", True, gt=0)
+    lr_schedule: Literal[
+        "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+        "polynomial", "inverse_sqrt",
+    ] = setting(
+        "constant_with_warmup",
+        "learning rate after the warm-up, by transformers' names; those that fall do so over num_steps",
+        True,
+    )  # fmt: skip
+    lr_schedule_args: dict[str, float] = setting(
+        {},
+        "what get_scheduler() of transformers takes for it, e.g. {min_lr_rate: 0.1}, {num_cycles: 2}",
+        True,
+    )
+    warmup_steps: int = setting(0, "steps of linear warm-up", True, ge=0)
     betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's two moving averages")
-    weight_decay: float = setting(0.0, "weight decay of AdamW", ge=0)
+    weight_decay: float = setting(0.0, "weight decay of AdamW", True, ge=0)
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm", gt=0)
     zero_stage: Literal[1, 2] = setting(
         1, "DeepSpeed ZeRO. 1: shards the optimizer's state. 2: gradients, too."
@@ -276,6 +293,8 @@ RENAMED = {  # {a setting or a choice that an older YAML may hold: the end of th
     "rollout.overprovision": "was removed, see experiments/README.md, what did not pay: leave it out",
     "eval.overlap": "was removed, evaluations have a phase of their own: leave it out",
     "checkpoint.overlap": "was removed, the run waits for its checkpoints: leave it out",
+    "reward.dense": "was removed, fractions count unless reward.binary is set (the verifier `characters` gives "
+    "the share of characters in place): leave it out",
 }
 
 
@@ -283,16 +302,10 @@ def check_config(config: Config) -> None:
     """Check settings against each other; ValueError names both."""
     if not config.data.train:
         raise ValueError("data.train: no prompt set to train on; see experiments/environments/demo.yaml")
-    for name, sources in (("train", config.data.train), ("eval", config.data.eval)):
-        for source in sources:
-            if not is_kind(source.kind):
-                raise ValueError(f"data.{name}[].kind: {source.kind!r} is none of {', '.join(KINDS)}")
+    check_data(config.data)
     for function in config.reward.functions:
-        if function in KINDS or not is_kind(function):
-            raise ValueError(f"reward.functions: {function!r} is no module:function")
-    labels = [source.label for source in config.data.eval]
-    if len(set(labels)) < len(labels):
-        raise ValueError(f"data.eval[].name: {', '.join(labels)} are not all different; name the sets")
+        if not is_kind(function) or not functions_of(function):
+            raise ValueError(f"reward.functions: {function!r} is no module:function or path/file.py:function")
     shares = config.algorithm.entropy_groups
     if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"algorithm.entropy_groups: {list(shares)} must be positive and sum to 1")
@@ -383,7 +396,7 @@ def config_warnings(config: Config) -> list[str]:
 
 def load_config(argv: list[str], description: str = "") -> Config:
     """Read a command line: defaults < YAMLs of --config < section.key=value; ValueError names the setting."""
-    config = read_config(Config, argv, "train_rl.py", description, RENAMED)
+    config = read_config(Config, argv, "train_rl.py", description, RENAMED, NAMES_ELSEWHERE)
     check_config(config)
     return config
 
@@ -394,9 +407,9 @@ def load_config(argv: list[str], description: str = "") -> Config:
 ZERO_VARIANCE = 1e-6  # scores of a group closer than this are equal: no rounding error becomes an advantage
 
 
-def score_of(verdict: Verdict, dense: bool) -> float:
-    """Return the correctness part of the reward in [0, 1], before penalties and judges: 0 or 1, or dense."""
-    return verdict.pass_frac if dense else verdict.reward
+def score_of(verdict: Verdict, binary: bool) -> float:
+    """Return the verifier's part of the reward in [0, 1], before penalties and judges."""
+    return float(verdict.reward == 1) if binary else verdict.reward
 
 
 @dataclass
@@ -411,10 +424,10 @@ class Group:
     expected_tokens: float = 0.0  # expected length of each completion; 0: not used (schedule arrival)
     guessed: bool = False  # expected_tokens is a guess: nothing is known of this prompt
 
-    def outcome(self, dense: bool) -> "GroupOutcome":
+    def outcome(self, binary: bool) -> "GroupOutcome":
         """Sum up the group for the other ranks."""
         valid = [v for v in self.verdicts if v.status not in ("timeout", "error")]
-        scores = [score_of(v, dense) for v in valid]
+        scores = [score_of(v, binary) for v in valid]
         return GroupOutcome(
             slot=self.slot,
             prompt_index=self.prompt_index,
@@ -446,15 +459,21 @@ Jobs = list[tuple[Group, Sequence[int]]]  # completions to sample: of each group
 
 
 def choose_prompts(
-    num_prompts: int, consumed: int, history: PromptHistory, step: int, config: Config
+    num_prompts: int,
+    consumed: int,
+    history: PromptHistory,
+    step: int,
+    config: Config,
+    mixture: Mixture | None = None,
 ) -> tuple[list[int], int]:
     """Return the next prompts that their record does not rule out, and how many were offered for them.
 
     This is stage 1b. After a full epoch of offers skipping is switched off, so that the loop always ends.
+    mixture: sizes and weights of the training sets, if they have weights.
     """
     zero, chosen, offered, set_size = config.zero_variance, [], 0, len(history.tried)
     while len(chosen) < num_prompts:
-        (prompt,) = prompts_of_step(set_size, 1, consumed + offered, config.train.seed)
+        (prompt,) = prompts_of_step(set_size, 1, consumed + offered, config.train.seed, mixture)
         skip_prob = 0.0
         if zero.history and offered < set_size:
             skip_prob = history.skip_prob(
@@ -489,6 +508,7 @@ class Rollouts:
     prompts: list[Prompt]  # the training set
     prompt_ids: list[list[int]]  # their token ids
     clock: Clock
+    mixture: Mixture | None = None  # sizes and weights of the training sets, if they have weights
 
     def sample_step(
         self, state: TrainState, history: PromptHistory
@@ -508,7 +528,9 @@ class Rollouts:
         outcomes: dict[int, GroupOutcome] = {}
         account, probing, num_new = Counter(), [], config.rollout.prompts_per_step
         while num_new or probing:
-            chosen, offered = choose_prompts(num_new, state.consumed_prompts, history, state.step, config)
+            chosen, offered = choose_prompts(
+                num_new, state.consumed_prompts, history, state.step, config, self.mixture
+            )
             state.consumed_prompts += offered
             account.update(offered=offered, skipped=offered - num_new, rounds=1)
             account.update(refilled=num_new if outcomes else 0)
@@ -563,7 +585,7 @@ class Rollouts:
             group.completions.append(completion)
             group.verdicts.append(verdict)
         everyone = [None] * world_size
-        dist.all_gather_object(everyone, [group.outcome(self.config.reward.dense) for group, _ in own])
+        dist.all_gather_object(everyone, [group.outcome(self.config.reward.binary) for group, _ in own])
         return sorted(sum(everyone, []), key=lambda outcome: outcome.slot)
 
     def requests(self, jobs: Jobs, step: int) -> tuple[list[Request], list[Prompt]]:
@@ -633,7 +655,7 @@ class Rollouts:
                 text = completion.token_ids
             case "engine":
                 text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        self.pool.submit(key, prompt.kind, text, prompt.answer)
+        self.pool.submit(key, prompt.kind, text, prompt.answer, prompt.fields)
 
 
 def samples_of(jobs: Jobs) -> list[tuple[Group, int]]:
@@ -759,7 +781,7 @@ def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: str) -> li
 def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config) -> Tensor:
     """Return the reward of each completion [B]: verifier, mixed with the judge, minus penalties (stage 2)."""
     settings = config.reward
-    rewards = [score_of(v, settings.dense) for v in batch.verdicts]
+    rewards = [score_of(v, settings.binary) for v in batch.verdicts]
     if judge is not None and rewards:
         judged, weight = judge_rewards(judge, batch, texts, settings.judge_mode), settings.judge_weight
         rewards = [(1 - weight) * r + weight * j for r, j in zip(rewards, judged)]
@@ -816,9 +838,9 @@ def guard_correctness(advantages: Tensor, correct: Tensor) -> Tensor:
     return torch.where(correct, advantages.clamp(min=0), advantages.clamp(max=0))
 
 
-def zero_variance_rows(batch: RolloutBatch, dense: bool) -> Tensor:
+def zero_variance_rows(batch: RolloutBatch, binary: bool) -> Tensor:
     """Mark, [B] bool, the valid completions of groups whose valid scores, two or more, are all equal."""
-    scores = torch.tensor([score_of(v, dense) for v in batch.verdicts])
+    scores = torch.tensor([score_of(v, binary) for v in batch.verdicts])
     rows = torch.zeros(len(scores), dtype=torch.bool)
     for group in batch.group_index.unique():
         members = (batch.group_index == group) & batch.valid
@@ -850,7 +872,7 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
         advantages = guard_correctness(advantages, correct)
     advantages = advantages.unsqueeze(1) * batch.response_mask  # [B, T]
     if config.zero_variance.rl_zvp:
-        rows = zero_variance_rows(batch, config.reward.dense)  # [B]
+        rows = zero_variance_rows(batch, config.reward.binary)  # [B]
         mask, coef = batch.response_mask[rows], config.zero_variance.rl_zvp_coef
         advantages[rows] = rl_zvp_advantages(batch.entropy[rows], mask, correct[rows], coef)
     return advantages
@@ -1249,9 +1271,30 @@ def update_policy(
     return metrics | token_metrics(batch, seen, len(config.algorithm.entropy_groups))
 
 
+@functools.cache
+def lr_factor(schedule: str, warmup: int, num_steps: int, options: tuple[tuple[str, float], ...]) -> Callable:
+    """Return transformers' function from a step to the factor of the learning rate."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        scheduler = get_scheduler(
+            schedule, optimizer, num_warmup_steps=warmup, num_training_steps=num_steps,
+            scheduler_specific_kwargs=dict(options),
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"train.lr_schedule_args: {dict(options)} for {schedule}: {error}") from error
+    return scheduler.lr_lambdas[0]
+
+
 def learning_rate(config: Config, step: int) -> float:
-    """Return the learning rate of update `step` (counted from 0): linear warm-up, then constant."""
-    return config.train.learning_rate * min(1.0, (step + 1) / (config.train.warmup_steps + 1))
+    """Return the learning rate of update `step` (counted from 0), by train.lr_schedule.
+
+    [ours] transformers' schedules begin at 0 and end at 0; shifted by one step, neither the first nor the
+    last update is one of rate 0.
+    """
+    train = config.train
+    options = tuple(sorted(train.lr_schedule_args.items()))
+    factor = lr_factor(train.lr_schedule, train.warmup_steps + 1, train.num_steps + 1, options)
+    return train.learning_rate * factor(step + 1)
 
 
 # ============================================================================================================
@@ -1285,24 +1328,26 @@ def evaluation_requests(eval_sets: EvalSets, config: Config) -> tuple[list[Reque
 def evaluation_metrics(
     completions: list[Completion], verdicts: list[Verdict], eval_sets: EvalSets, config: Config
 ) -> dict[str, float]:
-    """Return accuracy (greedy), avg@k and pass@k (one or more right) of each set. Collective.
+    """Return accuracy (mean greedy score), avg@k and pass@k (one or more right) of each set. Collective.
 
     completions, verdicts: of evaluation_requests().
     """
     rank, world_size, k = dist.get_rank(), dist.get_world_size(), config.eval.num_samples
-    check_verdicts(verdicts, config.reward.max_failed_frac)
+    check_verdicts(verdicts, config.reward.max_failed_frac, "evaluation")
     sums, start = {}, 0
     for name, (prompts, _) in eval_sets.items():
         mine = range(rank, len(prompts), world_size)
         part = slice(start, start := start + len(mine) * (1 + k))
         own = verdicts[part]
-        solved = torch.tensor([v.reward for v in own]).view(-1, 1 + k)  # [prompts, 1 + k]
-        sums[f"eval/{name}/accuracy"] = (solved[:, 0].sum().item(), len(mine))
+        scores = [score_of(v, config.reward.binary) for v in own]
+        scores = torch.tensor(scores).view(-1, 1 + k)  # [prompts, 1 + k]
+        sums[f"eval/{name}/accuracy"] = (scores[:, 0].sum().item(), len(mine))
         if k:
-            sums[f"eval/{name}/avg_at_{k}"] = (solved[:, 1:].mean(1).sum().item(), len(mine))
-            sums[f"eval/{name}/pass_at_{k}"] = ((solved[:, 1:] == 1).any(1).sum().item(), len(mine))
+            right = torch.tensor([v.status == "ok" for v in own]).view(-1, 1 + k)[:, 1:]  # [prompts, k]
+            sums[f"eval/{name}/avg_at_{k}"] = (scores[:, 1:].mean(1).sum().item(), len(mine))
+            sums[f"eval/{name}/pass_at_{k}"] = (right.any(1).sum().item(), len(mine))
         for level in sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]:
-            greedy = [solved[row, 0].item() for row, i in enumerate(mine) if prompts[i].difficulty == level]
+            greedy = [scores[row, 0].item() for row, i in enumerate(mine) if prompts[i].difficulty == level]
             sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
         num_tokens = sum(len(c.token_ids) for c in completions[part])
         sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(own))
@@ -1329,6 +1374,8 @@ class Run:
     trainer: object  # DeepSpeed's engine around the policy
     reference: moe_model.Policy | None  # the first policy, for a KL penalty
     judge: object | None
+    generation_config: str | None  # the text of the file, which may list more end-of-sequence ids
+    signals: Signals
     progress: tqdm
     parity_is_due: bool = True  # at the first step, then every rollout.check_every steps
 
@@ -1385,30 +1432,51 @@ def max_model_len(config: Config) -> int:
     return config.rollout.max_prompt_tokens + longest
 
 
-def load_prompts_of_run(
-    config: Config, tokenizer
-) -> tuple[list[Prompt], list[OfflineScore | None], EvalSets, int]:
-    """Load what a run trains on and evaluates; ValueError on what the settings cannot do with it.
+def load_data(
+    config: Config, tokenizer, pool: RewardPool, checkpoint: Path | None
+) -> tuple[LoadedSets, list[OfflineScore | None]]:
+    """Load what a run trains on and evaluates, and the offline scores of its training prompts. Collective.
 
-    Returns training prompts, their offline scores, held-out sets, and how many prompts stage 1 dropped.
+    Rows that cannot be rewarded, whatever a completion says, are left out; dropped_rows.jsonl of run.dir
+    lists them. ValueError on what the settings cannot do with the data.
     """
-    train, eval_sets = load_sets(
-        config.data.train,
-        config.data.eval,
-        tokenizer,
-        config.rollout.max_prompt_tokens,
-        config.reward.functions,
-    )
-    whole = {prompt.kind for prompt in train}.intersection(KINDS) - set(DENSE_KINDS)
-    if config.reward.dense and whole:
-        raise ValueError(
-            f"reward.dense: data.train[].kind {', '.join(sorted(whole))} is right or "
-            f"wrong as a whole; only {', '.join(DENSE_KINDS)} has parts"
-        )
-    kept, scores, zero = train, [None] * len(train), config.zero_variance
+    functions, max_tokens = config.reward.functions, config.rollout.max_prompt_tokens
+    loaded = load_sets(config.data, tokenizer, max_tokens, functions, seed=0)  # a holdout serves all seeds
+    rows = [(prompt.kind, prompt.answer, prompt.fields) for prompt in loaded.everyone()]
+    check_functions([], rows, config.reward)
+    drop_impossible(loaded, pool, config, checkpoint)
+    scores, zero = [None] * len(loaded.train), config.zero_variance
     if zero.offline_scores:
-        kept, scores = keep_by_offline_scores(train, zero.offline_scores, *zero.offline_pass_rate)
-    return kept, scores, eval_sets, len(train) - len(kept)
+        kept, scores = keep_by_offline_scores(loaded.train, zero.offline_scores, *zero.offline_pass_rate)
+        if len(kept) < len(loaded.train):
+            num_dropped = len(loaded.train) - len(kept)
+            loaded.notes.append(f"{num_dropped:,} training prompts dropped by their offline pass rate")
+        loaded.train = [loaded.train[i] for i in kept]
+        loaded.train_ids = [loaded.train_ids[i] for i in kept]
+    return loaded, scores
+
+
+def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkpoint: Path | None) -> None:
+    """Leave out prompts whose reference answer is not right by its own verifier. Collective.
+
+    Each rank asks its reward workers about a part of them. A resumed run goes by the list of its first start.
+    """
+    file = Path(config.run.dir) / "dropped_rows.jsonl"
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if checkpoint:
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        leave_out(loaded, {row["prompt_sha"]: row["detail"] for row in rows if "prompt_sha" in row})
+        return
+    mine = loaded.everyone()[rank::world_size]
+    found = impossible_references(pool, [(p.kind, p.answer, p.fields) for p in mine])
+    parts = [None] * world_size
+    dist.all_gather_object(parts, {prompt_sha(mine[i]): reason for i, reason in found.items()})
+    leave_out(loaded, {sha: reason for part in parts for sha, reason in part.items()})
+    if rank == 0:
+        file.unlink(missing_ok=True)
+        if loaded.dropped:
+            file.write_text("".join(json.dumps(row) + "\n" for row in loaded.dropped))
+            loaded.notes.append(f"the rows left out are listed in {file}")
 
 
 def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState]:
@@ -1419,6 +1487,7 @@ def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState]:
     run_dir, rank = Path(config.run.dir), dist.get_rank()
     lock = lock_run_dir(run_dir) if rank == 0 else None
     dist.barrier()
+    check_run_dir_is_shared(run_dir)
     checkpoint, record = find_checkpoint(config) or (None, None)
     state = TrainState(**record["state"]) if record else TrainState()
     if rank == 0 and not is_finished(config, checkpoint, state):
@@ -1437,8 +1506,9 @@ def set_up(config: Config) -> Run | None:
 
     Returns None if the run in run.dir is finished; its summary has then been printed.
     """
+    check_trackers(config)
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), log_with="tensorboard", project_dir=config.run.dir,
+        cpu=not torch.cuda.is_available(), log_with=config.run.trackers, project_dir=config.run.dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s))],
     )  # fmt: skip
     moe_model.init_deepspeed()
@@ -1451,21 +1521,21 @@ def set_up(config: Config) -> Run | None:
             print_summary(Path(config.run.dir))
         return None
 
-    # ---- prompts ----
-    model_dir = checkpoint / "model" if checkpoint else Path(config.model.path)
+    # ---- prompts, reward workers ----
+    model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
     hf_config = moe_model.load_config(model_dir)
     num_experts = moe_model.num_experts_of(hf_config)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
     check_model(config, hf_config)
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    prompts, offline_scores, eval_sets, num_dropped = load_prompts_of_run(config, tokenizer)
-    prompt_ids = tokenize(prompts, tokenizer, config.rollout.max_prompt_tokens)
-    announce(config, hf_config, len(prompts), num_dropped, eval_sets, accelerator.device)
+    log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
+    pool = start_pool(config.reward, tokenizer, log)
+    loaded, offline_scores = load_data(config, tokenizer, pool, checkpoint)
+    announce(config, hf_config, loaded, model_dir, tokenizer, accelerator.device)
 
-    # ---- reward workers, engine, policy ----
+    # ---- engine, policy ----
     clock = Clock(state.seconds)
     with clock("setup"):
-        pool = start_pool(config.reward, tokenizer)
         engine = RolloutEngine(model_dir, max_model_len(config), config.rollout)
         judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
         dist.barrier()
@@ -1476,34 +1546,80 @@ def set_up(config: Config) -> Run | None:
             reference = moe_model.build_policy(config.model, config.model.path, ep_group, accelerator.device)
         history = PromptHistory.from_offline(offline_scores, config.rollout.group_size)
         if checkpoint:
-            history = resume(checkpoint, trainer, history, prompts, config)
-    accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": state.step + 1}})
+            history = resume(checkpoint, trainer, history, loaded.train, config)
+    start_trackers(accelerator, config, state.step)
     progress = tqdm(
         total=config.train.num_steps, initial=state.step, desc="train", unit="step",
         disable=None if dist.get_rank() == 0 else True, mininterval=0.5,
     )  # fmt: skip
+    rollouts = Rollouts(
+        config, engine, pool, tokenizer, loaded.train, loaded.train_ids, clock,
+        mixture_of(loaded.train, loaded.train_weights),
+    )  # fmt: skip
     return Run(
         config=config, lock=lock, accelerator=accelerator, clock=clock, state=state, history=history,
-        eval_sets=eval_sets, trainer=trainer, reference=reference, judge=judge, progress=progress,
-        rollouts=Rollouts(config, engine, pool, tokenizer, prompts, prompt_ids, clock),
+        eval_sets=loaded.eval_sets, trainer=trainer, reference=reference, judge=judge, progress=progress,
+        rollouts=rollouts, signals=listen(config), generation_config=read_generation_config(model_dir),
     )  # fmt: skip
 
 
+def read_generation_config(model_dir: Path) -> str | None:
+    """Return the text of generation_config.json; None if the folder has none."""
+    file = model_dir / "generation_config.json"
+    return file.read_text() if file.is_file() else None
+
+
+def listen(config: Config) -> Signals:
+    """Return what remembers signals, and have it handle them if the settings say so."""
+    signals = Signals()
+    if config.run.on_signal == "checkpoint":
+        signals.listen()
+    return signals
+
+
 def announce(
-    config: Config, hf_config, num_prompts: int, num_dropped: int, eval_sets: EvalSets, device: torch.device
+    config: Config, hf_config, loaded: LoadedSets, model_dir: Path, tokenizer, device: torch.device
 ) -> None:
     """Say what is odd about the settings, and what the run consists of."""
-    for warning in config_warnings(config):
-        say(f"warning: {warning}")
-    dropped = f" ({num_dropped} more dropped by their offline pass rate)" if num_dropped else ""
-    num_held_out = sum(len(prompts) for prompts, _ in eval_sets.values())
+    for line in [*(f"warning: {warning}" for warning in config_warnings(config)), *loaded.notes]:
+        say(line)
+    stop_ids, stop_texts = stops_of(model_dir, tokenizer, config.rollout.stop)
+    tokens = [f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stop_ids]
+    say(f"a completion ends at {', '.join([*tokens, *map(repr, stop_texts)]) or 'its limit only'}")
+    num_held_out = sum(len(prompts) for prompts, _ in loaded.eval_sets.values())
     kernel = moe_model.choose_logprob_kernel(config.model, hf_config, device)
     say(
-        f"{num_prompts} training prompts{dropped}, {num_held_out} held out; {dist.get_world_size()} ranks, "
+        f"{len(loaded.train)} training prompts, {num_held_out} held out; {dist.get_world_size()} ranks, "
         f"expert parallel {config.model.ep_size}, ZeRO {config.train.zero_stage}, policy "
         f"{config.model.dtype}, log-probabilities {kernel}, engine {config.rollout.dtype}; "
         "starting vLLM and DeepSpeed"
     )
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ValueError for a tracker that accelerate does not know or that is not installed."""
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for name in config.run.trackers:
+        if name not in available:
+            raise ValueError(
+                f"run.trackers: {name} is not installed here, or accelerate has no such tracker; there are "
+                f"{', '.join(available)}"
+            )
+
+
+def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
+    """Start what run.trackers names; TensorBoard drops what it holds of steps after this one."""
+    sections = config.model_dump(mode="json").items()
+    settings = {f"{section}.{key}": str(value) for section, own in sections for key, value in own.items()}
+    started = []
+    for name in config.run.trackers:  # one by one: TensorBoard takes the project's name for its folder
+        accelerator.log_with = [name]
+        if name == "tensorboard":
+            accelerator.init_trackers(name, init_kwargs={name: {"purge_step": step + 1}})
+        else:
+            accelerator.init_trackers(Path(config.run.dir).name, config=settings)
+        started += accelerator.trackers
+    accelerator.trackers = started
 
 
 def resume(
@@ -1609,9 +1725,10 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     """
     config, pool = run.config, run.rollouts.pool
     num_experts = moe_model.num_experts_of(run.policy.config)
-    metrics = rollout_metrics(sampled, config.reward.dense, invalid_route(num_experts))
+    metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts))
     metrics |= schedule_metrics(sampled, pool, run.clock.step["rollout"], seconds)
-    check_verdicts([v for group in sampled for v in group.verdicts], config.reward.max_failed_frac)
+    verdicts = [v for group in sampled for v in group.verdicts]
+    check_verdicts(verdicts, config.reward.max_failed_frac, f"step {run.state.step + 1}")
     check_routes(*metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
     return metrics | {"reward_worker_restarts_total": (pool.num_restarts, 1)}
 
@@ -1681,25 +1798,44 @@ def log_step(
 
 
 def save_if_due(run: Run, metrics: dict[str, float]) -> None:
-    """Write a checkpoint if it is time to; RuntimeError if trainer and engine drift apart. Collective."""
+    """Write a checkpoint if it is time to or a signal came; the run ends at the latter. Collective.
+
+    RuntimeError if trainer and engine drift apart, Stopped after a signal.
+    """
     state, every = run.state, run.config.checkpoint.every
     too_far = mismatch_gate(metrics, state, run.config)
-    if state.is_last(run.config) or too_far or (every and state.step % every == 0):
+    signal_number = int(reduce_metrics({"signal_max": (run.signals.received, 1)})["signal_max"])
+    is_due = state.is_last(run.config) or bool(every and state.step % every == 0)
+    if is_due or too_far or signal_number:
         with run.clock("checkpoint"):
             save_checkpoint(run.config, asdict(state), lambda folder: write_rank(run, folder))
     if too_far:
         raise RuntimeError(too_far)
+    if signal_number and not state.is_last(run.config):
+        name = signal.Signals(signal_number).name
+        where = f"{run.config.run.dir}/checkpoints/step_{state.step:06d}"
+        raise Stopped(
+            f"stopped by {name} after step {state.step}: the same command goes on from {where}", signal_number
+        )
 
 
 def write_rank(run: Run, folder: Path) -> None:
     """Write this rank's files of a checkpoint, which resume() and load_hf() read. No collective calls."""
     rank = dist.get_rank()
-    moe_model.save_hf(run.policy, folder / "model")
+    write_model(run, folder / "model")
     shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
     torch.save(shard, folder / f"rank_{rank:05d}.pt")
     if rank == 0:
-        run.rollouts.tokenizer.save_pretrained(folder / "model")
         torch.save(vars(run.history) | {"prompts": digest_of(run.rollouts.prompts)}, folder / "history.pt")
+
+
+def write_model(run: Run, folder: Path) -> None:
+    """Write this rank's part of a folder that transformers and vLLM load. No collective calls."""
+    moe_model.save_hf(run.policy, folder)
+    if dist.get_rank() == 0:
+        run.rollouts.tokenizer.save_pretrained(folder)
+        if run.generation_config is not None:
+            (folder / "generation_config.json").write_text(run.generation_config)
 
 
 def finish(run: Run) -> None:
@@ -1707,11 +1843,10 @@ def finish(run: Run) -> None:
     run.progress.close()
     run.rollouts.pool.close()
     run_dir = Path(run.config.run.dir)
-    moe_model.save_hf(run.policy, run_dir / "model")
+    write_model(run, run_dir / "model")
     peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
     peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
     if dist.get_rank() == 0:
-        run.rollouts.tokenizer.save_pretrained(run_dir / "model")
         write_summary(run_dir, run.state, peak_rss_bytes)
         plot_curves(run_dir)
         print_summary(run_dir)

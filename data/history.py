@@ -27,7 +27,7 @@ def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
 class PromptHistory:
     """What has been seen of each training prompt; the same on all ranks, part of every checkpoint."""
 
-    solved: Tensor  # [prompts] float64, decayed sum of scores: of right completions unless rewards are dense
+    solved: Tensor  # [prompts] float64, decayed sum of scores: each is 0 or 1 where rewards have no fractions
     tried: Tensor  # [prompts] float64, decayed number of verdicts
     mean_tokens: Tensor  # [prompts] float64, length of completions at the last visit, 0: not known
     last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled

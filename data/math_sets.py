@@ -11,7 +11,8 @@ the content of the last \boxed{...} in the solution column. The difficulty is th
 import argparse
 import re
 
-from data.prompts import Prompt, field_text, load_rows, save_prompts
+from data.formats import field_text, load_rows
+from data.prompts import Prompt, save_prompts
 from reward import last_boxed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -1,121 +1,468 @@
-"""Read and write prompt sets: load_prompts reads a local file or a hub dataset, save_prompts writes a file.
+"""Make prompts of the rows that people have: plain text or messages, by their own columns, verl's or TRL's.
 
     load_prompts("data/built/gsm8k/train.jsonl", difficulty=(2, 4))
     load_prompts("HuggingFaceH4/MATH-500", split="test", columns={"prompt": "problem", "difficulty": "level"})
-    load_scores("scores.jsonl")[prompt_sha(prompt)]    # what data/score.py measured of one prompt
+    load_prompts("verl/train.parquet", tokenizer=tokenizer)     # messages, rendered by the chat template
+    load_scores("scores.jsonl")[prompt_sha(prompt)]             # what data/score.py measured of one prompt
 
-`datasets` reads parquet files and the hub. JSON is parsed here, because the types `datasets` infers rewrite
-gold answers: 1 beside 2.5 becomes 1.0, long integers lose digits, "2020-01-01" becomes a datetime.
+A set is a file, a pattern, a folder or a hub name, see data/formats.py. Its columns are found by name: the
+prompt in `prompt`, `question`, `problem` or `messages`; the answer in `reward_model.ground_truth` (verl,
+DAPO-17k), `answer`, `ground_truth` or `solution` (TRL); `columns` of the settings names others. The sets of a
+run are put together in data/stream.py.
 """
 
 import hashlib
 import json
 import os
 import re
-import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from reward import KINDS
+from pydantic import AfterValidator, BeforeValidator
+
+from data.chat import ChatTemplate, is_messages, read_messages
+from data.formats import (
+    BadRow,
+    Table,
+    column_names,
+    field_number,
+    field_of,
+    field_text,
+    has_field,
+    json_value,
+    load_tables,
+    read_json,
+    stem_of,
+    text_from,
+)
+from reward import KINDS, RULES, functions_of, is_kind, last_boxed, parts_of
 from runtime.config import Section, setting
 
-JSON_SUFFIXES = (".jsonl", ".json")
-FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet")
 COLUMNS = ("prompt", "answer", "kind", "difficulty")
+# Where the settings name no column, the first of these that a set has is taken for the role.
+KNOWN_COLUMNS = {
+    "prompt": ("prompt", "question", "problem", "messages"),
+    "answer": ("reward_model.ground_truth", "answer", "ground_truth", "solution"),
+    "kind": ("kind",),
+    "difficulty": ("difficulty",),
+}
+# A verifier gets something else by these names than the columns that may be called so.
+NOT_PASSED_ON = ("kind", "completion", "answer", "prompt", "messages")
+LATEX_WORDS = set(  # commands with which LaTeX in a template may begin after its backslash
+    "nabla ne neq newline newpage ngeq ni nleq nmid noindent not notin nsubseteq nu tag tan tanh tau tbinom "
+    "text textbf textit textrm texttt tfrac therefore theta thickapprox tilde times to top triangle".split()
+)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Settings
+# ------------------------------------------------------------------------------------------------------------
+def kind_of_mapping(value):
+    """Write a mapping {kind: weight} as the kind "0.8*math + 0.2*my.py:brevity"; leave other values."""
+    if not isinstance(value, dict):
+        return value
+    for kind, weight in value.items():
+        if not isinstance(kind, str) or type(weight) not in (int, float) or not weight > 0:
+            raise ValueError(
+                f"each kind needs a weight above 0, as in {{math: 0.8, exact: 0.2}}; not {kind}: {weight}"
+            )
+    plain = lambda weight: f"{weight:f}".rstrip("0").rstrip(".")
+    return " + ".join(f"{plain(weight)}*{kind}" for kind, weight in value.items()) or None
+
+
+def with_known_kinds(kind: str | None) -> str | None:
+    """Return the kind; ValueError if reward.verify() does not know it, or a kind in its sum."""
+    if kind is not None:
+        parts_of(kind)
+    return kind
+
+
+def without_written_escapes(text: str | None) -> str | None:
+    """Return a text of the settings; ValueError if a line break or tab in it is a backslash and a letter."""
+    for command in re.findall(r"\\([nt][a-z]*)", text or ""):
+        if command not in LATEX_WORDS:
+            raise ValueError(
+                f"holds a backslash followed by {command!r}, not a line break or a tab: write it in double "
+                'quotes in YAML ("{prompt}\\n"), or as a block after |'
+            )
+    return text
+
+
+def with_place_of_prompt(template: str) -> str:
+    """Return the template; ValueError if the prompt has no place in it."""
+    if "{prompt}" not in template:
+        raise ValueError(f"template {template!r} does not contain {{prompt}}, the place of the prompt")
+    return template
+
+
+Text = Annotated[str, AfterValidator(without_written_escapes)]
 
 
 class PromptSource(Section):
     """One prompt set of a run."""
 
-    path: str = setting(..., "JSONL or parquet file, or the name of a hub dataset")
+    path: str = setting(
+        ...,
+        ".jsonl, .json, .csv or .parquet file (also .gz), a pattern or a folder of such files, a folder of "
+        "save_to_disk, or the name of a hub dataset",
+    )
     name: str | None = setting(None, "name in logs; null: the file's name")
     subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; null: its default")
-    split: str = setting("train", "split of a hub dataset; local files are taken whole")
-    kind: str = setting("math", f"verifier of rows without their own: {', '.join(KINDS)}, module:function")
-    columns: dict[str, str | None] = setting(
-        {}, "column of prompt, answer, difficulty, kind where named otherwise"
+    split: str = setting(
+        "train", "split of a hub dataset or of a folder with several; files and patterns are taken whole"
     )
-    template: str = setting("{prompt}", "text around each prompt")
+    kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
+        None,
+        "verifier of rows without their own; null: gsm8k where the answers hold #### or data_source is "
+        f"openai/gsm8k, else math. One of {', '.join(KINDS)}, a function (module:name, path/file.py:name), "
+        "or several with weights, {math: 0.8, my.py:brevity: 0.2}. A set with a column kind goes by it: "
+        "columns {kind: null} ignores that column",
+    )
+    columns: dict[str, str | None] = setting(
+        {},
+        "column of prompt, answer, difficulty, kind where named otherwise; a.b is b inside a; null: none, "
+        "for answer with functions that need no reference",
+    )
+    template: Annotated[Text, AfterValidator(with_place_of_prompt)] = setting(
+        "{prompt}", "text around each prompt, or around the last message of the user"
+    )
     limit: int | None = setting(None, "take the first rows only, after the difficulty range; null: all", ge=1)
     difficulty: tuple[float, float] | None = setting(None, "keep this closed range; null: all")
+    weight: float = setting(
+        1.0, "how often a prompt of this training set is offered, relative to those of weight 1", gt=0
+    )
+    holdout: float = setting(
+        0, "rows split off this training set as an eval set of its name; below 1: share of the rows", ge=0
+    )
 
     @property
     def label(self) -> str:
         """Return the name of the set in the metrics."""
-        return self.name or Path(self.path).stem
+        return self.name or stem_of(self.path)
+
+    @property
+    def place(self) -> str:
+        """Return the path, with the name where there is one, for messages."""
+        return f"{self.name} ({self.path})" if self.name else self.path
 
 
+class DataSettings(Section):
+    """What is trained on, what is held out, and how rows become prompts."""
+
+    train: list[PromptSource] = setting([], "prompt sets to train on, concatenated")
+    eval: list[PromptSource] = setting([], "held-out prompt sets, reported one by one", True)
+    chat: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "what the tokenizer's chat template renders. auto: prompts that are lists of messages; text stays as "
+        "it is. always: text, too, as a message of the user. never: nothing, messages are an error.",
+    )
+    system_prompt: Text | None = setting(
+        None, "system message of rendered prompts that have none; null: none"
+    )
+    chat_template_args: dict[str, Any] = setting(
+        {}, "arguments of the chat template, e.g. {enable_thinking: false}"
+    )
+    on_bad_row: Literal["stop", "drop"] = setting(
+        "stop",
+        "rows without a prompt or an answer, that cannot be rendered or are too long. stop: the first is an "
+        "error. drop: they are left out, counted and listed.",
+    )
+
+
+def check_data(data: DataSettings) -> None:
+    """Raise ValueError where settings of the data contradict each other."""
+    if data.chat == "never" and (data.system_prompt is not None or data.chat_template_args):
+        raise ValueError(
+            "data.chat never renders nothing: leave out data.system_prompt and chat_template_args"
+        )
+    for source in data.eval:
+        if source.holdout or source.weight != 1:
+            raise ValueError(f"data.eval[] {source.place}: weight and holdout are for data.train[] only")
+    for source in data.train:
+        if source.holdout > 1 and not source.holdout.is_integer():
+            raise ValueError(
+                f"data.train[].holdout {source.holdout:g}: a share below 1, or a whole number of rows"
+            )
+    held_out = [*data.eval, *(source for source in data.train if source.holdout)]
+    for name, sources in (("train", data.train), ("eval", held_out)):
+        labels = [source.label for source in sources]
+        why = " (a holdout is an eval set, too)" if name == "eval" else ""
+        for source in sources:
+            if labels.count(source.label) > 1:
+                raise ValueError(
+                    f"data.{name}[].name: two sets are called {source.label!r}{why}; name one, for "
+                    f"example {{path: {source.path}, name: {source.label}_2}}"
+                )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Prompts
+# ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Prompt:
     """One task with its reference answer."""
 
-    text: str  # the template around the question, which the policy continues
+    text: str  # the template around the question, or the rendered messages: the policy continues it
     answer: str  # gold answer, handed to reward.verify
-    kind: str  # verifier of reward.py: exact | numeric | gsm8k | math | module:function of the settings
+    kind: str  # verifier of reward.py: one of KINDS, a function of the settings, or a weighted sum of these
     source: str  # name of the set, for messages
     difficulty: float | None = None  # the set's own measure (digits, steps, level), None if it has none
+    messages: list[dict] | None = field(default=None, hash=False)  # {role, content} each; None for plain text
+    columns: dict = field(default_factory=dict, hash=False)  # the other columns of the row, for own verifiers
+    is_chat: bool = False  # the text is the chat template's, which has put in special tokens itself
+
+    @property
+    def fields(self) -> dict:
+        """Return what a verifier may ask for besides completion and answer."""
+        return {**self.columns, "prompt": self.text, "messages": self.messages}
 
 
-def load_prompts(
-    path,
-    *,
-    name=None,
-    subset=None,
-    split="train",
-    kind="math",
-    columns=None,
-    template="{prompt}",
-    limit=None,
-    difficulty=None,
-    functions=(),
-) -> list[Prompt]:
+class Row(NamedTuple):
+    """A prompt, and the row that it was made of."""
+
+    file: str
+    number: int  # in the file, from 1
+    question: str  # the prompt without template and system prompt: what tells equal tasks
+    prompt: Prompt
+
+    @property
+    def where(self) -> str:
+        """Return file and row, for messages."""
+        return f"{self.file}: row {self.number}"
+
+
+@dataclass
+class PromptSet:
+    """The rows of one set that made prompts, and what is to be said of it."""
+
+    source: PromptSource
+    rows: list[Row]
+    description: str  # columns, kinds and rendering, for a line at the start
+    dropped: list[dict]  # {set, file, row, reason, detail} of each row that on_bad_row drop left out
+
+
+def load_prompts(path, *, tokenizer=None, functions=(), **options) -> list[Prompt]:
     """Load the prompts of one set in file order; ValueError names file, row (from 1) and the key to change.
 
-    path: .jsonl, .json or .parquet file (read whole), or hub dataset (configuration `subset`, `split`).
-    name: Prompt.source; None takes the file name without suffix, or the hub name.
-    kind: verifier of every row of a set without a kind column.
-    functions: kinds "module:function" that a row may name besides those of reward.KINDS and `kind`. They run
-        code, so that only the caller may introduce one, never the data.
-    columns: {role: column} where a column is not named after its role in COLUMNS; None for "kind" or
-        "difficulty" ignores a column of that name.
-    template: text around the prompt; only "{prompt}" is replaced, other braces stay.
-    difficulty: closed range (low, high); rows outside it or without a difficulty are dropped.
-    limit: number of prompts kept, from the first, after the difficulty range; None keeps all.
+    tokenizer: its chat template renders messages; prompts that are text need none.
+    functions: kinds that run code and that a row may name besides those of reward.KINDS and `kind`. Only the
+        caller may introduce one, never the data.
+    options: settings of PromptSource and of DataSettings, such as columns, limit or chat.
     """
-    if "{prompt}" not in template:
-        raise ValueError(f"template {template!r} does not contain {{prompt}}, the place of the prompt")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit {limit} must be at least 1, or None to keep all prompts")
-    path = str(path)
-    name = name or (Path(path).stem if path.endswith(FILE_SUFFIXES) else path)
-    rows = load_rows(path, subset, split)
-    columns = resolve_columns(path, rows, columns or {})
-    prompts = []
-    for number, row in enumerate(rows, start=1):
-        where = f"{path}: row {number}"
-        text = template.replace("{prompt}", field_text(row, columns["prompt"], where))
-        answer = field_text(row, columns["answer"], where)
-        row_kind = field_text(row, columns["kind"], where) if columns["kind"] else kind
-        if row_kind != kind and row_kind not in KINDS and row_kind not in functions:
-            raise ValueError(unknown_kind(row_kind, where))
-        row_difficulty = field_number(row, columns["difficulty"], where) if columns["difficulty"] else None
-        prompts.append(Prompt(text, answer, row_kind, name, row_difficulty))
-    if difficulty is not None:
-        low, high = difficulty
-        known = [prompt for prompt in prompts if prompt.difficulty is not None]
-        prompts = [prompt for prompt in known if low <= prompt.difficulty <= high]
-        if not prompts:
-            levels = [prompt.difficulty for prompt in known]
-            available = f"{min(levels):g} to {max(levels):g}" if known else "none, set columns.difficulty"
-            raise ValueError(f"{path}: no prompt has difficulty {low:g} to {high:g}; available: {available}")
-    return prompts[:limit]
+    of_source = {name: value for name, value in options.items() if name in PromptSource.model_fields}
+    of_data = {name: value for name, value in options.items() if name not in PromptSource.model_fields}
+    source = PromptSource(path=str(path), **of_source)
+    return [row.prompt for row in load_set(source, DataSettings(**of_data), tokenizer, functions).rows]
+
+
+def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions=()) -> PromptSet:
+    """Load one set in file order: all rows that make prompts, of the wanted difficulty, up to the limit."""
+    tables = load_tables(source.path, source.subset, source.split)
+    maker = PromptMaker.of(source, data, tokenizer, {*functions, source.kind}, tables)
+    rows, dropped = [], []
+    for file, fields in tables:
+        for number, row in enumerate(fields, start=1):
+            try:
+                rows.append(Row(file, number, *maker.make(row, f"{file}: row {number}")))
+            except BadRow as error:
+                drop_or_stop(error, data, source, file, number, dropped)
+    if rows:
+        refuse_unused_kind(source, maker.columns, rows)
+        rows = in_difficulty_range(rows, source)[: source.limit]
+    files = f"{len(tables)} files, " if len(tables) > 1 else ""
+    return PromptSet(source, rows, files + maker.describe([row.prompt for row in rows]), dropped)
+
+
+def drop_or_stop(
+    error: BadRow, data: DataSettings, source: PromptSource, file: str, number: int, dropped: list[dict]
+) -> None:
+    """Enter a bad row into `dropped`, or raise ValueError, as data.on_bad_row says."""
+    if data.on_bad_row == "stop":
+        raise ValueError(f"{error}; data.on_bad_row=drop leaves such rows out") from error
+    place = {"set": source.label, "file": file, "row": number}
+    dropped.append({**place, "reason": error.reason, "detail": error.detail})
+
+
+def in_difficulty_range(rows: list[Row], source: PromptSource) -> list[Row]:
+    """Return the rows in the difficulty range of the settings; ValueError if there is none."""
+    if source.difficulty is None:
+        return rows
+    low, high = source.difficulty
+    known = [row for row in rows if row.prompt.difficulty is not None]
+    kept = [row for row in known if low <= row.prompt.difficulty <= high]
+    if not kept:
+        levels = [row.prompt.difficulty for row in known]
+        available = f"{min(levels):g} to {max(levels):g}" if known else "none, set columns.difficulty"
+        raise ValueError(
+            f"{source.path}: no prompt has difficulty {low:g} to {high:g}; available: {available}"
+        )
+    return kept
+
+
+def refuse_unused_kind(source: PromptSource, columns: dict, rows: list[Row]) -> None:
+    """Raise ValueError if a kind of the settings decides nothing, because the rows of the set name theirs."""
+    kinds = {row.prompt.kind for row in rows}
+    if source.kind and columns["kind"] and source.kind not in kinds:
+        raise ValueError(
+            f"{source.path}: kind {source.kind!r} of the settings is not used, because the column "
+            f"{columns['kind']!r} says {', '.join(sorted(kinds))}; set columns: {{kind: null}} to ignore the "
+            "column, or leave out the setting"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# From a row to a prompt
+# ------------------------------------------------------------------------------------------------------------
+@dataclass
+class PromptMaker:
+    """Makes prompts of the rows of one set."""
+
+    source: PromptSource
+    chat: str  # data.chat
+    renderer: ChatTemplate
+    columns: dict[str, str | None]  # {role: column} for each role in COLUMNS
+    kind: str | None  # verifier of rows that say nothing else; None: by data_source
+    allowed: set[str]  # functions that rows may name
+
+    @classmethod
+    def of(cls, source: PromptSource, data: DataSettings, tokenizer, allowed: set, tables: list[Table]):
+        """Find the columns of a set; ValueError if a role has none."""
+        columns = resolve_columns(source, tables)
+        renderer = ChatTemplate(tokenizer, data.system_prompt, data.chat_template_args)
+        if data.chat == "always":
+            renderer.check(source.path)
+        kind, column = source.kind, columns["answer"]
+        answers = [answer for row in rows_of(tables) if column and (answer := field_of(row, column))]
+        if kind is None and answers and all("####" in str(answer) for answer in answers):
+            kind = "gsm8k"
+        allowed = {function for kind in allowed - {None} for function in functions_of(kind)}
+        return cls(source, data.chat, renderer, columns, kind, allowed)
+
+    def make(self, row: dict, where: str) -> tuple[str, Prompt]:
+        """Return the question and the prompt of a row; BadRow if it makes none."""
+        kind = self.kind_of(row, where)
+        question, text, messages = self.text_of(row, where)
+        answer = self.answer_of(row, kind, where)
+        level = self.columns["difficulty"]
+        difficulty = field_number(row, level, where) if level else None
+        not_passed_on = {*NOT_PASSED_ON, self.columns["prompt"]}
+        columns = {name: json_value(value) for name, value in row.items() if name not in not_passed_on}
+        is_chat = messages is not None
+        return question, Prompt(text, answer, kind, self.source.label, difficulty, messages, columns, is_chat)
+
+    def kind_of(self, row: dict, where: str) -> str:
+        """Return the verifier of a row; ValueError if the row names a function that the settings do not."""
+        if column := self.columns["kind"]:
+            kind = field_text(row, column, where, "without a kind")
+            if not is_kind(kind) or not self.allowed.issuperset(functions_of(kind)):
+                raise ValueError(unknown_kind(kind, where))
+            return kind
+        is_gsm8k = field_of(row, "data_source") == "openai/gsm8k"
+        return self.kind or ("gsm8k" if is_gsm8k else "math")
+
+    def text_of(self, row: dict, where: str) -> tuple[str, str, list[dict] | None]:
+        """Return the question, the text that the policy continues, and its messages if it was rendered."""
+        column = self.columns["prompt"]
+        value, in_template = field_of(row, column), self.source.template.replace
+        if not is_messages(value):
+            question = text_from(value, column, where, "without a prompt")
+            text = in_template("{prompt}", question)
+            if self.chat != "always":
+                return question, text, None
+            messages = [{"role": "user", "content": text}]
+        else:
+            if self.chat == "never":
+                raise ValueError(
+                    f"{where}: column {column!r} is a list of messages, which data.chat never does not "
+                    "render; set it to auto"
+                )
+            messages = read_messages(value, where)
+            question = json.dumps(messages, ensure_ascii=False)
+            last = {"role": "user", "content": in_template("{prompt}", messages[-1]["content"])}
+            messages = [*messages[:-1], last]
+            self.renderer.check(where)
+        messages, text = self.renderer.render(messages, where)
+        return question, text, messages
+
+    def answer_of(self, row: dict, kind: str, where: str) -> str:
+        """Return the gold answer: for kinds that read structure as JSON, of a whole solution its last box."""
+        column, parts = self.columns["answer"], {part for _, part in parts_of(kind)}
+        if column is None:
+            if parts & RULES.keys():
+                raise ValueError(f"{where}: kind {kind} compares with an answer: name it in columns.answer")
+            return ""
+        value = field_of(row, column)
+        if isinstance(value, (list, dict)) and value:
+            if not parts & RULES.keys():
+                return json.dumps(json_value(value), ensure_ascii=False)
+            if isinstance(value, list) and len(value) == 1:
+                (value,) = value
+        text = text_from(value, column, where, "without an answer")
+        boxed = last_boxed(text) if "math" in parts and column.endswith("solution") else None
+        return boxed.strip() if boxed and boxed.strip() else text
+
+    def describe(self, prompts: list[Prompt]) -> str:
+        """Say which columns were taken for what, which verifiers judge, and how prompts become text."""
+        prompt, answer = self.columns["prompt"], self.columns["answer"]
+        num_chat = sum(one.is_chat for one in prompts)
+        is_conversation = num_chat > 0 and self.chat != "always"
+        shape = "columns"
+        if answer == "reward_model.ground_truth":
+            shape = "verl's columns"
+        elif prompt == "question" and self.kind == "gsm8k":
+            shape = "GSM8K's columns"
+        elif prompt == "prompt" and (is_conversation or answer in ("ground_truth", "solution")):
+            shape = f"TRL's {'conversational' if is_conversation else 'standard'} columns"
+        taken = [f"{prompt}: messages" if is_conversation else prompt, answer or "no answer"]
+        taken += [self.columns[role] for role in ("kind", "difficulty") if self.columns[role]]
+        kinds = sorted({one.kind for one in prompts})
+        if not self.kind and not self.columns["kind"] and "gsm8k" in kinds:
+            taken.append("data_source")  # it alone can have said so
+        how = "rendered by the chat template" if num_chat else "plain text"
+        if 0 < num_chat < len(prompts):
+            how = f"{num_chat:,} rendered by the chat template, the others plain text"
+        return f"{shape} ({', '.join(taken)}), verified by {', '.join(kinds)}, {how}"
+
+
+def rows_of(tables: list[Table]) -> Iterator[dict]:
+    """Yield the rows of all files."""
+    for _, rows in tables:
+        yield from rows
+
+
+def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str | None]:
+    """Return the column of each role in COLUMNS; None for a kind, difficulty or answer that the set lacks."""
+    if unknown := set(source.columns) - set(COLUMNS):
+        expected = ", ".join(COLUMNS)
+        raise ValueError(f"{source.path}: columns.{min(unknown)} is unknown, expected one of {expected}")
+    optional = {"kind", "difficulty"}
+    if source.kind and not any(part in RULES for _, part in parts_of(source.kind)):
+        optional.add("answer")  # no rule compares with it
+    has = lambda column: any(has_field(row, column) for row in rows_of(tables))
+    resolved = {}
+    for role in COLUMNS:
+        named = source.columns.get(role)
+        candidates = (named,) if named else () if role in source.columns else KNOWN_COLUMNS[role]
+        resolved[role] = next(filter(has, candidates), None)
+        if resolved[role] or (role in optional and not named) or (role == "answer" and not candidates):
+            continue
+        names = ", ".join(column_names([row for _, rows in tables for row in rows[:100]]))
+        lacking = f"no column {named!r} for columns.{role}" if named else f"no column for the {role}"
+        looked = f" (looked for {', '.join(candidates)})" if candidates and not named else ""
+        raise ValueError(
+            f"{source.path}: {lacking}{looked} among {names}; name it in the settings, "
+            f"columns: {{{role}: ...}}, or --columns of data.score"
+        )
+    return resolved
 
 
 def unknown_kind(kind: str, where: str) -> str:
     """Say why a row's kind is refused, and where a function of one's own is to be named."""
     if ":" not in kind:
-        return f"{where}: kind {kind!r} is none of {', '.join(KINDS)}"
+        ignored = "if the column is no verifier, set columns: {kind: null}"
+        return f"{where}: kind {kind!r} is none of {', '.join(KINDS)}; {ignored}"
     return (
         f"{where}: kind {kind!r} would run code that a data file names. If it is yours, name it in the "
         "settings: in data.train[].kind, data.eval[].kind or reward.functions"
@@ -186,97 +533,3 @@ def load_scores(path) -> dict[str, OfflineScore | None]:
             raise ValueError(f"{path}: row {number}: prompt {sha} for the second time; remove one of them")
         scores[sha] = None if rate is None else OfflineScore(rate, tokens)
     return scores
-
-
-def load_rows(path: str, subset=None, split="train") -> list[dict]:
-    """Load all rows of a file, or of one split of a hub dataset. A file never needs the network."""
-    is_file = path.endswith(FILE_SUFFIXES)
-    if is_file and not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file; check data.train[].path or create it with a script in data/")
-    if not is_file and (os.path.exists(path) or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)):
-        raise ValueError(f"{path}: neither a {', '.join(FILE_SUFFIXES)} file nor a hub name (owner/set)")
-    rows = read_json(path) if path.endswith(JSON_SUFFIXES) else read_with_datasets(path, subset, split)
-    if not rows:
-        raise ValueError(f"{path}: no rows")
-    return rows
-
-
-def read_json(path: str) -> list[dict]:
-    """Read a file with one JSON object per line (blank lines are skipped), or with one list of objects."""
-    try:
-        content = Path(path).read_text(encoding="utf-8-sig")  # with or without a byte order mark
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text: {error}") from None
-    is_list = content.lstrip().startswith("[")
-    rows = []
-    for number, document in enumerate([content] if is_list else content.split("\n"), start=1):
-        try:
-            if document.strip():
-                rows.extend(json.loads(document) if is_list else [json.loads(document)])
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}: line {number + error.lineno - 1} is not JSON: {error.msg}") from None
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}: row {number} must be an object with columns, found {repr(row)[:80]}")
-    return rows
-
-
-def read_with_datasets(path: str, subset, split) -> list[dict]:
-    """Read a parquet file or a hub split; the library is silent meanwhile, and as before afterwards."""
-    import datasets  # slow, and not needed for JSON
-
-    show_bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    try:
-        if not path.endswith(".parquet"):
-            return datasets.load_dataset(path, subset, split=split).to_list()
-        with tempfile.TemporaryDirectory() as cache:  # the user's cache would keep a copy of every file
-            return datasets.Dataset.from_parquet(path, cache_dir=cache).to_list()
-    except OSError as error:  # no such hub set, no network
-        raise ValueError(f"{path}: neither a file here nor a hub set that can be reached: {error}") from error
-    except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
-        raise ValueError(f"{path}: cannot be read or has no rows: {error.__cause__ or error}") from error
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if show_bars:
-            datasets.enable_progress_bars()
-
-
-def resolve_columns(path: str, rows: list[dict], columns: dict) -> dict:
-    """Return the column of each role in COLUMNS; None for a "kind" or "difficulty" that the set lacks."""
-    available = list(dict.fromkeys(column for row in rows for column in row))
-    if unknown := set(columns) - set(COLUMNS):
-        raise ValueError(f"{path}: columns.{min(unknown)} is unknown, expected one of {', '.join(COLUMNS)}")
-    resolved = {}
-    for role in COLUMNS:
-        column = columns.get(role, role)
-        if column in available:
-            resolved[role] = column
-        elif role in ("kind", "difficulty") and columns.get(role) is None:
-            resolved[role] = None
-        else:
-            raise ValueError(f"{path}: no column {column!r} for columns.{role} among {', '.join(available)}")
-    return resolved
-
-
-def field_text(row: dict, column: str, where: str) -> str:
-    """Return a field as text. Whole floats become integers, since tables often store integers as floats."""
-    value = row.get(column)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, (str, int, float)) or value != value or not str(value).strip():  # != itself: NaN
-        raise ValueError(f"{where}: column {column!r} must hold text or a number, found {repr(value)[:80]}")
-    return str(value)
-
-
-def field_number(row: dict, column: str, where: str) -> float | None:
-    """Return a field as a number; None where the row has none."""
-    value = row.get(column)
-    try:
-        return None if value is None else float(value)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{where}: column {column!r} must hold a number, found {value!r}; "
-            "set columns.difficulty to another column, or to null for none"
-        ) from None

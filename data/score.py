@@ -3,7 +3,12 @@
     torchrun --nproc-per-node=8 -m data.score --model FOLDER --prompts FILE --output scores.jsonl
     python -m data.score --model data/built/tiny/model --prompts data/built/tiny/test.jsonl \\
         --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 --output runs/scores.jsonl
+    python -m data.score --model FOLDER --prompts verl/train.parquet --output scores.jsonl --limit 1000 \\
+        --system-prompt "Be brief." --chat-template-args "{enable_thinking: false}" --on-bad-row drop
     python -m data.score --help
+
+Prompts are read and rendered as in training, with the options that section data of the settings has: the same
+text, template and chat template included, is the same prompt to zero_variance.offline_scores.
 
 A prompt solved with probability p gives a group of G equal rewards, and so no gradient, with probability
 p^G + (1 - p)^G. Prompts that smaller models always solve can be dropped before any rollout [secondary: the
@@ -12,7 +17,7 @@ stage, reported of arXiv 2512.07710; ours: how it is measured].
 The output is JSONL. Its first row is {model, samples, temperature, max_new_tokens, seed, dtype, kinds}; then
 comes one row per distinct prompt, in the order of the set, which load_scores of data/prompts.py reads:
     prompt_sha   SHA-256 of the text, template included, a zero byte and the answer
-    pass_rate    share of solved completions (reward 1) among those with a verdict; null if there are none
+    pass_rate    share of solved completions (status ok) among those with a verdict; null if there are none
     num_samples  completions with a verdict: neither a timeout nor an error
     mean_tokens  mean length of all its completions
 
@@ -35,15 +40,18 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is impo
 
 import torch
 import torch.distributed as dist
+import yaml
+from pydantic import ValidationError
 from safetensors import safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
-from data.prompts import Prompt, load_prompts, prompt_sha
-from data.stream import seed_of
+from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
+from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set_lines
 from moe_model import checkpoint_shards
-from reward import KINDS, RewardPool, Verdict
+from reward import KINDS, RewardSettings, Verdict, functions_of, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
+from runtime.config import explain
 from runtime.launch import check_gpus, leave, run
 
 GROUP_SIZE = 8  # G of the summary
@@ -53,12 +61,13 @@ GROUP_SIZE = 8  # G of the summary
 # What is measured, and how far an earlier run came
 # ------------------------------------------------------------------------------------------------------------
 def model_digest(folder: Path) -> str:
-    """Hash names and sizes of the config, tokenizer and weight files, and parts of their contents.
+    """Hash names and sizes of the files of config, tokenizer and weights, and parts of their contents.
 
     Of a large file only 16 blocks of 64 KiB are read, spread evenly from its first byte to its last.
     """
     digest, block = hashlib.sha256(), 2**16
-    for path in sorted([folder / "config.json", folder / "tokenizer.json", *folder.glob("*.safetensors")]):
+    files = [folder / "config.json", folder / "tokenizer.json", *folder.glob("generation_config.json")]
+    for path in sorted([*files, *folder.glob("*.safetensors")]):
         size = path.stat().st_size if path.is_file() else -1
         digest.update(f"{path.name}\0{size}\0".encode())
         if size >= 0:
@@ -96,8 +105,8 @@ def finished_rows(path: Path, header: dict, shas: list[str]) -> tuple[list[dict]
     for number, (row, sha) in enumerate(zip(rows, [*shas, None])):
         if not isinstance(row, dict) or row.get("prompt_sha") != sha:
             raise ValueError(
-                f"{path}: row {number + 2} is not of prompt {number + 1} of the set: other --prompts or "
-                f"--template; {aside}"
+                f"{path}: row {number + 2} is not of prompt {number + 1} of the set: other --prompts, or "
+                f"other options for them; {aside}"
             )
     return rows, sum(len(line) + 1 for line in lines)
 
@@ -126,29 +135,27 @@ def append_rows(file, rows: list[dict]) -> None:
 # ------------------------------------------------------------------------------------------------------------
 # Prompts, model
 # ------------------------------------------------------------------------------------------------------------
-def read_prompts(args) -> list[Prompt]:
-    """Load the distinct prompts of the set in file order; ValueError for a kind without a verifier."""
-    distinct = {}
-    for prompt in load_prompts(args.prompts, kind=args.kind, template=args.template):
-        if prompt.kind not in KINDS:
-            raise ValueError(f"{prompt.source}: kind {prompt.kind!r} is none of {', '.join(KINDS)}")
-        distinct.setdefault(prompt_sha(prompt), prompt)
-    return list(distinct.values())
+def read_prompts(args) -> tuple[list[Prompt], list[list[int]], object, list[str]]:
+    """Load the distinct prompts of the set in file order, with their token ids.
 
-
-def tokenize(prompts: list[Prompt], args) -> tuple[list[list[int]], object]:
-    """Return each prompt's token ids, and the tokenizer; ValueError for one that exceeds the context."""
+    Returns also the tokenizer, and lines to print. ValueError for a kind without a verifier.
+    """
+    data, (source,) = args.data, args.data.eval
+    if source.kind and functions_of(source.kind):
+        raise ValueError(f"--kind {source.kind!r} is none of {', '.join(KINDS)}")
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     context = AutoConfig.from_pretrained(args.model, local_files_only=True).max_position_embeddings
-    prompt_ids = tokenizer([prompt.text for prompt in prompts])["input_ids"]
-    for prompt, ids in zip(prompts, prompt_ids):
-        if not 1 <= len(ids) <= context - args.max_new_tokens:
-            raise ValueError(
-                f"{prompt.source}: a prompt has {len(ids)} tokens, the model's context is {context}, of "
-                f"which --max-new-tokens takes {args.max_new_tokens}: {prompt.text[:80]!r}; lower it, or "
-                "remove the prompt"
-            )
-    return prompt_ids, tokenizer
+    found = load_set(source, data, tokenizer)
+    limit = f"the model's context of {context} less --max-new-tokens"
+    kept = drop_overlong(found, data, tokenizer, context - args.max_new_tokens, limit)
+    if not kept:
+        raise ValueError(f"{source.path}: no row is left; {dropped_line(source.label, found.dropped)}")
+    distinct = {}
+    for row, ids in kept:
+        distinct.setdefault(prompt_sha(row.prompt), (row.prompt, ids))
+    prompts, prompt_ids = map(list, zip(*distinct.values()))
+    notes = set_lines(found, len(kept)) + chat_warnings(data, tokenizer, [prompts])
+    return prompts, prompt_ids, tokenizer, notes
 
 
 def weights_of(folder: Path):
@@ -184,7 +191,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
     def submit(index: int, completion: Completion) -> None:
         prompt = prompts[index // args.samples]
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        pool.submit(index, prompt.kind, text, prompt.answer)
+        pool.submit(index, prompt.kind, text, prompt.answer, prompt.fields)
         pool.poll()
         progress.update(dist.get_world_size())  # the other ranks are about as far
 
@@ -200,7 +207,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
 def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
     """Make the row of a prompt, given the lengths and verdicts of its completions."""
     valid = [verdict for verdict in verdicts if verdict.status not in ("timeout", "error")]
-    solved = sum(verdict.reward == 1 for verdict in valid)
+    solved = sum(verdict.status == "ok" for verdict in valid)
     return {
         "prompt_sha": sha,
         "pass_rate": solved / len(valid) if valid else None,
@@ -217,7 +224,8 @@ def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file)
         disable=None if rank == 0 else True, mininterval=0.5,
     )  # fmt: skip
     new_rows = []
-    with RewardPool(args.reward_workers, args.reward_timeout_s) as pool, progress:
+    rewards = RewardSettings(num_workers=args.reward_workers, timeout_s=args.reward_timeout_s)
+    with start_pool(rewards, None) as pool, progress:
         for start in range(num_done, len(prompts), args.chunk):
             stop = min(start + args.chunk, len(prompts))
             mine = slice(start + rank, stop, world_size)
@@ -272,10 +280,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="data/score.py", description=__doc__, formatter_class=keep_lines)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of a Hugging Face checkpoint in safetensors")
-    add("--prompts", required=True, help="prompt set: .jsonl, .json or .parquet file, or hub name")
     add("--output", type=Path, required=True, help="file of scores to make or to go on with")
-    add("--kind", default="math", help="verifier of rows without a kind (default: %(default)s)")
-    add("--template", default="{prompt}", help="around each prompt, as in training (default: %(default)s)")
+    add_prompt_options(parser)
     add("--samples", type=int, default=16, help="completions per prompt (default: %(default)s)")
     add("--max-new-tokens", type=int, default=512, help="completions are cut here (default: %(default)s)")
     add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
@@ -287,6 +293,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--reward-workers", type=int, default=1, help="scoring processes per rank (default: %(default)s)")
     add("--reward-timeout-s", type=float, default=10.0, help="seconds for a verdict (default: %(default)s)")
     args = parser.parse_args(argv)
+    args.data = data_settings(args)
     for name in ("samples", "max_new_tokens", "chunk", "max_num_seqs", "reward_workers"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -298,19 +305,57 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which prompts are read and how, named as in section data of the settings."""
+    add = parser.add_argument_group("prompts, as in section data of the settings").add_argument
+    add("--prompts", required=True, help="file, pattern, folder or hub name; see data.train[].path")
+    add("--subset", help="configuration of a hub dataset (default: its own)")
+    add("--split", help="split of a hub dataset (default: train)")
+    add("--kind", help="verifier of rows without a kind (default: gsm8k by the answers, else math)")
+    add("--columns", nargs="+", metavar="ROLE=COLUMN", help="column of prompt, answer, kind or difficulty; "
+        "null: none")  # fmt: skip
+    add("--template", help="text around each prompt (default: {prompt})")
+    add("--difficulty", nargs=2, type=float, metavar=("LOW", "HIGH"), help="keep this closed range")
+    add("--limit", type=int, help="take the first rows only")
+    add("--chat", choices=["auto", "always", "never"], help="what is rendered (default: auto)")
+    add("--system-prompt", help="system message of rendered prompts that have none")
+    add("--chat-template-args", metavar="YAML", help='e.g. "{enable_thinking: false}"')
+    add("--on-bad-row", choices=["stop", "drop"], help="what becomes of them (default: stop)")
+
+
+def data_settings(args: argparse.Namespace) -> DataSettings:
+    """Make section data of the options, with the set in its eval; ValueError names a wrong option."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    source = {name: given[name] for name in PromptSource.model_fields if name in given}
+    data = {name: given[name] for name in DataSettings.model_fields if name in given}
+    if "columns" in source:
+        pairs = [column.partition("=") for column in source["columns"]]
+        source["columns"] = {role: None if column == "null" else column for role, _, column in pairs}
+    try:
+        if "chat_template_args" in data:
+            data["chat_template_args"] = yaml.safe_load(data["chat_template_args"])
+        settings = DataSettings(eval=[PromptSource(path=args.prompts, **source)], **data)
+    except yaml.YAMLError as error:
+        raise ValueError(f"--chat-template-args: {' '.join(str(error).split())}") from error
+    except ValidationError as error:
+        name, _, why = explain(error, PromptSource, {}, {}).partition(":")
+        raise ValueError(f"--{name.replace('_', '-')}:{why}") from error
+    check_data(settings)
+    return settings
+
+
 def main(args: argparse.Namespace) -> None:
     """Score all prompts that the output does not hold yet, and print a summary of the file."""
     on_gpu = torch.cuda.is_available()
     check_gpus()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    prompts = read_prompts(args)
+    prompts, prompt_ids, tokenizer, notes = read_prompts(args)
     shas = [prompt_sha(prompt) for prompt in prompts]
     header = {"model": f"{args.model.resolve().name} {model_digest(args.model)}"}
     settings = ("samples", "temperature", "max_new_tokens", "seed", "dtype")
     header |= {name: getattr(args, name) for name in settings}
     header["kinds"] = sorted({prompt.kind for prompt in prompts})
-    prompt_ids, tokenizer = tokenize(prompts, args)
 
     # A rank may wait long for another's completions; torchrun notices one that died.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
@@ -319,6 +364,7 @@ def main(args: argparse.Namespace) -> None:
     dist.broadcast_object_list(num_done)
     if num_done[0] < len(prompts):
         if dist.get_rank() == 0:
+            print(*notes, sep="\n", file=sys.stderr)
             done = f"{num_done[0]} of {len(prompts)} prompts done"
             print(f"{args.output}: {done}; starting vLLM", file=sys.stderr)
         engine = build_engine(args, max(map(len, prompt_ids)))

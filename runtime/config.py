@@ -9,12 +9,14 @@ given twice, an unknown key and a wrong type are errors that name the setting an
 
 import argparse
 import difflib
+import json
 import typing
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -120,10 +122,12 @@ def read_config(
     prog: str,
     description: str = "",
     renamed: dict[str, str] | None = None,
+    names_elsewhere: dict[str, str] | None = None,
 ) -> Schema:
     """Read a command line: defaults < YAMLs of --config, in their order < section.key=value.
 
-    renamed: {setting that is gone: what to say of it}, see explain(). ValueError names setting and fix.
+    renamed: {setting that is gone: what to say of it}; names_elsewhere: {name of other libraries: setting},
+    see explain(). ValueError names setting and fix.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -146,21 +150,33 @@ def read_config(
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise ValueError(explain(error, schema, renamed or {})) from error
+        raise ValueError(explain(error, schema, renamed or {}, names_elsewhere or {})) from error
 
 
 # ------------------------------------------------------------------------------------------------------------
 # To name and explain them
 # ------------------------------------------------------------------------------------------------------------
+def is_section(annotation: object) -> bool:
+    """Tell whether a field's type is a section of settings."""
+    is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
+    return is_class and issubclass(annotation, BaseModel)
+
+
+def section_in_list(annotation: object) -> type[BaseModel] | None:
+    """Return the section that a field is a list of, or None."""
+    items = typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
+    return items if is_section(items) else None
+
+
 def setting_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, object]:
     """List {dotted name: pydantic field} of every setting, with [] for the entries of a list of sections."""
     names = {}
     for name, info in schema.model_fields.items():
         inner = info.annotation
-        if typing.get_origin(inner) is list and issubclass(typing.get_args(inner)[0], BaseModel):
+        if items := section_in_list(inner):
             names[prefix + name] = info
-            inner, name = typing.get_args(inner)[0], f"{name}[]"
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            inner, name = items, f"{name}[]"
+        if is_section(inner):
             names |= setting_fields(inner, f"{prefix}{name}.")
         else:
             names[prefix + name] = info
@@ -173,11 +189,17 @@ def free_on_resume(schema: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, info in fields if (info.json_schema_extra or {}).get("free_on_resume"))
 
 
-def explain(error: ValidationError, schema: type[BaseModel], renamed: dict[str, str]) -> str:
+def explain(
+    error: ValidationError,
+    schema: type[BaseModel],
+    renamed: dict[str, str],
+    names_elsewhere: dict[str, str],
+) -> str:
     """Say of each wrong setting its dotted name, what is wrong, and the nearest known name.
 
     renamed: {"section.key" or "section.key=value": the end of the sentence "section.key ..."} of settings
-    and choices that older YAMLs may still hold.
+    and choices that older YAMLs may still hold. names_elsewhere: {last part of the name that another library
+    uses: our setting}; it goes before a name that is only spelt alike.
     """
     lines = []
     for item in error.errors():
@@ -186,9 +208,10 @@ def explain(error: ValidationError, schema: type[BaseModel], renamed: dict[str, 
         if name in renamed or choice in renamed:
             lines.append(f"{name} {renamed[name]}" if name in renamed else f"{choice} {renamed[choice]}")
         elif item["type"] == "extra_forbidden":
-            known = [*setting_fields(schema), *schema.model_fields]
-            same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+            known, leaf = [*setting_fields(schema), *schema.model_fields], name.rsplit(".", 1)[-1]
+            same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
             (near,) = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0)
+            near = near if same_leaf else names_elsewhere.get(leaf, near)
             lines.append(f"{name}: unknown setting, did you mean {near}?")
         else:
             lines.append(f"{name}: {item['msg'].lower()}, found {item['input']!r}")
@@ -212,6 +235,22 @@ def refuse_contradictions(contradictions: dict[str, tuple]) -> None:
     for message, (one, other, refused) in contradictions.items():
         if refused:
             raise ValueError(message.format(one, other))
+
+
+def complete(schema: type[BaseModel], saved: dict) -> dict:
+    """Return a dump of settings with the default of each setting that it lacks, also in lists of sections."""
+    completed = {}
+    for name, info in schema.model_fields.items():
+        value, items = saved.get(name), section_in_list(info.annotation)
+        if is_section(info.annotation):
+            completed[name] = complete(info.annotation, value or {})
+        elif name in saved and items:
+            completed[name] = [complete(items, item) for item in value]
+        elif name in saved or info.is_required():
+            completed[name] = value
+        else:
+            completed[name] = json.loads(to_json(info.get_default(call_default_factory=True)))
+    return completed
 
 
 def differences(saved: dict, present: dict) -> list[str]:

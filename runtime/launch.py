@@ -1,7 +1,8 @@
-"""Run a main function so that its errors are one line and its ranks end together."""
+"""Run a main function so that its errors are one line, its ranks end together, and signals are heard."""
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
@@ -12,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from safetensors import SafetensorError
-
 Options = TypeVar("Options")
 
 
@@ -21,6 +20,50 @@ def die_with_torchrun() -> None:
     """Ask Linux to end this rank when torchrun is killed: it would go on writing to its folder on its own."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class Stopped(Exception):
+    """A signal ended the run between two steps, with a checkpoint."""
+
+    def __init__(self, message: str, signal_number: int):
+        super().__init__(message)
+        self.signal_number = signal_number
+
+
+class Signals:
+    """Remember that SIGTERM or SIGINT came; a second one ends the process at once.
+
+    torchrun hands a signal on to its ranks, which on a terminal have had it already: what comes within a
+    second of the first is the same one.
+    """
+
+    def __init__(self):
+        self.received, self.at = 0, 0.0
+
+    def listen(self) -> None:
+        """Handle both signals from here on."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame: object) -> None:
+        """Take note of the first signal, end the process at the second."""
+        if self.received and time.monotonic() > self.at + 1:
+            os._exit(128 + number)
+        if not self.received:
+            self.received, self.at = number, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                name = signal.Signals(number).name
+                text = (
+                    f"\n{name}: the run ends with a checkpoint after this step; once more ends it at once\n"
+                )
+                os.write(2, text.encode())
+
+
+def report_to_torchrun(line: str) -> None:
+    """Have torchrun end its own report, which comes last on the screen, with this line."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
 def run(
@@ -43,15 +86,27 @@ def run(
     try:
         options = read(argv)
         folder = folder_of(options)
+        if folder is not None:
+            (folder / f"error_rank_{rank}.txt").unlink(missing_ok=True)  # an earlier start's
         main(options)
         return 0
-    except (ValueError, RuntimeError, OSError, SafetensorError) as error:
+    except Stopped as stopped:
+        if rank == 0:
+            print(f"\n{stopped}\n", file=sys.stderr, flush=True)
+        return 128 + stopped.signal_number
+    except Exception as error:
+        expected = isinstance(error, (ValueError, RuntimeError, OSError))
+        line = f"error on rank {rank}: " + ("" if expected else f"{type(error).__name__}: ") + str(error)
         with contextlib.suppress(OSError):
             if folder is not None and folder.is_dir():
-                (folder / f"error_rank_{rank}.txt").write_text(traceback.format_exc())
+                stack = folder / f"error_rank_{rank}.txt"
+                stack.write_text(traceback.format_exc())
+                line += f"; the stack is in {stack}"
+        with contextlib.suppress(OSError):
+            report_to_torchrun(line)
         if rank > 0:
             time.sleep(5)  # most errors are the same on all ranks; rank 0 speaks, torchrun ends the others
-        print(f"\nerror on rank {rank}: {error}\n", file=sys.stderr, flush=True)
+        print(f"\n{line}\n", file=sys.stderr, flush=True)
         return 2
 
 

@@ -52,11 +52,13 @@ def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
     return reduced
 
 
-def rollout_metrics(groups: "list[Group]", dense: bool, invalid_route: int) -> dict[str, tuple[float, float]]:
+def rollout_metrics(
+    groups: "list[Group]", binary: bool, invalid_route: int
+) -> dict[str, tuple[float, float]]:
     """Measure all completions sampled on this rank, also those that will be dropped, as (sum, count)."""
     completions = [c for group in groups for c in group.completions]
     verdicts = [v for group in groups for v in group.verdicts]
-    outcomes = [group.outcome(dense) for group in groups]
+    outcomes = [group.outcome(binary) for group in groups]
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [len(c.token_ids) for c in completions]
     statuses, num = Counter(v.status for v in verdicts), len(verdicts)
@@ -259,7 +261,8 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
         with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         accelerator.log(metrics, step=state.step)
-        for name, bins in histograms.items() if state.step % config.run.log_every == 0 else ():
+        is_due = state.step % config.run.log_every == 0 and "tensorboard" in config.run.trackers
+        for name, bins in histograms.items() if is_due else ():
             values = [10 ** ((edge + 0.5) / BINS_PER_DECADE) for edge in sorted(bins.elements())]
             if values:
                 writer = accelerator.get_tracker("tensorboard", unwrap=True)

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import preloaded
 import pytest
 import reference
 import torch
 import torch.distributed as dist
-from conftest import ROOT, torchrun
+from conftest import ROOT
 from safetensors.torch import load_file
 
 import train_rl
@@ -51,17 +52,16 @@ def make_completion(length: int) -> Completion:
 
 
 @functools.cache
-def make_verdict(right: bool | None, pass_frac: float | None = None) -> Verdict:
-    """Make the verdict of a right or a wrong completion; None: the verifier gave up."""
+def make_verdict(right: bool | None, share: float = 0.0) -> Verdict:
+    """Make the verdict of a right or a wrong completion, of which a share is right; None: it gave up."""
     if right is None:
         return Verdict(0.0, "timeout")
-    share = float(right) if pass_frac is None else pass_frac
-    return Verdict(1.0, "ok", pass_frac=1.0) if right else Verdict(0.0, "wrong", pass_frac=share)
+    return Verdict(1.0, "ok") if right else Verdict(share, "wrong")
 
 
 def make_group(slot: int, prompt: int, lengths=(), rights=(), shares=None) -> train_rl.Group:
     """Make a group of completions of these lengths; rights and shares are what make_verdict() takes."""
-    shares = shares or [None] * len(rights)
+    shares = shares or [0.0] * len(rights)
     return train_rl.Group(
         slot,
         prompt,
@@ -230,7 +230,7 @@ class FakeEngine:
             on_step()
         return completions
 
-    def submit(self, key: int, kind: str, completion: list[int], answer: str) -> None:
+    def submit(self, key: int, kind: str, completion: list[int], answer: str, fields: dict) -> None:
         assert key in self.rights, "a completion is scored that was not sampled"
 
     def poll(self) -> int:
@@ -348,7 +348,7 @@ class RankSuite:
                 folder.mkdir()
                 suite.prepare(folder)
             worker, names = ROOT / "tests" / "rank_worker.py", [suite.name for suite in suites]
-            done = torchrun(self.num_ranks, worker, parent.name, *names, timeout_s=300)
+            done = preloaded.run(self.num_ranks, worker, parent.name, *names, timeout_s=300)
             self.started[self.num_ranks] = parent, done.stderr
         return Path(self.started[self.num_ranks][0].name) / self.name
 

@@ -278,7 +278,7 @@ def run_update_of_groups(case: dict, model: Path, group) -> dict:
             make_group(slot, slot, lengths, rights) for slot, rights, lengths in of_ranks[dist.get_rank()]
         ]
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [g.outcome(config.reward.dense) for g in groups])
+        dist.all_gather_object(everyone, [g.outcome(config.reward.binary) for g in groups])
         outcomes = {o.slot: o for o in sum(everyone, [])}
         if case["deal"]:
             groups, outcomes = train_rl.drop_and_deal(groups, outcomes, config)

@@ -30,6 +30,7 @@ def run(tmp_path, monkeypatch) -> SimpleNamespace:
         policy=policy,
         trainer=SimpleNamespace(module=policy, optimizer=SimpleNamespace(optimizer=adamw)),
         history=no_history(2),
+        generation_config='{"eos_token_id": [1, 2]}',
         rollouts=SimpleNamespace(tokenizer=build_tokenizer(), prompts=make_prompts(2)),
     )
 
@@ -56,6 +57,7 @@ def test_a_checkpoint_holds_counters_record_random_numbers_and_weights(run):
     assert torch.equal(shard["torch_rng"], at_start)
     record = json.loads((folder / "state.json").read_text())
     assert train_rl.TrainState(**record["state"]) == train_rl.TrainState(step=3, account={"a": 1})
+    assert json.loads((folder / "model" / "generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
     loaded = moe_model.Policy(moe_model.load_config(folder / "model"), None)
     moe_model.load_hf(loaded, folder / "model")
     assert all(map(torch.equal, loaded.parameters(), run.policy.parameters()))

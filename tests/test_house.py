@@ -17,9 +17,11 @@ FLOORS = (  # a file imports from its own floor and from those below
     ("experiments", "tests"),
     ("train_rl",),
     ("rollout", "moe_model", "data"),
-    ("reward", "kernels", "runtime"),
+    ("reward",),
+    ("verifiers",),
+    ("kernels", "runtime"),
 )
-FOLDERS = ("experiments", "tests", "data", "kernels", "runtime")
+FOLDERS = ("experiments", "tests", "data", "kernels", "runtime", "verifiers")
 PYTHON = sorted([*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))])
 CODE = [path for path in PYTHON if "tests" not in path.relative_to(ROOT).parts]
 MAX_LINES, MAX_MAIN, MAX_LOOP = 60, 120, 55

@@ -564,8 +564,8 @@ def random_groups(seed: int, num_groups: int = 4) -> list[train_rl.Group]:
             ids = [rng.randrange(4) for _ in range(rng.randint(1, MAX_NEW_TOKENS))]
             completions.append(Completion(ids, [-1.0] * len(ids), "stop", 0.0))
             status = rng.choice(choices)
-            pass_frac = 1.0 if status == "ok" else rng.choice([0.0, 0.5]) if status == "wrong" else 0.0
-            verdicts.append(Verdict(float(status == "ok"), status, pass_frac=pass_frac))
+            share = 1.0 if status == "ok" else rng.choice([0.0, 0.5]) if status == "wrong" else 0.0
+            verdicts.append(Verdict(share, status))
         groups.append(train_rl.Group(slot, 0, completions=completions, verdicts=verdicts))
     return groups
 
@@ -589,11 +589,11 @@ def settings_of(**values) -> Config:
 
 SHAPES = [
     {},
-    {"dense": True},
+    {"binary": True},
     {"overlong_buffer": 5, "overlong_coef": 0.7},
     {"repetition_coef": 0.4, "repetition_ngram": 2},
     {"judge_weight": 0.3},
-    {"dense": True, "overlong_buffer": 9, "repetition_coef": 0.1, "judge_weight": 1.0},
+    {"binary": True, "overlong_buffer": 9, "repetition_coef": 0.1, "judge_weight": 1.0},
 ]
 
 
@@ -610,7 +610,7 @@ def test_rewards(shape, float64):
         settings = config.reward
         expected = [
             reference.shaped_reward(
-                verdict.pass_frac if settings.dense else float(verdict.status == "ok"),
+                float(verdict.status == "ok") if settings.binary else verdict.reward,
                 1 / (1 + math.exp(3.0 - i)) if with_judge else None,
                 settings.judge_weight,
                 settings.overlong_coef,
@@ -626,19 +626,19 @@ def test_rewards(shape, float64):
 @pytest.mark.parametrize("adv_norm", AXES["adv_norm"])
 @pytest.mark.parametrize("tie_band", [0.0, 0.2])
 @pytest.mark.parametrize("correctness_guard", [False, True])
-@pytest.mark.parametrize("rl_zvp, dense", [(False, False), (True, False), (True, True)])
-def test_advantages_of_tokens(adv_norm, tie_band, correctness_guard, rl_zvp, dense, float64):
+@pytest.mark.parametrize("rl_zvp, binary", [(False, False), (True, False), (True, True)])
+def test_advantages_of_tokens(adv_norm, tie_band, correctness_guard, rl_zvp, binary, float64):
     settings = {"adv_norm": adv_norm, "tie_band": tie_band, "correctness_guard": correctness_guard}
     config = settings_of(
         **{f"algorithm__{name}": value for name, value in settings.items()},
-        zero_variance__rl_zvp=rl_zvp, zero_variance__rl_zvp_coef=0.3, reward__dense=dense,
+        zero_variance__rl_zvp=rl_zvp, zero_variance__rl_zvp_coef=0.3, reward__binary=binary,
     )  # fmt: skip
     settings |= {"rl_zvp": rl_zvp, "rl_zvp_coef": 0.3}
     reshaped = 0
     for seed in range(8):
         rng, groups = random.Random(seed), random_groups(seed)
         batch = batch_of_groups(groups, seed)
-        of_status = [v.pass_frac if dense else v.reward for v in batch.verdicts]
+        of_status = [float(v.status == "ok") if binary else v.reward for v in batch.verdicts]
         batch.rewards = torch.tensor([x - rng.choice([0.0, rng.random()]) for x in of_status])
         actual, start = train_rl.token_advantages(batch, config), 0
         assert actual.shape == batch.response_mask.shape and not actual[~batch.response_mask].any()
@@ -667,7 +667,7 @@ def test_rl_zvp_worked_out_by_hand(float64):
 
 def test_a_penalty_does_not_hide_zero_variance_and_a_group_without_two_verdicts_is_skipped(float64):
     """Zero variance is one of the correctness part of the reward."""
-    verdicts = {"ok": Verdict(1.0, "ok", pass_frac=1.0), "timeout": Verdict(0.0, "timeout")}
+    verdicts = {"ok": Verdict(1.0, "ok"), "timeout": Verdict(0.0, "timeout")}
     completion = Completion([1, 2], [-1.0, -1.0], "stop", 0.0)
     of_statuses = [("ok", "ok"), ("ok", "timeout"), ("timeout", "timeout")]
     groups = [
@@ -719,7 +719,7 @@ OTHERS = {  # another value of each setting that is no axis, and settings under 
 def outcome_of(**algorithm) -> torch.Tensor:
     """Gradient of a crafted off-policy batch, from its rewards on."""
     completion = lambda n: Completion(list(range(n)), [-1.0] * n, "stop", 0.0)
-    verdicts = [Verdict(1.0, "ok", pass_frac=1.0), Verdict(0.0, "wrong"), Verdict(0.0, "wrong")]
+    verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "wrong")]
     completions = [completion(n) for n in (4, 7, 5)]
     groups = [train_rl.Group(g, 0, completions=completions, verdicts=verdicts) for g in range(4)]
     batch = batch_of_groups(groups)

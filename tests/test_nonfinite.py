@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import ROOT, save_small_moe, torchrun
+from conftest import ROOT, save_small_moe, train
 from helpers import RankSuite, make_ragged_completions, steps_of
 from transformers import (
     AutoTokenizer,
@@ -79,7 +79,7 @@ def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_pat
         f"reward.judge_path={broken_judge}", f"run.on_nonfinite={on_nonfinite}",
         f"run.dir={tmp_path / 'run'}",
     ]  # fmt: skip
-    done = torchrun(1, "train_rl.py", *settings)
+    done = train(*settings, ranks=1)
     steps = steps_of(tmp_path / "run")
     aside = list((tmp_path / "run/nonfinite").glob("step_000001_reward_rank_0.pt"))
     assert len(aside) == 1

@@ -1,18 +1,65 @@
 """The reward pool: functions of your own, workers that misbehave, order, backlog, decoding."""
 
+import json
+import os
 import random
+import re
 import time
+from pathlib import Path
 
 import pytest
 
 import reward
 from data.tiny import build_tokenizer
-from reward import RewardPool, Verdict, decoder_json
+from reward import (
+    KINDS,
+    RewardPool,
+    RewardSettings,
+    Verdict,
+    check_functions,
+    decoder_json,
+    functions_of,
+    is_kind,
+    parts_of,
+    verify,
+)
 
 OWN = """
-import os, signal, sys, time
+import asyncio, os, signal, sys, time
+import sibling_of_own_rewards
 
-def given(completion, answer): return float(answer)
+def given(completion, answer): return eval(answer)
+def without_answer(completion): return len(completion) == 3
+def with_default(completion, level=0.25): return level
+def with_prompt(completion, prompt, messages): return prompt == messages[0]["content"] == completion
+def with_all(answer, **given): return sorted(given) == ["completion", "level", "messages", "prompt"]
+def with_missing(completion, level, hint): return 1.0
+def others(completions, **kwargs): return 1.0
+def prints(completion, answer): print("printed", completion); print("aside", file=sys.stderr); return 1.0
+def environment(completion, answer): return os.environ.get(completion) == answer
+def colours(completion, answer): raise ValueError("\\x1b[31mred\\nline two")
+def of_sibling(completion, answer): return sibling_of_own_rewards.SHARE
+def coroutine(completion, answer): return waits("0", answer)
+async def waits(completion, answer): await asyncio.sleep(float(completion)); return 1.0
+async def waits_for(level): await asyncio.sleep(0.01); return level
+async def raises_async(completion): raise KeyError("late")
+async def blocks(completion, answer):
+    if completion == "bad": time.sleep(100)
+    await asyncio.sleep(0.05); return 1.0
+async def stubborn(completion, answer):
+    while True:
+        try: await asyncio.sleep(100)
+        except asyncio.CancelledError: pass
+def writes(completion, answer):
+    for fd in range(3, 64):
+        try: os.write(fd, completion.encode())
+        except OSError: pass
+    return 0.0
+def forks(completion, answer):
+    if os.fork() == 0:
+        time.sleep(100); os._exit(0)
+    if completion == "dies": os.abort()
+    return 1.0
 def equal(completion, answer): return completion == answer
 def raises(completion, answer): raise KeyError("no such test")
 def text(completion, answer): return "half"
@@ -33,14 +80,17 @@ def floods(completion, answer):
 def sleeps(completion, answer):
     time.sleep(float(completion)); return 1.0
 """
-OK = Verdict(1.0, "ok", pass_frac=1.0)
+OK, WRONG = Verdict(1.0, "ok"), Verdict(0.0, "wrong")
+FIELDS = {"prompt": "p", "messages": [{"role": "user", "content": "p"}], "level": 0.5}
 
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """The module `own_rewards` where the workers find it."""
+    """The module `own_rewards` where the workers find it; its path."""
     (tmp_path / "own_rewards.py").write_text(OWN)
+    (tmp_path / "sibling_of_own_rewards.py").write_text("SHARE = 0.75")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path / "own_rewards.py"
 
 
 def scored(*items: tuple, **options) -> list[Verdict]:
@@ -51,28 +101,197 @@ def scored(*items: tuple, **options) -> list[Verdict]:
 
 
 def test_a_function_of_your_own_gives_a_share_and_one_is_right(own):
-    shares = [0, 0.25, 1 - 2**-53, 1]
+    shares = [0, 0.25, 1 - 2**-53, False, 1, True]
     verdicts = scored(*(("own_rewards:given", "x", repr(share)) for share in shares))
-    assert verdicts == [Verdict(0.0, "wrong", pass_frac=share) for share in shares[:3]] + [OK]
+    assert verdicts == [Verdict(share, "wrong") for share in shares[:4]] + [OK, OK]
+
+
+BROKEN = [  # (function, reference answer, what its verdict says)
+    ("given", "1.001", "it gave 1.001, not a number in [0, 1]"),
+    ("given", "-0.1", "it gave -0.1, not a number"),
+    ("given", "float('nan')", "it gave nan, not a number"),
+    ("given", "1e999", "it gave inf, not a number"),
+    ("given", "None", "it gave None, not a number"),
+    ("given", "'0.5'", "it gave '0.5', not a number"),
+    ("given", "(1.0, 'ok')", "it gave (1.0, 'ok'), not a number"),
+    ("given", "[1]*10**5", "it gave [1, 1"),
+    ("raises", "", "KeyError: 'no such test' (own_rewards.py, line "),
+    ("raises_async", "", "KeyError: 'late' (own_rewards.py, line "),
+    ("colours", "", r"ValueError: \x1b[31mred\nline two (own_rewards.py, line "),
+    ("coroutine", "", "it gave a coroutine: define it by `async def`"),
+    ("wait", "", "has no 'wait', did you mean 'waits'?"),
+    ("OWN.f", "", "has no 'OWN.f'"),
+    (
+        "with_missing",
+        "",
+        "its parameters hint are no columns of the row; there are prompt, messages, level, ",
+    ),
+    ("others", "", "its parameters completions are no columns of the row; there are prompt, messages, level"),
+]
+
+
+@pytest.mark.parametrize("place", ["file", "module"])
+def test_what_is_no_score_is_an_error_with_its_reason(place, own):
+    prefix = str(own) if place == "file" else "own_rewards"
+    with RewardPool(1) as pool:
+        for key, (name, answer, _) in enumerate(BROKEN):
+            pool.submit(key, f"{prefix}:{name}", "x", answer, FIELDS)
+        pool.submit("own", f"{prefix}:given", "x", "1")
+        verdicts = pool.collect()
+        assert (verdicts.pop("own"), pool.num_restarts, pool.num_errors) == (OK, 0, len(BROKEN))
+        num, first = pool.take_failures()
+        assert num == len(BROKEN) and first == f"error: {verdicts[0].detail}"
+        assert pool.take_failures() == (0, "")
+    for verdict, (_, _, reason) in zip(verdicts.values(), BROKEN):
+        assert (verdict.reward, verdict.status) == (0.0, "error")
+        assert reason in verdict.detail and len(verdict.detail) <= 200 and verdict.detail.isprintable()
+
+
+def test_a_function_that_cannot_be_imported_is_an_error_with_its_reason(tmp_path):
+    for name, text in {"syntax": "def f(:", "raises": "1/0", "no_module": "import absent_module"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    reasons = {
+        f"{tmp_path}/syntax.py:f": "SyntaxError: invalid syntax (syntax.py, line 1)",
+        f"{tmp_path}/raises.py:f": "ZeroDivisionError: division by zero (raises.py, line 1)",
+        f"{tmp_path}/no_module.py:f": "No module named 'absent_module' (no_module.py, line 1)",
+        f"{tmp_path}/absent.py:f": f"there is no file {tmp_path}/absent.py",
+        "absent_module.rewards:f": "No module named 'absent_module'",
+        "math:f": "math has no 'f'",
+        "math:sin": "by position only",
+        "math:pi": "cannot be read",
+    }
+    for verdict, reason in zip(scored(*((kind, "x", "") for kind in reasons)), reasons.values()):
+        assert verdict.status == "error" and reason in verdict.detail
+
+
+def test_a_function_gets_what_its_parameters_name(own):
+    names = ["without_answer", "with_default", "with_prompt", "with_all", "waits_for", "of_sibling"]
+    expected = [False, 0.5, True, True, 0.5, 0.75]
+    for prefix in (str(own), "own_rewards", os.path.relpath(own)):
+        items = [(f"{prefix}:{name}", "p", "a", FIELDS) for name in names]
+        items = items + items  # the second ones are sent after the pool has learned what they take
+        assert [verdict.reward for verdict in scored(*items, num_workers=1)] == 2 * expected
+    (verdict,) = scored((f"{own}:with_default", "p", "a", {"completion": "z", "answer": "z"}))
+    assert verdict.reward == 0.25, "without the column its default counts"
+    assert scored((f"{own}:without_answer", "abc", "a", {"completion": "z"})) == [OK]
+
+
+def test_workers_get_only_the_fields_that_a_function_takes(own):
+    kinds = {
+        f"{own}:with_default": ["level"],
+        f"{own}:with_prompt": ["messages", "prompt"],
+        f"{own}:given": [],
+        f"{own}:with_all": None,
+        f"0.5*exact + 0.25*{own}:with_default + 0.25*{own}:waits_for": ["level"],
+    }
+    with RewardPool(1) as pool:
+        for kind in kinds:
+            pool.submit(kind, kind, "p", "1", FIELDS)
+        pool.collect()
+        assert {kind: pool.signatures[kind]["fields"] for kind in kinds} == kinds
+        for kind, names in {**kinds, "math": []}.items():
+            line = json.loads(pool._line([reward._Item(0, kind, "p", "1", FIELDS)]))
+            assert line[1][0][4] == {n: v for n, v in FIELDS.items() if names is None or n in names}
 
 
 @pytest.mark.parametrize(
-    "kind, answer, reason",
+    "kind, parts",
     [
-        ("own_rewards:given", "1.001", "gave 1.001, not a score"),
-        ("own_rewards:given", "-0.1", "gave -0.1, not a score"),
-        ("own_rewards:given", "nan", "gave nan, not a score"),
-        ("own_rewards:given", "inf", "gave inf, not a score"),
-        ("own_rewards:text", "", "could not convert string to float"),
-        ("own_rewards:raises", "", "no such test"),
-        ("own_rewards:absent", "", "AttributeError"),
-        ("no_such_module:f", "", "No module named 'no_such_module'"),
+        ("0.8*math + 0.2*my.py:brevity", [(0.8, "math"), (0.2, "my.py:brevity")]),
+        ("2 * exact+1*a+b/c d.py:f + .5*m.n:f.g", [(2, "exact"), (1, "a+b/c d.py:f"), (0.5, "m.n:f.g")]),
+        ("1*gsm8k + 0*characters", [(1, "gsm8k"), (0, "characters")]),
+        ("path/my.py:f", [(1, "path/my.py:f")]),
+        ("code", [(1, "code")]),
+        ("0.8*math + brevity", "unknown kind 'math \\+ brevity' in .* each part of a sum has a weight"),
+        ("0.8*math + my.py:f", "unknown kind 'math \\+ my.py:f' in .* each part of a sum has a weight"),
+        ("0.8*math + 0.2*exct", "unknown kind 'exct' in .*: did you mean 'exact'"),
+        ("0.8*math + 0.2*math", "each part must be another one"),
+        ("0*math + 0*exact", "some weight more than 0"),
+        ("my.py", "no module:function or path/file.py:function"),
+        ("my-module:f", "no module:function or path/file.py:function"),
+        ("-1*math + 1*exact", "unknown kind"),
+        ("", "unknown kind"),
     ],
 )
-def test_what_is_no_score_is_an_error_with_its_reason(kind, answer, reason, own):
-    (verdict,) = scored((kind, "x", answer), num_workers=1)
-    assert (verdict.reward, verdict.status, verdict.pass_frac) == (0.0, "error", 0.0)
-    assert reason in verdict.detail and len(verdict.detail) <= 200
+def test_kinds_and_their_sums(kind, parts):
+    if isinstance(parts, str):
+        assert not is_kind(kind)
+        with pytest.raises(ValueError, match=parts):
+            verify(kind, "a", "a")
+    else:
+        assert is_kind(kind) and list(parts_of(kind)) == parts
+        assert functions_of(kind) == [part for _, part in parts if part not in KINDS]
+
+
+def test_a_sum_is_a_weighted_mean_with_each_part_and_the_status_of_its_first(own):
+    quarter, half = f"{own}:with_default", f"{own}:waits_for"
+    exact = {quarter: 0.25, half: 0.5}
+    items = {
+        f"3*exact + 1*{quarter}": Verdict(3.25 / 4, "ok", parts={"exact": 1.0, quarter: 0.25}),
+        f"1*{quarter} + 3*exact": Verdict(3.25 / 4, "wrong", parts={quarter: 0.25, "exact": 1.0}),
+        f"0*{half} + 1*exact": Verdict(1.0, "wrong", parts={half: 0.5, "exact": 1.0}),
+        f"1*{quarter} + 1*{half}": Verdict(0.375, "wrong", parts=exact),
+        "0.1*exact + 0.2*characters + 0.7*gsm8k": Verdict(
+            0.0, "error", "gsm8k: the reference answer is not a number: 'a'",
+            {"exact": 1.0, "characters": 1.0, "gsm8k": 0.0}),
+        "0.1*exact + 0.2*characters": Verdict(1.0, "ok", parts={"exact": 1.0, "characters": 1.0}),
+    }  # fmt: skip
+    fields = {"level": 0.5}
+    with RewardPool(1) as pool:
+        for kind in items:
+            kind_fields = {} if quarter in kind and half not in kind else fields
+            pool.submit(kind, kind, "a", "a", kind_fields)
+        verdicts = pool.collect()
+    both = f"1*{quarter} + 1*{half}"
+    assert verdicts.pop(both).parts == {quarter: 0.5, half: 0.5}
+    items.pop(both)
+    for kind, verdict in items.items():
+        assert verdicts[kind] == verdict
+
+
+def test_calls_of_an_async_function_wait_together(own):
+    """One worker: 40 calls of 0.2 s, one after another, would take 8 s."""
+    start = time.monotonic()
+    with RewardPool(1, timeout_s=60.0) as pool:
+        for key in range(40):
+            pool.submit(key, "own_rewards:waits", "0.2", "")
+        assert list(pool.collect().values()) == [OK] * 40
+        assert pool.num_restarts == 0 and 0.2 <= pool.seconds["own_rewards:waits"]
+    assert time.monotonic() - start < 4
+
+
+def test_each_call_of_an_async_function_has_its_own_limit(own):
+    seconds = ["0", "0", "30", "0.1", "0", "30"]
+    with RewardPool(1, timeout_s=1.5) as pool:
+        for key, sleep in enumerate(seconds):
+            pool.submit(key, "own_rewards:waits", sleep, "")
+        verdicts = list(pool.collect().values())
+        assert pool.num_restarts == 0 and pool.num_timeouts == 2
+        assert pool.take_failures() == (2, "timeout: stopped after the limit of 1.5 s")
+    late = Verdict(0.0, "timeout", "stopped after the limit of 1.5 s")
+    assert verdicts == [late if sleep == "30" else OK for sleep in seconds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, restarts", [("blocks", 2), ("stubborn", 1)])
+def test_an_async_call_that_cannot_be_stopped_is_killed_and_costs_its_own_item_only(
+    name, restarts, own, monkeypatch
+):
+    monkeypatch.setattr(reward, "GRACE_S", 1.0)
+    with RewardPool(1, timeout_s=2.0) as pool:
+        pool.submit("first", "own_rewards:blocks", "good", "")
+        pool.collect()
+        for key in range(6):
+            pool.submit(key, "own_rewards:blocks", "bad" if (key, name) == (3, "blocks") else "good", "")
+        if name == "stubborn":
+            pool.submit("stubborn", "own_rewards:stubborn", "bad", "")
+        verdicts = pool.collect()
+        assert (pool.num_restarts, pool.num_timeouts) == (restarts, 1)
+    late = verdicts.pop(3 if name == "blocks" else "stubborn")
+    assert late.status == "timeout" and set(verdicts.values()) == {OK}
+
+
+# ---- functions and workers that misbehave ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,13 +318,137 @@ def test_a_function_that_misbehaves_costs_its_own_item_only(name, status, restar
 def test_a_function_that_ignores_the_alarm_is_killed_after_the_grace(own, monkeypatch):
     monkeypatch.setattr(reward, "GRACE_S", 1.0)
     with RewardPool(1, timeout_s=0.5) as pool:
-        pool.submit("warm", "own_rewards:given", "x", "1")
-        pool.collect()
         pool.submit("deaf", "own_rewards:deaf", "x", "")
         pool.submit("after", "exact", "a", "a")
         verdicts = pool.collect()
         assert pool.num_restarts == 1
     assert verdicts["deaf"].status == "timeout" and verdicts["after"] == OK
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["garbage\n", '["x", 1.0, "ok", "", {}, 0.1]\n', '["x", {"fields": []}]\n', "half a line", "[]\n", "7\n",
+     "[" * 9999 + "\n", "\n"],
+)  # fmt: skip
+def test_what_a_function_writes_into_the_pipe_of_verdicts_is_none(written, own):
+    with RewardPool(1) as pool:
+        pool.submit("bad", "own_rewards:writes", written, "")
+        for key in range(3):
+            pool.submit(key, "exact", "a", "a")
+        verdicts = pool.collect()
+        assert pool.num_restarts == 1
+    assert verdicts.pop("bad") == Verdict(
+        0.0, "error", "something else than the worker wrote to its pipe of verdicts"
+    )
+    assert list(verdicts.values()) == [OK] * 3
+
+
+def group_of(leader: int) -> list[int]:
+    """Process ids of the living processes of a group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if int(group) == leader and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("completion, restarts", [("stays", 0), ("dies", 1)])
+def test_processes_that_a_function_leaves_behind_end_with_the_worker(completion, restarts, own):
+    """The one that is left holds the pipe open; the end of the worker shows all the same."""
+    start = time.monotonic()
+    with RewardPool(1, timeout_s=60.0) as pool:
+        leader = pool._workers[0].process.pid
+        pool.submit(0, "own_rewards:forks", completion, "")
+        (verdict,) = pool.collect().values()
+        assert (verdict.status, pool.num_restarts) == ("error" if restarts else "ok", restarts)
+        if not restarts:
+            assert len(group_of(leader)) == 2
+    assert time.monotonic() - start < 30
+    end = time.monotonic() + 10
+    while group_of(leader) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert group_of(leader) == []
+
+
+def test_what_functions_print_goes_to_the_log(own, tmp_path):
+    log = tmp_path / "rewards.log"
+    with RewardPool(1, log_path=log) as pool:
+        pool.submit(0, "own_rewards:prints", "this", "")
+        pool.submit(1, "own_rewards:aborts", "", "")
+        verdicts = pool.collect()
+    assert log.read_text() == "printed this\naside\n"
+    assert verdicts == {0: OK, 1: Verdict(0.0, "error", f"the worker died with exit status -6; see {log}")}
+
+
+def test_workers_get_the_variables_that_are_named(own, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "secret")
+    item = ("own_rewards:environment", "MY_KEY", "secret")
+    assert scored(item) == [WRONG]
+    assert scored(item, env=["MY_KEY"]) == [OK]
+    with pytest.raises(ValueError, match="reward.env: MY_OTHER_KEY is not set"):
+        RewardPool(1, env=["MY_KEY", "MY_OTHER_KEY"])
+
+
+def test_an_item_of_code_may_take_as_long_as_its_tests():
+    limits = {"isolation": "bubblewrap", "timeout_s": 2.0, "memory_bytes": 1 << 30}
+    with RewardPool(1, timeout_s=1.5, code_limits=limits) as pool:
+        item = lambda kind: reward._Item(0, kind, "", "", {})
+        assert pool._limit_s([item("math")]) == pool._limit_s([item("instructions")]) == 1.5
+        assert pool._limit_s([item("code")]) == pool._limit_s([item("0.5*math + 0.5*code")]) == 1.5 + 3 * 2.0
+
+
+# ---- checks before a run -----------------------------------------------------------------------------------
+
+
+def test_functions_that_work_pass_the_check(own):
+    rows = [
+        ("math", "1", {}),
+        (f"{own}:with_default", "1", {"level": 0.5}),
+        (f"0.5*math + 0.5*{own}:given", "1", {}),
+    ]
+    check_functions(
+        [f"{own}:waits", f"1*{own}:prints + 2*{own}:waits_for"],
+        [("math", "0.1", FIELDS), *rows],
+        RewardSettings(),
+    )
+    check_functions(["math", "0.5*exact + 0.5*gsm8k"], [], RewardSettings())
+
+
+@pytest.mark.parametrize(
+    "name, answer, reason",
+    [(*row[:2], re.escape(row[2])) for row in BROKEN if row[0] not in ("coroutine", "OWN.f", "colours")]
+    + [("hangs", "", "killed after the limit of 0.5 s"), ("leaves", "", "died with exit status 0")],
+)
+def test_a_function_that_does_not_work_is_named_before_a_run(name, answer, reason, own):
+    kind, settings = f"0.5*exact + 0.5*{own}:{name}", RewardSettings(timeout_s=0.5 if name == "hangs" else 60)
+    with pytest.raises(ValueError, match=reason) as error:
+        check_functions([], [("exact", "1", {}), (kind, answer, FIELDS)], settings)
+    text = str(error.value)
+    assert (
+        text.startswith(f"reward function {own}:{name}: ")
+        and "\n" not in text
+        and repr(answer[:9])[1:9] in text
+    )
+
+
+def test_a_column_that_some_rows_lack_is_named_before_a_run(own):
+    kind = f"{own}:waits_for"
+    rows = [(kind, "1", {"prompt": "one", "level": 0.5}), ("exact", "1", {}), (kind, "1", {"prompt": "two"})]
+    with pytest.raises(
+        ValueError, match="own_rewards.py:waits_for: its parameter level .* prompt 3 of 3, 'two'"
+    ):
+        check_functions([], rows, RewardSettings())
+    with pytest.raises(ValueError, match="no prompts to try"):
+        check_functions([kind], [], RewardSettings())
+    with pytest.raises(ValueError, match="reward.env: ABSENT"):
+        check_functions([], rows[:2], RewardSettings(env=["ABSENT"]))
+
+
+# ---- order, backlog, decoding ------------------------------------------------------------------------------
 
 
 def test_rules_do_not_wait_for_slow_items_that_came_before(own):

@@ -14,13 +14,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
-from conftest import ROOT, SMALL, torchrun, train
+from conftest import ROOT, SMALL, TWO_ENDS, torchrun, train
 from helpers import assert_same_run, assert_same_weights, rows_of, steps_of, summary_of, weights_of
 from safetensors.torch import load_file, save_file
-
-from reward import verify
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("demo_model")]
 TINY = ROOT / "data" / "built" / "tiny"
@@ -71,8 +70,22 @@ def test_the_exported_model_loads_in_transformers_and_generates(undisturbed):
     assert text == "20<eos>"  # one digit without a carry: known from the start
 
 
-def start_and_kill(command: list[str], run_dir: Path, after_step: int) -> None:
-    """Kill torchrun, and only that, once a step is logged; its ranks must not outlive it."""
+def test_the_second_end_token_of_the_generation_config_ends_completions_and_is_kept(undisturbed):
+    """Qwen's folders name one end token in config.json and a second one only here."""
+    source = (TWO_ENDS / "generation_config.json").read_text()
+    for folder in (undisturbed / "model", *(undisturbed / "checkpoints").glob("*/model")):
+        assert (folder / "generation_config.json").read_text() == source
+    texts = [
+        json.loads(line)["completion"] for line in (undisturbed / "samples.jsonl").read_text().splitlines()
+    ]
+    assert any(text.endswith("7") for text in texts)
+    assert not any("7" in text[:-1].removesuffix("<eos>") for text in texts)
+
+
+def start_and_signal(
+    command: list[str], run_dir: Path, after_step: int, number: int = signal.SIGKILL
+) -> subprocess.Popen:
+    """Signal torchrun, and only that, once a step is logged; return it, ended. No rank must outlive it."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen([*launcher, "train_rl.py", *command], cwd=ROOT, **quiet)
@@ -83,12 +96,13 @@ def start_and_kill(command: list[str], run_dir: Path, after_step: int) -> None:
         time.sleep(0.002)
     ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert len(ranks) == 2
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    os.kill(process.pid, number)
+    process.wait(60)
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline, "a rank outlived torchrun"
         time.sleep(0.01)
     assert not (run_dir / "summary.json").exists()
+    return process
 
 
 @pytest.fixture(scope="session")
@@ -96,8 +110,8 @@ def killed(tmp_path_factory) -> Path:
     """Make a run of four steps: killed after the first, begun anew, killed after a checkpoint, resumed."""
     run_dir = tmp_path_factory.mktemp("run") / "killed"
     command = [*SMALL, "train.num_steps=4", f"run.dir={run_dir}"]
-    start_and_kill(command, run_dir, after_step=1)
-    start_and_kill(command, run_dir, after_step=3)
+    start_and_signal(command, run_dir, after_step=1)
+    start_and_signal(command, run_dir, after_step=3)
     again = train(*command)
     assert again.returncode == 0 and "resumed from" in again.stdout + again.stderr, again.stderr[-3000:]
     return run_dir
@@ -109,12 +123,45 @@ def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(killed, undist
     assert_same_weights(killed / "model", undisturbed / "checkpoints" / "step_000004" / "model")
 
 
+def test_the_record_of_a_start_without_a_checkpoint_is_kept(killed):
+    rows = [json.loads(line) for line in (killed / "earlier_1" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows][:2] == [0, 1]
+    assert (killed / "earlier_1" / "config.yaml").is_file() and not (killed / "earlier_2").exists()
+
+
 def test_more_steps_go_on_from_a_finished_run_as_if_never_stopped(killed, undisturbed, tmp_path):
     """The summary of the shorter run does not stand for the longer one."""
     longer = shutil.copytree(killed, tmp_path / "longer")
     assert summary_of(longer)["num_steps"] == 4
     assert train(*SMALL, f"run.dir={longer}").returncode == 0
     assert_same_run(undisturbed, longer)
+
+
+def test_sigterm_leaves_a_checkpoint_of_the_last_finished_step(undisturbed, tmp_path):
+    command = [*SMALL, f"run.dir={tmp_path}", "checkpoint.every=0"]
+    assert start_and_signal(command, tmp_path, after_step=2, number=signal.SIGTERM).returncode != 0
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert "step_000002" <= checkpoint.name < "step_000006"
+    assert rows_of(tmp_path)[-1]["step"] == int(checkpoint.name[-6:])
+    done = train(*command)
+    assert done.returncode == 0 and f"resumed from {checkpoint}" in done.stdout, done.stderr[-3000:]
+    assert_same_run(undisturbed, tmp_path)
+
+
+def test_another_learning_rate_goes_on_with_the_optimizers_state(undisturbed, tmp_path):
+    """With a rate of 0 AdamW moves nothing, and its moving averages go on."""
+    copy = shutil.copytree(undisturbed, tmp_path / "copy")
+    settings = ["train.num_steps=7", "train.learning_rate=1e-30", "train.weight_decay=0.5"]
+    done = train(*SMALL, *settings, f"run.dir={copy}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_weights(copy / "model", undisturbed / "model")
+    states = [
+        torch.load(folder / "checkpoints" / name / "rank_00000.pt", weights_only=True)["optimizer"]["adamw"]
+        for folder, name in ((undisturbed, "step_000006"), (copy, "step_000007"))
+    ]
+    assert states[1]["param_groups"][0]["weight_decay"] == 0.5
+    steps = [float(next(iter(state["state"].values()))["step"]) for state in states]
+    assert steps == [6, 7]
 
 
 def without_expectations(rows: list[dict]) -> list[dict]:
@@ -144,8 +191,9 @@ def test_reference_minibatches_recomputation_and_zero_2_run_together(tmp_path):
 
 
 OWN_REWARD = """
-def starts_even(completion, answer):
-    return float(answer.isdigit() and completion.startswith(tuple("02468")))
+def starts_even(completion, answer, prompt, color):
+    assert prompt.endswith("=") and color == "green"
+    return 0.5 * completion.startswith(tuple("02468")) + 0.5 * answer.startswith(completion[:1])
 """
 
 
@@ -164,7 +212,7 @@ def own_reward(demo_model, tmp_path_factory) -> OwnReward:
     (folder / "mine.py").write_text(OWN_REWARD)
     rows = [json.loads(line) for line in (TINY / "train.jsonl").read_text().splitlines()[:400]]
     for row in rows[::2]:
-        row["kind"] = "mine:starts_even"
+        row |= {"kind": "mine:starts_even", "color": "green"}
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f"data.train=[{{path: {folder / 'train.jsonl'}}}]"
     settings = [data, "reward.functions=[mine:starts_even]"]
@@ -201,10 +249,11 @@ def test_rows_choose_a_reward_function_that_the_settings_name(gated, own_reward)
         sample = json.loads(line)
         row, text = own_reward.rows[sample["prompt"]], sample["completion"].removesuffix("<eos>")
         is_own = row["kind"] == "mine:starts_even"
-        right = text.startswith(tuple("02468")) if is_own else text == row["answer"]
-        assert sample["status"] == ("ok" if right else "wrong") and sample["reward"] == float(right)
-        seen.add((is_own, right))
-    assert seen == {(True, True), (True, False), (False, True), (False, False)}
+        even, same_start = text.startswith(tuple("02468")), row["answer"].startswith(text[:1])
+        reward = 0.5 * even + 0.5 * same_start if is_own else float(text == row["answer"])
+        assert sample["status"] == ("ok" if reward == 1 else "wrong") and sample["reward"] == reward
+        seen.add((is_own, reward))
+    assert seen >= {(True, 1.0), (True, 0.5), (False, 1.0), (False, 0.0)}
     assert all(row["verdict/error_frac"] == 0 for row in steps_of(run_dir))
 
 
@@ -260,10 +309,11 @@ def test_another_topology_continues_from_weights_if_asked(undisturbed, tmp_path)
 
 
 CASES = """
-import contextlib, json, os, resource, sys, tempfile
+import contextlib, functools, json, os, resource, sys, tempfile
 import moe_model, train_rl
 from runtime.launch import run
 original, write_rank, outcomes = moe_model.hf_tensors, train_rl.write_rank, {}
+train_rl.check_run_dir_is_shared = functools.partial(train_rl.check_run_dir_is_shared, patience_s=0.3)
 
 def write_to_full_disk(*given):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
@@ -278,11 +328,13 @@ for name, case in json.loads(sys.argv[1]).items():
     moe_model.hf_tensors = tampered if part else original
     train_rl.write_rank = write_to_full_disk if case.get("full_disk") else write_rank
     error, output = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+    own_folder = "of_rank_" + os.environ.get("RANK", "0")
+    argv = [argument.replace("OWN_FOLDER", own_folder) for argument in case["argv"]]
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(output):
-        code = run(train_rl.main, train_rl.load_config, case["argv"])
+        code = run(train_rl.main, train_rl.load_config, argv)
     outcomes[name] = (code, *(file.seek(0) or file.read() for file in (error, output)))
 print("OUTCOMES" + json.dumps(outcomes) if os.environ["RANK"] == "0" else "", flush=True)
-os._exit(1)  # torchrun then ends the other rank, wherever it is
+os._exit(1)  # the other rank is then ended, wherever it is
 """
 
 
@@ -294,10 +346,7 @@ def outcomes_of(cases: dict[str, dict], folder: Path, ranks: int) -> dict[str, t
     """
     (script := folder / "cases.py").write_text(CASES)
     command = [script, json.dumps(cases)]
-    alone = {"env": os.environ | {"PYTHONPATH": str(ROOT)}, "cwd": ROOT, "timeout": 300}
-    done = torchrun(ranks, *command) if ranks else subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, **alone
-    )  # fmt: skip
+    done = preloaded.run(ranks, *command, timeout_s=300)
     assert "OUTCOMES" in done.stdout, done.stderr[-3000:]
     return json.loads(done.stdout.partition("OUTCOMES")[2].splitlines()[0])
 
@@ -306,7 +355,7 @@ BAD_INPUT = {
     "unknown setting": (["train.learning_rat=1"], "did you mean train.learning_rate"),
     "wrong type": (["train.num_steps=many"], "train.num_steps"),
     "missing data": (["data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
-    "no such set": (["data.train=[{path: data/trian}]"], "data/trian: neither a file here nor a hub set"),
+    "no such set": (["data.train=[{path: data/trian}]"], "data/trian"),
     "unknown verifier": (["data.train=[{path: ODD_KIND}]"], "row 1: kind 'exakt' is none of"),
     "code in held-out data": (
         ["data.eval=[{path: CODE, kind: exact}]"],
@@ -315,7 +364,7 @@ BAD_INPUT = {
     "no such function": (["reward.functions=[rules]"], "reward.functions: 'rules' is no module:function"),
     "two sets of one name": (
         ["data.eval=[{path: data/built/tiny/test.jsonl}, {path: data/built/tiny/test.jsonl}]"],
-        "data.eval[].name: test, test are not all different",
+        "data.eval[].name: two sets are called 'test'",
     ),
     "no model": (["model.path=nowhere"], "model.path: nowhere holds no config.json"),
     "ep_size": (["model.ep_size=3"], "model.ep_size 3 must divide the number of experts (8)"),
@@ -323,7 +372,7 @@ BAD_INPUT = {
         ["model.logprob_kernel=triton"],
         "model.logprob_kernel triton: needs model.dtype bfloat16",
     ),
-    "long prompts": (["rollout.max_prompt_tokens=4"], "rollout.max_prompt_tokens is 4"),
+    "long prompts": (["rollout.max_prompt_tokens=4"], "row 1: the prompt has 12 tokens, rollout.max_prompt_tokens 4"),
     "context": (["rollout.max_new_tokens=1000"], "the model's context is 512"),
     "zero prompts left": (
         ["data.train=[{path: data/built/tiny/train.jsonl, difficulty: [8, 9]}]"],
@@ -385,16 +434,17 @@ def test_bad_input_is_one_clear_message(case, bad_input_outcomes):
     assert BAD_INPUT[case][1] in lines[0]
 
 
-def test_code_in_training_data_is_refused_and_the_message_comes_first_under_torchrun_too(tmp_path):
+def test_code_in_training_data_is_refused_and_the_message_comes_last_under_torchrun_too(tmp_path):
     code, trace = write_code(tmp_path)
-    done = train(*SMALL, f"data.train=[{{path: {code}}}]", f"run.dir={tmp_path / 'run'}")
+    done = train(*SMALL, f"data.train=[{{path: {code}}}]", f"run.dir={tmp_path / 'run'}", start=torchrun)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert lines[0].startswith(f"error on rank 0: {code}: row 2: kind 'timeit:timeit' would run code")
-    assert "Traceback" in (tmp_path / "run" / "error_rank_0.txt").read_text()
+    message = f"error on rank 0: {code}: row 2: kind 'timeit:timeit' would run code"
+    assert lines[0].startswith(message)
+    assert lines[-1].startswith("=====") and lines[-2].split(" : ", 1)[1].startswith(message)
+    stack = tmp_path / "run" / "error_rank_0.txt"
+    assert f"the stack is in {stack}" in lines[-2] and "Traceback" in stack.read_text()
     assert not trace.exists()
-    verify("timeit:timeit", "pass", json.loads(code.read_text().splitlines()[1])["answer"])
-    assert trace.exists(), "the verifier would have run it"
 
 
 LOST = "model.layers.1.mlp.experts.7.down_proj.weight"  # rank 0 does not hold it: all ranks check all names
@@ -405,7 +455,8 @@ REFUSED = {
         "rollout.prompts_per_step 7 must be a multiple of ranks",
     ),
     "EP": (["model.ep_size=1"], "topology (ep_size 2 -> 1): restore it, or set checkpoint.resume=weights"),
-    "settings": (["train.learning_rate=1e-5"], "train.learning_rate 0.0002 -> 1e-05"),
+    "settings": (["rollout.group_size=8"], "rollout.group_size 4 -> 8"),
+    "no shared folder": (["run.dir=FINISHED/OWN_FOLDER"], "is not the same folder on all nodes: rank 1 on"),
     "second run": ([], "another run is writing to"),  # last: it is refused on rank 0 alone
 }
 
@@ -427,6 +478,7 @@ def two_rank_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, str
     cases["finished"] = {"argv": [*SMALL, f"run.dir={finished}"]}
     locked = shutil.copytree(undisturbed, folder / "locked")
     for case, (settings, message) in REFUSED.items():
+        settings = [setting.replace("FINISHED", str(finished)) for setting in settings]
         run_dir = locked if "another run" in message else finished
         cases[case] = {"argv": [*SMALL, f"run.dir={run_dir}", "train.num_steps=7", *settings]}
     with (locked / "lock").open("w") as lock:

@@ -2,15 +2,17 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
+import preloaded
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT
 
-from data.prompts import OfflineScore, Prompt, load_prompts, load_scores, prompt_sha
+from data import random_model
+from data.prompts import DataSettings, OfflineScore, Prompt, load_prompts, load_scores, prompt_sha
 from data.score import (
     finished_rows,
     model_digest,
@@ -22,6 +24,7 @@ from data.score import (
     weights_of,
     zero_variance_of_draws,
 )
+from data.stream import load_sets
 from reward import Verdict
 
 TINY = ROOT / "data" / "built" / "tiny"
@@ -48,9 +51,8 @@ def command(prompts, output, *options):
 
 
 def score(*arguments) -> subprocess.CompletedProcess:
-    """Without torchrun: one process."""
-    line = [sys.executable, "-m", "data.score", *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    """Run it without torchrun: one process."""
+    return preloaded.run(0, "-m", "data.score", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def test_two_ranks_go_on_after_a_cut_line_and_write_the_same_file(scored, prompt
     lines = whole.splitlines(keepends=True)
     cut = tmp_path / "scores.jsonl"
     cut.write_bytes(b"".join(lines[:8]) + lines[8][:50])
-    done = torchrun(2, "-m", "data.score", *command(prompts_file, cut, "--chunk", 31))
+    done = preloaded.run(2, "-m", "data.score", *command(prompts_file, cut, "--chunk", 31))
     assert done.returncode == 0, done.stderr[-3000:]
     assert cut.read_bytes() == whole and "7 of 101 prompts done" in done.stderr
     assert done.stdout.split("\n", 1)[1] == scored[1].split("\n", 1)[1]  # the summary is of the whole file
@@ -199,6 +201,8 @@ def test_failed_verdicts_enter_no_pass_rate():
     verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "timeout"), Verdict(0.0, "no_answer"), Verdict(0.0, "error")]
     assert row_of("a", [1, 2, 3, 6], verdicts) == row("a", 0.5) | {"num_samples": 2}
     assert row_of("a", [1, 5], verdicts[1::2]) == row("a", None) | {"num_samples": 0}
+    sums = [Verdict(0.5, "ok", parts={"math": 1.0, "rewards.py:brevity": 0.0}), Verdict(0.9, "wrong")]
+    assert row_of("a", [3, 3], sums) == row("a", 0.5) | {"num_samples": 2}, "the status says what is solved"
 
 
 def test_summary_counts_every_rate_once_and_expects_what_the_formula_says():
@@ -252,14 +256,96 @@ def test_bad_options(options, message):
         parse_args(["--model", str(ROOT), "--prompts", "p.jsonl", "--output", "s.jsonl", *options])
 
 
-def test_neither_a_row_nor_the_command_line_may_name_a_function(tmp_path):
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """A folder with all that reading prompts needs of a model: a tokenizer and a context of 99 tokens."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = random_model.build_tokenizer(["many clips"], 300)
+    tokenizer.save_pretrained(folder)
+    config = {"model_type": "qwen3_moe", "max_position_embeddings": 99}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder, tokenizer
+
+
+def options_for(folder, prompts, *options):
+    options = map(str, ("--max-new-tokens", 24, *options))
+    return parse_args(["--model", str(folder), "--prompts", str(prompts), "--output", "s.jsonl", *options])
+
+
+def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
+    folder, tokenizer = chat_model
+    rows = [
+        {"q": [{"role": "user", "content": "many"}], "info": {"gold": "1"}, "level": 2},
+        {"q": [{"role": "user", "content": "many"}], "info": {"gold": "1"}, "level": 2},
+        {"q": [{"role": "user", "content": "clips " * 50}], "info": {"gold": "1"}, "level": 2},
+        {"q": [{"role": "user", "content": "easy"}], "info": {"gold": "1"}, "level": 1},
+        {"q": "no messages", "info": {"gold": "2"}, "level": 3},
+        {"q": [], "info": {"gold": "2"}, "level": 3},
+        {"q": "beyond the limit", "info": {"gold": "2"}, "level": 3},
+    ]
+    path = write(tmp_path / "set.jsonl", rows)
+    options = [
+        "--columns", "prompt=q", "answer=info.gold", "difficulty=level", "--difficulty", 2, 3, "--limit", 4,
+        "--chat", "always", "--system-prompt", "S", "--chat-template-args", "{enable_thinking: false}",
+        "--on-bad-row", "drop", "--kind", "numeric", "--template", "<{prompt}>",
+    ]  # fmt: skip
+    prompts, prompt_ids, _, notes = read_prompts(options_for(folder, path, *options))
+    conversations = [
+        [{"role": "system", "content": "S"}, {"role": "user", "content": content}]
+        for content in ("<many>", "<no messages>")
+    ]
+    render = lambda m: tokenizer.apply_chat_template(m, add_generation_prompt=True, enable_thinking=False)
+    assert prompt_ids == [list(render(m)["input_ids"]) for m in conversations]
+    assert [(p.answer, p.kind, p.messages) for p in prompts] == [
+        ("1", "numeric", conversations[0]), ("2", "numeric", conversations[1])
+    ]  # fmt: skip
+    assert notes[1] == (
+        "set: 2 rows dropped: 1 whose messages cannot be rendered, 1 longer than the model's context of 99 "
+        "less --max-new-tokens 75"
+    )
+    settings = DataSettings(
+        train=[{"path": str(path), "columns": {"prompt": "q", "answer": "info.gold", "difficulty": "level"},
+                "difficulty": (2, 3), "limit": 4, "template": "<{prompt}>", "kind": "numeric"}],
+        chat="always", system_prompt="S", chat_template_args={"enable_thinking": False}, on_bad_row="drop",
+    )  # fmt: skip
+    trained = load_sets(settings, tokenizer, 75, [], 0).train
+    assert {prompt_sha(p) for p in trained} == {prompt_sha(p) for p in prompts}, "scores are found again"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--template", "Q: {question}"], "--template: value error, .* does not contain {prompt}"),
+        (["--template", r"{prompt}\n"], "--template: value error, .* not a line break or a tab"),
+        (["--limit", 0], "--limit: input should be greater than or equal to 1, found 0"),
+        (["--chat-template-args", "5"], "--chat-template-args: input should be a valid dictionary"),
+        (["--chat-template-args", "{a"], "--chat-template-args: while parsing"),
+        (["--chat", "never", "--system-prompt", "s"], "data.chat never renders nothing"),
+    ],
+)
+def test_bad_options_for_prompts(chat_model, options, message):
+    with pytest.raises(ValueError, match=message):
+        options_for(chat_model[0], "set.jsonl", *options)
+
+
+def test_neither_a_row_nor_the_command_line_may_name_a_function(chat_model, tmp_path):
     rows = [{"prompt": "q", "answer": "1", "kind": kind} for kind in ("exact", "timeit:timeit")]
     path = write(tmp_path / "prompts.jsonl", rows)
-    read = lambda kind: read_prompts(SimpleNamespace(prompts=str(path), kind=kind, template="{prompt}"))
     with pytest.raises(ValueError, match=r"prompts\.jsonl: row 2: kind 'timeit:timeit' would run code"):
-        read("math")
-    with pytest.raises(ValueError, match="kind 'timeit:timeit' is none of exact, numeric, gsm8k, math"):
-        read("timeit:timeit")
+        read_prompts(options_for(chat_model[0], path))
+    with pytest.raises(ValueError, match="--kind: value error, unknown kind 'maths'"):
+        options_for(chat_model[0], path, "--kind", "maths")
+    for kind in ("timeit:timeit", "0.5*math + 0.5*timeit:timeit"):
+        with pytest.raises(ValueError, match=f"--kind {re.escape(repr(kind))} is none of exact, .*math"):
+            read_prompts(options_for(chat_model[0], path, "--kind", kind))
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_with_file_and_row(chat_model, tmp_path):
+    path = write(tmp_path / "prompts.jsonl", [{"prompt": "x" * 76, "answer": "1"}])
+    message = "prompts.jsonl: row 1: the prompt has 76 tokens, the model's context of 99 less"
+    with pytest.raises(ValueError, match=message):
+        read_prompts(options_for(chat_model[0], path))
 
 
 # ---- load_scores -------------------------------------------------------------------------------------------

@@ -76,7 +76,8 @@ def engine_of(tmp_path_factory):
 
     @cache
     def engine_of(kind, dtype="float32", fp8="off", kv_cache_gib=0.05, **options):
-        settings = RolloutSettings(max_num_seqs=8, dtype=dtype, fp8=fp8, kv_cache_gib=kv_cache_gib, **options)
+        options = {"max_num_seqs": 8} | options
+        settings = RolloutSettings(dtype=dtype, fp8=fp8, kv_cache_gib=kv_cache_gib, **options)
         return RolloutEngine(folder_of(kind), 384, settings)
 
     return engine_of
@@ -108,6 +109,20 @@ def assert_routes_are_the_trainers(policy, requests, completions):
         ids = completion.routed_experts
         assert ids.shape == (request_rows, *table.shape[1:]) and ids.dtype == torch.uint8
         assert torch.equal(ids.sort(-1).values, expected.sort(-1).values)
+
+
+def test_more_prompt_tokens_at_once_than_vllm_computes_in_a_step(engine_of):
+    """vLLM computes 4,096 tokens a step. What does not fit waits, and changes no sample."""
+    policy, engine = make_policy("moe"), engine_of("moe", max_num_seqs=32)
+    engine.sync(hf_tensors(policy), 0)
+    prompts = random_prompts(32, 200, 300)
+    assert sum(map(len, prompts)) > 1.5 * 4096
+    requests = [Request(prompt, seed, 1.0, 20) for seed, prompt in enumerate(prompts)]
+    together = engine.generate(requests, 0)
+    in_parts = sum((engine.generate(requests[i : i + 4], 0) for i in range(0, 32, 4)), [])
+    assert [c.token_ids for c in together] == [c.token_ids for c in in_parts]
+    logprobs, _ = trained(policy, requests, together)
+    assert (logprobs - sampled_logprobs(together)).abs().max() < 1e-4
 
 
 def move(policy, seed: int = 1) -> None:

@@ -87,8 +87,8 @@ def group_of(*rights: bool | None, slot: int = 0, shares=None, length: int = 4) 
     return make_group(slot, slot, [length] * len(rights), rights, shares)
 
 
-def outcomes_of(groups, dense: bool = False) -> dict[int, train_rl.GroupOutcome]:
-    return {group.slot: group.outcome(dense) for group in groups}
+def outcomes_of(groups, binary: bool = False) -> dict[int, train_rl.GroupOutcome]:
+    return {group.slot: group.outcome(binary) for group in groups}
 
 
 # ---- formulas ----------------------------------------------------------------------------------------------
@@ -246,23 +246,23 @@ def test_zero_variance_after_a_probe_with_timeouts():
 
 
 def test_variance_is_of_two_valid_verdicts_of_the_correctness_part():
-    variance = lambda group, dense=False: group.outcome(dense).has_variance
+    variance = lambda group, binary=False: group.outcome(binary).has_variance
     assert variance(group_of(True, False)) and variance(group_of(None, False, None, True))
     for rights in ([], [True], [None], [None, None], [True, None], [True, True], [False, False, None]):
         assert not variance(group_of(*rights))
-    dense = group_of(False, False, False, shares=[0.2, 0.2, 0.7])
-    assert variance(dense, True) and not variance(dense, False)
+    partial = group_of(False, False, False, shares=[0.2, 0.2, 0.7])
+    assert variance(partial) and not variance(partial, binary=True)
     alike = group_of(False, False, shares=[0.5, 0.5 + 5e-7])
-    assert not variance(alike, True), "a difference of a rounding error is none"
-    assert variance(group_of(False, False, shares=[0.5, 0.5 + 2e-6]), True)
+    assert not variance(alike), "a difference of a rounding error is none"
+    assert variance(group_of(False, False, shares=[0.5, 0.5 + 2e-6]))
     failed = train_rl.Group(0, 0, [make_completion(1)] * 2, [Verdict(0.0, "error"), Verdict(1.0, "ok")])
     assert not variance(failed)
 
 
 def test_an_outcome_counts_what_is_in_the_group():
-    group = make_group(3, 7, (2, 0, 5, 1), (True, None, False, False), (None, 0, 0.25, 0))
-    assert group.outcome(True) == train_rl.GroupOutcome(3, 7, 1, 3, 1.25, 8, 4, True)
-    assert group.outcome(False) == train_rl.GroupOutcome(3, 7, 1, 3, 1.0, 8, 4, True)
+    group = make_group(3, 7, (2, 0, 5, 1), (True, None, False, False), (0, 0, 0.25, 0))
+    assert group.outcome(False) == train_rl.GroupOutcome(3, 7, 1, 3, 1.25, 8, 4, True)
+    assert group.outcome(True) == train_rl.GroupOutcome(3, 7, 1, 3, 1.0, 8, 4, True)
 
 
 # ---- the description, written a second time ----------------------------------------------------------------
@@ -1061,13 +1061,13 @@ def random_groups(rng: random.Random, group_size: int) -> list[train_rl.Group]:
     return groups
 
 
-@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("binary", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_rl_zvp_reshapes_groups_of_equal_scores_only(seed, dense):
+def test_rl_zvp_reshapes_groups_of_equal_scores_only(seed, binary):
     """Against loops over tokens; the lengths are penalised, so that equal scores are unequal rewards."""
     groups = random_groups(random.Random(seed), 5)
     config = config_of(
-        rl_zvp=True, rl_zvp_coef=0.3, reward__dense=dense, reward__overlong_buffer=6,
+        rl_zvp=True, rl_zvp_coef=0.3, reward__binary=binary, reward__overlong_buffer=6,
         rollout__max_new_tokens=12, reward__overlong_coef=0.5,
     )  # fmt: skip
     batch = batch_of(groups, config, seed)
@@ -1078,7 +1078,7 @@ def test_rl_zvp_reshapes_groups_of_equal_scores_only(seed, dense):
     for group in groups:
         rows = slice(row, row + len(group.verdicts))
         row = rows.stop
-        scores = [v.pass_frac if dense else v.reward for v in group.verdicts]
+        scores = [float(v.status == "ok") if binary else v.reward for v in group.verdicts]
         correct, valid = ([v.status in names for v in group.verdicts] for names in (("ok",), ("ok", "wrong")))
         rewards = batch.rewards[rows].tolist()
         expected += reference.token_advantages(rewards, scores, correct, valid, entropies[rows], settings)
@@ -1141,7 +1141,7 @@ def test_every_sampled_token_is_in_one_place_of_the_account(settings, world_size
         def step(rank, config=config, answer=answer):
             rollouts = make_rollouts(config, answer, 4)
             groups, outcomes, account = rollouts.sample_step(train_rl.TrainState(), no_history(4))
-            sampled = rollout_metrics(groups, dense=False, invalid_route=255)
+            sampled = rollout_metrics(groups, binary=False, invalid_route=255)
             groups, kept = train_rl.drop_and_deal(groups, outcomes, config)
             batch = batch_of(groups, config, seed=rank)
             trained = batch_metrics(batch, groups, 5)

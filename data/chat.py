@@ -1,0 +1,110 @@
+"""Turn lists of messages into the text that the policy continues, by the tokenizer's chat template."""
+
+import json
+import re
+from dataclasses import dataclass, field
+
+from data.formats import BadRow
+
+ROLES = ("system", "user", "assistant")
+NOT_RENDERED = "whose messages cannot be rendered"
+OWN_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
+
+
+def is_messages(value) -> bool:
+    """Tell whether a field holds messages and no text: a list, or the JSON text of a list of messages."""
+    starts = r"""\s*\[\s*\{\s*["'](role|content)["']"""
+    return isinstance(value, list) or (isinstance(value, str) and re.match(starts, value) is not None)
+
+
+def read_messages(value, where: str) -> list[dict]:
+    """Return messages as {role, content} with text contents; BadRow if a prompt cannot be made of them."""
+    refuse = lambda why: BadRow(where, NOT_RENDERED, why)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise refuse(f"a list of messages that is written as text must be JSON: {error.msg}") from None
+    if not value:
+        raise refuse("the list of messages is empty")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or "role" not in message:
+            raise refuse(f"message {number} must have a role and a content, found {repr(message)[:80]}")
+        if message["role"] not in ROLES:
+            raise refuse(f"message {number} has role {message['role']!r}; expected {', '.join(ROLES)}")
+        content = text_of(message.get("content"))
+        if content is None:
+            found = repr(message.get("content"))[:80]
+            raise refuse(f"message {number}: only text can be rendered, found the content {found}")
+        messages.append({"role": message["role"], "content": content})
+    if problem := wrong_order([message["role"] for message in messages]):
+        raise refuse(problem)
+    if not messages[-1]["content"].strip():
+        raise refuse("the last message is empty")
+    return messages
+
+
+def text_of(content) -> str | None:
+    """Return the text of a message's content, with its parts of text joined; None if it is anything else."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) and content else [None]
+    if all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
+        return "".join(part["text"] for part in parts)
+    return None
+
+
+def wrong_order(roles: list[str]) -> str | None:
+    """Say why roles are not: one system message or none, then user and assistant in turns, the user last."""
+    turns = roles[1:] if roles[0] == "system" else roles
+    for number, role in enumerate(turns, start=1 + len(roles) - len(turns)):
+        expected = ("assistant", "user")[(number - len(roles) + len(turns)) % 2]
+        if role == "system":
+            return f"message {number} has role 'system', which may only come first and once"
+        if role != expected:
+            return f"message {number} has role {role!r} where the {expected}'s turn is"
+    if not turns or turns[-1] == "assistant":
+        last = "assistant" if turns else "system"
+        return f"the last message is from the {last}, but a prompt ends with one from the user"
+    return None
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The tokenizer's chat template with the settings that fill it."""
+
+    tokenizer: object
+    system_prompt: str | None = None  # put first where messages have no system message
+    args: dict = field(default_factory=dict)  # arguments of the template, such as enable_thinking
+
+    @property
+    def exists(self) -> bool:
+        """Tell whether the tokenizer has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def check(self, where: str) -> None:
+        """Raise ValueError if the tokenizer has no template, or one that does not read the arguments."""
+        if not self.exists:
+            raise ValueError(
+                f"{where}: prompts are to be rendered, but the tokenizer has no chat template; use that of a "
+                "chat model, put a chat_template.jinja into the model's folder, or give prompts that are text"
+            )
+        text = self.tokenizer.get_chat_template()
+        for name in self.args:
+            if name in OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", text):
+                why = "is set by the loader" if name in OWN_ARGUMENTS else "is not read by the chat template"
+                raise ValueError(f"data.chat_template_args.{name} {why}; check its spelling or leave it out")
+
+    def render(self, messages: list[dict], where: str) -> tuple[list[dict], str]:
+        """Return the messages, system prompt included, and their text with the opening of a completion."""
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self.args
+            )
+        except Exception as error:  # whatever a template raises
+            why = f"the chat template failed: {type(error).__name__}: {error}"
+            raise BadRow(where, NOT_RENDERED, why) from error
+        return messages, text

@@ -1,0 +1,180 @@
+r"""Make a small random Qwen3-MoE and its tokenizer, to try data and rewards before a model is at hand.
+
+    python -m data.random_model --output data/built/random --text train.jsonl
+    python -m data.random_model --output data/built/random --text a.jsonl --text notes.md --layers 8
+
+The folder looks like that of a released chat model: config.json, safetensors, a byte-level BPE tokenizer with
+<|endoftext|>, <|im_start|>, <|im_end|>, <think> and </think>, a ChatML template with a system prompt and
+enable_thinking, and a generation_config.json that ends completions at <|im_end|> or <|endoftext|>. Nothing is
+trained but the tokenizer, so that completions are noise; the default has about 15 million parameters.
+
+The tokenizer learns its merges from all strings in the rows of data files (.jsonl, .csv, .parquet, ...), and
+from other files as plain text. The same texts, options and seed give the same folder.
+"""
+
+import argparse
+from pathlib import Path
+
+from data.formats import is_data_path, load_rows
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+THINK_TOKENS = ("<think>", "</think>")  # they stay in decoded text, as Qwen3's do
+HEAD_DIM = 64
+MAX_POSITION_EMBEDDINGS = 4096
+
+# The turns of ChatML; the last line opens the policy's turn. enable_thinking=false fills in an empty thought.
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}
+{{- '<think>\\n\\n</think>\\n\\n' }}
+{%- endif %}
+{%- endif %}"""
+
+
+def strings_of(value):
+    """Yield every string in a JSON value, however deep it lies."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from strings_of(inner)
+
+
+def read_texts(path: str):
+    """Yield the texts of a data file, or the whole of any other file."""
+    if is_data_path(path):
+        for row in load_rows(path):
+            yield from strings_of(row)
+        return
+    try:
+        yield Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--text {path}: neither a data file nor a file of UTF-8 text: {error}") from None
+
+
+def build_tokenizer(texts, vocab_size: int):
+    """Train a byte-level BPE tokenizer with at most vocab_size tokens; any text survives a round trip."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    added = (*SPECIAL_TOKENS, *THINK_TOKENS)
+    least = len(alphabet) + len(added)
+    if vocab_size < least:
+        raise ValueError(
+            f"--vocab {vocab_size} must be at least {least}: one token per byte and the special ones"
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(added), initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
+    )
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in THINK_TOKENS])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=MAX_POSITION_EMBEDDINGS,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(args: argparse.Namespace, tokenizer):
+    """Draw the weights of a Qwen3-MoE from the seed, with an output head that is not the embedding."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
+
+    end_of_turn, end_of_text = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    heads = args.hidden // HEAD_DIM
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=args.hidden,
+        intermediate_size=4 * args.hidden,
+        moe_intermediate_size=args.expert_width,
+        num_hidden_layers=args.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
+        head_dim=HEAD_DIM,
+        num_experts=args.experts,
+        num_experts_per_tok=args.top_k,
+        norm_topk_prob=True,
+        max_position_embeddings=MAX_POSITION_EMBEDDINGS,
+        tie_word_embeddings=False,
+        eos_token_id=end_of_turn,
+        pad_token_id=end_of_text,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
+    model.generation_config = GenerationConfig(
+        eos_token_id=[end_of_turn, end_of_text], pad_token_id=end_of_text
+    )
+    return model
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line; ValueError names an option that is wrong."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="python -m data.random_model", description=__doc__, formatter_class=keep_lines
+    )
+    add = parser.add_argument
+    add("--output", type=Path, required=True, help="folder to make")
+    add("--text", action="append", required=True, help="file that the tokenizer learns from; may be repeated")
+    add("--vocab", type=int, default=4096, help="tokens at most (default: %(default)s)")
+    add("--hidden", type=int, default=256, help=f"hidden size, in steps of {HEAD_DIM} (default: %(default)s)")
+    add("--layers", type=int, default=4, help="decoder layers (default: %(default)s)")
+    add("--experts", type=int, default=16, help="experts per layer (default: %(default)s)")
+    add("--top-k", type=int, default=2, help="experts that a token uses (default: %(default)s)")
+    add("--expert-width", type=int, default=256, help="hidden size of an expert (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="of weights (default: %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    args = parser.parse_args(argv)
+    for name in ("layers", "experts", "top_k", "expert_width"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.hidden < HEAD_DIM or args.hidden % HEAD_DIM:
+        raise ValueError(f"--hidden {args.hidden} must be a multiple of {HEAD_DIM}, the size of a head")
+    if args.top_k > args.experts:
+        raise ValueError(f"--top-k {args.top_k} must be at most --experts {args.experts}")
+    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+        raise ValueError(
+            f"--output {args.output} exists and is not empty; remove it or choose another folder"
+        )
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the command line, make the folder and say how large the model is."""
+    args = parse_args(argv)
+    texts = [text for path in args.text for text in read_texts(path)]
+    tokenizer = build_tokenizer(texts, args.vocab)
+    model = build_model(args, tokenizer)
+    model.save_pretrained(args.output)
+    tokenizer.save_pretrained(args.output)
+    print(
+        f"{args.output}: random Qwen3-MoE of {model.num_parameters() / 1e6:.1f} million parameters, "
+        f"{len(tokenizer)} tokens learnt from {len(texts)} texts"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,785 @@
+"""Evaluate a model on prompt sets, and make a page to read its completions; or read those of a training run.
+
+    python experiments/evaluate.py --model data/built/tiny/model --data data/built/tiny/test.jsonl \\
+        --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 \\
+        --json runs/tiny.json --html runs/tiny.html
+    python experiments/evaluate.py --model runs/espo --data test.jsonl --json e.json    # a run that goes on
+    torchrun --nproc-per-node=8 experiments/evaluate.py --model FOLDER --data FILE --json F.json --html F.html
+    python experiments/evaluate.py --run runs/espo --html espo.html    # its samples.jsonl; needs no engine
+
+--model is the folder of a Hugging Face checkpoint, of an export (run.dir/model), of one checkpoint, or of a
+run (its newest checkpoint; the run may go on meanwhile). Each prompt is completed once greedily and --samples
+times by sampling. Settings of train_rl.py's sections data, rollout and reward may follow the options:
+rollout.stop=[...] reward.timeout_s=30 data.on_bad_row=drop. docs/reading_completions.md says how figures are
+estimated and how the page is used.
+
+What is written:
+    --json         figures with 95 % intervals, over all prompts, by source and by difficulty; the settings
+    --completions  JSONL, one row per completion (default: the name of --json or --html, ending in .jsonl)
+    --html         one page to read the completions, without network or other files
+
+--data takes files and hub names, and in braces everything that data.eval takes of a prompt set:
+    --data '{path: HuggingFaceH4/MATH-500, split: test, columns: {prompt: problem, difficulty: level}}'
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
+
+import numpy as np
+import yaml
+from pydantic import ValidationError
+
+from data.prompts import DataSettings, Prompt
+from experiments.page.build import build_page, drop_routes, finite, group_rows, text_pieces, token_details
+from reward import (
+    FAILED,
+    RewardPool,
+    RewardSettings,
+    Verdict,
+    check_functions,
+    impossible_references,
+    start_pool,
+)
+from runtime.config import Section, explain, merge, read_override
+from runtime.launch import leave, run
+
+NUM_RESAMPLES = 2000  # of a bootstrap
+MAX_LEVELS = 12  # of difficulty; more are gathered into NUM_RANGES ranges
+NUM_RANGES = 8
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Which model
+# ------------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def open_model(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Give the folder of a model's files for the length of a block, and a name for the model.
+
+    A run removes old checkpoints while it goes on. Its newest one is therefore linked into a folder beside
+    the checkpoints, where the files stay until the block ends; links take no space of their own.
+    """
+    from runtime.checkpoint import list_checkpoints
+
+    name = folder.resolve().name
+    if (folder / "config.json").is_file():
+        yield folder, (name if name != "model" else f"{folder.resolve().parent.name}/model")
+        return
+    checkpoints = folder / "checkpoints"
+    if not list_checkpoints(checkpoints):
+        if not (folder / "model" / "config.json").is_file():
+            raise ValueError(
+                f"--model {folder}: neither a Hugging Face checkpoint (config.json), nor an export or a "
+                "checkpoint (model/config.json), nor a run with a finished checkpoint (checkpoints/step_N)"
+            )
+        yield folder / "model", name
+        return
+    where = checkpoints if os.access(checkpoints, os.W_OK) else None  # elsewhere files are copied, not linked
+    with tempfile.TemporaryDirectory(prefix="evaluate_", dir=where) as held:
+        step = link_newest(checkpoints, Path(held) / "model")
+        yield Path(held) / "model", f"{name} at step {int(step.removeprefix('step_'))}"
+
+
+def link_newest(checkpoints: Path, target: Path) -> str:
+    """Link the model's files of the newest checkpoint into a folder; return the checkpoint's name.
+
+    If the run removes the checkpoint meanwhile, it has written a newer one. ValueError if none can be read.
+    """
+    from runtime.checkpoint import list_checkpoints
+
+    for _ in range(5):
+        newest = list_checkpoints(checkpoints)[-1]
+        try:
+            shutil.copytree(newest / "model", target, copy_function=link_or_copy)
+            return newest.name
+        except (FileNotFoundError, shutil.Error):
+            shutil.rmtree(target, ignore_errors=True)
+    raise ValueError(f"--model: {newest}/model cannot be read")
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Link a file, or copy it where the file system does not link."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(source, target)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Figures
+# ------------------------------------------------------------------------------------------------------------
+def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
+    """Estimate without bias the probability that one of k samples is right (arXiv 2107.03374, eq. 1).
+
+    1 - C(n - c, k) / C(n, k) for c right samples of n: the share of the subsets of k with a right one.
+    """
+    return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def values_of_k(num_samples: int) -> list[int]:
+    """Return the k of pass@k: powers of two up to the number of samples, and that number."""
+    return sorted({2**i for i in range(num_samples.bit_length())} | {num_samples} - {0})
+
+
+def prompt_figures(rows: list[dict]) -> dict[str, float]:
+    """Return the figures of one prompt from the rows of its completions.
+
+    accuracy: reward of the greedy completion. avg_at_K: mean reward of the K samples. pass_at_k: of samples
+    with status "ok". The others are means over all of its completions.
+    """
+    greedy = [row["reward"] for row in rows if row["temperature"] == 0]
+    sampled = [row["reward"] for row in rows if row["temperature"] > 0]
+    num_right = sum(row["status"] == "ok" for row in rows if row["temperature"] > 0)
+    figures = {"accuracy": greedy[0]} if greedy else {}
+    if sampled:
+        figures[f"avg_at_{len(sampled)}"] = sum(sampled) / len(sampled)
+    for k in values_of_k(len(sampled)):
+        figures[f"pass_at_{k}"] = pass_at_k(len(sampled), num_right, k)
+    figures["completion_tokens"] = sum(row["num_tokens"] for row in rows) / len(rows)
+    figures["cut_at_limit_frac"] = sum(row["finish_reason"] == "length" for row in rows) / len(rows)
+    figures["failed_frac"] = sum(row["status"] in FAILED for row in rows) / len(rows)
+    return figures
+
+
+def mean_figures(figures: list[dict[str, float]], seed: int) -> dict:
+    """Average the figures of prompts; with 95 % intervals by the percentile bootstrap over prompts.
+
+    Returns {"num_prompts": n, name: {"mean", "low", "high"}}. One prompt alone has no interval.
+    """
+    from scipy.stats import bootstrap
+
+    table = np.array([list(of_prompt.values()) for of_prompt in figures])  # [prompts, figures]
+    lows = highs = [None] * table.shape[1]
+    if len(table) > 1:
+        interval = bootstrap(
+            (table,), np.mean, axis=0, n_resamples=NUM_RESAMPLES, batch=100, method="percentile",
+            rng=np.random.default_rng(seed),
+        ).confidence_interval  # fmt: skip
+        lows, highs = interval.low.tolist(), interval.high.tolist()
+    means = zip(figures[0], table.mean(axis=0).tolist(), lows, highs)
+    return {"num_prompts": len(table)} | {n: {"mean": m, "low": lo, "high": hi} for n, m, lo, hi in means}
+
+
+def level_labels(difficulties: list[float | None]) -> dict[float, str]:
+    """Name each difficulty: by itself, or by a range where there are many, of about equally many prompts."""
+    known = sorted(value for value in difficulties if value is not None)
+    distinct = sorted(set(known))
+    if len(distinct) <= MAX_LEVELS:
+        return {value: f"{value:g}" for value in distinct}
+    edges = [known[len(known) * i // NUM_RANGES] for i in range(1, NUM_RANGES)]
+    ranges: dict[int, list[float]] = {}
+    for value in distinct:
+        ranges.setdefault(sum(value >= edge for edge in edges), []).append(value)
+    return {v: f"{part[0]:g} to {part[-1]:g}" for part in ranges.values() for v in part}
+
+
+def all_figures(rows: list[dict], seed: int) -> dict:
+    """Return the figures over all prompts, by source and by difficulty (where prompts have one)."""
+    of_prompt: dict[int, list[dict]] = {}
+    for row in rows:
+        of_prompt.setdefault(row["prompt_index"], []).append(row)
+    labels = level_labels([group[0]["difficulty"] for group in of_prompt.values()])
+    entries = [(group[0], prompt_figures(group)) for group in of_prompt.values()]
+    gather = lambda is_in: mean_figures([figures for row, figures in entries if is_in(row)], seed)
+    sources = dict.fromkeys(row["source"] for row, _ in entries)
+    levels = dict.fromkeys(labels[value] for value in sorted(labels))
+    return {
+        "all": gather(lambda row: True),
+        "source": {source: gather(lambda row, s=source: row["source"] == s) for source in sources},
+        "difficulty": {
+            name: gather(lambda row, n=name: labels.get(row["difficulty"]) == n) for name in levels
+        },
+    }
+
+
+def mismatch_figures(rows: list[dict]) -> dict[str, float]:
+    """Compare the log-probabilities of trainer and engine over all tokens; {} where one of them lacks.
+
+    abs_dlogp, its largest and its 99th percentile in nats; mismatch_k3 as in docs/metrics.md.
+    """
+    known = [row for row in rows if row.get("trainer_logprobs")]
+    if not known:
+        return {}
+    trainer, engine = (
+        np.concatenate([r[k] for r in known]) for k in ("trainer_logprobs", "rollout_logprobs")
+    )
+    d = trainer - engine
+    return {
+        "abs_dlogp": float(np.abs(d).mean()),
+        "abs_dlogp_p99": float(np.percentile(np.abs(d), 99)),
+        "abs_dlogp_max": float(np.abs(d).max()),
+        "mismatch_k3": float((np.expm1(d) - d).mean()),
+    }
+
+
+LABELS = {
+    "accuracy": "greedy",
+    "completion_tokens": "tokens",
+    "cut_at_limit_frac": "cut at limit",
+    "failed_frac": "failed",
+}
+
+
+def label_of(name: str) -> str:
+    """Return the short name of a figure: greedy, avg@8, pass@4 ..."""
+    return LABELS.get(name, name.replace("_at_", "@"))
+
+
+def table_text(figures: dict) -> str:
+    """Write the figures for a terminal: all with their intervals, then the means by source and difficulty."""
+    share = lambda name: "tokens" not in name
+    show = lambda name, value: "-" if value is None else f"{value:.3f}" if share(name) else f"{value:.1f}"
+    names = [name for name in figures["all"] if name != "num_prompts"]
+    lines = [f"{figures['all']['num_prompts']} prompts; 95 % intervals by bootstrap over prompts"]
+    for name in names:
+        mean, low, high = (show(name, figures["all"][name][key]) for key in ("mean", "low", "high"))
+        lines.append(f"  {label_of(name):<22}{mean:>9}   {low} to {high}")
+    groups = [
+        (k, n, f) for k in ("source", "difficulty") for n, f in figures[k].items() if len(figures[k]) > 1
+    ]
+    if groups:
+        width = max(len(f"{kind} {name}") for kind, name, _ in groups) + 2
+        columns = [name for name in names if not name.endswith("_frac")]
+        heads = [label_of(name) for name in columns]
+        lines += ["", " " * (width + 2) + f"{'prompts':>8}" + "".join(f"{head:>10}" for head in heads)]
+        for kind, name, found in groups:
+            cells = "".join(f"{show(column, found[column]['mean']):>10}" for column in columns)
+            lines.append(f"  {kind + ' ' + name:<{width}}{found['num_prompts']:>8}{cells}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Prompts, completions
+# ------------------------------------------------------------------------------------------------------------
+class Task(NamedTuple):
+    """One prompt of the evaluation."""
+
+    prompt_index: int  # over all sets
+    place: int  # in its own set
+    prompt: Prompt
+    prompt_ids: list[int]
+
+
+def load_tasks(settings, tokenizer, seed: int) -> tuple[list[Task], list[str]]:
+    """Load and tokenise the prompts of all sets; return them and lines to print.
+
+    ValueError names a row that cannot be used, or a reward function that cannot be called.
+    """
+    from data.stream import load_sets
+
+    longest, functions = settings.rollout.max_prompt_tokens, settings.reward.functions
+    loaded = load_sets(settings.data, tokenizer, longest, functions, seed)
+    tasks: list[Task] = []
+    for prompts, prompt_ids in loaded.eval_sets.values():
+        for place, (prompt, ids) in enumerate(zip(prompts, prompt_ids)):
+            tasks.append(Task(len(tasks), place, prompt, ids))
+    kinds = [source.kind for source in settings.data.eval if source.kind]
+    check_functions([*kinds, *functions], verifier_rows(tasks), settings.reward)
+    return tasks, loaded.notes
+
+
+def verifier_rows(tasks: list[Task]) -> list[tuple[str, str, dict]]:
+    """Return (kind, answer, fields) of each task, as reward.py takes them."""
+    return [(task.prompt.kind, task.prompt.answer, task.prompt.fields) for task in tasks]
+
+
+def sample(engine, pool, tokenizer, tasks: list[Task], args, settings, progress) -> tuple[list[dict], list]:
+    """Complete each task greedily and args.samples times; return the rows and what vLLM returned of each.
+
+    A sample has the random numbers that train_rl.py gives it in an evaluation with this seed.
+    """
+    from data.stream import seed_of
+    from rollout import Request
+
+    temperatures = [0.0] + [settings.rollout.temperature] * args.samples
+    asked = [(task, number, at) for task in tasks for number, at in enumerate(temperatures)]
+    requests = [
+        Request(
+            task.prompt_ids, seed_of(args.seed, "eval", task.prompt.source, task.place, number), temperature,
+            settings.rollout.max_new_tokens, group=task.prompt_index,
+        )
+        for task, number, temperature in asked
+    ]  # fmt: skip
+    texts: dict[int, str] = {}
+
+    def submit(index: int, completion) -> None:
+        prompt = asked[index][0].prompt
+        texts[index] = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        pool.submit(index, prompt.kind, texts[index], prompt.answer, prompt.fields)
+        progress.update(int(os.environ["WORLD_SIZE"]))  # the other ranks are about as far
+
+    completions = engine.generate(requests, 0, submit, pool.poll)
+    verdicts = pool.collect()
+    binary = settings.reward.binary
+    rows = [
+        row_of(*asked[index], completions[index], verdicts[index], texts[index], binary)
+        for index in range(len(asked))
+    ]
+    return rows, completions
+
+
+def row_of(
+    task: Task, number: int, temperature: float, completion, verdict: Verdict, text: str, binary: bool
+) -> dict:
+    """Make the row of a completion in the JSONL file. binary: only a reward of 1 counts."""
+    prompt = task.prompt
+    if binary:
+        verdict = replace(verdict, reward=float(verdict.reward == 1))
+    return {
+        "prompt_index": task.prompt_index, "source": prompt.source, "kind": prompt.kind,
+        "difficulty": prompt.difficulty, "prompt": prompt.text, "messages": prompt.messages,
+        "answer": prompt.answer, "sample": number,
+        "temperature": temperature, "completion": text, **asdict(verdict),
+        "num_tokens": len(completion.token_ids), "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids, "rollout_logprobs": completion.logprobs,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The trainer's side
+# ------------------------------------------------------------------------------------------------------------
+def add_trainer_outputs(
+    policy, rows: list[dict], prompt_ids: dict[int, list[int]], args: argparse.Namespace
+) -> list[np.ndarray | None]:
+    """Add trainer_logprobs and entropy to rows; return the experts [tokens, L, K] of each, or None.
+
+    A row is computed at the temperature at which it was sampled; a greedy one at 1, as vLLM reports it.
+    """
+    import torch
+
+    from moe_model import num_experts_of, pack, route_table
+    from runtime.schedule import split_rows
+
+    device, num_experts = next(policy.parameters()).device, num_experts_of(policy.config)
+    routes: list[np.ndarray | None] = [None] * len(rows)
+    lengths = [len(prompt_ids[row["prompt_index"]]) + row["num_tokens"] for row in rows]
+    temperatures = [row["temperature"] or 1.0 for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+    batches = [
+        batch
+        for temperature in sorted(set(temperatures))
+        for batch in split_rows(
+            lengths, [i for i in order if temperatures[i] == temperature], args.micro_batch_tokens
+        )
+    ]
+    progress = progress_bar(len(rows), "trainer")
+    for batch in batches:
+        asked = [prompt_ids[rows[i]["prompt_index"]] for i in batch]
+        packed = pack(asked, [rows[i]["token_ids"] for i in batch], device)
+        with torch.no_grad():
+            logprobs, entropy, layer_ids = policy(packed, temperatures[batch[0]])  # [N], [N], L x [T, K]
+        table = route_table(layer_ids, num_experts)
+        sizes = [rows[i]["num_tokens"] for i in batch]
+        chosen = [None] * len(batch)
+        if table is not None:
+            chosen = table.index_select(0, packed.predictor_index).cpu().split(sizes)  # [tokens, L, K] each
+        parts = zip(batch, logprobs.float().cpu().split(sizes), entropy.float().cpu().split(sizes), chosen)
+        for i, logprobs_of_row, entropy_of_row, ids in parts:
+            rows[i]["trainer_logprobs"] = logprobs_of_row.tolist()
+            rows[i]["entropy"] = entropy_of_row.tolist()
+            routes[i] = None if ids is None else ids.numpy()
+        progress.update(len(batch))
+    progress.close()
+    return routes
+
+
+def engine_routes(completion, num_prompt_tokens: int) -> np.ndarray | None:
+    """Return the experts [tokens, L, K] that predicted each token of a completion in the engine, or None."""
+    if completion.routed_experts is None:
+        return None
+    return completion.routed_experts[num_prompt_tokens - 1 :].numpy()  # the row before a token predicts it
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Files
+# ------------------------------------------------------------------------------------------------------------
+def write_aside(path: Path | None, text: str) -> None:
+    """Write a file whole or not at all; nothing without a path."""
+    if path is not None:
+        aside = path.with_name(path.name + ".partial")
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
+
+
+def as_jsonl(rows: list[dict]) -> str:
+    """Write rows as JSONL in ASCII; a number that JSON does not have becomes null."""
+    return "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
+
+
+def evaluation_header(result: dict, num_experts: int, layers: list[int]) -> dict:
+    """Return what the page shows above the completions of an evaluation."""
+    figures, settings = result["figures"], result["settings"]
+    unit = lambda name: "tokens" if name == "completion_tokens" else "share"
+    is_zero = lambda name: name.endswith("_frac") and figures["all"][name]["mean"] == 0
+    names = [name for name in figures["all"] if name != "num_prompts" and not is_zero(name)]
+    show = lambda found, name: {"name": label_of(name), "unit": unit(name), **found[name]}
+    tiles = [show(figures["all"], name) for name in names]
+    if result["mismatch"]:
+        note = "mean difference of the log-probabilities of trainer and engine, in nats"
+        mean = f"{result['mismatch']['abs_dlogp']:.1e}"
+        tiles.append({"name": "|\u0394 log p|", "unit": "text", "note": note, "mean": mean})
+    tables = [
+        {
+            "name": f"By {kind}",
+            "columns": [kind, "prompts", *map(label_of, names)],
+            "rows": [[k, of["num_prompts"], *(show(of, name) for name in names)] for k, of in groups.items()],
+        }
+        for kind, groups in figures.items()
+        if kind != "all" and len(groups) > 1
+    ]
+    facts = [["prompts", ", ".join(figures["source"])]]
+    facts += [[name.replace("_", " "), value] for name, value in settings.items() if name != "data"]
+    return {
+        "title": result["model"], "facts": facts, "tiles": tiles, "tables": tables, "mode": "evaluation",
+        "bins": min(settings["samples"] or 1, 20), "layers": layers, "num_experts": num_experts,
+    }  # fmt: skip
+
+
+def samples_page(run_dir: Path) -> str:
+    """Return the page of the samples that a run wrote; ValueError if there are none.
+
+    The run may go on meanwhile: a last line that is not whole yet is left out. Tokens are shown where rows
+    have token_ids, by the tokenizer of the run's newest model.
+    """
+    file = run_dir / "samples.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+    if not rows:
+        raise ValueError(
+            f"--run {run_dir}: samples.jsonl has no row yet; rows come every run.log_every steps"
+        )
+    details: list[dict | None] = [None] * len(rows)
+    with_tokens = [number for number, row in enumerate(rows) if "token_ids" in row]
+    if with_tokens:
+        from transformers import AutoTokenizer
+
+        with open_model(run_dir) as (folder, _):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        for number in with_tokens:
+            details[number] = token_details(rows[number], text_pieces(tokenizer, rows[number]["token_ids"]))
+    prompts, groups = group_rows(rows)
+    of_prompts = [[details[number] for number in numbers] for numbers in groups]
+    return build_page(samples_header(run_dir, rows, len(prompts)), prompts, of_prompts)
+
+
+def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
+    """Return what the page shows above the samples of a run."""
+    steps, tenth = sorted({row["step"] for row in rows}), rows[-max(1, len(rows) // 10) :]
+    mean = lambda part: sum(row["reward"] for row in part) / len(part)
+    right = sum(row["status"] == "ok" for row in rows) / len(rows)
+    tiles = [
+        ("mean reward", mean(rows), "over all samples"),
+        ("at the end", mean(tenth), "reward, last tenth"),
+    ]
+    tiles = [{"name": n, "unit": "share", "mean": value, "note": note} for n, value, note in tiles]
+    tiles.append({"name": "right", "unit": "share", "mean": right, "note": "share of the samples"})
+    name = run_dir.resolve().name
+    facts = [["steps", f"{steps[0]} to {steps[-1]}"], ["groups", num_groups], ["completions", len(rows)]]
+    return {
+        "title": f"{name}: samples of the training", "facts": facts, "tiles": tiles, "tables": [],
+        "mode": "samples", "bins": 0, "layers": [], "num_experts": 0,
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------------------
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Read the command line; ValueError names an option that is wrong."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        prog="experiments/evaluate.py", description=__doc__, formatter_class=keep_lines
+    )
+    add = parser.add_argument
+    add("--model", type=Path, help="folder of a checkpoint, an export or a run")
+    add("--run", type=Path, help="instead: folder of a run, whose training samples become a page")
+    add(
+        "--data", nargs="+", action="extend", default=[], help="prompt sets: files, hub names, or {path: ...}"
+    )
+    add("--json", type=Path, help="file of the figures")
+    add("--html", type=Path, help="file of the page")
+    add("--completions", type=Path, help="file of all completions, JSONL (default: beside --json or --html)")
+    add("--samples", type=int, default=8, help="K, samples a prompt; 0: greedy only (default: %(default)s)")
+    add("--kind", help="verifier of rows without a kind: math, gsm8k, path/file.py:function ...")
+    add("--template", help='text around each prompt, with "{prompt}" in it')
+    add("--columns", help="where columns are named otherwise, e.g. '{prompt: problem, difficulty: level}'")
+    add("--limit", type=int, help="take the first rows of each set only")
+    add("--chat", choices=["auto", "always", "never"], help="what the chat template renders, see data.chat")
+    add("--system-prompt", help="system message of rendered prompts that have none")
+    add("--max-new-tokens", type=int, default=512, help="completions are cut here (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of sampling and bootstrap (default: %(default)s)")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of engine and trainer")
+    add("--kv-cache-gib", type=float, help="keys and values per rank; without it vLLM decides")
+    add("--max-num-seqs", type=int, default=256, help="completions at once per rank (default: %(default)s)")
+    add("--trainer-logprobs", action=argparse.BooleanOptionalAction, default=True,
+        help="compute entropies and log-probabilities by the trainer's policy, too")  # fmt: skip
+    add("--micro-batch-tokens", type=int, default=16384, help="padded tokens per forward of the trainer")
+    add("settings", nargs="*", metavar="section.key=value", help="settings of data, rollout and reward")
+    args = parser.parse_intermixed_args(argv)
+    if (args.model is None) == (args.run is None):
+        raise ValueError("give either --model FOLDER with --data FILE, or --run RUN_DIR with --html FILE")
+    if args.run is not None and (args.html is None or args.data):
+        raise ValueError(
+            "--run RUN_DIR takes --html FILE and no --data: it shows the samples of the training"
+        )
+    if args.model is not None and not args.data:
+        raise ValueError("--model needs --data FILE")
+    if args.samples < 0 or args.micro_batch_tokens < 1:
+        raise ValueError("--samples must be at least 0 and --micro-batch-tokens at least 1")
+    beside = args.json or args.html
+    if args.completions is None and beside is not None and args.run is None:
+        args.completions = beside.with_suffix(".jsonl")
+    files = [file.resolve() for file in (args.json, args.html, args.completions) if file is not None]
+    if len(set(files)) < len(files):
+        raise ValueError("--json, --html and --completions must be different files")
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def read_settings(args: argparse.Namespace, context: int):
+    """Return the settings of data, rollout and reward: defaults < options < section.key=value.
+
+    context: tokens of the model; without rollout.max_prompt_tokens a prompt may have as many as it leaves.
+    """
+    from rollout import RolloutSettings
+
+    class EvaluationSettings(Section):
+        data: DataSettings
+        rollout: RolloutSettings
+        reward: RewardSettings = RewardSettings()
+
+    common = {"kind": args.kind, "template": args.template, "limit": args.limit}
+    common |= {"columns": args.columns and yaml.safe_load(args.columns)}
+    data = {"eval": [], "chat": args.chat, "system_prompt": args.system_prompt}
+    for text in args.data:
+        own = yaml.safe_load(text) if text.lstrip().startswith("{") else {"path": text}
+        data["eval"].append({key: value for key, value in common.items() if value is not None} | own)
+    names = ("temperature", "max_new_tokens", "dtype", "kv_cache_gib", "max_num_seqs")
+    rollout = {name: getattr(args, name) for name in names} | {"sleep_level": sleep_level(args)}
+    values = {"data": {key: value for key, value in data.items() if value is not None}, "rollout": rollout}
+    for override in args.settings:
+        values = merge(values, read_override(override))
+    most = context - values["rollout"]["max_new_tokens"]
+    values["rollout"].setdefault("max_prompt_tokens", most)
+    try:
+        settings = EvaluationSettings.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(explain(error, EvaluationSettings, {}, {})) from error
+    if settings.rollout.max_prompt_tokens > most:
+        raise ValueError(
+            f"rollout.max_prompt_tokens {settings.rollout.max_prompt_tokens} + --max-new-tokens "
+            f"{settings.rollout.max_new_tokens} exceed the model's context of {context} tokens"
+        )
+    return settings
+
+
+def sleep_level(args: argparse.Namespace) -> int:
+    """Return 2 where a GPU must hold the trainer after the engine: then the engine drops its weights."""
+    import torch
+
+    return 2 if args.trainer_logprobs and torch.cuda.is_available() else 0
+
+
+def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
+    """Evaluate the model in a folder and write what was asked for. Collective."""
+    from transformers import AutoTokenizer
+
+    from moe_model import is_moe_layer, load_config, num_experts_of
+
+    hf_config = load_config(folder)
+    settings = read_settings(args, hf_config.max_position_embeddings)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tasks, notes = load_tasks(settings, tokenizer, args.seed)
+    say("\n".join(notes))
+    seconds: dict[str, float] = {}
+    start = time.perf_counter()
+    mine = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+    engine, rows, completions = generate(args, settings, folder, tokenizer, tasks, mine)
+    seconds["engine"] = time.perf_counter() - start
+    result = {"model": name, "settings": settings_of(args, settings), "seconds": seconds}
+    write_results(args, result, gather(rows)[0])  # the trainer may yet fail: these are kept
+
+    prompt_ids = {task.prompt_index: task.prompt_ids for task in mine}
+    lengths = [len(prompt_ids[row["prompt_index"]]) for row in rows]
+    routes = [engine_routes(completion, length) for completion, length in zip(completions, lengths)]
+    trainer_routes: list[np.ndarray | None] = [None] * len(rows)
+    if args.trainer_logprobs:
+        engine.sleep()
+        start = time.perf_counter()
+        trainer_routes = add_trainer_outputs(build_trainer(folder, settings), rows, prompt_ids, args)
+        seconds["trainer"] = time.perf_counter() - start
+    layers = [layer for layer in range(hf_config.num_hidden_layers) if is_moe_layer(hf_config, layer)]
+    of_layers = lambda ids: None if ids is None or not args.html else ids[:, layers]
+    tables = [(of_layers(engine_ids), of_layers(ids)) for engine_ids, ids in zip(routes, trainer_routes)]
+    rows, tables = gather(rows, tables)
+    if rows:
+        write_results(args, result, rows)
+        if args.html:
+            num_experts = num_experts_of(hf_config)
+            write_aside(args.html, evaluation_page(result, rows, tables, tokenizer, layers, num_experts))
+        report(args, result)
+
+
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if os.environ["RANK"] == "0" and text:
+        print(text, file=sys.stderr, flush=True)
+
+
+def progress_bar(num_completions: int, label: str):
+    """Return a bar that counts completions, on rank 0 and on a terminal only."""
+    from tqdm import tqdm
+
+    hidden = None if os.environ["RANK"] == "0" else True
+    return tqdm(total=num_completions, desc=label, unit="completion", disable=hidden, mininterval=0.5)
+
+
+def gather(rows: list[dict], tables: list | None = None) -> tuple[list[dict], list]:
+    """Return the rows of all ranks, and the table of each, in the order of the set on rank 0. Collective.
+
+    On other ranks both are empty.
+    """
+    import torch.distributed as dist
+
+    pairs = list(zip(rows, tables or [None] * len(rows)))
+    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(pairs, everyone)
+    pairs = [pair for of_rank in everyone or [] for pair in of_rank]
+    pairs.sort(key=lambda pair: (pair[0]["prompt_index"], pair[0]["sample"]))
+    return [row for row, _ in pairs], [table for _, table in pairs]
+
+
+def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], mine: list[Task]):
+    """Complete this rank's tasks and have them scored; return the engine, the rows and the completions."""
+    from data.score import weights_of
+    from rollout import RolloutEngine
+
+    num_completions = len(tasks) * (1 + args.samples)
+    with start_pool(settings.reward, tokenizer) as pool:
+        say(reference_warning(pool, tasks))
+        say(f"{num_completions:,} completions of {len(tasks):,} prompts; starting vLLM")
+        longest = max((len(task.prompt_ids) for task in mine), default=1)
+        engine = RolloutEngine(folder, longest + settings.rollout.max_new_tokens, settings.rollout)
+        engine.sync(weights_of(folder), policy_version=0)
+        with progress_bar(num_completions, "generate") as progress:
+            rows, completions = sample(engine, pool, tokenizer, mine, args, settings, progress)
+    return engine, rows, completions
+
+
+def reference_warning(pool: RewardPool, tasks: list[Task]) -> str:
+    """Say how many prompts nothing can solve, because their reference answer is wrong by its own rule."""
+    reasons = impossible_references(pool, verifier_rows(tasks))
+    if not reasons:
+        return ""
+    index, reason = next(iter(reasons.items()))
+    where = f"prompt {index + 1} of {tasks[index].prompt.source}"
+    return f"warning: {len(reasons)} reference answers cannot be met, first {where}: {reason}"
+
+
+def build_trainer(folder: Path, settings):
+    """Load the policy as the trainer computes it, whole on this rank."""
+    import torch
+
+    from moe_model import ModelSettings, build_policy
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return build_policy(ModelSettings(path=str(folder), dtype=settings.rollout.dtype), folder, None, device)
+
+
+def settings_of(args: argparse.Namespace, settings) -> dict:
+    """Return the settings that the figures depend on, for the JSON and the page."""
+    rollout = settings.rollout
+    return {
+        "samples": args.samples, "temperature": rollout.temperature, "max_new_tokens": rollout.max_new_tokens,
+        "dtype": rollout.dtype, "seed": args.seed, "chat": settings.data.chat,
+        "data": settings.model_dump(mode="json")["data"]["eval"],
+    }  # fmt: skip
+
+
+def write_results(args: argparse.Namespace, result: dict, rows: list[dict]) -> None:
+    """Add the figures of the rows to the result; write JSON and JSONL. Nothing without rows."""
+    if rows:
+        result |= {"figures": all_figures(rows, args.seed), "mismatch": mismatch_figures(rows)}
+        failed = [row for row in rows if row["status"] in FAILED]
+        result["first_failure"] = f"{failed[0]['status']}: {failed[0]['detail']}" if failed else None
+        write_aside(args.json, json.dumps(finite(result), indent=1) + "\n")
+        write_aside(args.completions, as_jsonl(rows))
+
+
+def evaluation_page(
+    result: dict, rows: list[dict], tables: list[tuple], tokenizer, layers: list[int], num_experts: int
+) -> str:
+    """Return the page of an evaluation. tables: experts of engine and trainer, of each row."""
+    labels = level_labels([row["difficulty"] for row in rows])
+    prompts, groups = group_rows(rows, labels)
+    details = [
+        token_details(row, text_pieces(tokenizer, row["token_ids"]), *of_row)
+        for row, of_row in zip(rows, tables)
+    ]
+    if num_dropped := drop_routes(details):
+        say(f"the page holds no experts of {num_dropped} of {len(details)} completions: there are too many")
+    header = evaluation_header(result, num_experts, layers)
+    return build_page(header, prompts, [[details[n] for n in numbers] for numbers in groups])
+
+
+def report(args: argparse.Namespace, result: dict) -> None:
+    """Print the figures and the files that were written."""
+    print(f"{result['model']}: {table_text(result['figures'])}")
+    if mismatch := result["mismatch"]:
+        mean, most = mismatch["abs_dlogp"], mismatch["abs_dlogp_max"]
+        print(f"  trainer and engine: |dlogp| {mean:.1e} in the mean, {most:.1e} at most")
+    if result["first_failure"]:
+        print(f"  first verdict that failed: {result['first_failure']}")
+    for file in (args.json, args.completions, args.html):
+        if file is not None:
+            print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Do what the command line asks for."""
+    if args.run is not None:
+        write_aside(args.html, samples_page(args.run))
+        print(f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB")
+        return
+    import torch
+    import torch.distributed as dist
+
+    from runtime.launch import check_gpus
+
+    check_gpus()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # A rank may wait long for another's completions; torchrun notices one that died.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
+    held = contextlib.ExitStack()
+    with held:
+        opened = [held.enter_context(open_model(args.model)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(opened)
+        evaluate(args, *opened[0])
+        dist.barrier()  # the files stay until all have read them
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    leave(run(main, parse_args, sys.argv[1:]))

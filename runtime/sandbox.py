@@ -1,0 +1,309 @@
+"""Run Python programs that nobody has read, such as those a model wrote, without network, files or rights.
+
+    check_sandbox("bubblewrap")                               # ValueError says what to install or to set
+    run_program("print(int(input()) + 1)", "41").stdout       # "42\n"
+    with Sandbox(source, Limits(wall_s=2)) as sandbox:        # one start for many tests of one program
+        sandbox.run("1 2\n").stdout                           # each test in a fresh process
+        sandbox.run(expression="add(1, 2)").value             # "3": a literal of what the program gave back
+
+Two walls stand one behind the other. The first is the namespaces of bubblewrap (`bwrap`): the program sees
+/usr, the Python installation and an empty folder, no network, no other process. The second holds without
+bubblewrap, too: limits of the process (rlimits) and a filter of system calls (seccomp) that refuses to make
+processes, run files, open sockets, send signals, trace, mount and what else a script has no use for. A
+program is therefore one process with some threads, and its limit of memory is that of all it does.
+docs/code_rewards.md lists what was tried against them and what they do not stop.
+"""
+
+import contextlib
+import errno
+import functools
+import marshal
+import os
+import platform
+import re
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Isolation = Literal["bubblewrap", "rlimits"]
+INSIDE = Path(__file__).with_name("sandbox_inside.py")
+START_S = 20.0  # seconds; a sandbox that has not started by then will not
+# Modules that are imported before the first test if a program names them, so that its tests need not.
+SHARED_MODULES = frozenset(
+    "bisect collections copy datetime decimal fractions functools heapq itertools json math numpy operator "
+    "random re statistics string typing".split()
+)
+GRACE_S = 5.0  # seconds past a test's limit after which the process inside counts as lost
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one test may use."""
+
+    wall_s: float = 5.0  # seconds by the clock, and, rounded up, of all its threads together
+    memory_bytes: int = 1 << 30  # address space; never more than the calling process may use
+    output_bytes: int = 4 << 20  # stdout, stderr, and each file that it writes
+    folder_bytes: int = 64 << 20  # all files together (bubblewrap only)
+    threads: int = 64  # holds for a user other than root, so with bubblewrap always
+    open_files: int = 64
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one test ended."""
+
+    exit: int  # exit status, or minus the signal that ended it
+    reason: str  # "" | "time": killed at its limit | "output": it wrote too much | "lost": the sandbox ended
+    stdout: str
+    stderr: str  # its end
+    value: str  # of the expression, as a literal; "" without one
+
+
+class Sandbox(contextlib.AbstractContextManager):
+    """Run the tests of one program, each in a fresh process and an empty folder.
+
+    isolation: "bubblewrap" or "rlimits". "rlimits" does without namespaces. It does not keep a program from
+    reading every file that the user may read, environments in /proc included, nor from writing and deleting
+    the user's files, and as root it does not count threads. It is for machines that refuse namespaces and
+    hold nothing worth protecting. A caller that is killed leaves the folder behind. RuntimeError: the sandbox
+    does not start.
+    """
+
+    def __init__(self, source: str, limits: Limits = Limits(), isolation: Isolation = "bubblewrap"):
+        self.limits, self._folder = limits, None
+        command = inside_command()
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
+        }
+        uid = 0
+        if isolation == "bubblewrap":
+            # RLIMIT_NPROC does not hold for root, so each caller's programs run as a user of their own.
+            uid = 0 if os.getuid() else 2**30 + os.getpid()
+            if (program := shutil.which("bwrap")) is None:
+                raise RuntimeError("bubblewrap is not installed: `apt-get install bubblewrap`")
+            command = [program, *bubblewrap_arguments(limits.folder_bytes, bool(uid)), *command]
+        elif isolation == "rlimits":
+            self._folder = tempfile.mkdtemp(prefix="sandbox_")
+        else:
+            raise ValueError(f"isolation must be 'bubblewrap' or 'rlimits', not {isolation!r}")
+        self._process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self._folder or "/",
+            env=environment,
+            start_new_session=True,
+        )
+        numbers = (limits.memory_bytes, limits.output_bytes, limits.threads, limits.open_files, uid)
+        imports = " ".join(re.findall(r"^[ \t]*(?:import|from)[ \t].*", source, re.MULTILINE))
+        modules = " ".join(sorted(SHARED_MODULES & set(re.findall(r"\w+", imports))))
+        try:
+            packages = sysconfig.get_path("purelib")
+            self._send(" ".join(map(str, numbers)), system_call_filter(), packages, modules, source)
+            self._deadline = time.monotonic() + START_S
+            self._read_message(1)
+        except (OSError, EOFError) as error:
+            message = f"the sandbox does not start: {self._last_words() or error}"
+            self.close()
+            raise RuntimeError(message) from error
+
+    def run(self, stdin: str = "", expression: str = "", wall_s: float | None = None) -> Result:
+        """Run the program with this stdin, or, with an expression, as a module whose names it may use."""
+        wall_s = self.limits.wall_s if wall_s is None else wall_s
+        self._deadline = time.monotonic() + wall_s + GRACE_S
+        if self._process.stdout.closed:
+            return Result(-9, "lost", "", "", "")
+        try:
+            self._send(stdin, expression, str(wall_s))
+            exit_status, *texts = self._read_message(5)
+        except (OSError, EOFError):
+            self._process.kill()  # a late answer must not become that of the next test
+            self._process.wait()
+            self._process.stdout.close()
+            return Result(-9, "lost", "", "", "")
+        return Result(int(exit_status), *(text.decode(errors="replace") for text in texts))
+
+    def _send(self, *fields: str | bytes) -> None:
+        encoded = [f if isinstance(f, bytes) else f.encode(errors="surrogatepass") for f in fields]
+        message = memoryview(b"".join(len(field).to_bytes(4, "big") + field for field in encoded))
+        while message:
+            message = message[self._process.stdin.write(message) :]
+
+    def _read_message(self, count: int) -> list[bytes]:
+        return [self._read(int.from_bytes(self._read(4), "big")) for _ in range(count)]
+
+    def _read(self, size: int) -> bytes:
+        data, poller = bytearray(), select.poll()
+        poller.register(self._process.stdout, select.POLLIN)
+        while len(data) < size:
+            if not poller.poll(max(0, self._deadline - time.monotonic()) * 1000):
+                raise OSError(errno.ETIMEDOUT, "the process inside is silent")
+            part = self._process.stdout.read(size - len(data))
+            if not part:
+                raise EOFError("the process inside has ended")
+            data += part
+        return bytes(data)
+
+    def _last_words(self) -> str:
+        self._process.kill()
+        return self._process.stderr.read().decode(errors="replace").strip()[-300:]
+
+    def close(self) -> None:
+        """Kill all that runs inside and remove its folder."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(
+                self._process.pid, 9
+            )  # nothing inside can leave the group: setsid and setpgid are refused
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            pipe.close()
+        self._process.wait()
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+
+def run_program(
+    source: str, stdin: str = "", limits: Limits = Limits(), isolation: Isolation = "bubblewrap"
+) -> Result:
+    """Run a program once."""
+    with Sandbox(source, limits, isolation) as sandbox:
+        return sandbox.run(stdin)
+
+
+def check_sandbox(isolation: Isolation) -> None:
+    """Run a program to see whether this machine allows the isolation; ValueError says what to do if not."""
+    if isolation == "bubblewrap" and shutil.which("bwrap") is None:
+        raise ValueError(
+            "code rewards run programs in bubblewrap, which is not installed: `apt-get install bubblewrap`, "
+            "or set reward.sandbox=rlimits, which does not protect your files"
+        )
+    try:
+        result = run_program("print(6 * 7)", "", Limits(wall_s=START_S), isolation)
+    except RuntimeError as error:
+        result = Result(1, "", "", str(error), "")
+    if result.stdout != "42\n":
+        raise ValueError(
+            f"programs cannot be run with reward.sandbox={isolation} "
+            f"({(result.stderr or result.reason).strip()}). bubblewrap needs a user who may make namespaces "
+            "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; "
+            "--cap-add SYS_ADMIN for a container); reward.sandbox=rlimits does without, but does not protect "
+            "your files"
+        )
+
+
+@functools.cache
+def inside_command() -> list[str]:
+    """Return the command line of the process inside: its code is compiled here, once."""
+    code = marshal.dumps(compile(INSIDE.read_text(), INSIDE.name, "exec")).hex()
+    start = "import marshal, sys; exec(marshal.loads(bytes.fromhex(sys.argv[1])))"
+    return [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", start, code]
+
+
+@functools.cache
+def bubblewrap_arguments(folder_bytes: int, is_root: bool) -> list[str]:
+    """Return bwrap's arguments that give the command after them namespaces of its own.
+
+    Root needs no user namespace. It keeps the rights that the process inside needs to run the program as
+    another user, to kill it and to empty its folder; the program itself has none.
+    """
+    command = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try".split()
+    command += ["--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
+    for right in ("SETUID", "SETGID", "KILL", "DAC_OVERRIDE") if is_root else ():
+        command += ["--cap-add", f"CAP_{right}"]
+    command += [] if is_root else ["--unshare-user"]
+    # Folders are made one by one because those that bwrap makes on the way are closed to other users.
+    command += ["--dir", "/etc", "--dir", "/dev"]
+    command += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for folder in ("/bin", "/sbin", "/lib", "/lib64"):
+        if os.path.islink(folder):
+            command += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            command += ["--ro-bind", folder, folder]
+    for folder in map(Path, (sys.base_prefix, sysconfig.get_path("purelib"))):
+        if Path("/usr") not in [folder, *folder.parents]:
+            for parent in list(folder.parents)[-2::-1]:
+                command += ["--dir", str(parent)]
+            command += ["--ro-bind", str(folder), str(folder)]
+    for device in ("null", "zero", "random", "urandom"):  # no /dev/shm: it would have no limit
+        command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    command += ["--size", str(folder_bytes), "--perms", "1777", "--tmpfs", "/tmp"]
+    return [*command, "--remount-ro", "/", "--chdir", "/tmp"]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The filter of system calls
+# ------------------------------------------------------------------------------------------------------------
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # their AUDIT_ARCH
+REFUSED = {  # system call -> its number on x86_64 and on aarch64; None where there is none
+    # processes: none is made, none is signalled; clone3 hides its flags, so the C library has to use clone
+    "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438), "setsid": (112, 157), "setpgid": (109, 154), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    # network, and memory that no limit counts
+    "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447),
+    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
+    # namespaces and mounts
+    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39),
+    "pivot_root": (155, 41), "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429),
+    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442), "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265),
+    # the kernel itself
+    "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "fanotify_init": (300, 262),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
+    "finit_module": (313, 273), "delete_module": (176, 106), "swapon": (167, 224),
+    "swapoff": (168, 225), "reboot": (169, 142), "acct": (163, 89), "quotactl": (179, 60),
+    "syslog": (103, 116), "settimeofday": (164, 170), "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266), "adjtimex": (159, 171), "personality": (135, 92), "iopl": (172, None),
+    "ioperm": (173, None),
+}  # fmt: skip
+CLONE, PRLIMIT, CLONE3 = (56, 220), (302, 261), (435, 435)
+CLONE_THREAD = 0x10000
+
+
+@functools.cache
+def system_call_filter() -> bytes:
+    """Return the program for the kernel's filter (classic BPF) that refuses with EPERM what REFUSED lists.
+
+    clone is allowed for threads, prlimit64 for the caller itself. ValueError on other processors.
+    """
+    machine = platform.machine()
+    if machine not in ARCHITECTURES:
+        raise ValueError(f"programs can be confined on {', '.join(ARCHITECTURES)}, not on {machine}")
+    column = list(ARCHITECTURES).index(machine)
+    load, equal, bits, at_least, give = 0x20, 0x15, 0x45, 0x35, 0x06  # LD W ABS, JEQ K, JSET K, JGE K, RET K
+    allow, kill, refuse, unknown = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+    steps = [  # code, steps skipped if true, steps skipped if false, operand
+        (load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill),
+        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, refuse),  # x32 has numbers of its own
+        (equal, 0, 1, CLONE3[column]), (give, 0, 0, unknown),
+    ]  # fmt: skip
+    for numbers in REFUSED.values():
+        if numbers[column] is not None:
+            steps += [(equal, 0, 1, numbers[column]), (give, 0, 0, refuse)]
+    steps += [
+        (equal, 0, 4, CLONE[column]), (load, 0, 0, 16), (bits, 0, 1, CLONE_THREAD),
+        (give, 0, 0, allow), (give, 0, 0, refuse),
+        (equal, 0, 4, PRLIMIT[column]), (load, 0, 0, 16), (equal, 0, 1, 0),
+        (give, 0, 0, allow), (give, 0, 0, refuse),
+        (give, 0, 0, allow),
+    ]  # fmt: skip
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)

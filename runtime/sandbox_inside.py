@@ -1,0 +1,223 @@
+"""Run one Python program again and again, a fresh process for each test: what goes on inside a sandbox.
+
+runtime/sandbox.py starts this file by `python -P -s -S -c`, so it imports only what it needs of the standard
+library: a start costs milliseconds, and a test costs a fork. This is the one process that talks to the
+outside. A program runs in a child that has neither this process' pipes nor the right to signal, trace or read
+it, and an expected answer never comes in here: what is sent out is what the program wrote or gave back.
+"""
+
+import atexit
+import builtins
+import ctypes
+import gc
+import os
+import resource
+import select
+import sys
+
+SIGINT, SIGKILL = 2, 9  # the module `signal` would take as long to import as a test takes
+STDERR_BYTES = 2000  # the end of what a program writes to stderr is sent out
+
+
+class FilterProgram(ctypes.Structure):
+    """The kernel's struct sock_fprog."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_void_p)]
+
+
+def receive(count: int) -> list[bytes]:
+    """Read a message, byte strings with their lengths in front; EOFError where there is none."""
+
+    def read(size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += (part := os.read(0, size - len(data)))
+            if not part:
+                raise EOFError
+        return data
+
+    return [read(int.from_bytes(read(4), "big")) for _ in range(count)]
+
+
+def send(*fields: bytes) -> None:
+    """Write a message."""
+    data = memoryview(b"".join(len(field).to_bytes(4, "big") + field for field in fields))
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def main() -> None:
+    """Answer each message (stdin, expression, seconds) by (exit status, reason, stdout, stderr, value)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: end with the process outside
+    libc.signal(SIGINT, 1)  # SIG_IGN; process 1 of a namespace ignores all signals that it does not handle
+    limits, bpf, packages, modules, source = receive(5)
+    memory, output, threads, files, uid = map(int, limits.split())
+    sys.path.append(packages.decode())
+    for name in modules.decode().split():  # once here instead of once a test
+        try:
+            __import__(name)
+        except ImportError:
+            pass  # the program will say so
+    send(b"ready")
+    gc.freeze()  # a child need not look at, and so copy, what is there by now
+    while True:
+        try:
+            stdin, expression, seconds = receive(3)
+        except EOFError:
+            return
+        pipes = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "value")]
+        os.write(pipes[0], stdin)
+        os.lseek(pipes[0], 0, os.SEEK_SET)
+        child = os.fork()
+        if not child:
+            confine(libc, pipes, memory, output, threads, files, uid, float(seconds), bpf)
+            run_and_exit(source, expression)
+        exit_status, reason = wait_for(child, float(seconds))
+        sizes = [os.fstat(pipe).st_size for pipe in pipes]
+        reason = "output" if not reason and max(sizes[1:]) >= output else reason
+        start = max(0, sizes[2] - STDERR_BYTES)
+        texts = [
+            os.pread(pipes[1], output, 0),
+            os.pread(pipes[2], output, start),
+            os.pread(pipes[3], output, 0),
+        ]
+        for pipe in pipes:
+            os.close(pipe)
+        send(b"%d" % exit_status, reason.encode(), *texts)
+        empty_folder()
+
+
+def wait_for(child: int, seconds: float) -> tuple[int, str]:
+    """Wait for a child and kill what is left; return its exit status, or minus a signal, and a reason."""
+    descriptor = os.pidfd_open(child)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    is_late = not poller.poll(seconds * 1000)
+    os.close(descriptor)
+    os.kill(-1 if os.getpid() == 1 else child, SIGKILL)  # -1: all processes of this namespace but this one
+    _, status, usage = os.wait4(child, 0)
+    exit_status = os.waitstatus_to_exitcode(status)
+    is_late |= exit_status == -SIGKILL and usage.ru_utime + usage.ru_stime >= seconds
+    return exit_status, "time" if is_late else ""
+
+
+def empty_folder() -> None:
+    """Empty the working folder; an exception ends the sandbox, and with it the tests that are left."""
+    if os.listdir("."):
+        for folder, folders, files in os.walk(os.getcwd(), topdown=False):
+            for name in files:
+                os.unlink(os.path.join(folder, name))
+            for name in folders:
+                path = os.path.join(folder, name)
+                os.unlink(path) if os.path.islink(path) else os.rmdir(path)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# In the program's process
+# ------------------------------------------------------------------------------------------------------------
+def confine(
+    libc,
+    pipes: list[int],
+    memory: int,
+    output: int,
+    threads: int,
+    files: int,
+    uid: int,
+    seconds: float,
+    bpf: bytes,
+) -> None:
+    """Give up, for good, whatever a program does not need."""
+    for number, pipe in enumerate(pipes):  # stdin, stdout, stderr, and 3 for the value of an expression
+        os.dup2(pipe, number)
+    os.closerange(4, 64)
+    limits = {
+        resource.RLIMIT_CPU: int(seconds) + 1,
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_FSIZE: output,
+        resource.RLIMIT_NPROC: threads,
+        resource.RLIMIT_NOFILE: files,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    for name, limit in limits.items():
+        hard = resource.getrlimit(name)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(name, (limit, limit))
+    if uid:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    code = ctypes.create_string_buffer(bpf, len(bpf))
+
+    program = FilterProgram(len(bpf) // 8, ctypes.addressof(code))
+    libc.prctl(1, SIGKILL)
+    # PR_SET_NO_NEW_PRIVS, then PR_SET_SECCOMP with SECCOMP_MODE_FILTER
+    if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, ctypes.byref(program)):
+        raise OSError(ctypes.get_errno(), "the system calls cannot be filtered")
+
+
+def run_program(source: bytes, expression: bytes) -> None:
+    """Run a program as a script, or, with an expression, as a module, and send the expression's value."""
+    builtins.exit = builtins.quit = sys.exit  # the module `site`, which is not imported here, has them
+    name = "program" if expression else "__main__"
+    module = sys.modules[name] = sys.modules["__main__"] = type(sys)(name)
+    sys.argv = ["program.py"]
+    exec(compile(source, "program.py", "exec"), module.__dict__)
+    if expression:
+        os.write(3, literal(eval(compile(expression, "test", "eval"), module.__dict__)).encode())
+
+
+def run_and_exit(source: bytes, expression: bytes) -> None:
+    """Run a program and end this process as Python does, but for the milliseconds that tidying up takes."""
+    status = _status_of(run_program, source, expression)
+    if "threading" in sys.modules:
+        status = _status_of(sys.modules["threading"]._shutdown) or status  # it waits for threads
+    atexit._run_exitfuncs()
+    sys.modules["__main__"].__dict__.clear()  # files that the program left open are closed
+    gc.collect()
+    for file in (sys.stdout, sys.__stdout__):
+        status = _status_of(file.flush) or status
+    os._exit(status)
+
+
+def _status_of(function, *arguments) -> int:
+    try:
+        function(*arguments)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 255
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def literal(value: object) -> str:
+    """Write a value of plain types as a literal, and one of their subclasses as its plain type."""
+    if value is None or isinstance(value, (bool, complex)):
+        return repr(value)
+    if isinstance(value, float):
+        return {"inf": "1e999", "-inf": "-1e999"}.get(text := float.__repr__(value), text)
+    for kind in (int, str, bytes):
+        if isinstance(value, kind):
+            return ascii(kind(value))
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{literal(key)}:{literal(item)}" for key, item in value.items()) + "}"
+    for kinds, start, end, empty in (
+        (list, "[", "]", "[]"),
+        (tuple, "(", ",)", "()"),
+        ((set, frozenset), "{", "}", "set()"),
+    ):
+        if isinstance(value, kinds):
+            return start + ",".join(map(literal, value)) + end if value else empty
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers
+        return literal(value.tolist())
+    return literal(float(value))  # Fraction, Decimal; TypeError for what is no number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,622 @@
+"""experiments/evaluate.py: figures by other means, the page's data, what it does with markup, real runs."""
+
+import base64
+import gzip
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from html.parser import HTMLParser
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from experiments.evaluate import (
+    all_figures,
+    level_labels,
+    link_newest,
+    mean_figures,
+    mismatch_figures,
+    open_model,
+    parse_args,
+    pass_at_k,
+    prompt_figures,
+    read_settings,
+    samples_page,
+    table_text,
+    values_of_k,
+)
+from experiments.page.build import (
+    FOLDER,
+    build_page,
+    digest,
+    drop_routes,
+    group_rows,
+    highest,
+    scales_of,
+    text_pieces,
+    token_details,
+)
+
+TINY = ROOT / "data" / "built" / "tiny"
+HOSTILE = (
+    "</script><script>document.documentElement.dataset.hacked=1</script>",
+    "<img src=x onerror='document.documentElement.dataset.hacked=2'>",
+    '--></style><svg onload="document.documentElement.dataset.hacked=3"> {{data}} {{script}} ${1+1}',
+    "null \0 bell \7 surrogate \ud83d right to left \u202e mark \u200f line \u2028 \U0001f642 & &lt; ' \" `",
+)
+
+
+def row(prompt_index=0, sample=0, right=False, **changes) -> dict:
+    return {
+        "prompt_index": prompt_index, "source": "set", "kind": "exact", "difficulty": None,
+        "prompt": f"prompt {prompt_index}", "answer": "1", "sample": sample, "temperature": float(sample > 0),
+        "completion": "1", "reward": float(right), "status": "ok" if right else "wrong", "detail": "",
+        "parts": {}, "num_tokens": 2, "finish_reason": "stop", "token_ids": [1, 2],
+        "rollout_logprobs": [-0.5, -0.25],
+    } | changes  # fmt: skip
+
+
+# ---- figures -----------------------------------------------------------------------------------------------
+def share_of_subsets(right: list[bool], k: int) -> float:
+    subsets = list(itertools.combinations(right, k))
+    return sum(any(subset) for subset in subsets) / len(subsets)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        expected = share_of_subsets([i < c for i in range(n)], k)
+        assert pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_k_and_the_figures_of_a_prompt():
+    assert [values_of_k(n) for n in (0, 1, 2, 6, 8)] == [[], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    rows = [row(right=True, num_tokens=5), row(sample=1, reward=0.5, num_tokens=3, finish_reason="length"),
+            row(sample=2, right=True), row(sample=3, status="timeout"), row(sample=4)]  # fmt: skip
+    assert prompt_figures(rows) == pytest.approx({
+        "accuracy": 1.0, "avg_at_4": 1.5 / 4, "pass_at_1": 0.25, "pass_at_2": 0.5, "pass_at_4": 1.0,
+        "completion_tokens": 14 / 5, "cut_at_limit_frac": 0.2, "failed_frac": 0.2,
+    })  # fmt: skip
+    assert "avg_at_1" not in prompt_figures(rows[:1])
+
+
+def test_bootstrap_intervals():
+    values = [{"a": float(i % 2), "b": 1 - float(i % 2), "c": 0.25} for i in range(400)]
+    found = mean_figures(values, seed=0)
+    assert found["num_prompts"] == 400 and found["c"] == {"mean": 0.25, "low": 0.25, "high": 0.25}
+    a, half = found["a"], 1.96 * (0.25 / 400) ** 0.5
+    assert a["mean"] == 0.5 and a["low"] == pytest.approx(0.5 - half, abs=0.008)
+    assert a["high"] == pytest.approx(0.5 + half, abs=0.008)
+    assert found["b"]["low"] == pytest.approx(1 - a["high"]), "all figures see the same resamples"
+    values = [{"a": value} for value in np.random.default_rng(0).random(50).tolist()]
+    assert mean_figures(values, 0) == mean_figures(values, 0) != mean_figures(values, 1)
+    values = [{"a": 1.0}]
+    assert mean_figures(values, 0)["a"] == {"mean": 1.0, "low": None, "high": None}
+
+
+def test_many_difficulties_become_ranges():
+    assert level_labels([2.0, None, 1.0, 2.0, 0.5]) == {0.5: "0.5", 1.0: "1", 2.0: "2"}
+    labels = level_labels([float(i) for i in range(80)])
+    assert (
+        list(dict.fromkeys(labels.values()))[:2] == ["0 to 9", "10 to 19"] and len(set(labels.values())) == 8
+    )
+
+
+def test_figures_by_source_and_difficulty_add_up_and_are_printed():
+    rows = [
+        row(p, s, (p * s) % 3 == 1, source="ab"[p % 2], difficulty=[1, 2, None][p % 3])
+        for p in range(12) for s in range(5)
+    ]  # fmt: skip
+    figures = all_figures(rows, 0)
+    assert list(figures["source"]) == ["a", "b"] and list(figures["difficulty"]) == ["1", "2"]
+    parts = [(part["num_prompts"], part["avg_at_4"]["mean"]) for part in figures["source"].values()]
+    assert sum(n for n, _ in parts) == 12
+    assert sum(n * mean for n, mean in parts) / 12 == pytest.approx(figures["all"]["avg_at_4"]["mean"])
+    of_two = [r for r in rows if r["difficulty"] == 2 and r["sample"] > 0]
+    assert figures["difficulty"]["2"]["num_prompts"] == 4
+    assert figures["difficulty"]["2"]["avg_at_4"]["mean"] == pytest.approx(
+        np.mean([r["reward"] for r in of_two])
+    )
+    text = table_text(figures)
+    assert f"pass@4{figures['all']['pass_at_4']['mean']:>25.3f}" in text and "difficulty 2" in text
+    only_greedy = all_figures([r for r in rows if r["sample"] == 0], 0)
+    assert "greedy" in table_text(only_greedy) and "avg@" not in table_text(only_greedy)
+
+
+def test_mismatch_of_trainer_and_engine():
+    assert mismatch_figures([row()]) == {}
+    rows = [row(trainer_logprobs=[-0.5, -0.35]), row(trainer_logprobs=[-0.3, -0.25])]
+    found, d = mismatch_figures(rows), [0.0, -0.1, 0.2, 0.0]
+    assert found["abs_dlogp"] == pytest.approx(0.075) and found["abs_dlogp_max"] == pytest.approx(0.2)
+    assert found["mismatch_k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / 4)
+
+
+# ---- the page's data ---------------------------------------------------------------------------------------
+class Elements(HTMLParser):
+    """Collect elements, attributes, and the text of title, scripts and styles, as a browser does."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.tags, self.texts, self.attributes, self.open = [], {}, [], None
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes.append(dict(attributes))
+        self.open = (tag, dict(attributes).get("id"))
+
+    def handle_endtag(self, tag):
+        self.open = None
+
+    def handle_data(self, data):
+        if self.open and self.open[0] in ("script", "style", "title"):
+            self.texts[self.open] = self.texts.get(self.open, "") + data
+
+    def read(self, name: str):
+        """Return what a data element holds."""
+        return json.loads(gzip.decompress(base64.b64decode(self.texts["script", name])))
+
+
+def header(**changes) -> dict:
+    return {"title": "model", "facts": [], "tiles": [], "tables": [], "mode": "evaluation", "bins": 1,
+            "layers": [0, 2], "num_experts": 8} | changes  # fmt: skip
+
+
+def hostile_page() -> tuple[str, list[dict]]:
+    """Return a page of prompts, completions, sources, details and a title that are full of markup."""
+    rows = [
+        row(p, s, prompt=text, completion=text, source=text, answer=text, detail=text, kind=text,
+            finish_reason=text, parts={text: 0.5}, token_ids=[0, 1, 2], rollout_logprobs=[-1.0] * 3,
+            messages=[{"role": "user", "content": text}])
+        for p, text in enumerate(HOSTILE) for s in range(2)
+    ]  # fmt: skip
+    prompts, groups = group_rows(rows)
+    details = [[token_details(rows[n], ["", rows[n]["prompt"], "\0"]) for n in group] for group in groups]
+    facts = [[text, text] for text in HOSTILE]
+    page = build_page(header(title=" ".join(HOSTILE), facts=facts), prompts, details)
+    return page, rows
+
+
+def test_a_page_holds_what_was_given_and_no_markup_of_it():
+    page, rows = hostile_page()
+    elements = Elements(page.encode("utf-8").decode())  # no lone surrogate is left
+    template = Elements((FOLDER / "page.html").read_text())
+    num_data = 1 + len(HOSTILE)
+    assert sorted(elements.tags) == sorted(template.tags + ["script"] * num_data), "no other element"
+    assert not any(name.startswith("on") for found in elements.attributes for name in found)
+    assert all(text not in page for text in HOSTILE)
+    kinds = [found.get("type") for found in elements.attributes if "id" in found and found.get("type")]
+    assert kinds.count("application/gzip") == num_data  # a browser runs none of them
+    index = elements.read("index")
+    assert [prompt["prompt"] for prompt in index["prompts"]] == list(HOSTILE)
+    assert (
+        index["prompts"][3]["completions"][1]["completion"] == HOSTILE[3]
+        and index["header"]["facts"][0][0] == HOSTILE[0]
+    )
+    assert index["header"]["sources"] == sorted(HOSTILE) and index["prompts"][0]["question"] == HOSTILE[0]
+    assert elements.read("tokens-3")[0]["pieces"] == ["", HOSTILE[3], "\0"]
+
+
+def test_the_policy_lets_run_one_script_only():
+    page, _ = hostile_page()
+    elements = Elements(page)
+    script, style = elements.texts["script", None], elements.texts["style", None]
+    assert script == (FOLDER / "page.js").read_text() and style == (FOLDER / "page.css").read_text()
+    (policy,) = [found["content"] for found in elements.attributes if "http-equiv" in found]
+    assert policy.split("; ")[:3] == [
+        "default-src 'none'", f"style-src '{digest(style)}'", f"script-src '{digest(script)}'",
+    ]  # fmt: skip
+    for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "fetch(", "http://"):
+        assert word not in script.replace("http://www.w3.org/2000/svg", ""), word
+    assert "url(" not in style and "@import" not in style
+    assert build_page(header(), *[group_rows([row()])[0], [[None]]]) == build_page(
+        header(), *[group_rows([row()])[0], [[None]]]
+    ), "the same data give the same file"
+
+
+def test_rows_become_prompts():
+    rows = [row(1, 0, difficulty=2.0), row(0, 0, reward=math.nan), row(1, 1)]
+    prompts, groups = group_rows(rows, {2.0: "2 to 3"})
+    assert groups == [[0, 2], [1]] and [p["difficulty"] for p in prompts] == ["2 to 3", None]
+    assert prompts[1]["completions"][0]["reward"] is None
+    samples = [
+        {"step": s, "prompt": "p", "completion": "c", "reward": 1.0, "status": "ok"} for s in (10, 10, 20)
+    ]
+    prompts, groups = group_rows(samples)
+    assert groups == [[0, 1], [2]] and [p["step"] for p in prompts] == [10, 20]
+    assert [c["sample"] for c in prompts[0]["completions"]] == [1, 2] and prompts[0]["answer"] is None
+
+
+def test_details_of_tokens():
+    rng = np.random.default_rng(0)
+    engine = np.argsort(rng.random((4, 2, 300)))[..., :3].astype(np.int16)  # more ids than a byte holds
+    trainer = engine[..., ::-1].copy()  # the same experts in another order
+    trainer[2, 1, 0] = (set(range(4)) - set(engine[2, 1].tolist())).pop()
+    numbers = {
+        "token_ids": [5, 6, 7, 8], "rollout_logprobs": [-1.0, -2.0, -0.125, -3.0],
+        "trainer_logprobs": [-1.0, -2.00001, math.nan, -3.5], "entropy": [0.1, 2.0, 0.3, math.inf],
+    }  # fmt: skip
+    detail = json.loads(json.dumps(token_details(numbers, list("abcd"), engine, trainer), allow_nan=False))
+    assert detail["difference"] == [0.0, -1e-5, None, -0.5] and detail["entropy"] == [0.1, 2.0, 0.3, None]
+    assert "trainer" not in detail and detail["engine"] == [-1.0, -2.0, -0.125, -3.0]
+    table = detail["routes"]
+    ids = np.frombuffer(base64.b64decode(table["data"]), f"<u{table['width']}").reshape(table["shape"])
+    assert (ids == engine).all() and table["width"] == 2
+    assert detail["trainer_routes"]["at"] == [2] and detail["trainer_routes"]["shape"] == [1, 2, 3]
+    assert scales_of([detail])["difference"] == pytest.approx(np.percentile([0, 1e-5, 0.5], 99))
+    only_trainer = token_details({"token_ids": [1], "trainer_logprobs": [-1.5]}, ["a"])
+    assert only_trainer == {"ids": [1], "pieces": ["a"], "trainer": [-1.5]}
+
+
+def test_experts_beyond_the_limit_are_left_out():
+    ids = np.zeros((30, 1, 1), np.uint8)
+    details = [token_details({"token_ids": [0] * 30}, ["a"] * 30, ids) for _ in range(3)]
+    assert drop_routes(details, limit=80) == 1 and ["routes" in detail for detail in details] == [
+        True,
+        True,
+        False,
+    ]
+
+
+def test_the_marked_fifth_is_the_first_entropy_group_of_espo():
+    import torch
+
+    from train_rl import entropy_groups
+
+    generator = torch.Generator().manual_seed(0)
+    for length in (1, 4, 5, 6, 11, 200):
+        entropy = torch.randint(0, 9, (1, length), generator=generator).double()  # with equal ones
+        groups = entropy_groups(entropy, torch.ones(1, length, dtype=torch.bool), (0.2, 0.8))
+        assert highest(entropy[0].tolist(), 0.2) == (groups[0] == 0).nonzero().flatten().tolist()
+
+
+def byte_tokenizer():
+    """Return a tokenizer whose tokens are bytes, and two words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)} | {"<end>": 256}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>")
+
+
+def test_pieces_of_a_text_are_whole_characters():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer("a \U0001f642\u00e9<end>")["input_ids"]
+    assert text_pieces(tokenizer, ids) == ["a", " ", "", "", "", "\U0001f642", "", "\u00e9", "<end>"]
+    cut = tokenizer("a\U0001f642")["input_ids"][:-1]
+    assert (
+        "".join(text_pieces(tokenizer, cut)) == tokenizer.decode(cut)
+        and len(text_pieces(tokenizer, cut)) == 4
+    )
+    assert text_pieces(tokenizer, []) == []
+
+
+# ---- models and runs ---------------------------------------------------------------------------------------
+def write_model(folder: Path, text: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text(text)
+    return folder
+
+
+def write_checkpoint(run_dir: Path, step: int) -> Path:
+    checkpoint = run_dir / "checkpoints" / f"step_{step:06d}"
+    write_model(checkpoint / "model", f"weights {step}")
+    (checkpoint / "state.json").write_text("{}")
+    return checkpoint
+
+
+def test_a_model_is_found_in_each_kind_of_folder(tmp_path):
+    model = write_model(tmp_path / "export" / "model", "m")
+    for folder, name in ((model, "export/model"), (tmp_path / "export", "export")):
+        with open_model(folder) as found:
+            assert found == (model, name)
+    with pytest.raises(ValueError, match="neither a Hugging Face checkpoint"), open_model(tmp_path):
+        pass
+
+
+def test_the_newest_checkpoint_stays_readable_while_a_run_goes_on(tmp_path, monkeypatch):
+    run_dir = tmp_path / "espo"
+    checkpoints = [write_checkpoint(run_dir, step) for step in (5, 10)]
+    write_model(run_dir / "checkpoints" / "step_000015.tmp" / "model", "half")
+    with open_model(run_dir) as (folder, name):
+        assert name == "espo at step 10" and os.stat(folder / "model.safetensors").st_nlink == 2
+        for checkpoint in checkpoints:
+            shutil.rmtree(checkpoint)  # the run has written newer ones
+        assert (folder / "model.safetensors").read_text() == "weights 10"
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step_000015.tmp"]
+
+    newest, link = [write_checkpoint(run_dir, step) for step in (20, 25)], os.link
+
+    def race(source, target):  # while step 25 is linked the run removes it and writes step 30
+        if newest[1].is_dir():
+            shutil.rmtree(newest[1])
+            write_checkpoint(run_dir, 30)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", race)
+    assert link_newest(run_dir / "checkpoints", tmp_path / "held") == "step_000030"
+    assert (tmp_path / "held" / "model.safetensors").read_text() == "weights 30"
+
+    monkeypatch.setattr(os, "link", lambda *names: (_ for _ in ()).throw(PermissionError("no links")))
+    link_newest(run_dir / "checkpoints", tmp_path / "copied")
+    assert (tmp_path / "copied" / "model.safetensors").read_text() == "weights 30"
+
+
+def sample_row(step: int, **changes) -> dict:
+    return {
+        "step": step,
+        "prompt": "1+1=",
+        "completion": "2",
+        "reward": 1.0,
+        "status": "ok",
+        "detail": "",
+    } | changes
+
+
+def test_samples_of_a_run_become_a_page(tmp_path):
+    with pytest.raises(ValueError, match="samples.jsonl has no row yet"):
+        samples_page(tmp_path)
+    rows = [sample_row(10), sample_row(10, status="wrong", reward=0.5), sample_row(20, parts={"math": 1.0})]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 30, "pro')
+    elements = Elements(samples_page(tmp_path))
+    index = elements.read("index")
+    assert [(p["step"], len(p["completions"])) for p in index["prompts"]] == [(10, 2), (20, 1)]
+    assert index["header"]["mode"] == "samples" and index["header"]["tiles"][0]["mean"] == pytest.approx(
+        2.5 / 3
+    )
+    assert ("script", "tokens-0") not in elements.texts
+
+
+def test_samples_with_tokens_are_shown_by_token(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(write_model(tmp_path / "model", "m"))
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    tokens = {"token_ids": tokenizer("2 \u00e9")["input_ids"], "entropy": [0.5, 0.1, 0.2, 0.0],
+              "trainer_logprobs": [-0.1] * 4, "rollout_logprobs": [-0.2] * 4}  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample_row(10, **tokens)) + "\n")
+    ((detail,),) = [Elements(samples_page(tmp_path)).read("tokens-0")]
+    assert detail["pieces"] == ["2", " ", "", "\u00e9"] and detail["high"] == [0]
+    assert detail["difference"] == [0.1] * 4
+
+
+# ---- options -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ([], "give either --model FOLDER with --data FILE, or --run"),
+        (["--model", "m", "--run", "r"], "give either"),
+        (["--model", "m"], "--model needs --data"),
+        (["--run", "r"], "--run RUN_DIR takes --html"),
+        (["--model", "m", "--data", "d", "--samples", "-1"], "--samples must be at least 0"),
+        (["--model", "m", "--data", "d", "--json", "x.json", "--html", "x.json"], "must be different files"),
+        (["--model", "m", "--data", "d", "--json", "x.jsonl"], "must be different files"),
+    ],
+)
+def test_bad_options(options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        parse_args(options)
+
+
+def settings_of(*options, context=512):
+    return read_settings(parse_args(["--model", "m", *options]), context)
+
+
+def test_options_become_settings_and_settings_go_before_them():
+    settings = settings_of(
+        "--data", "a.jsonl", "{path: hub/b, split: test, kind: math}", "--kind", "gsm8k", "--limit", "7",
+        "--columns", "{prompt: q}", "--chat", "never", "--max-new-tokens", "100", "--dtype", "float32",
+        "reward.timeout_s=3", "rollout.temperature=0.5", "data.on_bad_row=drop",
+    )  # fmt: skip
+    first, second = settings.data.eval
+    assert (first.path, first.kind, first.limit, first.columns) == ("a.jsonl", "gsm8k", 7, {"prompt": "q"})
+    assert (second.path, second.split, second.kind, second.limit) == ("hub/b", "test", "math", 7)
+    assert (settings.data.chat, settings.data.on_bad_row, settings.reward.timeout_s) == ("never", "drop", 3)
+    assert (settings.rollout.temperature, settings.rollout.max_prompt_tokens) == (0.5, 412)
+    with pytest.raises(ValueError, match="data.eval.*kinds: unknown setting, did you mean data.eval.*kind"):
+        settings_of("--data", "{path: a.jsonl, kinds: math}")
+    with pytest.raises(ValueError, match="rollout.temperature: input should be greater than 0"):
+        settings_of("--data", "a.jsonl", "--temperature", "0")
+    with pytest.raises(ValueError, match="exceed the model's context of 512 tokens"):
+        settings_of("--data", "a.jsonl", "--max-new-tokens", "100", "rollout.max_prompt_tokens=500")
+
+
+def test_completions_lie_beside_the_figures(tmp_path):
+    args = parse_args(["--model", "m", "--data", "d", "--json", str(tmp_path / "new" / "x.json")])
+    assert args.completions == tmp_path / "new" / "x.jsonl" and args.completions.parent.is_dir()
+
+
+# ---- real runs ---------------------------------------------------------------------------------------------
+def evaluate(*arguments) -> subprocess.CompletedProcess:
+    line = [sys.executable, "experiments/evaluate.py", *map(str, arguments)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def evaluated(demo_model, tmp_path_factory):
+    """Return the folder of an evaluation of the tiny model: 40 additions, 4 samples each."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    evaluate(
+        "--model", TINY / "model", "--data", TINY / "test.jsonl", "--limit", 40, "--samples", 4,
+        "--max-new-tokens", 16, "--temperature", 0.8, "--dtype", "float32", "--kv-cache-gib", 0.25,
+        "--json", folder / "e.json", "--html", folder / "e.html",
+    )  # fmt: skip
+    return folder
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow(starts_ranks=False)
+def test_the_figures_are_those_of_a_recount(evaluated):
+    from reward import verify
+
+    figures, rows = (
+        json.loads((evaluated / "e.json").read_text())["figures"],
+        read_rows(evaluated / "e.jsonl"),
+    )
+    assert [(r["prompt_index"], r["sample"]) for r in rows] == list(itertools.product(range(40), range(5)))
+    verdicts = [verify(r["kind"], r["completion"], r["answer"]) for r in rows]
+    assert [v.reward for v in verdicts] == [r["reward"] for r in rows]
+    right = np.array([v.reward == 1 for v in verdicts]).reshape(40, 5)
+    assert 0 < right.sum() < right.size
+    found = {name: value["mean"] for name, value in figures["all"].items() if name != "num_prompts"}
+    assert found["accuracy"] == pytest.approx(right[:, 0].mean())
+    assert found["avg_at_4"] == pytest.approx(right[:, 1:].mean())
+    for k in (1, 2, 4):
+        expected = np.mean([share_of_subsets(of_prompt.tolist(), k) for of_prompt in right[:, 1:]])
+        assert found[f"pass_at_{k}"] == pytest.approx(expected)
+    assert found["completion_tokens"] == pytest.approx(np.mean([len(r["token_ids"]) for r in rows]))
+    levels = {r["difficulty"] for r in rows}
+    assert {float(level) for level in figures["difficulty"]} == levels and len(levels) > 1
+
+
+@pytest.mark.slow(starts_ranks=False)
+def test_greedy_text_and_log_probabilities_are_those_of_transformers(evaluated):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
+    for r in read_rows(evaluated / "e.jsonl")[:100]:
+        asked, temperature = tokenizer(r["prompt"])["input_ids"], r["temperature"] or 1.0
+        with torch.no_grad():
+            logits = model(torch.tensor([asked + r["token_ids"]])).logits[0, len(asked) - 1 : -1]
+        logp = (logits.double() / temperature).log_softmax(-1)
+        expected = logp.gather(1, torch.tensor(r["token_ids"]).unsqueeze(1)).squeeze(1)
+        entropy = -(logp.exp() * logp).sum(-1)
+        if r["sample"] == 0:
+            assert logits.argmax(-1).tolist() == r["token_ids"]
+            assert tokenizer.decode(r["token_ids"], skip_special_tokens=True) == r["completion"]
+        for name, values in (
+            ("rollout_logprobs", expected),
+            ("trainer_logprobs", expected),
+            ("entropy", entropy),
+        ):
+            assert np.allclose(r[name], values, atol=1e-4, rtol=0), name
+        assert np.allclose(r["trainer_logprobs"], r["rollout_logprobs"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow(starts_ranks=False)
+def test_the_page_shows_the_same(evaluated):
+    from transformers import AutoConfig
+
+    elements, rows = Elements((evaluated / "e.html").read_text()), read_rows(evaluated / "e.jsonl")
+    index, config = elements.read("index"), AutoConfig.from_pretrained(TINY / "model")
+    assert [c["completion"] for p in index["prompts"] for c in p["completions"]] == [
+        r["completion"] for r in rows
+    ]
+    for number in (0, 39):
+        for detail, r in zip(elements.read(f"tokens-{number}"), rows[5 * number :]):
+            assert detail["ids"] == r["token_ids"] and "".join(detail["pieces"]).startswith(r["completion"])
+            tokens = len(r["token_ids"])
+            assert detail["routes"]["shape"] == [
+                tokens,
+                len(index["header"]["layers"]),
+                config.num_experts_per_tok,
+            ]
+            assert np.allclose(detail["engine"], r["rollout_logprobs"], atol=1e-5)
+            assert (
+                len(detail["trainer_routes"]["at"]) <= tokens // 2
+            )  # float32 on both sides: ties aside the same
+    assert (evaluated / "e.html").stat().st_size < 400_000
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_as_its_own_evaluation_did(undisturbed, tmp_path):
+    """The newest checkpoint, the same seeds: the figures of the run's last evaluation."""
+    evaluate(
+        "--model", undisturbed, "--data", "{path: data/built/tiny/test.jsonl, name: additions, limit: 20}",
+        "--samples", 2, "--max-new-tokens", 16, "--dtype", "float32", "--kv-cache-gib", 0.25,
+        "--no-trainer-logprobs", "--json", tmp_path / "e.json",
+    )  # fmt: skip
+    result = json.loads((tmp_path / "e.json").read_text())
+    rows = read_rows(undisturbed / "metrics.jsonl")
+    last = [r for r in rows if "eval/additions/accuracy" in r][-1]
+    assert result["model"] == "undisturbed at step 6" and result["mismatch"] == {}
+    for name in ("accuracy", "avg_at_2", "pass_at_2"):
+        assert result["figures"]["all"][name]["mean"] == pytest.approx(last[f"eval/additions/{name}"]), name
+    assert not list((undisturbed / "checkpoints").glob("evaluate_*"))
+
+    evaluate("--run", undisturbed, "--html", tmp_path / "run.html")
+    index = Elements((tmp_path / "run.html").read_text()).read("index")
+    assert [p["step"] for p in index["prompts"]] == list(range(1, 7))
+    assert all(len(p["completions"]) == 4 for p in index["prompts"])
+
+
+class Site(BaseHTTPRequestHandler):
+    """Serve pages to a browser; /slow keeps it from calling the first page loaded until the others are."""
+
+    def do_GET(self):
+        name = self.path.strip("/")
+        if name == "slow":
+            time.sleep(3)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        self.wfile.write(self.server.pages.get(name, "").encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
+    """Show each prompt in a frame; a page around them, once loaded, says what has become of them."""
+    frames = ["careless", *(f"page#{number}" for number in range(1, 1 + len(HOSTILE)))]
+    around = "".join(f"<iframe src='/{name}'></iframe>" for name in frames) + "<img src='/slow'>"
+    around += """<script>onload = () => { document.body.textContent = JSON.stringify(
+        [...document.querySelectorAll("iframe")].map(({contentDocument: page}) => [
+            page.documentElement.dataset, page.images.length, page.querySelector(".crumbs b")?.textContent]
+        )) }</script>"""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        server.pages = {"around": around, "careless": f"<html>{HOSTILE[0]}", "page": hostile_page()[0]}
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        names = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
+        browser = ["chromium", f"--user-data-dir={tmp_path}", *(f"--{name}" for name in names.split())]
+        browser += ["--disable-component-update", "--disable-sync", "--dump-dom"]
+        place = f"http://127.0.0.1:{server.server_port}/around"
+        done = subprocess.run([*browser, place], capture_output=True, text=True, errors="replace", timeout=60)
+        server.shutdown()
+    careless, *found = json.loads(re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)[1])
+    assert careless[0] == {"hacked": "1"}, "what runs is seen"
+    assert found == [[{"ready": ""}, 0, f"Prompt {n} of {len(HOSTILE)}"] for n in range(1, 1 + len(HOSTILE))]
+
+
+def test_importing_the_page_needs_no_torch():
+    code = "import sys, experiments.evaluate; assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_command_that_cannot_work_says_why_in_a_line(tmp_path):
+    line = [
+        sys.executable,
+        "experiments/evaluate.py",
+        "--run",
+        str(tmp_path),
+        "--html",
+        str(tmp_path / "p.html"),
+    ]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "samples.jsonl has no row yet" in done.stderr
+    assert "Traceback" not in done.stderr and not (tmp_path / "p.html").exists()

@@ -1,0 +1,147 @@
+"""Constraints that a rule can decide: each check against texts that meet it and texts that do not."""
+
+import json
+
+import pytest
+
+from verifiers.instructions import CHECKS, verify
+
+# name -> (arguments, texts that meet the constraint, texts that do not)
+CASES = {
+    "keywords:existence": ({"keywords": ["tree", "C++"]}, ["Trees in c++."], ["A tree.", "C++"]),
+    "keywords:frequency": (
+        {"keyword": "cat", "frequency": 2, "relation": "at least"},
+        ["Cat and cat", "concatenated category"],  # IFEval counts parts of words
+        ["cat", "dog"],
+    ),
+    "keywords:forbidden_words": ({"forbidden_words": ["bad", "a.b"]}, ["badly", "axb"],
+        ["It is BAD.", "a.b"]),
+    "keywords:letter_frequency": (
+        {"letter": "E", "let_frequency": 3, "let_relation": "less than"}, ["eE", "x"], ["eee"]),
+    "language:response_language": (
+        {"language": "ko"}, ["\uc548\ub155\ud558\uc138\uc694 OK"],
+        ["Hello", "\u3053\u3093\u306b\u3061\u306f"]),
+    "length_constraints:number_words": (
+        {"num_words": 3, "relation": "at least"}, ["one two three", "it's two-fold"],
+        ["one two", "one - two"]),
+    "length_constraints:number_sentences": (
+        {"num_sentences": 3, "relation": "less than"},
+        ["Dr. Who came. He left.", "It costs 3.5 or 4.2. Yes!", "One?! Two...", "no end", "J. R. R. T."],
+        ["One. Two. Three.", "One! Two? Three", "So.\nIt.\n\nIs.", "\u4e00\u3002\u4e8c\u3002\u4e09\u3002"],
+    ),
+    "length_constraints:number_paragraphs": (
+        {"num_paragraphs": 2}, ["a\n***\nb", "***\na***b\n***"],
+        ["a\n\nb", "a***b***c", "a\n***\n***\nb"]),
+    "length_constraints:nth_paragraph_first_word": (
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
+        ["First.\n\nThen, more.", "a\n\n\"THEN\" b"],
+        ["Then.\n\nFirst.", "Then.", "a\n\nthen\n\nb", "a\n\nthenceforth"]),
+    "detectable_content:number_placeholders": (
+        {"num_placeholders": 2}, ["[name] of [town]", "[a][b][c]"], ["[name", "[name] (town)"]),
+    "detectable_content:postscript": (
+        {"postscript_marker": "P.S."}, ["Bye\nP.S. more", "bye p. s. more"], ["Bye\nPS more"]),
+    "detectable_format:number_bullet_lists": (
+        {"num_bullets": 2}, ["* a\n* b", "- a\n text\n  - b"],
+        ["* a", "* a\n- b\n* c", "**bold**\n* a"]),
+    "detectable_format:constrained_response": ({}, ["My answer is yes.", "So: My answer is maybe."],
+        ["Yes."]),
+    "detectable_format:number_highlighted_sections": (
+        {"num_highlights": 2}, ["*a* and *b c*", "**a** and *b*"],
+        ["*a*", "**a**", "** **, * *", "*a\nb* *c"]),
+    "detectable_format:multiple_sections": (
+        {"section_spliter": "SECTION", "num_sections": 2}, ["SECTION 1\na\nSECTION 2\nb"],
+        ["SECTION 1", "Section 1 Section 2"]),
+    "detectable_format:json_format": (
+        {}, ['{"a": [1]}', '```json\n{"a": 1}\n```', "```\n[]\n```"],
+        ["a: 1", '{"a": 1} so', "[" * 100_000]),
+    "detectable_format:title": ({}, ["<<Joy>>\ntext", "x << a >> y"],
+        ["<<>>", "<Joy>", "<<a\n>>", "<< >>"]),
+    "combination:two_responses": ({}, ["a\n******\nb", "******a******b"],
+        ["a******a", "a", "a******b******c"]),
+    "combination:repeat_prompt": ({"prompt_to_repeat": "Say it. "}, ["say it. Fine"],
+        ["Fine. Say it."]),
+    "startend:end_checker": ({"end_phrase": "The end."}, ["It is THE END.", '"the end."\n'],
+        ["The end. No."]),
+    "startend:quotation": ({}, ['"all of it"'], ['"', 'a "b"', "'a'"]),
+    "change_case:capital_word_frequency": (
+        {"capital_frequency": 2, "capital_relation": "at least"}, ["I SAID so", "A WELL-KNOWN fact"],
+        ["I said so", "iPhone X"]),
+    "change_case:english_capital": ({}, ["ALL, 1 OF IT!"],
+        ["All", "123", "\u041f\u0420\u0418\u0412\u0415\u0422"]),
+    "change_case:english_lowercase": ({}, ["all, 1 of it!"],
+        ["All", "\u043f\u0440\u0438\u0432\u0435\u0442"]),
+    "punctuation:no_comma": ({}, ["a; b. c"], ["a, b"]),
+}  # fmt: skip
+
+
+def reward(text: str, name: str, arguments: dict) -> float:
+    score, status, detail = verify(text, json.dumps([{"id": name, **arguments}]))
+    assert (status, detail) == (("ok", "") if score == 1 else ("wrong", f"not met: {name}"))
+    return score
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_check_tells_texts_apart(name):
+    arguments, met, not_met = CASES[name]
+    assert {text: reward(text, name, arguments) for text in met} == dict.fromkeys(met, 1.0)
+    assert {text: reward(text, name, arguments) for text in not_met} == dict.fromkeys(not_met, 0.0)
+
+
+def test_the_reward_is_the_share_of_constraints_met_in_every_form_of_the_answer():
+    names = ["punctuation:no_comma", "change_case:english_capital", "keywords:existence"]
+    arguments = [{}, None, {"keywords": ["it"], "relation": None, "num_words": None}]
+    rows = [{"id": name} | (given or {}) for name, given in zip(names, arguments)]
+    columns = {"instruction_id_list": names, "kwargs": arguments, "key": 7}
+    expected = (2 / 3, "wrong", "not met: change_case:english_capital")
+    for answer, given in ((json.dumps(rows), {}), (json.dumps(columns), {}), ("", columns), ("7", columns)):
+        score, *rest = verify("<think>A, b.</think>So is it", answer, **given)
+        assert (pytest.approx(score), *rest) == expected
+    assert verify("IT", json.dumps(rows)) == (1.0, "ok", "")
+    assert verify("<think>IT</think>\n", json.dumps(rows)) == (0.0, "no_answer", "")
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        ("no commas", "the answer is not JSON"),
+        ("", "instruction_id_list and kwargs, two lists of one length"),
+        ('{"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}', "two lists of one length"),
+        ("[]", "the list of constraints is empty"),
+        ('["punctuation:no_comma"]', 'must be an object with an "id"'),
+        ('[{"id": "punctuation:no_commas"}]', "did you mean 'punctuation:no_comma'?"),
+        (
+            '[{"id": "length_constraints:number_words", "num_words": 3}]',
+            "missing a required argument: 'relation'",
+        ),
+        ('[{"id": "punctuation:no_comma", "num_words": 3}]', "unexpected keyword argument 'num_words'"),
+        (
+            '[{"id": "length_constraints:number_words", "num_words": 3, "relation": "over"}]',
+            "less than, at least",
+        ),
+        (
+            '[{"id": "length_constraints:number_words", "num_words": "3", "relation": "at least"}]',
+            "not supported",
+        ),
+        ('[{"id": "keywords:existence", "keywords": "word"}]', "the words must be a list"),
+    ],
+)
+def test_a_constraint_that_cannot_be_read_is_an_error_whatever_the_text(answer, message):
+    for text in ("A text.", ""):
+        score, status, detail = verify(text, answer)
+        assert (score, status) == (0.0, "error") and message in detail
+
+
+def test_languages_are_told_by_script_or_by_a_library(monkeypatch):
+    japanese, chinese = "\u79c1\u306f\u5b66\u751f\u3067\u3059", "\u6211\u662f\u5b66\u751f"
+    for text, language in ((japanese, "ja"), (chinese, "zh")):
+        assert reward(text, "language:response_language", {"language": language}) == 1
+        assert (
+            reward(text, "language:response_language", {"language": {"ja": "zh", "zh": "ja"}[language]}) == 0
+        )
+    answer = '[{"id": "language:response_language", "language": "de"}]'
+    monkeypatch.setitem(__import__("sys").modules, "py3langid", None)  # as if it were not installed
+    assert "pip install py3langid" in verify("Das ist gut.", answer)[2]
+    monkeypatch.undo()
+    pytest.importorskip("py3langid", reason="the language of Latin text needs py3langid")
+    assert verify("Das ist ein guter Tag für uns alle.", answer)[1] == "ok"
+    assert verify("This is a good day for all of us.", answer)[1] == "wrong"

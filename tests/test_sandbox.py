@@ -1,0 +1,452 @@
+"""Programs in a sandbox: what tries to get out, what a limit stops, and the rewards of programs."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+
+from runtime import sandbox
+from runtime.sandbox import Limits, Sandbox, check_sandbox, run_program
+from verifiers.code import extract_program, same_output, verify
+
+SECRET = "a secret of the parent"
+
+
+NO_BUBBLEWRAP = shutil.which("bwrap") is None and "bwrap is not installed"
+bubblewrap = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=str(NO_BUBBLEWRAP))
+each_isolation = pytest.mark.parametrize(
+    "isolation", [pytest.param("bubblewrap", marks=bubblewrap), "rlimits"]
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Look for processes and folders that a test leaves behind."""
+    children = lambda: set(psutil.Process().children(recursive=True))
+    folders = lambda: set(Path(tempfile.gettempdir()).glob("sandbox_*"))
+    before = children(), folders()
+    yield
+    user = 2**30 + os.getpid()  # the user of programs, where root runs the tests
+    assert not [process for process in psutil.process_iter(["uids"]) if process.info["uids"].real == user]
+    assert (children() - before[0], folders() - before[1]) == (set(), set())
+
+
+# ---- escapes -----------------------------------------------------------------------------------------------
+
+P, M, F = "PermissionError", "MemoryError", "FileNotFoundError"
+# What a program tries -> (how it ends in bubblewrap, how under rlimits alone, the program). An end is the
+# name of an exception, "escaped", or the reason why it was killed; None: not tried, nothing would stop it.
+ESCAPES = {
+    "connect to a server here": (P, P, "import socket; socket.create_connection(('127.0.0.1', {port}), 1)"),
+    "ask a name server": ("gaierror", "gaierror", "import socket; socket.gethostbyname('example.com')"),
+    "open a socket of Unix": (P, P, "import socket; socket.socket(socket.AF_UNIX)"),
+    "fork bomb": (P, P, "while True: os.fork()"),
+    "fork by clone": (P, P, "check(libc.syscall(56, 17, 0, 0, 0, 0))"),
+    "fork by clone3": ("OSError", "OSError", "check(libc.syscall(435, 0, 0))"),
+    "leave a process behind": (P, P, "import subprocess; subprocess.Popen(['sleep', '9'])"),
+    "become another program": (P, P, "os.execv('/bin/sh', ['sh', '-c', 'echo escaped'])"),
+    "sudo": (P, P, "os.execv('/usr/bin/su', ['su'])"),
+    "99 threads": (
+        "RuntimeError", None,
+        "import threading, time\nsleep = lambda: time.sleep(9)\n"
+        "for i in range(99): threading.Thread(target=sleep, daemon=True).start()"),
+    "too much memory": (M, M, "bytearray(1 << 30)"),
+    "memory outside the address space": (P, P, "os.memfd_create('x')"),
+    "fill the folder": ("OSError", None, "for i in range(99): open(str(i), 'wb').write(bytes(1 << 20))"),
+    "a huge file": ("OSError", "OSError", "open('huge', 'wb').write(bytes(8 << 20))"),
+    "a huge file of holes": ("OSError", "OSError", "open('huge', 'wb').truncate(1 << 40)"),
+    "endless output": ("output", "output", "while True: print('x' * 65536)"),
+    "endless errors": ("output", "output", "while True: sys.stderr.write('x' * 65536)"),
+    "endless loop": ("time", "time", "while True: pass"),
+    "endless loop, deaf": (
+        "time", "time",
+        "import signal\nfor n in (2, 14, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile True: pass"),
+    "sleep": ("time", "time", "import time; time.sleep(60)"),
+    "read more input than there is": ("EOFError", "EOFError", "input(); input()"),
+    "environment of another": (F, "escaped", "assert {secret!r} in open('/proc/{other}/environ').read()"),
+    "own environment": ("AssertionError", "AssertionError", "assert {secret!r} in str(os.environ)"),
+    "memory of another process": (F, None, "open('/proc/{other}/mem', 'rb')"),
+    "a file of another run": (F, "escaped", "open('{run}/verdicts.json')"),
+    "the same through a link": (F, "escaped", "os.symlink('{run}/verdicts.json', 'link'); open('link')"),
+    "write beside another run": (F, "escaped", "open('{run}/new', 'w')"),
+    "read the project": (F, "escaped", "open('{project}/README.md')"),
+    "write to the project": ("(FileNotFound|Permission|OS)Error", None, "open('{project}/new', 'w')"),
+    "write to home": ("(FileNotFound|Permission|OS)Error", None, "open('{home}/new', 'w')"),
+    "write to /dev/shm": (F, None, "open('/dev/shm/new', 'w')"),
+    "write to /usr": ("OSError", None, "open('/usr/new', 'w')"),
+    "write to Python": ("OSError|PermissionError", None, "open(os.__file__, 'a')"),
+    "write to the root": ("OSError|PermissionError", None, "open('/new', 'w')"),
+    "read the passwords": (F, None, "open('/etc/shadow')"),
+    "kill another process": (P, P, "os.kill({other}, 9)"),
+    "kill the process inside": (P, P, "os.kill(os.getppid(), 9)"),
+    "kill everything": (P, P, "os.kill(-1, 9)"),
+    "limit the process inside": (P, P, "import resource; resource.prlimit(os.getppid(), 0, (0, 0))"),
+    "raise its own limit": ("ValueError", None, "import resource; resource.setrlimit(9, (1 << 40, 1 << 40))"),
+    "trace the process inside": (P, P, "check(libc.ptrace(16, os.getppid(), 0, 0))"),
+    "become root": (P, None, "os.setuid(0)"),
+    "mount": (P, P, "check(libc.mount(b'none', b'/tmp', b'tmpfs', 0, 0))"),
+    "a user namespace of its own": (P, P, "check(libc.unshare(0x10000000))"),
+    "a disk": (P, None, "os.mknod('disk', 0o60600, os.makedev(8, 0)); open('disk')"),
+    "leave the process group": (P, P, "os.setsid()"),
+}  # fmt: skip
+FRAME = """import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def check(result):
+    if result == -1: raise OSError(ctypes.get_errno(), "refused")
+try:
+    exec({body!r})
+    print("escaped")
+except BaseException as error:
+    print(type(error).__name__)
+"""
+SMALL = Limits(wall_s=0.4, memory_bytes=256 << 20, output_bytes=1 << 20, folder_bytes=4 << 20)
+
+
+TRIED = [
+    pytest.param(isolation, name, marks=bubblewrap if isolation == "bubblewrap" else ())
+    for name, ends in ESCAPES.items()
+    for isolation, end in zip(("bubblewrap", "rlimits"), ends)
+    if end is not None
+]
+
+
+@pytest.mark.parametrize("isolation, name", TRIED)
+def test_a_program_does_not_get_out(isolation, name, tmp_path, monkeypatch):
+    *ends, body = ESCAPES[name]
+    expected = ends[isolation == "rlimits"]
+    (tmp_path / "verdicts.json").write_text("{}")
+    other = subprocess.Popen(["sleep", "30"], env={"PATH": os.environ["PATH"], "SECRET": SECRET})
+    monkeypatch.setenv("SECRET", SECRET)
+    places = {"project": ROOT, "home": Path.home(), "run": tmp_path}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        body = body.format(port=server.getsockname()[1], other=other.pid, secret=SECRET, **places)
+        start = time.monotonic()
+        result = run_program(FRAME.format(body=body), "", SMALL, isolation)
+        seconds = time.monotonic() - start
+    is_alive = other.poll() is None
+    other.kill()
+    other.wait()
+    assert re.fullmatch(expected, result.reason or result.stdout.strip()), result
+    assert seconds < SMALL.wall_s + 0.6 and is_alive
+    assert not [place for place in (ROOT, Path.home(), Path("/dev/shm")) if (place / "new").exists()]
+
+
+@each_isolation
+def test_every_call_of_the_list_is_refused(isolation):
+    column = list(sandbox.ARCHITECTURES).index(os.uname().machine)
+    numbers = {name: both[column] for name, both in sandbox.REFUSED.items() if both[column] is not None}
+    source = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+for number in {list(numbers.values())}:
+    assert libc.syscall(number, 0, 0, 0, 0, 0, 0) == -1, number
+    print(ctypes.get_errno())
+"""
+    result = run_program(source, isolation=isolation)
+    assert result.stdout.split() == [str(errno.EPERM)] * len(numbers), result.stderr
+
+
+@pytest.mark.parametrize(
+    "column, header", [(0, "x86_64-linux-gnu/asm/unistd_64.h"), (1, "asm-generic/unistd.h")]
+)
+def test_the_numbers_of_system_calls_are_the_kernel_s(column, header):
+    path = Path("/usr/include", header)
+    if not path.is_file():
+        pytest.skip(f"{path} is not installed (linux-libc-dev)")
+    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())
+    numbers = {name: int(number) for name, number in found}
+    ours = dict(sandbox.REFUSED, clone=sandbox.CLONE, prlimit64=sandbox.PRLIMIT, clone3=sandbox.CLONE3)
+    known = {name: both[column] for name, both in ours.items() if name in numbers or both[column] is None}
+    assert len(known) > 60
+    assert {name: numbers.get(name) for name in known} == known
+
+
+# ---- the tests of one program ------------------------------------------------------------------------------
+
+
+@each_isolation
+def test_a_test_sees_nothing_of_the_one_before(isolation):
+    source = """
+import os, sys
+print(sorted(os.listdir(".")), hasattr(sys, "seen"), input())
+sys.seen = True
+os.makedirs("a/b/c")
+os.chmod("a/b", 0)
+os.symlink("/", "a/link")
+open("kept", "w").write("x")
+"""
+    with Sandbox(source, isolation=isolation) as inside:
+        found = [inside.run(text).stdout for text in ("one", "two", "two\nthree")]
+    assert found == ["[] False one\n", "[] False two\n", "[] False two\n"]
+
+
+@each_isolation
+def test_no_test_can_answer_for_the_process_outside(isolation):
+    """A program writes whole messages to every file that it has, and closes them."""
+    source = """
+import os
+message = b"".join(len(f).to_bytes(4, "big") + f for f in (b"0", b"", b"forged", b"", b"True"))
+for fd in [0, *range(2, 64)]:
+    try: os.write(fd, message)
+    except OSError: pass
+os.write(1, b"own\\n")
+os.closerange(0, 64)
+os._exit(0)
+"""
+    with Sandbox(source, isolation=isolation) as inside:
+        assert [inside.run().stdout for _ in range(3)] == ["own\n"] * 3
+
+
+@each_isolation
+def test_a_program_ends_as_under_python(isolation, tmp_path):
+    """Exit status and output of scripts are those of `python program.py`."""
+    for source in (
+        "print(input()); exit(3)",
+        "import sys; sys.exit('a message')",
+        "import atexit; atexit.register(print, 'bye'); raise SystemExit",
+        "from threading import Timer; Timer(0.02, print, ['late']).start()",
+        "import sys, io; sys.stdout = io.TextIOWrapper(open(1, 'wb')); print('left open')",
+        "import sys; f = open(1, 'w', closefd=False); f.write('not closed')",
+        "if __name__ == '__main__': print(open(0).read(), end='')",
+        "1 / 0",
+        "import os; os.abort()",
+        "import pickle\nclass A: pass\nprint(type(pickle.loads(pickle.dumps(A()))))",
+        "import asyncio; asyncio.run(asyncio.sleep(0)); print('done')",
+        "import sys; sys.setrecursionlimit(10**6)\ndef f(n): return n and f(n - 1)\nprint(f(20000))",
+        "import numpy; print(numpy.arange(3) @ numpy.arange(3))",
+        "def",
+    ):  # fmt: skip
+        path = tmp_path / "program.py"
+        path.write_text(source)
+        done = subprocess.run([sys.executable, path], input="é\n", capture_output=True, text=True, timeout=10)
+        found = run_program(source, "é\n", isolation=isolation)
+        assert (found.stdout, found.reason) == (done.stdout, ""), source
+        assert found.exit == done.returncode or "abort" in source and found.exit < 0, source
+        assert found.stderr.splitlines()[-1:] == done.stderr.splitlines()[-1:], source
+
+
+@bubblewrap
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_a_user_without_rights_gets_the_same(tmp_path):
+    """The system's Python runs as a user who has nothing."""
+    python = "/usr/bin/python3"
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from runtime.sandbox import *;"
+        "check_sandbox('bubblewrap');"
+        "print(run_program('import os; print(os.getpid(), os.listdir(\"/tmp\")); os.fork()').stdout, end='')"
+    )
+    version = subprocess.run(
+        [python, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True
+    )
+    if version.stdout != b"True\n" or not ROOT.stat().st_mode & 1:
+        pytest.skip("no Python 3.11 that such a user could run, or a project folder that it may not read")
+    done = subprocess.run(
+        [python, "-B", "-c", script], user=12345, group=12345, extra_groups=[], cwd="/",
+        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("2 []\n", "")
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@each_isolation
+def test_all_ends_with_a_worker_that_is_killed(isolation, tmp_path):
+    """The caller has 2 GiB of address space, as a reward worker has, and dies in the middle of a test."""
+    script = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+from runtime.sandbox import *
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+print(run_program("bytearray(3 << 30)", "", Limits(memory_bytes=8 << 30), {isolation!r}).stderr.split()[-1])
+print("looping", flush=True)
+run_program("while True: pass", "", Limits(wall_s=60), {isolation!r})
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    worker = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert [worker.stdout.readline() for _ in range(2)] == ["MemoryError\n", "looping\n"]
+    time.sleep(0.15)
+    inside = psutil.Process(worker.pid).children(recursive=True)
+    assert len(inside) >= 2
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    deadline = time.monotonic() + 2
+    while any(lives(process) for process in inside):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(list(tmp_path.iterdir())) == (isolation == "rlimits")  # only its empty folder stays
+
+
+# ---- a machine without bubblewrap --------------------------------------------------------------------------
+
+
+def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="apt-get install bubblewrap.*reward.sandbox=rlimits"):
+        check_sandbox("bubblewrap")
+    refuses = tmp_path / "bwrap"
+    refuses.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
+    refuses.chmod(0o755)
+    with pytest.raises(ValueError, match="No permissions.*unprivileged_userns_clone.*reward.sandbox=rlimits"):
+        check_sandbox("bubblewrap")
+    score, status, detail = verify("```python\nprint(1)\n```", '{"inputs": [""], "outputs": ["1"]}')
+    assert (score, status) == (0.0, "error") and "No permissions" in detail
+    with pytest.raises(ValueError, match="'bubblewrap' or 'rlimits', not 'docker'"):
+        run_program("", isolation="docker")
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------
+
+
+def fenced(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\n"
+
+
+@pytest.mark.parametrize(
+    "completion, program",
+    [
+        ("```python\na = 1\n```\nor\n```python\na = 2\n```", "a = 2\n"),
+        ("```python\na = 1\n```\nIt prints\n```\n5\n```", "a = 1\n"),
+        ("```Python3\na = 1\n```", "a = 1\n"),
+        ("```\na = 1\n```\n```\na = 2\n```", "a = 2\n"),
+        ("1. So:\n   ```py\n   if a:\n       b = 1\n   ```", "if a:\n    b = 1\n"),
+        ("<think>```python\na = 1\n```</think>```python\na = 2\n```", "a = 2\n"),
+        ("```python\na = 1\nb = '``'", "a = 1\nb = '``'"),  # cut off
+        ("a = int(input())\nprint(a)", "a = int(input())\nprint(a)"),
+        ("def f():\n    return 1", "def f():\n    return 1"),
+        ("```python\n\n```", None),
+        ("42", None),
+        ("Yes", None),
+        ("I cannot do it.", None),
+        ("", None),
+        ("(" * 100_000, None),
+    ],
+)
+def test_the_program_of_a_completion(completion, program):
+    assert extract_program(completion) == program
+
+
+@pytest.mark.parametrize(
+    "found, expected, same",
+    [
+        ("1 2\n3\n", "1 2\n3", True),
+        ("1  2 \n3\n\n", "1 2\n3", True),
+        ("1\n2\n3", "1 2\n3", False),
+        ("", "1", False),
+        ("0.3333333", "0.33333333333", True),
+        ("0.3334", "0.33333", False),
+        ("1", "1.0", True),
+        ("1.0", "1", False),  # a whole number is written as such
+        ("10000001", "10000000", False),
+        ("nan", "0.5", False),
+        ("1e3", "1000.0", True),
+        ("YES", "yes", False),
+    ],
+)
+def test_outputs_are_compared_by_lines_and_words(found, expected, same):
+    assert same_output(found, expected) is same
+
+
+ADD = [f"assert add({a}, {b}) == {a + b}" for a, b in ((1, 2), (3, 4))]
+LISTS = [
+    "assert set(f(3)) == set([0, 1, 2])",
+    "import math\nassert math.isclose(sum(f(3)), 3.0000001, rel_tol=1e-6)",
+    "assert f(0) == []",
+    "x = f(2)\nassert len(x) == 2",
+    "assert (f(1) == [0]) is True",
+]
+SETUP = {"asserts": [*ADD, "assert add(zero, 5) == 0"], "setup": "zero = 0"}
+ECHO = {"inputs": ["1", "5"], "outputs": ["2", "6"]}
+CALL = {"fn_name": "join", "inputs": ['[1, 2]\n{"a": null}', [[3], {}]], "outputs": ['[1, 2, "a"]', [[3]]]}
+SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b)"
+
+
+@bubblewrap
+@pytest.mark.parametrize(
+    "program, tests, reward, detail",
+    [
+        ("print(int(input()) + 1)", ECHO, 1.0, ""),
+        ("print(2)", ECHO, 0.5, "1 of 2 tests passed; test 2 gave '2'"),
+        ("print(int(input()) + 1); 1 / 0", ECHO, 0.0, "0 of 2 tests passed; test 1 ended with exit status 1"),
+        ("print(2)\nwhile True: pass", ECHO, 0.0, "0 of 2 tests passed; test 1 was killed after 0.3"),
+        ("print(2)", {"inputs": [["1", 5]], "outputs": [["2"]]}, 1.0, ""),
+        ("def add(a, b): return a + b", ADD, 1.0, ""),
+        ("def add(a, b): return a", SETUP, 1 / 3, "1 of 3 tests passed; test 1 gave '1'"),
+        ("def f(n): return list(range(n))", LISTS, 1.0, ""),
+        ("def f(n): return [1] * n", LISTS, 0.6, "3 of 5"),
+        (SOLUTION, CALL, 1.0, ""),
+        ("def join(a, b): return a", CALL, 0.5, "1 of 2 tests passed; test 1 gave '[1,2]'"),
+        ("def", ADD, 0.0, "0 of 2 tests passed; test 1 ended with exit status 1: SyntaxError"),
+        # what a program may do instead of its work
+        ("import os; os._exit(0)", ADD, 0.0, "0 of 2"),
+        ("raise SystemExit(0)", ADD, 0.0, "0 of 2"),
+        ("class E:\n    __eq__ = lambda a, b: True\nadd = lambda a, b: E()", ADD, 0.0, "0 of 2"),
+        ("import os; os.write(3, b'True'); os._exit(0)", ADD, 0.0, "0 of 2"),
+        ("import builtins; builtins.set = lambda x: {1}\nf = lambda n: [1]", LISTS[:1], 0.0, "0 of 1"),
+        ("print('[(1, 2), 3]')\nadd = lambda a, b: float('nan')", ADD, 0.0, "0 of 2"),
+        ("add = lambda a, b: '(' * 99999", ADD, 0.0, "0 of 2"),
+        ("import os; os.write(3, b'(' * 99999); os._exit(0)", ADD, 0.0, "0 of 2"),
+        ("import os; os.write(3, b'{{}}'); os._exit(0)", ADD, 0.0, "0 of 2"),
+    ],
+)  # fmt: skip
+def test_the_reward_is_the_share_of_tests_passed(program, tests, reward, detail):
+    found = verify(fenced(program), json.dumps(tests), timeout_s=0.3)
+    assert found[:2] == (reward, "ok" if reward == 1 else "wrong")
+    assert found[2].startswith(detail) and len(found[2]) <= 200
+
+
+@bubblewrap
+def test_an_assert_without_a_constant_can_be_forged():
+    """docs/code_rewards.md says so."""
+    program = "class E:\n    __eq__ = lambda a, b: True\nadd = lambda a, b: E()"
+    assert verify(fenced(program), '["x = 3\\nassert add(1, 2) == x"]')[0] == 1.0
+
+
+@bubblewrap
+def test_all_tests_of_a_program_share_a_limit_of_time():
+    start = time.monotonic()
+    tests = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
+    score, _, detail = verify(fenced("while True: pass"), json.dumps(tests), timeout_s=0.1)
+    assert score == 0 and detail.startswith("0 of 50 tests passed; test 1 was killed after 0.1 s")
+    assert 0.3 < time.monotonic() - start < 0.8
+
+
+@pytest.mark.parametrize(
+    "answer, message",
+    [
+        ("print(1)", "must be JSON"),
+        ("{}", 'needs "inputs" and "outputs", or "asserts"'),
+        ("3", 'needs "inputs" and "outputs", or "asserts"'),
+        ("[]", "must be a list that is not empty"),
+        ('{"inputs": "1", "outputs": ["1"]}', "inputs of a code row must be a list"),
+        ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs and 1 outputs"),
+        ('{"inputs": [1], "outputs": ["1"]}', "text or lists of lines"),
+        ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}', "fn_name must be the name of a function"),
+        ('{"inputs": ["x"], "outputs": ["1"], "fn_name": "a"}', "Expecting value"),
+        ('["assert add(1"]', "not Python"),
+        ("[3]", "must be text"),
+    ],
+)
+def test_tests_that_cannot_be_read_are_an_error(answer, message):
+    for completion in (fenced("print(1)"), "no program"):
+        score, status, detail = verify(completion, answer)
+        assert (score, status) == (0.0, "error") and message in detail
+    assert verify("no program", json.dumps(ADD)) == (0.0, "no_answer", "there is no program")

@@ -1,0 +1,225 @@
+"""Check what a rule can decide about a completion: length, keywords, format, language; with IFEval's names.
+
+    verify("YES, IT IS.", '[{"id": "change_case:english_capital"}, {"id": "punctuation:no_comma"}]')
+    # (0.5, "wrong", "not met: punctuation:no_comma")
+
+Names, arguments and meanings: Zhou et al., Instruction-Following Evaluation for Large Language Models
+(arXiv 2311.07911) and google-research/instruction_following_eval, in its strict form. [ours]: keywords are
+literal text where IFEval reads them as regular expressions, sentences are split by a rule instead of NLTK's
+trained model, and a language is told by its script where one script is enough, else by py3langid.
+"""
+
+import difflib
+import inspect
+import json
+import operator
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+
+RELATIONS = {"less than": operator.lt, "at least": operator.ge}
+OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+ABBREVIATIONS = frozenset("mr mrs ms dr prof st jr sr inc ltd co vs etc e.g i.e".split())
+SCRIPTS = {  # languages that have a script of their own, and how Unicode's names of its letters begin
+    "bn": "BENGALI", "gu": "GUJARATI", "he": "HEBREW", "kn": "KANNADA", "ko": "HANGUL", "ml": "MALAYALAM",
+    "pa": "GURMUKHI", "ta": "TAMIL", "te": "TELUGU", "th": "THAI", "zh": "CJK",
+}  # fmt: skip
+
+
+def verify(completion: str, answer: str, **columns) -> tuple[float, str, str]:
+    """Return the share of constraints met, the status, and the names of those that are not met.
+
+    answer: JSON, [{"id": name, argument: value, ...}, ...] or IFEval's {"instruction_id_list": [name, ...],
+    "kwargs": [{argument: value, ...}, ...]}; where it is neither, the row's columns of these two names count.
+    Text up to </think> is left out. An answer that cannot be read gives status "error".
+    """
+    try:
+        constraints = read_constraints(answer, columns)
+    except ValueError as error:
+        return 0.0, "error", str(error)
+    text = completion.rpartition("</think>")[2].strip()
+    if not text:
+        return 0.0, "no_answer", ""
+    failed = [name for name, met in constraints if not met(text)]
+    reward = 1 - len(failed) / len(constraints)
+    return (reward, "wrong", "not met: " + ", ".join(failed)) if failed else (1.0, "ok", "")
+
+
+def read_constraints(answer: str, columns: dict) -> list[tuple[str, Callable[[str], bool]]]:
+    """Return (name, check of a text) for each constraint; ValueError names what is wrong with one."""
+    try:
+        rows = json.loads(answer) if answer.strip() else None
+    except ValueError as error:
+        raise ValueError(f"the answer is not JSON ({error}): {answer[:99]!r}") from error
+    if not isinstance(rows, list):
+        given = rows if isinstance(rows, dict) and "instruction_id_list" in rows else columns
+        names, arguments = given.get("instruction_id_list"), given.get("kwargs")
+        if not isinstance(names, list) or not isinstance(arguments, list) or len(names) != len(arguments):
+            raise ValueError(
+                'the answer must be a list of {"id": name, ...}, or there must be instruction_id_list and '
+                "kwargs, two lists of one length, in the answer or as columns"
+            )
+        rows = [{"id": name} | (row or {}) for name, row in zip(names, arguments)]
+    if not rows:
+        raise ValueError("the list of constraints is empty")
+    return [_read_constraint(row) for row in rows]
+
+
+def _read_constraint(row: dict) -> tuple[str, Callable[[str], bool]]:
+    if not isinstance(row, dict) or not isinstance(row.get("id"), str):
+        raise ValueError(f'a constraint must be an object with an "id", not {str(row)[:99]}')
+    name, check = row["id"], CHECKS.get(row["id"])
+    if check is None:
+        nearest = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown constraint {name!r}: did you mean {nearest!r}?")
+    # IFEval's own rows give every argument of every check, null where it does not belong to this one.
+    arguments = {key: value for key, value in row.items() if key != "id" and value is not None}
+    if any(isinstance(arguments.get(key), str) for key in ("keywords", "forbidden_words")):
+        raise ValueError(f"constraint {name!r}: the words must be a list")
+    try:
+        inspect.signature(check).bind("", **arguments)
+        check("Some text.", **arguments)  # wrong types and unknown relations show here
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise ValueError(f"constraint {name!r}: {error}") from error
+    return name, lambda text: check(text, **arguments)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Checks: each is true where the text meets the constraint. The arguments have IFEval's names.
+# ------------------------------------------------------------------------------------------------------------
+def _compare(count: int, relation: str, limit: int) -> bool:
+    if relation not in RELATIONS:
+        raise ValueError(f"the relation must be one of {', '.join(RELATIONS)}, not {relation!r}")
+    return RELATIONS[relation](count, limit)
+
+
+def _sentences(text: str) -> int:
+    """Count sentences: they end at . ! ? before white space, but not after an abbreviation or an initial."""
+    count, start = 0, 0
+    for end in re.finditer(r"[.!?]+[\"'\u201d)\]*]*(?=\s|$)|[\u3002\uff01\uff1f]+", text):
+        words = text[start : end.start()].split()
+        last = words[-1].lower().lstrip("(\"'") if words else ""
+        is_dot = end[0] == "." and end.end() < len(text)
+        if words and not (is_dot and (last in ABBREVIATIONS or len(last) == 1 and last.isalpha())):
+            count, start = count + 1, end.end()
+    return count + bool(re.search(r"\w", text[start:]))
+
+
+def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    paragraphs = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
+    if len(paragraphs) != num_paragraphs or not 0 < nth_paragraph <= num_paragraphs:
+        return False
+    word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'\"")
+    return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
+
+
+def _divided(text: str, divider: str) -> list[str]:
+    """Return the parts between dividers, without blank ones at the ends; [] if one in between is blank."""
+    parts = [part.strip() for part in text.split(divider)]
+    parts = parts[not parts[0] : len(parts) - (not parts[-1])]
+    return parts if all(parts) else []
+
+
+def _is_json(text: str) -> bool:
+    text = re.sub(r"^```(?:json)?|```$", "", text.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _has_title(text: str) -> bool:
+    ends = [(line.find("<<"), line.rfind(">>"), line) for line in text.splitlines()]
+    return any(0 <= start < end and line[start:end].strip("<> \t") for start, end, line in ends)
+
+
+def _highlights(text: str) -> int:
+    single = [found.strip("*").strip() for found in re.findall(r"\*[^\n*]*\*", text)]
+    return sum(map(bool, single)) + len(re.findall(r"\*\*[^\n*]*[^\s*][^\n*]*\*\*", text))
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+    letters = [re.escape(letter) for letter in postscript_marker if not letter.isspace()]
+    return re.search(r"\s?".join(letters), text, re.IGNORECASE) is not None
+
+
+def _is_language(text: str, language: str) -> bool:
+    """Tell the language by the script of most letters where that is enough, else ask py3langid."""
+    scripts = Counter(
+        unicodedata.name(letter, "").split(" ")[0].split("-")[0] for letter in text if letter.isalpha()
+    )
+    if language in SCRIPTS or language == "ja":
+        kana = scripts.pop("HIRAGANA", 0) + scripts.pop("KATAKANA", 0)
+        if language == "ja":
+            return kana > 0 and kana + scripts["CJK"] > scripts.total() / 2
+        return kana == 0 and scripts[SCRIPTS[language]] > scripts.total() / 2
+    try:
+        import py3langid
+    except ImportError as error:
+        raise ValueError(
+            f"telling {language!r} from other languages needs `pip install py3langid`"
+        ) from error
+    return py3langid.classify(text)[0] == language
+
+
+def _is_english_case(text: str, is_case: Callable[[str], bool]) -> bool:
+    return is_case(text) and all(letter.isascii() for letter in text if letter.isalpha())
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda text, keywords: all(word.lower() in text.lower() for word in keywords),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _compare(
+        text.lower().count(keyword.strip().lower()), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(
+            re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) for word in forbidden_words
+        )
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compare(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
+    ),
+    "language:response_language": _is_language,
+    "length_constraints:number_words": lambda text, num_words, relation: _compare(
+        len(re.findall(r"\w+", text)), relation, num_words
+    ),
+    "length_constraints:number_sentences": lambda text, num_sentences, relation: _compare(
+        _sentences(text), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": lambda text, num_paragraphs: (
+        len(_divided(text, "***")) == num_paragraphs
+    ),
+    "length_constraints:nth_paragraph_first_word": _nth_paragraph,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders
+    ),
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(re.findall(r"^[ \t]*(?:\*[^*\n]|-)", text, re.MULTILINE)) == num_bullets
+    ),
+    "detectable_format:constrained_response": lambda text: any(option in text for option in OPTIONS),
+    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
+        _highlights(text) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
+        len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)) >= num_sections
+    ),
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": _has_title,
+    "combination:two_responses": lambda text: len(parts := _divided(text, "******")) == 2 == len(set(parts)),
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: text.lower().startswith(
+        prompt_to_repeat.strip().lower()
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda text: len(text) > 1 and text[0] == text[-1] == '"',
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _compare(
+        sum(word.isupper() for word in re.findall(r"\w[\w'-]*", text)), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda text: _is_english_case(text, str.isupper),
+    "change_case:english_lowercase": lambda text: _is_english_case(text, str.islower),
+    "punctuation:no_comma": lambda text: "," not in text,
+}

@@ -1,0 +1,251 @@
+r"""Compare the boxed answer of a completion with a reference answer, as mathematics or else as text.
+
+    verify(r"so $\boxed{(2, 2)}$ and $\boxed{(6, 2)}$", "(6, 2), (2, 2)")  # (1.0, "ok", "")
+    verify(r"\boxed{k \in \mathbb{Z}}", r"$k\in\mathbb Z$")             # text: math-verify reads no \in Z
+
+Reading order: boxes() finds the answer, _matches_math() and _matches_text() compare it.
+"""
+
+import dataclasses
+import functools
+import logging
+import re
+
+MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; the longest answer of MATH-500 has 53
+
+
+def verify(completion: str, answer: str) -> tuple[float, str, str]:
+    r"""Return reward (0 or 1), status and detail of a completion; answer is LaTeX, a number or a text.
+
+    The last \boxed{...} counts; boxes that only "and", "or", punctuation or spaces separate are one list, or
+    repetitions that must all be right. Without a box, math-verify's last expression in the last
+    MAX_PARSED_CHARS characters counts. An answer that math-verify does not read is compared as text, and then
+    a box is needed.
+    """
+    gold = _parse_box(answer, whole=True)
+    is_math = _is_math(gold)
+    if not is_math and not _is_text(answer):
+        return 0.0, "error", f"the reference answer {answer[:99]!r} says nothing, or its braces do not match"
+    contents = last_boxes(completion)
+    if not contents:
+        return _unboxed(completion, gold) if is_math else (0.0, "no_answer", "")
+    whole = ", ".join(contents)
+    if len(whole) > MAX_PARSED_CHARS:
+        return 0.0, "wrong", ""
+    if not any(content.strip(" .") for content in contents):
+        return 0.0, "no_answer", ""
+    matches = (
+        (lambda content: _matches_math(content, gold)) if is_math else (lambda c: _matches_text(c, answer))
+    )
+    is_right = matches(whole) or (len(contents) > 1 and all(map(matches, contents)))
+    return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The answer in a completion
+# ------------------------------------------------------------------------------------------------------------
+# Escaped braces are skipped; a brace after whole pairs of backslashes (line breaks) is none of these.
+_BRACE = re.compile(r"(?<!\\)(?:\\\\)+(?=[{}])|\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}")
+_TEXT = r"\\(?:text(?:rm|bf|it|normal|up)?|math(?:rm|bf|it|normal)|mbox|hbox|operatorname)\s*"
+_JOINT = re.compile(  # between the boxes of one list; possessive, so that it never backtracks
+    rf"(?:[\s,;&$~*_]|\\[,;:!()\[\]\s]|\\\\|\\q?quad(?![a-z])|{_TEXT}\{{\s*,?\s*(?:and|or)?\s*,?\s*\}}"
+    r"|(?<![a-z])(?:and|or)(?![a-z]))*+"
+)
+
+
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    r"""List (start, end, content) of each \boxed{...} and \fbox{...} whose braces close; no inner ones."""
+    found, open_braces = [], []  # per open brace: its match if it is a box's, None for other braces
+    for match in _BRACE.finditer(text):
+        if match[1] or match[0] == "{":
+            open_braces.append(match if match[1] else None)
+        elif match[0] == "}" and open_braces and (opening := open_braces.pop()) is not None:
+            while found and found[-1][0] > opening.start():
+                found.pop()
+            found.append((opening.start(), match.end(), text[opening.end() : match.start()]))
+    return found
+
+
+def last_boxed(text: str) -> str | None:
+    """Return the content of the last box; None without one."""
+    found = boxes(text)
+    return found[-1][2] if found else None
+
+
+def last_boxes(text: str) -> list[str]:
+    """Return the different contents of the last box and of those that it continues as a list."""
+    found = boxes(text)
+    first = len(found) - 1
+    while first > 0 and _JOINT.fullmatch(text, found[first - 1][1], found[first][0]):
+        first -= 1
+    return list(dict.fromkeys(content for _, _, content in found[max(first, 0) :]))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Mathematics
+# ------------------------------------------------------------------------------------------------------------
+def load_library():
+    """Import math-verify, which takes 0.4 s; the pool's limit replaces its own, the lack of which it logs."""
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    import math_verify
+
+    return math_verify
+
+
+@functools.lru_cache(maxsize=256)  # the completions of a group share their reference answer
+def _parse_box(content: str, whole: bool = False, units: bool = True) -> list:
+    """Return [expression, normalised text] of a boxed answer; [text] if it is no mathematics; [] if empty.
+
+    whole: do not take a fraction out of what cannot be read as a whole. units: take them, and letters that
+    may be one, off the end.
+    """
+    library = load_library()
+    # LaTeX only, else it picks a number out of a box that it cannot parse: 10 from \boxed{7^{7^7} \bmod 10}.
+    config = library.LatexExtractionConfig()
+    if whole:
+        config = dataclasses.replace(config, try_extract_without_anchor=False)
+    if not units:
+        normal = dataclasses.replace(config.normalization_config, units=False)
+        config = dataclasses.replace(config, normalization_config=normal)
+    return library.parse(
+        r"\boxed{" + content.strip().rstrip(".") + "}", [config], parsing_timeout=None, raise_on_error=True
+    )
+
+
+def _is_math(parsed: list) -> bool:
+    return bool(parsed) and not isinstance(parsed[0], str)
+
+
+def _matches_math(content: str, gold: list) -> bool:
+    return _equal(gold, _parse_box(content))
+
+
+def _equal(gold: list, found: list) -> bool:
+    return load_library().verify(gold, found, timeout_seconds=None, raise_on_error=True)
+
+
+def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:
+    """Judge the last expression of a completion without a box."""
+    tail = completion[-MAX_PARSED_CHARS:]
+    if len(tail) < len(completion):  # drop the word that was cut: half a number is another number
+        tail = "".join(tail.split(maxsplit=1)[1:])
+    found = load_library().parse(tail, parsing_timeout=None, raise_on_error=True)
+    if not found:
+        return 0.0, "no_answer", ""
+    return (1.0, "ok", "") if _equal(gold, found) else (0.0, "wrong", "")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Text: what math-verify does not read, such as p \to q, x \equiv 3 \pmod 7 or a system of equations [ours]
+# ------------------------------------------------------------------------------------------------------------
+_SIGNS = str.maketrans(
+    {
+        "\u2212": "-", "\u2264": r"\leq ", "\u2265": r"\geq ", "\u2260": r"\neq ", "\u221e": r"\infty ",
+        "\u03c0": r"\pi ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
+        "\u2192": r"\rightarrow ", "\u2261": r"\equiv ", "\u00b0": r"^\circ ",
+        "\u00d7": r"\times ", "\u2124": r"\mathbb{Z}", "\u211d": r"\mathbb{R}", "\u2205": r"\emptyset ",
+    }
+)  # fmt: skip
+_SYNONYMS = {
+    "dfrac": r"\frac", "tfrac": r"\frac", "cfrac": r"\frac", "le": r"\leq", "ge": r"\geq", "ne": r"\neq",
+    "to": r"\rightarrow", "implies": r"\Rightarrow", "iff": r"\Leftrightarrow", "land": r"\wedge",
+    "lor": r"\vee", "lnot": r"\neg", "varnothing": r"\emptyset", "ldots": "...", "dots": "...",
+    "cdots": "...", "mid": "|", "vert": "|", "lvert": "|", "rvert": "|", "langle": "(", "rangle": ")",
+    "colon": ":", "bmod": "mod ", "mod": "mod ", "degree": r"^\circ", "lbrace": r"\{", "rbrace": r"\}",
+    "left": "", "right": "", "big": "", "bigl": "", "bigr": "", "Big": "", "displaystyle": "",
+    "quad": " ", "qquad": " ",
+}  # fmt: skip
+_REWRITES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\s+", " "),
+        (_TEXT + r"\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:left|right)\s*\.", ""),
+        (r"\\pmod\s*(?:\{([^{}]*)\}|(\w))", r"(mod \1\2)"),
+        (r"\\([a-zA-Z]+)", lambda match: _SYNONYMS.get(match[1], match[0])),
+        (r"(?<!\\)\\[,;:!()\[\]\s]|[$~]", " "),
+        (r"\\([%&#])", r"\1"),
+        (r"\\\{\s*\\begin\{(?:array|aligned)\}(?:\{[lcr| ]*\})?(.*)\\end\{(?:array|aligned)\}",
+         r"\\begin{cases}\1\\end{cases}"),
+        (r",?\s*&\s*(?:(?:if|for|when)\b)?", "&"),
+        (r"[ .,;]*(?:\\\\)? *\\end\{cases\}", r"\\end{cases}"),
+        (r"[ .,;]+(?=\\\\)", ""),
+        (r"\\(mathbb|mathcal|frac|sqrt)\s*([A-Z0-9])(?![A-Za-z0-9])", r"\\\1{\2}"),
+        (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
+        (r"([_^])\s*\{\s*([A-Za-z0-9]|\\[a-zA-Z]+)\s*\}", r"\1\2"),
+        (r"(?<![\\a-zA-Z])[A-Za-z]{2,}", lambda match: _fold(match[0])),
+        # A space is needed in \pi k and 1 2 only.
+        (r"(\\[a-zA-Z]+(?= [A-Za-z])|[0-9](?= [0-9])) | ", lambda match: f"{match[1]} " if match[1] else ""),
+        (r"^[.,;]+|[.,;]+$", ""),
+    )
+)  # fmt: skip
+
+
+def _fold(word: str) -> str:
+    """Write a word in small letters unless it is short and all capitals: AB is a segment, ABC a triangle."""
+    return word if word.isupper() and len(word) <= 3 else word.lower()
+
+
+def normal_text(text: str) -> str:
+    """Return a text without what does not change its meaning: spaces, $, text commands, capitals of words."""
+    text = text.translate(_SIGNS)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _is_text(answer: str) -> bool:
+    """Tell whether a text can be the content of a box, and says something."""
+    found = boxes(rf"\boxed{{{answer}}}")
+    return len(found) == 1 and found[0][2] == answer and re.search(r"\w", normal_text(answer)) is not None
+
+
+_OPEN, _CLOSE = ("begin", "langle", "(", "{", "["), ("end", "rangle", ")", "}", "]")
+
+
+def _pieces(text: str) -> list[str]:
+    r"""Split a list at its commas, semicolons, "and" and "or"; not inside brackets and environments."""
+    pieces, depth, start = [], 0, 0
+    for match in re.finditer(
+        r"\\(?:begin|end|langle|rangle)|\\?[({\[\])}]|[,;]|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])", text
+    ):
+        sign = match[0].removeprefix("\\")
+        depth += (sign in _OPEN) - (sign in _CLOSE)
+        is_comma_in_number = sign == "," and re.match(r"\d,\d{3}(?!\d)", text[max(0, match.start() - 1) :])
+        if sign in (",", ";", "and", "or") and depth == 0 and not is_comma_in_number:
+            pieces.append(text[start : match.start()])
+            start = match.end()
+    return [piece for piece in (*pieces, text[start:]) if normal_text(piece)]
+
+
+def _matches_text(content: str, answer: str) -> bool:
+    """Tell whether two texts are equal, or two lists of equal pieces in any order."""
+    if normal_text(content) == normal_text(answer):
+        return True
+    texts = [re.sub(_TEXT + r"\{\s*,?\s*(and|or)\s*,?\s*\}", r" \1 ", text) for text in (content, answer)]
+    found, gold = map(_pieces, texts)
+    if len(found) != len(gold):
+        return False
+    for piece in gold:
+        same = next((other for other in found if _same_piece(other, piece)), None)
+        if same is None:
+            return False
+        found.remove(same)
+    return True
+
+
+_NAME = re.compile(r"[A-Za-z](\([A-Za-z]\))?=(?=[^=]+$)")  # y= or f(x)=, which a completion may leave out
+
+
+def _same_piece(found: str, gold: str) -> bool:
+    found, gold = normal_text(found), normal_text(gold)
+    if bool(_NAME.match(found)) != bool(_NAME.match(gold)):
+        found, gold = _NAME.sub("", found, count=1), _NAME.sub("", gold, count=1)
+    if found == gold:
+        return True
+    has_words = any(re.search(r"[A-Za-z]{2}", re.sub(r"\\[a-zA-Z]+", "", text)) for text in (found, gold))
+    sets = [text.count(r"\{") for text in (found, gold)]  # math-verify takes a set for a tuple
+    if has_words or sets[0] != sets[1] or re.search(r"[0-9] [0-9]", f"{found}, {gold}"):
+        return False
+    parsed = [_parse_box(text, whole=True, units=False) for text in (gold, found)]
+    return all(map(_is_math, parsed)) and _equal(*parsed)
