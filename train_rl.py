@@ -310,6 +310,7 @@ def check_config(config: Config) -> None:
     if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"algorithm.entropy_groups: {list(shares)} must be positive and sum to 1")
     refuse_contradictions(algorithm_contradictions(config) | rollout_contradictions(config))
+    learning_rate(config, 0)  # it refuses what the schedule does not take
 
 
 def algorithm_contradictions(config: Config) -> dict[str, tuple]:
@@ -1272,9 +1273,11 @@ def update_policy(
 
 
 @functools.cache
-def lr_factor(schedule: str, warmup: int, num_steps: int, options: tuple[tuple[str, float], ...]) -> Callable:
-    """Return transformers' function from a step to the factor of the learning rate."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+def lr_function(
+    schedule: str, highest: float, warmup: int, num_steps: int, options: tuple[tuple[str, float], ...]
+) -> Callable[[int], float]:
+    """Return transformers' function from a step to the factor of the highest learning rate."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=highest)
     try:
         scheduler = get_scheduler(
             schedule, optimizer, num_warmup_steps=warmup, num_training_steps=num_steps,
@@ -1292,9 +1295,9 @@ def learning_rate(config: Config, step: int) -> float:
     last update is one of rate 0.
     """
     train = config.train
-    options = tuple(sorted(train.lr_schedule_args.items()))
-    factor = lr_factor(train.lr_schedule, train.warmup_steps + 1, train.num_steps + 1, options)
-    return train.learning_rate * factor(step + 1)
+    highest, options = train.learning_rate, tuple(sorted(train.lr_schedule_args.items()))
+    factor = lr_function(train.lr_schedule, highest, train.warmup_steps + 1, train.num_steps + 1, options)
+    return highest * factor(step + 1)
 
 
 # ============================================================================================================

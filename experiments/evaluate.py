@@ -60,8 +60,8 @@ from reward import (
 from runtime.config import Section, explain, merge, read_override
 from runtime.launch import leave, run
 
-NUM_RESAMPLES = 2000  # of a bootstrap
-MAX_LEVELS = 12  # of difficulty; more are gathered into NUM_RANGES ranges
+NUM_RESAMPLES = 2000  # a bootstrap draws so many
+MAX_LEVELS = 12  # more difficulties are gathered into NUM_RANGES ranges
 NUM_RANGES = 8
 
 
@@ -457,27 +457,35 @@ def samples_page(run_dir: Path) -> str:
     """Return the page of the samples that a run wrote; ValueError if there are none.
 
     The run may go on meanwhile: a last line that is not whole yet is left out. Tokens are shown where rows
-    have token_ids, by the tokenizer of the run's newest model.
+    have token_ids.
     """
     file = run_dir / "samples.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.is_file() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n") and line.strip()]
+    *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
+    rows = [json.loads(line) for line in lines]
     if not rows:
         raise ValueError(
             f"--run {run_dir}: samples.jsonl has no row yet; rows come every run.log_every steps"
         )
     details: list[dict | None] = [None] * len(rows)
     with_tokens = [number for number, row in enumerate(rows) if "token_ids" in row]
-    if with_tokens:
-        from transformers import AutoTokenizer
-
-        with open_model(run_dir) as (folder, _):
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        for number in with_tokens:
-            details[number] = token_details(rows[number], text_pieces(tokenizer, rows[number]["token_ids"]))
+    tokenizer = tokenizer_of_run(run_dir) if with_tokens else None
+    for number in with_tokens:
+        details[number] = token_details(rows[number], text_pieces(tokenizer, rows[number]["token_ids"]))
     prompts, groups = group_rows(rows)
     of_prompts = [[details[number] for number in numbers] for numbers in groups]
     return build_page(samples_header(run_dir, rows, len(prompts)), prompts, of_prompts)
+
+
+def tokenizer_of_run(run_dir: Path):
+    """Load the tokenizer of a run, from its newest model or, before there is one, from where it began."""
+    from transformers import AutoTokenizer
+
+    try:
+        with open_model(run_dir) as (folder, _):
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except ValueError:  # there is no checkpoint yet
+        config = yaml.safe_load((run_dir / "config.yaml").read_text())
+        return AutoTokenizer.from_pretrained(config["model"]["path"], local_files_only=True)
 
 
 def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
@@ -569,10 +577,10 @@ def read_settings(args: argparse.Namespace, context: int):
         reward: RewardSettings = RewardSettings()
 
     common = {"kind": args.kind, "template": args.template, "limit": args.limit}
-    common |= {"columns": args.columns and yaml.safe_load(args.columns)}
+    common |= {"columns": read_mapping("--columns", args.columns) if args.columns else None}
     data = {"eval": [], "chat": args.chat, "system_prompt": args.system_prompt}
     for text in args.data:
-        own = yaml.safe_load(text) if text.lstrip().startswith("{") else {"path": text}
+        own = read_mapping("--data", text) if text.lstrip().startswith("{") else {"path": text}
         data["eval"].append({key: value for key, value in common.items() if value is not None} | own)
     names = ("temperature", "max_new_tokens", "dtype", "kv_cache_gib", "max_num_seqs")
     rollout = {name: getattr(args, name) for name in names} | {"sleep_level": sleep_level(args)}
@@ -591,6 +599,17 @@ def read_settings(args: argparse.Namespace, context: int):
             f"{settings.rollout.max_new_tokens} exceed the model's context of {context} tokens"
         )
     return settings
+
+
+def read_mapping(option: str, text: str) -> dict:
+    """Read {key: value} of the command line as YAML; ValueError names the option."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{option}: {' '.join(str(error).split())}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} {text}: expected {{name: value, ...}}")
+    return value
 
 
 def sleep_level(args: argparse.Namespace) -> int:

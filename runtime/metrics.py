@@ -270,11 +270,19 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
 
 
 def log_samples(config: "Config", state: "TrainState", batch: "RolloutBatch", tokenizer) -> None:
-    """Write the first group of a step to samples.jsonl, to be read by people."""
+    """Write the first group of a step to samples.jsonl, which experiments/evaluate.py --run shows as a page."""
     with (Path(config.run.dir) / "samples.jsonl").open("a") as file:
         for i in (batch.group_index == 0).nonzero().flatten().tolist():
-            text, verdict = tokenizer.decode(batch.completion_ids[i]), batch.verdicts[i]
-            row = {"step": state.step, "prompt": batch.prompts[i].text, "completion": text} | asdict(verdict)
+            prompt, token_ids = batch.prompts[i], batch.completion_ids[i]
+            num = len(token_ids)
+            row = {"step": state.step, "prompt": prompt.text, "completion": tokenizer.decode(token_ids)}
+            row |= asdict(batch.verdicts[i])
+            row |= {name: getattr(prompt, name) for name in ("answer", "kind", "source", "difficulty")}
+            row |= {"num_tokens": num, "finish_reason": batch.finish_reason[i], "token_ids": token_ids}
+            nats = {"rollout_logprobs": batch.rollout_logprobs, "trainer_logprobs": batch.old_logprobs}
+            for name, values in (nats | {"entropy": batch.entropy}).items():
+                if values is not None:  # the trainer's only where the update needs them beforehand
+                    row[name] = values[i, :num].tolist()
             file.write(json.dumps(row) + "\n")
 
 

@@ -64,7 +64,7 @@ class Result:
     reason: str  # "" | "time": killed at its limit | "output": it wrote too much | "lost": the sandbox ended
     stdout: str
     stderr: str  # its end
-    value: str  # of the expression, as a literal; "" without one
+    value: str  # a literal of what the expression gave; "" without one
 
 
 class Sandbox(contextlib.AbstractContextManager):

@@ -7,14 +7,18 @@ import subprocess
 import sys
 from typing import Literal, get_args, get_origin
 
+import huggingface_hub
 import pytest
+import torch
+import transformers
 import yaml
 from conftest import ROOT
 from pydantic import ValidationError
 
+import moe_model
 import train_rl
 from data.prompts import PromptSource
-from runtime.config import free_on_resume, setting_fields
+from runtime.config import complete, differences, free_on_resume, setting_fields
 from train_rl import RENAMED, Config, config_warnings, load_config
 
 TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
@@ -223,6 +227,9 @@ def test_every_choice_is_a_default_or_used():
         ("trian.seed=1", "trian", "train"),
         ("seed=1", "seed", "train.seed"),
         ("learning_rate=1", "learning_rate", "train.learning_rate"),
+        ("train.lr=1", "train.lr", "train.learning_rate"),
+        ("beta=0.1", "beta", "algorithm.kl_coef"),
+        ("rollout.num_generations=4", "rollout.num_generations", "rollout.group_size"),
         ("train.learning_rte=1", "train.learning_rte", "train.learning_rate"),
         ("train.group_size=4", "train.group_size", "rollout.group_size"),
         ("rollout.kv_cache_gb=1", "rollout.kv_cache_gb", "rollout.kv_cache_gib"),
@@ -590,3 +597,92 @@ def test_an_unknown_option_is_refused_in_few_lines(capsys):
     error = capsys.readouterr().err
     assert caught.value.code == 2 and "--confgi" in error
     assert len(error.splitlines()) < 10
+
+
+# ---- to go on from a checkpoint of an earlier version ------------------------------------------------------
+
+
+def test_a_setting_that_a_checkpoint_lacks_counts_as_its_default():
+    config = load("data.eval=[{path: b}]", "train.num_steps=7")
+    saved = config.model_dump(mode="json")
+    for section, key in (
+        ("train", "lr_schedule"),
+        ("train", "betas"),
+        ("reward", "env"),
+        ("rollout", "stop"),
+    ):
+        del saved[section][key]
+    del saved["data"]["train"][0]["weight"], saved["data"]["eval"][0]["columns"], saved["run"]
+    present = config.model_dump(mode="json")
+    assert differences(complete(Config, saved), present) == []
+    other = load(
+        "data.eval=[{path: b}]",
+        "train.num_steps=7",
+        "train.betas=[0.5, 0.9]",
+        "data.train=[{path: a, weight: 2}]",
+    )
+    found = differences(complete(Config, saved), other.model_dump(mode="json"))
+    assert [line.split(" ", 1)[0] for line in found] == ["data.train", "train.betas"]
+    assert found[1] == "train.betas [0.9, 0.95] -> [0.5, 0.9]"
+
+
+# ---- learning rates, trackers, models of the hub -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("schedule", CHOICES["train.lr_schedule"])
+def test_a_learning_rate_is_that_of_transformers_one_step_on(schedule, warmup):
+    """transformers' own scheduler, stepped, is at the same factor one step later; no update has rate 0."""
+    options = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "polynomial": {"power": 2.0}}.get(schedule, {})
+    config = load(
+        "train.num_steps=10", f"train.warmup_steps={warmup}", "train.learning_rate=0.5",
+        f"train.lr_schedule={schedule}", f"train.lr_schedule_args={options}",
+    )  # fmt: skip
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    scheduler = transformers.get_scheduler(
+        schedule,
+        optimizer,
+        num_warmup_steps=warmup + 1,
+        num_training_steps=11,
+        scheduler_specific_kwargs=options,
+    )
+    for step in range(10):
+        optimizer.step()
+        scheduler.step()
+        found = train_rl.learning_rate(config, step)
+        assert found == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12) and found > 0
+    assert train_rl.learning_rate(config, warmup) == 0.5
+
+
+def test_an_option_that_a_schedule_does_not_take_is_refused():
+    message = error_of("train.lr_schedule=cosine", "train.lr_schedule_args={powr: 2}")
+    assert message.startswith("train.lr_schedule_args: {'powr': 2.0} for cosine")
+
+
+def test_a_tracker_that_is_not_installed_is_refused_with_those_that_are():
+    train_rl.check_trackers(load("run.trackers=[tensorboard]"))
+    for name in ("wandbb", "swanlab"):
+        with pytest.raises(ValueError, match=f"run.trackers: {name} is not installed here.*tensorboard"):
+            train_rl.check_trackers(load(f"run.trackers=[tensorboard, {name}]"))
+
+
+def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    assert moe_model.model_folder(tmp_path) == tmp_path
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append(name)
+        if name == "owner/lost":
+            raise OSError("cannot be\nreached")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert moe_model.model_folder("owner/model") == tmp_path and asked == ["owner/model"]
+    with pytest.raises(
+        ValueError, match="owner/lost is no folder here, and the hub gives none: cannot be reached"
+    ):
+        moe_model.model_folder("owner/lost")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="empty holds no config.json"):
+        moe_model.model_folder(tmp_path / "empty")

@@ -382,10 +382,13 @@ def test_samples_of_a_run_become_a_page(tmp_path):
     assert ("script", "tokens-0") not in elements.texts
 
 
-def test_samples_with_tokens_are_shown_by_token(tmp_path):
+@pytest.mark.parametrize("has_export", [True, False])
+def test_samples_with_tokens_are_shown_by_token(has_export, tmp_path):
+    model = write_model(tmp_path / ("model" if has_export else "elsewhere"), "m")
     tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(write_model(tmp_path / "model", "m"))
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    tokenizer.save_pretrained(model)
+    (model / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "config.yaml").write_text(f"model: {{path: {model}}}")
     tokens = {"token_ids": tokenizer("2 \u00e9")["input_ids"], "entropy": [0.5, 0.1, 0.2, 0.0],
               "trainer_logprobs": [-0.1] * 4, "rollout_logprobs": [-0.2] * 4}  # fmt: skip
     (tmp_path / "samples.jsonl").write_text(json.dumps(sample_row(10, **tokens)) + "\n")
@@ -430,6 +433,10 @@ def test_options_become_settings_and_settings_go_before_them():
     assert (settings.rollout.temperature, settings.rollout.max_prompt_tokens) == (0.5, 412)
     with pytest.raises(ValueError, match="data.eval.*kinds: unknown setting, did you mean data.eval.*kind"):
         settings_of("--data", "{path: a.jsonl, kinds: math}")
+    with pytest.raises(ValueError, match="--data: while parsing a flow mapping"):
+        settings_of("--data", "{path: a.jsonl")
+    with pytest.raises(ValueError, match="--columns prompt: expected {name: value"):
+        settings_of("--data", "a.jsonl", "--columns", "prompt")
     with pytest.raises(ValueError, match="rollout.temperature: input should be greater than 0"):
         settings_of("--data", "a.jsonl", "--temperature", "0")
     with pytest.raises(ValueError, match="exceed the model's context of 512 tokens"):

@@ -602,7 +602,7 @@ def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeyp
     """math-verify neither prints nor reads stdin, so a module of its name does: plainly, raw, by a shell."""
     (tmp_path / "math_verify.py").write_text(
         "import os, sys\n"
-        "def LatexExtractionConfig(): pass\n"
+        "def LatexExtractionConfig(**options): pass\n"
         "def parse(text, *args, **options):\n"
         "    for fd in (1, 2):\n"
         '        os.write(fd, b\'[1.0, "ok", ""]\\n\' * 10000)\n'
@@ -621,7 +621,7 @@ def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeyp
 def test_slow_import_is_not_the_items_fault(tmp_path, monkeypatch):
     (tmp_path / "math_verify.py").write_text(
         "import time; time.sleep(1.0)\n"
-        "def LatexExtractionConfig(): pass\n"
+        "def LatexExtractionConfig(**options): pass\n"
         "def parse(text, *args, **options): return [len(text)]\n"
         "def verify(gold, found, **options): return gold == found\n"
     )

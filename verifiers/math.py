@@ -101,9 +101,7 @@ def _parse_box(content: str, whole: bool = False, units: bool = True) -> list:
     """
     library = load_library()
     # LaTeX only, else it picks a number out of a box that it cannot parse: 10 from \boxed{7^{7^7} \bmod 10}.
-    config = library.LatexExtractionConfig()
-    if whole:
-        config = dataclasses.replace(config, try_extract_without_anchor=False)
+    config = library.LatexExtractionConfig(try_extract_without_anchor=not whole)
     if not units:
         normal = dataclasses.replace(config.normalization_config, units=False)
         config = dataclasses.replace(config, normalization_config=normal)

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
-HIGH_ENTROPY_SHARE = 0.2  # of a completion's tokens, ESPO's first entropy group
+HIGH_ENTROPY_SHARE = 0.2  # ESPO's first entropy group of a completion's tokens
 MAX_ROUTE_BYTES = 32 << 20  # experts of all tokens; they hardly compress
 COMPLETION_KEYS = (
     "completion", "status", "reward", "detail", "parts", "num_tokens", "finish_reason", "sample",
@@ -155,7 +155,7 @@ def token_details(
     if routes is not None and trainer_routes is not None:
         differs = (np.sort(routes, axis=-1) != np.sort(trainer_routes, axis=-1)).any(axis=(1, 2))  # [tokens]
         table = route_table(trainer_routes[differs]) | {"at": differs.nonzero()[0].tolist()}
-        detail["trainer_routes"] = table  # of the other tokens it is the engine's
+        detail["trainer_routes"] = table  # other tokens have the engine's
     return {key: value for key, value in detail.items() if value is not None}
 
 

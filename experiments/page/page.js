@@ -618,7 +618,7 @@ function listen() {
 async function start() {
   try { const theme = localStorage.getItem("theme"); if (theme) document.documentElement.dataset.theme = theme; } catch { /* see changeTheme() */ }
   if (typeof DecompressionStream === "undefined") {
-    $("reader").textContent = "This browser cannot unpack gzip; a browser of 2023 or later can (Chrome 80, Firefox 113, Safari 16.4).";
+    $("reader").textContent = "This browser cannot unpack gzip; a browser of 2024 or later can.";
     return;
   }
   index = await unpack("index");

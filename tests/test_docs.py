@@ -1,0 +1,171 @@
+"""The pages for newcomers: their blocks run as they stand, and the names that they give are those of the code."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import preloaded
+import pytest
+import yaml
+from conftest import ROOT
+from helpers import rows_of
+
+import train_rl
+from runtime.config import free_on_resume, setting_fields
+from runtime.other_names import NAMES_ELSEWHERE
+
+ROAD = ROOT / "docs" / "your_model_your_data.md"
+FROM_OTHERS = ROOT / "docs" / "from_trl_or_verl.md"
+SETTINGS = setting_fields(train_rl.Config)
+LEAVES = {name.rsplit(".", 1)[-1] for name in SETTINGS}
+
+
+def blocks_of(page: Path) -> list[tuple[str, str]]:
+    """List (language, text) of the fenced blocks of a page."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def settings_in(text: str) -> list[str]:
+    """List what is quoted as code and looks like section.key of our settings."""
+    quoted = re.findall(r"`([\w.\[\]]+)[:=`]", text)
+    return [name for name in quoted if name.split(".")[0] in train_rl.Config.model_fields and "." in name]
+
+
+# ---- your model, your data, your reward --------------------------------------------------------------------
+
+
+def run_command(line: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run a line of a page as its reader does, but for ranks and modules, which start from a server."""
+    program, *arguments = shlex.split(line, comments=True)
+    if program == "torchrun":
+        return preloaded.run(int(arguments[0].removeprefix("--nproc-per-node=")), *arguments[1:], cwd=folder)
+    assert program == "python"
+    return preloaded.run(0, *arguments, cwd=folder)
+
+
+def run_block(text: str, folder: Path) -> str:
+    """Run the commands of a block one after another, by bash where they hold a document; return stdout."""
+    output = ""
+    for part in re.split(r"(?m)^(?=(?:python|torchrun) (?!-\s))|(?<=^END\n)", text):
+        is_command = re.match(r"(python|torchrun) (?!-\s)", part)
+        bash = ["bash", "-ec", part]
+        for line in part.splitlines() if is_command else [None]:
+            done = run_command(line, folder) if line else subprocess.run(
+                bash, cwd=folder, capture_output=True, text=True, timeout=60)  # fmt: skip
+            assert done.returncode == 0, f"{line or part}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+            output += done.stdout
+    return output
+
+
+@pytest.fixture(scope="module")
+def road(tmp_path_factory) -> tuple[Path, str]:
+    """Go the road of the page in a folder that looks like the checkout; return it and what was printed."""
+    folder, output = tmp_path_factory.mktemp("checkout"), ""
+    for path in ROOT.iterdir():
+        if path.name not in ("mine", "runs"):
+            (folder / path.name).symlink_to(path)
+    for language, text in blocks_of(ROAD):
+        file = re.match(r"# (mine/\S+)\n", text)
+        if file:
+            (folder / file[1]).write_text(text)
+        elif language == "bash":
+            output += run_block(text, folder)
+    return folder, output
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_road_run_as_they_stand(road):
+    folder, output = road
+    steps = [row["step"] for row in rows_of(folder / "mine" / "run") if "score" in row]
+    assert steps == [1, 2, 3, 4, 5]
+    assert "resumed from mine/run/checkpoints/step_000004" in output
+    for name in ("test.json", "test.jsonl", "test.html", "samples.html", "run/model/generation_config.json"):
+        assert (folder / "mine" / name).stat().st_size > 0, name
+    assert "<|im_start|>user\nWhat is 2 + 2?" in output
+
+
+@pytest.mark.slow
+def test_the_start_says_what_the_road_says_it_does(road):
+    (expected,) = [text for language, text in blocks_of(ROAD) if language == "text"]
+    printed = road[1].splitlines()
+    assert expected.splitlines() == [line for line in expected.splitlines() if line in printed]
+    assert any(line.startswith("a completion ends at ") and r"'\n\n'" in line for line in printed)
+
+
+@pytest.mark.parametrize("page", [ROAD, FROM_OTHERS], ids=lambda page: page.stem)
+def test_settings_that_a_page_names_exist(page):
+    named = set(settings_in(page.read_text()))
+    assert len(named) > 20 and named - set(SETTINGS) - {"data.train[].kind"} == set()
+
+
+def test_what_the_road_calls_free_on_resume_is():
+    (paragraph,) = re.findall(r"<!-- free on resume -->\n(.*?)\n\n", ROAD.read_text(), re.DOTALL)
+    named = settings_in(paragraph)
+    assert len(named) > 10 and set(named) <= free_on_resume(train_rl.Config)
+    assert not {"data.train", "rollout.group_size"} & free_on_resume(train_rl.Config)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/your_model_your_data.md", "docs/from_trl_or_verl.md"])
+def test_links_of_a_page_lead_to_files(page):
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()) if "://" not in link]
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    assert links and not missing
+
+
+# ---- from TRL or verl --------------------------------------------------------------------------------------
+
+
+def table_rows() -> list[list[str]]:
+    """List [ours, TRL's names, verl's names] of the table of names, each a list of names."""
+    lines = [line for line in FROM_OTHERS.read_text().splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert all(len(row) == 4 for row in cells), "the table of names has four columns"
+    return [[re.findall(r"`([\w.\[\]]+)`", cell) for cell in row[:3]] for row in cells]
+
+
+def test_the_table_and_the_errors_know_the_same_names():
+    """Each name elsewhere is a row's, whose first setting is what an error names, and the other way round."""
+    leaf = lambda name: name.rsplit(".", 1)[-1]
+    in_table = {leaf(name): ours[0] for ours, *theirs in table_rows() for name in sum(theirs, [])}
+    assert {name: NAMES_ELSEWHERE.get(name) for name in in_table if name not in LEAVES} == {
+        name: ours for name, ours in in_table.items() if name not in LEAVES
+    }
+    assert set(NAMES_ELSEWHERE) - set(in_table) == set()
+    same = {name: ours for name, ours in in_table.items() if name in LEAVES}
+    assert all(leaf(ours) == name for name, ours in same.items()), same
+
+
+def test_names_elsewhere_lead_to_settings_and_are_none_themselves():
+    assert set(NAMES_ELSEWHERE.values()) <= set(SETTINGS)
+    assert not set(NAMES_ELSEWHERE) & LEAVES, "a name of ours is found without this list"
+
+
+@pytest.mark.parametrize("name, ours", NAMES_ELSEWHERE.items())
+def test_an_error_names_our_setting(name, ours):
+    for written in (name, f"train.{name}"):
+        with pytest.raises(ValueError, match=re.escape(f"did you mean {ours}?")):
+            train_rl.load_config([f"{written}=1"])
+
+
+def test_our_job_is_read_and_theirs_are_programs():
+    (ours,) = [text for language, text in blocks_of(FROM_OTHERS) if language == "yaml"]
+    config = train_rl.Config.model_validate(yaml.safe_load(ours))
+    train_rl.check_config(config)
+    (trl,) = [text for language, text in blocks_of(FROM_OTHERS) if language == "python"]
+    compile(trl, "gsm8k_trl.py", "exec")
+    (verl,) = [text for language, text in blocks_of(FROM_OTHERS) if "verl.trainer" in text]
+    given = dict(word.split("=", 1) for word in shlex.split(verl) if "=" in word)
+    same = {
+        "data.train_batch_size": config.rollout.prompts_per_step,
+        "actor_rollout_ref.rollout.n": config.rollout.group_size,
+        "data.max_response_length": config.rollout.max_new_tokens,
+        "trainer.total_training_steps": config.train.num_steps,
+    }
+    assert {name: given[name] for name in same} == {name: str(value) for name, value in same.items()}
+    for name, value in (
+        ("num_generations", config.rollout.group_size),
+        ("max_completion_length", config.rollout.max_new_tokens),
+        ("max_steps", config.train.num_steps),
+    ):
+        assert f"{name}={value}," in trl
