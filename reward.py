@@ -40,7 +40,6 @@ from typing import Literal
 
 import verifiers.math
 from runtime.config import Section, setting
-from verifiers.math import last_boxed as last_boxed  # for scripts in data/ that read solutions
 from verifiers.own import FUNCTION, check_score, explain, load_function
 
 

@@ -326,6 +326,8 @@ def algorithm_contradictions(config: Config) -> dict[str, tuple]:
             explore, zero.retest_steps, zero.history and explore == 0 and zero.retest_steps == 0),
         "reward.overlong_buffer {} must be at most rollout.max_new_tokens {}": (
             reward.overlong_buffer, rollout.max_new_tokens, reward.overlong_buffer > rollout.max_new_tokens),
+        "reward.code_memory_gib {} must be at most reward.memory_gib {}, which holds for all in a worker": (
+            reward.code_memory_gib, reward.memory_gib, reward.code_memory_gib > reward.memory_gib),
         "reward.judge {!r} and reward.judge_path {!r}: set both or neither": (
             reward.judge, reward.judge_path, (reward.judge == "none") != (reward.judge_path is None)),
         "reward.judge_mode {!r} needs a judge, reward.judge is {!r}": (
@@ -1446,7 +1448,8 @@ def load_data(
     functions, max_tokens = config.reward.functions, config.rollout.max_prompt_tokens
     loaded = load_sets(config.data, tokenizer, max_tokens, functions, seed=0)  # a holdout serves all seeds
     rows = [(prompt.kind, prompt.answer, prompt.fields) for prompt in loaded.everyone()]
-    check_functions([], rows, config.reward)
+    sources = [*config.data.train, *config.data.eval]
+    check_functions([*functions, *(one.kind for one in sources if one.kind)], rows, config.reward)
     drop_impossible(loaded, pool, config, checkpoint)
     scores, zero = [None] * len(loaded.train), config.zero_variance
     if zero.offline_scores:

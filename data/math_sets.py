@@ -13,7 +13,7 @@ import re
 
 from data.formats import field_text, load_rows
 from data.prompts import Prompt, save_prompts
-from reward import last_boxed
+from verifiers.math import last_boxed
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 

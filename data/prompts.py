@@ -37,8 +37,9 @@ from data.formats import (
     stem_of,
     text_from,
 )
-from reward import KINDS, RULES, functions_of, is_kind, last_boxed, parts_of
+from reward import KINDS, RULES, functions_of, is_kind, parts_of
 from runtime.config import Section, setting
+from verifiers.math import last_boxed
 
 COLUMNS = ("prompt", "answer", "kind", "difficulty")
 # Where the settings name no column, the first of these that a set has is taken for the role.

@@ -270,7 +270,7 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
 
 
 def log_samples(config: "Config", state: "TrainState", batch: "RolloutBatch", tokenizer) -> None:
-    """Write the first group of a step to samples.jsonl, which experiments/evaluate.py --run shows as a page."""
+    """Write the first group of a step to samples.jsonl; experiments/evaluate.py --run makes a page of it."""
     with (Path(config.run.dir) / "samples.jsonl").open("a") as file:
         for i in (batch.group_index == 0).nonzero().flatten().tolist():
             prompt, token_ids = batch.prompts[i], batch.completion_ids[i]

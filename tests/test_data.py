@@ -21,7 +21,7 @@ from data import gsm8k, math_sets, random_model
 from data.formats import load_tables
 from data.prompts import DataSettings, Prompt, PromptSource, check_disjoint, load_prompts, save_prompts
 from data.stream import load_sets, mixture_of, prompts_of_step, tokenize
-from reward import last_boxed
+from verifiers.math import last_boxed
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real sets are not in {SHARED}")
 

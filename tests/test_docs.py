@@ -1,8 +1,11 @@
-"""The pages for newcomers: their blocks run as they stand, and the names that they give are those of the code."""
+"""The pages for newcomers: their blocks run as they stand, and the names in them are those of the code."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import preloaded
@@ -35,26 +38,24 @@ def settings_in(text: str) -> list[str]:
 # ---- your model, your data, your reward --------------------------------------------------------------------
 
 
-def run_command(line: str, folder: Path) -> subprocess.CompletedProcess:
-    """Run a line of a page as its reader does, but for ranks and modules, which start from a server."""
-    program, *arguments = shlex.split(line, comments=True)
-    if program == "torchrun":
-        return preloaded.run(int(arguments[0].removeprefix("--nproc-per-node=")), *arguments[1:], cwd=folder)
-    assert program == "python"
-    return preloaded.run(0, *arguments, cwd=folder)
+def run_command(text: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run a part of a block as its reader does, but for ranks and modules, which start from a server."""
+    program, *arguments = shlex.split(text.replace("\\\n", " "))
+    if "<<" in text or program not in ("python", "torchrun"):
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        options = {"cwd": folder, "env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
+        return subprocess.run(["bash", "-ec", text], timeout=120, **options)
+    ranks = arguments.pop(0).removeprefix("--nproc-per-node=") if program == "torchrun" else 0
+    return preloaded.run(int(ranks), *arguments, cwd=folder)
 
 
 def run_block(text: str, folder: Path) -> str:
-    """Run the commands of a block one after another, by bash where they hold a document; return stdout."""
+    """Run the commands of a block one after another; return what they wrote to stdout."""
     output = ""
-    for part in re.split(r"(?m)^(?=(?:python|torchrun) (?!-\s))|(?<=^END\n)", text):
-        is_command = re.match(r"(python|torchrun) (?!-\s)", part)
-        bash = ["bash", "-ec", part]
-        for line in part.splitlines() if is_command else [None]:
-            done = run_command(line, folder) if line else subprocess.run(
-                bash, cwd=folder, capture_output=True, text=True, timeout=60)  # fmt: skip
-            assert done.returncode == 0, f"{line or part}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-            output += done.stdout
+    for part in re.split(r"^(?=python|torchrun|mkdir)", text, flags=re.MULTILINE)[1:]:
+        done = run_command(part, folder)
+        assert done.returncode == 0, f"{part}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        output += done.stdout
     return output
 
 
@@ -79,6 +80,10 @@ def test_the_blocks_of_the_road_run_as_they_stand(road):
     folder, output = road
     steps = [row["step"] for row in rows_of(folder / "mine" / "run") if "score" in row]
     assert steps == [1, 2, 3, 4, 5]
+    samples = [
+        json.loads(line) for line in (folder / "mine" / "run" / "samples.jsonl").read_text().splitlines()
+    ]
+    assert all(sample["parts"].keys() == {"numeric", "mine/rewards.py:brevity"} for sample in samples)
     assert "resumed from mine/run/checkpoints/step_000004" in output
     for name in ("test.json", "test.jsonl", "test.html", "samples.html", "run/model/generation_config.json"):
         assert (folder / "mine" / name).stat().st_size > 0, name

@@ -361,6 +361,14 @@ BAD_INPUT = {
         ["data.eval=[{path: CODE, kind: exact}]"],
         "row 2: kind 'timeit:timeit' would run code that a data",
     ),
+    "no such file of rewards": (
+        ["data.train=[{path: data/built/tiny/train.jsonl, kind: 'nowhere.py:score', columns: {kind: null}}]"],
+        "reward function nowhere.py:score: ",
+    ),
+    "a reward of 2": (
+        ["data.train=[{path: data/built/tiny/train.jsonl, kind: 'TWO:two', columns: {kind: null}}]"],
+        "gave 2.0",
+    ),
     "no such function": (["reward.functions=[rules]"], "reward.functions: 'rules' is no module:function"),
     "two sets of one name": (
         ["data.eval=[{path: data/built/tiny/test.jsonl}, {path: data/built/tiny/test.jsonl}]"],
@@ -372,7 +380,10 @@ BAD_INPUT = {
         ["model.logprob_kernel=triton"],
         "model.logprob_kernel triton: needs model.dtype bfloat16",
     ),
-    "long prompts": (["rollout.max_prompt_tokens=4"], "row 1: the prompt has 12 tokens, rollout.max_prompt_tokens 4"),
+    "long prompts": (
+        ["rollout.max_prompt_tokens=4"],
+        "row 1: the prompt has 12 tokens, rollout.max_prompt_tokens 4",
+    ),
     "context": (["rollout.max_new_tokens=1000"], "the model's context is 512"),
     "zero prompts left": (
         ["data.train=[{path: data/built/tiny/train.jsonl, difficulty: [8, 9]}]"],
@@ -410,6 +421,7 @@ def bad_input_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, st
     finished = shutil.copytree(undisturbed, folder / "finished")
     (odd_kind := folder / "odd.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "kind": "exakt"}')
     code, trace = write_code(folder)
+    (two := folder / "two.py").write_text("def two(completion, answer):\n    return 2.0\n")
     common = [
         "--config",
         "experiments/environments/tiny.yaml",
@@ -417,7 +429,7 @@ def bad_input_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, st
         f"run.dir={folder / 'run'}",
     ]
     cases = {case: {"argv": [*common, *settings]} for case, (settings, _) in BAD_INPUT.items()}
-    files = {"ODD_KIND": odd_kind, "CODE": code, "FINISHED": finished}
+    files = {"ODD_KIND": odd_kind, "CODE": code, "FINISHED": finished, "TWO": two}
     for name, file in files.items():
         cases = json.loads(json.dumps(cases).replace(name, str(file)))
     outcomes = outcomes_of(cases, folder, ranks=0)

@@ -125,6 +125,22 @@ def test_more_prompt_tokens_at_once_than_vllm_computes_in_a_step(engine_of):
     assert (logprobs - sampled_logprobs(together)).abs().max() < 1e-4
 
 
+def test_an_engine_that_dies_says_so_in_a_line(engine_of, monkeypatch, capfd):
+    """It computes a prompt in parts here, and cannot rewind that request's random numbers on a CPU."""
+    original = rollout.engine_options
+    in_parts = lambda *given: (
+        original(*given) | {"enable_chunked_prefill": True, "max_num_batched_tokens": 400}
+    )
+    monkeypatch.setattr(rollout, "engine_options", in_parts)
+    policy, engine = make_policy("moe"), engine_of("moe", max_num_seqs=31)
+    engine.sync(hf_tensors(policy), 0)
+    requests = [Request(prompt, seed, 1.0, 20) for seed, prompt in enumerate(random_prompts(4, 200, 300))]
+    capfd.readouterr()
+    with pytest.raises(RuntimeError, match="the engine failed while sampling: RuntimeError: CPU Generator"):
+        engine.generate(requests, 0)
+    assert sum(map(len, capfd.readouterr())) < 2000, "vLLM's dump of its state is 100 kB"
+
+
 def move(policy, seed: int = 1) -> None:
     """Make another policy of it: every parameter is changed."""
     generator = torch.Generator().manual_seed(seed)

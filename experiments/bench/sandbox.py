@@ -84,6 +84,15 @@ def measure(programs: int, rounds: int) -> list[dict]:
     return rows
 
 
+def table_lines(rows: list[dict]) -> list[str]:
+    """Return the table of the rows."""
+    cells = []
+    for row in rows:
+        milliseconds = f"{1000 * row['seconds']['median']:.1f}"
+        cells.append([row["workload"], row["way"], with_range(row["per_second"], ".1f"), milliseconds])
+    return markdown(["program", "way", "programs a second and core (range)", "ms a program"], cells)
+
+
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(__doc__)
@@ -101,12 +110,7 @@ def main() -> None:
     check_sandbox("bubblewrap")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     rows = measure(args.programs, args.rounds)
-    cells = []
-    for row in rows:
-        milliseconds = f"{1000 * row['seconds']['median']:.1f}"
-        cells.append([row["workload"], row["way"], with_range(row["per_second"], ".1f"), milliseconds])
-    names = ["program", "way", "programs a second and core (range)", "ms a program"]
-    print("\n".join(markdown(names, cells)))
+    print("\n".join(table_lines(rows)))
     write_json(args.json, rows)
 
 

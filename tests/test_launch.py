@@ -1,0 +1,87 @@
+"""Signals, and errors as one line that names the file with the stack."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from runtime.launch import Stopped, run
+
+WAITS = """
+import sys, time
+from runtime.launch import Signals
+signals = Signals()
+signals.listen()
+print("ready", flush=True)
+while not signals.received:
+    time.sleep(0.01)
+print("heard", signals.received, flush=True)
+time.sleep(30)
+"""
+
+
+@pytest.fixture
+def waiting():
+    process = subprocess.Popen(
+        [sys.executable, "-c", WAITS], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_signal_is_noted_and_a_second_ends_at_once(waiting, number):
+    """The same signal again within a second is torchrun's copy of it."""
+    waiting.send_signal(number)
+    assert waiting.stdout.readline() == f"heard {number.value}\n"
+    waiting.send_signal(number)
+    time.sleep(1.1)
+    assert waiting.poll() is None
+    waiting.send_signal(number)
+    assert waiting.wait(5) == 128 + number
+    assert f"{number.name}: the run ends with a checkpoint after this step" in waiting.stderr.read()
+
+
+@pytest.mark.parametrize(
+    "error, shown",
+    [
+        (ValueError("train.x: too large"), "train.x: too large"),
+        (OSError(28, "No space left on device", "runs/x"), "[Errno 28] No space left on device: 'runs/x'"),
+        (KeyError("step"), "KeyError: 'step'"),
+    ],
+)
+def test_an_error_is_one_line_with_the_file_of_its_stack_also_for_torchrun(
+    error, shown, tmp_path, monkeypatch, capsys
+):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    stack = tmp_path / "error_rank_0.txt"
+    stack.write_text("of an earlier start")
+
+    def fails(options):
+        assert not stack.exists(), "it would stand beside the summary of a good run"
+        raise error
+
+    assert run(fails, lambda argv: argv, [], lambda options: tmp_path) == 2
+    line = f"error on rank 0: {shown}; the stack is in {stack}"
+    assert capsys.readouterr().err.strip() == line
+    assert "in fails" in stack.read_text()
+    message = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == line
+
+
+def test_a_run_that_a_signal_stopped_ends_with_the_signals_code(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+
+    def stops(options):
+        raise Stopped("stopped by SIGTERM after step 3", signal.SIGTERM)
+
+    assert run(stops, lambda argv: argv, []) == 143
+    assert capsys.readouterr().err.strip() == "stopped by SIGTERM after step 3"
