@@ -2,7 +2,7 @@
 
 Reading order: pack() lays prompts and completions out, MoEBlock routes tokens to the experts of all ranks,
 Policy maps packed sequences to log-probabilities, load_hf(), save_hf() and hf_tensors() move weights from and
-to checkpoints, build_policy() and deepspeed_engine() put it together.
+to checkpoints, build_policy() and deepspeed_engine() put it together, trainer_bytes() says what that takes.
 
 Shape suffixes (x_TD is a tensor of shape [T, D]):
     T  packed tokens of all sequences            N  predicted tokens (the completions)
@@ -24,8 +24,9 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -33,12 +34,14 @@ if not torch.cuda.is_available():  # deepspeed reads it when it is imported; wit
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as distributed_c10d
 import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
@@ -113,6 +116,101 @@ def pack(
 
 
 # ------------------------------------------------------------------------------------------------------------
+# Moving rows. Their gradients are gathered, never added atomically, so that they are the same in every run,
+# and sums over the experts of a token are taken in float32 for some tokens at a time.
+# ------------------------------------------------------------------------------------------------------------
+CHUNK_ELEMENTS = {
+    "cpu": 2**20,
+    "cuda": 2**26,
+}  # of [tokens, K, D] in float32 at a time: a cache; a GPU's fill
+
+
+def token_chunks(num_tokens: int, elements_per_token: int, device: torch.device) -> Iterator[slice]:
+    """Yield slices over the tokens, none of which has more than CHUNK_ELEMENTS elements, or one token."""
+    size = max(1, CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"] // elements_per_token)
+    yield from (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
+
+
+class TakeRows(torch.autograd.Function):
+    """Return x[index] for an index without repetitions; the gradient of each row goes to its one place."""
+
+    @staticmethod
+    def forward(ctx, x_PD: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.num_rows = len(x_PD)
+        return x_PD.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (index,) = ctx.saved_tensors
+        make = grad.new_empty if len(index) == ctx.num_rows else grad.new_zeros  # empty: all rows are filled
+        return make(ctx.num_rows, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+class CopyToExperts(torch.autograd.Function):
+    """Return row t of x for every (token t, choice), sorted by expert: [T, D] -> [P, D].
+
+    order_P: (token, choice) pairs sorted by expert; inverse_P: place of each pair in that order. The gradient
+    of a token is the sum over its choices, accumulated in float32 and rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_P)
+        ctx.num_tokens = len(x_TD)
+        ctx.top_k = len(order_P) // len(x_TD) if len(x_TD) else 1
+        return x_TD.index_select(0, order_P // ctx.top_k)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_PD: Tensor):
+        (inverse_P,) = ctx.saved_tensors
+        inverse_TK, width = inverse_P.view(ctx.num_tokens, ctx.top_k), grad_PD.shape[1]
+        grad_TD = grad_PD.new_empty(ctx.num_tokens, width)
+        for tokens in token_chunks(ctx.num_tokens, ctx.top_k * width, grad_PD.device):
+            rows = grad_PD.index_select(0, inverse_TK[tokens].flatten())
+            torch.sum(rows.unflatten(0, (-1, ctx.top_k)), dim=1, out=grad_TD[tokens])
+        return grad_TD, None, None
+
+
+class SumOfExperts(torch.autograd.Function):
+    """Return y_t = sum_k w_tk out[place of (t, k)], summed in the weights' float32: [P, D], [T, K] -> [T, D].
+
+    order_P, inverse_P: as in CopyToExperts. Backward, with g the gradient of y: dw_tk = <g_t, out_tk> and
+    d out_tk = w_tk g_t.
+    """
+
+    @staticmethod
+    def forward(ctx, out_PD: Tensor, weights_TK: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
+        ctx.save_for_backward(out_PD, weights_TK, order_P, inverse_P)
+        inverse_TK, (num_tokens, top_k) = inverse_P.view(weights_TK.shape), weights_TK.shape
+        y_TD = out_PD.new_empty(num_tokens, out_PD.shape[1])
+        for tokens in token_chunks(num_tokens, top_k * out_PD.shape[1], out_PD.device):
+            rows = out_PD.index_select(0, inverse_TK[tokens].flatten()).unflatten(0, (-1, top_k))
+            y_TD[tokens] = (rows * weights_TK[tokens].unsqueeze(-1)).sum(dim=1)
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_TD: Tensor):
+        out_PD, weights_TK, order_P, inverse_P = ctx.saved_tensors
+        inverse_TK, (num_tokens, top_k) = inverse_P.view(weights_TK.shape), weights_TK.shape
+        grad_weights_TK, grad_out_PD = torch.empty_like(weights_TK), torch.empty_like(out_PD)
+        wide = torch.promote_types(out_PD.dtype, weights_TK.dtype)
+        for tokens in token_chunks(num_tokens, top_k * out_PD.shape[1], out_PD.device):
+            rows = out_PD.index_select(0, inverse_TK[tokens].flatten()).unflatten(0, (-1, top_k))
+            grad = grad_TD[tokens].to(wide).unsqueeze(1)  # [t, 1, D]
+            grad_weights_TK[tokens] = (grad * rows).sum(dim=-1)
+        flat_weights = weights_TK.flatten()
+        for pairs in token_chunks(len(order_P), out_PD.shape[1], out_PD.device):
+            order = order_P[pairs]
+            grad = grad_TD.index_select(0, order // top_k).to(wide)
+            grad_out_PD[pairs] = grad * flat_weights[order].unsqueeze(-1)
+        return grad_out_PD, grad_weights_TK, None, None
+
+
+# ------------------------------------------------------------------------------------------------------------
 # Expert parallelism
 # ------------------------------------------------------------------------------------------------------------
 def create_expert_parallel_group(ep_size: int, num_experts: int) -> dist.ProcessGroup | None:
@@ -133,6 +231,16 @@ def create_expert_parallel_group(ep_size: int, num_experts: int) -> dist.Process
         )
     groups._create_expert_and_data_parallel(ep_size)
     return groups._get_expert_parallel_group(f"ep_size_{ep_size}")
+
+
+def set_group_timeouts(seconds: float) -> None:
+    """Let every process group that this rank is in wait so long, DeepSpeed's and vLLM's too.
+
+    Groups that are made without a timeout take torch's, ten minutes with nccl, whatever the first group has.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        if "nccl" in dist.get_backend(group) or "gloo" in dist.get_backend(group):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 class AllToAll(torch.autograd.Function):
@@ -215,16 +323,14 @@ class MoEBlock(MoE):
 
         order_P = topk_ids_TK.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
         tokens_per_expert_E = torch.bincount(topk_ids_TK.flatten(), minlength=self.num_experts)
-        rows_PD = x_TD.index_select(0, order_P // self.top_k)
+        ranks_P = torch.arange(len(order_P), device=x_TD.device)
+        inverse_P = torch.empty_like(order_P).scatter_(0, order_P, ranks_P)  # place of each pair in the rows
+        rows_PD = CopyToExperts.apply(x_TD, order_P, inverse_P)
         if self.ep_size == 1:
             out_PD = self.experts(rows_PD, tokens_per_expert_E)
         else:
             out_PD = self.experts_of_all_ranks(rows_PD, tokens_per_expert_E)
-        ranks_P = torch.arange(len(order_P), device=x_TD.device)
-        inverse_P = torch.empty_like(order_P).scatter_(0, order_P, ranks_P)  # place of each pair in the rows
-        out_TKD = out_PD.index_select(0, inverse_P).unflatten(0, (-1, self.top_k))
-        y_TD = (out_TKD * topk_weights_TK.unsqueeze(-1)).sum(dim=1)  # in float32, as the weights are
-        return y_TD.to(x_TD.dtype), topk_ids_TK
+        return SumOfExperts.apply(out_PD, topk_weights_TK, order_P, inverse_P), topk_ids_TK
 
     def experts_of_all_ranks(self, rows_PD: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
         """Send rows (sorted by global expert) to the ranks that own the experts, and the results back."""
@@ -236,9 +342,9 @@ class MoEBlock(MoE):
         # Arrived rows are ordered by (rank, expert); the grouped product wants them by expert.
         local_ids = torch.arange(self.num_local_experts, device=rows_PD.device).repeat(self.ep_size)
         order = torch.repeat_interleave(local_ids, received_re.flatten()).argsort(stable=True)
-        out_PD = self.experts(arrived_PD.index_select(0, order), received_re.sum(0))
+        out_PD = self.experts(TakeRows.apply(arrived_PD, order), received_re.sum(0))
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        return AllToAll.apply(out_PD.index_select(0, inverse), send_rows, recv_rows, self.group)
+        return AllToAll.apply(TakeRows.apply(out_PD, inverse), send_rows, recv_rows, self.group)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -293,7 +399,7 @@ class Attention(nn.Module):
         )
         is_grouped = num_q != num_kv
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)  # [B, H, S, R]
-        out_TD = out.transpose(1, 2).reshape(batch * longest, -1).index_select(0, packed.padded_index)
+        out_TD = TakeRows.apply(out.transpose(1, 2).reshape(batch * longest, -1), packed.padded_index)
         return self.o_proj(out_TD)
 
 
@@ -375,7 +481,7 @@ class Policy(nn.Module):
         instead of the router's own; rows in the order of the packed tokens.
         """
         x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
-        x_ND = x_TD.index_select(0, packed.predictor_index)
+        x_ND = TakeRows.apply(x_TD, packed.predictor_index)
         logprobs, entropy = linear_logprob_entropy(
             x_ND, self.lm_head.weight, packed.target_ids, temperature, self.logprob_kernel
         )
@@ -603,7 +709,7 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
         else:
             ep_size = dist.get_world_size(policy.group)
             full = parameter.data.new_empty(ep_size * count, *parameter.shape[1:])
-            dist.all_gather(list(full.chunk(ep_size)), parameter.data, group=policy.group)
+            dist.all_gather_into_tensor(full, parameter.data, group=policy.group)
             yield name, full
 
 
@@ -654,17 +760,23 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
         "lr": settings.learning_rate,
         "betas": list(settings.betas),
         "weight_decay": settings.weight_decay,
+        "torch_adam": True,  # needs no compiler
     }
+    if (
+        torch.cuda.is_available()
+    ):  # torch's other version holds one more copy of all float32 weights in a step
+        optimizer["fused"] = True
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "managed_gradient_accumulation": False,
         "zero_optimization": {"stage": settings.zero_stage},
         "gradient_clipping": settings.max_grad_norm,
-        "optimizer": {"type": "AdamW", "params": optimizer | {"torch_adam": True}},  # needs no compiler
+        "optimizer": {"type": "AdamW", "params": optimizer},
     }
-    if policy.lm_head.weight.dtype == torch.bfloat16:
-        config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    if policy.lm_head.weight.dtype == torch.bfloat16:  # a gradient goes into the float32 sum when it is made
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     with contextlib.redirect_stdout(io.StringIO()):  # its bfloat16 optimizer prints memory tables
         engine, *_ = deepspeed.initialize(model=policy, config=config)
     return engine
@@ -685,3 +797,98 @@ def load_optimizer_shard(engine: deepspeed.DeepSpeedEngine, shard: dict) -> None
         parameter.data.copy_(saved)
     settings = adamw.state_dict()["param_groups"]
     adamw.load_state_dict({"state": shard["adamw"]["state"], "param_groups": settings})
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------------------
+GIB = 2**30
+CONTEXT_BYTES = 4 * GIB  # CUDA context, NCCL's buffers, fragments of the allocator: a guess
+HEAD_BYTES = 2 * 4 * 2**28  # two blocks of float32 logits, see kernels/linear_logprob_entropy.py
+
+
+class ParameterCounts(NamedTuple):
+    """Parameters of a model by what happens to them."""
+
+    experts: int  # spread over expert-parallel ranks
+    embeddings: int  # embedding and head
+    others: int
+
+
+def parameter_counts(config: PretrainedConfig) -> ParameterCounts:
+    """Count the parameters of a model of this configuration; nothing is allocated."""
+    with torch.device("meta"):
+        policy = Policy(config)
+    sizes = {name: parameter.numel() for name, parameter in policy.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    embeddings = sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name)
+    return ParameterCounts(experts, embeddings, sum(sizes.values()) - experts - embeddings)
+
+
+def activation_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
+    """Return what a layer keeps for backward, per token and layer: inputs of products, norms and attention.
+
+    In elements, D hidden, Q and G heads x head size of queries and of keys or values, I width, K experts:
+        both norms and residual sums 6 D     attention 4 (Q + 2 G) + 2 Q     a dense MLP 5 I
+        a MoE block K (2 D + 5 I), and its scores in float32, 4 E
+    """
+    hidden, size = config.hidden_size, head_dim(config)
+    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+    elements = 6 * hidden + 4 * (queries + 2 * keys) + 2 * queries
+    if num_experts_of(config):
+        per_expert = 2 * hidden + 5 * config.moe_intermediate_size
+        elements += config.num_experts_per_tok * per_expert + 4 * config.num_experts
+    else:
+        elements += 5 * config.intermediate_size
+    return elements * itemsize
+
+
+def memory_by_part(
+    config: PretrainedConfig, settings: ModelSettings, zero_stage: int, num_ranks: int, tokens: int
+) -> dict[str, int]:
+    """Return the bytes of the trainer on a rank, by part; what an update holds besides is in the last two.
+
+    tokens: the padded tokens of a micro-batch. With n parameters on a rank, which are all but the experts and
+    1 / ep_size of these, and m those of them that ZeRO leaves to the rank to update (1 / num_ranks of the
+    first, ep_size / num_ranks of the experts on the rank):
+        weights n x 2 or 4 bytes     gradients n x 4 (ZeRO 2: m x 4)     master weights m x 4     AdamW m x 8
+    Activations are those of all layers, or with model.activation_checkpointing the inputs of all layers and
+    one layer twice, once kept and once on its way back. Gradients of one layer are on their way into their
+    float32 sum.
+    """
+    counts, itemsize = parameter_counts(config), getattr(torch, settings.dtype).itemsize
+    experts, others = counts.experts // settings.ep_size, counts.embeddings + counts.others
+    own = (experts * settings.ep_size + others) // num_ranks
+    layers, per_layer = config.num_hidden_layers, activation_bytes_per_token(config, itemsize)
+    inputs = config.hidden_size * itemsize
+    kept = layers * inputs + 2 * per_layer if settings.activation_checkpointing else (layers + 1) * per_layer
+    return {
+        "weights": (experts + others) * itemsize,
+        "gradients": (own if zero_stage == 2 else experts + others) * 4,
+        "master weights": own * 4,
+        "AdamW": own * 8,
+        "activations": tokens * kept,
+        "head, gradients of a layer": HEAD_BYTES
+        + tokens * config.hidden_size * 4
+        + experts // layers * itemsize,
+    }
+
+
+def trainer_bytes(
+    config: PretrainedConfig,
+    settings: ModelSettings,
+    zero_stage: int,
+    num_ranks: int,
+    tokens: int,
+    engine_sleeps: bool,
+    with_reference: bool = False,
+) -> int:
+    """Return the bytes that the trainer takes of a GPU beside an awake engine.
+
+    An engine that sleeps during updates shares the GPU with what stands between them only. with_reference:
+    the first policy is kept for a KL penalty.
+    """
+    parts = memory_by_part(config, settings, zero_stage, num_ranks, tokens)
+    *standing, activations, head = parts.values()
+    total = sum(standing) + CONTEXT_BYTES + with_reference * parts["weights"]
+    return total if engine_sleeps else total + activations + head

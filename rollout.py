@@ -5,13 +5,14 @@ through vLLM's external launcher. It is driven by add_request() and step(), so t
 the moment it ends. This file knows no rewards and no algorithm: tokens go in; tokens, their log-probabilities
 and the experts that they went through come out.
 
-Reading order: settings, RolloutEngine (generate, sync, check_weights), routed experts, FP8, what runs inside
-vLLM's worker, vLLM's environment.
+Reading order: settings, RolloutEngine (generate, sync, check_weights), what an engine needs and whether it is
+here, routed experts, FP8, what runs inside vLLM's worker, vLLM's environment.
 """
 
 import dataclasses
 import json
 import logging
+import math
 import os
 import re
 import time
@@ -25,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.fp8_block import fp8_round
-from moe_model import is_moe_layer
+from kernels.fp8_block import BLOCK, fp8_round
+from moe_model import GIB, head_dim, is_moe_layer, num_experts_of, parameter_counts
 from runtime.config import Section, Switch, setting
-from runtime.schedule import WaitingLine
+from runtime.schedule import CacheRoom, WaitingLine
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -57,14 +58,17 @@ class RolloutSettings(Section):
         True, "longest_first counts the seconds of slow verifiers as tokens", True
     )
     kv_cache_gib: float | None = setting(
-        None, "GiB of keys and values per engine; null: vLLM decides", True, gt=0
+        None, "GiB of keys and values per rank; null: what trainer and weights leave", True, gt=0
     )
     prefix_caching: bool = setting(True, "share the prompt's keys and values within a group", True)
-    sleep_level: Literal[0, 1, 2] = setting(
+    sleep_level: Literal[0, 2] = setting(
         0,
-        "GPU memory that the engine frees during updates. 0: none. 1: weights move to the host. 2: weights "
-        "are dropped.",
+        "GPU memory that the engine frees while the trainer works. 0: none. 2: weights, keys and values; the "
+        "next sync brings them back.",
         True,
+    )
+    enforce_eager: bool = setting(
+        False, "no CUDA graphs and no compilation on GPUs, to tell their errors from others", True
     )
     fp8: Switch[Literal["off", "simulate", "on"]] = setting(
         "off",
@@ -74,7 +78,9 @@ class RolloutSettings(Section):
     tensor_parallel: int = setting(1, "neighbouring ranks that share an engine, for large models", ge=1)
     expert_parallel: bool = setting(False, "these ranks hold whole experts, not a part of each (GPUs)")
     kv_cache_fp8: bool = setting(False, "keys and values in FP8, scale 1 (GPUs)")
-    capture_routes: bool = setting(True, "the engine returns the experts of each token: replay r3, mismatch")
+    capture_routes: bool = setting(
+        True, "the engine can return the experts of each token: replay r3, mismatch"
+    )
     max_invalid_routes: float = setting(
         0.01, "stop if a larger share of captured rows is invalid", True, ge=0
     )
@@ -133,20 +139,39 @@ class RolloutEngine:
     max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
     settings: what else the engine is like. Ranks that share an engine (tensor_parallel) call generate() and
         sync() together. With expert_parallel sync() takes the rank's own experts.
+    trainer_bytes: GPU memory that will be taken beside the engine (moe_model.trainer_bytes); without
+        rollout.kv_cache_gib the engine takes no more than what it leaves.
+    timeout_s: seconds that ranks of the engine wait for each other; None: what torch has.
+    With rollout.sleep_level the engine sleeps from the start, so that a trainer can be built beside it.
     Raises ValueError where this machine or this vLLM cannot do what is asked.
     """
 
-    def __init__(self, model_path: str | Path, max_model_len: int, settings: RolloutSettings):
+    def __init__(
+        self,
+        model_path: str | Path,
+        max_model_len: int,
+        settings: RolloutSettings,
+        trainer_bytes: int = 0,
+        timeout_s: float | None = None,
+    ):
         self.on_gpu = torch.cuda.is_available()
         check_hardware(settings)
         set_vllm_environment(self.on_gpu)
         from transformers import AutoConfig
 
-        self.settings = settings
+        self.settings, self.max_model_len = settings, max_model_len
         self.hf_config = AutoConfig.from_pretrained(model_path, local_files_only=True)
         self.num_experts = getattr(self.hf_config, "num_experts", 0)
         self.captures_routes = settings.capture_routes and self.num_experts > 0
-        self.llm = start_vllm(engine_options(model_path, max_model_len, settings), self.captures_routes)
+        check_fp8(settings, self.hf_config)
+        options = engine_options(model_path, max_model_len, settings, timeout_s)
+        if self.on_gpu and settings.kv_cache_gib is None:
+            free_and_total = torch.cuda.mem_get_info()
+            share = memory_share(self.hf_config, settings, max_model_len, trainer_bytes, *free_and_total)
+            options["gpu_memory_utilization"] = share
+        self.llm = start_vllm(options, self.captures_routes)
+        if self.num_experts and self.on_gpu and not settings.enforce_eager:
+            GRAPHS_OF_EXPERTS.append(str(model_path))
         if settings.tensor_parallel > 1 and not self.on_gpu:  # the next run would find this one's segments
             for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
                 segment.unlink(missing_ok=True)
@@ -154,6 +179,27 @@ class RolloutEngine:
         self.stop_ids, self.stop_texts = stops_of(model_path, self.llm.get_tokenizer(), settings.stop)
         self.seconds_per_step = float("inf")  # mean of the last rollout: the time of a token while others run
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
+        self.seen = (0, 0)  # tokens and number of the last rollout's completions
+        self.is_capturing = self.captures_routes
+        self.sleep()
+
+    def describe(self) -> str:
+        """Say how many tokens the engine has room for and by which kernels it computes, in one line."""
+        num_blocks, block_size = self.num_blocks, self.engine.vllm_config.cache_config.block_size
+        num_tokens = num_blocks * block_size
+        gib = num_tokens * kv_bytes_per_token(self.hf_config, self.settings) / GIB
+        (kernels,) = self.llm.collective_rpc(kernels_in_worker)
+        return (
+            f"engine: {gib:.3g} GiB of keys and values hold {num_tokens:,} tokens, that is "
+            f"{num_blocks // math.ceil(self.max_model_len / block_size):,} completions of full length "
+            f"({self.max_model_len:,} tokens with their prompts; at most {self.settings.max_num_seqs} run at "
+            f"once); {kernels}"
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the blocks of keys and values that requests can have; vLLM keeps one for itself."""
+        return self.engine.vllm_config.cache_config.num_gpu_blocks - 1
 
     def generate(
         self,
@@ -161,12 +207,14 @@ class RolloutEngine:
         policy_version: int,
         on_finished: Callable[[int, Completion], None] = lambda index, completion: None,
         on_step: Callable[[], object] = lambda: None,
+        capture_routes: bool = True,
     ) -> list[Completion]:
         """Sample all requests in the order of a WaitingLine; return their completions in the order given.
 
         on_finished(index, completion) is called as each ends, on_step() after each step of the engine. Ranks
         that share an engine each give their own requests, of groups with numbers of their own, and get their
-        own completions. Raises RuntimeError if the engine's weights are not those of policy_version.
+        own completions. capture_routes: return routed experts, if the engine can. Raises RuntimeError if the
+        engine's weights are not those of policy_version.
         """
         if policy_version != self.policy_version:
             raise RuntimeError(
@@ -186,9 +234,10 @@ class RolloutEngine:
             if first <= index < end:
                 on_finished(index - first, completion)
 
+        self.switch_capture(self.captures_routes and capture_routes)
         completions, captured = self.run_requests(requests, on_own_finished, on_step)
         completions, captured = completions[first:end], captured[first:end]
-        if not self.captures_routes:
+        if not self.is_capturing:
             return completions
         num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(own, completions)]
         routes = validate_routes(captured, num_rows, self.hf_config)
@@ -203,29 +252,52 @@ class RolloutEngine:
         """
         start, num_steps = time.perf_counter(), 0
         waiting, num_running = WaitingLine(requests), 0
+        block_size = self.engine.vllm_config.cache_config.block_size
+        room = CacheRoom(requests, self.num_blocks, block_size, self.settings.prefix_caching, self.seen)
         completions: list[Completion | None] = [None] * len(requests)
         captured: list[np.ndarray | None] = [None] * len(requests)
         while waiting or num_running:
-            while waiting and num_running < self.settings.max_num_seqs:
+            while waiting and num_running < self.settings.max_num_seqs and room.has_room_for(waiting.peek()):
                 index = waiting.pop()
                 prompt = {"prompt_token_ids": requests[index].prompt_ids}
                 params = sampling_params(requests[index], self.stop_ids, self.stop_texts)
                 self.engine.add_request(str(index), prompt, params)
+                room.start(index)
                 num_running += 1
             for output in self.step():
                 index, sample = int(output.request_id), output.outputs[0]
                 token_ids, logprobs = [*sample.token_ids], [*sample.logprobs.logprobs]
                 seconds = time.perf_counter() - start
                 completions[index] = Completion(token_ids, logprobs, sample.finish_reason, seconds)
-                captured[index] = sample.routed_experts if self.captures_routes else None
+                captured[index] = sample.routed_experts if self.is_capturing else None
                 num_running -= 1
+                room.end(index, len(token_ids))
                 waiting.record_length(index, len(token_ids))
                 on_finished(index, completions[index])
+            room.take_step()
             on_step()
             num_steps += 1
         if num_steps:
             self.seconds_per_step = (time.perf_counter() - start) / num_steps
+            self.seen = (room.tokens, room.ended)
         return completions, captured
+
+    def switch_capture(self, on: bool) -> None:
+        """Have vLLM hand out routed experts, or not, from the next request on; none may be running.
+
+        vLLM keeps the routes of a token where its keys and values lie, so prefixes that were cached while it
+        did not are dropped. Off, an engine that could capture spends nothing on the host for it.
+        """
+        if not self.captures_routes:
+            return
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        scheduler._re_block_ids.clear()  # vLLM leaves those of requests that ended with a step on its way
+        if on == self.is_capturing:
+            return
+        self.is_capturing = scheduler.enable_return_routed_experts = on
+        self.llm.collective_rpc(switch_capture_in_worker, args=(on,))
+        if on and not self.llm.reset_prefix_cache():
+            raise RuntimeError("the prefix cache could not be reset, its prefixes have no captured routes")
 
     def step(self) -> list:
         """Take one step of vLLM and return the requests that ended; RuntimeError for whatever it raises."""
@@ -309,7 +381,12 @@ class RolloutEngine:
             self.llm.sleep(level=self.settings.sleep_level)
 
 
-def engine_options(model_path: str | Path, max_model_len: int, settings: RolloutSettings) -> dict:
+# ------------------------------------------------------------------------------------------------------------
+# What an engine needs, and whether it is here
+# ------------------------------------------------------------------------------------------------------------
+def engine_options(
+    model_path: str | Path, max_model_len: int, settings: RolloutSettings, timeout_s: float | None = None
+) -> dict:
     """Translate the settings of an engine into vLLM's."""
     on_gpu = torch.cuda.is_available()
     options = {
@@ -324,7 +401,7 @@ def engine_options(model_path: str | Path, max_model_len: int, settings: Rollout
         "seed": 0,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "enforce_eager": not on_gpu,
+        "enforce_eager": not on_gpu or settings.enforce_eager,
         "enable_sleep_mode": settings.sleep_level > 0,
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_expert_parallel": settings.expert_parallel,
@@ -333,6 +410,13 @@ def engine_options(model_path: str | Path, max_model_len: int, settings: Rollout
         # A prompt that is computed in parts makes vLLM rewind the random numbers of its request, which a
         # generator on the CPU cannot do. Without chunks a prompt that does not fit waits for the next step.
         options["enable_chunked_prefill"] = False
+    elif settings.dtype == "bfloat16":  # logits as the trainer has them; in bfloat16 they have steps of 1/8
+        options["hf_overrides"] = {"head_dtype": "float32"}
+    if on_gpu and settings.capture_routes:
+        options["block_size"] = 64  # with capture vLLM lists the blocks of all running requests at every step
+    if timeout_s is not None:
+        options["distributed_timeout_seconds"] = math.ceil(timeout_s)
+        options["cpu_distributed_timeout_seconds"] = math.ceil(timeout_s)
     if settings.kv_cache_gib is not None:  # the second is then only what vLLM wants to find free
         kv_cache_bytes = int(settings.kv_cache_gib * 2**30)
         options |= {"kv_cache_memory_bytes": kv_cache_bytes, "gpu_memory_utilization": 0.05}
@@ -393,6 +477,8 @@ def sampling_params(request: Request, stop_ids: list[int], stop_texts: list[str]
 def check_hardware(settings: RolloutSettings) -> None:
     """Raise ValueError for what this machine cannot do."""
     on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        check_driver()
     if settings.sleep_level and not on_gpu:
         raise ValueError("rollout.sleep_level needs a GPU: set it to 0")
     if settings.expert_parallel and not on_gpu:
@@ -407,10 +493,107 @@ def check_hardware(settings: RolloutSettings) -> None:
         raise ValueError(f"rollout.kv_cache_fp8 {needed} false")
 
 
+def check_driver() -> None:
+    """Raise ValueError where a build of torch for GPUs cannot use the GPUs of this machine."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if torch.version.cuda is None or hidden or not Path("/proc/driver/nvidia/version").exists():
+        return
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"this machine has an NVIDIA GPU that torch, built for CUDA {torch.version.cuda}, cannot use: "
+            f"{reason} Install a driver for that CUDA version, or hide the GPU (CUDA_VISIBLE_DEVICES=)"
+        ) from error
+
+
+def kv_bytes_per_token(hf_config, settings: RolloutSettings) -> int:
+    """Return the bytes of keys and values that a rank holds of a token; ranks may hold the same heads."""
+    heads = max(1, hf_config.num_key_value_heads // settings.tensor_parallel)
+    itemsize = 1 if settings.kv_cache_fp8 else getattr(torch, settings.dtype).itemsize
+    return 2 * hf_config.num_hidden_layers * heads * head_dim(hf_config) * itemsize
+
+
+def engine_weight_bytes(hf_config, settings: RolloutSettings) -> int:
+    """Return the bytes of the engine's weights on a rank; in FP8 the embeddings stay in 16 bits."""
+    counts, itemsize = parameter_counts(hf_config), getattr(torch, settings.dtype).itemsize
+    of_layers = 1 if settings.fp8 == "on" else itemsize
+    num_bytes = counts.embeddings * itemsize + (counts.experts + counts.others) * of_layers
+    return num_bytes // settings.tensor_parallel
+
+
+ENGINE_EXTRA_BYTES = 4 * GIB  # CUDA graphs, workspaces, activations of a prefill: a guess, vLLM measures them
+VLLM_SHARE = 0.92  # of a GPU: vLLM's default, what is left is for CUDA itself
+
+
+def memory_share(
+    hf_config, settings: RolloutSettings, max_model_len: int, trainer_bytes: int, free: int, total: int
+) -> float:
+    """Return the share of a GPU that vLLM may take for weights, workspaces, keys and values.
+
+        share = min(0.92 total, free - trainer_bytes) / total
+
+    free and total: bytes of this GPU before the engine starts. ValueError, with settings that would fit, if
+    that leaves no room for the weights and the keys and values of one completion of full length.
+    """
+    share = min(VLLM_SHARE * total, free - max(trainer_bytes, GIB))  # a context is made before vLLM looks
+
+    def needed(settings: RolloutSettings) -> int:
+        kv_cache = max_model_len * kv_bytes_per_token(hf_config, settings)
+        return engine_weight_bytes(hf_config, settings) + kv_cache + ENGINE_EXTRA_BYTES
+
+    if needed(settings) <= share:
+        return share / total
+    num_ranks, fitting = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), []
+    for fp8 in dict.fromkeys((settings.fp8, "on")):
+        for size in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
+            whole = fp8 != "on" or splits_into_blocks(hf_config, size)
+            changed = settings.model_copy(update={"fp8": fp8, "tensor_parallel": size})
+            if whole and needed(changed) <= share:
+                fitting.append(f"rollout.tensor_parallel={size} rollout.fp8={fp8}")
+    advice = [*fitting[:1], *["rollout.sleep_level=2"] * (settings.sleep_level == 0)]
+    advice = " or ".join(advice) or "more GPUs, a shorter rollout.max_new_tokens or a smaller model"
+    raise ValueError(
+        f"this GPU is too small: of {total / GIB:.0f} GiB {free / GIB:.0f} are free, the trainer takes "
+        f"{trainer_bytes / GIB:.0f} of them and the engine needs {needed(settings) / GIB:.0f} for weights, "
+        f"graphs and one completion of full length; try {advice}, or set rollout.kv_cache_gib to go without "
+        "this estimate"
+    )
+
+
+def splits_into_blocks(hf_config, tensor_parallel: int) -> bool:
+    """Tell whether the parts of each expert are whole FP8 blocks."""
+    return num_experts_of(hf_config) == 0 or hf_config.moe_intermediate_size % (tensor_parallel * BLOCK) == 0
+
+
+def check_fp8(settings: RolloutSettings, hf_config) -> None:
+    """Raise ValueError where vLLM's FP8 would not be that of kernels/fp8_block.py, or would not fit."""
+    if settings.fp8 != "on":
+        return
+    size = 1 if settings.expert_parallel else settings.tensor_parallel
+    if size > 1 and not splits_into_blocks(hf_config, size):
+        width = hf_config.moe_intermediate_size
+        raise ValueError(
+            f"rollout.tensor_parallel {size} with rollout.fp8 on splits experts of width {width} into parts "
+            f"of {width / size:g}, which are no whole blocks of {BLOCK}: vLLM would pad them, and a sync would "
+            "hold the whole model twice. Set rollout.expert_parallel=true or a tensor_parallel that divides "
+            f"the {width / BLOCK:g} blocks of an expert"
+        )
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    if is_deep_gemm_e8m0_used():
+        raise ValueError(
+            "VLLM_USE_DEEP_GEMM_E8M0 is on: vLLM would round the scales of FP8 to powers of two, which "
+            "neither rollout.fp8=simulate nor any check here does. Leave it unset, or set it to 0"
+        )
+
+
 def start_vllm(options: dict, captures_routes: bool):
     """Start vLLM with these options; ValueError if it cannot return routed experts."""
     from vllm import LLM, EngineArgs
 
+    refuse_beside_graphs_of_experts()
     if captures_routes:
         if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(EngineArgs)}:
             raise ValueError(f"this vLLM does not return routed experts: {WITHOUT_ROUTES}")
@@ -422,6 +605,23 @@ def start_vllm(options: dict, captures_routes: bool):
         if captures_routes and "outed" in str(error) and "xperts" in str(error):
             raise ValueError(f"vLLM gives no routed experts ({error}): {WITHOUT_ROUTES}") from error
         raise
+
+
+GRAPHS_OF_EXPERTS: list[str] = []  # models of the MoE engines in this process that have CUDA graphs
+
+
+def refuse_beside_graphs_of_experts() -> None:
+    """Raise ValueError for one more engine in a process that has a MoE engine with CUDA graphs.
+
+    Each engine of vLLM makes the workspace of the process anew, and graphs of a MoE have the address of the
+    old one in them: the first engine would read and write memory that is no longer its own.
+    """
+    if GRAPHS_OF_EXPERTS:
+        raise ValueError(
+            f"a second vLLM engine in the process of a MoE engine ({GRAPHS_OF_EXPERTS[0]}) frees memory that "
+            "the first one's CUDA graphs use: set rollout.enforce_eager=true, or give the second engine a "
+            "process of its own (a generative judge: reward.judge_path=module:function that asks a server)"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -520,6 +720,39 @@ def quantise_for_engine(
 MADE_FROM_WEIGHTS = ("_scale", "_scale_inv")  # ends of names of parameters that vLLM's FP8 makes itself
 
 
+def switch_capture_in_worker(worker, on: bool) -> None:
+    """Have vLLM's model runner copy the routes of every step to the host, or not.
+
+    The layers write them to a buffer on the device either way, which is part of the CUDA graphs.
+    """
+    runner = worker.model_runner
+    if hasattr(runner, "routed_experts_initialized"):  # vLLM's first model runner, the one of CPUs
+        runner.routed_experts_initialized = on
+    else:
+        if not on:
+            runner.routed_experts_capturer_at_rest = runner.routed_experts_capturer
+        runner.routed_experts_capturer = runner.routed_experts_capturer_at_rest if on else None
+
+
+def kernels_in_worker(worker) -> str:
+    """Name the classes that compute attention, linear layers, experts and the head, and the head's dtype."""
+    found: dict[str, set[str]] = {"attention": set(), "linear": set(), "experts": set(), "head": set()}
+    for name, module in worker.model_runner.get_model().named_modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(module, "impl") and hasattr(module, "attn_backend"):
+            found["attention"].add(type(module.impl).__name__)
+        elif hasattr(module, "w13_weight"):
+            kernel = getattr(method, "moe_kernel", None)
+            found["experts"].add(type(getattr(kernel, "fused_experts", kernel or method)).__name__)
+        elif name.endswith("lm_head"):
+            head_dtype = worker.model_runner.model_config.head_dtype
+            found["head"].add(f"{type(method).__name__} to {str(head_dtype).removeprefix('torch.')}")
+        elif method is not None and name.endswith("proj"):
+            found["linear"].add(type(getattr(method, "fp8_linear", method)).__name__)
+    parts = [f"{part} {' and '.join(sorted(names))}" for part, names in found.items() if names]
+    return f"vLLM computes {', '.join(parts)}"
+
+
 def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
     """Reload weights layer by layer inside vLLM's worker; return the parameters that got nothing.
 
@@ -592,7 +825,7 @@ def plain_name(name: str) -> str:
     return name.replace(".routed_experts.", ".")
 
 
-CHECKSUM_CHUNK = 1 << 16  # elements; their integers stay in a core's cache
+CHECKSUM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements: a core's cache; enough to fill a GPU
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -603,7 +836,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """
     tiny, sums = torch.finfo(tensor.dtype).tiny, torch.zeros(2, dtype=torch.int64, device=tensor.device)
     integers = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
-    for part in tensor.flatten().split(CHECKSUM_CHUNK):
+    for part in tensor.flatten().split(CHECKSUM_CHUNK[tensor.device.type]):
         part = torch.where(part.abs() < tiny, 0, part)  # -0 and what a kernel may flush to 0
         bits = part.view(integers).long()
         sums += torch.stack([bits.sum(), (bits * bits).sum()])
@@ -672,6 +905,7 @@ def set_vllm_environment(on_gpu: bool) -> None:
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TRITON_F32_DEFAULT": "ieee",  # a float32 engine on a GPU would compute in TF32
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",  # scales of FP8 are float32 numbers, not powers of two
     }
     if not on_gpu:
         settings |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}  # costs more than it saves
@@ -692,6 +926,7 @@ def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[l
     set_vllm_environment(on_gpu)
     from vllm import LLM, SamplingParams
 
+    refuse_beside_graphs_of_experts()
     llm = LLM(
         path,
         load_format="safetensors",

@@ -41,6 +41,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
+from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, run
+
+if __name__ == "__main__":
+    die_with_torchrun()  # before the imports that take seconds
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
 import torch
@@ -110,7 +114,6 @@ from runtime.checks import (
     refuse_nonfinite_rewards,
 )
 from runtime.config import Section, Switch, read_config, refuse_contradictions, setting
-from runtime.launch import Signals, Stopped, check_gpus, leave, run
 from runtime.metrics import (
     Clock,
     batch_metrics,
@@ -182,9 +185,10 @@ class AlgorithmSettings(Section):
     clip_eps_low: float = setting(0.2, "ratios below 1 - this are clipped", gt=0, le=1)
     clip_eps_high: float = setting(0.2, "ratios above 1 + this are clipped", gt=0)
     entropy_clip_coef: float = setting(0.02, "alpha of ESPO's entropy-adaptive clip", gt=0)
-    entropy_clip_form: Literal["token_group_mean", "literal"] = setting(
+    entropy_clip_form: Literal["token_group_mean", "over_token_groups", "over_tokens"] = setting(
         "token_group_mean",
-        "token_group_mean: eps from the mean entropy of the token group. literal: ESPO eq. 8 as printed.",
+        "what ESPO eq. 8 divides entropy by. token_group_mean: it is averaged over the token group. "
+        "over_token_groups, over_tokens: a token's own, by the completion's groups or the group's tokens.",
     )
     loss_agg: Literal["sequence_mean", "token_mean", "token_group_mean", "fixed_length"] = setting(
         "sequence_mean",
@@ -235,6 +239,13 @@ class TrainSettings(Section):
         "true: as many tokens for each rank and forward. false: as many rows, as they come.",
         True,
     )
+    skip_zero_gradient: bool = setting(
+        True,
+        "true: completions whose advantages are all 0 take no part in the forward and backward of updates. "
+        "false: they do, and change nothing.",
+        True,
+    )
+    passes_per_rollout: int = setting(1, "times that the updates of a step go over its completions", ge=1)
     learning_rate: float = setting(1e-6, "highest learning rate of AdamW", True, gt=0)
     lr_schedule: Literal[
         "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
@@ -289,12 +300,13 @@ RENAMED = {  # {a setting or a choice that an older YAML may hold: the end of th
     "rollout.reward_aware": "is called rollout.count_reward_time",
     "algorithm.loss_agg=group_mean": "is called token_group_mean",
     "algorithm.entropy_clip_form=group_mean": "is called token_group_mean",
+    "algorithm.entropy_clip_form=literal": "is called over_tokens",
     "rollout.schedule=oracle": "is a part of experiments.bench.rollout only: set longest_first",
     "rollout.overprovision": "was removed, see experiments/README.md, what did not pay: leave it out",
     "eval.overlap": "was removed, evaluations have a phase of their own: leave it out",
     "checkpoint.overlap": "was removed, the run waits for its checkpoints: leave it out",
-    "reward.dense": "was removed, fractions count unless reward.binary is set (the verifier `characters` gives "
-    "the share of characters in place): leave it out",
+    "reward.dense": "was removed, fractions count unless reward.binary is set (the verifier `characters` "
+    "gives the share of characters in place): leave it out",
 }
 
 
@@ -339,7 +351,7 @@ def algorithm_contradictions(config: Config) -> dict[str, tuple]:
             algo.clip_mode == "before_mean" and algo.ratio_level == "token"),
         "algorithm.entropy_clip_form {!r} has no effect with algorithm.clip_mode {!r}": (
             algo.entropy_clip_form, algo.clip_mode,
-            algo.entropy_clip_form == "literal" and algo.clip_mode != "entropy_adaptive"),
+            algo.entropy_clip_form != "token_group_mean" and algo.clip_mode != "entropy_adaptive"),
         "algorithm.old_policy {!r}: the ratio is the correction already, algorithm.rollout_correction {!r}": (
             algo.old_policy, algo.rollout_correction,
             algo.old_policy == "rollout" and algo.rollout_correction != "none"),
@@ -674,6 +686,14 @@ def is_kept(outcome: GroupOutcome, settings: ZeroVarianceSettings) -> bool:
     return outcome.has_variance or not settings.drop
 
 
+def only_variance_teaches(config: Config) -> bool:
+    """Tell whether a group of equal scores has no gradient: no other reward, no RL-ZVP, no KL term."""
+    reward = config.reward
+    has_penalties = reward.overlong_buffer > 0 or reward.repetition_coef > 0
+    has_others = config.zero_variance.rl_zvp or config.algorithm.kl_coef > 0
+    return not (has_others or has_penalties or reward.judge != "none")
+
+
 def drop_and_deal(
     groups: list[Group], outcomes: dict[int, GroupOutcome], config: Config
 ) -> tuple[list[Group], dict[int, GroupOutcome]]:
@@ -681,16 +701,21 @@ def drop_and_deal(
 
     What is kept after dropping is cut, in its order, into the minibatches of the step, and each of them is
     dealt to the ranks so that they train on about as many tokens (train.balance; else on as many
-    completions). Which rank sampled a group has no part in it: scheduling does not change an update.
+    completions). Groups that the update will skip, as far as their scores say, are dealt by themselves: they
+    cost no more than a pass for old log-probabilities. Which rank sampled a group has no part in it:
+    scheduling does not change an update.
     """
     world_size = dist.get_world_size()
     kept = {slot: o for slot, o in sorted(outcomes.items()) if is_kept(o, config.zero_variance)}
     slots, per_minibatch = list(kept), -(-len(kept) // config.train.minibatches_per_step) or 1
     owner, minibatch = {}, {slot: i // per_minibatch for i, slot in enumerate(slots)}
+    may_skip = config.train.skip_zero_gradient and only_variance_teaches(config)
     for start in range(0, len(slots), per_minibatch):
         part = slots[start : start + per_minibatch]
-        sizes = [kept[slot].tokens if config.train.balance else kept[slot].completions for slot in part]
-        owner |= zip(part, longest_first(sizes, world_size))
+        for skipped in (False, True):
+            dealt = [slot for slot in part if (may_skip and not kept[slot].has_variance) == skipped]
+            sizes = [kept[s].tokens if config.train.balance else kept[s].completions for s in dealt]
+            owner |= zip(dealt, longest_first(sizes, world_size))
     parcels = [[group for group in groups if owner.get(group.slot) == r] for r in range(world_size)]
     groups = sorted(exchange(parcels), key=lambda group: group.slot)
     return [replace(group, minibatch=minibatch[group.slot]) for group in groups], kept
@@ -852,16 +877,19 @@ def zero_variance_rows(batch: RolloutBatch, binary: bool) -> Tensor:
     return rows
 
 
-def rl_zvp_advantages(entropy: Tensor, mask: Tensor, correct: Tensor, coef: float) -> Tensor:
-    """Return token advantages of completions of zero-variance groups (RL-ZVP, arXiv 2509.21880) [secondary].
+def rl_zvp_advantages(entropy: Tensor, mask: Tensor, rewarded: Tensor, coef: float) -> Tensor:
+    """Return token advantages of completions of zero-variance groups (RL-ZVP, arXiv 2509.21880, eq. 5).
 
-        right: +alpha H_t        wrong: -alpha (max_k H_k - H_t)
+        R > 0: +alpha H_t        R = 0: -alpha (max_k H_k - H_t)
 
-    entropy [B, T] nats, of the old policy, detached; mask [B, T] bool; correct [B] bool. Returns [B, T], 0 on
-    padding. The most uncertain token of a wrong completion is not pushed down.
+    entropy [B, T] nats, detached; mask [B, T] bool; rewarded [B] bool, where the score is above 0. Returns
+    [B, T], 0 on padding. The most uncertain token of a completion that is not rewarded is not pushed down.
+    The paper branches on the sign of the reward and has binary rewards only; a group tied at one half counts
+    as rewarded, too [ours: the letter of eq. 5]. Its H is the current policy's in every update, ours is the
+    old policy's [ours: one advantage for all updates of a step]; in the first update they are the same.
     """
     highest = entropy.masked_fill(~mask, 0).amax(dim=1, keepdim=True)  # [B, 1], entropies are >= 0
-    return torch.where(correct.unsqueeze(1), coef * entropy, coef * (entropy - highest)) * mask
+    return torch.where(rewarded.unsqueeze(1), coef * entropy, coef * (entropy - highest)) * mask
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
@@ -876,8 +904,9 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
     advantages = advantages.unsqueeze(1) * batch.response_mask  # [B, T]
     if config.zero_variance.rl_zvp:
         rows = zero_variance_rows(batch, config.reward.binary)  # [B]
+        rewarded = torch.tensor([score_of(v, config.reward.binary) for v in batch.verdicts]) > 0  # [B]
         mask, coef = batch.response_mask[rows], config.zero_variance.rl_zvp_coef
-        advantages[rows] = rl_zvp_advantages(batch.entropy[rows], mask, correct[rows], coef)
+        advantages[rows] = rl_zvp_advantages(batch.entropy[rows], mask, rewarded[rows], coef)
     return advantages
 
 
@@ -915,15 +944,45 @@ def token_groups_of(entropy: Tensor, mask: Tensor, algorithm: AlgorithmSettings)
             return entropy_groups(entropy, mask, algorithm.entropy_groups)
 
 
+class TokenGroupSum(torch.autograd.Function):
+    """Sum values over token groups; the gradient is summed in float64.
+
+    A token's gradient is the sum of the gradients of all tokens of its group. Added one after the other in
+    float32 it is 1e-4 off on completions of 16,000 tokens.
+    """
+
+    @staticmethod
+    def forward(values: Tensor, token_groups: Tensor) -> Tensor:
+        """Return, for each token, the sum of values [B, T] over its token group, [B, T]."""
+        sums = values.new_zeros(len(values), max(values.shape[1], MAX_ENTROPY_GROUPS))  # short rows: T < K
+        return sums.scatter_add(1, token_groups, values).gather(1, token_groups)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Keep the token groups."""
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient by the values: the same sum."""
+        (token_groups,) = ctx.saved_tensors
+        return TokenGroupSum.forward(gradient.double(), token_groups).to(gradient.dtype), None
+
+
 def token_group_sum(values: Tensor, token_groups: Tensor, mask: Tensor) -> Tensor:
     """Return, for each token, the sum of values over its token group, [B, T]; padding counts nowhere."""
-    sums = values.new_zeros(len(values), max(values.shape[1], MAX_ENTROPY_GROUPS))  # short rows: T < K
-    return sums.scatter_add(1, token_groups, values * mask).gather(1, token_groups)
+    return TokenGroupSum.apply(values * mask, token_groups)
 
 
 def token_group_size(token_groups: Tensor, mask: Tensor) -> Tensor:
     """Return, for each token, the number of tokens in its token group, [B, T] float, at least 1."""
     return token_group_sum(mask.to(torch.get_default_dtype()), token_groups, mask).clamp(min=1)
+
+
+def num_token_groups(token_groups: Tensor, mask: Tensor) -> Tensor:
+    """Return K_i, the token groups of each completion that are not empty, [B, 1] float, at least 1."""
+    per_token = mask / token_group_size(token_groups, mask)  # sums to 1 over a token group
+    return per_token.sum(dim=1, keepdim=True).round().clamp(min=1)
 
 
 def token_group_mean(values: Tensor, token_groups: Tensor, mask: Tensor) -> Tensor:
@@ -959,13 +1018,18 @@ def entropy_clip_eps(
 ) -> Tensor:
     """Return the half-width of ESPO's clip interval, [B, T]: wider where the old policy was uncertain.
 
-    token_group_mean  eps = alpha mean_{t in tau}(e_t) / log|V|     [ours: reading of eq. 8]
-    literal           eps_t = alpha e_t / (|tau| log|V|)            [paper: eq. 8 as printed]
+    Eq. 8 prints eps_t = alpha e_t / (|tau| log|V|). Three readings of it [ours]:
+
+    token_group_mean   alpha mean_{t in tau}(e_t) / log|V|   the text: groups "with higher average entropy"
+    over_token_groups  alpha e_t / (K_i log|V|)              |tau| as in eq. 5, where it counts the groups
+    over_tokens        alpha e_t / (|tau| log|V|)            |tau| as the number of tokens of the group
     """
     match algorithm.entropy_clip_form:
         case "token_group_mean":
             mean_entropy = token_group_mean(entropy, token_groups, mask)
-        case "literal":
+        case "over_token_groups":
+            mean_entropy = entropy / num_token_groups(token_groups, mask)
+        case "over_tokens":
             mean_entropy = entropy / token_group_size(token_groups, mask)
     return algorithm.entropy_clip_coef * mean_entropy / log_vocab
 
@@ -995,8 +1059,7 @@ def loss_weights(
             return mask / torch.tensor(float(max(1, num_tokens)))
         case "token_group_mean":
             per_token = mask / token_group_size(token_groups, mask)  # sums to 1 over a token group
-            num_groups = per_token.sum(dim=1, keepdim=True).round().clamp(min=1)  # [B, 1] K_i
-            return per_token / (num_groups * num_completions)
+            return per_token / (num_token_groups(token_groups, mask) * num_completions)
         case "fixed_length":
             return mask / torch.tensor(float(num_completions * max_new_tokens))
 
@@ -1173,7 +1236,8 @@ def forward_batch(policy, batch: RolloutBatch, config: Config, replay: bool = Tr
 
 def needs_old_pass(config: Config) -> bool:
     """Tell whether the update needs old log-probabilities or entropies before its own forward gives them."""
-    is_off_policy = config.train.minibatches_per_step > 1 and config.algorithm.old_policy == "trainer"
+    num_updates = config.train.minibatches_per_step * config.train.passes_per_rollout
+    is_off_policy = num_updates > 1 and config.algorithm.old_policy == "trainer"
     return config.zero_variance.rl_zvp or is_off_policy
 
 
@@ -1185,10 +1249,12 @@ def micro_batch_loss(
     counts: Tensor,
     log_vocab: float,
     config: Config,
+    has_moved: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_loss() of some rows and its per-token statistics [b, T].
 
-    counts: completions and tokens of the update over all ranks. algorithm.old_policy is that of the ratio:
+    counts: completions and tokens of the update over all ranks. has_moved: the policy was updated since it
+    sampled these rows. algorithm.old_policy is that of the ratio:
 
         trainer  the trainer's before the update; where the batch has no old_logprobs that is the current one,
                  and the ratio exactly 1
@@ -1220,58 +1286,129 @@ def micro_batch_loss(
     )  # fmt: skip
     statistics["entropy"] = entropy
     statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
-    if batch.old_logprobs is None and batch.minibatch[rows[0]] > 0:
-        return loss, statistics  # the policy has moved since: its distance to the engine is not known
+    if batch.old_logprobs is None and has_moved:
+        return loss, statistics  # the distance of the old policy to the engine is not known
     return loss, statistics | mismatch_statistics(before, sampled)
+
+
+def rows_with_gradient(batch: RolloutBatch, config: Config) -> Tensor:
+    """Mark the rows that updates compute, [B] bool: an advantage is not 0, or a KL term acts on all."""
+    if not config.train.skip_zero_gradient or config.algorithm.kl_coef > 0:
+        return torch.ones(len(batch.prompts), dtype=torch.bool)
+    return (batch.advantages != 0).any(dim=1)
+
+
+@dataclass
+class UpdateWork:
+    """What the updates of a step have done on this rank so far."""
+
+    seen: list[tuple[list[int], dict]] = field(default_factory=list)  # (rows, statistics) by micro-batch
+    suspects: list[int] = field(default_factory=list)  # rows of this update whose loss is not finite
+    grad_norms: list[float] = field(default_factory=list)
+    num_updates: int = 0
+    num_nonfinite: int = 0  # updates that were not made, because the gradient was not finite
+    num_empty: int = 0  # updates without a row that has a gradient, on any rank
+    num_computed: int = 0  # tokens of the sequences
+    num_padded: int = 0  # tokens of the grids that attention works on
+
+    def add_tokens(self, lengths: list[int]) -> None:
+        """Count the tokens of a micro-batch whose sequences are so long."""
+        self.num_computed += sum(lengths)
+        self.num_padded += len(lengths) * max(lengths, default=0)
+
+    def end_update(self, trainer) -> None:
+        """Take note of the optimizer step that was just taken."""
+        self.num_updates, self.suspects = self.num_updates + 1, []
+        if trainer.optimizer.overflow:
+            self.num_nonfinite += 1
+        else:
+            self.grad_norms.append(float(trainer.get_global_grad_norm()))
+
+
+def loss_of_rows(
+    policy, batch: RolloutBatch, rows: list[int], counts: Tensor, config: Config, work: UpdateWork
+) -> Tensor:
+    """Return the loss of some rows and add their statistics to `work`. Collective.
+
+    counts: completions and tokens of the update over all ranks. Without rows the loss is a zero that takes
+    part in the model's collectives.
+    """
+    logprobs, entropy, _, mismatch = forward_rows(policy, batch, rows, config)  # [b, T]
+    if not rows:
+        return logprobs.sum()
+    log_vocab = math.log(getattr(policy, "module", policy).lm_head.weight.shape[0])
+    loss, statistics = micro_batch_loss(
+        logprobs, entropy, batch, rows, counts, log_vocab, config, work.num_updates > 0
+    )
+    if mismatch is not None:
+        before = batch.route_mismatch
+        statistics["mismatch_routes"] = mismatch if before is None else before[rows].to(logprobs.device)
+    work.seen.append((rows, statistics))
+    if not torch.isfinite(loss):
+        finite = (logprobs.cpu().isfinite() & batch.advantages[rows].isfinite()).all(dim=1)
+        work.suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
+    return loss
+
+
+def old_pass_metrics(batch: RolloutBatch, config: Config) -> dict[str, tuple[float, float]]:
+    """Measure entropies and the distance to the engine over all tokens, if a pass before the update ran."""
+    if batch.old_logprobs is None or batch.entropy is None:
+        return {}
+    shares, mask = config.algorithm.entropy_groups, batch.response_mask
+    statistics = {"entropy": batch.entropy, "entropy_group": entropy_groups(batch.entropy, mask, shares)}
+    statistics |= mismatch_statistics(batch.old_logprobs, batch.rollout_logprobs)
+    if batch.route_mismatch is not None:
+        statistics["mismatch_routes"] = batch.route_mismatch
+    statistics["ratio"] = torch.ones(mask.shape)  # token_metrics() wants one; those of updates are reported
+    metrics = token_metrics(batch, [(list(range(len(mask))), statistics)], len(shares))
+    return {name: pair for name, pair in metrics.items() if "ratio" not in name}
 
 
 def update_policy(
     trainer, batch: RolloutBatch, config: Config, step: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """Take minibatches_per_step optimizer steps on the batch; return metrics as (sum, count). Collective.
+    """Take the optimizer steps of a step of training; return metrics as (sum, count). Collective.
 
-    trainer: DeepSpeed's engine. An update whose gradient is not finite leaves the weights as they are
-    (DeepSpeed skips it on all ranks).
+    trainer: DeepSpeed's engine. There are minibatches_per_step x passes_per_rollout updates. Rows without
+    gradient are left out (train.skip_zero_gradient), but an update that is left without rows on all ranks
+    still takes its optimizer step, because AdamW's momentum moves the weights. Every run.log_every steps the
+    rows left out go through a forward without gradient, so that the metrics are over all tokens. An update
+    whose gradient is not finite leaves the weights as they are (DeepSpeed skips it on all ranks).
     """
-    device, world_size = trainer.device, dist.get_world_size()
-    log_vocab = math.log(trainer.module.lm_head.weight.shape[0])
-    seen = []  # (rows, statistics) of every micro-batch, for the metrics
-    grad_norms, num_skipped, lengths = [], 0, sequence_lengths(batch)
-    num_computed, num_padded = 0, 0  # tokens of the sequences, and of the grids that attention works on
-    for number in range(config.train.minibatches_per_step):
-        minibatch = (batch.minibatch == number).nonzero().flatten().tolist()  # whole groups
-        counts = torch.tensor([len(minibatch), int(batch.response_mask[minibatch].sum())], device=device)
+    train, work, lengths = config.train, UpdateWork(), sequence_lengths(batch)
+    has_gradient, is_shown = rows_with_gradient(batch, config), (step + 1) % config.run.log_every == 0
+    split = lambda rows: split_micro_batches(lengths, rows, train.micro_batch_tokens, train.balance)
+    for number in [*range(train.minibatches_per_step)] * train.passes_per_rollout:
+        in_update = batch.minibatch == number  # [B], whole groups
+        rows = (in_update & has_gradient).nonzero().flatten().tolist()
+        sums = [int(in_update.sum()), int(batch.response_mask[in_update].sum()), len(rows)]
+        counts = torch.tensor(sums, device=trainer.device)
         dist.all_reduce(counts)  # before the first backward: the loss must not depend on the split
         if counts[0] == 0:  # groups were dropped: there is nothing left for this update on any rank
             continue
-        suspects = []
-        micro_batch_tokens, balance = config.train.micro_batch_tokens, config.train.balance
-        for rows in split_micro_batches(lengths, minibatch, micro_batch_tokens, balance):
-            logprobs, entropy, _, mismatch = forward_rows(trainer, batch, rows, config)  # [b, T]
-            if not rows:
-                trainer.backward(logprobs.sum(), scale_wrt_gas=False)
-                continue
-            loss, statistics = micro_batch_loss(logprobs, entropy, batch, rows, counts, log_vocab, config)
-            if mismatch is not None:
-                before = batch.route_mismatch
-                statistics["mismatch_routes"] = mismatch if before is None else before[rows].to(device)
-            trainer.backward(loss * world_size, scale_wrt_gas=False)  # DeepSpeed averages over the ranks
-            seen.append((rows, statistics))
-            num_computed += sum(lengths[row] for row in rows)
-            num_padded += len(rows) * max(lengths[row] for row in rows)
-            if not torch.isfinite(loss):
-                finite = (logprobs.isfinite() & batch.advantages[rows].to(device).isfinite()).all(dim=1)
-                suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
+        work.num_empty += int(counts[2] == 0)
+        for part in split(rows) or [[]]:
+            loss = loss_of_rows(trainer, batch, part, counts[:2], config, work)
+            trainer.backward(loss * dist.get_world_size(), scale_wrt_gas=False)  # DeepSpeed takes the mean
+            work.add_tokens([lengths[row] for row in part])
+        if is_shown:
+            with torch.no_grad():
+                for part in split((in_update & ~has_gradient).nonzero().flatten().tolist()):
+                    loss_of_rows(trainer.module, batch, part, counts[:2], config, work)
         trainer.step()
         if trainer.optimizer.overflow:
-            handle_nonfinite("loss", batch, suspects, config, step)
-            num_skipped += 1
-        else:
-            grad_norms.append(float(trainer.get_global_grad_norm()))
-    metrics = {"grad_norm": (sum(grad_norms), len(grad_norms)), "nonfinite_updates_max": (num_skipped, 1)}
-    metrics["padding_frac"] = (num_padded - num_computed, num_padded)
-    metrics["update_tokens"] = metrics["update_tokens_max"] = (num_computed, 1)
-    return metrics | token_metrics(batch, seen, len(config.algorithm.entropy_groups))
+            handle_nonfinite("loss", batch, work.suspects, config, step)
+        work.end_update(trainer)
+    metrics = {"grad_norm": (sum(work.grad_norms), len(work.grad_norms))}
+    metrics["nonfinite_updates_max"] = (work.num_nonfinite, 1)
+    metrics["padding_frac"] = (work.num_padded - work.num_computed, work.num_padded)
+    metrics["update_tokens"] = metrics["update_tokens_max"] = (work.num_computed, 1)
+    metrics |= token_metrics(batch, work.seen, len(config.algorithm.entropy_groups))
+    if train.skip_zero_gradient:
+        metrics["account/update_tokens_total"] = (work.num_computed, 1)
+        metrics["empty_updates_max"] = (work.num_empty, 1)
+        metrics |= old_pass_metrics(batch, config)
+    return metrics
 
 
 @functools.cache
@@ -1714,7 +1851,7 @@ def sync_engine(run: Run, check: bool) -> SyncReport:
 
 def evaluate_if_due(run: Run) -> None:
     """Evaluate the policy on the held-out sets, if it is time to, and log what was found. Collective."""
-    if not evaluation_is_due(run.state, run.config):
+    if not run.eval_sets or not evaluation_is_due(run.state, run.config):
         return
     requests, prompts = evaluation_requests(run.eval_sets, run.config)
     completions, verdicts = run.rollouts.generate(requests, prompts, run.state.step, "eval")

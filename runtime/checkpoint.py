@@ -7,18 +7,20 @@ resumes reads the folder that find_checkpoint() returns.
 """
 
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Literal
 
@@ -26,6 +28,7 @@ import torch.distributed as dist
 import yaml
 
 from runtime.config import Section, complete, differences, free_on_resume, setting
+from runtime.schedule import longest_first
 
 
 class RunSettings(Section):
@@ -61,6 +64,12 @@ class CheckpointSettings(Section):
         "auto",
         "auto: go on exactly from run.dir's newest checkpoint. weights: the same with a fresh optimizer, for "
         "another number of ranks. never: refuse a run.dir that has one.",
+        True,
+    )
+    on_damage: Literal["stop", "older"] = setting(
+        "stop",
+        "the newest checkpoint is damaged. stop: end with its name. older: set it aside and go on from the "
+        "newest whole one.",
         True,
     )
 
@@ -178,11 +187,24 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
     (run_dir / "summary.json").unlink(missing_ok=True)  # a shorter run may have left one
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
-        rows = file.read_text().splitlines() if file.is_file() and record else []
-        kept = [row for row in rows if row.endswith("}") and not is_redone(json.loads(row), record["state"])]
+        lines = file.read_text(errors="replace").splitlines() if file.is_file() and record else []
+        rows = [(line, step_row(line)) for line in lines]
+        for number, (line, row) in enumerate(rows, start=1):
+            if row is None and (number < len(rows) or line.endswith("}")):  # the last one may be cut off
+                print(f"{file}: line {number} is no row of metrics and left out: {line[:80]!r}")
+        kept = [line for line, row in rows if row is not None and not is_redone(row, record["state"])]
         partial = file.with_name(file.name + ".partial")
-        partial.write_text("".join(row + "\n" for row in kept))
+        partial.write_text("".join(line + "\n" for line in kept))
         partial.replace(file)  # a kill in between loses no row
+
+
+def step_row(line: str) -> dict | None:
+    """Return a line of metrics.jsonl or samples.jsonl as a row with its step; None if it is none."""
+    try:
+        row = json.loads(line)
+        return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    except ValueError:
+        return None
 
 
 def save_source(folder: Path) -> dict[str, str | bool | None]:
@@ -234,29 +256,32 @@ def topology(config) -> dict:
 def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
     """Write run.dir/checkpoints/step_N; a folder of that name is always whole. Collective.
 
-    state: the counters as plain values, for state.json, which also holds settings and topology. write(folder)
-    writes this rank's files; it makes no collective call, because another rank's may have failed. They lie in
-    step_N.tmp until all ranks have written. RuntimeError on all ranks if one could not (disk full): earlier
-    checkpoints stay.
+    state: the counters as plain values, for state.json, which also holds settings, topology and the SHA-256
+    of each file. write(folder) writes this rank's files; it makes no collective call, because another rank's
+    may have failed. They lie in step_N.tmp until all ranks have written. RuntimeError on all ranks if one
+    could not (disk full): earlier checkpoints stay.
     """
     checkpoints, rank = Path(config.run.dir) / "checkpoints", dist.get_rank()
     name = f"step_{state['step']:06d}"
-    aside, problem = checkpoints / f"{name}.tmp", None
+    aside = checkpoints / f"{name}.tmp"
     if rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
     dist.barrier()
-    try:
+
+    def write_own() -> None:
         aside.mkdir(parents=True, exist_ok=True)
         write(aside)
+
+    def write_record() -> None:
         if rank == 0:
             record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": state}
-            (aside / "state.json").write_text(json.dumps(record, indent=1))
-    except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
-        problem = f"rank {rank}: {' '.join(str(error).split())[:300]}"
-    os.sync()  # a folder must not get its final name before its files are on the disk
-    problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    problems = [p for p in problems if p]
+            (aside / "state.json").write_text(json.dumps(record | {"files": digests}, indent=1))
+        os.sync()  # a folder must not get its final name before its files are on the disk
+
+    problems, digests = problems_of(write_own), {}
+    if not problems:
+        digests, problems = digests_of(aside)
+    problems = problems or problems_of(write_record)
     if rank == 0 and not problems:
         shutil.rmtree(checkpoints / name, ignore_errors=True)
         aside.rename(checkpoints / name)
@@ -272,15 +297,50 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
         )
 
 
+def problems_of(action: Callable[[], None]) -> list[str]:
+    """Call a function on every rank and return what went wrong on any of them, by rank. Collective."""
+    problem = None
+    try:
+        action()
+    except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
+        problem = f"rank {dist.get_rank()}: {' '.join(str(error).split())[:300]}"
+    problems = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    return [problem for problem in problems if problem]
+
+
+def digests_of(folder: Path) -> tuple[dict[str, str], list[str]]:
+    """Return the SHA-256 of each file of a folder but state.json, and what could not be read. Collective.
+
+    Each rank reads about as many bytes.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "state.json")
+    owner = longest_first([path.stat().st_size for path in files], dist.get_world_size())
+    own = {}
+
+    def read_own() -> None:
+        for path in (path for path, rank in zip(files, owner) if rank == dist.get_rank()):
+            with open(path, "rb") as file:
+                own[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+
+    problems, parts = problems_of(read_own), [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return dict(sorted(item for part in parts for item in part.items())), problems
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List finished checkpoints, oldest first."""
-    return sorted(
-        path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / "state.json").is_file()
-    )
+    """List finished checkpoints, oldest first. Folders of other names, such as a copy of one, are none."""
+    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+    found = [path for path in found if (path / "state.json").is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def find_checkpoint(config) -> tuple[Path, dict] | None:
-    """Return the newest checkpoint of run.dir and its state.json, or None; ValueError if it does not fit."""
+    """Return the newest checkpoint of run.dir and its state.json, or None. Collective.
+
+    ValueError if it does not fit the settings or is damaged; with checkpoint.on_damage older a damaged one is
+    set aside and the one before is taken.
+    """
     found = list_checkpoints(Path(config.run.dir) / "checkpoints")
     if not found:
         return None
@@ -288,26 +348,62 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
         raise ValueError(
             f"{found[-1]} exists and checkpoint.resume is never: remove it or choose another run.dir"
         )
-    record = json.loads((found[-1] / "state.json").read_text())
-    if config.checkpoint.resume == "auto":
-        saved, present = record["topology"], topology(config)
-        changed = [
-            f"{name} {saved[name]} -> {present[name]}" for name in present if saved[name] != present[name]
-        ]
-        if changed:
+    while found:
+        record, problems = read_record(found[-1])
+        if not problems:
+            check_fits(config, found[-1], record)
+            return found[-1], record
+        damaged = found.pop()
+        earlier = f"the newest before it is {found[-1].name}" if found else "there is none before it"
+        if config.checkpoint.on_damage == "stop" or not found:
             raise ValueError(
-                f"{found[-1]} was written by another topology ({', '.join(changed)}): restore it, or set "
-                "checkpoint.resume=weights to go on with these weights and a fresh optimizer"
+                f"{damaged} is damaged: {problems[0]}; {earlier}. Restore the file, or set "
+                "checkpoint.on_damage=older to go on from an older checkpoint"
             )
-        free, saved = free_on_resume(type(config)), complete(type(config), record["config"])
-        changed = [
-            change
-            for change in differences(saved, config.model_dump(mode="json"))
-            if change.split(" ", 1)[0] not in free
-        ]
-        if changed:
-            raise ValueError(
-                f"{found[-1]} was written with other settings ({'; '.join(sorted(changed))}): choose another "
-                "run.dir, or set checkpoint.resume=weights to go on from its weights"
-            )
-    return found[-1], record
+        if dist.get_rank() == 0:
+            damaged.rename(damaged.with_name(f"damaged_{damaged.name}"))
+            print(f"{damaged} is damaged ({problems[0]}) and set aside as damaged_{damaged.name}")
+        dist.barrier()
+
+
+def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
+    """Return state.json of a checkpoint, and what is wrong with it and with the other files. Collective."""
+    record, problem = {}, []
+    try:
+        record = json.loads((checkpoint / "state.json").read_text())
+        known = {part.name for part in fields(TrainState)}
+        if not (record.keys() >= {"topology", "config", "state"} and record["state"].keys() <= known):
+            problem = ["state.json is none of this program"]
+    except (OSError, ValueError, AttributeError) as error:
+        problem = [f"state.json cannot be read: {error}"]
+    if problem or "files" not in record:  # a checkpoint of a version that kept no digests
+        return record, problem
+    found, problems = digests_of(checkpoint)
+    for name, digest in record["files"].items():
+        if found.get(name) != digest:
+            problems.append(f"{name} {'has other content' if name in found else 'is missing'}")
+    return record, problems
+
+
+def check_fits(config, checkpoint: Path, record: dict) -> None:
+    """Raise ValueError if a run with these settings cannot go on exactly from a checkpoint."""
+    if config.checkpoint.resume != "auto":
+        return
+    saved, present = record["topology"], topology(config)
+    changed = [f"{name} {saved[name]} -> {present[name]}" for name in present if saved[name] != present[name]]
+    if changed:
+        raise ValueError(
+            f"{checkpoint} was written by another topology ({', '.join(changed)}): restore it, or set "
+            "checkpoint.resume=weights to go on with these weights and a fresh optimizer"
+        )
+    free, saved = free_on_resume(type(config)), complete(type(config), record["config"])
+    changed = [
+        change
+        for change in differences(saved, config.model_dump(mode="json"))
+        if change.split(" ", 1)[0] not in free
+    ]
+    if changed:
+        raise ValueError(
+            f"{checkpoint} was written with other settings ({'; '.join(sorted(changed))}): choose another "
+            "run.dir, or set checkpoint.resume=weights to go on from its weights"
+        )

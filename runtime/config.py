@@ -202,8 +202,7 @@ def explain(
     uses: our setting}; it goes before a name that is only spelt alike.
     """
     lines = []
-    for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]).replace(".0.", "[].")
+    for name, item in wrong_settings(error):
         choice = f"{name}={item['input']}"
         if name in renamed or choice in renamed:
             lines.append(f"{name} {renamed[name]}" if name in renamed else f"{choice} {renamed[choice]}")
@@ -216,6 +215,24 @@ def explain(
         else:
             lines.append(f"{name}: {item['msg'].lower()}, found {item['input']!r}")
     return "; ".join(lines)
+
+
+def wrong_settings(error: ValidationError) -> list[tuple[str, dict]]:
+    """Return (dotted name, pydantic's item) of each wrong setting; of an unknown mapping those inside it."""
+    found = []
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]).replace(".0.", "[].")
+        leaves = [(name, item["input"])]
+        while item["type"] == "extra_forbidden" and any(
+            isinstance(value, dict) and value for _, value in leaves
+        ):
+            leaves = [
+                (f"{name}.{key}" if key else name, inner)
+                for name, value in leaves
+                for key, inner in (value.items() if isinstance(value, dict) and value else [("", value)])
+            ]
+        found += [(leaf, item | {"input": value}) for leaf, value in leaves]
+    return found
 
 
 def settings_help(schema: type[BaseModel]) -> str:

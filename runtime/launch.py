@@ -17,9 +17,15 @@ Options = TypeVar("Options")
 
 
 def die_with_torchrun() -> None:
-    """Ask Linux to end this rank when torchrun is killed: it would go on writing to its folder on its own."""
+    """Ask Linux to end this rank when torchrun is killed: it would go on writing to its folder on its own.
+
+    A script calls it before it imports anything slow: a parent that is dead already sends no signal.
+    """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
 
 
 class Stopped(Exception):
@@ -52,9 +58,9 @@ class Signals:
         if not self.received:
             self.received, self.at = number, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                name = signal.Signals(number).name
                 text = (
-                    f"\n{name}: the run ends with a checkpoint after this step; once more ends it at once\n"
+                    f"\n{signal.Signals(number).name}: the run ends with a checkpoint after this step, if "
+                    "torchrun waits so long (torchrun --shutdown-timeout, 30 s); once more ends it at once\n"
                 )
                 os.write(2, text.encode())
 

@@ -62,6 +62,8 @@ def rollout_metrics(
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [len(c.token_ids) for c in completions]
     statuses, num = Counter(v.status for v in verdicts), len(verdicts)
+    parts = [(part, reward) for v in verdicts for part, reward in v.parts.items()]
+    of_part = {name: [reward for part, reward in parts if part == name] for name, _ in parts}
     routes = [c.routed_experts for c in completions if c.routed_experts is not None]
     invalid = sum(int((ids[:, 0, 0] == invalid_route).sum()) for ids in routes)
     return {
@@ -76,6 +78,7 @@ def rollout_metrics(
         "completion_seconds": (sum(c.seconds for c in completions), num),
         "completion_seconds_max": (max((c.seconds for c in completions), default=0.0), 1),
         "cut_at_limit_frac": (sum(c.finish_reason == "length" for c in completions), num),
+        **{f"part/{name}": (sum(rewards), len(rewards)) for name, rewards in of_part.items()},
         **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
     }
 

@@ -1,7 +1,7 @@
 """Put work in order and spread it: requests into an engine, groups over ranks, rows over micro-batches.
 
-Reading order: longest_first() deals items to ranks or updates, WaitingLine feeds an engine, exchange() moves
-groups between ranks, split_micro_batches() cuts the rows of an update.
+Reading order: longest_first() deals items to ranks or updates, WaitingLine feeds an engine while CacheRoom has
+room, exchange() moves groups between ranks, split_micro_batches() cuts the rows of an update.
 """
 
 import copyreg
@@ -65,13 +65,19 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self.waiting)
 
+    def peek(self) -> int:
+        """Return the index of the next request; it stays in the line."""
+        while True:
+            tokens, index = self.heap[0]
+            if index in self.waiting and -tokens == self.expected[index]:  # the others were entered anew
+                return index
+            heapq.heappop(self.heap)
+
     def pop(self) -> int:
         """Take out the next request and return its index."""
-        while True:
-            tokens, index = heapq.heappop(self.heap)
-            if index in self.waiting and -tokens == self.expected[index]:  # the others were entered anew
-                self.waiting.remove(index)
-                return index
+        index = self.peek()
+        self.waiting.remove(index)
+        return index
 
     def record_length(self, index: int, num_tokens: int) -> None:
         """Take note that a request has ended with num_tokens; its siblings are expected to be like it."""
@@ -83,6 +89,75 @@ class WaitingLine:
                 mean = sum(lengths) / len(lengths)
                 self.expected[sibling] = self.requests[sibling].extra_tokens + mean
                 heapq.heappush(self.heap, (-self.expected[sibling], sibling))
+
+
+class CacheRoom:
+    """Count what running requests will hold of an engine's keys and values, and say if one more fits.
+
+    An engine that runs out of blocks throws a request out and later computes it again from its first token.
+    So a request counts from its start with the tokens that it is expected to end with, or with those that it
+    has where they are more. Expected are its own expected_tokens; where nothing is known of its prompt
+    (guessed, or 0), the tokens of all requests so far, running ones included, over the number of those that
+    have ended. That is the most likely mean of exponentially distributed lengths of which some are not seen
+    to their end [ours]; before the first has ended it is max_new_tokens. A full block of a prompt counts once
+    for all requests that share it. When nothing runs, anything fits.
+
+    seen: (tokens, requests) that have ended in an earlier rollout; they count as the first ones of this one.
+    """
+
+    def __init__(
+        self,
+        requests: "list[Request]",
+        num_blocks: int,
+        block_size: int,
+        shares_prompts: bool,
+        seen: tuple[int, int] = (0, 0),
+    ):
+        self.requests, self.num_blocks, self.block_size, self.seen = requests, num_blocks, block_size, seen
+        self.started: dict[int, int] = {}  # {running request: the step at which it started}
+        self.step, self.tokens, self.ended = 0, 0, 0  # steps so far; tokens and number of ended requests
+        self.is_full = False  # one did not fit, and none has ended since
+        self.shared = [0] * len(requests)  # blocks of a prompt that requests with the same one share
+        self.prompts = [tuple(request.prompt_ids) for request in requests] if shares_prompts else []
+        if shares_prompts:
+            self.shared = [(len(prompt) - 1) // block_size for prompt in self.prompts]
+
+    def take_step(self) -> None:
+        """Take note of a step of the engine: every running request has at most one token more."""
+        self.step += 1
+
+    def start(self, index: int) -> None:
+        """Take note that a request has started."""
+        self.started[index] = self.step
+
+    def end(self, index: int, num_tokens: int) -> None:
+        """Take note that a request has ended with so many tokens."""
+        del self.started[index]
+        self.tokens, self.ended, self.is_full = self.tokens + num_tokens, self.ended + 1, False
+
+    def typical_tokens(self) -> float:
+        """Return the expected length of a request of which nothing is known; infinite if none has ended."""
+        running = sum(self.step - start for start in self.started.values())
+        ended = self.seen[1] + self.ended
+        return (self.seen[0] + self.tokens + running) / ended if ended else math.inf
+
+    def own_blocks(self, index: int, typical: float) -> int:
+        """Return the blocks that a request is expected to need for itself."""
+        request = self.requests[index]
+        known = request.expected_tokens > 0 and not request.guessed
+        generated = self.step - self.started.get(index, self.step)
+        tokens = max(request.expected_tokens if known else typical, generated) + 1  # steps may overlap by one
+        tokens = len(request.prompt_ids) + min(tokens, request.max_new_tokens)
+        return math.ceil(tokens / self.block_size) - self.shared[index]
+
+    def has_room_for(self, index: int) -> bool:
+        """Tell whether a request that waits fits beside the running ones."""
+        if self.started and not self.is_full:
+            both, typical = (index, *self.started), self.typical_tokens()
+            shared = {self.prompts[number]: self.shared[number] for number in both} if self.prompts else {}
+            blocks = sum(self.own_blocks(number, typical) for number in both) + sum(shared.values())
+            self.is_full = blocks > self.num_blocks
+        return not (self.started and self.is_full)
 
 
 # ------------------------------------------------------------------------------------------------------------

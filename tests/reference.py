@@ -98,15 +98,15 @@ def correctness_guard(advantage: float, correct: bool) -> float:
     return advantage
 
 
-def rl_zvp_advantages(entropies: list[float], correct: bool, alpha: float) -> list[float]:
+def rl_zvp_advantages(entropies: list[float], reward: float, alpha: float) -> list[float]:
     """Advantage of each token of a completion whose group has zero variance.
 
-        right   +alpha H_t
-        wrong   -alpha (max_k H_k - H_t)
+        R > 0    +alpha H_t
+        R = 0    -alpha (max_k H_k - H_t)
 
-    RL-ZVP, arXiv 2509.21880.
+    RL-ZVP, arXiv 2509.21880, eq. 5.
     """
-    if correct:
+    if reward > 0.0:
         return [alpha * entropy for entropy in entropies]
     return [-alpha * (max(entropies) - entropy) for entropy in entropies]
 
@@ -125,7 +125,7 @@ def token_advantages(rewards, scores, correct, valid, entropies, settings: dict)
     if settings["rl_zvp"] and len(counted) >= 2 and max(counted) - min(counted) <= ZERO_VARIANCE:
         for i in range(len(rewards)):
             if valid[i]:
-                of_tokens[i] = rl_zvp_advantages(entropies[i], correct[i], settings["rl_zvp_coef"])
+                of_tokens[i] = rl_zvp_advantages(entropies[i], scores[i], settings["rl_zvp_coef"])
     return of_tokens
 
 
@@ -295,14 +295,14 @@ def entropy_clip_eps(entropies: list[float], tau: list[int], alpha: float, log_v
     return alpha / log_vocab * (sum(entropies[t] for t in tau) / len(tau))
 
 
-def entropy_clip_eps_literal(entropies, tau: list[int], t: int, alpha: float, log_vocab: float) -> float:
+def entropy_clip_eps_over(entropies, count: int, t: int, alpha: float, log_vocab: float) -> float:
     """Half-width of the clip interval of one token, as printed.
 
         eps_t = alpha / log|V| e_t / |tau|
 
-    ESPO, eq. 8.
+    ESPO, eq. 8; |tau| is count: the tokens of the group, or the groups of the completion.
     """
-    return alpha / log_vocab * entropies[t] / len(tau)
+    return alpha / log_vocab * entropies[t] / count
 
 
 def is_clipped(ratio: float, advantage: float, eps_low: float, eps_high: float) -> bool:
@@ -430,8 +430,8 @@ class Term:
     clip_eps: float | None = None  # only where it depends on the token
 
 
-def term(t, tau, logprobs, log_ratios, advantages, entropies, settings: dict) -> Term:
-    """The objective of token t of a completion; the lists are those of the completion."""
+def term(t, tau, groups, logprobs, log_ratios, advantages, entropies, settings: dict) -> Term:
+    """The objective of token t of the group tau, one of `groups`; the lists are those of the completion."""
     form, advantage = settings["ratio_form"], advantages[t]
     low, high = settings["clip_eps_low"], settings["clip_eps_high"]
     ratio = group_ratio(log_ratios, tau, t, form)
@@ -444,8 +444,11 @@ def term(t, tau, logprobs, log_ratios, advantages, entropies, settings: dict) ->
             alpha, log_vocab = settings["entropy_clip_coef"], settings["log_vocab"]
             if settings["entropy_clip_form"] == "token_group_mean":
                 eps = entropy_clip_eps(entropies, tau, alpha, log_vocab)
-            elif settings["entropy_clip_form"] == "literal":
-                eps = entropy_clip_eps_literal(entropies, tau, t, alpha, log_vocab)
+            else:
+                count = {"over_token_groups": len(groups), "over_tokens": len(tau)}
+                eps = entropy_clip_eps_over(
+                    entropies, count[settings["entropy_clip_form"]], t, alpha, log_vocab
+                )
             low = high = eps
         value = clipped_surrogate(ratio, advantage, low, high)
         slopes = {u: clipped_surrogate_slope(ratio, advantage, low, high, s) for u, s in slopes.items()}
@@ -477,7 +480,7 @@ def policy_terms(logprobs, old_logprobs, advantages, entropies, settings: dict):
         for tau in groups:
             for t in tau:
                 counts = (len(logprobs[i]), num_completions, num_tokens_of_all)
-                one = term(t, tau, logprobs[i], log_ratios, advantages[i], entropies[i], settings)
+                one = term(t, tau, groups, logprobs[i], log_ratios, advantages[i], entropies[i], settings)
                 yield i, t, token_weight(tau, groups, *counts, settings), one
 
 

@@ -1,7 +1,9 @@
 """Checkpoints: what a folder holds, a folder that cannot be written, rows that a resumed run writes anew."""
 
 import json
+import shutil
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ import moe_model
 import train_rl
 from data.stream import digest_of
 from data.tiny import build_tokenizer
-from runtime.checkpoint import is_redone, save_checkpoint
+from runtime.checkpoint import find_checkpoint, is_redone, prepare_run_dir, save_checkpoint
 
 
 @pytest.fixture
@@ -94,3 +96,86 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_earlier_ones_st
 def test_a_row_is_dropped_if_the_run_that_goes_on_writes_it_anew(row, step, evaluated_step, redone):
     """An evaluation comes after the checkpoint of its step, so that it may be missing there."""
     assert is_redone(row, {"step": step, "evaluated_step": evaluated_step}) == redone
+
+
+# ---- damage ------------------------------------------------------------------------------------------------
+def every_file(checkpoint: Path) -> list[str]:
+    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 64
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit": flip_a_bit,
+    "cut in half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "emptied": lambda file: file.write_bytes(b""),
+    "removed": Path.unlink,
+}
+
+
+def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_one_before_can_be_taken(run, tmp_path):
+    """But state.json, whose removal unmakes the checkpoint, and whose other bits may lie in a setting."""
+    save(run, 1)
+    save(run, 2)
+    names = every_file(run.folder / "step_000002")
+    assert {"state.json", "history.pt", "rank_00000.pt", "model/config.json"} < set(names) and len(names) > 6
+    older = run.config.model_copy(
+        update={"checkpoint": run.config.checkpoint.model_copy(update={"on_damage": "older"})}
+    )
+    whole = shutil.copytree(run.folder, tmp_path / "whole")
+    for name in names:
+        for damage in DAMAGE:
+            if name == "state.json" and damage in ("a flipped bit", "removed"):
+                continue
+            shutil.rmtree(run.folder)
+            shutil.copytree(whole, run.folder)
+            DAMAGE[damage](run.folder / "step_000002" / name)
+            with pytest.raises(ValueError, match="step_000002 is damaged: ") as caught:
+                find_checkpoint(run.config)
+            assert name in str(caught.value), (name, damage)
+            assert "the newest before it is step_000001" in str(caught.value)
+            found, record = find_checkpoint(older)
+            assert found.name == "step_000001" and record["state"]["step"] == 1
+            assert names_in(run.folder) == ["damaged_step_000002", "step_000001"]
+    assert find_checkpoint(run.config)[0].name == "step_000001"
+
+
+def test_a_state_of_another_shape_is_refused_by_name(run):
+    save(run, 1)
+    for text in ("[]", "{}", "17", '{"topology": {}, "config": {}, "state": {"unknown": 1}}', "{"):
+        (run.folder / "step_000001" / "state.json").write_text(text)
+        with pytest.raises(
+            ValueError, match="step_000001 is damaged: state.json .*; there is none before it"
+        ):
+            find_checkpoint(run.config)
+
+
+def test_a_checkpoint_is_step_and_digits_and_the_highest_number_is_the_newest(run):
+    save(run, 999999)
+    copies = ("step_000004_best", "step_old", "step_12", "step_0000xx", "best")
+    for name in copies:
+        shutil.copytree(run.folder / "step_999999", run.folder / name)
+    save(run, 1000000)
+    assert find_checkpoint(run.config)[0].name == "step_1000000"
+    save(run, 1000001)
+    assert names_in(run.folder) == sorted([*copies, "step_1000000", "step_1000001"]), "checkpoint.keep is 2"
+
+
+def test_a_broken_line_of_the_metrics_is_left_out_and_named(run, tmp_path, capsys):
+    save(run, 2)
+    folder = tmp_path / "run"
+    good = [{"step": 1, "score": 1.0}, {"step": 2, "score": 0.5}, {"step": 3, "score": 0.1}]
+    lines = [json.dumps(good[0]), "garbage}", json.dumps(good[1]), "[]", '{"score": 1}', json.dumps(good[2])]
+    (folder / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"step": 4, "sc\xff')
+    prepare_run_dir(folder, run.config, {"state": {"step": 2, "evaluated_step": -1}})
+    kept = (folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in kept] == good[:2]
+    said = capsys.readouterr().out
+    assert [f"line {number} is no row" in said for number in range(1, 8)] == [
+        False, True, False, True, True, False, False,
+    ]  # fmt: skip
+    assert not list(folder.glob("*.partial"))

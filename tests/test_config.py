@@ -200,6 +200,7 @@ NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
     ("reward.judge", "generative"): "needs a language model that can judge; the tiny one writes digits only",
     ("train.zero_stage", 2): "models whose gradients do not fit on each rank",
     ("checkpoint.resume", "weights"): "a run that goes on with another number of ranks",
+    ("checkpoint.on_damage", "older"): "a start after a disk has failed",
     ("checkpoint.resume", "never"): "scripts that must not add to an earlier run",
     ("run.on_nonfinite", "skip"): "long runs that are worth more than one update",
 }

@@ -377,22 +377,21 @@ def test_bypass_is_the_loss_with_the_sampler_as_the_old_policy(ratio_level, rati
     assert different > 3
 
 
-@pytest.mark.parametrize("minibatch", [0, 1])
+@pytest.mark.parametrize("has_moved", [False, True])
 @pytest.mark.parametrize("old_policy", ["trainer", "rollout"])
 def test_the_distance_to_the_sampler_is_left_out_where_the_policy_has_moved_unseen(
-    old_policy, minibatch, float64
+    old_policy, has_moved, float64
 ):
     """Without a pass for old log-probabilities it is known of the first update only, from its own forward."""
     config = make_config(f"algorithm.old_policy={old_policy}")
     batch, _ = batch_of_case(case_of_two_policies(1, [3, 5]))
     batch.old_logprobs, batch.ref_logprobs = None, None
-    batch.minibatch = torch.full_like(batch.minibatch, minibatch)
     logprobs, counts = batch.rollout_logprobs + 0.25, torch.tensor([2, 8])
     _, statistics = train_rl.micro_batch_loss(
-        logprobs, batch.entropy, batch, [0, 1], counts, LOG_VOCAB, config
+        logprobs, batch.entropy, batch, [0, 1], counts, LOG_VOCAB, config, has_moved
     )
-    assert ("abs_dlogp" in statistics) == ("mismatch_k3" in statistics) == (minibatch == 0)
-    if minibatch == 0:
+    assert ("abs_dlogp" in statistics) == ("mismatch_k3" in statistics) == (not has_moved)
+    if not has_moved:
         assert_close(statistics["abs_dlogp"][batch.response_mask], [0.25] * 8)
 
 
@@ -502,7 +501,13 @@ def test_learning_rate_warms_up_and_stays(warmup_steps):
 # ---- the update: cases -------------------------------------------------------------------------------------
 TORCH_EPS = 1e-8  # of Adam in the case "adam"; the others have helpers.SMOOTH_EPS
 TOLERANCE = 1e-6  # a few roundings of parameters of size 1 in float32
-OFF_POLICY = {"old": "given", "algorithm__kl_coef": 0.1, "weight_decay": 0.1, "max_grad_norm": 0.05}
+ALL_ROWS = {"skip_zero_gradient": "false"}  # so that metrics are over all tokens
+OFF_POLICY = {
+    "old": "given",
+    "algorithm__kl_coef": 0.1,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.05,
+} | ALL_ROWS
 ESPO = {  # with a clip that is wide enough for some tokens of this policy
     "ratio_level": "entropy_group", "ratio_form": "stop_gradient", "clip_mode": "entropy_adaptive",
     "entropy_clip_coef": 1.0, "loss_agg": "token_group_mean", "rollout_correction": "token_tis",
@@ -511,14 +516,14 @@ DAPO = {"clip_eps_low": 0.1, "clip_eps_high": 0.9, "loss_agg": "token_mean"}
 DAPO |= {"rollout_correction": "sequence_tis", "rollout_correction_cap": 30.0}
 ESPO_UPDATE = OFF_POLICY | {f"algorithm__{name}": value for name, value in ESPO.items()}
 DAPO_UPDATE = OFF_POLICY | {f"algorithm__{name}": value for name, value in DAPO.items()}
-TWO_UPDATES = {"old": "computed", "minibatches_per_step": 2, "betas": "[0.8, 0.9]"}
+TWO_UPDATES = ALL_ROWS | {"old": "computed", "minibatches_per_step": 2, "betas": "[0.8, 0.9]"}
 ONE_RANK = [
-    update_case("whole", EVERYTHING),
-    update_case("small micro-batches", EVERYTHING, micro_batch_tokens=20),
-    update_case("single rows", EVERYTHING, micro_batch_tokens=1),
-    update_case("padded", EVERYTHING, padding=5),
-    update_case("shuffled", SHUFFLED, micro_batch_tokens=40),
-    update_case("computed old", EVERYTHING, old="computed"),
+    update_case("whole", EVERYTHING, **ALL_ROWS),
+    update_case("small micro-batches", EVERYTHING, micro_batch_tokens=20, **ALL_ROWS),
+    update_case("single rows", EVERYTHING, micro_batch_tokens=1, **ALL_ROWS),
+    update_case("padded", EVERYTHING, padding=5, **ALL_ROWS),
+    update_case("shuffled", SHUFFLED, micro_batch_tokens=40, **ALL_ROWS),
+    update_case("computed old", EVERYTHING, old="computed", **ALL_ROWS),
     update_case("off-policy", EVERYTHING, **OFF_POLICY),
     update_case("off-policy small", EVERYTHING, micro_batch_tokens=20, padding=2, **OFF_POLICY),
     update_case("two updates", EVERYTHING, **TWO_UPDATES),
@@ -527,10 +532,10 @@ ONE_RANK = [
     update_case("dapo small", SHUFFLED, micro_batch_tokens=20, **DAPO_UPDATE),
 ]
 TWO_RANKS = [
-    update_case("halves", *HALVES),
-    update_case("shares", *SHARES, micro_batch_tokens=20),
-    update_case("halves ep", *HALVES, ep_size=2),
-    update_case("shares ep", *SHARES, ep_size=2, micro_batch_tokens=20),
+    update_case("halves", *HALVES, **ALL_ROWS),
+    update_case("shares", *SHARES, micro_batch_tokens=20, **ALL_ROWS),
+    update_case("halves ep", *HALVES, ep_size=2, **ALL_ROWS),
+    update_case("shares ep", *SHARES, ep_size=2, micro_batch_tokens=20, **ALL_ROWS),
     update_case("off-policy halves", *HALVES, **OFF_POLICY),
     update_case("off-policy shares ep", *SHARES, ep_size=2, micro_batch_tokens=20, **OFF_POLICY),
     update_case("off-policy ep zero 2", *HALVES, ep_size=2, zero_stage=2, **OFF_POLICY),
@@ -540,10 +545,38 @@ TWO_RANKS = [
     update_case("dapo shares", *SHARES, micro_batch_tokens=40, **DAPO_UPDATE),
 ]
 
+# updates that leave out rows without gradient beside the same updates without leaving any out
+LAST_TWO = EVERYTHING[6:]  # with two updates the second has no row with gradient
+SKIPPING = {
+    "grpo": {},
+    "espo": {"old": "given"} | {f"algorithm__{name}": value for name, value in ESPO.items()},
+    "r3": {"old": "given", "ids": "given", "algorithm__router_replay": "r3"},
+    "two updates": {key: value for key, value in TWO_UPDATES.items() if key not in ALL_ROWS},
+    "two passes": {"old": "computed", "passes_per_rollout": 2, "betas": "[0.8, 0.9]"},
+    "logged": {"run__log_every": 1},
+}  # fmt: skip
+PLACES = {  # rows of each rank; the second of SHARES has none with gradient
+    "one rank": ([EVERYTHING], {"micro_batch_tokens": 40}),
+    "last two": ([LAST_TWO], {}),
+    "halves": (HALVES, {"micro_batch_tokens": 20}),
+    "shares ep": (SHARES, {"ep_size": 2, "micro_batch_tokens": 20}),
+}
+PAIRS = list(itertools.product(SKIPPING, PLACES))
+for kind, where in PAIRS:
+    rows, split = PLACES[where]
+    cases = ONE_RANK if len(rows) == 1 else TWO_RANKS
+    for name, options in (("skipping", {}), ("all of", ALL_ROWS)):
+        cases.append(update_case(f"{name} {kind}, {where}", *rows, **SKIPPING[kind] | split | options))
+
 
 def save_request(folder, cases: list[dict]) -> None:
     save_small_moe(folder / "model")
-    torch.save({"completions": make_ragged_completions(), "cases": cases}, folder / "request.pt")
+    rng, completions = random.Random(3), make_ragged_completions()
+    for c in completions:
+        num = len(c["prompt_ids"]) + len(c["completion_ids"]) - 1
+        drawn = [[rng.sample(range(4), 2) for _ in range(2)] for _ in range(num)]
+        c["routes"] = {"model": torch.tensor(drawn, dtype=torch.uint8)}  # [rows, layers, experts per token]
+    torch.save({"completions": completions, "cases": cases}, folder / "request.pt")
 
 
 SUITES = {
@@ -712,7 +745,7 @@ def test_the_work_of_an_update_is_counted_by_rank_and_its_padding_by_grid(update
     """A sequence costs its tokens less the last; a grid is as long as the longest of its rows."""
     _, completions, results = updates
     length = lambda row: len(completions[row]["prompt_ids"]) + len(completions[row]["completion_ids"]) - 1
-    for one in ONE_RANK + TWO_RANKS:
+    for one in (case for case in ONE_RANK + TWO_RANKS if case["name"] in sum(SAME_UPDATE.values(), [])):
         metrics, loads = results[one["name"]]["metrics"], [sum(map(length, rows)) for rows in one["rows"]]
         assert metrics["update_tokens"] == pytest.approx(sum(loads) / len(loads))
         assert metrics["update_tokens_max"] == max(loads)
@@ -722,6 +755,64 @@ def test_the_work_of_an_update_is_counted_by_rank_and_its_padding_by_grid(update
     expected = 1 - sum(map(length, EVERYTHING)) / grid
     assert results["whole"]["metrics"]["padding_frac"] == pytest.approx(expected)
     assert results["small micro-batches"]["metrics"]["padding_frac"] < expected
+
+
+SKIPPED_WORK = {"account/update_tokens_total", "empty_updates_max"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, where", PAIRS)
+def test_rows_without_gradient_are_left_out_and_nothing_else_changes(kind, where, updates):
+    """Parameters agree to a few roundings, and so do metrics over all tokens; work is less."""
+    _, completions, results = updates
+    skipping, whole = results[f"skipping {kind}, {where}"], results[f"all of {kind}, {where}"]
+    later = 1 + 3 * kind.startswith("two")  # a second update enlarges the rounding of the first
+    assert parameter_distance(skipping["parameters"], whole["parameters"]) < later * TOLERANCE
+    assert skipping["loss"] == pytest.approx(whole["loss"], rel=1e-5, abs=1e-6)
+    assert skipping["metrics"].keys() == whole["metrics"].keys() | SKIPPED_WORK
+    assert skipping["metrics"]["grad_norm"] == pytest.approx(whole["metrics"]["grad_norm"], rel=1e-5)
+    length = lambda row: len(completions[row]["prompt_ids"]) + len(completions[row]["completion_ids"]) - 1
+    rows = [row for of_rank in PLACES[where][0] for row in of_rank if any(completions[row]["advantages"])]
+    computed = (1 + (kind == "two passes")) * sum(map(length, rows))
+    assert skipping["metrics"]["account/update_tokens_total"] == computed
+    assert whole["metrics"]["update_tokens"] * len(PLACES[where][0]) > computed
+    empty = int(kind == "two updates" and where == "last two")
+    assert skipping["metrics"]["empty_updates_max"] == empty
+    for metric, value in whole["metrics"].items():
+        of_old_pass = metric.startswith(("entropy", "mismatch", "abs_dlogp")) and "old" in SKIPPING[kind]
+        if metric not in WORK and (kind == "logged" or of_old_pass and SKIPPING[kind]["old"] == "computed"):
+            rel = 0.024 if metric.endswith("_p99") else 1e-5
+            assert skipping["metrics"][metric] == pytest.approx(value, rel=rel, abs=1e-6), metric
+
+
+@pytest.mark.slow
+def test_without_a_pass_before_the_update_metrics_are_over_the_tokens_computed(updates):
+    _, completions, results = updates
+    skipping, whole = (results[f"{name} grpo, one rank"] for name in ("skipping", "all of"))
+    rows = [row for row in EVERYTHING if any(completions[row]["advantages"])]
+    distances = [
+        abs(new - old)
+        for of_batch, logprobs, _ in whole["micro_batches"]
+        for row, values in zip(of_batch, logprobs.tolist())
+        for new, old in zip(values, completions[row]["rollout_logprobs"])
+        if row in rows
+    ]
+    expected = sum(distances) / len(distances)
+    assert skipping["metrics"]["abs_dlogp"] == pytest.approx(expected, rel=1e-5)
+    assert whole["metrics"]["abs_dlogp"] != pytest.approx(expected, rel=1e-3), "the others differ"
+
+
+@pytest.mark.slow
+def test_the_updates_that_leave_rows_out_could_fail(updates):
+    """They move the weights, the kinds differ, and momentum does, too, where an update has no rows left."""
+    results = updates[2]
+    start = {n: p for n, p in Qwen3MoeForCausalLM.from_pretrained(updates[0]).named_parameters()}
+    for kind, where in PAIRS:
+        if where != "last two" or SKIPPING[kind].get("old") != "given":  # else all their tokens are clipped
+            result = results[f"skipping {kind}, {where}"]["parameters"]
+            assert parameter_distance(result, start) > 1e4 * TOLERANCE, (kind, where)
+    one, two = (results[f"skipping {kind}, last two"]["parameters"] for kind in ("grpo", "two updates"))
+    assert parameter_distance(one, two) > 1e3 * TOLERANCE
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_loss_and_gradient_of_every_combination(ratio_level, ratio_form, clip_mo
     for seed, loss_agg in enumerate(AXES["loss_agg"] * 4):
         config = config_of(
             ratio_level=ratio_level, ratio_form=ratio_form, clip_mode=clip_mode, loss_agg=loss_agg,
-            entropy_groups=ALL_SHARES[seed % 3], entropy_clip_form=AXES["entropy_clip_form"][seed // 2 % 2],
+            entropy_groups=ALL_SHARES[seed % 3], entropy_clip_form=AXES["entropy_clip_form"][seed // 2 % 3],
             entropy_clip_coef=0.4, clip_eps_low=0.1, clip_eps_high=0.2 + 0.01 * seed,
             rollout_correction=AXES["rollout_correction"][(seed + seed // 4) % 4],
             rollout_correction_cap=1.1, kl_coef=0.3 * (seed // 8),
@@ -681,6 +681,45 @@ def test_a_penalty_does_not_hide_zero_variance_and_a_group_without_two_verdicts_
     advantages = train_rl.token_advantages(batch, settings_of(zero_variance__rl_zvp=True))
     assert_close(advantages[:2], 0.1 * batch.entropy[:2])
     assert not advantages[2:].any()
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_rl_zvp_pushes_a_group_up_that_is_tied_above_zero(binary, float64):
+    """Half right is R > 0; with reward.binary it is R = 0. The wrong group is pushed down either way."""
+    completion = Completion([1, 2, 3], [-1.0] * 3, "stop", 0.0)
+    groups = [
+        train_rl.Group(slot, 0, completions=[completion] * 2, verdicts=[Verdict(share, "wrong")] * 2)
+        for slot, share in enumerate((0.5, 0.0))
+    ]
+    batch = batch_of_groups(groups)
+    batch.rewards = torch.zeros(4)
+    config = settings_of(zero_variance__rl_zvp=True, reward__binary=binary)
+    advantages = train_rl.token_advantages(batch, config)
+    assert (advantages[2:] <= 0).all() and (advantages[2:] < 0).any()
+    assert ((advantages[:2] > 0) != binary).all() or binary and (advantages[:2] <= 0).all()
+
+
+@pytest.mark.parametrize("clip_mode", ["none", "before_mean"])
+@pytest.mark.parametrize("num_tokens", [256, 4096, 16384])
+def test_the_float32_gradient_of_a_geometric_ratio_keeps_its_digits(num_tokens, clip_mode):
+    """Against float64, relative to the gradient's norm; eight completions, as rounding is a matter of luck."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    old = torch.randn(8, num_tokens, generator=generator, dtype=torch.float64) - 2
+    new = old + 0.02 * torch.randn(8, num_tokens, generator=generator, dtype=torch.float64)
+    old, new = old.float().double(), new.float().double()  # both precisions see the same numbers
+    advantages = torch.randn(8, 1, generator=generator).expand(8, num_tokens)
+    algorithm = config_of(ratio_level="sequence", clip_mode=clip_mode).algorithm
+    mask, gradients = torch.ones(8, num_tokens, dtype=torch.bool), []
+    for dtype in (torch.float32, torch.float64):
+        logprobs = new.to(dtype).requires_grad_()
+        token_groups = train_rl.token_groups_of(None, mask, algorithm)
+        weights = (mask.double() / (8 * num_tokens)).to(dtype)
+        loss, _ = train_rl.policy_loss(
+            logprobs, old.to(dtype), advantages.to(dtype), weights, token_groups, None, mask, 1.0, algorithm
+        )
+        loss.backward()
+        gradients.append(logprobs.grad.double())
+    assert (gradients[0] - gradients[1]).norm() < 1e-7 * gradients[1].norm()
 
 
 def test_a_batch_without_rows_has_no_advantages():

@@ -105,6 +105,30 @@ def start_and_signal(
     return process
 
 
+def test_ranks_that_still_import_end_with_torchrun(tmp_path):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([*launcher, "train_rl.py", *SMALL, f"run.dir={tmp_path}"], cwd=ROOT, **quiet)
+    children, ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children"), []
+    while len(ranks) < 2:
+        assert process.poll() is None
+        ranks = [pid for pid in children.read_text().split() if b"train_rl" in command_of(pid)]
+    time.sleep(0.7)  # torch alone takes longer
+    process.kill()
+    process.wait()
+    time.sleep(0.5)
+    assert not any(b"train_rl" in command_of(pid) for pid in ranks)
+    assert not (tmp_path / "lock").exists(), "they were not yet that far"
+
+
+def command_of(pid: str) -> bytes:
+    """Return the command line of a process, nothing if there is none."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @pytest.fixture(scope="session")
 def killed(tmp_path_factory) -> Path:
     """Make a run of four steps: killed after the first, begun anew, killed after a checkpoint, resumed."""
@@ -197,9 +221,12 @@ def starts_even(completion, answer, prompt, color):
 """
 
 
+SUM = "0.75*exact + 0.25*mine:starts_even"
+
+
 @dataclass(frozen=True)
 class OwnReward:
-    """A function of one's own that the settings name, so that rows may choose it; every second row does."""
+    """A function of one's own that the settings name, so that rows may choose it; two of three rows do."""
 
     rows: dict[str, dict]  # of the prompt set, by prompt
     settings: list[str]
@@ -211,11 +238,13 @@ def own_reward(demo_model, tmp_path_factory) -> OwnReward:
     folder = tmp_path_factory.mktemp("own_reward")
     (folder / "mine.py").write_text(OWN_REWARD)
     rows = [json.loads(line) for line in (TINY / "train.jsonl").read_text().splitlines()[:400]]
-    for row in rows[::2]:
+    for row in rows[::3]:
         row |= {"kind": "mine:starts_even", "color": "green"}
+    for row in rows[1::3]:
+        row |= {"kind": SUM, "color": "green"}
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f"data.train=[{{path: {folder / 'train.jsonl'}}}]"
-    settings = [data, "reward.functions=[mine:starts_even]"]
+    settings = [data, f"reward.functions=[mine:starts_even, {SUM}]"]
     env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     return OwnReward({row["prompt"]: row for row in rows}, settings, env)
 
@@ -248,12 +277,17 @@ def test_rows_choose_a_reward_function_that_the_settings_name(gated, own_reward)
     for line in (run_dir / "samples.jsonl").read_text().splitlines():
         sample = json.loads(line)
         row, text = own_reward.rows[sample["prompt"]], sample["completion"].removesuffix("<eos>")
-        is_own = row["kind"] == "mine:starts_even"
         even, same_start = text.startswith(tuple("02468")), row["answer"].startswith(text[:1])
-        reward = 0.5 * even + 0.5 * same_start if is_own else float(text == row["answer"])
-        assert sample["status"] == ("ok" if reward == 1 else "wrong") and sample["reward"] == reward
-        seen.add((is_own, reward))
-    assert seen >= {(True, 1.0), (True, 0.5), (False, 1.0), (False, 0.0)}
+        own, exact = 0.5 * even + 0.5 * same_start, float(text == row["answer"])
+        reward = {"mine:starts_even": own, "exact": exact, SUM: 0.75 * exact + 0.25 * own}[row["kind"]]
+        right = exact if row["kind"] == SUM else reward
+        assert sample["reward"] == reward and sample["status"] == ("ok" if right == 1 else "wrong")
+        assert sample["parts"] == ({"exact": exact, "mine:starts_even": own} if row["kind"] == SUM else {})
+        seen.add((row["kind"], reward))
+    assert seen >= {("mine:starts_even", 1.0), ("mine:starts_even", 0.5), ("exact", 1.0), ("exact", 0.0)}
+    assert {reward for kind, reward in seen if kind == SUM} >= {1.0}
+    for name in ("part/exact", "part/mine:starts_even"):
+        assert all(0 <= row[name] <= 1 for row in steps_of(run_dir))
     assert all(row["verdict/error_frac"] == 0 for row in steps_of(run_dir))
 
 
@@ -391,7 +425,7 @@ BAD_INPUT = {
     ),
     "overlap": (["data.eval=[{path: data/built/tiny/train.jsonl}]"], "also training prompts"),
     "run folder": (["run.dir=/proc/nowhere"], "run.dir: cannot write to /proc/nowhere"),
-    "sleep": (["rollout.sleep_level=1"], "rollout.sleep_level needs a GPU"),
+    "sleep": (["rollout.sleep_level=2"], "rollout.sleep_level needs a GPU"),
     "minibatches": (["train.minibatches_per_step=5"], "must divide rollout.prompts_per_step 32"),
     "fp8": (["rollout.fp8=on", "rollout.dtype=bfloat16"], "rollout.fp8 on needs a GPU of compute capability"),
     "fp8 keys": (["rollout.kv_cache_fp8=true"], "rollout.kv_cache_fp8 needs a GPU of compute capability"),

@@ -41,6 +41,7 @@ from helpers import (
     no_history,
     parameter_distance,
     steps_of,
+    weights_of,
 )
 from rank_worker import sample_steps
 
@@ -859,6 +860,35 @@ def test_every_minibatch_of_what_is_kept_is_dealt_to_the_ranks_by_itself(num_min
     assert sum(len(of_rank) for of_rank, _ in dealt_out) == len(kept)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "settings, is_apart",
+    [
+        ({}, True),
+        ({"train__skip_zero_gradient": False}, False),
+        ({"rl_zvp": True}, False),
+        ({"algorithm__kl_coef": 0.1}, False),
+        ({"reward__overlong_buffer": 3}, False),
+        ({"reward__repetition_coef": 0.1}, False),
+        ({"reward__judge": "scalar", "reward__judge_path": "x"}, False),
+    ],
+    ids=str,
+)
+def test_groups_that_updates_skip_are_dealt_apart(settings, is_apart, world_size, ranks):
+    """Loads of groups that are computed and of those that are not are balanced each by itself."""
+    rng, fake = random.Random(world_size), ranks(world_size)
+    groups = [group_of(True, rng.random() < 0.5, slot=slot, length=rng.randint(1, 50)) for slot in range(24)]
+    outcomes, config = outcomes_of(groups), config_of(**settings)
+    dealt_out = fake.run(lambda rank: train_rl.drop_and_deal(groups[rank::world_size], outcomes, config)[0])
+    kinds = [{s for s, o in outcomes.items() if o.has_variance is has} for has in (True, False)]
+    assert all(kinds)
+    expected = [[] for _ in range(world_size)]
+    for kind in kinds if is_apart else [set(outcomes)]:
+        for slots, more in zip(expected, dealt({slot: outcomes[slot].tokens for slot in kind}, world_size)):
+            slots += more
+    assert [[g.slot for g in of_rank] for of_rank in dealt_out] == [sorted(slots) for slots in expected]
+
+
 @pytest.mark.parametrize("drop", [False, True])
 def test_dropping_leaves_the_groups_with_variance(drop):
     rights = [(True, False), (True, True), (None, True, False), (False, None), (None, None), (False,) * 4]
@@ -1221,6 +1251,30 @@ def test_history_probes_and_rl_zvp_resume_exactly(demo_model, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "resumed from" in done.stdout + done.stderr
     assert_same_run(straight, again)
+
+
+@pytest.mark.slow
+def test_a_run_that_skips_what_has_no_gradient_learns_the_same(demo_model, tmp_path):
+    """The same completions are sampled, and the weights differ by rounding; half of the tokens are computed."""
+    dirs = {on: tmp_path / on for on in ("true", "false")}
+    for on, run_dir in dirs.items():
+        done = train(*SHORT, f"train.skip_zero_gradient={on}", "run.log_every=2", f"run.dir={run_dir}")
+        assert done.returncode == 0, done.stderr[-3000:]
+    samples = [
+        [json.loads(line)["token_ids"] for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+        for run_dir in dirs.values()
+    ]
+    assert samples[0] == samples[1] and len(samples[0]) == 2 * 8
+    skipping, whole = (steps_of(run_dir) for run_dir in dirs.values())
+    for one, other in zip(skipping, whole):
+        for name in ("score", "reward", "tokens_total", "gradient_tokens_total", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4), name
+        has_all = one["step"] % 2 == 0
+        assert (one["entropy"] == pytest.approx(other["entropy"], rel=1e-4)) == has_all
+        assert one["account/update_tokens_total"] == 2 * one["update_tokens"] < 2 * other["update_tokens"]
+    one, other = (weights_of(run_dir / "model") for run_dir in dirs.values())
+    for name in one:
+        assert (one[name] - other[name]).norm() <= 1e-6 * other[name].norm()
 
 
 @pytest.mark.slow
