@@ -576,7 +576,7 @@ def check_fp8(settings: RolloutSettings, hf_config) -> None:
         width = hf_config.moe_intermediate_size
         raise ValueError(
             f"rollout.tensor_parallel {size} with rollout.fp8 on splits experts of width {width} into parts "
-            f"of {width / size:g}, which are no whole blocks of {BLOCK}: vLLM would pad them, and a sync would "
+            f"of {width / size:g}, which are no whole blocks of {BLOCK}: vLLM pads them, and a sync would "
             "hold the whole model twice. Set rollout.expert_parallel=true or a tensor_parallel that divides "
             f"the {width / BLOCK:g} blocks of an expert"
         )

@@ -39,7 +39,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Annotated, Literal, NamedTuple
 
 from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, run
 
@@ -52,6 +52,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
+from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoTokenizer, get_scheduler
@@ -223,6 +224,9 @@ class AlgorithmSettings(Section):
     kl_coef: float = setting(0.0, "beta of the KL penalty to the first policy; 0: no reference model", ge=0)
 
 
+ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainSettings(Section):
     """How long and how fast, and what an update is made of."""
 
@@ -261,13 +265,13 @@ class TrainSettings(Section):
         True,
     )
     warmup_steps: int = setting(0, "steps of linear warm-up", True, ge=0)
-    betas: tuple[float, float] = setting((0.9, 0.95), "decay rates of AdamW's two moving averages")
+    betas: tuple[ShareBelow1, ShareBelow1] = setting((0.9, 0.95), "decay rates of AdamW's two moving averages")
     weight_decay: float = setting(0.0, "weight decay of AdamW", True, ge=0)
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm", gt=0)
     zero_stage: Literal[1, 2] = setting(
         1, "DeepSpeed ZeRO. 1: shards the optimizer's state. 2: gradients, too."
     )
-    seed: int = setting(0, "seed of prompt order and sampling", ge=0)
+    seed: int = setting(0, "seed of prompt order and sampling", ge=0, lt=2**32)
 
 
 class EvalSettings(Section):

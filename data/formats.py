@@ -14,6 +14,7 @@ import glob
 import gzip
 import io
 import json
+import math
 import os
 import re
 import sys
@@ -147,13 +148,25 @@ def read_json(path: str) -> list[dict]:
     for number, document in enumerate([content] if is_list else content.split("\n"), start=1):
         try:
             if document.strip():
-                rows.extend(json.loads(document) if is_list else [json.loads(document)])
+                parsed = json.loads(document, object_pairs_hook=without_doubles)
+                rows.extend(parsed if is_list else [parsed])
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: line {number + error.lineno - 1} is not JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:  # a key twice, thousands of digits or of brackets
+            raise ValueError(f"{path}: line {number} cannot be read: {error}") from None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise ValueError(f"{path}: row {number} must be an object with columns, found {repr(row)[:80]}")
     return rows
+
+
+def without_doubles(pairs: list[tuple[str, object]]) -> dict:
+    """Make a JSON object of its pairs; ValueError if a key is given twice, since one value would be lost."""
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return row
 
 
 def read_csv(path: str) -> list[dict]:
@@ -278,10 +291,15 @@ def text_from(value, column: str, where: str, reason: str) -> str:
     """Return a value of a column as text, see field_text; BadRow if it is neither text nor a number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, (str, int, float, Decimal)) or value != value or not str(value).strip():
-        found = repr(value)[:80]  # a value that differs from itself is NaN
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    is_number = is_whole or (isinstance(value, (float, Decimal)) and math.isfinite(value))
+    if not (isinstance(value, str) or is_number) or not str(value).strip():
+        found = repr(value)[:80]
         raise BadRow(where, reason, f"column {column!r} must hold text or a number, found {found}")
-    return str(value)
+    text = str(value)
+    if any("\ud800" <= character <= "\udfff" for character in text):  # no tokenizer takes them
+        raise BadRow(where, reason, f"column {column!r} holds half a character (a surrogate): {text[:80]!a}")
+    return text
 
 
 def field_number(row: dict, column: str, where: str) -> float | None:

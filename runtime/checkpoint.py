@@ -34,7 +34,7 @@ from runtime.schedule import longest_first
 class RunSettings(Section):
     """The folder of a run, where it reports, and when it gives up."""
 
-    dir: str = setting("runs/default", "folder of everything the run writes", True)
+    dir: str = setting("runs/default", "folder of everything the run writes", True, pattern=r"^[^\x00]+$")
     log_every: int = setting(10, "steps between lines on the console and in samples.jsonl", True, ge=1)
     trackers: list[str] = setting(
         ["tensorboard"],

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import to_json
 
 
@@ -25,7 +33,16 @@ from pydantic_core import to_json
 class Section(BaseModel):
     """A group of settings, one line per field."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def refuse_true_as_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse true and false where a number is wanted: pydantic would take them as 1 and 0."""
+        kinds = {*typing.get_args(kind := cls.model_fields[info.field_name].annotation), kind}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("expected a number")
+        return value
 
 
 def setting(default, description: str, free_on_resume: bool = False, **limits):
@@ -65,16 +82,38 @@ class StrictLoader(yaml.SafeLoader):
         return mapping
 
 
+MAX_VALUES = 100_000  # a YAML of a few hundred bytes can stand for billions, by aliases of aliases
+
+
+def parse_yaml(text: str, where: str) -> object:
+    """Parse YAML; ValueError names the place of what cannot be read, is nested too deeply or too large."""
+    try:
+        values = yaml.load(text, Loader=StrictLoader)
+        num = num_values(values, {})
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{where}: {' '.join(str(error).split())[:500]}") from error
+    except RecursionError as error:
+        raise ValueError(f"{where}: nested too deeply") from error
+    if num > MAX_VALUES:
+        raise ValueError(f"{where}: {num:,} values, aliases included; settings have at most {MAX_VALUES:,}")
+    return values
+
+
+def num_values(values: object, known: dict[int, int]) -> int:
+    """Count the values in nested lists and mappings; what is used twice counts twice, and is walked once."""
+    inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
+    if id(values) not in known:
+        known[id(values)] = 1 + sum(num_values(value, known) for value in inner)
+    return known[id(values)]
+
+
 def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
     """Read the settings of a YAML file over those of the files that its `base` names, relative to it."""
     if path.resolve() in above:
         raise ValueError(f"{path}: its `base` leads back to itself")
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
-    try:
-        values = yaml.load(path.read_text(), Loader=StrictLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    values = parse_yaml(path.read_text(errors="replace"), str(path))
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected sections such as `train:`, found a {type(values).__name__}")
@@ -104,10 +143,7 @@ def read_override(text: str) -> dict:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{text!r}: expected section.key=value")
-    try:
-        values = yaml.load(value, Loader=StrictLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{name}: {' '.join(str(error).split())}") from error
+    values = parse_yaml(value, name)
     for part in reversed(name.split(".")):
         values = {part: values}
     return values
@@ -201,9 +237,10 @@ def explain(
     and choices that older YAMLs may still hold. names_elsewhere: {last part of the name that another library
     uses: our setting}; it goes before a name that is only spelt alike.
     """
-    lines = []
-    for name, item in wrong_settings(error):
-        choice = f"{name}={item['input']}"
+    lines, wrong = [], wrong_settings(error)
+    for name, item in wrong[:MAX_ERRORS]:
+        found = repr(item["input"])[:200]
+        choice = f"{name}={item['input']}" if isinstance(item["input"], (str, int, float)) else name
         if name in renamed or choice in renamed:
             lines.append(f"{name} {renamed[name]}" if name in renamed else f"{choice} {renamed[choice]}")
         elif item["type"] == "extra_forbidden":
@@ -213,8 +250,12 @@ def explain(
             near = near if same_leaf else names_elsewhere.get(leaf, near)
             lines.append(f"{name}: unknown setting, did you mean {near}?")
         else:
-            lines.append(f"{name}: {item['msg'].lower()}, found {item['input']!r}")
-    return "; ".join(lines)
+            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ').lower()}, found {found}")
+    more = [f"and {len(wrong) - MAX_ERRORS:,} more"] if len(wrong) > MAX_ERRORS else []
+    return "; ".join(lines + more)
+
+
+MAX_ERRORS = 10  # so many wrong settings are named at once
 
 
 def wrong_settings(error: ValidationError) -> list[tuple[str, dict]]:

@@ -1,7 +1,7 @@
 """Put work in order and spread it: requests into an engine, groups over ranks, rows over micro-batches.
 
-Reading order: longest_first() deals items to ranks or updates, WaitingLine feeds an engine while CacheRoom has
-room, exchange() moves groups between ranks, split_micro_batches() cuts the rows of an update.
+Reading order: longest_first() deals items to ranks or updates, WaitingLine feeds an engine as long as
+CacheRoom has room, exchange() moves groups between ranks, split_micro_batches() cuts the rows of an update.
 """
 
 import copyreg

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from typing import Literal, get_args, get_origin
 
 import huggingface_hub
@@ -225,7 +226,8 @@ def test_every_choice_is_a_default_or_used():
 @pytest.mark.parametrize(
     "setting, name, near",
     [
-        ("trian.seed=1", "trian", "train"),
+        ("trian.seed=1", "trian.seed", "train.seed"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n", "rollout.group_size"),
         ("seed=1", "seed", "train.seed"),
         ("learning_rate=1", "learning_rate", "train.learning_rate"),
         ("train.lr=1", "train.lr", "train.learning_rate"),
@@ -313,7 +315,7 @@ def test_other_wrong_types(setting):
         "reward.judge_weight=0", "reward.overlong_buffer=-1", "train.max_generated_tokens=0",
         "algorithm.kl_coef=-0.1", "train.num_steps=0", "train.minibatches_per_step=0", "train.seed=-1",
         "train.micro_batch_tokens=0", "train.learning_rate=0", "train.learning_rate=-1e-6",
-        "train.learning_rate=.nan", "train.warmup_steps=-1", "train.weight_decay=-1", "train.max_grad_norm=0",
+        "train.warmup_steps=-1", "train.weight_decay=-1", "train.max_grad_norm=0",
         "eval.every=-1", "eval.num_samples=-1", "eval.max_new_tokens=0", "checkpoint.keep=0",
         "checkpoint.every=-1", "run.log_every=0", "run.timeout_s=0",
     ],
@@ -687,3 +689,35 @@ def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no config.json"):
         moe_model.model_folder(tmp_path / "empty")
+
+
+# ---- hostile YAML ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("rollout.temperature=.inf", "rollout.temperature: input should be a finite number, found inf"),
+        ("train.learning_rate=.nan", "train.learning_rate: input should be a finite number, found nan"),
+        ("train.num_steps=true", "train.num_steps: expected a number, found True"),
+        ("train.max_generated_tokens=false", "train.max_generated_tokens: expected a number, found False"),
+        ("train.betas=[1.5, 0.9]", "train.betas.0: input should be less than 1, found 1.5"),
+        ("train.seed=4294967296", "train.seed: input should be less than 4294967296, found 4294967296"),
+        ("run.dir=''", "run.dir: string should match pattern"),
+        ('run.dir="a\\0b"', "run.dir: string should match pattern"),
+    ],
+)
+def test_a_value_that_would_fail_later_is_refused_by_name(setting, message):
+    assert error_of(setting).startswith(message)
+
+
+def test_yaml_that_stands_for_more_than_it_says_is_refused_at_once(write):
+    """Seven lines of aliases of aliases stand for 20 million values."""
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 7)]
+    start = time.monotonic()
+    assert "values, aliases included; settings have at most 100,000" in error_of(file=write("\n".join(lines)))
+    assert "nested too deeply" in error_of(file=write("train: {betas: " + "[" * 3000 + "]" * 3000 + "}"))
+    unknown = error_of(file=write("train:\n" + "".join(f"  k{i}: 1\n" for i in range(20_000))))
+    assert unknown.count("unknown setting") == 10 and unknown.endswith("; and 19,990 more")
+    assert time.monotonic() - start < 20, "it took minutes to compare 20,000 names"
