@@ -10,12 +10,14 @@ here, routed experts, FP8, what runs inside vLLM's worker, vLLM's environment.
 """
 
 import dataclasses
+import gc
 import json
 import logging
 import math
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,7 +173,7 @@ class RolloutEngine:
             options["gpu_memory_utilization"] = share
         self.llm = start_vllm(options, self.captures_routes)
         if self.num_experts and self.on_gpu and not settings.enforce_eager:
-            GRAPHS_OF_EXPERTS.append(str(model_path))
+            GRAPHS_OF_EXPERTS.add(self)
         if settings.tensor_parallel > 1 and not self.on_gpu:  # the next run would find this one's segments
             for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
                 segment.unlink(missing_ok=True)
@@ -607,20 +609,21 @@ def start_vllm(options: dict, captures_routes: bool):
         raise
 
 
-GRAPHS_OF_EXPERTS: list[str] = []  # models of the MoE engines in this process that have CUDA graphs
+GRAPHS_OF_EXPERTS: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()  # engines with both
 
 
 def refuse_beside_graphs_of_experts() -> None:
-    """Raise ValueError for one more engine in a process that has a MoE engine with CUDA graphs.
+    """Raise ValueError for one more engine in a process that holds a MoE engine with CUDA graphs.
 
     Each engine of vLLM makes the workspace of the process anew, and graphs of a MoE have the address of the
     old one in them: the first engine would read and write memory that is no longer its own.
     """
+    gc.collect()  # an engine that nobody holds is none
     if GRAPHS_OF_EXPERTS:
         raise ValueError(
-            f"a second vLLM engine in the process of a MoE engine ({GRAPHS_OF_EXPERTS[0]}) frees memory that "
-            "the first one's CUDA graphs use: set rollout.enforce_eager=true, or give the second engine a "
-            "process of its own (a generative judge: reward.judge_path=module:function that asks a server)"
+            "a second vLLM engine in the process of a MoE engine frees memory that the first one's CUDA "
+            "graphs use: set rollout.enforce_eager=true, or give the second engine a process of its own (a "
+            "generative judge: reward.judge_path=module:function that asks a server)"
         )
 
 

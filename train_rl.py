@@ -83,6 +83,7 @@ from reward import (
     impossible_references,
     is_kind,
     pairwise_reference,
+    parts_of,
     round_robin,
     start_pool,
 )
@@ -131,7 +132,7 @@ from runtime.metrics import (
     token_metrics,
 )
 from runtime.other_names import NAMES_ELSEWHERE
-from runtime.schedule import exchange, longest_first, split_micro_batches
+from runtime.schedule import collective_device, exchange, longest_first, split_micro_batches
 from runtime.summary import plot_curves, print_summary, write_summary
 
 # ============================================================================================================
@@ -160,6 +161,9 @@ class ZeroVarianceSettings(Section):
     max_rounds: int = setting(4, "rounds of sampling in a step after which no new prompts are taken", ge=1)
 
 
+Positive, NotNegative = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
+
+
 class AlgorithmSettings(Section):
     """The axes of the policy-gradient loss."""
 
@@ -178,35 +182,81 @@ class AlgorithmSettings(Section):
         "shares of a completion's tokens per entropy group, highest entropy first; sum 1",
         max_length=MAX_ENTROPY_GROUPS,
     )
-    clip_mode: Literal["fixed", "entropy_adaptive", "weight", "before_mean", "none"] = setting(
+    clip_mode: Literal[
+        "fixed", "entropy_adaptive", "weight", "before_mean", "soft", "total_variation", "binary_kl", "gamma",
+        "none",
+    ] = setting(
         "fixed",
         "fixed: PPO, DAPO. entropy_adaptive: ESPO eq. 8. weight: CISPO, the clipped ratio as a constant "
-        "factor. before_mean: GMPO, each token's ratio is clipped first. none: no clip.",
+        "factor. before_mean: GMPO, each token's ratio is clipped first. soft: SAPO. total_variation, "
+        "binary_kl: DPPO, tokens that moved too far are left out. gamma: VESPO. none: no clip.",
+    )  # fmt: skip
+    clip_eps_low: float = setting(
+        0.2, "ratios below 1 - this are clipped; DPPO: bound where A < 0", gt=0, le=1
     )
-    clip_eps_low: float = setting(0.2, "ratios below 1 - this are clipped", gt=0, le=1)
-    clip_eps_high: float = setting(0.2, "ratios above 1 + this are clipped", gt=0)
+    clip_eps_high: float = setting(0.2, "ratios above 1 + this are clipped; DPPO: bound where A > 0", gt=0)
+    clip_cap: float | None = setting(
+        None,
+        "ratios are cut here where A < 0, too (dual clip), or as a weight (DPPO); null: they are not",
+        gt=1,
+    )
+    soft_temperatures: tuple[Positive, Positive] = setting((1.0, 1.05), "tau of SAPO for A > 0 and the rest")
+    gamma_powers: tuple[NotNegative, NotNegative] = setting((2.0, 3.0), "k of VESPO for A >= 0 and A < 0")
+    gamma_decays: tuple[Positive, Positive] = setting((3.0, 2.0), "lambda of VESPO for A >= 0 and A < 0")
     entropy_clip_coef: float = setting(0.02, "alpha of ESPO's entropy-adaptive clip", gt=0)
     entropy_clip_form: Literal["token_group_mean", "over_token_groups", "over_tokens"] = setting(
         "token_group_mean",
         "what ESPO eq. 8 divides entropy by. token_group_mean: it is averaged over the token group. "
         "over_token_groups, over_tokens: a token's own, by the completion's groups or the group's tokens.",
     )
-    loss_agg: Literal["sequence_mean", "token_mean", "token_group_mean", "fixed_length"] = setting(
+    loss_agg: Literal[
+        "sequence_mean", "token_mean", "token_group_mean", "sequence_sum", "fixed_length"
+    ] = setting(
         "sequence_mean",
         "sequence_mean: mean over the tokens of a completion, then over completions. token_mean: over all "
-        "tokens. token_group_mean: over token groups, then completions. fixed_length: sum / max_new_tokens.",
+        "tokens. token_group_mean: over token groups, then completions. sequence_sum: sum over the tokens, "
+        "mean over completions. fixed_length: sum / max_new_tokens.",
+    )  # fmt: skip
+    top_entropy: float = setting(
+        1.0, "share of an update's tokens, the most uncertain ones, that have a policy loss", gt=0, le=1
     )
-    adv_norm: Literal["group_std", "mean_only"] = setting(
-        "group_std", "group_std: divide by the standard deviation of the group. mean_only: do not divide."
+    leave_out_cut: bool = setting(False, "completions cut at max_new_tokens have no policy loss")
+    covariance_share: float = setting(
+        0.0, "share of an update's tokens that algorithm.covariance treats; 0: none", ge=0, lt=1
+    )
+    covariance: Literal["clip", "kl"] = setting(
+        "clip",
+        "tokens whose log-probability and advantage covary. clip: of those in covariance_range some have no "
+        "policy loss (Clip-Cov). kl: those that covary most have a KL term to the old policy (KL-Cov).",
+    )
+    covariance_range: tuple[float, float] = setting((1.0, 5.0), "covariances among which Clip-Cov draws")
+    covariance_kl_coef: float = setting(1.0, "size of KL-Cov's term", gt=0)
+    adv_norm: Literal["group_std", "mean_only", "batch_std", "group_mean", "leave_one_out"] = setting(
+        "group_std",
+        "group_std: divide by the standard deviation of the group. mean_only: do not divide. batch_std: by "
+        "that of all ranks' centred rewards. group_mean: by the group's mean (MaxRL). leave_one_out: the "
+        "baseline is the mean of the others (RLOO).",
+    )
+    part_norm: Literal["after_sum", "before_sum"] = setting(
+        "after_sum",
+        "rewards that are a sum of several. after_sum: the sum is normalised. before_sum: each of them is, "
+        "and their weighted sum is divided by the batch's standard deviation (GDPO).",
     )
     tie_band: float = setting(0.0, "rewards so close to the group's mean are ties, advantage 0; 0: off", ge=0)
     correctness_guard: bool = setting(False, "no positive advantage if wrong, no negative one if right")
-    rollout_correction: Literal["none", "token_tis", "sequence_tis", "sequence_mask"] = setting(
+    rollout_correction: Literal[
+        "none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
+    ] = setting(
         "none",
         "importance weight trainer / engine. token_tis: truncated per token. sequence_tis: truncated per "
-        "completion. sequence_mask: 0 above the cap. none: 1.",
-    )
+        "completion. token_mask, sequence_mask: 0 outside of floor and cap. geometric_mask: 0 for a "
+        "completion whose mean per token is outside, else 1. none: 1.",
+    )  # fmt: skip
     rollout_correction_cap: float = setting(2.0, "largest such weight", gt=0)
+    rollout_correction_floor: float = setting(0.0, "least such weight", ge=0)
+    off_policy_mask: float = setting(
+        0.0, "completions with A < 0 have no policy loss if mean log(engine / policy) is above; 0: off", ge=0
+    )
     old_policy: Literal["trainer", "rollout"] = setting(
         "trainer",
         "denominator of the ratio. trainer: the trainer's policy before the update. rollout: the engine's "
@@ -222,6 +272,10 @@ class AlgorithmSettings(Section):
     )
     mismatch_patience: int = setting(10, "stop after so many such steps in a row; 0: never", True, ge=0)
     kl_coef: float = setting(0.0, "beta of the KL penalty to the first policy; 0: no reference model", ge=0)
+    kl_form: Literal["k3", "unbiased"] = setting(
+        "k3",
+        "k3: GRPO's estimate. unbiased: it times the token's ratio, so that its gradient is that of the KL.",
+    )
 
 
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
@@ -265,7 +319,9 @@ class TrainSettings(Section):
         True,
     )
     warmup_steps: int = setting(0, "steps of linear warm-up", True, ge=0)
-    betas: tuple[ShareBelow1, ShareBelow1] = setting((0.9, 0.95), "decay rates of AdamW's two moving averages")
+    betas: tuple[ShareBelow1, ShareBelow1] = setting(
+        (0.9, 0.95), "decay rates of AdamW's two moving averages"
+    )
     weight_decay: float = setting(0.0, "weight decay of AdamW", True, ge=0)
     max_grad_norm: float = setting(1.0, "gradients are scaled down to this global norm", gt=0)
     zero_stage: Literal[1, 2] = setting(
@@ -325,7 +381,9 @@ def check_config(config: Config) -> None:
     shares = config.algorithm.entropy_groups
     if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"algorithm.entropy_groups: {list(shares)} must be positive and sum to 1")
-    refuse_contradictions(algorithm_contradictions(config) | rollout_contradictions(config))
+    refuse_contradictions(
+        algorithm_contradictions(config) | loss_contradictions(config) | rollout_contradictions(config)
+    )
     learning_rate(config, 0)  # it refuses what the schedule does not take
 
 
@@ -367,6 +425,54 @@ def algorithm_contradictions(config: Config) -> dict[str, tuple]:
     }  # fmt: skip
 
 
+def loss_contradictions(config: Config) -> dict[str, tuple]:
+    """List contradictions among clips, masks and normalisations, for refuse_contradictions()."""
+    reward, algo = config.reward, config.algorithm
+    of_tokens = algo.clip_mode in ("total_variation", "binary_kl", "gamma")
+    is_capped = of_tokens and algo.clip_mode != "gamma" or algo.clip_mode in ("fixed", "entropy_adaptive")
+    by_mean, by_part = algo.adv_norm == "group_mean", algo.part_norm == "before_sum"
+    penalties = {"overlong_buffer": reward.overlong_buffer, "repetition_coef": reward.repetition_coef}
+    return {
+        "algorithm.clip_mode {!r} looks at tokens: algorithm.ratio_level {!r} has no effect": (
+            algo.clip_mode, algo.ratio_level, of_tokens and algo.ratio_level != "token"),
+        "algorithm.clip_mode {!r} weighs the old policy itself: algorithm.rollout_correction {!r}, "
+        "take algorithm.old_policy rollout instead": (
+            algo.clip_mode, algo.rollout_correction,
+            algo.clip_mode == "gamma" and algo.rollout_correction != "none"),
+        "algorithm.clip_cap {} has no effect with algorithm.clip_mode {!r}": (
+            algo.clip_cap, algo.clip_mode, algo.clip_cap is not None and not is_capped),
+        "algorithm.clip_cap {} must be above 1 + algorithm.clip_eps_high {}": (
+            algo.clip_cap, algo.clip_eps_high,
+            algo.clip_mode == "fixed" and (algo.clip_cap or math.inf) <= 1 + algo.clip_eps_high),
+        "algorithm.covariance {!r} has no effect with algorithm.covariance_share {}": (
+            algo.covariance, algo.covariance_share,
+            algo.covariance != "clip" and algo.covariance_share == 0),
+        "algorithm.kl_form {!r} has no effect with algorithm.kl_coef {}": (
+            algo.kl_form, algo.kl_coef, algo.kl_form != "k3" and algo.kl_coef == 0),
+        "algorithm.rollout_correction_floor {} has no effect with algorithm.rollout_correction {!r}": (
+            algo.rollout_correction_floor, algo.rollout_correction,
+            algo.rollout_correction_floor > 0 and algo.rollout_correction == "none"),
+        "algorithm.rollout_correction_floor {} must be below algorithm.rollout_correction_cap {}": (
+            algo.rollout_correction_floor, algo.rollout_correction_cap,
+            algo.rollout_correction_floor >= algo.rollout_correction_cap),
+        "algorithm.adv_norm {!r} divides by the mean reward, reward.judge_mode {!r} gives negative ones": (
+            algo.adv_norm, reward.judge_mode, by_mean and reward.judge_mode == "pairwise_reference"),
+        "algorithm.part_norm {!r} divides by the std, algorithm.adv_norm {!r} does not": (
+            algo.part_norm, algo.adv_norm, by_part and algo.adv_norm != "group_std"),
+        "algorithm.part_norm {!r} takes verifiers' rewards as they are, not reward.binary {}": (
+            algo.part_norm, reward.binary, by_part and reward.binary),
+        "algorithm.part_norm {!r} takes verifiers' rewards as they are, not those of reward.judge {!r}": (
+            algo.part_norm, reward.judge, by_part and reward.judge != "none"),
+        **{
+            f"algorithm.{name} {{!r}} takes rewards without penalties: reward.{penalty} {{}}": (
+                value, size, is_set and size > 0)
+            for name, value, is_set in (
+                ("adv_norm", algo.adv_norm, by_mean), ("part_norm", algo.part_norm, by_part))
+            for penalty, size in penalties.items()
+        },
+    }  # fmt: skip
+
+
 def rollout_contradictions(config: Config) -> dict[str, tuple]:
     """List contradictions in the rollout, for refuse_contradictions()."""
     rollout, zero, algo = config.rollout, config.zero_variance, config.algorithm
@@ -403,7 +509,8 @@ def config_warnings(config: Config) -> list[str]:
             f"algorithm.loss_agg 'token_group_mean' without entropy groups (algorithm.ratio_level "
             f"{algo.ratio_level!r}) is the mean over tokens"
         )
-    if algo.router_replay == "r2" and config.train.minibatches_per_step == 1:
+    num_updates = config.train.minibatches_per_step * config.train.passes_per_rollout
+    if algo.router_replay == "r2" and num_updates == 1:
         warnings.append(
             "algorithm.router_replay 'r2' with train.minibatches_per_step 1 changes nothing: the only update "
             "is made with the routes of the old policy anyway"
@@ -692,10 +799,12 @@ def is_kept(outcome: GroupOutcome, settings: ZeroVarianceSettings) -> bool:
 
 def only_variance_teaches(config: Config) -> bool:
     """Tell whether a group of equal scores has no gradient: no other reward, no RL-ZVP, no KL term."""
-    reward = config.reward
+    reward, algorithm = config.reward, config.algorithm
     has_penalties = reward.overlong_buffer > 0 or reward.repetition_coef > 0
-    has_others = config.zero_variance.rl_zvp or config.algorithm.kl_coef > 0
-    return not (has_others or has_penalties or reward.judge != "none")
+    has_kl_term = algorithm.kl_coef > 0 or algorithm.covariance_share > 0
+    by_part = algorithm.part_norm == "before_sum"
+    others = (config.zero_variance.rl_zvp, has_kl_term, has_penalties, by_part, reward.judge != "none")
+    return not any(others)
 
 
 def drop_and_deal(
@@ -747,6 +856,7 @@ class RolloutBatch:
     rewards: Tensor | None = None  # [B]
     valid: Tensor | None = None  # [B] bool, False where there is no verdict or the reward is not finite
     advantages: Tensor | None = None  # [B, T]
+    penalised: Tensor | None = None  # [B, T] bool, tokens with KL-Cov's term; None: there are none
 
 
 def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]]) -> RolloutBatch:
@@ -829,6 +939,19 @@ def has_verdict(verdicts: list[Verdict]) -> Tensor:
     return torch.tensor([v.status not in ("timeout", "error") for v in verdicts], dtype=torch.bool)
 
 
+def sum_over_ranks(*values: float) -> list[float]:
+    """Sum numbers over all ranks in float64. Collective."""
+    sums = torch.tensor(values, dtype=torch.float64, device=collective_device())
+    dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def batch_std(centred: Tensor, valid: Tensor) -> float:
+    """Return the standard deviation (n - 1) of centred rewards [B] of all ranks where valid. Collective."""
+    total, num = sum_over_ranks(float(centred[valid].double().square().sum()), int(valid.sum()))
+    return math.sqrt(total / max(1.0, num - 1))
+
+
 def compute_advantages(
     rewards: Tensor,
     valid: Tensor,
@@ -839,27 +962,61 @@ def compute_advantages(
 ) -> Tensor:
     """Return the group-relative advantage of each completion (DeepSeekMath, section 4.1.2; ESPO, eq. 11).
 
-        A_i = (R_i - mean R) / (std R + eps) over the group; 0 if its rewards lie within ZERO_VARIANCE
+        group_std      (R_i - mean R) / (std R + eps)       0 if rewards lie within ZERO_VARIANCE
+        mean_only       R_i - mean R                        (Dr.GRPO, arXiv 2503.20783)
+        batch_std      (R_i - mean R) / (std_batch + eps)   (ScaleRL, arXiv 2510.13786) [secondary]
+        group_mean     (R_i - mean R) / mean R              (MaxRL, arXiv 2602.02710) [secondary]
+        leave_one_out   R_i - mean_{j != i} R_j             (RLOO, arXiv 2402.14740)
 
     rewards [B] float; valid [B] bool, False where the verifier gave no verdict (timeout, crash): such a
-    completion enters no mean and gets 0; group_index [B] int64. Returns [B]. adv_norm "mean_only" does not
-    divide (Dr.GRPO, arXiv 2503.20783). Rewards within tie_band of the mean get 0 [ours]. std divides by n - 1
-    and eps is 1e-6 [ours: what the common implementations do]; a group with fewer than two valid rewards gets
-    0 [ours: it has no baseline].
+    completion enters no mean and gets 0; group_index [B] int64. Returns [B]. Rewards within tie_band of the
+    mean get 0 [ours]. std divides by n - 1 and eps is 1e-6 [ours: what the common implementations do]; a
+    group with fewer than two valid rewards gets 0 [ours: it has no baseline]. std_batch is that of the
+    centred rewards of all completions with a verdict [ours: TRL takes the rewards', not centred]; it makes
+    the call collective.
     """
-    advantages = torch.zeros_like(rewards)
+    mean, std, size = torch.zeros_like(rewards), torch.ones_like(rewards), torch.full_like(rewards, 2.0)
+    has_variance = torch.zeros_like(valid)
     for group in group_index.unique():
         members = (group_index == group) & valid
         group_rewards = rewards[members]
         if len(group_rewards) >= 2 and group_rewards.max() - group_rewards.min() > ZERO_VARIANCE:
-            centred = group_rewards - group_rewards.mean()
-            match adv_norm:
-                case "group_std":
-                    normed = centred / (group_rewards.std() + eps)
-                case "mean_only":
-                    normed = centred
-            advantages[members] = torch.where(centred.abs() > tie_band, normed, 0.0)
-    return advantages
+            has_variance |= members
+            mean[members], std[members] = group_rewards.mean(), group_rewards.std()
+            size[members] = float(len(group_rewards))
+    centred = torch.where(has_variance, rewards - mean, 0.0)  # [B]
+    match adv_norm:
+        case "group_std":
+            normed = centred / (std + eps)
+        case "mean_only":
+            normed = centred
+        case "batch_std":
+            normed = centred / (batch_std(centred, valid) + eps)
+        case "group_mean":
+            normed = torch.where(mean > ZERO_VARIANCE, centred / mean, 0.0)
+        case "leave_one_out":
+            normed = centred * size / (size - 1)
+    return torch.where(centred.abs() > tie_band, normed, 0.0)
+
+
+def part_advantages(batch: RolloutBatch, tie_band: float, eps: float = 1e-6) -> Tensor:
+    """Return advantages [B] of several rewards, each normalised by itself (GDPO, 2601.05242). Collective.
+
+        A_i = sum_k w_k A_i^(k) / (std_batch + eps),   A^(k) by compute_advantages() of the k-th reward alone
+
+    The rewards and their weights w_k, which sum to 1, are those of the prompt's kind. The paper also
+    subtracts the batch's mean; it is 0, because each A^(k) is centred in its group [ours: left out, so that
+    A_i is exactly 0 where nothing can be learned].
+    """
+    weights = [{part: weight for weight, part in parts_of(prompt.kind)} for prompt in batch.prompts]
+    total = torch.zeros(len(weights))
+    for part in sorted({part for row in weights for part in row}):
+        rewards = torch.tensor([verdict.parts.get(part, verdict.reward) for verdict in batch.verdicts])
+        share = torch.tensor([row.get(part, 0.0) / sum(row.values()) for row in weights])
+        total += share * compute_advantages(
+            rewards, batch.valid & (share > 0), batch.group_index, tie_band=tie_band
+        )
+    return total / (batch_std(total, batch.valid) + eps)
 
 
 def guard_correctness(advantages: Tensor, correct: Tensor) -> Tensor:
@@ -897,12 +1054,19 @@ def rl_zvp_advantages(entropy: Tensor, mask: Tensor, rewarded: Tensor, coef: flo
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
-    """Return the advantage of each token [B, T], of rewards, verdicts and, for RL-ZVP, entropies."""
-    algorithm = config.algorithm
+    """Return the advantage of each token [B, T], of rewards, verdicts and, for RL-ZVP, entropies.
+
+    Collective where a standard deviation of the batch is taken: adv_norm batch_std, part_norm before_sum.
+    """
+    algorithm, index = config.algorithm, batch.group_index
     correct = torch.tensor([v.status == "ok" for v in batch.verdicts], dtype=torch.bool)  # [B]
-    advantages = compute_advantages(
-        batch.rewards, batch.valid, batch.group_index, algorithm.adv_norm, algorithm.tie_band
-    )  # [B]
+    match algorithm.part_norm:
+        case "after_sum":
+            advantages = compute_advantages(
+                batch.rewards, batch.valid, index, algorithm.adv_norm, algorithm.tie_band
+            )  # [B]
+        case "before_sum":
+            advantages = part_advantages(batch, algorithm.tie_band)  # [B]
     if algorithm.correctness_guard:
         advantages = guard_correctness(advantages, correct)
     advantages = advantages.unsqueeze(1) * batch.response_mask  # [B, T]
@@ -912,6 +1076,86 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
         mask, coef = batch.response_mask[rows], config.zero_variance.rl_zvp_coef
         advantages[rows] = rl_zvp_advantages(batch.entropy[rows], mask, rewarded[rows], coef)
     return advantages
+
+
+def largest_of_all(values: Tensor, num: int) -> float:
+    """Return the num-th largest of the values [n] of all ranks, the least if there are fewer. Collective."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, values.double().topk(min(num, len(values))).values.cpu())
+    largest = torch.cat(everyone)
+    return largest.topk(min(num, len(largest))).values[-1].item() if len(largest) else math.inf
+
+
+def most_uncertain(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
+    """Mark the share of the tokens of all ranks that has the highest entropy, [B, T] bool. Collective.
+
+    "Beyond the 80/20 rule", arXiv 2506.01939, eq. 5: tau is the entropy that the share of the tokens of an
+    update reaches, and tokens below it have no policy loss; they count in its mean. The number is rounded up,
+    tokens as uncertain as the last are in [ours]. entropy [B, T] nats, of the old policy.
+    """
+    (num,) = sum_over_ranks(int(mask.sum()))
+    return (entropy >= largest_of_all(entropy[mask], math.ceil(share * num - 1e-9))) & mask
+
+
+def treat_covariant_tokens(
+    advantages: Tensor, batch: RolloutBatch, mask: Tensor, config: Config
+) -> tuple[Tensor, Tensor]:
+    """Treat tokens whose log-probability and advantage covary (arXiv 2505.22617). Collective.
+
+        cov_t = (A_t - mean A) (log pi_old(y_t) - mean log pi_old),   means over the tokens of mask, all ranks
+
+        clip   covariance_share of the tokens, at least one, drawn among those with cov_t in covariance_range,
+               have no policy loss
+        kl     covariance_share of the tokens, at least one, with the largest cov_t, have a KL term
+
+    Returns the advantages [B, T], and which tokens have a KL term, [B, T] bool.
+
+    The paper takes the current policy's log-probabilities [ours: the old policy's, so that how an update is
+    split has no part in the choice; in the first update of a step they are the same].
+    """
+    algorithm, logprobs = config.algorithm, batch.old_logprobs
+    sums = [float((values * mask).double().sum()) for values in (advantages, logprobs)]
+    *sums, num_tokens = sum_over_ranks(*sums, int(mask.sum()))
+    mean_advantage, mean_logprob = (total / max(1.0, num_tokens) for total in sums)
+    covariance = (advantages - mean_advantage) * (logprobs - mean_logprob)  # [B, T]
+    num = max(1, int(algorithm.covariance_share * num_tokens))
+    match algorithm.covariance:
+        case "clip":
+            low, high = algorithm.covariance_range
+            eligible = mask & (covariance > low) & (covariance < high)
+            keys = torch.zeros(
+                mask.shape, dtype=torch.float64
+            )  # a draw by what is in the row, wherever it is
+            for row in eligible.any(dim=1).nonzero().flatten().tolist():
+                ids = batch.completion_ids[row]
+                draws = random.Random(seed_of(config.train.seed, "covariance", *batch.prompt_ids[row], *ids))
+                keys[row, : len(ids)] = torch.tensor([draws.random() for _ in ids], dtype=torch.float64)
+            drawn = eligible & (keys >= largest_of_all(keys[eligible], num))
+            return advantages.masked_fill(drawn, 0.0), torch.zeros_like(mask)
+        case "kl":
+            return advantages, mask & (covariance.double() >= largest_of_all(covariance[mask], num))
+
+
+def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config) -> tuple[Tensor, Tensor | None]:
+    """Return the advantages with 0 for tokens without policy loss, and which have KL-Cov's term, both [B, T].
+
+    Completions cut at the limit (leave_out_cut: DAPO, arXiv 2503.14476, section 3.4), tokens of low entropy
+    and tokens drawn by Clip-Cov have no policy loss. All of them count in means and weights [ours]. Chosen
+    among the tokens of each update over all ranks. Collective where a setting is on.
+    """
+    algorithm, penalised = config.algorithm, torch.zeros_like(batch.response_mask)
+    if algorithm.leave_out_cut:
+        was_cut = torch.tensor([reason == "length" for reason in batch.finish_reason], dtype=torch.bool)
+        advantages = advantages.masked_fill(was_cut.unsqueeze(1), 0.0)
+    for number in range(config.train.minibatches_per_step):
+        mask = batch.response_mask & (batch.minibatch == number).unsqueeze(1)
+        if algorithm.top_entropy < 1:
+            keep = most_uncertain(batch.entropy, mask, algorithm.top_entropy)
+            advantages = advantages.masked_fill(mask & ~keep, 0.0)
+        if algorithm.covariance_share > 0:
+            advantages, chosen = treat_covariant_tokens(advantages, batch, mask, config)
+            penalised = penalised | chosen
+    return advantages, penalised if penalised.any() else None
 
 
 # ============================================================================================================
@@ -1051,6 +1295,7 @@ def loss_weights(
         sequence_mean     1 / (N T_i)             over tokens, then completions (DeepSeekMath, eq. 3)
         token_mean        1 / sum_i T_i           over all tokens (DAPO, eq. 8)
         token_group_mean  1 / (N K_i |tau|)       over token groups, then completions (ESPO, eq. 5)
+        sequence_sum      1 / N                   over completions only (LUSPO, 2602.05261) [secondary]
         fixed_length      1 / (N max_new_tokens)  the length has no part in it (Dr.GRPO, 2503.20783)
 
     mask [B, T] bool; N = num_completions and num_tokens count all ranks and micro-batches, so that the loss
@@ -1064,85 +1309,193 @@ def loss_weights(
         case "token_group_mean":
             per_token = mask / token_group_size(token_groups, mask)  # sums to 1 over a token group
             return per_token / (num_token_groups(token_groups, mask) * num_completions)
+        case "sequence_sum":
+            return mask / torch.tensor(float(max(1, num_completions)))
         case "fixed_length":
             return mask / torch.tensor(float(num_completions * max_new_tokens))
 
 
 def correction_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float, floor: float = 0.0
 ) -> Tensor:
     """Return the importance weight of trainer over engine, [B, T]: the engine is not quite the old policy.
 
-    token_tis      min(pi_old / pi_rollout, C) per token          (arXiv 2510.11370 and verl: C = 2)
-    sequence_tis   min(product over the completion, C)
-    sequence_mask  the product where it is at most C, else 0      (IcePop-like) [ours: names]
+    With r = pi_old / pi_rollout of a token, C = cap and c = floor:
+
+    token_tis       max(c, min(r, C))                             (arXiv 2510.11370 and verl: C = 2, c = 0)
+    sequence_tis    the same of the product of r over the completion
+    token_mask      r where c <= r <= C, else 0                   (IcePop, arXiv 2510.18855) [secondary]
+    sequence_mask   the product of r if it is in [c, C], else 0   (TRL: sequence_mask)
+    geometric_mask  1 if the product to the power 1/T_i is in [c, C], else 0     (verl's docs) [secondary]
     """
     difference = ((old_logprobs - rollout_logprobs) * mask).clamp(max=MAX_LOG_RATIO)  # [B, T]
-    product = difference.sum(dim=1, keepdim=True).clamp(max=MAX_LOG_RATIO).exp().expand(mask.shape)
+    total = difference.sum(dim=1, keepdim=True)  # [B, 1]
+    product = total.clamp(max=MAX_LOG_RATIO).exp().expand(mask.shape)
+    inside = lambda ratio: (ratio >= floor) & (ratio <= cap)
     match mode:
         case "none":
             return torch.ones_like(difference)
         case "token_tis":
-            return difference.exp().clamp(max=cap)
+            return difference.exp().clamp(floor, cap)
         case "sequence_tis":
-            return product.clamp(max=cap)
+            return product.clamp(floor, cap)
+        case "token_mask":
+            return torch.where(inside(difference.exp()), difference.exp(), 0.0)
         case "sequence_mask":
-            return torch.where(product <= cap, product, 0.0)
+            return torch.where(inside(product), product, 0.0)
+        case "geometric_mask":
+            mean = (total / mask.sum(dim=1, keepdim=True).clamp(min=1)).exp()  # [B, 1]
+            return inside(mean).to(difference.dtype).expand(mask.shape)
+
+
+def off_policy_weights(
+    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, mask: Tensor, limit: float
+) -> Tensor:
+    """Return 0 for tokens that the off-policy sequence mask leaves out and 1 for the others, [B, T].
+
+    DeepSeek-V3.2, arXiv 2512.02556, eq. 9 [secondary: TRL]: a completion with A < 0 is left out if the mean
+    of log(pi_rollout / pi) over its tokens is above the limit. Its pi_old is the engine that sampled, pi is
+    the current policy, so the mask acts from the first update on. limit 0: off.
+    """
+    apart = ((rollout_logprobs - logprobs.detach()) * mask).sum(dim=1, keepdim=True)
+    is_far = apart / mask.sum(dim=1, keepdim=True).clamp(min=1) > (limit or math.inf)  # [B, 1]
+    return (~is_far | (advantages >= 0)).to(logprobs.dtype)
+
+
+def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None) -> tuple[Tensor, Tensor]:
+    """Return min( min(s, cap) A, clip(s, low, high) A ), and where it has lost its gradient, both [B, T].
+
+    On an edge the gradient is the unclipped one. cap bounds what a token with A < 0 can cost: dual clip
+    (arXiv 1912.09729) with c = cap, which the two-sided clip of INTELLECT-2 (arXiv 2505.07291, delta = cap)
+    equals for cap > high.
+    """
+    bounded, free = ratio.clamp(low, high), ratio.clamp(max=cap or math.inf)
+    is_capped = (free < ratio) & (advantages < 0)
+    gain = torch.minimum(free * advantages, bounded * advantages)
+    return gain, (bounded * advantages < free * advantages) | is_capped
+
+
+def moved_too_far(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, divergence: str, algorithm: AlgorithmSettings
+) -> Tensor:
+    """Mark tokens that DPPO (arXiv 2602.04879) leaves out, [B, T] bool: far, and on their way further.
+
+        total_variation   |p - p_old|
+        binary_kl         p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
+
+    of the two outcomes "this token" and "another one", above clip_eps_high where A > 0 and p > p_old, above
+    clip_eps_low where A < 0 and p < p_old. [ours: 1 - p is at least 1e-8, as in the authors' code.]
+    """
+    new, old = logprobs.detach().exp(), old_logprobs.exp()
+    match divergence:
+        case "total_variation":
+            distance = (new - old).abs()
+        case "binary_kl":
+            log_others = [(1 - p).clamp(min=1e-8).log() for p in (old, new)]
+            distance = old * (old_logprobs - logprobs.detach()) + (1 - old) * (log_others[0] - log_others[1])
+    is_far_up = (advantages > 0) & (new > old) & (distance > algorithm.clip_eps_high)
+    return is_far_up | ((advantages < 0) & (new < old) & (distance > algorithm.clip_eps_low))
+
+
+def sequence_gamma(
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, algorithm: AlgorithmSettings
+) -> Tensor:
+    """Return VESPO's weight of each token, [B, T]: W^k exp(lambda (1 - W)), 1 at W = 1 (arXiv 2602.10693).
+
+    W is the product of the completion's ratios, kept in [1e-8, e^20] [secondary: TRL, after the authors'
+    code] and without gradient; k and lambda go by the sign of the advantage.
+    """
+    log_w = (log_ratio.detach() * mask).sum(dim=1, keepdim=True).clamp(math.log(1e-8), 20.0)  # [B, 1]
+    by_sign = lambda pair: torch.where(advantages >= 0, *map(log_w.new_tensor, pair))  # [B, T]
+    power, decay = by_sign(algorithm.gamma_powers), by_sign(algorithm.gamma_decays)
+    return (power * log_w + decay * (1 - log_w.exp())).exp()
+
+
+def token_gain(
+    log_ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, token_groups: Tensor,
+    entropy: Tensor, mask: Tensor, log_vocab: float, algorithm: AlgorithmSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """Return the gain of each token before its weight, [B, T], and statistics: ratio, clipped, clip_eps.
+
+    fixed             min( min(s, cap) A, clip(s, 1 - eps_low, 1 + eps_high) A )   (PPO; DAPO, two eps)
+    entropy_adaptive  the same with eps from entropy_clip_eps()                    (ESPO, eq. 5)
+    weight            sg[clip(s, 1 - eps_low, 1 + eps_high)] A log pi              (CISPO, 2506.13585, eq. 4)
+    before_mean       s A, each token's ratio clipped before the mean              (GMPO, 2507.20673, eq. 4)
+    soft              4 / tau sigmoid(tau (s - 1)) A, tau by the sign of A         (SAPO, 2511.20347)
+    total_variation   sg[min(s, cap)] A log pi, 0 where moved_too_far()            (DPPO, 2602.04879)
+    binary_kl         the same by another distance                                 (DPPO)
+    gamma             sg[sequence_gamma()] A log pi                                (VESPO, 2602.10693)
+    none              s A
+    """
+    low, high, cap = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high, algorithm.clip_cap
+    ratio = importance_ratio(log_ratio, token_groups, mask, algorithm.ratio_form)
+    capped, statistics = ratio.detach().clamp(max=cap or math.inf), {"ratio": ratio}
+    clipped = torch.zeros_like(mask)
+    match algorithm.clip_mode:
+        case "fixed":
+            gain, clipped = pessimistic(ratio, advantages, low, high, cap)
+        case "entropy_adaptive":
+            eps = statistics["clip_eps"] = entropy_clip_eps(entropy, token_groups, mask, log_vocab, algorithm)
+            gain, clipped = pessimistic(ratio, advantages, 1 - eps, 1 + eps, cap)
+        case "weight":
+            bounded = ratio.detach().clamp(low, high)
+            gain, clipped = bounded * advantages * logprobs, bounded != ratio
+        case "before_mean":
+            inside = log_ratio.clamp(math.log(low) if low > 0 else -math.inf, math.log(high))
+            lower, upper = torch.minimum(log_ratio, inside), torch.maximum(log_ratio, inside)
+            worse = torch.where(advantages > 0, lower, upper)
+            gain = importance_ratio(worse, token_groups, mask, algorithm.ratio_form) * advantages
+            clipped = worse != log_ratio
+        case "soft":
+            tau = torch.where(advantages > 0, *map(ratio.new_tensor, algorithm.soft_temperatures))
+            gain = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
+        case "total_variation":
+            clipped = moved_too_far(logprobs, old_logprobs, advantages, "total_variation", algorithm)
+            gain = capped * advantages * logprobs * ~clipped
+        case "binary_kl":
+            clipped = moved_too_far(logprobs, old_logprobs, advantages, "binary_kl", algorithm)
+            gain = capped * advantages * logprobs * ~clipped
+        case "gamma":
+            gain = sequence_gamma(log_ratio, advantages, mask, algorithm) * advantages * logprobs
+        case "none":
+            gain = ratio * advantages
+    return gain, statistics | {"clipped": clipped.to(ratio.dtype)}
 
 
 def policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, token_groups: Tensor,
     entropy: Tensor, mask: Tensor, log_vocab: float, algorithm: AlgorithmSettings,
-    ref_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None, penalised: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the loss of a micro-batch, its share of -J, and detached per-token statistics [B, T].
 
-        loss = -sum_{i,t} w_{i,t} [ objective(s, A) - beta (exp(d) - d - 1) ],   d = ref_logprobs - logprobs
+        loss = -sum_{i,t} w_{i,t} [ gain(s, A) - beta KL_{i,t} - beta_cov |log r_{i,t}| ]
 
-        fixed             min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)         (PPO; DAPO with two eps)
-        entropy_adaptive  the same with eps from entropy_clip_eps()              (ESPO, eq. 5)
-        weight            sg[clip(s, 1 - eps_low, 1 + eps_high)] A log pi        (CISPO, 2506.13585, eq. 4)
-        before_mean       s A, each token's ratio clipped before the mean        (GMPO, 2507.20673, eq. 4)
-        none              s A
+        k3         KL = exp(d) - d - 1, d = ref_logprobs - logprobs        (DeepSeekMath, eq. 4)
+        unbiased   KL = r (exp(d) - d - 1), r of the token, with gradient  (DeepSeek-V3.2, eq. 7) [secondary]
 
-    All tensors are [B, T]: weights from loss_weights(), token_groups from token_groups_of(), entropy of the
-    old policy, ref_logprobs only with kl_coef > 0 (DeepSeekMath, eq. 4). log_vocab is the log of the
-    vocabulary's size. The loss is a scalar with gradient.
+    The policy enters by its ratio (token_groups_of(), importance_ratio()), which token_gain() turns into a
+    gain; masks and corrections are factors of the advantages, and loss_weights() sums up. All tensors are
+    [B, T]: entropy of the old policy, ref_logprobs only with kl_coef > 0, penalised the tokens with KL-Cov's
+    term (arXiv 2505.22617, the last one). log_vocab is the log of the vocabulary's size. The loss is a scalar
+    with gradient.
     """
-    low, high = 1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high
     log_ratio = logprobs - old_logprobs
-    ratio = importance_ratio(log_ratio, token_groups, mask, algorithm.ratio_form)
-    statistics = {"ratio": ratio}
-    match algorithm.clip_mode:
-        case "fixed":
-            bounded = ratio.clamp(low, high)
-            objective = torch.minimum(ratio * advantages, bounded * advantages)
-            clipped = bounded * advantages < ratio * advantages
-        case "entropy_adaptive":
-            eps = entropy_clip_eps(entropy, token_groups, mask, log_vocab, algorithm)
-            bounded = ratio.clamp(1 - eps, 1 + eps)  # on the edge the gradient is the unclipped one
-            objective = torch.minimum(ratio * advantages, bounded * advantages)
-            clipped = bounded * advantages < ratio * advantages
-            statistics["clip_eps"] = eps
-        case "weight":
-            bounded = ratio.detach().clamp(low, high)
-            objective = bounded * advantages * logprobs
-            clipped = bounded != ratio
-        case "before_mean":
-            inside = log_ratio.clamp(math.log(low) if low > 0 else -math.inf, math.log(high))
-            lower, upper = torch.minimum(log_ratio, inside), torch.maximum(log_ratio, inside)
-            pessimistic = torch.where(advantages > 0, lower, upper)
-            objective = importance_ratio(pessimistic, token_groups, mask, algorithm.ratio_form) * advantages
-            clipped = pessimistic != log_ratio
-        case "none":
-            objective = ratio * advantages
-            clipped = torch.zeros_like(mask)
-    statistics["clipped"] = clipped.to(ratio.dtype)
+    gain, statistics = token_gain(
+        log_ratio, logprobs, old_logprobs, advantages, token_groups, entropy, mask, log_vocab, algorithm
+    )
     if algorithm.kl_coef > 0:
         log_ref_ratio = ref_logprobs - logprobs
         statistics["ref_kl_k3"] = log_ref_ratio.expm1() - log_ref_ratio  # >= 0, unbiased under pi
-        objective = objective - algorithm.kl_coef * statistics["ref_kl_k3"]
-    return -(weights * objective).sum(), {name: value.detach() for name, value in statistics.items()}
+        match algorithm.kl_form:
+            case "k3":
+                penalty = statistics["ref_kl_k3"]
+            case "unbiased":
+                penalty = log_ratio.clamp(max=MAX_LOG_RATIO).exp() * statistics["ref_kl_k3"]
+        gain = gain - algorithm.kl_coef * penalty
+    if penalised is not None:
+        gain = gain - algorithm.covariance_kl_coef * log_ratio.abs() * penalised
+    return -(weights * gain).sum(), {name: value.detach() for name, value in statistics.items()}
 
 
 # ============================================================================================================
@@ -1242,7 +1595,8 @@ def needs_old_pass(config: Config) -> bool:
     """Tell whether the update needs old log-probabilities or entropies before its own forward gives them."""
     num_updates = config.train.minibatches_per_step * config.train.passes_per_rollout
     is_off_policy = num_updates > 1 and config.algorithm.old_policy == "trainer"
-    return config.zero_variance.rl_zvp or is_off_policy
+    selects_tokens = config.algorithm.top_entropy < 1 or config.algorithm.covariance_share > 0
+    return config.zero_variance.rl_zvp or is_off_policy or selects_tokens
 
 
 def micro_batch_loss(
@@ -1280,14 +1634,18 @@ def micro_batch_loss(
     weights = loss_weights(
         mask, token_groups, num_completions, num_tokens, config.rollout.max_new_tokens, algorithm.loss_agg
     )
+    advantages = batch.advantages[rows].to(device)
     correction = correction_weights(
-        old, sampled, mask, algorithm.rollout_correction, algorithm.rollout_correction_cap
-    )
+        old, sampled, mask, algorithm.rollout_correction, algorithm.rollout_correction_cap,
+        algorithm.rollout_correction_floor,
+    ) * off_policy_weights(logprobs, sampled, advantages, mask, algorithm.off_policy_mask)  # fmt: skip
     loss, statistics = policy_loss(
-        logprobs, old, batch.advantages[rows].to(device) * correction, weights, token_groups, entropy, mask,
-        log_vocab, algorithm,
+        logprobs, old, advantages * correction, weights, token_groups, entropy, mask, log_vocab, algorithm,
         None if batch.ref_logprobs is None else batch.ref_logprobs[rows].to(device),
+        None if batch.penalised is None else batch.penalised[rows].to(device),
     )  # fmt: skip
+    if "mask" in algorithm.rollout_correction or algorithm.off_policy_mask > 0:
+        statistics["masked"] = (correction == 0).to(logprobs.dtype)
     statistics["entropy"] = entropy
     statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
     if batch.old_logprobs is None and has_moved:
@@ -1296,10 +1654,11 @@ def micro_batch_loss(
 
 
 def rows_with_gradient(batch: RolloutBatch, config: Config) -> Tensor:
-    """Mark the rows that updates compute, [B] bool: an advantage is not 0, or a KL term acts on all."""
+    """Mark the rows that updates compute, [B] bool: an advantage is not 0, or there is a KL term."""
     if not config.train.skip_zero_gradient or config.algorithm.kl_coef > 0:
         return torch.ones(len(batch.prompts), dtype=torch.bool)
-    return (batch.advantages != 0).any(dim=1)
+    has_gradient = batch.advantages != 0  # [B, T]
+    return (has_gradient if batch.penalised is None else has_gradient | batch.penalised).any(dim=1)
 
 
 @dataclass
@@ -1816,7 +2175,8 @@ def main(config: Config) -> None:
         # Rewards: verifier, judge, penalties; advantages
         with run.clock("judge"):
             add_rewards(run, batch)
-        batch.advantages = token_advantages(batch, config)  # [B, T]
+        advantages = token_advantages(batch, config)
+        batch.advantages, batch.penalised = select_tokens(advantages, batch, config)  # [B, T]
 
         # Update
         with run.clock("update"):

@@ -7,7 +7,7 @@
 there multiplies by reciprocals, for activations vLLM's CUDA kernel divides. On a CPU vLLM's scales of weights
 may differ in the last bit; here they are the same everywhere, so that a simulation on a CPU and an engine on
 a GPU agree. (vLLM compiles its function for weights; if its 1 / s is off by a last bit there, single weights
-between two codes may take the other one: `formats` of experiments/bench/gpu_check.py counts them.) Edges have
+between two codes may take the other one: `formats` of experiments/bench/gpu.py counts them.) Edges have
 blocks of their own. Infinite values get the largest code and do not enter the maximum (in vLLM they turn the
 whole block into NaN); NaN stays NaN, alone. Zeros stay zeros.
 

@@ -204,6 +204,50 @@ def resume(folder: Path) -> dict:
     return results
 
 
+def optimizer_memory(folder: Path) -> dict:
+    """Take two steps in bfloat16 at EP = 2: as the project does, with what it changes about DeepSpeed undone,
+    and with the optimizer that GPUs get. Say what is held, in elements, after a backward and a step."""
+    results, initialize, batch = {}, deepspeed.initialize, tiny_batch()
+    for name in ("as it is", "gradients held", "fused"):
+
+        def changed(model, config, name=name):
+            if name == "gradients held":
+                config["bf16"]["immediate_grad_update"] = False
+            config["optimizer"]["params"]["fused"] = name == "fused"
+            return initialize(model=model, config=config)
+
+        policy = policy_from(folder / "start", ep_size=2).bfloat16()
+        deepspeed.initialize = changed
+        engine = adamw_engine(policy, 1)
+        deepspeed.initialize = initialize
+        norms = [take_step(engine, batch, 0)]
+        logprobs, _, _ = engine(pack_rows(batch, [0]))
+        engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
+        outer, inner = engine.optimizer, engine.optimizer.optimizer
+        count = lambda tensors: sum(tensor.numel() for tensor in tensors)
+        held = {
+            "gradients of weights": count(p.grad for p in policy.parameters() if p.grad is not None),
+            "weights": count(outer.bf16_groups_flat),
+            "gradients": count(outer.fp32_groups_gradients_flat),
+            "master weights": count(outer.fp32_groups_flat_partition),
+            "AdamW": count(state[key] for state in inner.state.values() for key in ("exp_avg", "exp_avg_sq")),
+        }
+        norms.append(take_step(engine, batch, 1))
+        fused = {group["fused"] for group in inner.param_groups}, {g["foreach"] for g in inner.param_groups}
+        results[name] = {"norms": norms, "held": held, "fused": fused}
+        results[name]["parameters"] = collect(policy.named_parameters())
+        engine.destroy()
+    return results
+
+
+def timeouts(folder: Path) -> list[float]:
+    """Set the timeouts of all groups and return those of the groups that this rank is in, in seconds."""
+    group = moe_model.create_expert_parallel_group(2, 8)
+    moe_model.set_group_timeouts(4321)
+    backends = [g._get_backend(torch.device("cpu")) for g in (group, dist.group.WORLD)]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
 def autoep(folder: Path) -> dict:
     """Take the step of steps() by DeepSpeed's expert parallelism on transformers' model, row by row."""
     batch, world_size = tiny_batch(), dist.get_world_size()
@@ -365,7 +409,7 @@ def weights(folder: Path) -> dict:
     return results | {"random": collect(policy.named_parameters())}
 
 
-PIECES = (autoep, group_errors, all_to_all, dispatch, recomputed_and_replayed)
+PIECES = (autoep, group_errors, all_to_all, dispatch, recomputed_and_replayed, optimizer_memory, timeouts)
 SECTIONS = {1: [steps], 2: [steps, resume, *PIECES, weights], 4: [steps, weights]}  # by world size
 
 

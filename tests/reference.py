@@ -57,38 +57,87 @@ def shaped_reward(score, judged, judge_weight, overlong_coef, overlong, repetiti
 
 
 # ---- 2. Advantages -----------------------------------------------------------------------------------------
+def centred_rewards(rewards: list[float], valid: list[bool]) -> list[Fraction]:
+    """R_i - mean R over the valid completions of a group, exactly; 0 where nothing is to be learned.
+
+    That is for an invalid completion, all of a group with fewer than two valid ones, and all of a group whose
+    valid rewards are equal.
+    """
+    counted = [Fraction(reward) for reward, ok in zip(rewards, valid) if ok]
+    if len(counted) < 2 or max(counted) - min(counted) <= ZERO_VARIANCE:
+        return [Fraction(0) for _ in rewards]
+    mean = sum(counted) / len(counted)
+    return [Fraction(reward) - mean if ok else Fraction(0) for reward, ok in zip(rewards, valid)]
+
+
+def batch_std(groups: list[tuple[list[float], list[bool]]]) -> float:
+    """Standard deviation (n - 1) of the centred rewards of the valid completions of all (rewards, valid)."""
+    centred = [x for rewards, valid in groups for x, ok in zip(centred_rewards(rewards, valid), valid) if ok]
+    return math.sqrt(sum(x * x for x in centred) / max(1, len(centred) - 1))
+
+
 def group_advantages(
     rewards: list[float],
     valid: list[bool],
     adv_norm: str = "group_std",
     tie_band: float = 0.0,
     eps: float = 1e-6,
+    std_of_batch: float = math.nan,
 ) -> list[float]:
     """Advantage of each completion of one group (outcome supervision: the same for all of its tokens).
 
-        group_std   A_i = (R_i - mean R) / (std R + eps)     DeepSeekMath, arXiv 2402.03300, section 4.1.2
-        mean_only   A_i = R_i - mean R                       Dr.GRPO, arXiv 2503.20783
+        group_std      A_i = (R_i - mean R) / (std R + eps)       DeepSeekMath, arXiv 2402.03300, 4.1.2
+        mean_only      A_i = R_i - mean R                         Dr.GRPO, arXiv 2503.20783
+        batch_std      A_i = (R_i - mean R) / (std_batch + eps)   ScaleRL, arXiv 2510.13786
+        group_mean     A_i = (R_i - mean R) / mean R              MaxRL, arXiv 2602.02710
+        leave_one_out  A_i = R_i - mean of the others' R          RLOO, arXiv 2402.14740
 
-    mean and std are over the valid completions (ESPO, arXiv 2512.00499, eq. 11) and std divides by n - 1; an
-    invalid completion, all of a group with fewer than two valid ones, and all of a group whose valid rewards
-    are equal have A_i = 0; so has a reward within tie_band of the mean. The mean is an exact fraction, so
-    that equal rewards give exactly 0.
+    mean and std are over the valid completions (ESPO, arXiv 2512.00499, eq. 11) and std divides by n - 1. A
+    reward within tie_band of the mean has A_i = 0. The mean is an exact fraction, so that equal rewards give
+    exactly 0.
     """
-    counted = [Fraction(reward) for reward, ok in zip(rewards, valid) if ok]
-    if len(counted) < 2 or max(counted) - min(counted) <= ZERO_VARIANCE:
-        return [0.0 for _ in rewards]
-    mean = sum(counted) / len(counted)
-    variance = sum((reward - mean) ** 2 for reward in counted) / (len(counted) - 1)
-    std = math.sqrt(variance)
     advantages = []
-    for reward, ok in zip(rewards, valid):
-        if not ok or abs(Fraction(reward) - mean) <= tie_band:
+    counted = [Fraction(reward) for reward, ok in zip(rewards, valid) if ok]
+    for reward, centred in zip(rewards, centred_rewards(rewards, valid)):
+        if centred == 0 or abs(centred) <= tie_band:
             advantages.append(0.0)
-        elif adv_norm == "group_std":
-            advantages.append(float(Fraction(reward) - mean) / (std + eps))
+            continue
+        mean = sum(counted) / len(counted)
+        variance = sum((one - mean) ** 2 for one in counted) / (len(counted) - 1)
+        if adv_norm == "group_std":
+            advantages.append(float(centred) / (math.sqrt(variance) + eps))
         elif adv_norm == "mean_only":
-            advantages.append(float(Fraction(reward) - mean))
+            advantages.append(float(centred))
+        elif adv_norm == "batch_std":
+            advantages.append(float(centred) / (std_of_batch + eps))
+        elif adv_norm == "group_mean":
+            advantages.append(float(centred / mean) if mean > ZERO_VARIANCE else 0.0)
+        elif adv_norm == "leave_one_out":
+            others = (sum(counted) - Fraction(reward)) / (len(counted) - 1)
+            advantages.append(float(Fraction(reward) - others))
+        else:
+            raise KeyError(adv_norm)
     return advantages
+
+
+def gdpo_advantages(groups: list[dict], tie_band: float, eps: float = 1e-6) -> list[list[float]]:
+    """Advantages of groups with several rewards, each normalised by itself.
+
+        A_i^sum = sum_k w_k (r_i^k - mean r^k) / (std r^k + eps),   A_i = A_i^sum / (std_batch A^sum + eps)
+
+    GDPO, arXiv 2601.05242. group: {"weights": {k: w_k}, "rewards": {k: [r_i^k]}, "valid": [bool]}; weights
+    are divided by their sum. std_batch is over the valid completions of all groups.
+    """
+    sums = []
+    for group in groups:
+        total = [0.0] * len(group["valid"])
+        for part, weight in group["weights"].items():
+            of_part = group_advantages(group["rewards"][part], group["valid"], tie_band=tie_band)
+            total = [t + weight / sum(group["weights"].values()) * a for t, a in zip(total, of_part)]
+        sums.append(total)
+    counted = [a for group, row in zip(groups, sums) for a, ok in zip(row, group["valid"]) if ok]
+    std = math.sqrt(sum(a * a for a in counted) / max(1, len(counted) - 1))
+    return [[a / (std + eps) for a in row] for row in sums]
 
 
 def correctness_guard(advantage: float, correct: bool) -> float:
@@ -117,7 +166,9 @@ def token_advantages(rewards, scores, correct, valid, entropies, settings: dict)
     scores: the correctness part of the rewards, on which zero variance is tested. settings: adv_norm,
     tie_band, correctness_guard, rl_zvp, rl_zvp_coef.
     """
-    advantages = group_advantages(rewards, valid, settings["adv_norm"], settings["tie_band"])
+    std_of_batch = settings.get("std_of_batch", math.nan)
+    norm = settings["adv_norm"], settings["tie_band"]
+    advantages = group_advantages(rewards, valid, *norm, std_of_batch=std_of_batch)
     if settings["correctness_guard"]:
         advantages = [correctness_guard(a, ok) for a, ok in zip(advantages, correct)]
     of_tokens = [[a for _ in row] for a, row in zip(advantages, entropies)]
@@ -164,15 +215,77 @@ def sequence_mask(old_logprobs: list[float], rollout_logprobs: list[float], cap:
     return ratio if ratio <= cap else 0.0
 
 
-def correction_weight(old_logprobs, rollout_logprobs, t, rollout_correction, cap) -> float:
+def token_mask(old_logprob: float, rollout_logprob: float, cap: float, floor: float) -> float:
+    """Importance weight of a token, which is left out outside of [floor, cap].
+
+    IcePop, arXiv 2510.18855.
+    """
+    ratio = math.exp(old_logprob - rollout_logprob)
+    return ratio if floor <= ratio <= cap else 0.0
+
+
+def geometric_mask(
+    old_logprobs: list[float], rollout_logprobs: list[float], cap: float, floor: float
+) -> float:
+    """1 if the geometric mean of a completion's token ratios is in [floor, cap], else 0."""
+    mean = sum(old - rollout for old, rollout in zip(old_logprobs, rollout_logprobs)) / len(old_logprobs)
+    return float(floor <= math.exp(mean) <= cap)
+
+
+def correction_weight(old_logprobs, rollout_logprobs, t, rollout_correction, cap, floor=0.0) -> float:
     """Weight of the advantage of token t of one completion."""
     if rollout_correction == "none":
         return 1.0
     if rollout_correction == "token_tis":
-        return token_tis(old_logprobs[t], rollout_logprobs[t], cap)
-    return {"sequence_tis": sequence_tis, "sequence_mask": sequence_mask}[rollout_correction](
-        old_logprobs, rollout_logprobs, cap
-    )
+        return max(floor, token_tis(old_logprobs[t], rollout_logprobs[t], cap))
+    if rollout_correction == "token_mask":
+        return token_mask(old_logprobs[t], rollout_logprobs[t], cap, floor)
+    if rollout_correction == "geometric_mask":
+        return geometric_mask(old_logprobs, rollout_logprobs, cap, floor)
+    if rollout_correction == "sequence_tis":
+        return max(floor, sequence_tis(old_logprobs, rollout_logprobs, cap))
+    if rollout_correction == "sequence_mask":
+        weight = sequence_mask(old_logprobs, rollout_logprobs, cap)
+        return weight if weight >= floor else 0.0
+    raise KeyError(rollout_correction)
+
+
+def off_policy_mask(logprobs, rollout_logprobs, advantage: float, limit: float) -> float:
+    """0 for a completion with A < 0 that the policy has moved away from, else 1.
+
+        M = 0   if A < 0 and 1/T sum_t log(pi_rollout / pi) > limit
+
+    DeepSeek-V3.2, arXiv 2512.02556, eq. 9.
+    """
+    apart = sum(old - new for old, new in zip(rollout_logprobs, logprobs)) / len(logprobs)
+    return 0.0 if limit > 0.0 and advantage < 0.0 and apart > limit else 1.0
+
+
+def most_uncertain(entropies: list[list[float]], share: float) -> list[list[bool]]:
+    """Which tokens are among the share of all that has the highest entropy.
+
+        1[ H_{i,t} >= tau ],   tau the ceil(share N)-th largest of N entropies
+
+    "Beyond the 80/20 rule", arXiv 2506.01939, eq. 5. The share is the decimal it is written as.
+    """
+    everything = sorted((entropy for row in entropies for entropy in row), reverse=True)
+    num = math.ceil(Fraction(Decimal(str(share))) * len(everything))
+    return [[entropy >= everything[num - 1] for entropy in row] for row in entropies]
+
+
+def covariances(advantages: list[list[float]], logprobs: list[list[float]]) -> list[list[float]]:
+    """(A_t - mean A) (log pi(y_t) - mean log pi), means over all tokens. arXiv 2505.22617, eq. 10."""
+    num = sum(map(len, advantages))
+    mean_a, mean_l = (sum(map(sum, rows)) / num for rows in (advantages, logprobs))
+    return [[(a - mean_a) * (x - mean_l) for a, x in zip(*rows)] for rows in zip(advantages, logprobs)]
+
+
+def kl_cov_tokens(advantages, logprobs, share: float) -> list[list[bool]]:
+    """Which tokens have a KL term in KL-Cov: the share of all, at least one, with the largest covariance."""
+    rows = covariances(advantages, logprobs)
+    in_order = sorted((x for row in rows for x in row), reverse=True)
+    last = in_order[max(1, int(share * len(in_order))) - 1]
+    return [[x >= last for x in row] for row in rows]
 
 
 # ---- 4. Groups of tokens -----------------------------------------------------------------------------------
@@ -325,6 +438,76 @@ def clipped_surrogate_slope(ratio, advantage, eps_low, eps_high, ratio_slope: fl
     return 0.0 if is_clipped(ratio, advantage, eps_low, eps_high) else advantage * ratio_slope
 
 
+def two_sided_surrogate(ratio, advantage, eps_low, eps_high, cap: float) -> float:
+    """Pessimistic gain of one token whose cost is bounded.
+
+        min( min(r, cap) A, clip(r, 1 - eps_low, 1 + eps_high) A )
+
+    INTELLECT-2, arXiv 2505.07291, with delta = cap; for A < 0 dual clip, arXiv 1912.09729, with c = cap.
+    """
+    return min(min(ratio, cap) * advantage, clip(ratio, 1.0 - eps_low, 1.0 + eps_high) * advantage)
+
+
+def loses_gradient(ratio, advantage, eps_low, eps_high, cap: float) -> bool:
+    """Whether the two-sided surrogate is constant there; on an edge it is not."""
+    return is_clipped(ratio, advantage, eps_low, eps_high) or advantage < 0.0 and ratio > cap
+
+
+def soft_objective(ratio: float, advantage: float, temperatures: tuple[float, float]) -> float:
+    """Gain of one token with a soft clip.
+
+        4 / tau sigmoid(tau (r - 1)) A,   tau by the sign of A
+
+    SAPO, arXiv 2511.20347.
+    """
+    tau = temperatures[0] if advantage > 0.0 else temperatures[1]
+    return 4.0 / tau * sigmoid(tau * (ratio - 1.0)) * advantage
+
+
+def soft_objective_slope(ratio, advantage, temperatures, ratio_slope: float) -> float:
+    """4 sigmoid (1 - sigmoid) A dr."""
+    tau = temperatures[0] if advantage > 0.0 else temperatures[1]
+    x = tau * (ratio - 1.0)
+    return 4.0 * sigmoid(x) * sigmoid(-x) * advantage * ratio_slope
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)) without overflow."""
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0.0 else math.exp(x) / (1.0 + math.exp(x))
+
+
+def is_too_far(logprob, old_logprob, advantage, divergence: str, eps_low, eps_high) -> bool:
+    """Whether DPPO leaves a token out: it moved by more than eps, and the update would move it further.
+
+        total_variation   |p - p_old|
+        binary_kl         p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
+
+    DPPO, arXiv 2602.04879. 1 - p is at least 1e-8.
+    """
+    new, old = math.exp(logprob), math.exp(old_logprob)
+    if divergence == "total_variation":
+        distance = abs(new - old)
+    else:
+        rest_new, rest_old = max(1.0 - new, 1e-8), max(1.0 - old, 1e-8)
+        distance = old * (old_logprob - logprob) + (1.0 - old) * (math.log(rest_old) - math.log(rest_new))
+    if advantage > 0.0:
+        return new > old and distance > eps_high
+    return advantage < 0.0 and new < old and distance > eps_low
+
+
+def vespo_weight(log_ratios: list[float], advantage: float, powers, decays) -> float:
+    """Weight of the tokens of a completion.
+
+        W^k exp(lambda (1 - W)),   W = prod_t r_t in [1e-8, e^20],   k and lambda by A >= 0
+
+    VESPO, arXiv 2602.10693.
+    """
+    log_w = clip(sum(log_ratios), math.log(1e-8), 20.0)
+    negative = int(advantage < 0.0)
+    exponent = powers[negative] * log_w + decays[negative] * (1.0 - math.exp(log_w))
+    return math.exp(exponent) if exponent > -700.0 else 0.0
+
+
 def cispo_objective(ratio: float, advantage: float, logprob: float, eps_low: float, eps_high: float) -> float:
     """Gain of one token whose ratio is a bounded weight.
 
@@ -400,6 +583,11 @@ def token_group_mean_weight(size_of_tau: int, num_groups: int, num_completions: 
     return 1.0 / (num_completions * num_groups * size_of_tau)
 
 
+def sequence_sum_weight(num_completions: int) -> float:
+    """Weight of one token in the mean over completions of the sum over tokens: 1 / N. LUSPO, 2602.05261."""
+    return 1.0 / num_completions
+
+
 def fixed_length_weight(max_new_tokens: int, num_completions: int) -> float:
     """Weight of one token in a sum over tokens that is divided by a constant: 1 / (N L). Dr.GRPO."""
     return 1.0 / (num_completions * max_new_tokens)
@@ -413,6 +601,8 @@ def token_weight(tau, groups, num_tokens, num_completions, num_tokens_of_all, se
         return token_mean_weight(num_tokens_of_all)
     if settings["loss_agg"] == "token_group_mean":
         return token_group_mean_weight(len(tau), len(groups), num_completions)
+    if settings["loss_agg"] == "sequence_sum":
+        return sequence_sum_weight(num_completions)
     if settings["loss_agg"] == "fixed_length":
         return fixed_length_weight(settings["max_new_tokens"], num_completions)
     raise KeyError(settings["loss_agg"])
@@ -430,8 +620,9 @@ class Term:
     clip_eps: float | None = None  # only where it depends on the token
 
 
-def term(t, tau, groups, logprobs, log_ratios, advantages, entropies, settings: dict) -> Term:
+def term(t, tau, groups, logprobs, old_logprobs, advantages, entropies, settings: dict) -> Term:
     """The objective of token t of the group tau, one of `groups`; the lists are those of the completion."""
+    log_ratios = [new - old for new, old in zip(logprobs, old_logprobs)]
     form, advantage = settings["ratio_form"], advantages[t]
     low, high = settings["clip_eps_low"], settings["clip_eps_high"]
     ratio = group_ratio(log_ratios, tau, t, form)
@@ -450,9 +641,22 @@ def term(t, tau, groups, logprobs, log_ratios, advantages, entropies, settings: 
                     entropies, count[settings["entropy_clip_form"]], t, alpha, log_vocab
                 )
             low = high = eps
-        value = clipped_surrogate(ratio, advantage, low, high)
-        slopes = {u: clipped_surrogate_slope(ratio, advantage, low, high, s) for u, s in slopes.items()}
-        return Term(ratio, is_clipped(ratio, advantage, low, high), value, slopes, eps)
+        edges = low, high, settings["clip_cap"] or math.inf
+        clipped = loses_gradient(ratio, advantage, *edges)
+        slopes = {u: 0.0 if clipped else advantage * slope for u, slope in slopes.items()}
+        return Term(ratio, clipped, two_sided_surrogate(ratio, advantage, *edges), slopes, eps)
+    if settings["clip_mode"] == "soft":
+        value = soft_objective(ratio, advantage, settings["soft_temperatures"])
+        temperatures = settings["soft_temperatures"]
+        slopes = {u: soft_objective_slope(ratio, advantage, temperatures, s) for u, s in slopes.items()}
+        return Term(ratio, False, value, slopes)
+    if settings["clip_mode"] in ("total_variation", "binary_kl"):
+        too_far = is_too_far(logprobs[t], old_logprobs[t], advantage, settings["clip_mode"], low, high)
+        weight = 0.0 if too_far else min(ratio, settings["clip_cap"] or math.inf) * advantage
+        return Term(ratio, too_far, weight * logprobs[t], {t: weight})
+    if settings["clip_mode"] == "gamma":
+        weight = vespo_weight(log_ratios, advantage, settings["gamma_powers"], settings["gamma_decays"])
+        return Term(ratio, False, weight * advantage * logprobs[t], {t: weight * advantage})
     if settings["clip_mode"] == "weight":
         value = cispo_objective(ratio, advantage, logprobs[t], low, high)
         slope = cispo_objective_slope(ratio, advantage, low, high)
@@ -475,27 +679,48 @@ def policy_terms(logprobs, old_logprobs, advantages, entropies, settings: dict):
     num_completions = settings.get("num_completions", len(logprobs))
     num_tokens_of_all = settings.get("num_tokens", sum(len(row) for row in logprobs))
     for i in range(len(logprobs)):
-        log_ratios = [new - old for new, old in zip(logprobs[i], old_logprobs[i])]
         groups = token_groups_of(entropies[i], settings["ratio_level"], settings["entropy_groups"])
         for tau in groups:
             for t in tau:
                 counts = (len(logprobs[i]), num_completions, num_tokens_of_all)
-                one = term(t, tau, groups, logprobs[i], log_ratios, advantages[i], entropies[i], settings)
+                lists = (logprobs[i], old_logprobs[i], advantages[i], entropies[i])
+                one = term(t, tau, groups, *lists, settings)
                 yield i, t, token_weight(tau, groups, *counts, settings), one
+
+
+def kl_penalty(logprob, old_logprob, ref_logprob, form: str) -> float:
+    """KL to the reference from one token.
+
+    k3         k3                    DeepSeekMath, eq. 4
+    unbiased   r k3, r = pi/pi_old   DeepSeek-V3.2, arXiv 2512.02556, eq. 7
+    """
+    k3 = kl_k3(logprob, ref_logprob)
+    return k3 if form == "k3" else math.exp(logprob - old_logprob) * k3
+
+
+def kl_penalty_slope(logprob, old_logprob, ref_logprob, form: str) -> float:
+    """That of k3; of r k3 it is r k3 + r (1 - pi_ref / pi) = r (log pi - log pi_ref)."""
+    if form == "k3":
+        return kl_k3_slope(logprob, ref_logprob)
+    return math.exp(logprob - old_logprob) * (logprob - ref_logprob)
 
 
 def policy_objective(logprobs, old_logprobs, advantages, entropies, ref_logprobs, settings: dict) -> float:
     """What a method maximises, its parts named by settings.
 
-        J = sum_i sum_t w_{i,t} { objective_{i,t} - beta KL_k3 }
+        J = sum_i sum_t w_{i,t} { objective_{i,t} - beta KL - beta_cov |log r_{i,t}| }
 
-    settings: the names of the sections above, and max_new_tokens, log_vocab, kl_coef.
+    settings: the names of the sections above, max_new_tokens, log_vocab, kl_coef, and optionally penalised,
+    which tokens have the last term (KL-Cov, arXiv 2505.22617).
     """
     total = 0.0
     for i, t, weight, one in policy_terms(logprobs, old_logprobs, advantages, entropies, settings):
+        new, old, ref = logprobs[i][t], old_logprobs[i][t], ref_logprobs[i][t]
         total += weight * one.value
         if settings["kl_coef"]:
-            total -= weight * settings["kl_coef"] * kl_k3(logprobs[i][t], ref_logprobs[i][t])
+            total -= weight * settings["kl_coef"] * kl_penalty(new, old, ref, settings["kl_form"])
+        if "penalised" in settings and settings["penalised"][i][t]:
+            total -= weight * settings["covariance_kl_coef"] * abs(new - old)
     return total
 
 
@@ -505,10 +730,15 @@ def policy_objective_slope(
     """dJ / dlogprob_{i,t}, term by term."""
     slopes = [[0.0 for _ in row] for row in logprobs]
     for i, t, weight, one in policy_terms(logprobs, old_logprobs, advantages, entropies, settings):
+        new, old, ref = logprobs[i][t], old_logprobs[i][t], ref_logprobs[i][t]
         for u, slope in one.slopes.items():
             slopes[i][u] += weight * slope
         if settings["kl_coef"]:
-            slopes[i][t] -= weight * settings["kl_coef"] * kl_k3_slope(logprobs[i][t], ref_logprobs[i][t])
+            slopes[i][t] -= (
+                weight * settings["kl_coef"] * kl_penalty_slope(new, old, ref, settings["kl_form"])
+            )
+        if "penalised" in settings and settings["penalised"][i][t]:
+            slopes[i][t] -= weight * settings["covariance_kl_coef"] * ((new > old) - (new < old))
     return slopes
 
 

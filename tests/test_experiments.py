@@ -5,6 +5,7 @@ import json
 import re
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from transformers import Qwen3MoeConfig
 
 import moe_model
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
-from experiments.bench import gpu_check
+from experiments.bench import gpu as bench_gpu
+from experiments.bench import gpu_kernels
+from experiments.bench.gpu import MODES
 from experiments.bench.workload import Recipe as WorkRecipe
 from experiments.bench.workload import Workload
 
@@ -252,31 +255,100 @@ def test_kernels_writes_what_it_prints(tmp_path):
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
+def gpu(mode: str, out: Path, *options: object) -> subprocess.CompletedProcess:
+    return run("-m", "experiments.bench.gpu", "--mode", mode, "--dry-run", "--out", out, *options)
+
+
 @pytest.mark.slow
-def test_gpu_check_runs_dry_and_says_what_needs_a_gpu(tmp_path):
-    steps = ("bench", "tiles", "profile")
-    options = ("--steps", *steps, "--out", tmp_path, "--json", tmp_path / "copy.json")
-    done = bench("gpu_check", "--dry-run", *options, timeout_s=600)
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report == json.loads((tmp_path / "copy.json").read_text())
-    assert set(report) == {"versions", *steps} and report["versions"]["deepspeed"]
-    assert sum(report["profile"]["figures"].values()) == pytest.approx(1)
-    verdicts = [verdict for step in steps for verdict in report[step]["criteria"].values()]
+@pytest.mark.parametrize("mode", MODES)
+def test_all_pieces_for_a_gpu_run_dry_and_those_that_are_there_are_not_run_again(mode, tmp_path):
+    pieces = list(MODES[mode].PIECES)
+    for name in pieces:
+        done = gpu(mode, tmp_path, "--alone", name)
+        assert done.returncode == 0, done.stderr[-3000:]
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.json")}
+    done = gpu(mode, tmp_path, "--json", tmp_path / "copy.json")
+    assert done.returncode == 0 and "0 criteria failed" in done.stdout
+    report = json.loads((tmp_path / f"report_{mode}.json").read_text())
+    assert report == json.loads((tmp_path / "copy.json").read_text()) and set(report) == {"versions", *pieces}
+    assert all(path.stat().st_mtime_ns == time for path, time in times.items())
+    verdicts = [v for name in pieces for v in report[name]["report"]["criteria"].values()]
     assert False not in verdicts and verdicts.count("needs a GPU") >= 4
-    text = (tmp_path / "report.md").read_text()
+    text = (tmp_path / f"report_{mode}.md").read_text()
     assert text.count("**needs a GPU**") == verdicts.count("needs a GPU") and text in done.stdout + text
+    if mode == "kernels":
+        assert sum(report["profile"]["report"]["figures"].values()) == pytest.approx(1)
+    else:
+        figures = report["eager"]["report"]["figures"]
+        assert figures["largest |dlogp| against `tokens`"] < 1e-5, "both are eager on a CPU"
+        assert "experts X86CPUUnquantizedExperts" in report["tokens"]["report"]["figures"]["engine"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_figure_of_a_piece_for_a_gpu_has_an_expectation_of_its_own(mode):
+    pieces, expected = MODES[mode].PIECES, MODES[mode].EXPECTED
+    assert set(expected) == set(pieces) and all(expected.values())
+    record = {
+        "report": {"figures": {}, "criteria": {}},
+        "seconds": 1.0,
+        "dry": False,
+        "versions": {"date": "x"},
+    }
+    for name, texts in expected.items():
+        record["report"]["figures"] = {f"{start} and more": 1.0 for start in texts}
+        lines = [line for line in bench_gpu.piece_lines(name, record, texts) if line.startswith("- ")]
+        assert [line.partition("(expected: ")[2] for line in lines] == [f"{text})" for text in texts.values()]
+
+
+WITHOUT_LIBRARIES = """
+import importlib.util, sys
+from pathlib import Path
+
+gone, find_spec = ("deepspeed", "transformers", "safetensors", "vllm", "accelerate"), importlib.util.find_spec
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in gone:
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+importlib.util.find_spec = lambda name: None if name in gone else find_spec(name)
+from experiments.bench.gpu_kernels import update
+print(update(Path("."), dry=True).figures["R3 / live routes"])
+"""
 
 
 @pytest.mark.slow
-def test_gpu_check_reports_a_step_that_fails_and_goes_on(tmp_path):
-    (tmp_path / "random_moe_dry").write_text("a file where the model's folder should be")
-    steps = ("throughput", "tiles")
-    done = run("-m", "experiments.bench.gpu_check", "--dry-run", "--steps", *steps, "--out", tmp_path)
+def test_pieces_of_kernels_need_torch_and_triton_alone():
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and 0.1 < float(done.stdout) < 10, done.stderr
+
+
+@pytest.mark.slow
+def test_a_piece_that_fails_is_reported_and_run_again(tmp_path):
+    (tmp_path / "optimizer.json").write_text(
+        '{"report": {"figures": {"error": "x"}, "criteria": {}}, "dry": true}'
+    )
+    (tmp_path / "kernels.json").mkdir()  # where `head` writes
+    done = gpu("kernels", tmp_path, "--pieces", "head", "optimizer")
     assert done.returncode == 1 and "**FAIL** it ran to its end" in done.stdout
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["throughput"]["criteria"] == {"it ran to its end": False}
-    assert "random_moe" in report["throughput"]["figures"]["error"]
-    assert report["tiles"]["criteria"] == {"tiles compared": "needs a GPU"}
+    report = json.loads((tmp_path / "report_kernels.json").read_text())
+    assert "kernels.json" in report["head"]["report"]["figures"]["error"]
+    assert report["optimizer"]["report"]["criteria"]["fused gives the same weights to 1e-6"] is True
+    assert "known in kernels are tests, head" in gpu("kernels", tmp_path, "--pieces", "x").stderr
+
+
+@pytest.mark.parametrize(
+    ("capability", "free", "message"),
+    [(None, 0, "torch finds no GPU here"), ((8, 0), 140, "made for compute capability 9.0"),
+     ((9, 0), 30, "needs 70 GiB of free GPU memory, here are 30 of 140"), ((9, 0), 130, None)],
+)  # fmt: skip
+def test_a_machine_that_cannot_run_the_pieces_is_told_why_in_a_line(capability, free, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an A100")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * 2**30, 140 * 2**30))
+    found = bench_gpu.what_is_missing("kernels")
+    assert found is None if message is None else found.startswith(message)
 
 
 def test_flops_per_token_are_those_that_torch_counts():
@@ -285,7 +357,7 @@ def test_flops_per_token_are_those_that_torch_counts():
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    size, length, count = gpu_check.SIZES["dry"], 24, 3
+    size, length, count = gpu_kernels.SIZES["dry"], 24, 3
     config = Qwen3MoeConfig(**size, intermediate_size=64, norm_topk_prob=True, tie_word_embeddings=False)
     policy = moe_model.Policy(config).double()  # float64 goes through plain products
     moe_model.random_weights(policy, seed=0)
@@ -295,4 +367,4 @@ def test_flops_per_token_are_those_that_torch_counts():
     heads = size["num_attention_heads"] * size["head_dim"]
     attention = 2 * size["num_hidden_layers"] * heads * length  # what the mask forbids
     counted = counter.get_total_flops() / (count * length)
-    assert counted - attention == pytest.approx(gpu_check.flops_per_token(size, length) / 3, rel=1e-12)
+    assert counted - attention == pytest.approx(gpu_kernels.flops_per_token(size, length) / 3, rel=1e-12)

@@ -16,6 +16,7 @@ import pytest
 import reference
 import torch
 from conftest import ROOT, assert_close
+from helpers import FakeRanks
 
 import train_rl
 from data.prompts import Prompt
@@ -33,12 +34,20 @@ def axes_of(section) -> dict[str, tuple[str, ...]]:
 
 
 AXES = axes_of(AlgorithmSettings)
+UNCLIPPED = ("soft", "gamma", "none")  # clip modes in which no token loses its gradient
+BY_WEIGHT = ("weight", "total_variation", "binary_kl", "gamma")  # gain sg[weight] A log pi
 RATIOS = list(itertools.product(AXES["ratio_level"], AXES["ratio_form"]))
 ALL_SHARES = [(0.2, 0.8), (0.1, 0.3, 0.6), (1.0,), (0.25, 0.25, 0.25, 0.25)]
 
 
 def config_of(**algorithm) -> Config:
     return Config.model_validate({"algorithm": algorithm, "rollout": {"max_new_tokens": MAX_NEW_TOKENS}})
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    """Some normalisations and masks are over the tokens of all ranks."""
+    FakeRanks(1).install(monkeypatch)
 
 
 # ---- 1. Ragged lists through the project and through the reference -----------------------------------------
@@ -72,6 +81,7 @@ def batch_of(case: dict, padding: int = 0) -> train_rl.RolloutBatch:
     lengths = [len(row) for row in case["old_logprobs"]]
     width = max([1, *lengths]) + padding
     of = {name: padded(rows, width, filler=9.0) for name, rows in case.items()}  # it must not matter
+    penalised = (of["penalised"] == 1) if "penalised" in case else None
     nothing = [None] * len(lengths)
     return train_rl.RolloutBatch(
         prompts=nothing, prompt_ids=nothing, completion_ids=[[0] * n for n in lengths], finish_reason=nothing,
@@ -80,6 +90,7 @@ def batch_of(case: dict, padding: int = 0) -> train_rl.RolloutBatch:
         minibatch=torch.zeros(len(lengths), dtype=torch.int64),
         valid=torch.ones(len(lengths), dtype=torch.bool), old_logprobs=of["old_logprobs"],
         entropy=of["entropies"], advantages=of["advantages"], ref_logprobs=of["ref_logprobs"],
+        penalised=penalised,
     )  # fmt: skip
 
 
@@ -110,21 +121,31 @@ def run_loss(case: dict, config: Config, padding=0, others=(0, 0)):
 
 def reference_settings(config: Config, case: dict, others=(0, 0)) -> dict:
     rows = case["old_logprobs"]
-    return config.algorithm.model_dump() | {
-        "max_new_tokens": config.rollout.max_new_tokens,
-        "log_vocab": LOG_VOCAB,
-        "num_completions": len(rows) + others[0],
-        "num_tokens": sum(map(len, rows)) + others[1],
-    }
+    return (
+        config.algorithm.model_dump()
+        | {
+            "max_new_tokens": config.rollout.max_new_tokens,
+            "log_vocab": LOG_VOCAB,
+            "num_completions": len(rows) + others[0],
+            "num_tokens": sum(map(len, rows)) + others[1],
+        }
+        | ({"penalised": case["penalised"]} if "penalised" in case else {})
+    )
 
 
 def corrected(case: dict, config: Config) -> list[list[float]]:
-    """The advantages with the weights of the rollout correction."""
-    mode, cap = config.algorithm.rollout_correction, config.algorithm.rollout_correction_cap
-    rows = zip(case["advantages"], case["old_logprobs"], case["rollout_logprobs"])
+    """The advantages with the weights of the rollout correction and of the off-policy mask."""
+    algorithm = config.algorithm
+    bounds = algorithm.rollout_correction_cap, algorithm.rollout_correction_floor
+    of_completions = zip(case["advantages"], case["logprobs"], case["old_logprobs"], case["rollout_logprobs"])
     return [
-        [a * reference.correction_weight(old, rollout, t, mode, cap) for t, a in enumerate(row)]
-        for row, old, rollout in rows
+        [
+            a
+            * reference.correction_weight(old, rollout, t, algorithm.rollout_correction, *bounds)
+            * reference.off_policy_mask(new, rollout, a, algorithm.off_policy_mask)
+            for t, a in enumerate(row)
+        ]
+        for row, new, old, rollout in of_completions
     ]
 
 
@@ -168,12 +189,17 @@ def test_loss_and_gradient_of_every_combination(ratio_level, ratio_form, clip_mo
             ratio_level=ratio_level, ratio_form=ratio_form, clip_mode=clip_mode, loss_agg=loss_agg,
             entropy_groups=ALL_SHARES[seed % 3], entropy_clip_form=AXES["entropy_clip_form"][seed // 2 % 3],
             entropy_clip_coef=0.4, clip_eps_low=0.1, clip_eps_high=0.2 + 0.01 * seed,
-            rollout_correction=AXES["rollout_correction"][(seed + seed // 4) % 4],
-            rollout_correction_cap=1.1, kl_coef=0.3 * (seed // 8),
+            rollout_correction=AXES["rollout_correction"][(seed + seed // 6) % 6],
+            rollout_correction_cap=1.1, rollout_correction_floor=0.9 * (seed % 2), kl_coef=0.3 * (seed // 10),
+            kl_form=AXES["kl_form"][seed % 2], off_policy_mask=0.05 * (seed % 3 == 2),
+            clip_cap=None if seed % 3 else 1.5, soft_temperatures=(0.7, 3.0), gamma_powers=(1.0, 2.5),
+            gamma_decays=(2.0, 0.5), covariance_kl_coef=0.7,
         )  # fmt: skip
         case = random_case(seed, spread=0.4)
+        if seed % 4 == 3:
+            case["penalised"] = [[float(t % 2) for t in range(len(row))] for row in case["logprobs"]]
         clipped += assert_matches_reference(case, config, padding=seed % 3, others=(seed % 5, seed % 7))
-    assert (0 < sum(clipped) < len(clipped)) == (clip_mode != "none"), "the cases reach both branches"
+    assert (0 < sum(clipped) < len(clipped)) == (clip_mode not in UNCLIPPED), "both branches are reached"
 
 
 @pytest.mark.parametrize("clip_mode", AXES["clip_mode"])
@@ -227,18 +253,20 @@ def test_weights_of_a_batch_sum_to_one_and_do_not_depend_on_how_it_is_split(loss
     mask = batch_of(case).response_mask
     groups = train_rl.token_groups_of(batch_of(case).entropy, mask, config.algorithm)
     weights = train_rl.loss_weights(mask, groups, 4, total, MAX_NEW_TOKENS, loss_agg)
-    assert_close(weights.sum(), total / (4 * MAX_NEW_TOKENS) if loss_agg == "fixed_length" else 1.0)
+    sums = {"fixed_length": total / (4 * MAX_NEW_TOKENS), "sequence_sum": total / 4}
+    assert_close(weights.sum(), sums.get(loss_agg, 1.0))
 
 
 @pytest.mark.parametrize("mode", AXES["rollout_correction"])
 def test_rollout_correction(mode, float64):
     old, rollout = [-1.0, -2.0, -0.5], [-1.3, -1.5, -1.4]  # product exp(0.7) = 2.01
     mask = torch.tensor([[True] * 3 + [False]])
-    for cap in (0.5, 1.4, 2.0, 2.02, 9.0):
+    for cap, floor in itertools.product((0.5, 1.4, 2.0, 2.02, 9.0), (0.0, 0.4, 0.7, 1.3)):
         rows = [torch.tensor([row + [7.0 * k]]) for k, row in enumerate((old, rollout))]  # noise on padding
-        weights = train_rl.correction_weights(*rows, mask, mode, cap)
-        expected = [reference.correction_weight(old, rollout, t, mode, cap) for t in range(3)]
-        assert_close(weights[0, :3], expected)
+        if floor < cap:
+            weights = train_rl.correction_weights(*rows, mask, mode, cap, floor)
+            expected = [reference.correction_weight(old, rollout, t, mode, cap, floor) for t in range(3)]
+            assert_close(weights[0, :3], expected)
     long = torch.zeros(1, 400)
     weights = train_rl.correction_weights(long, long - 1.0, long == 0, mode, 2.0)
     assert torch.isfinite(weights).all(), "a product of 400 ratios is beyond any float"
@@ -387,7 +415,7 @@ def test_a_zero_advantage_has_neither_gradient_nor_clip(float64):
         config = config_of(clip_mode=clip_mode, ratio_level=level, ratio_form=form)
         loss, gradient, statistics = run_loss(case, config)
         assert loss == 0 and not gradient.any()
-        assert clip_mode in ("weight", "before_mean") or not statistics["clipped"].any()
+        assert clip_mode in ("weight", "before_mean") or not statistics["clipped"].any(), clip_mode
 
 
 # ---- 4. Where methods meet ---------------------------------------------------------------------------------
@@ -474,6 +502,96 @@ def test_an_engine_that_agrees_with_the_trainer_needs_no_correction(float64):
     cases = [case | {"rollout_logprobs": case["old_logprobs"]} for case in cases_of([5, 8, 2], 0.3)]
     for mode in AXES["rollout_correction"]:
         assert_same(cases, {"rollout_correction": mode}, {})
+
+
+def test_luspo_is_gspo_times_the_length_of_the_completion(float64):
+    gspo = {"ratio_level": "sequence", "clip_eps_low": 0.1, "clip_eps_high": 0.1}
+    for case in cases_of([5, 1, 8], 0.3):
+        _, gradient, _ = run_loss(case, config_of(**gspo))
+        _, longer, _ = run_loss(case, config_of(**gspo, loss_agg="sequence_sum"))
+        assert_close(longer, gradient * torch.tensor([5.0] * 5 + [1.0] + [8.0] * 8))
+
+
+def test_the_two_sided_clip_is_dual_clip(float64):
+    """max(min(r A, clip(r) A), c A) for A < 0, as 1912.09729 writes it, and plain PPO for A > 0."""
+    clip, num_clipped = {"clip_eps_low": 0.2, "clip_eps_high": 0.3}, 0
+    for case in cases_of([5, 1, 8], 2.0):
+        loss, gradient, statistics = run_loss(case, config_of(**clip, clip_cap=3.0))
+        total, clipped, plain = 0.0, [], run_loss(case, config_of(**clip))
+        for new, old, advantages in zip(case["logprobs"], case["old_logprobs"], case["advantages"]):
+            for x, y, a in zip(new, old, advantages):
+                gain = reference.clipped_surrogate(math.exp(x - y), a, 0.2, 0.3)
+                total += (max(gain, 3.0 * a) if a < 0 else gain) / (3 * len(new))
+                clipped.append(a < 0 and x - y > math.log(3))
+        assert_close(loss, -total)
+        assert (
+            not gradient[torch.tensor(clipped)].any() and statistics["clipped"][torch.tensor(clipped)].all()
+        )
+        assert_close(gradient[~torch.tensor(clipped)], plain[1][~torch.tensor(clipped)])
+        num_clipped += sum(clipped)
+    assert num_clipped > 5
+
+
+def test_vespo_is_the_gradient_of_its_kernel_and_one_at_the_old_policy(float64):
+    """Worked out by hand: two tokens of ratio 2, W = 4."""
+    for advantage, power, decay in ((1.5, 2.0, 3.0), (-1.5, 3.0, 2.0)):
+        case = one_token(math.log(2), advantage, num=2)
+        _, gradient, statistics = run_loss(case, config_of(clip_mode="gamma"))
+        assert_close(gradient, [-advantage / 2 * 4**power * math.exp(decay * (1 - 4))] * 2)
+        assert not statistics["clipped"].any()
+
+
+@pytest.mark.parametrize("divergence, bound", [("total_variation", 0.15), ("binary_kl", 0.05)])
+def test_dppo_leaves_out_what_moved_too_far_and_moves_further(divergence, bound, float64):
+    """p_old 0.5: total variation 0.15 is p 0.65 or 0.35; binary KL 0.05 is p near 0.655 or 0.345."""
+    clip = {"clip_mode": divergence, "clip_eps_low": bound, "clip_eps_high": bound, "clip_cap": 1.2}
+    for new, advantage in itertools.product((0.3, 0.36, 0.5, 0.64, 0.7), (1.0, -1.0)):
+        case = one_token(math.log(new), advantage) | {"old_logprobs": [[math.log(0.5)]]}
+        assert_matches_reference(case, config_of(**clip))
+        _, gradient, statistics = run_loss(case, config_of(**clip))
+        left_out = new == 0.7 and advantage > 0 or new == 0.3 and advantage < 0
+        assert statistics["clipped"].tolist() == [float(left_out)]
+        assert_close(gradient, [0.0 if left_out else -advantage * min(new / 0.5, 1.2)])
+
+
+def test_sapo_worked_out_by_hand(float64):
+    """At r = 1 the slope is A; at r = 3 and tau = 1 it is 4 s(2) (1 - s(2)) 3 A."""
+    for ratio, advantage in itertools.product((1.0, 3.0), (1.0, -1.0)):
+        tau = 1.0 if advantage > 0 else 1.05
+        s = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        _, gradient, _ = run_loss(one_token(math.log(ratio), advantage), config_of(clip_mode="soft"))
+        assert_close(gradient, [-4 * s * (1 - s) * ratio * advantage])
+
+
+def test_the_unbiased_kl_has_the_gradient_of_the_kl(float64):
+    """At the old policy d/dlogp of r k3 is log pi - log pi_ref; summed over a vocabulary it is that of KL."""
+    logits = torch.tensor([0.3, -1.0, 0.9, 0.1], requires_grad=True)
+    ref = torch.tensor([0.5, 0.2, 0.1, 0.2]).log()
+    logprobs = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
+    values = {"logprobs": logprobs, "old_logprobs": logprobs.detach(), "ref_logprobs": ref}
+    rows = {name: value.view(4, 1) for name, value in values.items()}
+    mask, nothing = torch.ones(4, 1, dtype=torch.bool), torch.zeros(4, 1)
+    algorithm = config_of(kl_coef=1.0, kl_form="unbiased").algorithm
+    groups = train_rl.token_groups_of(None, mask, algorithm)
+    weights = logprobs.detach().exp().view(4, 1)  # the mean over what the policy samples
+    loss, _ = train_rl.policy_loss(
+        rows["logprobs"], rows["old_logprobs"], nothing, weights, groups, nothing, mask, 1.0, algorithm,
+        rows["ref_logprobs"],
+    )  # fmt: skip
+    assert_close(torch.autograd.grad(loss, logits)[0], expected)
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "sequence_mask", "geometric_mask"])
+def test_a_mask_that_leaves_no_token_is_a_loss_of_zero_and_is_counted(mode, float64):
+    case = random_case(3, 0.3, [4, 1, 7]) | {"rollout_logprobs": [[-9.0] * n for n in (4, 1, 7)]}
+    config = config_of(rollout_correction=mode, rollout_correction_cap=1.5, rollout_correction_floor=0.5)
+    loss, gradient, statistics = run_loss(case, config)
+    assert loss == 0 and not gradient.any() and statistics["masked"].all()
+    loss, gradient, statistics = run_loss(case | {"advantages": [[-1.0] * n for n in (4, 1, 7)],
+                                                  "rollout_logprobs": [[5.0] * n for n in (4, 1, 7)]},
+                                          config_of(off_policy_mask=1.0))  # fmt: skip
+    assert loss == 0 and not gradient.any() and statistics["masked"].all()
 
 
 def test_the_token_ratio_has_two_forms_of_one_value_and_gradient(float64):
@@ -634,19 +752,25 @@ def test_advantages_of_tokens(adv_norm, tie_band, correctness_guard, rl_zvp, bin
         zero_variance__rl_zvp=rl_zvp, zero_variance__rl_zvp_coef=0.3, reward__binary=binary,
     )  # fmt: skip
     settings |= {"rl_zvp": rl_zvp, "rl_zvp_coef": 0.3}
+    is_valid = lambda group: [v.status in ("ok", "wrong", "no_answer") for v in group.verdicts]
     reshaped = 0
     for seed in range(8):
         rng, groups = random.Random(seed), random_groups(seed)
         batch = batch_of_groups(groups, seed)
         of_status = [float(v.status == "ok") if binary else v.reward for v in batch.verdicts]
         batch.rewards = torch.tensor([x - rng.choice([0.0, rng.random()]) for x in of_status])
+        if adv_norm == "group_mean":
+            batch.rewards = batch.rewards + 1  # a mean of 0 is none to divide by
         actual, start = train_rl.token_advantages(batch, config), 0
+        sizes = [len(group.verdicts) for group in groups]
+        rewards_of = zip(batch.rewards.split(sizes), map(is_valid, groups))
+        settings["std_of_batch"] = reference.batch_std([(r.tolist(), valid) for r, valid in rewards_of])
         assert actual.shape == batch.response_mask.shape and not actual[~batch.response_mask].any()
         for group in groups:
             end = start + len(group.verdicts)
             entropies = [batch.entropy[i, : len(batch.completion_ids[i])].tolist() for i in range(start, end)]
             correct = [v.status == "ok" for v in group.verdicts]
-            valid = [v.status in ("ok", "wrong", "no_answer") for v in group.verdicts]
+            valid = is_valid(group)
             lists = (batch.rewards[start:end].tolist(), of_status[start:end], correct, valid, entropies)
             expected = reference.token_advantages(*lists, settings)
             assert_close(actual[start:end][batch.response_mask[start:end]], sum(expected, []))
@@ -702,7 +826,7 @@ def test_rl_zvp_pushes_a_group_up_that_is_tied_above_zero(binary, float64):
 @pytest.mark.parametrize("clip_mode", ["none", "before_mean"])
 @pytest.mark.parametrize("num_tokens", [256, 4096, 16384])
 def test_the_float32_gradient_of_a_geometric_ratio_keeps_its_digits(num_tokens, clip_mode):
-    """Against float64, relative to the gradient's norm; eight completions, as rounding is a matter of luck."""
+    """Against float64, relative to the gradient's norm; eight completions, since rounding is luck."""
     generator = torch.Generator().manual_seed(num_tokens)
     old = torch.randn(8, num_tokens, generator=generator, dtype=torch.float64) - 2
     new = old + 0.02 * torch.randn(8, num_tokens, generator=generator, dtype=torch.float64)
@@ -729,7 +853,178 @@ def test_a_batch_without_rows_has_no_advantages():
     assert train_rl.token_advantages(batch, config).shape == (0, 1)
 
 
-# ---- 6. Every value of every axis does something -----------------------------------------------------------
+# ---- 6. Tokens and rewards that are chosen over all ranks --------------------------------------------------
+SEVERAL = "0.7*exact + 0.3*characters"  # a kind whose reward is a sum
+SELECTIONS = [
+    {"top_entropy": 0.2},
+    {"top_entropy": 0.5, "leave_out_cut": True},
+    {"covariance_share": 0.1, "covariance": "kl"},
+    {"covariance_share": 0.25, "covariance_range": (0.0, 0.8)},
+    {"covariance_share": 0.9, "covariance_range": (0.0, 0.8)},  # more than there are
+    {"covariance_share": 0.01, "covariance_range": (50.0, 60.0)},  # there are none
+]
+
+
+def selected_by_rank(config: Config, cases: list[list[dict]], monkeypatch) -> list[tuple]:
+    """(advantages, penalised) of each rank as ragged lists; a case is that of one completion."""
+    ranks = FakeRanks(len(cases)).install(monkeypatch)
+
+    def select(rank: int) -> tuple[list, list]:
+        case = {
+            name: [one[name] for one in cases[rank]] for name in ("old_logprobs", "advantages", "entropies")
+        }
+        batch = batch_of(
+            case | {name: case["old_logprobs"] for name in ("rollout_logprobs", "ref_logprobs")}, 1
+        )
+        batch.prompt_ids = [one["prompt_ids"] for one in cases[rank]]
+        batch.completion_ids = [one["completion_ids"] for one in cases[rank]]
+        batch.finish_reason = [one["finish_reason"] for one in cases[rank]]
+        batch.minibatch = torch.tensor([one["minibatch"] for one in cases[rank]], dtype=torch.int64)
+        masked = batch.advantages * batch.response_mask
+        advantages, penalised = train_rl.select_tokens(masked, batch, config)
+        penalised = torch.zeros_like(batch.response_mask) if penalised is None else penalised
+        assert not penalised[~batch.response_mask].any() and not advantages[~batch.response_mask].any()
+        lists = [
+            [row[mask].tolist() for row, mask in zip(x, batch.response_mask)] for x in (advantages, penalised)
+        ]
+        return tuple(lists)
+
+    return ranks.run(select)
+
+
+def completions_to_select_from(num: int) -> list[dict]:
+    rng, completions = random.Random(num), []
+    for i in range(num):
+        length = rng.choice([1, 2, 5, 9])
+        completions.append({
+            "old_logprobs": [-rng.expovariate(1.0) for _ in range(length)],
+            "advantages": [rng.choice([0.0, rng.gauss(0, 1)])] * length,
+            "entropies": [rng.choice([0.0, 0.7, rng.uniform(0, 3)]) for _ in range(length)],
+            "prompt_ids": [i], "completion_ids": [rng.randrange(9) for _ in range(length)],
+            "finish_reason": rng.choice(["stop", "length"]), "minibatch": i % 2,
+        })  # fmt: skip
+    return completions
+
+
+@pytest.mark.parametrize("settings", SELECTIONS, ids=str)
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_tokens_are_chosen_over_the_ranks_of_an_update(settings, num_minibatches, monkeypatch, float64):
+    """As the equations say, and the same however completions are dealt to 1, 2 or 3 ranks, one empty."""
+    completions = completions_to_select_from(13)
+    sections = {"algorithm": settings, "train": {"minibatches_per_step": num_minibatches}}
+    config = Config.model_validate(sections)
+    if num_minibatches == 1:
+        completions = [one | {"minibatch": 0} for one in completions]
+    deals = [[completions], [completions[:4], completions[4:]], [completions[5:], [], completions[:5]]]
+    found = []
+    for deal in deals:
+        of_ranks = selected_by_rank(config, deal, monkeypatch)
+        rows = [row for lists in of_ranks for row in zip(*lists)]
+        order = [completions.index(one) for of_rank in deal for one in of_rank]
+        found.append([row for _, row in sorted(zip(order, rows))])
+    assert found[0] == found[1] == found[2]
+    for number in range(num_minibatches):
+        chosen = [(one, row) for one, row in zip(completions, found[0]) if one["minibatch"] == number]
+        check_selection([one for one, _ in chosen], *zip(*(row for _, row in chosen)), config.algorithm)
+
+
+def check_selection(completions: list[dict], advantages, penalised, algorithm) -> None:
+    """Compare what was selected of one update with the equations."""
+    was_cut = [algorithm.leave_out_cut and one["finish_reason"] == "length" for one in completions]
+    expected = [[0.0 if cut else a for a in one["advantages"]] for cut, one in zip(was_cut, completions)]
+    if algorithm.top_entropy < 1:
+        kept = reference.most_uncertain([one["entropies"] for one in completions], algorithm.top_entropy)
+        expected = [[a if keep else 0.0 for a, keep in zip(*rows)] for rows in zip(expected, kept)]
+    logprobs, num = [one["old_logprobs"] for one in completions], sum(map(len, expected))
+    if algorithm.covariance_share > 0 and algorithm.covariance == "clip":
+        low, high = algorithm.covariance_range
+        values = zip(expected, reference.covariances(expected, logprobs), advantages)
+        tokens = [token for rows in values for token in zip(*rows)]
+        assert all(now in (a, 0.0) for a, _, now in tokens)
+        eligible = [(a, now) for a, covariance, now in tokens if low < covariance < high]
+        assert all(now == a for a, covariance, now in tokens if not low < covariance < high)
+        dropped = sum(now == 0 for a, now in eligible if a)
+        limit = max(1, int(algorithm.covariance_share * num))
+        assert dropped <= limit and (dropped > 0 or not any(a for a, _ in eligible) or limit < len(eligible))
+    else:
+        assert list(advantages) == expected
+    if algorithm.covariance_share > 0 and algorithm.covariance == "kl":
+        assert list(penalised) == reference.kl_cov_tokens(expected, logprobs, algorithm.covariance_share)
+        assert 0 < sum(map(sum, penalised)) < num
+    else:
+        assert not any(map(any, penalised))
+
+
+def test_rewards_that_are_normalised_one_by_one(monkeypatch, float64):
+    """Against the equations, over two ranks; kinds that are a sum, and one that is not."""
+    rng, groups = random.Random(0), []
+    for kind in [SEVERAL, SEVERAL, "exact", "2*exact + 1*characters", SEVERAL]:
+        size = rng.randint(2, 6)
+        weights = dict((part, weight) for weight, part in train_rl.parts_of(kind))
+        rewards = {part: [rng.choice([0.0, 0.5, 1.0]) for _ in range(size)] for part in weights}
+        valid = [rng.random() < 0.8 for _ in range(size)]
+        groups.append({"kind": kind, "weights": weights, "rewards": rewards, "valid": valid})
+    groups[1]["rewards"] = {part: [0.5] * len(row) for part, row in groups[1]["rewards"].items()}
+    config = config_of(part_norm="before_sum")
+    deals = [groups[:3], groups[3:]]
+
+    def advantages_of(rank: int) -> list[float]:
+        prompts, verdicts, index, valid = [], [], [], []
+        for slot, group in enumerate(deals[rank]):
+            for i, ok in enumerate(group["valid"]):
+                parts = {part: row[i] for part, row in group["rewards"].items()}
+                prompts.append(Prompt("a", "1", group["kind"], "set"))
+                only = next(iter(parts.values()))
+                verdicts.append(Verdict(only, "wrong", parts=parts if len(parts) > 1 else {}))
+                index.append(slot), valid.append(ok)
+        num = len(prompts)
+        batch = SimpleNamespace(
+            prompts=prompts,
+            verdicts=verdicts,
+            group_index=torch.tensor(index),
+            valid=torch.tensor(valid),
+            rewards=torch.zeros(num),
+            response_mask=torch.ones(num, 1, dtype=torch.bool),
+        )
+        return train_rl.token_advantages(batch, config)[:, 0].tolist()
+
+    found = sum(FakeRanks(2).install(monkeypatch).run(advantages_of), [])
+    expected = sum(reference.gdpo_advantages(groups, tie_band=0.0), [])
+    assert_close(found, expected)
+    assert 0.0 in found and len(set(found)) > 6
+
+
+def test_the_standard_deviation_of_a_batch_is_that_of_all_ranks(monkeypatch, float64):
+    rng = random.Random(1)
+    groups = [
+        ([rng.random() for _ in range(n)], [rng.random() < 0.8 for _ in range(n)]) for n in (3, 5, 2, 4)
+    ]
+    std = reference.batch_std(groups)
+
+    def advantages_of(rank: int) -> list[float]:
+        mine = groups[2 * rank : 2 * rank + 2]
+        rewards, valid = (torch.tensor(sum((group[k] for group in mine), [])) for k in (0, 1))
+        index = torch.tensor([g for g, (row, _) in enumerate(mine) for _ in row])
+        return train_rl.compute_advantages(rewards, valid, index, "batch_std").tolist()
+
+    found = FakeRanks(2).install(monkeypatch).run(advantages_of)
+    expected = [reference.group_advantages(*group, "batch_std", std_of_batch=std) for group in groups]
+    assert_close(sum(found, []), sum(expected, []))
+
+
+def test_maxrl_and_leave_one_out_worked_out_by_hand(float64):
+    rewards, valid, index = (
+        torch.tensor([1.0, 0.0, 0.0, 0.0]),
+        torch.ones(4, dtype=torch.bool),
+        torch.zeros(4),
+    )
+    assert_close(train_rl.compute_advantages(rewards, valid, index, "group_mean"), [3.0, -1.0, -1.0, -1.0])
+    assert_close(train_rl.compute_advantages(rewards, valid, index, "leave_one_out"), [1.0] + [-1 / 3] * 3)
+    nothing = train_rl.compute_advantages(rewards - 0.25, valid, index, "group_mean")
+    assert not nothing.any(), "a mean of 0 is none to divide by"
+
+
+# ---- 7. Every value of every axis does something -----------------------------------------------------------
 SHARED_RATIO = {"ratio_level": "entropy_group", "ratio_form": "stop_gradient"}
 OFF_POLICY_BASE = {"clip_eps_low": 0.1, "clip_eps_high": 0.2}
 BASES = {  # settings under which the values of an axis differ
@@ -740,7 +1035,10 @@ BASES = {  # settings under which the values of an axis differ
     "entropy_clip_form": SHARED_RATIO | {"clip_mode": "entropy_adaptive", "entropy_clip_coef": 2.0},
     "loss_agg": {"ratio_level": "entropy_group"},
     "adv_norm": {},
-    "rollout_correction": {"rollout_correction_cap": 1.2},
+    "part_norm": {},
+    "covariance": {"covariance_share": 0.3, "covariance_range": (-9.0, 9.0)},
+    "rollout_correction": {"rollout_correction_cap": 1.2, "rollout_correction_floor": 0.9},
+    "kl_form": {"kl_coef": 0.1},
     "old_policy": {},
 }
 OTHERS = {  # another value of each setting that is no axis, and settings under which it has an effect
@@ -751,24 +1049,44 @@ OTHERS = {  # another value of each setting that is no axis, and settings under 
     "tie_band": (0.3, {}),
     "correctness_guard": (True, {}),
     "rollout_correction_cap": (1.05, {"rollout_correction": "token_tis"}),
+    "rollout_correction_floor": (0.95, {"rollout_correction": "token_mask"}),
     "kl_coef": (0.1, {}),
+    "clip_cap": (1.3, {}),
+    "soft_temperatures": ((1.5, 2.0), {"clip_mode": "soft"}),
+    "gamma_powers": ((1.0, 1.0), {"clip_mode": "gamma"}),
+    "gamma_decays": ((1.0, 1.0), {"clip_mode": "gamma"}),
+    "top_entropy": (0.2, {}),
+    "leave_out_cut": (True, {}),
+    "covariance_share": (0.2, {"covariance_range": (-9.0, 9.0)}),
+    "covariance_range": ((0.0, 0.1), {"covariance_share": 0.2}),
+    "covariance_kl_coef": (2.0, {"covariance_share": 0.2, "covariance": "kl"}),
+    "off_policy_mask": (0.01, {}),
 }
 
 
 def outcome_of(**algorithm) -> torch.Tensor:
     """Gradient of a crafted off-policy batch, from its rewards on."""
-    completion = lambda n: Completion(list(range(n)), [-1.0] * n, "stop", 0.0)
-    verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "wrong")]
+    completion = lambda n: Completion(list(range(n)), [-1.0] * n, "length" if n == 5 else "stop", 0.0)
+    parts = [
+        {"exact": 1.0, "characters": 1.0},
+        {"exact": 0.0, "characters": 0.2},
+        {"exact": 0.0, "characters": 0.6},
+    ]
+    verdicts = [
+        Verdict(float(i == 0), ("ok", "wrong", "wrong")[i], parts=part) for i, part in enumerate(parts)
+    ]
     completions = [completion(n) for n in (4, 7, 5)]
     groups = [train_rl.Group(g, 0, completions=completions, verdicts=verdicts) for g in range(4)]
     batch = batch_of_groups(groups)
+    batch.prompts = [Prompt("a", "1", SEVERAL, "set")] * 12
     generator = torch.Generator().manual_seed(1)
     noise = lambda size: (torch.rand(batch.response_mask.shape, generator=generator) - 0.5) * size
     batch.old_logprobs = (batch.rollout_logprobs + noise(0.8)) * batch.response_mask
     batch.ref_logprobs = batch.old_logprobs + noise(1.0)
     batch.rewards = torch.tensor([1.0, 0.0, 0.4, 0.1, 0.6, 0.2] * 2)  # 0.1: a right one with many penalties
     config = config_of(**algorithm)
-    batch.advantages = train_rl.token_advantages(batch, config)
+    advantages = train_rl.token_advantages(batch, config)
+    batch.advantages, batch.penalised = train_rl.select_tokens(advantages, batch, config)
     logprobs = (batch.old_logprobs + noise(1.5)).requires_grad_()
     rows, counts = list(range(12)), torch.tensor([12, int(batch.response_mask.sum())])
     loss, _ = train_rl.micro_batch_loss(logprobs, batch.entropy, batch, rows, counts, LOG_VOCAB, config)
@@ -799,7 +1117,7 @@ def test_every_other_setting_of_the_algorithm_has_an_effect(name, float64):
     assert_different(outcome_of(**base), outcome_of(**base | {name: value}))
 
 
-# ---- 7. Every axis is branched on in one place -------------------------------------------------------------
+# ---- 8. Every axis is branched on in one place -------------------------------------------------------------
 
 
 def axis_of(node: ast.expr, parameters: dict[str, str], axes: dict) -> str | None:
@@ -852,8 +1170,14 @@ def branches_of(source: str, axes: dict[str, tuple[str, ...]]) -> dict[str, list
 
 
 BRANCHED = AXES | {"judge_mode": axes_of(RewardSettings)["judge_mode"]}
-PLACES = {"old_policy": 2}  # the loss, and the pass over the batch that it does without
-READERS = ("check_config", "algorithm_contradictions", "rollout_contradictions", "config_warnings")
+PLACES = {
+    "old_policy": 2,  # the loss, and the pass over the batch that it does without
+    "part_norm": 2,  # advantages, and whether equal scores mean that there is no gradient
+}
+READERS = (
+    "check_config", "algorithm_contradictions", "loss_contradictions", "rollout_contradictions",
+    "config_warnings",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("axis", BRANCHED)
@@ -880,21 +1204,23 @@ def test_the_search_for_branches_finds_them():
     assert found == {"mode": [["a", "b"], ["b"]], "form": [["x", "y"]]}
 
 
-# ---- 8. The reference itself -------------------------------------------------------------------------------
+# ---- 9. The reference itself -------------------------------------------------------------------------------
 
 
 # where nothing is stopped, the gradient is the derivative of the value
 SMOOTH_RATIOS = [("token", "geometric"), ("sequence", "geometric"), ("entropy_group", "geometric")]
 
 
-@pytest.mark.parametrize("clip_mode", [mode for mode in AXES["clip_mode"] if mode != "weight"])
+@pytest.mark.parametrize("clip_mode", [mode for mode in AXES["clip_mode"] if mode not in BY_WEIGHT])
 @pytest.mark.parametrize("ratio_level, ratio_form", SMOOTH_RATIOS)
 def test_slopes_of_the_reference_are_derivatives_of_its_values(ratio_level, ratio_form, clip_mode):
     config = config_of(
         ratio_level=ratio_level, ratio_form=ratio_form, clip_mode=clip_mode, entropy_clip_coef=0.4,
-        kl_coef=0.3, loss_agg="token_group_mean",
+        kl_coef=0.3, kl_form="unbiased", loss_agg="token_group_mean", clip_cap=1.3,
+        soft_temperatures=(0.7, 3.0),
     )  # fmt: skip
     case, step = random_case(2, 0.4, [5, 1, 8]), 1e-6
+    case["penalised"] = [[float(t % 2) for t in range(len(row))] for row in case["logprobs"]]
     fixed = [case[name] for name in ("old_logprobs", "advantages", "entropies", "ref_logprobs")]
     fixed.append(reference_settings(config, case))
     slopes = reference.policy_objective_slope(case["logprobs"], *fixed)

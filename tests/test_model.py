@@ -33,7 +33,7 @@ from model_suites import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 import moe_model
 from kernels import linear_logprob_entropy
@@ -368,6 +368,61 @@ def slow_moe(x, gate, gate_up_proj, down_proj, top_k: int, renormalise: bool, fo
     return torch.stack(rows) if rows else x * 1.0
 
 
+def moved_by_hand(x_TD, weights_TK, experts_TK):
+    """Send each token to its experts, double the rows of the odd ones, and add them up, by plain indexing."""
+    num_tokens, top_k = experts_TK.shape
+    pairs = sorted((int(experts_TK[t, k]), t, k) for t in range(num_tokens) for k in range(top_k))
+    rows = torch.stack([x_TD[t] for _, t, _ in pairs]) if pairs else x_TD[:0]
+    factors = torch.tensor([1.0 + (expert % 2) for expert, _, _ in pairs], dtype=x_TD.dtype)
+    out = rows * factors.unsqueeze(-1)
+    places = {(t, k): place for place, (_, t, k) in enumerate(pairs)}
+    sums = [sum(weights_TK[t, k] * out[places[t, k]] for k in range(top_k)) for t in range(num_tokens)]
+    return torch.stack(sums).to(x_TD.dtype) if sums else x_TD[:0]
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 2**20])
+@pytest.mark.parametrize(("shape", "dtype", "atol"), [
+    ((7, 3), torch.float64, 1e-12), ((7, 3), torch.float32, 5e-6), ((5, 1), torch.float32, 5e-6),
+    ((0, 2), torch.float32, 0.0), ((9, 4), torch.bfloat16, 0.06),
+])  # fmt: skip
+def test_rows_to_experts_and_back_against_plain_indexing(shape, dtype, atol, chunk, monkeypatch):
+    """Compare CopyToExperts and SumOfExperts, whole and in chunks, with float64 sums."""
+    monkeypatch.setattr(moe_model, "CHUNK_ELEMENTS", {"cpu": chunk})
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.stack([torch.randperm(6, generator=generator)[: shape[1]] for _ in range(shape[0])] or
+                          [torch.zeros(0, dtype=torch.int64)]).reshape(shape)  # fmt: skip
+    x = torch.randn(shape[0], 16, generator=generator).to(dtype)
+    weights = torch.rand(shape, generator=generator, dtype=torch.float64 if atol == 1e-12 else torch.float32)
+    loss_weights = torch.randn(shape[0], 16, generator=generator).to(dtype)
+    found = {}
+    for name in ("by hand", "moved"):
+        wide = torch.float64 if name == "by hand" else None
+        inputs = [tensor.to(wide or tensor.dtype, copy=True).requires_grad_() for tensor in (x, weights)]
+        if name == "moved":
+            order = experts.flatten().argsort(stable=True)
+            inverse = order.argsort()
+            rows = moe_model.CopyToExperts.apply(inputs[0], order, inverse)
+            factors = 1.0 + (experts.flatten()[order] % 2).to(dtype)
+            y = moe_model.SumOfExperts.apply(rows * factors.unsqueeze(-1), inputs[1], order, inverse)
+        else:
+            y = moved_by_hand(*inputs, experts)
+        (y * loss_weights).sum().backward()
+        found[name] = {"y": y, "x": inputs[0].grad, "weights": inputs[1].grad}
+    moved = found["moved"]
+    assert moved["y"].dtype == dtype and moved["weights"].dtype == weights.dtype
+    expected = {n: torch.zeros_like(moved[n]) if v is None else v for n, v in found["by hand"].items()}
+    doubles = [{name: value.double() for name, value in of.items()} for of in (moved, expected)]
+    assert_same(*doubles, atol)
+
+
+def test_the_gradient_of_taken_rows_goes_to_their_places():
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    for index in ([3, 1], [4, 2, 0, 3, 1], []):
+        assert torch.autograd.gradcheck(
+            lambda x, i=index: moe_model.TakeRows.apply(x, torch.tensor(i).long()), x
+        )
+
+
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_moe_block_against_slow_loop(renormalise):
     inputs, config = dispatch_inputs("live"), tiny_config("moe")
@@ -674,6 +729,55 @@ def test_step_equals_deepspeed_autoep():
 # ------------------------------------------------------------------------------------------------------------
 # Several ranks: pieces
 # ------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_what_an_optimizer_holds_is_what_the_plan_says():
+    """Elements on a rank at EP = 2 of 2 ranks; DeepSpeed pads each of its groups to an even number."""
+    counts = moe_model.parameter_counts(tiny_config("moe"))
+    settings = moe_model.ModelSettings(ep_size=2)
+    planned = moe_model.memory_by_part(tiny_config("moe"), settings, 1, num_ranks=2, tokens=1)
+    size = {"weights": 2, "gradients": 4, "master weights": 4, "AdamW": 4}
+    for found in section("optimizer_memory", 2):
+        as_it_is, undone, fused = (found[name] for name in ("as it is", "gradients held", "fused"))
+        for part, itemsize in size.items():
+            assert as_it_is["held"][part] == pytest.approx(planned[part] / itemsize, abs=8)
+        assert as_it_is["held"]["gradients of weights"] == fused["held"]["gradients of weights"] == 0
+        whole = counts.experts // 2 + counts.embeddings + counts.others
+        assert undone["held"]["gradients of weights"] == whole
+        assert as_it_is["norms"] == undone["norms"]
+        assert_same(as_it_is["parameters"], undone["parameters"], atol=0)
+        assert fused["fused"] == ({True}, {None}) and as_it_is["fused"] == ({False}, {None})
+        for name, value in fused["parameters"].items():  # one unit in the last of bfloat16's places
+            assert torch.allclose(value, as_it_is["parameters"][name], rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_all_groups_wait_as_long():
+    assert section("timeouts", 2) == [[4321.0, 4321.0]] * 2
+
+
+def test_memory_of_a_large_model_by_part():
+    """Qwen3-30B-A3B: 28.99 billion parameters in experts, 0.62 in embeddings, 0.92 elsewhere."""
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    assert moe_model.parameter_counts(config) == (28_991_029_248, 622_329_856, 918_763_520)
+    settings = moe_model.ModelSettings(ep_size=8, activation_checkpointing=True)
+    gib = lambda parts: [round(value / 2**30, 1) for value in parts.values()]
+    plan = lambda settings, *sizes: moe_model.memory_by_part(config, settings, *sizes, 32768)
+    assert gib(plan(settings, 1, 8)) == [9.6, 19.2, 14.2, 28.4, 18.8, 2.4]
+    assert gib(plan(settings, 2, 16))[1:4] == [7.1, 7.1, 14.2]
+    whole = moe_model.ModelSettings(ep_size=8)
+    assert plan(whole, 1, 8)["activations"] > 15 * plan(settings, 1, 8)["activations"]
+    asleep, awake = (
+        moe_model.trainer_bytes(config, settings, 1, 8, 32768, sleeps) for sleeps in (True, False)
+    )
+    assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 21.2
+    with_reference = moe_model.trainer_bytes(config, settings, 1, 8, 32768, True, with_reference=True)
+    assert round((with_reference - asleep) / 2**30, 1) == 9.6
+
+
 @pytest.mark.slow
 def test_expert_parallel_group_errors():
     for rank in section("group_errors", 2):

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from rank_worker import PARCELS, parcels
 import train_rl
 from experiments.bench.workload import Recipe, Workload
 from rollout import Request
-from runtime.schedule import WaitingLine, longest_first, split_micro_batches, split_rows
+from runtime.schedule import CacheRoom, WaitingLine, longest_first, split_micro_batches, split_rows
 
 
 @pytest.fixture
@@ -91,6 +92,73 @@ def test_equal_expectations_keep_the_order_of_the_requests():
     requests = [Request([1], 0, 1.0, 9, group=i // 3, expected_tokens=5.0) for i in range(12)]
     line = WaitingLine(requests)
     assert [line.pop() for _ in requests] == list(range(12))
+
+
+# ---- room for keys and values ------------------------------------------------------------------------------
+
+
+def blocks_by_hand(requests, running, held, mean, block_size, shares) -> int:
+    """Return the blocks that running requests, {index: tokens it has}, are expected to end with.
+
+    Blocks have names, so that one that is shared counts once.
+    """
+    blocks = set()
+    for index in running:
+        request = requests[index]
+        expected = mean if request.guessed or request.expected_tokens == 0 else request.expected_tokens
+        tokens = min(max(expected, held.get(index, 0)) + 1, request.max_new_tokens)
+        length = len(request.prompt_ids) + tokens
+        for block in range(math.ceil(length / block_size)):
+            in_prompt = (block + 1) * block_size < len(request.prompt_ids)
+            blocks.add((tuple(request.prompt_ids) if shares and in_prompt else index, block))
+    return len(blocks)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_room_is_that_of_its_description(seed):
+    """Requests start in their order where there is room, and end with any length, whatever was expected."""
+    rng = random.Random(seed)
+    requests, shares, block_size = random_requests(rng), rng.random() < 0.5, rng.choice([1, 4, 5])
+    prompts = [list(range(rng.randint(1, 20))) for _ in range(3)]
+    requests = [replace(request, prompt_ids=rng.choice(prompts)) for request in requests]
+    seen = rng.choice([(0, 0), (40, 4)])
+    room = CacheRoom(requests, num_blocks := rng.randint(1, 40), block_size, shares, seen)
+    waiting, held, ended = list(range(len(requests))), {}, [] if seen == (0, 0) else [10] * 4
+    while waiting or held:
+        for index in [*waiting]:
+            total = sum(ended) + sum(held.values())
+            mean = total / len(ended) if ended else math.inf
+            needed = blocks_by_hand(requests, [*held, index], held, mean, block_size, shares)
+            if not held or needed <= num_blocks:
+                assert room.has_room_for(index)
+                room.start(index)
+                held[index] = 0
+                waiting.remove(index)
+            else:
+                assert not room.has_room_for(index)
+                break  # it stays the next one until another ends
+        for index in [*held]:
+            held[index] += 1
+        room.take_step()
+        for index in [i for i, n in held.items() if n == requests[i].max_new_tokens or rng.random() < 0.1]:
+            room.end(index, held[index])
+            ended.append(held.pop(index))
+
+
+def test_where_all_go_to_the_limit_no_more_start_than_there_is_room_for():
+    """12 requests of 4 + 12 tokens, 5 blocks of 8: two at once, before and after the first have ended."""
+    requests = [Request([index] * 4, 0, 1.0, 12) for index in range(12)]
+    room, line, running, most = CacheRoom(requests, 5, 8, True), WaitingLine(requests), {}, 0
+    while line or running:
+        while line and room.has_room_for(line.peek()):
+            running[index := line.pop()] = 0
+            room.start(index)
+        most = max(most, len(running))
+        room.take_step()
+        running = {index: tokens + 1 for index, tokens in running.items()}
+        for index in [index for index, tokens in running.items() if tokens == 12]:
+            room.end(index, running.pop(index))
+    assert most == 2
 
 
 # ---- longest first -----------------------------------------------------------------------------------------

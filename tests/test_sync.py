@@ -206,9 +206,45 @@ def test_routes_of_requests_that_were_preempted(engine_of, monkeypatch):
     spy = lambda request, *args, **kwargs: (preempted.append(request), preempt(request, *args, **kwargs))
     monkeypatch.setattr(scheduler, "_preempt_request", spy)
     requests = [Request(p, i, 1.0, 24) for i, p in enumerate(random_prompts(16, block - 12, block - 2))]
-    completions = engine.generate(requests, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout.CacheRoom, "has_room_for", lambda self, index: True)
+        completions = engine.generate(requests, 0)
     assert preempted, "the test needs a preemption"
     assert_routes_are_the_trainers(policy, requests, completions)
+    preempted.clear()
+    queued = engine.generate(requests, 0)
+    assert not preempted, "there is room for six of them, two blocks each"
+    assert [c.token_ids for c in queued] == [c.token_ids for c in completions]
+    assert engine.num_blocks == 12  # vLLM keeps one
+    assert "hold 1,536 tokens, that is 4 completions of full length (384 tokens" in engine.describe()
+
+
+def test_routes_are_captured_where_they_are_asked_for(engine_of):
+    """Prefixes that were cached without routes are computed again when routes are asked for."""
+    policy, engine = make_policy("moe"), engine_of("moe")
+    engine.sync(hf_tensors(policy), 0)
+    block = engine.engine.vllm_config.cache_config.block_size
+    requests = [Request(p, i, 1.0, 12) for i, p in enumerate(random_prompts(8, block + 1, block + 60))]
+    plain = engine.generate(requests, 0, capture_routes=False)
+    assert [c.routed_experts for c in plain] == [None] * 8
+    manager = engine.engine.engine_core.engine_core.scheduler.routed_experts_mgr
+    before = manager.routed_experts_by_slot.copy()
+    engine.generate([Request([5, 6, 7], 3, 1.0, 9)], 0, capture_routes=False)
+    assert np.array_equal(before, manager.routed_experts_by_slot), "nothing should have been copied"
+    for _ in range(2):
+        again = engine.generate(requests, 0)
+        assert [c.token_ids for c in again] == [c.token_ids for c in plain]
+        assert_routes_are_the_trainers(policy, requests, again)
+
+
+def test_capture_is_switched_in_both_of_vllms_model_runners():
+    first = SimpleNamespace(routed_experts_initialized=True)
+    second = SimpleNamespace(routed_experts_capturer="capturer")
+    for on in (False, True, False, True):
+        for runner in (first, second):
+            rollout.switch_capture_in_worker(SimpleNamespace(model_runner=runner), on)
+        assert first.routed_experts_initialized is on
+        assert second.routed_experts_capturer == ("capturer" if on else None)
 
 
 def test_the_layer_axis_counts_dense_layers(engine_of):
@@ -827,6 +863,137 @@ def test_a_tensor_that_has_no_place_in_the_engine_is_an_error(engine_of):
     with pytest.raises(RuntimeError, match="o_proj.bias"):
         engine.sync(hf_tensors(policy), 0)
         engine.check_weights(hf_tensors(policy))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Engines for GPUs, as far as a CPU can show them
+# ------------------------------------------------------------------------------------------------------------
+def test_a_float32_head_brings_a_bfloat16_engine_nearer_to_the_trainer(engine_of, monkeypatch):
+    """Logits of 16 to 32 have steps of 1/8 in bfloat16; the trainer sums them in float32.
+
+    The layers change little, so that what is left of the difference is the head's and the last norm's.
+    """
+    policy, options, found = make_policy("dense"), rollout.engine_options, {}
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            parameter.mul_(0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
+        policy.lm_head.weight.mul_(4)
+    policy.bfloat16()
+    requests = [Request(p, i, 1.0, 12) for i, p in enumerate(random_prompts(96, 1, 30))]
+    for dtype in ("model", "float32"):
+        overrides = {"hf_overrides": {"head_dtype": dtype}}
+        with monkeypatch.context() as patch:
+            with_head = lambda *given, more=overrides: options(*given) | more
+            patch.setattr(rollout, "engine_options", with_head)
+            seats = {"model": 7, "float32": 6}[dtype]  # engine_of() remembers engines by their settings
+            engine = engine_of("dense", "bfloat16", max_num_seqs=seats)
+        engine.sync(hf_tensors(policy), 0)
+        completions = engine.generate(requests, 0)
+        logprobs, _ = trained(policy, requests, completions)
+        found[dtype] = (logprobs - sampled_logprobs(completions)).abs().mean()
+        assert f"to {'bfloat16' if dtype == 'model' else 'float32'}" in engine.describe()
+    assert found["float32"] < 0.95 * found["model"]  # measured 0.018 and 0.022 nats
+
+
+def test_options_of_an_engine_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = rollout.engine_options("folder", 100, RolloutSettings(sleep_level=2), 7200.5)
+    assert found["hf_overrides"] == {"head_dtype": "float32"} and found["enable_sleep_mode"]
+    assert not found["enforce_eager"] and found["block_size"] == 64
+    assert found["distributed_timeout_seconds"] == found["cpu_distributed_timeout_seconds"] == 7201
+    eager = rollout.engine_options("folder", 100, RolloutSettings(enforce_eager=True, dtype="float32"))
+    assert (
+        eager["enforce_eager"] and "hf_overrides" not in eager and "distributed_timeout_seconds" not in eager
+    )
+
+
+QWEN3_30B = Qwen3MoeConfig(
+    vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+    num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+    num_experts_per_tok=8, norm_topk_prob=True, tie_word_embeddings=False,
+)  # fmt: skip
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("settings", "trainer_gib", "expected"),
+    [
+        ({}, 0, 0.92),  # vLLM's own share
+        ({"tensor_parallel": 8, "sleep_level": 2}, 75.5, (138.5 - 75.5) / 139.7),
+        ({"tensor_parallel": 2, "fp8": "on", "sleep_level": 2}, 75.5, (138.5 - 75.5) / 139.7),
+        ({"sleep_level": 2}, 80, "rollout.tensor_parallel=2 rollout.fp8=off"),
+        ({"sleep_level": 0}, 130, "too small: of 140 GiB 138 are free, the trainer takes 130"),
+        ({"sleep_level": 0}, 130, "try rollout.sleep_level=2, or"),
+        ({"sleep_level": 2}, 130, "try more GPUs, a shorter rollout.max_new_tokens or a smaller model"),
+    ],
+)
+def test_the_engines_share_is_what_the_trainer_leaves(settings, trainer_gib, expected, monkeypatch):
+    """Qwen3-30B-A3B on eight GPUs of 139.7 GiB."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    arguments = (QWEN3_30B, RolloutSettings(**settings), 17408, int(trainer_gib * GIB))
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match="this GPU is too small") as caught:
+            rollout.memory_share(*arguments, int(138.5 * GIB), int(139.7 * GIB))
+        assert expected in str(caught.value) and "rollout.kv_cache_gib" in str(caught.value)
+    else:
+        share = rollout.memory_share(*arguments, int(138.5 * GIB), int(139.7 * GIB))
+        assert share == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_engine_sleeps_as_soon_as_it_is_built(engine_of, monkeypatch):
+    """The GPU of this test is made up: vLLM is told to sleep before anything else is asked of it."""
+    calls = []
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(), get_tokenizer=build_tokenizer, sleep=lambda level: calls.append(level)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * GIB, 80 * GIB))
+    monkeypatch.setattr(rollout, "start_vllm", lambda options, captures: calls.append(options) or llm)
+    folder = engine_of("moe").llm.model_config.model
+    first = RolloutEngine(folder, 64, RolloutSettings(sleep_level=2), trainer_bytes=30 * GIB)
+    options, level = calls
+    assert level == 2 and options["gpu_memory_utilization"] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="frees memory that the first one's CUDA graphs use.*enforce_eager"):
+        rollout.refuse_beside_graphs_of_experts()
+    del first
+    second = RolloutEngine(folder, 64, RolloutSettings(enforce_eager=True, kv_cache_gib=1))
+    assert calls[-1]["kv_cache_memory_bytes"] == GIB and calls[-1]["gpu_memory_utilization"] == 0.05
+    assert second.settings.enforce_eager and rollout.refuse_beside_graphs_of_experts() is None
+
+
+def test_fp8_is_the_one_that_is_simulated(monkeypatch):
+    settings = lambda **options: RolloutSettings(fp8="on", **options)
+    for size, whole_experts in ((1, False), (2, False), (3, False), (8, True)):
+        rollout.check_fp8(settings(tensor_parallel=size, expert_parallel=whole_experts), QWEN3_30B)
+    for size in (4, 8):
+        with pytest.raises(ValueError, match="no whole blocks of 128.*expert_parallel=true.*the 6 blocks"):
+            rollout.check_fp8(settings(tensor_parallel=size), QWEN3_30B)
+    assert rollout.check_fp8(RolloutSettings(tensor_parallel=4), QWEN3_30B) is None
+    monkeypatch.delenv("VLLM_USE_DEEP_GEMM_E8M0", raising=False)
+    rollout.set_vllm_environment(on_gpu=True)
+    import vllm.envs
+
+    assert vllm.envs.VLLM_USE_DEEP_GEMM_E8M0 is False
+    monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: True)
+    with pytest.raises(ValueError, match="VLLM_USE_DEEP_GEMM_E8M0 is on"):
+        rollout.check_fp8(settings(), QWEN3_30B)
+
+
+def test_a_driver_that_torch_cannot_use_is_an_error_of_one_line(monkeypatch):
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore.")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", too_old)
+    monkeypatch.setattr(rollout.Path, "exists", lambda path: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert rollout.check_driver() is None, "the GPU is hidden on purpose"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with pytest.raises(ValueError, match=r"built for CUDA 13.0, cannot use: .* too old .*11040\)\. Install"):
+        rollout.check_driver()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert rollout.check_driver() is None
 
 
 # ------------------------------------------------------------------------------------------------------------

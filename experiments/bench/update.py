@@ -1,12 +1,14 @@
-"""Measure an update on a heavy-tailed batch, balanced and as its rows come, and the pass that bypass saves.
+"""Measure an update on a heavy-tailed batch: balanced or not, and by the share of it that has a gradient.
 
-    python -m experiments.bench.update                       # two ranks, tiny MoE: about a minute
+    python -m experiments.bench.update                       # two ranks, tiny MoE: about three minutes
     python -m experiments.bench.update --json update.json
     python -m experiments.bench.update --script changed.py   # with a changed copy of train_rl.py
 
 The batch has the lengths of the rollout benchmark's first step and random tokens. train.balance deals prompts
 to ranks and rows to micro-batches by tokens; without it both come as they are. Bypass (algorithm.old_policy:
-rollout) saves the pass over all completions before the updates of a step with several. The cases take turns.
+rollout) saves the pass over all completions before the updates of a step with several. For
+train.skip_zero_gradient all scores are equal in some groups, so that the others hold about a given share of
+the tokens. The cases take turns.
 """
 
 import json
@@ -26,23 +28,41 @@ from experiments.bench.common import (
 )
 from experiments.bench.workload import Recipe, Workload
 
-CASES = {"as they come": "false", "balanced": "true"}  # train.balance
+CASES = {"as they come": "false", "balanced": "true"}  # train.balance; all groups have a gradient
+SHARES = (0.1, 0.33, 0.66, 1.0)  # tokens that have a gradient
+SKIPPING = {"off": "false", "on": "true"}  # train.skip_zero_gradient
 
 
-def make_groups(trainer, workload: Workload) -> list:
-    """Make the groups of the workload's first step; every second completion is right."""
+def slots_with_gradient(tokens: list[int], share: float) -> set[int]:
+    """Choose groups of all sizes that hold about a share of the tokens."""
+    chosen, held, seen = set(), 0, 0
+    for slot in sorted(range(len(tokens)), key=lambda slot: -tokens[slot]):
+        seen += tokens[slot]
+        if held + tokens[slot] / 2 <= share * seen:
+            chosen.add(slot)
+            held += tokens[slot]
+    return chosen
+
+
+def make_groups(trainer, workload: Workload, share: float) -> list:
+    """Make the groups of the workload's first step.
+
+    Every second completion is right in groups that hold about a share of the tokens, all are in the others.
+    """
     import torch
 
     from reward import Verdict
     from rollout import Completion
 
-    generator, groups = torch.Generator().manual_seed(0), []
-    for slot, lengths in enumerate(workload.lengths[0].tolist()):
+    generator, groups, rows = torch.Generator().manual_seed(0), [], workload.lengths[0].tolist()
+    varied = slots_with_gradient([sum(lengths) for lengths in rows], share)
+    for slot, lengths in enumerate(rows):
         group = trainer.Group(slot, 0)
         for sample, length in enumerate(lengths):
             tokens = torch.randint(3, 98, (length,), generator=generator).tolist()
             group.completions.append(Completion(tokens, [-3.0] * length, "stop", 0.0))
-            group.verdicts.append(Verdict(float(sample % 2), "ok" if sample % 2 else "wrong"))
+            right = sample % 2 == 1 or slot not in varied
+            group.verdicts.append(Verdict(float(right), "ok" if right else "wrong"))
         groups.append(group)
     return groups
 
@@ -79,17 +99,23 @@ def work(args) -> None:
     group = moe_model.create_expert_parallel_group(dist.get_world_size(), 8)
     policy = moe_model.Policy(moe_model.load_config(args.model), group)
     moe_model.load_hf(policy, args.model)
-    groups = make_groups(trainer, workload)
+    cases = {name: (balance, "false", 1.0) for name, balance in CASES.items()}
+    cases |= {f"{skip} {share}": ("true", on, share) for share in SHARES for skip, on in SKIPPING.items()}
     common = ["data.train=[{path: unused}]", f"train.micro_batch_tokens={args.micro_batch_tokens}"]
-    configs = {name: trainer.load_config([*common, f"train.balance={on}"]) for name, on in CASES.items()}
+    configs = {
+        name: trainer.load_config([*common, f"train.balance={balance}", f"train.skip_zero_gradient={skip}"])
+        for name, (balance, skip, _) in cases.items()
+    }
+    groups = {name: make_groups(trainer, workload, share) for name, (_, _, share) in cases.items()}
     engine = moe_model.deepspeed_engine(policy, next(iter(configs.values())).train)
-    found = {name: {"update": [], "pass": []} for name in CASES}
+    found = {name: {"update": [], "pass": []} for name in cases}
     for _ in tqdm(range(args.repeats + 1), desc="bench", unit="round", disable=dist.get_rank() > 0):
         for name, config in configs.items():
-            batch = make_batch(trainer, groups, workload.recipe.prompt_tokens, config)
+            batch = make_batch(trainer, groups[name], workload.recipe.prompt_tokens, config)
             dist.barrier()
             start = time.perf_counter()
-            trainer.forward_batch(policy, batch, config)
+            if name in CASES:
+                trainer.forward_batch(policy, batch, config)
             dist.barrier()
             middle = time.perf_counter()
             metrics = trainer.update_policy(engine, batch, config)
@@ -101,6 +127,10 @@ def work(args) -> None:
             lengths, settings = trainer.sequence_lengths(batch), config.train
             rows, limit = list(range(len(lengths))), settings.micro_batch_tokens
             found[name]["micro_batches"] = len(split_micro_batches(lengths, rows, limit, settings.balance))
+            with_gradient = reduce_metrics({
+                "gradient_share": ((batch.advantages != 0).sum().item(), batch.response_mask.sum().item())
+            })  # fmt: skip
+            found[name] |= with_gradient
     if dist.get_rank() == 0:
         args.result.write_text(json.dumps(found))
     dist.barrier()
@@ -111,25 +141,46 @@ def make_rows(found: dict) -> list[dict]:
     rows = []
     for name, case in found.items():
         update, old = case["update"][1:], case["pass"][1:]
-        row = {"name": name, "seconds": statistics.median(update), "pass": statistics.median(old)}
-        row |= {"seconds_min": min(update), "seconds_max": max(update), "padding": case["padding_frac"]}
+        row = {"name": name, "gradient_share": case["gradient_share"], "seconds": statistics.median(update)}
+        row |= {"seconds_min": min(update), "seconds_max": max(update), "n": len(update)}
+        row["padding"] = case["padding_frac"]
         row["imbalance"] = case["update_tokens_max"] / case["update_tokens"]
-        row["micro_batches"] = case["micro_batches"]
+        if name in CASES:
+            row |= {"pass": statistics.median(old), "micro_batches": case["micro_batches"]}
+        else:
+            row["skipping"], row["share"] = name.split()
         rows.append(row)
+    of_share = {(row["share"], row["skipping"]): row for row in rows if "share" in row}
+    for (share, skipping), row in of_share.items():
+        if skipping == "on":
+            pairs = zip(*(found[f"{skip} {share}"]["update"][1:] for skip in ("on", "off")))
+            row["of_whole"] = statistics.median(on / off for on, off in pairs)
     return rows
 
 
 def table_lines(data: list[dict]) -> list[str]:
-    """Return the table of the cases."""
+    """Return the table of the cases of train.balance."""
     rows = [
         [
             row["name"], f"{row['seconds']:.3f} ({row['seconds_min']:.3f}-{row['seconds_max']:.3f})",
             f"{row['pass']:.3f}", f"{row['padding']:.3f}", f"{row['imbalance']:.3f}", row["micro_batches"],
         ]
         for row in data
+        if row["name"] in CASES
     ]  # fmt: skip
     names = ["rows", "update, s", "old-logprob pass, s", "padding", "tokens, rank max / mean"]
     return markdown([*names, "micro-batches"], rows)
+
+
+def skipping_lines(data: list[dict]) -> list[str]:
+    """Return the table of updates against the share of tokens that have a gradient."""
+    rows, of_share = [], {(row["share"], row["skipping"]): row for row in data if "share" in row}
+    for share in SHARES:
+        off, on = (of_share[str(share), skip] for skip in SKIPPING)
+        seconds = [f"{r['seconds']:.3f} ({r['seconds_min']:.3f}-{r['seconds_max']:.3f})" for r in (off, on)]
+        rows.append([share, f"{on['gradient_share']:.3f}", *seconds, f"{on['of_whole']:.3f}"])
+    names = ["share asked for", "share of the tokens", "update, nothing skipped, s", "skipping, s"]
+    return markdown([*names, "ratio, median over pairs"], rows)
 
 
 def main() -> None:
@@ -148,7 +199,7 @@ def main() -> None:
         sys.exit(f"{args.model} is missing; make it by `python -m data.tiny`")
     found = run_ranks("experiments.bench.update", 2, sys.argv[1:])
     rows = make_rows(found)
-    print("\n".join(table_lines(rows)))
+    print("\n".join([*table_lines(rows), "", *skipping_lines(rows)]))
     pairs = zip(found["as they come"]["update"][1:], found["balanced"]["update"][1:])
     print(f"as they come / balanced: {statistics.median(one / other for one, other in pairs):.2f}")
     write_json(args.json, rows)

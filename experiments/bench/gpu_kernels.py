@@ -1,0 +1,410 @@
+"""Pieces of experiments.bench.gpu that need torch and triton alone; the runner imports them by name.
+
+A piece is a function (folder, dry) -> Report. `dry` means small sizes on a CPU, to see that it runs. Shapes
+are those of a layer of Qwen3-30B-A3B, of which a card holds several.
+"""
+
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from experiments.bench.common import ROOT
+
+NEEDS_GPU = "needs a GPU"
+LIMIT_S = 600  # seconds that a piece may take
+LAYER_30B = {
+    "hidden_size": 2048, "num_hidden_layers": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936,
+}  # fmt: skip
+SIZES = {  # models: layers of 30B; 2.0 billion parameters, 0.8 of them at work on a token; one for dry runs
+    "30B": LAYER_30B,
+    "2B": LAYER_30B | {"num_hidden_layers": 8, "num_experts": 32},
+    "dry": {
+        "hidden_size": 128, "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "vocab_size": 512,
+    },
+}  # fmt: skip
+TILES = [  # rows, columns, depth, warps, stages: all compile for sm_90 without spills
+    (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 4), (128, 256, 128, 8, 2),
+]  # fmt: skip
+
+
+@dataclass
+class Report:
+    """What a piece has to say; a criterion is True, False, or NEEDS_GPU."""
+
+    figures: dict = field(default_factory=dict)
+    criteria: dict[str, bool | str] = field(default_factory=dict)
+
+
+def on_gpu(verdict: bool, dry: bool) -> bool | str:
+    """Return a criterion that small sizes on a CPU say nothing about."""
+    return NEEDS_GPU if dry else verdict
+
+
+def shell(command: list, log: Path) -> None:
+    """Run a program of the project; RuntimeError with the end of its log if it fails."""
+    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
+    options = {"cwd": ROOT, "env": environment, "timeout": LIMIT_S}
+    try:
+        with log.open("w") as file:
+            done = subprocess.run(list(map(str, command)), stdout=file, stderr=file, **options)
+        failure = f"exit code {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        failure = f"not done after {LIMIT_S} s"
+    if failure:
+        raise RuntimeError(f"{failure}, {log}:\n{log.read_text()[-1500:]}")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Kernels
+# ------------------------------------------------------------------------------------------------------------
+def tests(out: Path, dry: bool) -> Report:
+    """Run the kernels' tests."""
+    if dry:
+        return Report(criteria={"all pass, none is skipped": NEEDS_GPU})
+    shell([sys.executable, "-m", "pytest", "-q", "tests/test_kernels.py"], out / "tests.log")
+    lines = (out / "tests.log").read_text().splitlines()
+    summary = next(line for line in lines if " passed" in line)
+    return Report({"pytest": summary}, {"all pass, none is skipped": " skipped" not in summary})
+
+
+def head(out: Path, dry: bool) -> Report:
+    """Run the benchmark of the kernels at one vocabulary and judge its figures."""
+    sizes = ["--rows", 4096, 32768, "--vocab", 151936, "--hidden", 2048, 4096, "--repeats", 5]
+    if dry:
+        sizes = ["--rows", 64, "--vocab", 1000, "--hidden", 64, "--repeats", 1, "--fp8-shape", 256, 256]
+    path = out / "kernels.json"
+    from experiments.bench import kernels
+
+    kernels.main([*map(str, sizes), "--json", str(path)])
+    found = json.loads(path.read_text())
+    report = Report({f"ceiling, {name}": value for name, value in found["ceilings"].items()})
+    for kind in ("naive", "chunked", "triton"):
+        errors = [max(r["errors"].values()) for r in found["head"] if r["errors"] and r["version"] == kind]
+        report.figures |= {f"largest error against float64, {kind}": max(errors)} if errors else {}
+        if errors and kind != "naive":  # whose logits are rounded to bfloat16
+            report.criteria[f"errors below 1 %, {kind}"] = max(errors) < 1e-2
+    names = ("1.5 times chunked", "twice the floor", "1/10 of naive's memory", "FP8 at 80 % of a copy")
+    report.criteria |= dict.fromkeys(names, NEEDS_GPU)
+    if dry:
+        return report
+    row = {(r["version"], r["rows"], r["hidden"]): r for r in found["head"]}
+    fused, chunked = (row[name, 32768, 4096] for name in ("triton", "chunked"))
+    few = row["naive", 4096, 4096]  # at 32,768 rows it may not fit: its logits grow with them
+    beyond = 8 * (few["peak_bytes"] - few["gradient_bytes"]) + fused["gradient_bytes"]
+    seconds, others = (statistics.median(r["update_s"]) for r in (fused, chunked))
+    figures = {"chunked / triton": others / seconds, "triton / floor": seconds / fused["floor_s"]}
+    figures["memory / naive's"] = fused["peak_bytes"] / beyond
+    copies = {
+        f"FP8 {r['operation']} of a copy": r["of_copy"] for r in found["fp8"] if r["version"] == "triton"
+    }
+    verdicts = (figures["chunked / triton"] >= 1.5, figures["triton / floor"] <= 2)
+    verdicts += (figures["memory / naive's"] <= 0.1, min(copies.values()) >= 0.8)
+    report.criteria |= dict(zip(names, verdicts))
+    report.figures |= figures | copies
+    return report
+
+
+def tiles(out: Path, dry: bool) -> Report:
+    """Time forward and backward with other tiles: what to put into TILES on this GPU."""
+    if dry:
+        return Report(criteria={"the tile in use is within 5 % of the fastest": NEEDS_GPU})
+    from experiments.bench.kernels import gradients, make_inputs, seconds
+    from kernels import linear_logprob_entropy as kernel
+
+    device, report, kept = torch.device("cuda"), Report(), kernel.TILES[2]
+    inputs = make_inputs(32768, 151936, 4096, device, torch.bfloat16)
+    ones = torch.ones(32768, device=device)
+
+    def fused(*inputs):
+        return kernel.linear_logprob_entropy(*inputs, backend="triton")
+
+    taken = {}
+    for tile in TILES:
+        kernel.TILES[2] = dict(zip(("BN", "BC", "BD", "num_warps", "num_stages"), tile))
+        try:
+            times = [seconds(lambda: gradients(fused, inputs, (ones, None)), device) for _ in range(4)]
+            taken[str(tile)] = statistics.median(times[1:])
+        except Exception as error:
+            report.figures[str(tile)] = f"does not run: {str(error).splitlines()[0]}"
+    in_use = taken.get(str(tuple(kept.values())), float("inf"))
+    report.criteria["the tile in use is within 5 % of the fastest"] = in_use <= 1.05 * min(taken.values())
+    report.figures |= taken
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Some layers of a model
+# ------------------------------------------------------------------------------------------------------------
+def policy_module():
+    """Import moe_model, with empty modules in place of libraries that a bare machine lacks."""
+    wanted = {
+        "deepspeed": {"DeepSpeedEngine": object}, "deepspeed.moe": {},
+        "deepspeed.moe.layer": {"MoE": torch.nn.Module},
+        "deepspeed.utils": {"groups": None}, "safetensors": {"SafetensorError": OSError, "safe_open": None},
+        "safetensors.torch": {"save_file": None},
+        "transformers": {"AutoConfig": None, "PretrainedConfig": SimpleNamespace},
+    }  # fmt: skip
+    names = ("deepspeed", "safetensors", "transformers")
+    missing = {name for name in names if name not in sys.modules and not importlib.util.find_spec(name)}
+    for name, attributes in wanted.items():
+        if name.partition(".")[0] in missing:
+            module = types.ModuleType(name)
+            vars(module).update(attributes)
+            sys.modules[name] = module
+    return importlib.import_module("moe_model")
+
+
+def make_policy(size: str, device: torch.device, **changes):
+    """Make a random policy of a size, bfloat16 on a GPU."""
+    moe_model = policy_module()
+    config = SimpleNamespace(
+        **SIZES[size] | changes, model_type="qwen3_moe", mlp_only_layers=[], decoder_sparse_step=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rms_norm_eps=1e-6, attention_bias=False,
+        norm_topk_prob=True, tie_word_embeddings=False, initializer_range=0.02, intermediate_size=6144,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    torch.manual_seed(0)
+    with device:
+        policy = moe_model.Policy(config)
+        for parameter in policy.parameters():
+            if parameter.dim() > 1:  # norms stay ones
+                torch.nn.init.normal_(parameter, 0.0, 0.02)
+    torch.set_default_dtype(torch.float32)
+    return policy
+
+
+def flops_per_token(size: dict, length: int) -> float:
+    """Return the model FLOPs of forward and backward per token of a sequence of this length S.
+
+    They are 6 per weight that is at work, and 6 H R S for causal attention in each layer. Recomputed
+    activations do not count.
+    """
+    hidden, heads = size["hidden_size"], size["num_attention_heads"] * size["head_dim"]
+    keys = size["num_key_value_heads"] * size["head_dim"]
+    attention = hidden * (2 * heads + 2 * keys)
+    experts = size["num_experts_per_tok"] * 3 * hidden * size["moe_intermediate_size"]
+    layer = attention + experts + hidden * size["num_experts"]
+    weights = size["num_hidden_layers"] * layer + hidden * size["vocab_size"]
+    return 6 * weights + 6 * size["num_hidden_layers"] * heads * length
+
+
+@dataclass
+class Work:
+    """A policy and a micro-batch of it."""
+
+    policy: torch.nn.Module
+    packed: object
+    tokens: int
+    flops: float  # of forward and backward
+    device: torch.device
+
+    @classmethod
+    def make(cls, dry: bool, length: int = 1024, tokens: int = 32768) -> "Work":
+        """Make some layers of 30B, or of the small model, and random tokens."""
+        size, device = ("dry", torch.device("cpu")) if dry else ("30B", torch.device("cuda"))
+        length, tokens = (32, 128) if dry else (length, tokens)
+        policy = make_policy(size, device)
+        generator = torch.Generator().manual_seed(0)
+        shape = (tokens // length, length)
+        completions = torch.randint(2, policy.config.vocab_size, shape, generator=generator).tolist()
+        packed = policy_module().pack([[2]] * len(completions), completions, device)
+        return cls(policy, packed, tokens, tokens * flops_per_token(SIZES[size], length), device)
+
+    def forward(self, replay=None):
+        """Return the log-probabilities without a gradient, as the old-logprob pass does."""
+        with torch.no_grad():
+            return self.policy(self.packed, replay_ids_TLK=replay)
+
+    def update(self, replay=None) -> None:
+        """Compute gradients of all weights anew."""
+        self.policy.zero_grad(set_to_none=True)
+        logprobs, _, _ = self.policy(self.packed, replay_ids_TLK=replay)
+        logprobs.sum().backward()
+
+
+def update(out: Path, dry: bool) -> Report:
+    """Time an update and the pass before it at 30B's shapes; replay, checkpointing, memory, determinism."""
+    from experiments.bench.kernels import ceilings, peak_bytes, seconds
+
+    work, report = Work.make(dry), Report()
+    moe_model, dtype = policy_module(), torch.float32 if dry else torch.bfloat16
+    best = ceilings(work.device, dtype, 3)["flops"]
+    routes = moe_model.route_table(work.forward()[2], work.policy.config.num_experts)
+    rounds = 2 if dry else 5
+    calls = {
+        "update": work.update,
+        "update, R3": lambda: work.update(routes),
+        "old-logprob pass": work.forward,
+    }
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            taken[name].append(seconds(call, work.device))
+    medians = {name: statistics.median(times[1:]) for name, times in taken.items()}
+    report.figures |= {f"{name}, s": value for name, value in medians.items()}
+    report.figures["R3 / live routes"] = medians["update, R3"] / medians["update"]
+    report.figures["MFU, update"] = work.flops / medians["update"] / best
+    report.figures["MFU, old-logprob pass"] = work.flops / 3 / medians["old-logprob pass"] / best
+    gradients = []
+    for _ in range(3):
+        work.update()
+        gradients.append({n: p.grad.float().cpu() for n, p in work.policy.named_parameters()})
+    largest = lambda tensor: tensor.abs().max().item()
+    spread = {
+        name: max(largest(other[name] - value) for other in gradients[1:]) / largest(value)
+        for name, value in gradients[0].items()
+    }  # fmt: skip
+    last = f"layers.{work.policy.config.num_hidden_layers - 1}.mlp.experts"  # no attention stands above it
+    of_experts = max(value for name, value in spread.items() if last in name)
+    report.figures |= {"gradients over repeats, largest": max(spread.values())}
+    report.figures |= {"gradients over repeats, last experts": of_experts}
+    for checkpointing in (False, True):
+        work.policy.activation_checkpointing = checkpointing
+        gib = (peak_bytes(work.update, work.device) or 0) / 2**30
+        planned = planned_activations(moe_model, work, checkpointing)
+        name = "with checkpointing" if checkpointing else "without"
+        report.figures[f"peak of an update, GiB, {name} / planned"] = [gib, planned / 2**30]
+        report.criteria[f"the plan of memory holds within 30 %, {name}"] = on_gpu(
+            0.7 < gib * 2**30 / planned < 1.3, dry
+        )
+    report.criteria["gradients of the last layer's experts are the same in every repeat"] = of_experts == 0
+    return report
+
+
+def planned_activations(moe_model, work: Work, checkpointing: bool) -> int:
+    """Return what moe_model.memory_by_part() expects an update to add to the weights of one GPU."""
+    dtype = "float32" if work.device.type == "cpu" else "bfloat16"
+    settings = moe_model.ModelSettings(dtype=dtype, activation_checkpointing=checkpointing)
+    parts = moe_model.memory_by_part(work.policy.config, settings, 1, 1, work.tokens)
+    return parts["weights"] + parts["activations"] + parts["head, gradients of a layer"]
+
+
+def long(out: Path, dry: bool) -> Report:
+    """Time an update on sequences of 16,384 tokens."""
+    from experiments.bench.kernels import seconds
+
+    work = Work.make(dry, length=16384)
+    work.policy.activation_checkpointing = True
+    times = [seconds(work.update, work.device) for _ in range(2 if dry else 4)]
+    figures = {"update, s": statistics.median(times[1:]), "TFLOP/s": work.flops / min(times[1:]) / 1e12}
+    return Report(figures, {"sequences of 16,384 tokens fit": on_gpu(True, dry)})
+
+
+def optimizer(out: Path, dry: bool) -> Report:
+    """Measure a step of AdamW, fused as on GPUs and as torch chooses: seconds and what it holds meanwhile."""
+    from experiments.bench.kernels import peak_bytes, seconds
+
+    device, report = torch.device("cpu" if dry else "cuda"), Report()
+    num = 2**18 if dry else 2**30
+    results = {}
+    for name, options in (("fused", {"fused": True}), ("default", {"foreach": None})):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(num, device=device))
+        weight.grad = torch.randn(num, device=device)
+        adamw = torch.optim.AdamW([weight], lr=1e-3, **options)
+        adamw.step()
+        report.figures[f"{name}, s per 2^30 weights"] = seconds(adamw.step, device) * 2**30 / num
+        held = (peak_bytes(adamw.step, device) or 0) / (4 * num)
+        report.figures[f"{name}, copies of the weights held in a step"] = held
+        results[name] = weight.detach()
+        del adamw, weight
+    difference = (results["fused"] - results["default"]).abs().max().item()
+    report.figures["largest difference of weights"] = difference
+    report.criteria["fused gives the same weights to 1e-6"] = difference < 1e-6
+    held = report.figures["fused, copies of the weights held in a step"]
+    report.criteria["fused holds no copy"] = on_gpu(held < 0.1, dry)
+    return report
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Profile
+# ------------------------------------------------------------------------------------------------------------
+KINDS = {  # the kind of work, from the name of the innermost call that says so
+    "head": ("LinearLogprobEntropy",),
+    "experts": ("grouped_mm",),
+    "attention": ("scaled_dot_product", "flash", "efficient_attention", "cudnn_attention"),
+    "other products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear"),
+    "moving rows": ("TakeRows", "CopyToExperts", "SumOfExperts", "index", "gather", "scatter", "sort", "topk",
+                    "bincount", "cumsum", "repeat_interleave"),
+}  # fmt: skip
+WHOLE = ("head", "experts", "attention")  # kinds that own all that happens inside of their calls
+
+
+def profile(out: Path, dry: bool) -> Report:
+    """Measure the shares of a micro-batch's forward and backward by operation: do routing kernels pay?"""
+    work = Work.make(dry)
+    work.update()
+    with torch.profiler.profile() as found:
+        work.update()
+        if not dry:
+            torch.cuda.synchronize()
+    shares = shares_by_kind(found.events(), "self_cpu_time_total" if dry else "self_device_time_total")
+    (out / "profile.txt").write_text(found.key_averages().table(row_limit=60))
+    text = "moving rows takes less than the experts' products: no kernel of our own for it"
+    return Report(shares, {text: on_gpu(shares["moving rows"] < shares["experts"], dry)})
+
+
+def kind_of(event) -> str | None:
+    """Return the kind of an operation by its own name or by that of a call around it."""
+    found = None
+    while event is not None:
+        kind = next((k for k, names in KINDS.items() if any(n in event.name for n in names)), None)
+        found = kind if kind in WHOLE else found or kind
+        event = event.cpu_parent
+    return found
+
+
+def shares_by_kind(events, attribute: str) -> dict[str, float]:
+    """Return the share of the time of operations by kind; on a GPU that of the kernels they start."""
+    sums = dict.fromkeys([*KINDS, "norms, softmax, elementwise, copies"], 0.0)
+    for event in (e for e in events if e.device_type == torch.autograd.DeviceType.CPU):
+        sums[kind_of(event) or list(sums)[-1]] += getattr(event, attribute)
+    total = sum(sums.values()) or 1.0
+    return {kind: taken / total for kind, taken in sums.items()}
+
+
+PIECES: dict[str, Callable[[Path, bool], Report]] = {
+    piece.__name__: piece for piece in (tests, head, tiles, update, long, optimizer, profile)
+}  # fmt: skip
+EXPECTED = {  # {piece: {beginning of a figure's name: what was expected of one H200 before any was seen}}
+    "tests": {"pytest": "all pass, none skipped"},
+    "head": {
+        "ceiling, flops": "7e14", "ceiling, copy": "4.3e12", "largest error against float64, triton": "1e-4",
+        "chunked / triton": "1.2 at D = 4,096", "triton / floor": "1.6", "memory / naive's": "0.02",
+        "FP8": "0.8 or more",
+    },
+    "tiles": {"(128, 256, 64, 8, 3)": "0.264 s; the others within 10 %"},
+    "update": {
+        "update, s": "0.36: 32,768 tokens x 3.3 GFLOP at 40 % of 750 TFLOP/s",
+        "update, R3, s": "as without, within 2 %", "R3 / live": "0.98 to 1.02",
+        "old-logprob pass, s": "0.11", "MFU, update": "0.35 to 0.45", "MFU, old": "0.4 to 0.5",
+        "gradients over repeats, largest": "up to 1e-2: flash attention adds parts of dq atomically",
+        "gradients over repeats, last": "0",
+        "peak of an update, GiB, without": "as planned, within 30 %",
+        "peak of an update, GiB, with": "as planned, within 30 %",
+    },
+    "long": {"update, s": "0.6", "TFLOP/s": "260, recomputed layers not counted"},
+    "optimizer": {
+        "fused, s": "0.008: 28 bytes a weight at 4 TB/s", "default, s": "0.03", "fused, copies": "0",
+        "default, copies": "1", "largest": "below 1e-6",
+    },
+    "profile": {
+        "head": "0.25", "experts": "0.25", "attention": "0.05", "other products": "0.1", "moving rows": "0.2",
+        "norms": "0.15",
+    },
+}  # fmt: skip

@@ -1,0 +1,189 @@
+"""The campaign of experiments/bench/faults.py: its verdicts, and the part of its cases that is quick."""
+
+import contextlib
+import io
+import json
+import shutil
+import subprocess
+import sys
+
+import preloaded
+import pytest
+from conftest import SMALL, TWO_ENDS
+from transformers import AutoTokenizer
+
+import train_rl
+from data.stream import load_sets
+from experiments.bench import faults
+from experiments.bench.faults import Bench, Blow, Case, Failed, chain, damage, must_equal, refusal, try_case
+from runtime.launch import run
+
+
+def done(code: int, stderr: str) -> subprocess.CompletedProcess:
+    return subprocess.CompletedProcess([], code, "", stderr)
+
+
+# ---- verdicts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code, stderr, problem",
+    [
+        (2, "warning\n\nerror on rank 0: x.jsonl: row 3: no answer\n", ""),
+        (0, "error on rank 0: x.jsonl: row 3: no answer", "exit code 0"),
+        (2, "error on rank 0: no answer", "does not name 'row 3'"),
+        (2, "error on rank 0: row 3 \x1b[31m", "not printable"),
+        (2, "error on rank 0: row 3 " + "x" * 3000, "is long"),
+        (2, "Traceback (most recent call last):\n  File\nerror on rank 0: row 3", "no line of its own"),
+        (-9, "Killed", "no line of its own: Killed"),
+    ],
+)
+def test_a_refusal_is_one_line_that_names_the_thing(code, stderr, problem):
+    if problem:
+        with pytest.raises(Failed, match=problem):
+            refusal(done(code, stderr), "row 3")
+    else:
+        assert refusal(done(code, stderr), "row 3") == "error on rank 0: x.jsonl: row 3: no answer"
+
+
+def write_run(folder, rows, weights=b"weights"):
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "model.safetensors").write_bytes(weights)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "rows, weights, problem",
+    [
+        ([{"step": 1, "score": 0.5, "seconds_per_step": 9}], b"weights", ""),
+        ([{"step": 1, "score": 0.25}], b"weights", "step 1 has another score"),
+        ([{"step": 1, "score": 0.5, "loss": 1.0}], b"weights", "step 1 has another loss"),
+        ([{"step": 1, "score": 0.5}] * 2, b"weights", r"has the steps \[1, 1\]"),
+        ([], b"weights", r"has the steps \[\]"),
+        ([{"step": 1, "score": 0.5}], b"weighty", "the exported weights are others"),
+    ],
+)
+def test_runs_are_the_same_but_for_times(rows, weights, problem, tmp_path):
+    reference = write_run(tmp_path / "reference", [{"step": 1, "score": 0.5, "seconds_per_step": 1}])
+    other = write_run(tmp_path / "other", rows, weights)
+    if problem:
+        with pytest.raises(Failed, match=problem):
+            must_equal(other, reference)
+    else:
+        must_equal(other, reference)
+
+
+def test_finished_cases_are_skipped_and_failed_ones_are_tried_again(tmp_path, monkeypatch, capsys):
+    tried, broken = [], True
+
+    def passes(bench, folder):
+        tried.append("passes")
+        return "same", ""
+
+    def may_fail(bench, folder):
+        tried.append("may fail")
+        (folder / "trace").touch()
+        if broken:
+            raise KeyError("x")
+        return "refused", "a line"
+
+    cases = [Case("kills/passes", passes), Case("kills/may fail", may_fail)]
+    monkeypatch.setattr(faults, "cases_of", lambda *_: cases)
+    monkeypatch.setattr(faults, "undisturbed", lambda out: (tmp_path, 1.0))
+    monkeypatch.setattr(faults.signal, "signal", lambda *_: None)
+    argv = ["faults", "--out", str(tmp_path / "out"), "--json", str(tmp_path / "f.json"), "--kinds", "kills"]
+    monkeypatch.setattr(sys, "argv", argv)
+    for code, verdict, kept in ((1, "failed", True), (0, "refused", False), (0, "refused", False)):
+        with pytest.raises(SystemExit) as caught:
+            faults.main()
+        found = {
+            result["name"]: result["verdict"] for result in json.loads((tmp_path / "f.json").read_text())
+        }
+        assert (caught.value.code, found) == (code, {"kills/passes": "same", "kills/may fail": verdict})
+        assert (tmp_path / "out" / "kills" / "may_fail" / "trace").exists() == kept
+        broken = False
+    assert tried == ["passes", "may fail", "may fail"]
+    output = capsys.readouterr().out
+    assert "| kills | 2 | 1 | 0 | 1 |" in output and "| kills | 2 | 1 | 1 | 0 |" in output
+    assert "failed: kills/may fail: KeyError: 'x'" in output
+
+
+# ---- cases that need no ranks ------------------------------------------------------------------------------
+
+
+def must_pass(cases: list[Case], bench: Bench | None, folder) -> None:
+    """Try cases; show all that fail at once."""
+    results = [try_case(bench, case, folder) for case in cases]
+    failed = [f"{result['name']}: {result['detail']}" for result in results if result["verdict"] == "failed"]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.slow(starts_ranks=False)
+def test_settings_outside_of_their_bounds_are_refused_by_name(tmp_path):
+    cases = [case for case in faults.cases_of("settings", 1, 0) if "/run" not in case.name]
+    assert len(cases) > 100
+    must_pass(cases, None, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def reads_only(demo_model) -> Bench:
+    """Return a bench that stops after the prompts are read."""
+    tokenizer = AutoTokenizer.from_pretrained(TWO_ENDS)
+
+    def launch(num_ranks, script, *arguments, timeout_s):
+        main = lambda config: load_sets(config.data, tokenizer, config.rollout.max_prompt_tokens)
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            code = run(main, train_rl.load_config, list(arguments))
+        return done(code, stderr.getvalue())
+
+    return Bench(launch, SMALL, TWO_ENDS)
+
+
+@pytest.mark.slow(starts_ranks=False)
+def test_rows_and_files_that_are_no_prompts_are_refused_with_file_and_row(reads_only, tmp_path, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    rows = [Case(f"data/{name}", faults.bad_row(row)) for name, row in faults.ROWS.items()]
+    files = [Case(f"data/file, {name}", faults.bad_file(*given)) for name, given in faults.FILES.items()]
+    must_pass(rows + files, reads_only, tmp_path)
+
+
+# ---- cases with ranks --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench(undisturbed) -> Bench:
+    return Bench(preloaded.run, SMALL, undisturbed, 12.0)
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_it_imports_and_while_it_writes_a_checkpoint_ends_the_same(bench, tmp_path):
+    blows = [Blow("imports", "rank 1", 0.5), Blow("checkpoint", "everything", 0.5)]
+    must_pass([Case("kills/a chain", chain(blows))], bench, tmp_path)
+
+
+@pytest.mark.slow
+def test_damage_to_a_checkpoint_is_refused_and_the_one_before_gives_the_same(bench, tmp_path):
+    names = [("rank_00001.pt", "flipped"), ("state.json", "removed")]
+    must_pass([Case(f"damage/{name} {kind}", damage(name, kind)) for name, kind in names], bench, tmp_path)
+
+
+@pytest.mark.slow(starts_ranks=False)
+def test_a_run_with_other_numbers_fails_its_case(undisturbed, tmp_path):
+    """The case would pass whatever a run gives, if it did not look."""
+
+    def launch(num_ranks, script, *arguments, timeout_s):
+        copy = arguments[-1].removeprefix("run.dir=")
+        shutil.copytree(undisturbed, copy)
+        with open(f"{copy}/model/model-00001-of-00002.safetensors", "r+b") as file:
+            file.seek(100_000)
+            file.write(b"\1")
+        return done(0, "")
+
+    def attempt(bench, folder):
+        bench.must_be_same(folder / "run")
+        return "same", ""
+
+    result = try_case(Bench(launch, SMALL, undisturbed), Case("kills/none", attempt), tmp_path)
+    assert (result["verdict"], result["detail"]) == ("failed", "the exported weights are others")
