@@ -122,7 +122,7 @@ def pack(
 CHUNK_ELEMENTS = {
     "cpu": 2**20,
     "cuda": 2**26,
-}  # of [tokens, K, D] in float32 at a time: a cache; a GPU's fill
+}  # elements of [tokens, K, D] in float32 at a time
 
 
 def token_chunks(num_tokens: int, elements_per_token: int, device: torch.device) -> Iterator[slice]:

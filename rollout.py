@@ -526,7 +526,7 @@ def engine_weight_bytes(hf_config, settings: RolloutSettings) -> int:
 
 
 ENGINE_EXTRA_BYTES = 4 * GIB  # CUDA graphs, workspaces, activations of a prefill: a guess, vLLM measures them
-VLLM_SHARE = 0.92  # of a GPU: vLLM's default, what is left is for CUDA itself
+VLLM_SHARE = 0.92  # vLLM's default; what is left is for CUDA itself
 
 
 def memory_share(

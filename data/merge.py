@@ -99,7 +99,7 @@ def linear(tensors: list, weights: list[float]):
 
 
 def trim(delta, density: float):
-    """Return the tensor with all but its int(density * n) largest magnitudes 0; of equal ones, the first stay."""
+    """Return the tensor with its int(density * n) largest magnitudes, of equal ones the first, and 0 else."""
     import torch
 
     kept = int(density * delta.numel())

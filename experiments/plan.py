@@ -1,4 +1,4 @@
-"""Plan a run before it starts: memory of a GPU by part, seconds by phase, bytes over the wire, and what helps.
+"""Plan a run before it starts: memory by part, seconds by phase, bytes over the wire, and what helps.
 
     python experiments/plan.py --config experiments/models/qwen3_30b_a3b_one_node.yaml --gpus 8 --machine h100
     python experiments/plan.py --config mine.yaml --gpus 8 --gpu-memory-gib 80 --json plan.json
@@ -87,7 +87,7 @@ def model_config(path: str) -> PretrainedConfig:
     ).groups("")
     if name not in KNOWN_MODELS:
         raise ValueError(
-            f"model.path: {path} is no folder with a config.json, and the shape of {name} is not known; known "
+            f"model.path: {path} is no folder with a config.json, and no shape of {name} is known; known "
             f"are {', '.join(KNOWN_MODELS)}. Download its config.json alone and give that folder"
         )
     values = KNOWN_MODELS[name] | {"max_position_embeddings": CONTEXTS[variant]}
@@ -182,6 +182,12 @@ class Shape:
         return self.once(rollout.engine_weight_bytes, rollout.RolloutSettings(**named))
 
 
+@functools.cache
+def shape_of(path: str) -> Shape:
+    """Return the shape of a folder or a known name; rows of a table share it."""
+    return Shape(model_config(path))
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Memory
 # ------------------------------------------------------------------------------------------------------------
@@ -263,9 +269,10 @@ def optimizer_step_memory(
 ) -> int:
     """Return the bytes that DeepSpeed's step takes besides what stands.
 
-    With bfloat16 and ZeRO 1 it all-reduces the float32 gradients of a group, experts or others, through a copy
-    in bfloat16; ZeRO 2 has buckets. AdamW on CPUs, which is not fused, makes two copies of a group's share.
-    With float32 weights the gradients of the share are copied to one tensor, and the others are then free.
+    With bfloat16 and ZeRO 1 it all-reduces the float32 gradients of a group, experts or others, by way of a
+    copy in bfloat16; ZeRO 2 has buckets. AdamW on CPUs, which is not fused, makes two copies of a group's
+    share. With float32 weights the gradients of the share are copied to one tensor, and the others are then
+    free.
     """
     counts, itemsize = shape.counts, itemsize_of(model.dtype)
     groups = {"others": counts.embeddings + counts.others, "experts": counts.experts // model.ep_size}
@@ -312,7 +319,7 @@ def cpu_library_bytes(dtype: str) -> int:
 
 
 def micro_batch_tokens(config: Config) -> int:
-    """Return the padded tokens of the largest micro-batch: a row that is longer than the setting goes alone."""
+    """Return the padded tokens of the largest micro-batch: rows longer than the setting go alone."""
     return max(config.train.micro_batch_tokens, max_model_len(config) - 1)
 
 
@@ -597,7 +604,7 @@ def contradiction(task: Task) -> str | None:
     kv_heads, heads = task.shape.config.num_key_value_heads, task.shape.config.num_attention_heads
     checks = {
         f"model.ep_size {ep_size} must divide the number of GPUs, {num_gpus}": num_gpus % ep_size,
-        f"model.ep_size {ep_size} must divide the number of experts, {experts}": experts and experts % ep_size,
+        f"model.ep_size {ep_size} must divide the {experts} experts": experts and experts % ep_size,
         f"model.ep_size {ep_size}: the model is dense, set it to 1": not experts and ep_size > 1,
         f"rollout.tensor_parallel {parallel} must divide the number of GPUs, {num_gpus}": num_gpus % parallel,
         f"rollout.tensor_parallel {parallel} must divide the {heads} heads": heads % parallel,
@@ -756,13 +763,13 @@ def search(task: Task, most: int = 5) -> list[tuple[dict, dict]]:
     inside = [size for size in powers if size <= task.machine.gpus_per_node]
     has_experts, found = num_experts_of(task.shape.config) > 0, []
     grid = itertools.product(
-        powers if has_experts else [1], inside, (32768, 16384, 8192), (False, True), (0, 2)
+        powers if has_experts else [1], inside, (32768, 16384, 8192), (False, True), (0, 2), (1, 2)
     )
-    for ep_size, parallel, tokens, checkpointing, sleep in grid:
+    for ep_size, parallel, tokens, checkpointing, sleep, zero_stage in grid:
         change = {
             "model__ep_size": ep_size, "rollout__tensor_parallel": parallel,
             "train__micro_batch_tokens": tokens, "model__activation_checkpointing": checkpointing,
-            "rollout__sleep_level": sleep,
+            "rollout__sleep_level": sleep, "train__zero_stage": zero_stage,
         }  # fmt: skip
         tried = task.with_settings(**change)
         if fits(tried):
@@ -779,26 +786,33 @@ def search(task: Task, most: int = 5) -> list[tuple[dict, dict]]:
 # ------------------------------------------------------------------------------------------------------------
 def describe(plan: dict) -> str:
     """Write a plan for people."""
-    load, seconds, table = plan["workload"], plan["seconds"], plan["phases_gib"]
+    load = plan["workload"]
     machine = f"{plan['gpus']} GPUs of {plan['gpu_memory_gib']:g} GiB"
     parameters = plan["parameters"]
     total = parameters["experts"] + parameters["embeddings"] + parameters["others"]
+    tables = {
+        "GiB of a GPU by part": plan["memory_gib"],
+        "GiB of a GPU by phase": plan["phases_gib"],
+        "GiB of the host by part and rank": plan["host_gib"],
+        "seconds of a step": plan["seconds"],
+        "GB that a GPU sends in a step": {n: v / 1e9 for n, v in plan["wire_bytes_per_step"].items()},
+    }
     lines = [
         f"{total / 1e9:.2f} billion parameters, {parameters['active'] / 1e9:.2f} active; {machine}",
-        f"planned for prompts of {load['prompt_tokens']:,.0f} and completions of {load['new_tokens']:,.0f} tokens "
-        "in the mean",
-        "", "GiB of a GPU by part", *(f"  {name:<18}{gib:>9.2f}" for name, gib in plan["memory_gib"].items()),
-        "", "GiB of a GPU by phase", *(f"  {name:<18}{gib:>9.2f}" for name, gib in table.items()),
-        "", "GiB of the host by part and rank", *(f"  {name:<27}{gib:>9.2f}" for name, gib in plan["host_gib"].items()),
-        "", "seconds of a step", *(f"  {name:<18}{value:>9.1f}" for name, value in seconds.items()),
-        "", "GB that a GPU sends in a step",
-        *(f"  {name:<18}{value / 1e9:>9.2f}" for name, value in plan["wire_bytes_per_step"].items()),
-        "", f"{plan['tokens_per_second_and_gpu']:,} tokens a second and GPU over a whole step; an engine works on "
-        f"{plan['completions_at_once']} completions at once, its cache holds {plan['kv_cache_tokens']:,} tokens",
+        f"planned for prompts of {load['prompt_tokens']:,.0f} and completions of {load['new_tokens']:,.0f} "
+        "tokens in the mean",
+    ]
+    for title, values in tables.items():
+        lines += ["", title, *(f"  {name:<27}{value:>9.2f}" for name, value in values.items())]
+    lines += [
+        "",
+        f"{plan['tokens_per_second_and_gpu']:,} tokens a second and GPU over a whole step; an engine "
+        f"works on {plan['completions_at_once']} completions at once, its cache holds "
+        f"{plan['kv_cache_tokens']:,} tokens",
         f"sleep during updates: {plan['sleep']}",
         "it fits" if plan["fits"] else f"it does not fit: {plan['why_not']}",
         *(f"  try {line}" for line in plan["advice"]),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 
@@ -806,14 +820,15 @@ def describe_search(found: list[tuple[dict, dict]]) -> str:
     """Write the settings of a search, the fastest first."""
     if not found:
         return "nothing fits"
-    return "\n".join(
-        f"{plan['seconds']['step']:>9.1f} s {max(plan['phases_gib'].values()):>7.1f} GiB  {as_settings(change)}"
-        for change, plan in found
+    line = lambda change, plan: (
+        f"{plan['seconds']['step']:>9.1f} s {max(plan['phases_gib'].values()):>7.1f} GiB  "
+        f"{as_settings(change)}"
     )
+    return "\n".join(line(change, plan) for change, plan in found)
 
 
-MACHINE_LINE = re.compile(
-    r"# Machine: (\d+) x (\w+); prompts of ([\d,]+), completions of ([\d,]+) tokens in the mean"
+MACHINE_LINE = re.compile(  # GPUs, machine, model, mean tokens of prompts and of completions
+    r"# Machine: (\d+) x (\w+); shape of (\S+); prompts of ([\d,]+), completions of ([\d,]+) tokens"
 )
 
 
@@ -822,7 +837,7 @@ def comment_of(file: Path) -> list[str]:
     return list(itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines()))
 
 
-def first_lines(file: Path, task: Task, machine: str) -> list[str]:
+def first_lines(file: Path, task: Task, words: str) -> list[str]:
     """Return the comment of a YAML: its own first lines, then command, machine and what the plan expects."""
     plan, load, num_gpus = plan_run(task), task.load, task.num_gpus
     own = [*itertools.takewhile(lambda line: not line.startswith("#   torchrun"), comment_of(file))]
@@ -834,26 +849,26 @@ def first_lines(file: Path, task: Task, machine: str) -> list[str]:
         f"{name} {s:.0f}" for name, s in plan["seconds"].items() if name != "step" and s >= 0.5
     )
     verdict = "" if plan["fits"] else f" It does not fit: {plan['why_not']}."
+    most, step = max(plan["phases_gib"].values()), plan["seconds"]["step"]
     expected = (
-        f"Expected by experiments/plan.py: {max(plan['phases_gib'].values()):.0f} of {plan['gpu_memory_gib']:.0f} GiB "
-        f"a GPU ({phases}), {plan['host_gib']['of a node']:.0f} GiB of a host; a step of "
-        f"{plan['tokens_per_step'] / 1e6:.2f} million tokens in {plan['seconds']['step']:.0f} s ({seconds}), within "
-        f"a factor of two.{verdict}"
+        f"Expected by experiments/plan.py: {most:.0f} of {plan['gpu_memory_gib']:.0f} GiB a GPU ({phases}), "
+        f"{plan['host_gib']['of a node']:.0f} GiB of a host; a step of {plan['tokens_per_step'] / 1e6:.2f} "
+        f"million tokens in {step:.0f} s ({seconds}), within a factor of two.{verdict}"
     )
     return [
         *own,
         f"#   torchrun{nodes} --nproc-per-node={min(num_gpus, task.machine.gpus_per_node)} train_rl.py \\",
         f"#       --config {shown}",
-        f"# Machine: {num_gpus} x {machine}; prompts of {load.prompt_tokens:,.0f}, completions of "
+        f"# Machine: {num_gpus} x {words}; prompts of {load.prompt_tokens:,.0f}, completions of "
         f"{load.new_tokens:,.0f} tokens in the mean",
         *textwrap.wrap(expected, 106, initial_indent="# ", subsequent_indent="# "),
     ]
 
 
-def write_first_lines(file: Path, task: Task, machine: str) -> None:
+def write_first_lines(file: Path, task: Task, words: str) -> None:
     """Replace the comment that a YAML begins with."""
     text = file.read_text().splitlines()
-    file.write_text("\n".join([*first_lines(file, task, machine), *text[len(comment_of(file)) :]]) + "\n")
+    file.write_text("\n".join([*first_lines(file, task, words), *text[len(comment_of(file)) :]]) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -877,6 +892,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     add("--gpus", type=int, help="GPUs of all nodes (default: what the file says, or ep_size)")
     add("--machine", choices=sorted(MACHINES), help="kind of GPU (default: what the file says, or h100)")
+    add("--shape", help="known model or folder to plan with (default: what the file says, or model.path)")
     add("--gpu-memory-gib", type=float, help="memory of a GPU (default: the machine's)")
     add("--gpus-per-node", type=int, help="GPUs that NVLink connects (default: the machine's)")
     add("--network-gbs", type=float, help="GB/s of a GPU to another node (default: the machine's)")
@@ -892,14 +908,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_task(files: list[Path], args: argparse.Namespace) -> tuple[Task, str]:
-    """Return what is to be planned and the name of the machine; ValueError for what is wrong."""
+    """Return what is to be planned, and machine and model in words; ValueError for what is wrong."""
     config = load_config([*(part for file in files for part in ("--config", str(file))), *args.settings])
-    shape = Shape(model_config(config.model.path))
-    check_model(config, shape.config)
     said = next((m for m in map(MACHINE_LINE.match, comment_of(files[0])) if m), None)
+    model = args.shape or (said[3] if said else config.model.path)
+    shape = shape_of(model)
+    check_model(config, shape.config)
     number = lambda text: int(text.replace(",", ""))
     machine = args.machine or (said[2] if said else "h100")
-    prompt_tokens, new_tokens = (number(said[3]), number(said[4])) if said else (None, None)
+    prompt_tokens, new_tokens = (number(said[4]), number(said[5])) if said else (None, None)
     load = Workload(
         args.prompt_tokens or prompt_tokens or config.rollout.max_prompt_tokens / 2,
         args.new_tokens or new_tokens or config.rollout.max_new_tokens / 2,
@@ -921,7 +938,9 @@ def make_task(files: list[Path], args: argparse.Namespace) -> tuple[Task, str]:
     num_gpus = args.gpus or (int(said[1]) if said else least)
     if num_gpus < 1:
         raise ValueError(f"--gpus {num_gpus} must be at least 1")
-    return Task(config, shape, replace(MACHINES[machine], **changed), num_gpus, load), machine
+    return Task(
+        config, shape, replace(MACHINES[machine], **changed), num_gpus, load
+    ), f"{machine}; shape of {model}"
 
 
 def main(argv: list[str] | None = None) -> int:

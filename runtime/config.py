@@ -250,12 +250,17 @@ def explain(
             near = near if same_leaf else names_elsewhere.get(leaf, near)
             lines.append(f"{name}: unknown setting, did you mean {near}?")
         else:
-            lines.append(f"{name}: {item['msg'].removeprefix('Value error, ').lower()}, found {found}")
+            lines.append(f"{name}: {lowered(item['msg'].removeprefix('Value error, '))}, found {found}")
     more = [f"and {len(wrong) - MAX_ERRORS:,} more"] if len(wrong) > MAX_ERRORS else []
     return "; ".join(lines + more)
 
 
-MAX_ERRORS = 10  # so many wrong settings are named at once
+def lowered(message: str) -> str:
+    """Begin a message with a small letter."""
+    return message[:1].lower() + message[1:]
+
+
+MAX_ERRORS = 10  # wrong settings that are named at once
 
 
 def wrong_settings(error: ValidationError) -> list[tuple[str, dict]]:

@@ -178,12 +178,7 @@ NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
     ("model.logprob_kernel", "chunked"): "what auto is on CPUs, and the contrast on GPUs",
     ("model.logprob_kernel", "triton"): "what auto is on GPUs, where a run without it should fail at start",
     ("rollout.schedule", "arrival"): "the contrast of experiments/bench/rollout.py",
-    ("rollout.sleep_level", 1): "models that need the GPU's memory twice, which no environment here does",
-    ("rollout.sleep_level", 2): "the same where the host has no room for the weights either",
-    ("rollout.fp8", "on"): "GPUs of compute capability 8.9: experiments/bench/gpu_check.py",
-    ("data.chat", "always"): "chat models whose prompts are plain text; docs/your_model_your_data.md",
     ("data.chat", "never"): "chat models whose prompts are meant to be plain text",
-    ("data.on_bad_row", "drop"): "sets of one's own with broken rows",
     ("reward.sandbox", "rlimits"): "machines that refuse namespaces",
     ("run.on_signal", "stop"): "machines that give no time to write a checkpoint",
     **{
@@ -199,7 +194,6 @@ NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
     },
     ("reward.decode", "engine"): "tokenizers that do more than their library; a contrast of the benchmark",
     ("reward.judge", "generative"): "needs a language model that can judge; the tiny one writes digits only",
-    ("train.zero_stage", 2): "models whose gradients do not fit on each rank",
     ("checkpoint.resume", "weights"): "a run that goes on with another number of ranks",
     ("checkpoint.on_damage", "older"): "a start after a disk has failed",
     ("checkpoint.resume", "never"): "scripts that must not add to an earlier run",
@@ -345,7 +339,50 @@ REFUSED = [
     ("reward.judge_mode=round_robin", "reward.judge_mode 'round_robin'", "reward.judge is 'none'"),
     ("reward.judge=generative reward.judge_path=x", "reward.judge 'generative'", "reward.judge_mode 'score'"),
     ("algorithm.clip_mode=before_mean", "algorithm.clip_mode 'before_mean'", "algorithm.ratio_level 'token'"),
-    ("algorithm.entropy_clip_form=literal", "algorithm.entropy_clip_form", "algorithm.clip_mode 'fixed'"),
+    ("reward.code_memory_gib=3", "reward.code_memory_gib 3.0", "reward.memory_gib 2.0"),
+    ("algorithm.entropy_clip_form=over_tokens", "entropy_clip_form 'over_tokens'", "clip_mode 'fixed'"),
+    (
+        "algorithm.clip_mode=gamma algorithm.ratio_level=sequence",
+        "algorithm.clip_mode 'gamma'", "algorithm.ratio_level 'sequence'",
+    ),
+    (
+        "algorithm.clip_mode=gamma algorithm.rollout_correction=token_tis",
+        "algorithm.clip_mode 'gamma'", "algorithm.rollout_correction 'token_tis'",
+    ),
+    ("algorithm.clip_cap=3 algorithm.clip_mode=none", "algorithm.clip_cap 3.0", "algorithm.clip_mode 'none'"),
+    ("algorithm.clip_cap=1.1", "algorithm.clip_cap 1.1", "1 + algorithm.clip_eps_high 0.2"),
+    ("algorithm.covariance=kl", "algorithm.covariance 'kl'", "algorithm.covariance_share 0.0"),
+    ("algorithm.kl_form=unbiased", "algorithm.kl_form 'unbiased'", "algorithm.kl_coef 0.0"),
+    (
+        "algorithm.rollout_correction_floor=0.5",
+        "algorithm.rollout_correction_floor 0.5", "algorithm.rollout_correction 'none'",
+    ),
+    (
+        "algorithm.rollout_correction=token_mask algorithm.rollout_correction_floor=3",
+        "algorithm.rollout_correction_floor 3.0", "algorithm.rollout_correction_cap 2.0",
+    ),
+    (
+        "algorithm.adv_norm=group_mean reward.judge=scalar reward.judge_path=x "
+        "reward.judge_mode=pairwise_reference",
+        "algorithm.adv_norm 'group_mean'", "reward.judge_mode 'pairwise_reference'",
+    ),
+    (
+        "algorithm.part_norm=before_sum algorithm.adv_norm=mean_only",
+        "algorithm.part_norm 'before_sum'", "algorithm.adv_norm 'mean_only'",
+    ),
+    (
+        "algorithm.part_norm=before_sum reward.binary=true",
+        "algorithm.part_norm 'before_sum'", "reward.binary True",
+    ),
+    (
+        "algorithm.part_norm=before_sum reward.judge=scalar reward.judge_path=x",
+        "algorithm.part_norm 'before_sum'", "reward.judge 'scalar'",
+    ),
+    *(
+        (f"algorithm.{axis} reward.{penalty}=1", f"algorithm.{axis.split('=')[0]}", f"reward.{penalty} 1")
+        for axis in ("adv_norm=group_mean", "part_norm=before_sum")
+        for penalty in ("overlong_buffer", "repetition_coef")
+    ),
     ("algorithm.ratio_form=literal", "algorithm.ratio_form 'literal'", "algorithm.ratio_level 'token'"),
     (
         "algorithm.old_policy=rollout algorithm.rollout_correction=sequence_tis",
@@ -401,7 +438,11 @@ def test_the_refused_settings_are_legitimate_alone():
         "reward.overlong_buffer=8 rollout.max_new_tokens=8",
         "reward.judge=generative reward.judge_path=x reward.judge_mode=round_robin",
         "algorithm.clip_mode=before_mean algorithm.ratio_level=sequence",
-        "algorithm.clip_mode=entropy_adaptive algorithm.entropy_clip_form=literal",
+        "algorithm.clip_mode=entropy_adaptive algorithm.entropy_clip_form=over_tokens",
+        "algorithm.covariance=kl algorithm.covariance_share=0.1", "algorithm.clip_mode=gamma",
+        "algorithm.kl_form=unbiased algorithm.kl_coef=0.1", "algorithm.part_norm=before_sum",
+        "algorithm.rollout_correction=token_mask algorithm.rollout_correction_floor=0.5",
+        "algorithm.adv_norm=group_mean", "algorithm.clip_cap=3",
         "algorithm.ratio_form=literal algorithm.ratio_level=sequence",
         "algorithm.old_policy=rollout algorithm.router_replay=r3",
         "algorithm.rollout_correction=sequence_tis algorithm.router_replay=r2",

@@ -1,4 +1,4 @@
-"""Merging checkpoints: against loops in float64 written from the equations, and the errors of what does not fit."""
+"""Merging checkpoints: against loops in float64 written from the equations, and what does not go together."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ def reference_ties(base, models, weights, density, scale) -> list[float]:
 
 @pytest.fixture
 def folders(tmp_path):
-    """Make a base and two checkpoints that were changed here and there, in two shards, with a tokenizer's file."""
+    """Make a base and two checkpoints that were changed, in two shards, with files of a tokenizer."""
     paths = []
     for number, name in enumerate(("base", "one", "two")):
         folder = tmp_path / name

@@ -316,8 +316,8 @@ def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--template", "Q: {question}"], "--template: value error, .* does not contain {prompt}"),
-        (["--template", r"{prompt}\n"], "--template: value error, .* not a line break or a tab"),
+        (["--template", "Q: {question}"], "--template: .* does not contain {prompt}"),
+        (["--template", r"{prompt}\n"], "--template: .* not a line break or a tab"),
         (["--limit", 0], "--limit: input should be greater than or equal to 1, found 0"),
         (["--chat-template-args", "5"], "--chat-template-args: input should be a valid dictionary"),
         (["--chat-template-args", "{a"], "--chat-template-args: while parsing"),
@@ -334,7 +334,7 @@ def test_neither_a_row_nor_the_command_line_may_name_a_function(chat_model, tmp_
     path = write(tmp_path / "prompts.jsonl", rows)
     with pytest.raises(ValueError, match=r"prompts\.jsonl: row 2: kind 'timeit:timeit' would run code"):
         read_prompts(options_for(chat_model[0], path))
-    with pytest.raises(ValueError, match="--kind: value error, unknown kind 'maths'"):
+    with pytest.raises(ValueError, match="--kind: unknown kind 'maths'"):
         options_for(chat_model[0], path, "--kind", "maths")
     for kind in ("timeit:timeit", "0.5*math + 0.5*timeit:timeit"):
         with pytest.raises(ValueError, match=f"--kind {re.escape(repr(kind))} is none of exact, .*math"):

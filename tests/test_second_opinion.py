@@ -3,9 +3,9 @@
     pip install --no-deps --target FOLDER trl==1.16.0
     PYTHONPATH=FOLDER python -m pytest tests/test_second_opinion.py
 
-TRL is no requirement: nothing else needs it. Its trainer's loss is called on made-up log-probabilities with an
-object that has what the loss reads. TRL adds one thing up otherwise: its KL term is multiplied by the ratio
-unless use_bias_correction_kl is off, and by that of the completion where ours is always the token's.
+TRL is no requirement: nothing else needs it. Its trainer's loss is called on made-up log-probabilities with
+an object that has what the loss reads. Its KL term is multiplied by the ratio unless use_bias_correction_kl
+is off, and by that of the completion in GSPO, where ours is always the token's.
 """
 
 import functools
@@ -46,7 +46,8 @@ CASES = {  # {method: (our settings, TRL's)}
     ),
     "sapo": ({"clip_mode": "soft", "soft_temperatures": (0.7, 2.0)}, {"loss_type": "sapo"}),
     "vespo": (
-        {"clip_mode": "gamma", "gamma_powers": (1.5, 2.5), "gamma_decays": (2.0, 1.0), "loss_agg": "token_mean"},
+        {"clip_mode": "gamma", "gamma_powers": (1.5, 2.5), "gamma_decays": (2.0, 1.0),
+         "loss_agg": "token_mean"},
         {"loss_type": "vespo"},
     ),
     "mask_off_policy": ({"off_policy_mask": 0.05}, {"off_policy_mask_threshold": 0.05}),
@@ -98,7 +99,8 @@ def their_loss(
 
     trainer = GMPOTrainer if settings.get("trainer") == "gmpo" else GRPOTrainer
     arguments = {
-        "delta": settings.get("delta"), "use_bias_correction_kl": settings.get("use_bias_correction_kl", True),
+        "delta": settings.get("delta"),
+        "use_bias_correction_kl": settings.get("use_bias_correction_kl", True),
         "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 2.0, "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0,
         "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.0, "steps_per_generation": 1,
     }  # fmt: skip
@@ -124,7 +126,8 @@ def their_loss(
         ours.get("rollout_correction_cap", 2.0), ours.get("rollout_correction_floor", 0.0),
     )  # fmt: skip
     return trainer._compute_loss(own, None, {
-        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": mask.long(),
+        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,
+        "completion_mask": mask.long(),
         "advantages": batch.advantages[:, 0], "old_per_token_logps": batch.old_logprobs,
         "ref_per_token_logps": batch.ref_logprobs, "sampling_per_token_logps": batch.rollout_logprobs,
         "importance_sampling_ratio": weights, "num_items_in_batch": mask.sum(),

@@ -912,7 +912,7 @@ def test_the_commands_of_a_dry_run(table, tmp_path, monkeypatch, capsys):
 def write_copy(file: Path) -> Path:
     """Write a copy of train_rl.py with one more setting, which it prints as it starts."""
     source = (ROOT / "train_rl.py").read_text()
-    field = '    seed: int = setting(0, "seed of prompt order and sampling", ge=0)\n'
+    field = '    seed: int = setting(0, "seed of prompt order and sampling", ge=0, lt=2**32)\n'
     line = "    run = set_up(config)\n"
     assert source.count(field) == source.count(line) == 1
     source = source.replace(field, field + '    greeting: str = setting("hello", "what it says")\n')

@@ -42,6 +42,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -74,9 +75,9 @@ TIMES = (  # metrics that measure time or memory
     "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
     "reward_latency",
 )  # fmt: skip
-LEFT_S = 10.0  # no process may be left so long after torchrun was killed
-END_S = 60.0  # torchrun must have ended so long after a rank was killed or a signal came
-REFUSAL_S = 20.0
+LEFT_S = 10.0  # no process of a run may be left so long after a part of it was killed
+END_S = 60.0  # nor so long after a signal that lets it write a checkpoint
+REFUSAL_S = 20.0  # input that cannot be used must be refused in this time
 RUN_S = 120.0
 
 
@@ -114,9 +115,16 @@ class Bench:
             raise Failed(f"exit code {done.returncode}: {end_of(done.stderr)}")
         must_equal(run_dir, self.reference)
 
-    def must_refuse(self, name: str, *settings: object, ranks: int = 2, timeout_s: float = RUN_S) -> str:
-        """Run the workload; return the line that refuses it, Failed if there is none that holds a name."""
-        return refusal(self.run(*settings, ranks=ranks, timeout_s=timeout_s), name)
+    def must_refuse(
+        self,
+        name: str,
+        *settings: object,
+        ranks: int = 2,
+        timeout_s: float = RUN_S,
+        folder: Path | None = None,
+    ) -> str:
+        """Run the workload; return the line that refuses it, see refusal()."""
+        return refusal(self.run(*settings, ranks=ranks, timeout_s=timeout_s), name, folder)
 
 
 @dataclass(frozen=True)
@@ -159,16 +167,24 @@ def end_of(text: str) -> str:
     return lines[-1][:300] if lines else "nothing was printed"
 
 
-def refusal(done: subprocess.CompletedProcess, name: str) -> str:
-    """Return the line that says why a command ended; Failed if it ended well, or without such a line."""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("error on rank")]
+def refusal(done: subprocess.CompletedProcess, name: str, folder: Path | None = None) -> str:
+    """Return the line that says why a command ended; Failed if it ended well, or without such a line.
+
+    name: what it must hold, be it outside of the path of this folder.
+    """
+    lines = done.stderr.splitlines()
+    start = next((at for at, line in enumerate(lines) if line.startswith("error on rank")), None)
     if done.returncode == 0:
         raise Failed("exit code 0")
-    if "Traceback (most recent call last)" in done.stderr or not lines:
+    if "Traceback (most recent call last)" in done.stderr or start is None:
         raise Failed(f"exit code {done.returncode}, but no line of its own: {end_of(done.stderr)}")
-    if name not in lines[0] or len(lines[0]) > 2000 or not lines[0].isprintable():
-        raise Failed(f"its line does not name {name!r}, is long or not printable: {lines[0][:500]!r}")
-    return lines[0][:300]
+    line, *after = lines[start:]
+    said = line.partition("; the stack is in ")[0].replace(str(folder), "")
+    if (after and after[0].strip()) or len(line) > 2000 or not line.isprintable():
+        raise Failed(f"it is not one printable line of 2,000 characters: {lines[start : start + 5]!r}"[:1000])
+    if name not in said:
+        raise Failed(f"its line does not name {name!r}: {line}")
+    return line[:300]
 
 
 def try_case(bench: Bench, case: Case, out: Path) -> dict:
@@ -232,9 +248,8 @@ def forked(num_ranks: int, *arguments: object, timeout_s: float = RUN_S) -> subp
         folder = Path(scratch)
         try:
             for rank in range(num_ranks):
-                own = os.environ | {
-                    k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()
-                }
+                own = common | {"RANK": rank, "LOCAL_RANK": rank}
+                own = os.environ | {name: str(value) for name, value in own.items()}
                 ranks.append(context.Process(target=run_rank, args=(arguments, own, folder)))
                 ranks[-1].start()
             deadline, waiting = time.monotonic() + timeout_s, {rank.sentinel: rank for rank in ranks}
@@ -289,22 +304,13 @@ class Started:
     def __init__(self, bench: Bench, run_dir: Path):
         self.run_dir, self.tag = run_dir, str(run_dir.parent)
         self.log = run_dir.parent / "log.txt"
-        environment = {
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{self.tag}",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{self.tag}", "OMP_NUM_THREADS": "1"}
         command = [*torchrun(2), str(TRAINER), *bench.workload, f"run.dir={run_dir}"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=os.environ | environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.since = time.monotonic()
+                command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log
+            )  # fmt: skip
+        self.since, self.started = time.monotonic(), time.time()
         self.roles: dict[str, list[psutil.Process]] = {}
 
     def seconds(self) -> float:
@@ -358,8 +364,11 @@ class Started:
         return 0, 0
 
     def checkpoint_is_written(self) -> bool:
-        """Tell whether an unfinished checkpoint lies there."""
-        return any((self.run_dir / "checkpoints").glob("step_*.tmp"))
+        """Tell whether an unfinished checkpoint lies there that no earlier start has left."""
+        with contextlib.suppress(OSError):
+            unfinished = (self.run_dir / "checkpoints").glob("step_*.tmp")
+            return any(path.stat().st_mtime > self.started for path in unfinished)
+        return False
 
 
 def moments_of(run: Started, blow: Blow, seconds: float) -> Iterator[bool]:
@@ -402,8 +411,7 @@ def strike(bench: Bench, run_dir: Path, blow: Blow) -> str | None:
         if blow.target == "worker":  # which is replaced, so the run itself is ended a little later
             time.sleep(0.3)
             hit(run, "torchrun", signal.SIGKILL)
-        is_rank = blow.target in ("rank 0", "rank 1", "all ranks") or blow.signals[0] != signal.SIGKILL
-        took = run.wait_until_gone(END_S if is_rank else LEFT_S, what)
+        took = run.wait_until_gone(LEFT_S if signal.SIGKILL in blow.signals else END_S, what)
         if f'File "{TRAINER}"' in run.log.read_text(errors="replace"):
             raise Failed(f"{what}: a raw stack of a rank is on the console")
         return f"{what}, gone after {took:.1f} s"
@@ -586,31 +594,48 @@ DISKS = {  # bytes that are free, and settings
     "second checkpoint": (20 << 20, []),
     "last checkpoint": (38 << 20, []),
     "export": (17 << 20, ["checkpoint.every=0"]),
-    "log": (40_000, ["checkpoint.every=0"]),  # besides the copy of the source, whose size varies
+    "between two steps": (None, ["checkpoint.every=0"]),
 }
 
 
-def full_disk(free: int, settings: list[str]) -> Callable[[Bench, Path], tuple[str, str]]:
-    """Return the attempt that lets a run fill its file system and then gives it room."""
+def fill(file: Path, free: int) -> None:
+    """Write a file until so many bytes of its file system are free."""
+    with file.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        for _ in range((shutil.disk_usage(file.parent).free - free) >> 12):
+            filler.write(bytes(4096))
+
+
+def fill_after_a_step(filler: Path, run_dir: Path) -> None:
+    """Fill a file system as soon as a run logs something."""
+    deadline = time.monotonic() + RUN_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if (run_dir / "metrics.jsonl").stat().st_size:
+                return fill(filler, 0)
+        time.sleep(0.001)
+
+
+def full_disk(free: int | None, settings: list[str]) -> Callable[[Bench, Path], tuple[str, str]]:
+    """Return the attempt that lets a run fill its file system and then gives it room.
+
+    free: bytes that are free when the run starts; None: many, until the first row is logged.
+    """
 
     def attempt(bench: Bench, folder: Path) -> tuple[str, str]:
-        disk = folder / "disk"
-        disk.mkdir()
+        (disk := folder / "disk").mkdir()
+        filler, run_dir = disk / "filler", disk / "run"
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk], check=True)
         try:
-            filler, source = disk / "filler", bench.reference / "source"
-            taken = sum(file.stat().st_size for file in source.iterdir()) if free == DISKS["log"][0] else 0
-            with filler.open("wb") as file, contextlib.suppress(OSError):
-                for _ in range((64 << 20) - free - taken >> 12):
-                    file.write(bytes(4096))
-            line = bench.must_refuse(str(disk), f"run.dir={disk / 'run'}", *settings)
-            if "No space left" not in line and "space" not in line:
-                raise Failed(f"the line does not speak of space: {line}")
+            if free is not None:
+                fill(filler, free)
+            else:
+                threading.Thread(target=fill_after_a_step, args=(filler, run_dir), daemon=True).start()
+            line = bench.must_refuse(str(disk), f"run.dir={run_dir}", *settings)
             filler.unlink()
-            bench.must_be_same(disk / "run", *settings)
+            bench.must_be_same(run_dir, *settings)
             return "refused", line
         finally:
-            subprocess.run(["umount", disk], check=True)
+            subprocess.run(["umount", "-l", disk], check=True)
 
     return attempt
 
@@ -712,8 +737,10 @@ def hostile_function(name: str) -> Callable[[Bench, Path], tuple[str, str]]:
             raise Failed(f"its own verdicts are {sorted(own)}")
         if "wrong" not in own and not (f":{name}:" in refused and refused.isprintable()):
             raise Failed(f"the check before a run says {refused!r}")
-        if left := tagged(str(folder)):
-            raise Failed(f"{len(left)} processes are left")
+        ended = time.monotonic()
+        while left := tagged(str(folder)):
+            if time.monotonic() - ended > LEFT_S:
+                raise Failed(f"{len(left)} processes are left after {LEFT_S:g} s")
         if time.monotonic() - start > END_S:
             raise Failed(f"it took {time.monotonic() - start:.0f} s")
         return "same", f"{', '.join(sorted(own))}; before a run: {refused[:300] or 'let pass'}"
@@ -730,7 +757,9 @@ def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
     text = [HOSTILE, "def unless_right(function):\n" + right]
     text += [f"in_run_{name} = unless_right({name})\n" for name in IN_A_RUN]
     (folder / "hostile.py").write_text("".join(text))
-    rows = [json.loads(line) for line in (TINY.parent / "train.jsonl").read_text().splitlines()[:400]]
+    rows = [
+        json.loads(line) for line in (TINY.parent / "train.jsonl").read_text().splitlines()[:48]
+    ]  # each is met
     runs = {"all": IN_A_RUN, "one": IN_A_RUN[:1]}
     for run, names in runs.items():
         functions = [f"{folder / 'hostile.py'}:in_run_{name}" for name in names]
@@ -745,9 +774,9 @@ def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
         if done.returncode:
             raise Failed(f"exit code {done.returncode}: {end_of(done.stderr)}")
     must_equal(folder / "all", folder / "one", ("verdict/", "reward_worker_restarts", "length_"))
-    failed = sum(row["verdict/timeout_frac"] for row in rows_of(folder / "all"))
-    if not failed:
-        raise Failed("no function was called")
+    for status in ("error", "timeout"):
+        if not any(row.get(f"verdict/{status}_frac") for row in rows_of(folder / "all")):
+            raise Failed(f"no verdict was {status}")
     return "same", "weights and rewards are those of a run in which all of them only raise"
 
 
@@ -763,7 +792,7 @@ ROWS = {  # the third row of a prompt file
     "answer a mapping": '{"prompt": "1+1=", "answer": {"a": 1}}',
     "no answer": '{"prompt": "1+1="}',
     "empty prompt": '{"prompt": "", "answer": "2"}',
-    "prompt a number": '{"prompt": 7, "answer": "2"}',
+    "prompt true": '{"prompt": true, "answer": "2"}',
     "prompt a list of numbers": '{"prompt": [1, 2], "answer": "2"}',
     "doubled key": '{"prompt": "1+1=", "prompt": "2+2=", "answer": "2"}',
     "5,000 digits": f'{{"prompt": "1+1=", "answer": {LONG}}}',
@@ -793,7 +822,10 @@ def bad_row(row: str) -> Callable[[Bench, Path], tuple[str, str]]:
     def attempt(bench: Bench, folder: Path) -> tuple[str, str]:
         file, trace = folder / "rows.jsonl", folder / "trace"
         good = (TINY.parent / "train.jsonl").read_text().splitlines()[:8]
-        file.write_text("\n".join([*good[:2], row.replace("TRACE", str(trace)), *good[2:]]) + "\n")
+        bad = row.replace("TRACE", str(trace)).replace(
+            '{"prompt"', '{"kind": "exact", "prompt"', "kind" not in row
+        )
+        file.write_text("\n".join([*good[:2], bad, *good[2:]]) + "\n")
         line = refuse_data(bench, file, r"(row|line) 3\b")
         if trace.exists():
             raise Failed("code of a row was executed")
@@ -845,6 +877,15 @@ def with_code(file: Path) -> None:
     edit_json(auto_map=names)(file)
 
 
+def with_fewer_tokens(file: Path) -> None:
+    """Take the last tokens of the tokenizer out of config.json and of the weights."""
+    edit_json(vocab_size=16)(file)
+    cut = lambda all: {
+        n: t[:16].clone() if "embed_tokens" in n or "lm_head" in n else t for n, t in all.items()
+    }
+    edit_weights(cut)(file.with_name(WEIGHTS))
+
+
 WEIGHTS = "model-00001-of-00001.safetensors"
 ROUTER = "model.layers.0.mlp.gate.weight"
 MODELS = {  # (file, what is done to it, what the line names); None: the code in it is not to run
@@ -852,8 +893,8 @@ MODELS = {  # (file, what is done to it, what the line names); None: the code in
     "cut config": ("config.json", DAMAGE["cut"], "config.json"),
     "config a list": ("config.json", lambda file: file.write_text("[]"), "config.json"),
     "config of another kind": ("config.json", edit_json(model_type="llama"), "llama"),
-    "wrong shapes": ("config.json", edit_json(hidden_size=64), "model"),
-    "vocabulary below the tokenizer's": ("config.json", edit_json(vocab_size=8), "vocab"),
+    "wrong shapes": ("config.json", edit_json(hidden_size=64), "embed_tokens"),
+    "vocabulary below the tokenizer's": ("config.json", with_fewer_tokens, "vocab"),
     "code": ("config.json", with_code, None),
     "no tokenizer": ("tokenizer.json", Path.unlink, "tokenizer"),
     "cut tokenizer": ("tokenizer.json", DAMAGE["cut"], "tokenizer"),
@@ -862,7 +903,7 @@ MODELS = {  # (file, what is done to it, what the line names); None: the code in
     "empty weights": (WEIGHTS, DAMAGE["emptied"], WEIGHTS),
     "a weight less": (
         WEIGHTS, edit_weights(lambda all: {n: t for n, t in all.items() if n != ROUTER}), ROUTER),
-    "a weight of NaN": (WEIGHTS, edit_weights(lambda all: all | {ROUTER: all[ROUTER] * math.nan}), "model"),
+    "a weight of NaN": (WEIGHTS, edit_weights(lambda all: all | {ROUTER: all[ROUTER] * math.nan}), ""),
 }  # fmt: skip
 
 
@@ -882,7 +923,7 @@ def bad_model(name: str, edit: Callable[[Path], None], named: str | None):
                 if done.returncode == 0
                 else ("refused", refusal(done, ""))
             )
-        return "refused", bench.must_refuse(named, *settings, timeout_s=60)
+        return "refused", bench.must_refuse(named, *settings, timeout_s=60, folder=folder)
 
     return attempt
 
@@ -1041,7 +1082,7 @@ def setting_cases() -> list[Case]:
 
     known = setting_fields(train_rl.Config)
     cases = [Case(f"settings/{name}", bad_setting(name, info)) for name, info in known.items()]
-    unknown = ["nonsense", "nonsense.x", "train", "train.", ".train", "", "a" * 10_000]
+    unknown = ["nonsense", "nonsense.x", "train", "train.", ".train", "", "a" * 1000]
     unknown += [f"{section}.nonsense" for section in train_rl.Config.model_fields]
 
     def unknown_names(bench: Bench, folder: Path) -> tuple[str, str]:

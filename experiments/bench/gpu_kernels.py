@@ -210,7 +210,7 @@ class Work:
     policy: torch.nn.Module
     packed: object
     tokens: int
-    flops: float  # of forward and backward
+    flops: float  # forward and backward together
     device: torch.device
 
     @classmethod

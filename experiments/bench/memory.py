@@ -3,10 +3,11 @@
     python -m experiments.bench.memory --json memory.json        # all cases, about three minutes
     torchrun --nproc-per-node=2 -m experiments.bench.memory --case experts=16,ep=2,dtype=bfloat16
 
-A rank makes a random model, puts it under DeepSpeed and takes two steps of two micro-batches each. Measured is
-the highest resident memory (VmHWM) minus that before the model was made, in a process whose allocator hands
-back what is freed and after an update of a tiny model, so that libraries are loaded; with several ranks, the
-mean of them. oneDNN keeps the products of every shape it has met, which only CPUs do: that cache is off.
+A rank makes a random model, puts it under DeepSpeed and takes two steps of two micro-batches each. Measured
+is the highest resident memory (VmHWM) minus that before the model was made, in a process whose allocator
+hands back what is freed, and after an update of a tiny model, so that libraries are loaded; with several
+ranks, the mean of them. oneDNN keeps the products of every shape that it has met, which only CPUs do: that
+cache is off.
 """
 
 import argparse
