@@ -828,7 +828,7 @@ def describe_search(found: list[tuple[dict, dict]]) -> str:
 
 
 MACHINE_LINE = re.compile(  # GPUs, machine, model, mean tokens of prompts and of completions
-    r"# Machine: (\d+) x (\w+); shape of (\S+); prompts of ([\d,]+), completions of ([\d,]+) tokens"
+    r"# Machine: (\d+) x (\w+); shape of (\S+); mean prompt ([\d,]+), completion ([\d,]+) tokens"
 )
 
 
@@ -859,8 +859,8 @@ def first_lines(file: Path, task: Task, words: str) -> list[str]:
         *own,
         f"#   torchrun{nodes} --nproc-per-node={min(num_gpus, task.machine.gpus_per_node)} train_rl.py \\",
         f"#       --config {shown}",
-        f"# Machine: {num_gpus} x {words}; prompts of {load.prompt_tokens:,.0f}, completions of "
-        f"{load.new_tokens:,.0f} tokens in the mean",
+        f"# Machine: {num_gpus} x {words}; mean prompt {load.prompt_tokens:,.0f}, completion "
+        f"{load.new_tokens:,.0f} tokens",
         *textwrap.wrap(expected, 106, initial_indent="# ", subsequent_indent="# "),
     ]
 

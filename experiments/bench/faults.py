@@ -78,7 +78,7 @@ TIMES = (  # metrics that measure time or memory
 LEFT_S = 10.0  # no process of a run may be left so long after a part of it was killed
 END_S = 60.0  # nor so long after a signal that lets it write a checkpoint
 REFUSAL_S = 20.0  # input that cannot be used must be refused in this time
-RUN_S = 120.0
+RUN_S = 60.0  # a start takes a tenth of it
 
 
 # ------------------------------------------------------------------------------------------------------------
