@@ -1,6 +1,6 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
 # make check  style, the tables of the docs, and the quick tests: about two minutes on two cores
-# make test   every test: up to a quarter of an hour on two cores
+# make test   every test: less than ten minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
 # make bench  seconds per step of the demo's workload, by phase
 # make table  the table of experiments/zero_variance: 85 runs of about a minute, resumable
 #
@@ -79,4 +79,5 @@ $(STAMP): $(REQUIREMENTS)
 	$(BIN)/pip install -q $(PIP_ARGS) $$(grep '^torch==' $(REQUIREMENTS))
 	$(BIN)/pip install -q $(PIP_ARGS) -r $(REQUIREMENTS)
 	$(if $(filter cpu,$(STACK)),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec)
+	$(if $(filter gpu,$(STACK)),$(BIN)/python -c "import torch; assert torch.version.cuda, 'the package index gave a CPU build of torch: set PIP_ARGS to one with CUDA'")
 	touch $@

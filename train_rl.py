@@ -361,6 +361,7 @@ RENAMED = {  # {a setting or a choice that an older YAML may hold: the end of th
     "algorithm.loss_agg=group_mean": "is called token_group_mean",
     "algorithm.entropy_clip_form=group_mean": "is called token_group_mean",
     "algorithm.entropy_clip_form=literal": "is called over_tokens",
+    "rollout.sleep_level=1": "was removed, a sync overwrote what it kept (2 frees as much): leave it out",
     "rollout.schedule=oracle": "is a part of experiments.bench.rollout only: set longest_first",
     "rollout.overprovision": "was removed, see experiments/README.md, what did not pay: leave it out",
     "eval.overlap": "was removed, evaluations have a phase of their own: leave it out",
@@ -2042,11 +2043,12 @@ def set_up(config: Config) -> Run | None:
     # ---- engine, policy ----
     clock = Clock(state.seconds)
     with clock("setup"):
-        engine = RolloutEngine(model_dir, max_model_len(config), config.rollout)
+        engine = start_engine(config, hf_config, model_dir)
         judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
         dist.barrier()
         policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
         trainer = moe_model.deepspeed_engine(policy, config.train)
+        moe_model.set_group_timeouts(config.run.timeout_s)
         reference = None
         if config.algorithm.kl_coef > 0:
             reference = moe_model.build_policy(config.model, config.model.path, ep_group, accelerator.device)
@@ -2054,18 +2056,35 @@ def set_up(config: Config) -> Run | None:
         if checkpoint:
             history = resume(checkpoint, trainer, history, loaded.train, config)
     start_trackers(accelerator, config, state.step)
-    progress = tqdm(
-        total=config.train.num_steps, initial=state.step, desc="train", unit="step",
-        disable=None if dist.get_rank() == 0 else True, mininterval=0.5,
-    )  # fmt: skip
     rollouts = Rollouts(
         config, engine, pool, tokenizer, loaded.train, loaded.train_ids, clock,
         mixture_of(loaded.train, loaded.train_weights),
     )  # fmt: skip
     return Run(
         config=config, lock=lock, accelerator=accelerator, clock=clock, state=state, history=history,
-        eval_sets=loaded.eval_sets, trainer=trainer, reference=reference, judge=judge, progress=progress,
+        eval_sets=loaded.eval_sets, trainer=trainer, reference=reference, judge=judge,
+        progress=progress_bar(config, state),
         rollouts=rollouts, signals=listen(config), generation_config=read_generation_config(model_dir),
+    )  # fmt: skip
+
+
+def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
+    """Start vLLM in what policy, optimizer and update leave of a GPU, and say what it has room for."""
+    tokens = max(config.train.micro_batch_tokens, max_model_len(config))
+    beside = moe_model.trainer_bytes(
+        hf_config, config.model, config.train.zero_stage, dist.get_world_size(), tokens,
+        engine_sleeps=config.rollout.sleep_level > 0, with_reference=config.algorithm.kl_coef > 0,
+    )  # fmt: skip
+    engine = RolloutEngine(model_dir, max_model_len(config), config.rollout, beside, config.run.timeout_s)
+    say(engine.describe())
+    return engine
+
+
+def progress_bar(config: Config, state: TrainState) -> tqdm:
+    """Return the bar over the steps of the run; ranks other than 0 show none."""
+    return tqdm(
+        total=config.train.num_steps, initial=state.step, desc="train", unit="step",
+        disable=None if dist.get_rank() == 0 else True, mininterval=0.5,
     )  # fmt: skip
 
 

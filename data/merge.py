@@ -26,7 +26,7 @@ import os
 import shutil
 from pathlib import Path
 
-SIDE_FILES = (  # what a folder holds besides weights; those that are there are copied
+SIDE_FILES = (  # copied where they are there
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
     "chat_template.json",

@@ -30,6 +30,7 @@ models.
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -255,7 +256,18 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
 
 
 def build(recipe: Recipe, output: Path) -> bool:
-    """Make the folder unless it already holds what this recipe makes; return True if something was made."""
+    """Make the folder unless it already holds what this recipe makes; return True if something was made.
+
+    A second process that asks for the same folder waits for the first.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.with_name(f".{output.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build_locked(recipe, output)
+
+
+def build_locked(recipe: Recipe, output: Path) -> bool:
+    """Do what build() says, while nobody else does."""
     source = Path(__file__).read_bytes()
     key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
     made = output / "recipe.json"

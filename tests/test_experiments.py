@@ -128,17 +128,22 @@ def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     options = ("--workload", tmp_path / "recipe.json", "--repeats", 2, "--micro-batch-tokens", 512)
     done = bench("update", *options, "--json", tmp_path / "update.json")
     rows = json.loads((tmp_path / "update.json").read_text())
-    assert [row["name"] for row in rows] == ["as they come", "balanced"]
-    as_they_come, balanced = rows
+    as_they_come, balanced, *of_shares = rows
+    assert [as_they_come["name"], balanced["name"]] == ["as they come", "balanced"]
+    assert {(row["share"], row["skipping"]) for row in of_shares} == {
+        (share, skipping) for share in ("0.1", "0.33", "0.66", "1.0") for skipping in ("off", "on")
+    }
+    for row in of_shares:  # groups are whole, so that a share is met roughly
+        assert abs(row["gradient_share"] - float(row["share"])) < 0.15 and row["seconds"] > 0
     assert balanced["imbalance"] <= as_they_come["imbalance"]
     assert 0 < balanced["padding"] < as_they_come["padding"] < 1
-    for row in rows:
+    for row in (as_they_come, balanced):
         assert f"| {row['name']} | {row['seconds']:.3f} (" in done.stdout and row["micro_batches"] > 1
     assert re.search(r"as they come / balanced: \d+\.\d\d$", done.stdout, re.M)
     copy = changed_trainer(tmp_path, "(num_padded - num_computed, num_padded)", "(7, 1)")
     bench("update", *options, "--script", copy, "--json", tmp_path / "changed.json")
     rows = json.loads((tmp_path / "changed.json").read_text())
-    assert [row["padding"] for row in rows] == [7, 7]
+    assert [row["padding"] for row in rows[:2]] == [7, 7]
 
 
 @pytest.mark.slow

@@ -110,7 +110,7 @@ try:
 except BaseException as error:
     print(type(error).__name__)
 """
-SMALL = Limits(wall_s=0.4, memory_bytes=256 << 20, output_bytes=1 << 20, folder_bytes=4 << 20)
+SMALL = Limits(wall_s=1.5, memory_bytes=256 << 20, output_bytes=1 << 20, folder_bytes=4 << 20)
 
 
 TRIED = [
@@ -230,7 +230,7 @@ def test_a_program_ends_as_under_python(isolation, tmp_path):
         path = tmp_path / "program.py"
         path.write_text(source)
         done = subprocess.run([sys.executable, path], input="é\n", capture_output=True, text=True, timeout=10)
-        found = run_program(source, "é\n", isolation=isolation)
+        found = run_program(source, "é\n", Limits(wall_s=20), isolation)
         assert (found.stdout, found.reason) == (done.stdout, ""), source
         assert found.exit == done.returncode or "abort" in source and found.exit < 0, source
         assert found.stderr.splitlines()[-1:] == done.stderr.splitlines()[-1:], source

@@ -152,6 +152,7 @@ def rows_of_model(
     for engine_name, quantises, fp8_settings in ((e, *start) for e in ENGINES for start in starts(name, e)):
         dtype, trainers = engine_name.partition(",")[0], ENGINES[engine_name][1]
         settings = RolloutSettings(dtype=dtype, kv_cache_gib=0.25, fp8="on" if quantises else "off")
+        engine = None  # a GPU holds one MoE engine at a time
         engine = RolloutEngine(folder / "model", 64, settings)
         for fp8 in fp8_settings:
             engine.settings = settings.model_copy(update={"fp8": fp8})
