@@ -140,7 +140,7 @@ def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     for row in (as_they_come, balanced):
         assert f"| {row['name']} | {row['seconds']:.3f} (" in done.stdout and row["micro_batches"] > 1
     assert re.search(r"as they come / balanced: \d+\.\d\d$", done.stdout, re.M)
-    copy = changed_trainer(tmp_path, "(num_padded - num_computed, num_padded)", "(7, 1)")
+    copy = changed_trainer(tmp_path, "(work.num_padded - work.num_computed, work.num_padded)", "(7, 1)")
     bench("update", *options, "--script", copy, "--json", tmp_path / "changed.json")
     rows = json.loads((tmp_path / "changed.json").read_text())
     assert [row["padding"] for row in rows[:2]] == [7, 7]
