@@ -71,6 +71,9 @@ table: $(STAMP)
 	$(BIN)/python experiments/report.py --runs runs/zero_variance --parent grpo \
 	    --plot runs/zero_variance/curves.png
 
+NEEDS_CUDA = "import torch; assert torch.version.cuda, \
+    'the package index gave a CPU build of torch: set PIP_ARGS to one with CUDA'"
+
 # torch goes first and alone, so that pip takes the one build asked for. vLLM's CPU build brings torchvision, torchaudio
 # and torchcodec made for CUDA; nothing here uses them, and they break `import transformers` on a machine without CUDA.
 $(STAMP): $(REQUIREMENTS)
@@ -79,5 +82,5 @@ $(STAMP): $(REQUIREMENTS)
 	$(BIN)/pip install -q $(PIP_ARGS) $$(grep '^torch==' $(REQUIREMENTS))
 	$(BIN)/pip install -q $(PIP_ARGS) -r $(REQUIREMENTS)
 	$(if $(filter cpu,$(STACK)),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec)
-	$(if $(filter gpu,$(STACK)),$(BIN)/python -c "import torch; assert torch.version.cuda, 'the package index gave a CPU build of torch: set PIP_ARGS to one with CUDA'")
+	$(if $(filter gpu,$(STACK)),$(BIN)/python -c $(NEEDS_CUDA))
 	touch $@
