@@ -80,8 +80,10 @@ class RolloutSettings(Section):
     tensor_parallel: int = setting(1, "neighbouring ranks that share an engine, for large models", ge=1)
     expert_parallel: bool = setting(False, "these ranks hold whole experts, not a part of each (GPUs)")
     kv_cache_fp8: bool = setting(False, "keys and values in FP8, scale 1 (GPUs)")
-    capture_routes: bool = setting(
-        True, "the engine can return the experts of each token: replay r3, mismatch"
+    capture_routes: Switch[Literal["auto", "on", "off"]] = setting(
+        "auto",
+        "the engine returns the experts of each token. auto: for router_replay r3, else at the steps whose "
+        "weights are checked. on: at every step. off: never.",
     )
     max_invalid_routes: float = setting(
         0.01, "stop if a larger share of captured rows is invalid", True, ge=0
@@ -164,7 +166,7 @@ class RolloutEngine:
         self.settings, self.max_model_len = settings, max_model_len
         self.hf_config = AutoConfig.from_pretrained(model_path, local_files_only=True)
         self.num_experts = getattr(self.hf_config, "num_experts", 0)
-        self.captures_routes = settings.capture_routes and self.num_experts > 0
+        self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
         check_fp8(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, timeout_s)
         if self.on_gpu and settings.kv_cache_gib is None:
@@ -414,7 +416,7 @@ def engine_options(
         options["enable_chunked_prefill"] = False
     elif settings.dtype == "bfloat16":  # logits as the trainer has them; in bfloat16 they have steps of 1/8
         options["hf_overrides"] = {"head_dtype": "float32"}
-    if on_gpu and settings.capture_routes:
+    if on_gpu and settings.capture_routes != "off":
         options["block_size"] = 64  # with capture vLLM lists the blocks of all running requests at every step
     if timeout_s is not None:
         options["distributed_timeout_seconds"] = math.ceil(timeout_s)
@@ -630,7 +632,7 @@ def refuse_beside_graphs_of_experts() -> None:
 # ------------------------------------------------------------------------------------------------------------
 # Routed experts
 # ------------------------------------------------------------------------------------------------------------
-WITHOUT_ROUTES = "set rollout.capture_routes=false, and algorithm.router_replay to off or r2, not r3"
+WITHOUT_ROUTES = "set rollout.capture_routes=off, and algorithm.router_replay to off or r2, not r3"
 
 
 def invalid_route(num_experts: int) -> int:

@@ -289,8 +289,11 @@ class TrainSettings(Section):
         None, "stop when so many were generated; null: off", True, ge=1
     )
     minibatches_per_step: int = setting(1, "updates per rollout; above 1 the later ones are off-policy", ge=1)
-    micro_batch_tokens: int = setting(
-        32768, "padded tokens per forward and rank; longer rows go alone", True, ge=1
+    micro_batch_tokens: int | None = setting(
+        None,
+        "padded tokens per forward and rank; longer rows go alone. null: 32768 on a GPU, 4096 on CPUs",
+        True,
+        ge=1,
     )
     balance: bool = setting(
         True,
@@ -483,9 +486,9 @@ def rollout_contradictions(config: Config) -> dict[str, tuple]:
             rollout.prompts_per_step % config.train.minibatches_per_step != 0),
         "zero_variance.probe_size {} must be below rollout.group_size {}": (
             zero.probe_size, rollout.group_size, zero.probe_size >= rollout.group_size),
-        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {}": (
+        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {!r}": (
             algo.router_replay, rollout.capture_routes,
-            algo.router_replay == "r3" and not rollout.capture_routes),
+            algo.router_replay == "r3" and rollout.capture_routes == "off"),
         "rollout.expert_parallel {} needs rollout.tensor_parallel above 1, which is {}": (
             rollout.expert_parallel, rollout.tensor_parallel,
             rollout.expert_parallel and rollout.tensor_parallel == 1),
@@ -622,6 +625,13 @@ def num_new_prompts(outcomes: dict[int, GroupOutcome], probing: list[int], confi
     reserved = len(probing) * (group_size - zero.probe_size)
     spent = sum(o.completions for o in outcomes.values())
     return (config.rollout.prompts_per_step * group_size - spent - reserved) // group_size
+
+
+def captures_routes(config: Config, step: int) -> bool:
+    """Say whether the engine returns the experts of the tokens that it samples at a step."""
+    rollout, is_replayed = config.rollout, config.algorithm.router_replay == "r3"
+    is_checked = step % rollout.check_every == 0 if rollout.check_every else step == 0
+    return is_replayed or rollout.capture_routes == "on" or (rollout.capture_routes == "auto" and is_checked)
 
 
 @dataclass
@@ -767,7 +777,8 @@ class Rollouts:
             progress.update()
 
         with self.clock(label):
-            completions = self.engine.generate(requests, version, on_finished, self.pool.poll)
+            captures = label == "rollout" and captures_routes(self.config, version)
+            completions = self.engine.generate(requests, version, on_finished, self.pool.poll, captures)
         progress.close()
         with self.clock("reward"):
             for index, completion in enumerate([] if overlap else completions):
@@ -1567,6 +1578,11 @@ def forward_rows(
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
 
 
+def tokens_per_forward(train: TrainSettings) -> int:
+    """Return the padded tokens of a micro-batch: train.micro_batch_tokens, or what suits the device."""
+    return train.micro_batch_tokens or (32768 if torch.cuda.is_available() else 4096)
+
+
 def sequence_lengths(batch: RolloutBatch) -> list[int]:
     """Return [B], the tokens that a forward computes of each row: all but the last."""
     return [max(1, len(p) + len(c) - 1) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
@@ -1578,7 +1594,7 @@ def forward_batch(policy, batch: RolloutBatch, config: Config, replay: bool = Tr
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
     routes, lengths = [None] * len(batch.prompts), sequence_lengths(batch)
     micro_batches = split_micro_batches(
-        lengths, list(range(len(routes))), config.train.micro_batch_tokens, config.train.balance
+        lengths, list(range(len(routes))), tokens_per_forward(config.train), config.train.balance
     )
     for rows in micro_batches:
         part = forward_rows(policy, batch, rows, config, replay)
@@ -1741,7 +1757,7 @@ def update_policy(
     """
     train, work, lengths = config.train, UpdateWork(), sequence_lengths(batch)
     has_gradient, is_shown = rows_with_gradient(batch, config), (step + 1) % config.run.log_every == 0
-    split = lambda rows: split_micro_batches(lengths, rows, train.micro_batch_tokens, train.balance)
+    split = lambda rows: split_micro_batches(lengths, rows, tokens_per_forward(train), train.balance)
     for number in [*range(train.minibatches_per_step)] * train.passes_per_rollout:
         in_update = batch.minibatch == number  # [B], whole groups
         rows = (in_update & has_gradient).nonzero().flatten().tolist()
@@ -2070,7 +2086,7 @@ def set_up(config: Config) -> Run | None:
 
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     """Start vLLM in what policy, optimizer and update leave of a GPU, and say what it has room for."""
-    tokens = max(config.train.micro_batch_tokens, max_model_len(config))
+    tokens = max(tokens_per_forward(config.train), max_model_len(config))
     beside = moe_model.trainer_bytes(
         hf_config, config.model, config.train.zero_stage, dist.get_world_size(), tokens,
         engine_sleeps=config.rollout.sleep_level > 0, with_reference=config.algorithm.kl_coef > 0,

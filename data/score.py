@@ -169,7 +169,7 @@ def weights_of(folder: Path):
 def build_engine(args, longest_prompt: int) -> RolloutEngine:
     """Start vLLM with the weights of the model's folder."""
     settings = RolloutSettings(
-        max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, capture_routes=False
+        max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, capture_routes="off"
     )
     engine = RolloutEngine(args.model, longest_prompt + args.max_new_tokens, settings)
     engine.sync(weights_of(args.model), policy_version=0)

@@ -41,7 +41,7 @@ def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
             f"{invalid} of {total} rows of routed experts are invalid: missing, with an expert twice in a "
             f"layer, or with none of the model's (rollout.max_invalid_routes {max_invalid_frac}). The engine "
             "does not capture what it computes: try rollout.prefix_caching=false, or go without "
-            "(algorithm.router_replay=off and rollout.capture_routes=false)"
+            "(algorithm.router_replay=off and rollout.capture_routes=off)"
         )
 
 

@@ -197,6 +197,7 @@ NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
             "inverse_sqrt",
         )
     },
+    ("rollout.capture_routes", "off"): "engines that cannot return the experts of a token",
     ("reward.decode", "engine"): "tokenizers that do more than their library; a contrast of the benchmark",
     ("reward.judge", "generative"): "needs a language model that can judge; the tiny one writes digits only",
     ("checkpoint.resume", "weights"): "a run that goes on with another number of ranks",
@@ -399,7 +400,7 @@ REFUSED = [
     ),
     (
         "algorithm.router_replay=r3 rollout.capture_routes=false",
-        "algorithm.router_replay 'r3'", "rollout.capture_routes, which is False",
+        "algorithm.router_replay 'r3'", "rollout.capture_routes, which is 'off'",
     ),
     ("rollout.expert_parallel=true", "rollout.expert_parallel True", "rollout.tensor_parallel above 1"),
     (

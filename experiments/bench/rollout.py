@@ -105,7 +105,7 @@ class Rank:
         self.trainer, self.workload, recipe = trainer, workload, workload.recipe
         self.tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         settings = RolloutSettings(
-            max_num_seqs=slots, dtype="float32", kv_cache_gib=0.5, capture_routes=False
+            max_num_seqs=slots, dtype="float32", kv_cache_gib=0.5, capture_routes="off"
         )
         self.engine = RolloutEngine(model, recipe.prompt_tokens + recipe.longest_tokens, settings)
         policy = moe_model.Policy(moe_model.load_config(model))

@@ -41,7 +41,7 @@ def start_engines(folder: Path, dtype: str, policy: moe_model.Policy) -> dict[bo
     """Return {captures routes: engine with the policy's weights}."""
     engines = {}
     for captures in (False, True):
-        settings = RolloutSettings(dtype=dtype, kv_cache_gib=0.25, capture_routes=captures)
+        settings = RolloutSettings(dtype=dtype, kv_cache_gib=0.25, capture_routes="on" if captures else "off")
         engines[captures] = RolloutEngine(folder, 512, settings)
         engines[captures].sync(moe_model.hf_tensors(policy), 0)
     return engines
