@@ -152,12 +152,24 @@ class ZeroVarianceSettings(Section):
     explore_solved: float = setting(0.1, "least probability of sampling a prompt always solved", ge=0, le=1)
     explore_unsolved: float = setting(0.1, "least probability of sampling one never solved", ge=0, le=1)
     retest_steps: int = setting(200, "steps after which a record is too old to skip by; 0: never", ge=0)
+    skip_rule: Literal["expected", "consecutive"] = setting(
+        "expected",
+        "how history skips. expected: by the probability of zero variance under the record. consecutive: by "
+        "the number of visits in a row that had none (GRESO).",
+    )
+    target_solved: float = setting(1 / 12, "GRESO: share of all-right groups aimed at", ge=0, le=1)
+    target_unsolved: float = setting(1 / 6, "GRESO: share of all-wrong groups aimed at", ge=0, le=1)
     probe_size: int = setting(0, "stage 1c: g0, completions sampled first of each group; 0: off", ge=0)
     probe_stop_prob: float = setting(0.9, "stop a probe if zero variance is at least so likely", gt=0)
     rl_zvp: bool = setting(False, "stage 3: groups left without variance get RL-ZVP advantages")
     rl_zvp_coef: float = setting(0.1, "alpha of RL-ZVP", gt=0)
     drop: bool = setting(False, "contrast: leave groups without variance out of the update (DAPO filter)")
     refill: bool = setting(False, "contrast: replace dropped groups by new prompts (DAPO dynamic sampling)")
+    round_size: Literal["missing", "adaptive"] = setting(
+        "missing",
+        "prompts of a round of refill. missing: as many as useful groups are missing. adaptive: more, by the "
+        "last round's share without variance; what is too much is dropped (GRESO).",
+    )
     max_rounds: int = setting(4, "rounds of sampling in a step after which no new prompts are taken", ge=1)
 
 
@@ -398,10 +410,15 @@ def algorithm_contradictions(config: Config) -> dict[str, tuple]:
     return {
         "zero_variance.refill {} needs zero_variance.drop, which is {}": (
             zero.refill, zero.drop, zero.refill and not zero.drop),
+        "zero_variance.round_size {!r} needs zero_variance.refill, which is {}": (
+            zero.round_size, zero.refill, zero.round_size != "missing" and not zero.refill),
+        "zero_variance.skip_rule {!r} needs zero_variance.history, which is {}": (
+            zero.skip_rule, zero.history, zero.skip_rule != "expected" and not zero.history),
         "zero_variance.rl_zvp {} reshapes the groups that zero_variance.drop {} removes: choose one": (
             zero.rl_zvp, zero.drop, zero.rl_zvp and zero.drop),
         "zero_variance.explore_solved or _unsolved {} and retest_steps {} would lose prompts for ever": (
-            explore, zero.retest_steps, zero.history and explore == 0 and zero.retest_steps == 0),
+            explore, zero.retest_steps, zero.history and zero.skip_rule == "expected"
+            and explore == 0 and zero.retest_steps == 0),
         "reward.overlong_buffer {} must be at most rollout.max_new_tokens {}": (
             reward.overlong_buffer, rollout.max_new_tokens, reward.overlong_buffer > rollout.max_new_tokens),
         "reward.code_memory_gib {} must be at most reward.memory_gib {}, which holds for all in a worker": (
@@ -604,24 +621,65 @@ def choose_prompts(
     zero, chosen, offered, set_size = config.zero_variance, [], 0, len(history.tried)
     while len(chosen) < num_prompts:
         (prompt,) = prompts_of_step(set_size, 1, consumed + offered, config.train.seed, mixture)
-        skip_prob = 0.0
-        if zero.history and offered < set_size:
-            skip_prob = history.skip_prob(
-                prompt, step, config.rollout.group_size, prior=zero.prior, retest_steps=zero.retest_steps,
-                explore_solved=zero.explore_solved, explore_unsolved=zero.explore_unsolved,
-            )  # fmt: skip
+        may_skip = zero.history and offered < set_size
+        skip_prob = skip_prob_of(prompt, history, step, config) if may_skip else 0.0
         if random.Random(seed_of(config.train.seed, "skip", consumed + offered)).random() >= skip_prob:
             chosen.append(prompt)
         offered += 1
     return chosen, offered
 
 
-def num_new_prompts(outcomes: dict[int, GroupOutcome], probing: list[int], config: Config) -> int:
-    """Return how many prompts the next round samples, given what was sampled and whose probes go on."""
+def skip_prob_of(prompt: int, history: PromptHistory, step: int, config: Config) -> float:
+    """Return the probability with which a prompt is skipped, by zero_variance.skip_rule."""
+    zero = config.zero_variance
+    match zero.skip_rule:
+        case "expected":
+            return history.skip_prob(
+                prompt, step, config.rollout.group_size, prior=zero.prior, retest_steps=zero.retest_steps,
+                explore_solved=zero.explore_solved, explore_unsolved=zero.explore_unsolved,
+            )  # fmt: skip
+        case "consecutive":
+            return history.consecutive_skip_prob(prompt)
+
+
+FIRST_ROUND, SAFETY = 1.5, 1.25  # GRESO: 384 prompts for updates on 256; factor of the expected number
+
+
+def num_first_prompts(config: Config) -> int:
+    """Return how many prompts the first round of a step samples."""
+    per_step = config.rollout.prompts_per_step
+    return math.ceil(FIRST_ROUND * per_step) if config.zero_variance.round_size == "adaptive" else per_step
+
+
+def num_refilled(
+    outcomes: dict[int, GroupOutcome], last: list[int], probing: list[int], config: Config
+) -> int:
+    """Return how many prompts the next round of a refill samples, and 0 if enough groups are useful.
+
+        missing    B - useful
+        adaptive   min(1.5 B, 1.25 (B - useful) / (1 - share without variance in the last round))  (GRESO)
+
+    B: prompts_per_step; last: slots of the last round. GRESO's floor of 64 prompts a round and its rounding
+    to the number of GPUs are left out [ours: they belong to its batch of 256].
+    """
+    useful = {slot for slot, o in outcomes.items() if o.has_variance or slot in probing}
+    missing = max(0, config.rollout.prompts_per_step - len(useful))
+    if config.zero_variance.round_size == "missing" or not missing:
+        return missing
+    found, most = len(useful.intersection(last)), num_first_prompts(config)
+    return min(most, math.ceil(SAFETY * missing * len(last) / found)) if found else most
+
+
+def num_new_prompts(
+    outcomes: dict[int, GroupOutcome], last: list[int], probing: list[int], config: Config
+) -> int:
+    """Return how many prompts the next round samples, given what was sampled and whose probes go on.
+
+    last: slots of the round that has ended.
+    """
     zero, group_size = config.zero_variance, config.rollout.group_size
     if zero.refill:
-        useful = sum(o.has_variance or o.slot in probing for o in outcomes.values())
-        return config.rollout.prompts_per_step - useful
+        return num_refilled(outcomes, last, probing, config)
     reserved = len(probing) * (group_size - zero.probe_size)
     spent = sum(o.completions for o in outcomes.values())
     return (config.rollout.prompts_per_step * group_size - spent - reserved) // group_size
@@ -663,7 +721,7 @@ class Rollouts:
         groups: list[Group] = []  # those of all ranks, by slot; completions are with the owner only
         owner: list[int] = []  # [groups] rank
         outcomes: dict[int, GroupOutcome] = {}
-        account, probing, num_new = Counter(), [], config.rollout.prompts_per_step
+        account, probing, num_new = Counter(), [], num_first_prompts(config)
         while num_new or probing:
             chosen, offered = choose_prompts(
                 num_new, state.consumed_prompts, history, state.step, config, self.mixture
@@ -684,7 +742,8 @@ class Rollouts:
                 if outcome.completions < group_size
                 and history.zero_variance_after(outcome, group_size, zero.prior) < zero.probe_stop_prob
             ]
-            num_new = num_new_prompts(outcomes, probing, config) if account["rounds"] < zero.max_rounds else 0
+            last, is_over = [outcome.slot for outcome in found], account["rounds"] >= zero.max_rounds
+            num_new = 0 if is_over else num_new_prompts(outcomes, last, probing, config)
         stopped = sum(o.completions < group_size for o in outcomes.values())
         account.update(probed=len(outcomes) if zero.probe_size else 0, stopped=stopped)
         rank = dist.get_rank()
@@ -832,6 +891,8 @@ def drop_and_deal(
     """
     world_size = dist.get_world_size()
     kept = {slot: o for slot, o in sorted(outcomes.items()) if is_kept(o, config.zero_variance)}
+    if config.zero_variance.round_size == "adaptive":  # it may have sampled too much
+        kept = dict(list(kept.items())[: config.rollout.prompts_per_step])
     slots, per_minibatch = list(kept), -(-len(kept) // config.train.minibatches_per_step) or 1
     owner, minibatch = {}, {slot: i // per_minibatch for i, slot in enumerate(slots)}
     may_skip = config.train.skip_zero_gradient and only_variance_teaches(config)
@@ -1739,9 +1800,7 @@ def old_pass_metrics(batch: RolloutBatch, config: Config) -> dict[str, tuple[flo
     statistics |= mismatch_statistics(batch.old_logprobs, batch.rollout_logprobs)
     if batch.route_mismatch is not None:
         statistics["mismatch_routes"] = batch.route_mismatch
-    statistics["ratio"] = torch.ones(mask.shape)  # token_metrics() wants one; those of updates are reported
-    metrics = token_metrics(batch, [(list(range(len(mask))), statistics)], len(shares))
-    return {name: pair for name, pair in metrics.items() if "ratio" not in name}
+    return token_metrics(batch, [(list(range(len(mask))), statistics)], len(shares))
 
 
 def update_policy(
@@ -2200,7 +2259,7 @@ def main(config: Config) -> None:
         with run.clock("deal"):
             groups, kept = drop_and_deal(sampled, outcomes, config)
         batch = collate(groups, run.rollouts.prompts, run.rollouts.prompt_ids)
-        run.history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
+        enter_outcomes(run, list(outcomes.values()))
 
         # Old and reference log-probabilities, where the update needs them
         if kept:
@@ -2273,6 +2332,14 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     check_verdicts(verdicts, config.reward.max_failed_frac, f"step {run.state.step + 1}")
     check_routes(*metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
     return metrics | {"reward_worker_restarts_total": (pool.num_restarts, 1)}
+
+
+def enter_outcomes(run: Run, outcomes: list[GroupOutcome]) -> None:
+    """Enter what a step's groups came to into the record of the prompts."""
+    zero, state = run.config.zero_variance, run.state
+    run.history.update(outcomes, state.step, zero.history_decay)
+    if state.consumed_prompts > len(run.rollouts.prompts):  # GRESO: from the second epoch on
+        run.history.adjust_exploration(outcomes, zero.target_solved, zero.target_unsolved)
 
 
 def add_old_outputs(run: Run, batch: RolloutBatch) -> None:

@@ -163,14 +163,16 @@ def token_metrics(
 ) -> dict[str, tuple[float, float]]:
     """Measure the tokens of an update as (sum, count), some of them by entropy group; _max is the largest.
 
-    seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group and ratio.
+    seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group, and ratio
+    if it is an update's.
     """
     sums, counts, largest, bins = Counter(), Counter(), Counter(), Counter()
     for rows, statistics in seen:
         mask = batch.response_mask[rows]
         values = {name: value.cpu()[mask] for name, value in statistics.items()}  # [tokens]
         entropy_groups = values.pop("entropy_group")
-        values["abs_log_ratio"] = values["ratio"].clamp(min=1e-30).log().abs()
+        if "ratio" in values:
+            values["abs_log_ratio"] = values["ratio"].clamp(min=1e-30).log().abs()
         for name, value in values.items():
             sums[name] += value.sum().item()
             counts[name] += value.numel()

@@ -331,6 +331,14 @@ REFUSED = [
     ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
     ("zero_variance.probe_size=9 rollout.group_size=8", "zero_variance.probe_size 9", "rollout.group_size 8"),
     ("zero_variance.refill=true", "zero_variance.refill True", "zero_variance.drop"),
+    (
+        "zero_variance.drop=true zero_variance.round_size=adaptive",
+        "zero_variance.round_size 'adaptive'", "zero_variance.refill",
+    ),
+    (
+        "zero_variance.skip_rule=consecutive",
+        "zero_variance.skip_rule 'consecutive'", "zero_variance.history, which is False",
+    ),
     ("zero_variance.rl_zvp=true zero_variance.drop=true", "zero_variance.rl_zvp", "zero_variance.drop"),
     (
         "zero_variance.history=true zero_variance.explore_unsolved=0 zero_variance.retest_steps=0",
