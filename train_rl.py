@@ -114,6 +114,7 @@ from runtime.checks import (
     handle_nonfinite,
     mismatch_gate,
     refuse_nonfinite_rewards,
+    refuse_nonfinite_weights,
 )
 from runtime.config import Section, Switch, read_config, refuse_contradictions, setting
 from runtime.metrics import (
@@ -2047,6 +2048,7 @@ def set_up(config: Config) -> Run | None:
         judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
         dist.barrier()
         policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
+        refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
         trainer = moe_model.deepspeed_engine(policy, config.train)
         moe_model.set_group_timeouts(config.run.timeout_s)
         reference = None
@@ -2201,6 +2203,7 @@ def main(config: Config) -> None:
         with run.clock("update"):
             set_learning_rate(run.trainer, learning_rate(config, state.step))
             metrics |= update_policy(run.trainer, batch, config, state.step)
+            refuse_broken_policy(run)
         state.step += 1
 
         # Weight sync
@@ -2283,6 +2286,16 @@ def add_rewards(run: Run, batch: RolloutBatch) -> None:
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     valid = has_verdict(batch.verdicts)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(rewards, valid, batch, run.config, run.state.step)
+
+
+def refuse_broken_policy(run: Run) -> None:
+    """Stop the run if the update has left a weight that is NaN or infinite. Collective."""
+    refuse_nonfinite_weights(
+        run.policy,
+        f"step {run.state.step + 1}: after the update",
+        "nothing was saved of them, earlier checkpoints are whole; lower train.learning_rate "
+        f"({run.config.train.learning_rate:g}), then start the same command again",
+    )
 
 
 def set_learning_rate(trainer, value: float) -> None:
