@@ -41,7 +41,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Annotated, Literal, NamedTuple
 
-from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, run
+from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, one_line, run
 
 if __name__ == "__main__":
     die_with_torchrun()  # before the imports that take seconds
@@ -55,9 +55,10 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, get_scheduler
+from transformers import get_scheduler
 
 import moe_model
+from data.chat import load_tokenizer
 from data.history import PromptHistory
 from data.prompts import DataSettings, OfflineScore, Prompt, check_data, prompt_sha
 from data.stream import (
@@ -70,6 +71,7 @@ from data.stream import (
     load_sets,
     mixture_of,
     prompts_of_step,
+    refuse_unknown_tokens,
     seed_of,
 )
 from moe_model import ModelSettings, pack, route_table
@@ -1895,7 +1897,7 @@ class Run:
 def say(line: str) -> None:
     """Print a line on rank 0, above the progress bar."""
     if dist.get_rank() == 0:
-        tqdm.write(line)
+        tqdm.write(one_line(line))
 
 
 def check_ranks(config: Config, world_size: int) -> None:
@@ -2035,10 +2037,11 @@ def set_up(config: Config) -> Run | None:
     num_experts = moe_model.num_experts_of(hf_config)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
     check_model(config, hf_config)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = load_tokenizer(model_dir)
     log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, log)
     loaded, offline_scores = load_data(config, tokenizer, pool, checkpoint)
+    refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     announce(config, hf_config, loaded, model_dir, tokenizer, accelerator.device)
 
     # ---- engine, policy ----

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from runtime.launch import one_line
 from runtime.metrics import histogram, reduce_metrics
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def check_verdicts(verdicts: "list[Verdict]", max_failed_frac: float, where: str
     message = f"{len(failed)} of {len(verdicts)} verdicts failed; first: {failed[0].status}: {reason}"
     if len(failed) > max_failed_frac * len(verdicts):
         raise RuntimeError(f"{where}: {message} (reward.max_failed_frac {max_failed_frac})")
-    tqdm.write(f"warning: {where}: {message}")
+    tqdm.write(one_line(f"warning: {where}: {message}"))
 
 
 def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:

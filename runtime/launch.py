@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -65,6 +66,12 @@ class Signals:
                 os.write(2, text.encode())
 
 
+def one_line(text: str) -> str:
+    """Return a text as one line without control characters: a terminal acts on those that a model writes."""
+    text = re.sub(r"\s*\n\s*", " ", text.strip())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def report_to_torchrun(line: str) -> None:
     """Have torchrun end its own report, which comes last on the screen, with this line."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -102,11 +109,12 @@ def run(
         return 128 + stopped.signal_number
     except Exception as error:
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
-        line = f"error on rank {rank}: " + ("" if expected else f"{type(error).__name__}: ") + str(error)
+        said = one_line(("" if expected else f"{type(error).__name__}: ") + str(error))
+        line = f"error on rank {rank}: {said}"
         with contextlib.suppress(OSError):
             if folder is not None and folder.is_dir():
                 stack = folder / f"error_rank_{rank}.txt"
-                stack.write_text(traceback.format_exc())
+                stack.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
                 line += f"; the stack is in {stack}"
         with contextlib.suppress(OSError):
             report_to_torchrun(line)

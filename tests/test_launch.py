@@ -54,6 +54,8 @@ def test_one_signal_is_noted_and_a_second_ends_at_once(waiting, number):
         (ValueError("train.x: too large"), "train.x: too large"),
         (OSError(28, "No space left on device", "runs/x"), "[Errno 28] No space left on device: 'runs/x'"),
         (KeyError("step"), "KeyError: 'step'"),
+        (ValueError("of two\n  lines, '2    +1'"), "of two lines, '2    +1'"),
+        (ValueError("red \x1b[31m, half \ud800, back \r, 7 °"), r"red \x1b[31m, half \ud800, back \r, 7 °"),
     ],
 )
 def test_an_error_is_one_line_with_the_file_of_its_stack_also_for_torchrun(
