@@ -108,6 +108,7 @@ from runtime.checkpoint import (
     lock_run_dir,
     prepare_run_dir,
     save_checkpoint,
+    writing,
 )
 from runtime.checks import (
     check_parity,
@@ -2385,12 +2386,14 @@ def finish(run: Run) -> None:
     run.progress.close()
     run.rollouts.pool.close()
     run_dir = Path(run.config.run.dir)
-    write_model(run, run_dir / "model")
+    with writing(run_dir / "model"):
+        write_model(run, run_dir / "model")
     peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
     peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
     if dist.get_rank() == 0:
-        write_summary(run_dir, run.state, peak_rss_bytes)
-        plot_curves(run_dir)
+        with writing(run_dir / "summary.json"):
+            write_summary(run_dir, run.state, peak_rss_bytes)
+            plot_curves(run_dir)
         print_summary(run_dir)
     dist.barrier()
     run.accelerator.end_training()

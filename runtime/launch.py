@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import re
@@ -27,6 +28,9 @@ def die_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it died in between
             os._exit(1)
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Stopped(Exception):
@@ -111,6 +115,8 @@ def run(
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
         said = one_line(("" if expected else f"{type(error).__name__}: ") + str(error))
         line = f"error on rank {rank}: {said}"
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            line += f"; free space in {folder}, then start the same command again"
         with contextlib.suppress(OSError):
             if folder is not None and folder.is_dir():
                 stack = folder / f"error_rank_{rank}.txt"
