@@ -40,9 +40,11 @@ from runtime.schedule import CacheRoom, WaitingLine
 class RolloutSettings(Section):
     """What is sampled in a step, in which order, and by which engine."""
 
-    prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1)
-    group_size: int = setting(8, "G, completions per prompt", ge=1)
-    temperature: float = setting(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
+    prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1, le=2**20)
+    group_size: int = setting(8, "G, completions per prompt", ge=1, le=2**16)
+    temperature: float = setting(
+        1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0, le=2
+    )
     max_prompt_tokens: int = setting(1024, "longer prompts are an error at start", ge=1)
     max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
     stop: list[int | str] = setting(
@@ -50,7 +52,7 @@ class RolloutSettings(Section):
         "token ids and texts that end a completion, besides the end-of-sequence tokens of the model folder",
     )
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the engine's weights and activations")
-    max_num_seqs: int = setting(256, "completions an engine works on at once", True, ge=1)
+    max_num_seqs: int = setting(256, "completions an engine works on at once", True, ge=1, le=2**16)
     schedule: Literal["arrival", "longest_first"] = setting(
         "longest_first",
         "order of prompts over and in engines. arrival: as they come. longest_first: by expected length.",
@@ -60,7 +62,7 @@ class RolloutSettings(Section):
         True, "longest_first counts the seconds of slow verifiers as tokens", True
     )
     kv_cache_gib: float | None = setting(
-        None, "GiB of keys and values per rank; null: what trainer and weights leave", True, gt=0
+        None, "GiB of keys and values per rank; null: what trainer and weights leave", True, gt=0, le=2**16
     )
     prefix_caching: bool = setting(True, "share the prompt's keys and values within a group", True)
     sleep_level: Literal[0, 2] = setting(
@@ -164,7 +166,9 @@ class RolloutEngine:
         from transformers import AutoConfig
 
         self.settings, self.max_model_len = settings, max_model_len
-        self.hf_config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        self.hf_config = AutoConfig.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=False
+        )
         self.num_experts = getattr(self.hf_config, "num_experts", 0)
         self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
         check_fp8(settings, self.hf_config)

@@ -41,7 +41,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Annotated, Literal, NamedTuple
 
-from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, run
+from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, one_line, run
 
 if __name__ == "__main__":
     die_with_torchrun()  # before the imports that take seconds
@@ -55,9 +55,10 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, get_scheduler
+from transformers import get_scheduler
 
 import moe_model
+from data.chat import load_tokenizer
 from data.history import PromptHistory
 from data.prompts import DataSettings, OfflineScore, Prompt, check_data, prompt_sha
 from data.stream import (
@@ -70,6 +71,7 @@ from data.stream import (
     load_sets,
     mixture_of,
     prompts_of_step,
+    refuse_unknown_tokens,
     seed_of,
 )
 from moe_model import ModelSettings, pack, route_table
@@ -106,6 +108,7 @@ from runtime.checkpoint import (
     lock_run_dir,
     prepare_run_dir,
     save_checkpoint,
+    writing,
 )
 from runtime.checks import (
     check_parity,
@@ -114,6 +117,7 @@ from runtime.checks import (
     handle_nonfinite,
     mismatch_gate,
     refuse_nonfinite_rewards,
+    refuse_nonfinite_weights,
 )
 from runtime.config import Section, Switch, read_config, refuse_contradictions, setting
 from runtime.metrics import (
@@ -1969,7 +1973,7 @@ class Run:
 def say(line: str) -> None:
     """Print a line on rank 0, above the progress bar."""
     if dist.get_rank() == 0:
-        tqdm.write(line)
+        tqdm.write(one_line(line))
 
 
 def check_ranks(config: Config, world_size: int) -> None:
@@ -2109,10 +2113,11 @@ def set_up(config: Config) -> Run | None:
     num_experts = moe_model.num_experts_of(hf_config)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
     check_model(config, hf_config)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = load_tokenizer(model_dir)
     log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, log)
     loaded, offline_scores = load_data(config, tokenizer, pool, checkpoint)
+    refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     announce(config, hf_config, loaded, model_dir, tokenizer, accelerator.device)
 
     # ---- engine, policy ----
@@ -2122,6 +2127,7 @@ def set_up(config: Config) -> Run | None:
         judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
         dist.barrier()
         policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
+        refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
         trainer = moe_model.deepspeed_engine(policy, config.train)
         moe_model.set_group_timeouts(config.run.timeout_s)
         reference = None
@@ -2276,6 +2282,7 @@ def main(config: Config) -> None:
         with run.clock("update"):
             set_learning_rate(run.trainer, learning_rate(config, state.step))
             metrics |= update_policy(run.trainer, batch, config, state.step)
+            refuse_broken_policy(run)
         state.step += 1
 
         # Weight sync
@@ -2368,6 +2375,16 @@ def add_rewards(run: Run, batch: RolloutBatch) -> None:
     batch.rewards, batch.valid = refuse_nonfinite_rewards(rewards, valid, batch, run.config, run.state.step)
 
 
+def refuse_broken_policy(run: Run) -> None:
+    """Stop the run if the update has left a weight that is NaN or infinite. Collective."""
+    refuse_nonfinite_weights(
+        run.policy,
+        f"step {run.state.step + 1}: after the update",
+        "nothing was saved of them, earlier checkpoints are whole; lower train.learning_rate "
+        f"({run.config.train.learning_rate:g}), then start the same command again",
+    )
+
+
 def set_learning_rate(trainer, value: float) -> None:
     """Set the learning rate of the next update."""
     for parameter_group in trainer.optimizer.param_groups:
@@ -2452,12 +2469,14 @@ def finish(run: Run) -> None:
     run.progress.close()
     run.rollouts.pool.close()
     run_dir = Path(run.config.run.dir)
-    write_model(run, run_dir / "model")
+    with writing(run_dir / "model"):
+        write_model(run, run_dir / "model")
     peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
     peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
     if dist.get_rank() == 0:
-        write_summary(run_dir, run.state, peak_rss_bytes)
-        plot_curves(run_dir)
+        with writing(run_dir / "summary.json"):
+            write_summary(run_dir, run.state, peak_rss_bytes)
+            plot_curves(run_dir)
         print_summary(run_dir)
     dist.barrier()
     run.accelerator.end_training()

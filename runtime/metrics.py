@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.checkpoint import writing
+
 if TYPE_CHECKING:
     from reward import RewardPool
     from runtime.checkpoint import TrainState
@@ -263,7 +265,8 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
         histograms = {name: metrics[name] for name in metrics if name.endswith("_hist")}
         metrics = {n: value for n, value in metrics.items() if n not in histograms and math.isfinite(value)}
         row = {"step": state.step, "generated_tokens": state.generated_tokens} | metrics
-        with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
+        path = Path(config.run.dir) / "metrics.jsonl"
+        with writing(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         accelerator.log(metrics, step=state.step)
         is_due = state.step % config.run.log_every == 0 and "tensorboard" in config.run.trackers
@@ -276,7 +279,8 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
 
 def log_samples(config: "Config", state: "TrainState", batch: "RolloutBatch", tokenizer) -> None:
     """Write the first group of a step to samples.jsonl; experiments/evaluate.py --run makes a page of it."""
-    with (Path(config.run.dir) / "samples.jsonl").open("a") as file:
+    path = Path(config.run.dir) / "samples.jsonl"
+    with writing(path), path.open("a") as file:
         for i in (batch.group_index == 0).nonzero().flatten().tolist():
             prompt, token_ids = batch.prompts[i], batch.completion_ids[i]
             num = len(token_ids)

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 import moe_model
+from data.chat import load_tokenizer
 from data.prompts import load_prompts
 from experiments.bench.common import (
     SIZES,
@@ -52,7 +52,7 @@ def measure(name: str, workload: str, dtype: str, pairs: int, scratch: Path, pro
     num_completions, max_new_tokens = WORKLOADS[workload]
     folder = model_folder("tiny" if name in SIZES else name)
     model = folder / "model"
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    tokenizer = load_tokenizer(model)
     prompts = tokenizer([p.text for p in load_prompts(str(folder / "test.jsonl"))])["input_ids"]
     if name in SIZES:  # a random model never ends a completion
         policy, model = make_policy(*SIZES[name]), scratch / name
