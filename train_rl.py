@@ -691,9 +691,13 @@ def num_new_prompts(
 
 def captures_routes(config: Config, step: int) -> bool:
     """Say whether the engine returns the experts of the tokens that it samples at a step."""
-    rollout, is_replayed = config.rollout, config.algorithm.router_replay == "r3"
-    is_checked = step % rollout.check_every == 0 if rollout.check_every else step == 0
-    return is_replayed or rollout.capture_routes == "on" or (rollout.capture_routes == "auto" and is_checked)
+    rollout = config.rollout
+    match config.algorithm.router_replay:
+        case "r3":
+            return True
+        case "off" | "r2":
+            is_checked = step % rollout.check_every == 0 if rollout.check_every else step == 0
+            return rollout.capture_routes == "on" or (rollout.capture_routes == "auto" and is_checked)
 
 
 @dataclass

@@ -217,7 +217,9 @@ class FakeEngine:
     def __init__(self, answer: Answer):
         self.answer, self.num_sampled, self.rights = answer, Counter(), {}
 
-    def generate(self, requests: list[Request], version: int, on_finished, on_step) -> list[Completion]:
+    def generate(
+        self, requests: list[Request], version: int, on_finished, on_step, capture_routes: bool
+    ) -> list[Completion]:
         completions = []
         for index, request in enumerate(requests):
             where = (request.prompt_ids[0], version, request.group)
