@@ -61,16 +61,12 @@ import moe_model
 from data.chat import load_tokenizer
 from data.history import PromptHistory
 from data.prompts import DataSettings, OfflineScore, Prompt, check_data, prompt_sha
+from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import (
     EvalSets,
     LoadedSets,
-    Mixture,
     digest_of,
-    keep_by_offline_scores,
     leave_out,
-    load_sets,
-    mixture_of,
-    prompts_of_step,
     refuse_unknown_tokens,
     seed_of,
 )
@@ -119,7 +115,15 @@ from runtime.checks import (
     refuse_nonfinite_rewards,
     refuse_nonfinite_weights,
 )
-from runtime.config import Section, Switch, read_config, refuse_contradictions, setting
+from runtime.config import (
+    Section,
+    Switch,
+    explain,
+    flat_settings,
+    read_config,
+    refuse_contradictions,
+    setting,
+)
 from runtime.metrics import (
     Clock,
     batch_metrics,
@@ -137,6 +141,15 @@ from runtime.metrics import (
 )
 from runtime.other_names import NAMES_ELSEWHERE
 from runtime.schedule import collective_device, exchange, longest_first, split_micro_batches
+from runtime.stages import (
+    HandOver,
+    Stage,
+    StagePosition,
+    check_hand_overs,
+    end_of_stage,
+    place_of,
+    settings_of_stages,
+)
 from runtime.summary import plot_curves, print_summary, write_summary
 
 # ============================================================================================================
@@ -372,6 +385,26 @@ class Config(Section):
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     run: RunSettings = RunSettings()
+    stages: list[Stage] = setting(
+        [], "parts of the run, one after another, with settings of their own; docs/stages.md; []: none"
+    )
+
+
+# Sections and settings that a stage may set: those that every step reads. Engine, policy, optimizer, judge
+# and reward workers are built once, with the others.
+STAGE_SETTINGS = frozenset(
+    {
+        "data.train", "zero_variance", "algorithm", "eval",
+        "rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.max_prompt_tokens",
+        "rollout.max_new_tokens", "rollout.schedule", "rollout.count_reward_time", "rollout.check_every",
+        "rollout.parity_mean", "rollout.parity_p99",
+        "reward.max_failed_frac", "reward.overlap", "reward.binary", "reward.overlong_buffer",
+        "reward.overlong_coef", "reward.repetition_coef", "reward.repetition_ngram", "reward.judge_weight",
+        "reward.judge_mode",
+        "train.minibatches_per_step", "train.passes_per_rollout", "train.micro_batch_tokens", "train.balance",
+        "train.skip_zero_gradient", "train.learning_rate",
+    }
+)  # fmt: skip
 
 
 RENAMED = {  # {a setting or a choice that an older YAML may hold: the end of the sentence that refuses it}
@@ -548,8 +581,49 @@ def config_warnings(config: Config) -> list[str]:
 def load_config(argv: list[str], description: str = "") -> Config:
     """Read a command line: defaults < YAMLs of --config < section.key=value; ValueError names the setting."""
     config = read_config(Config, argv, "train_rl.py", description, RENAMED, NAMES_ELSEWHERE)
-    check_config(config)
+    check_stages(config)
     return config
+
+
+def check_stages(config: Config) -> None:
+    """Check the settings of each stage as those of a run, and how it ends; ValueError names the stage."""
+    configs = stage_configs(config)
+    for number, own in enumerate(configs):
+        try:
+            check_config(own)
+        except ValueError as error:
+            where = f"{place_of(config.stages, number)}: " if config.stages else ""
+            raise ValueError(f"{where}{error}") from error
+    check_hand_overs(config.stages, configs, [hand_over_metrics(own) for own in configs])
+
+
+def stage_configs(config: Config) -> list[Config]:
+    """Return the whole settings of each stage; those of the run alone where it has no stages."""
+    words = lambda error, prefix: explain(error, Config, RENAMED, NAMES_ELSEWHERE, prefix)
+    return settings_of_stages(config, STAGE_SETTINGS, words)
+
+
+def hand_over_metrics(config: Config) -> set[str]:
+    """List the metrics by which a stage with these settings can end: its score, and those of evaluations."""
+    held_out = [*config.data.eval, *(source for source in config.data.train if source.holdout)]
+    k = config.eval.num_samples
+    figures = ["accuracy", *([f"avg_at_{k}", f"pass_at_{k}"] if k else [])]
+    return {"score", *(f"eval/{source.label}/{figure}" for source in held_out for figure in figures)}
+
+
+def widest(configs: list[Config]) -> Config:
+    """Return settings with the largest sizes of all stages, for which engine and policy are built."""
+    first, sections = configs[0], {}
+    for section, keys in {
+        "rollout": ("max_prompt_tokens", "max_new_tokens"), "eval": ("max_new_tokens",),
+        "algorithm": ("kl_coef",),
+    }.items():  # fmt: skip
+        values = {key: [getattr(getattr(one, section), key) for one in configs] for key in keys}
+        largest = {key: max(of_stages, key=lambda value: value or 0) for key, of_stages in values.items()}
+        sections[section] = getattr(first, section).model_copy(update=largest)
+    tokens = max(tokens_per_forward(one.train) for one in configs)
+    sections["train"] = first.train.model_copy(update={"micro_batch_tokens": tokens})
+    return first.model_copy(update=sections)
 
 
 # ============================================================================================================
@@ -615,16 +689,18 @@ def choose_prompts(
     history: PromptHistory,
     step: int,
     config: Config,
-    mixture: Mixture | None = None,
+    offers: Offers | None = None,
+    first: int = 0,
 ) -> tuple[list[int], int]:
     """Return the next prompts that their record does not rule out, and how many were offered for them.
 
     This is stage 1b. After a full epoch of offers skipping is switched off, so that the loop always ends.
-    mixture: sizes and weights of the training sets, if they have weights.
+    offers: the prompts of the stage, None for all alike; first: of `consumed` those before its stream began.
     """
-    zero, chosen, offered, set_size = config.zero_variance, [], 0, len(history.tried)
+    offers = offers or Offers(range(len(history.tried)))
+    zero, chosen, offered, set_size = config.zero_variance, [], 0, len(offers.indices)
     while len(chosen) < num_prompts:
-        (prompt,) = prompts_of_step(set_size, 1, consumed + offered, config.train.seed, mixture)
+        prompt = offers.prompt(consumed + offered - first, config.train.seed)
         may_skip = zero.history and offered < set_size
         skip_prob = skip_prob_of(prompt, history, step, config) if may_skip else 0.0
         if random.Random(seed_of(config.train.seed, "skip", consumed + offered)).random() >= skip_prob:
@@ -711,7 +787,7 @@ class Rollouts:
     prompts: list[Prompt]  # the training set
     prompt_ids: list[list[int]]  # their token ids
     clock: Clock
-    mixture: Mixture | None = None  # sizes and weights of the training sets, if they have weights
+    offers: Offers | None = None  # which of them the stage offers; None: all alike
 
     def sample_step(
         self, state: TrainState, history: PromptHistory
@@ -732,8 +808,9 @@ class Rollouts:
         account, probing, num_new = Counter(), [], num_first_prompts(config)
         while num_new or probing:
             chosen, offered = choose_prompts(
-                num_new, state.consumed_prompts, history, state.step, config, self.mixture
-            )
+                num_new, state.consumed_prompts, history, state.step, config, self.offers,
+                state.stage.first_prompt,
+            )  # fmt: skip
             state.consumed_prompts += offered
             account.update(offered=offered, skipped=offered - num_new, rounds=1)
             account.update(refilled=num_new if outcomes else 0)
@@ -1952,7 +2029,10 @@ def evaluation_metrics(
 class Run:
     """Everything that main() works with. Functions of sections 2 to 7 take from it what they read."""
 
-    config: Config
+    config: Config  # settings of the stage
+    given: Config  # those of the run as they were read; without stages they are the same
+    configs: list[Config]  # settings of each stage
+    offers: list[Offers]  # the prompts of each stage
     lock: IO | None  # held by rank 0 as long as the run lives
     accelerator: Accelerator
     clock: Clock
@@ -1972,6 +2052,12 @@ class Run:
     def policy(self) -> moe_model.Policy:
         """Return the model that is trained, without DeepSpeed around it."""
         return self.trainer.module
+
+    @property
+    def rule(self) -> HandOver:
+        """Return when the stage ends; never by a rule of its own where there are no stages."""
+        stages = self.given.stages
+        return stages[self.state.stage.number].until if stages else HandOver()
 
 
 def say(line: str) -> None:
@@ -2022,28 +2108,30 @@ def max_model_len(config: Config) -> int:
 
 
 def load_data(
-    config: Config, tokenizer, pool: RewardPool, checkpoint: Path | None
-) -> tuple[LoadedSets, list[OfflineScore | None]]:
-    """Load what a run trains on and evaluates, and the offline scores of its training prompts. Collective.
+    configs: list[Config], tokenizer, pool: RewardPool, checkpoint: Path | None
+) -> tuple[LoadedSets, list[OfflineScore | None], list[Offers]]:
+    """Load what a run trains on and evaluates, the offline scores of its training prompts, and which of them
+    each stage offers. Collective.
 
-    Rows that cannot be rewarded, whatever a completion says, are left out; dropped_rows.jsonl of run.dir
-    lists them. ValueError on what the settings cannot do with the data.
+    configs: settings of each stage. Rows that cannot be rewarded, whatever a completion says, are left out;
+    dropped_rows.jsonl of run.dir lists them. ValueError on what the settings cannot do with the data.
     """
-    functions, max_tokens = config.reward.functions, config.rollout.max_prompt_tokens
-    loaded = load_sets(config.data, tokenizer, max_tokens, functions, seed=0)  # a holdout serves all seeds
+    config, stages = configs[0], configs[0].stages
+    places = [place_of(stages, number) for number in range(len(stages))] or [""]
+    functions, data = config.reward.functions, [own.data for own in configs]
+    max_tokens = [own.rollout.max_prompt_tokens for own in configs]
+    sets = load_stages(data, max_tokens, tokenizer, functions, places)
+    loaded = unite(sets)
     rows = [(prompt.kind, prompt.answer, prompt.fields) for prompt in loaded.everyone()]
-    sources = [*config.data.train, *config.data.eval]
-    check_functions([*functions, *(one.kind for one in sources if one.kind)], rows, config.reward)
+    kinds = [source.kind for own in data for source in (*own.train, *own.eval) if source.kind]
+    check_functions([*functions, *kinds], rows, config.reward)
     drop_impossible(loaded, pool, config, checkpoint)
-    scores, zero = [None] * len(loaded.train), config.zero_variance
-    if zero.offline_scores:
-        kept, scores = keep_by_offline_scores(loaded.train, zero.offline_scores, *zero.offline_pass_rate)
-        if len(kept) < len(loaded.train):
-            num_dropped = len(loaded.train) - len(kept)
-            loaded.notes.append(f"{num_dropped:,} training prompts dropped by their offline pass rate")
-        loaded.train = [loaded.train[i] for i in kept]
-        loaded.train_ids = [loaded.train_ids[i] for i in kept]
-    return loaded, scores
+    zero = [own.zero_variance for own in configs]
+    windows = [Window(own.offline_scores, own.offline_pass_rate) for own in zero]
+    offers, scores = offers_of(loaded, sets, windows, places)
+    for stage, own in zip(stages, offers):
+        loaded.notes.append(f"stage {stage.name}: {len(own.indices):,} training prompts")
+    return loaded, scores, offers
 
 
 def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkpoint: Path | None) -> None:
@@ -2103,7 +2191,9 @@ def set_up(config: Config) -> Run | None:
     )  # fmt: skip
     moe_model.init_deepspeed()
     set_seed(config.train.seed)
-    check_ranks(config, dist.get_world_size())
+    configs = stage_configs(config)
+    for own in configs:
+        check_ranks(own, dist.get_world_size())
     lock, checkpoint, state = open_run_dir(config)
     if is_finished(config, checkpoint, state):
         say(f"{checkpoint}: this run is finished; raise train.num_steps to go on, or choose another run.dir")
@@ -2116,18 +2206,19 @@ def set_up(config: Config) -> Run | None:
     hf_config = moe_model.load_config(model_dir)
     num_experts = moe_model.num_experts_of(hf_config)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
-    check_model(config, hf_config)
+    for own in (largest := widest(configs), *configs):
+        check_model(own, hf_config)
     tokenizer = load_tokenizer(model_dir)
     log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, log)
-    loaded, offline_scores = load_data(config, tokenizer, pool, checkpoint)
+    loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
-    announce(config, hf_config, loaded, model_dir, tokenizer, accelerator.device)
+    announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device)
 
     # ---- engine, policy ----
     clock = Clock(state.seconds)
     with clock("setup"):
-        engine = start_engine(config, hf_config, model_dir)
+        engine = start_engine(largest, hf_config, model_dir)
         judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
         dist.barrier()
         policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
@@ -2135,20 +2226,18 @@ def set_up(config: Config) -> Run | None:
         trainer = moe_model.deepspeed_engine(policy, config.train)
         moe_model.set_group_timeouts(config.run.timeout_s)
         reference = None
-        if config.algorithm.kl_coef > 0:
+        if largest.algorithm.kl_coef > 0:
             reference = moe_model.build_policy(config.model, config.model.path, ep_group, accelerator.device)
-        history = PromptHistory.from_offline(offline_scores, config.rollout.group_size)
+        history = PromptHistory.from_offline(offline_scores, configs[0].rollout.group_size)
         if checkpoint:
             history = resume(checkpoint, trainer, history, loaded.train, config)
     start_trackers(accelerator, config, state.step)
-    rollouts = Rollouts(
-        config, engine, pool, tokenizer, loaded.train, loaded.train_ids, clock,
-        mixture_of(loaded.train, loaded.train_weights),
-    )  # fmt: skip
+    own, own_offers = configs[state.stage.number], offers[state.stage.number]
+    rollouts = Rollouts(own, engine, pool, tokenizer, loaded.train, loaded.train_ids, clock, own_offers)
     return Run(
-        config=config, lock=lock, accelerator=accelerator, clock=clock, state=state, history=history,
-        eval_sets=loaded.eval_sets, trainer=trainer, reference=reference, judge=judge,
-        progress=progress_bar(config, state),
+        config=own, given=config, configs=configs, offers=offers, lock=lock, accelerator=accelerator,
+        clock=clock, state=state, history=history, eval_sets=loaded.eval_sets, trainer=trainer,
+        reference=reference, judge=judge, progress=progress_bar(config, state),
         rollouts=rollouts, signals=listen(config), generation_config=read_generation_config(model_dir),
     )  # fmt: skip
 
@@ -2188,10 +2277,11 @@ def listen(config: Config) -> Signals:
 
 
 def announce(
-    config: Config, hf_config, loaded: LoadedSets, model_dir: Path, tokenizer, device: torch.device
+    configs: list[Config], hf_config, loaded: LoadedSets, model_dir: Path, tokenizer, device: torch.device
 ) -> None:
-    """Say what is odd about the settings, and what the run consists of."""
-    for line in [*(f"warning: {warning}" for warning in config_warnings(config)), *loaded.notes]:
+    """Say what is odd about the settings of the stages, and what the run consists of."""
+    config, warnings = configs[0], [warning for own in configs for warning in config_warnings(own)]
+    for line in [*dict.fromkeys(f"warning: {warning}" for warning in warnings), *loaded.notes]:
         say(line)
     stop_ids, stop_texts = stops_of(model_dir, tokenizer, config.rollout.stop)
     tokens = [f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stop_ids]
@@ -2219,8 +2309,7 @@ def check_trackers(config: Config) -> None:
 
 def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
     """Start what run.trackers names; TensorBoard drops what it holds of steps after this one."""
-    sections = config.model_dump(mode="json").items()
-    settings = {f"{section}.{key}": str(value) for section, own in sections for key, value in own.items()}
+    settings = {name: str(value) for name, value in flat_settings(config.model_dump(mode="json")).items()}
     started = []
     for name in config.run.trackers:  # one by one: TensorBoard takes the project's name for its folder
         accelerator.log_with = [name]
@@ -2256,6 +2345,7 @@ def main(config: Config) -> None:
     sync_engine(run, check=True)
     while not state.is_last(config):
         evaluate_if_due(run)
+        config = next_stage_if_due(run)  # settings of the stage
         run.clock.take_step()  # evaluations and checkpoints are no part of a step's seconds
         step_start = time.perf_counter()
 
@@ -2296,7 +2386,7 @@ def main(config: Config) -> None:
         # Log, checkpoint
         metrics |= batch_metrics(batch, groups, config.rollout.group_size)
         metrics = reduce_step_metrics(metrics, prompt_account(account, outcomes, kept))
-        state.add_step(metrics)
+        state.add_step(metrics, run.rule)
         log_step(run, batch, metrics, report, step_start)
         save_if_due(run, metrics)
     evaluate_if_due(run)
@@ -2326,8 +2416,29 @@ def evaluate_if_due(run: Run) -> None:
     completions, verdicts = run.rollouts.generate(requests, prompts, run.state.step, "eval")
     run.rollouts.pool.latencies = []  # those of training are reported
     metrics = evaluation_metrics(completions, verdicts, run.eval_sets, run.config)
-    run.state.add_evaluation(metrics)
+    run.state.add_evaluation(metrics, run.rule)
     log_metrics(run.accelerator, run.config, run.state, metrics)
+
+
+def next_stage_if_due(run: Run) -> Config:
+    """Go on to the next stage if this one is over; return the settings of the stage from here on.
+
+    The record of prompts, the optimizer and all counters go on. A stage with other prompts begins a stream of
+    its own; one with the same prompts goes on with theirs.
+    """
+    state, position = run.state, run.state.stage
+    reason = end_of_stage(position, run.rule)
+    if reason is None:
+        return run.config
+    number = position.number + 1
+    same = run.offers[number] == run.offers[position.number]
+    first_prompt = position.first_prompt if same else state.consumed_prompts
+    state.stage = StagePosition(number, first_prompt=first_prompt)
+    run.config = run.rollouts.config = run.configs[number]
+    run.rollouts.offers = run.offers[number]
+    one, next_one = (place_of(run.given.stages, n) for n in (number - 1, number))
+    say(f"step {state.step}: {one} ends ({reason}); {next_one} begins")
+    return run.config
 
 
 def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str, tuple[float, float]]:
@@ -2366,7 +2477,7 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
             run.parity_is_due = False
         if needs_old_pass(run.config):
             batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch = outputs
-    if run.reference is not None:  # it keeps its own router
+    if run.reference is not None and run.config.algorithm.kl_coef > 0:  # it keeps its own router
         batch.ref_logprobs = forward_batch(run.reference, batch, run.config, replay=False).logprobs
 
 
@@ -2438,7 +2549,7 @@ def save_if_due(run: Run, metrics: dict[str, float]) -> None:
     is_due = state.is_last(run.config) or bool(every and state.step % every == 0)
     if is_due or too_far or signal_number:
         with run.clock("checkpoint"):
-            save_checkpoint(run.config, asdict(state), lambda folder: write_rank(run, folder))
+            save_checkpoint(run.given, asdict(state), lambda folder: write_rank(run, folder))
     if too_far:
         raise RuntimeError(too_far)
     if signal_number and not state.is_last(run.config):

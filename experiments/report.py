@@ -671,6 +671,7 @@ def provenance(folder: Path) -> dict:
 
     The row and the seed say what run.dir and train.seed are, so the settings leave these two out.
     """
+    from runtime.config import flat_settings
     from train_rl import Config  # here, because it loads what training needs
 
     try:
@@ -679,8 +680,7 @@ def provenance(folder: Path) -> dict:
         why = " ".join(str(error).split())
         raise ValueError(f"{folder}/config.yaml does not fit the settings of this version ({why})") from error
     versions = parse_object((folder / "versions.json").read_text(), f"{folder}/versions.json")
-    changed = config.model_dump(mode="json", exclude_defaults=True)
-    settings = {f"{section}.{name}": v for section, values in changed.items() for name, v in values.items()}
+    settings = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
     said = ("run.dir", "train.seed")
     return {
         "commit": versions.pop("commit", None),

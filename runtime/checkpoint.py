@@ -33,6 +33,7 @@ from safetensors import SafetensorError
 from runtime.config import Section, complete, differences, free_on_resume, setting
 from runtime.launch import one_line
 from runtime.schedule import longest_first
+from runtime.stages import HandOver, StagePosition, after_measurement, after_step
 
 
 class RunSettings(Section):
@@ -96,19 +97,26 @@ class TrainState:
     seconds: dict[str, float] = field(default_factory=dict)  # wall time by phase on rank 0
     first_eval: dict[str, float] = field(default_factory=dict)  # metrics before the first step
     last_eval: dict[str, float] = field(default_factory=dict)  # metrics of the latest evaluation
+    stage: StagePosition = field(default_factory=StagePosition)
+
+    def __post_init__(self):
+        if isinstance(self.stage, dict):  # read from state.json
+            self.stage = StagePosition(**self.stage)
 
     def is_last(self, config) -> bool:
         """Tell whether the run is over, by steps or by generated tokens."""
         budget = config.train.max_generated_tokens or math.inf
         return self.step >= config.train.num_steps or self.generated_tokens >= budget
 
-    def add_evaluation(self, metrics: dict[str, float]) -> None:
-        """Take the metrics of an evaluation of the policy at this step."""
+    def add_evaluation(self, metrics: dict[str, float], rule: HandOver) -> None:
+        """Take the metrics of an evaluation of the policy at this step; rule: of the stage's end."""
+        self.stage = after_measurement(self.stage, rule, metrics)
         self.first_eval, self.last_eval = metrics if self.step == 0 else self.first_eval, metrics
         self.evaluated_step = self.step
 
-    def add_step(self, metrics: dict[str, float]) -> None:
-        """Count the tokens and the account of a finished step."""
+    def add_step(self, metrics: dict[str, float], rule: HandOver) -> None:
+        """Count the tokens and the account of a finished step; rule: of the stage's end."""
+        self.stage = after_step(self.stage, rule, int(metrics["tokens_total"]), metrics)
         trained = metrics["tokens_total"] - metrics["account/wasted_dropped_tokens"]
         self.generated_tokens += int(metrics["tokens_total"])
         self.gradient_tokens += int(metrics["gradient_tokens_total"])
@@ -419,6 +427,12 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
 def check_fits(config, checkpoint: Path, record: dict) -> None:
     """Raise ValueError if a run with these settings cannot go on exactly from a checkpoint."""
     if config.checkpoint.resume != "auto":
+        number, num_stages = record["state"].get("stage", {}).get("number", 0), len(config.stages)
+        if number >= max(1, num_stages):
+            raise ValueError(
+                f"{checkpoint} was written in stages[{number}], the settings have {num_stages} stages: "
+                "restore them, or start a run of its own from these weights (model.path)"
+            )
         return
     saved, present = record["topology"], topology(config)
     changed = [f"{name} {saved[name]} -> {present[name]}" for name in present if saved[name] != present[name]]

@@ -230,27 +230,31 @@ def explain(
     schema: type[BaseModel],
     renamed: dict[str, str],
     names_elsewhere: dict[str, str],
+    prefix: str = "",
 ) -> str:
     """Say of each wrong setting its dotted name, what is wrong, and the nearest known name.
 
     renamed: {"section.key" or "section.key=value": the end of the sentence "section.key ..."} of settings
     and choices that older YAMLs may still hold. names_elsewhere: {last part of the name that another library
-    uses: our setting}; it goes before a name that is only spelt alike.
+    uses: our setting}; it goes before a name that is only spelt alike. prefix: stands before each name.
     """
     lines, wrong = [], wrong_settings(error)
     for name, item in wrong[:MAX_ERRORS]:
         found = repr(item["input"])[:200]
         choice = f"{name}={item['input']}" if isinstance(item["input"], (str, int, float)) else name
         if name in renamed or choice in renamed:
-            lines.append(f"{name} {renamed[name]}" if name in renamed else f"{choice} {renamed[choice]}")
+            known = name if name in renamed else choice
+            lines.append(f"{prefix}{known} {renamed[known]}")
         elif item["type"] == "extra_forbidden":
             known, leaf = [*setting_fields(schema), *schema.model_fields], name.rsplit(".", 1)[-1]
             same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
             (near,) = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0)
             near = near if same_leaf else names_elsewhere.get(leaf, near)
-            lines.append(f"{name}: unknown setting, did you mean {near}?")
+            lines.append(f"{prefix}{name}: unknown setting, did you mean {near}?")
         else:
-            lines.append(f"{name}: {lowered(item['msg'].removeprefix('Value error, '))}, found {found}")
+            lines.append(
+                f"{prefix}{name}: {lowered(item['msg'].removeprefix('Value error, '))}, found {found}"
+            )
     more = [f"and {len(wrong) - MAX_ERRORS:,} more"] if len(wrong) > MAX_ERRORS else []
     return "; ".join(lines + more)
 
@@ -267,7 +271,10 @@ def wrong_settings(error: ValidationError) -> list[tuple[str, dict]]:
     """Return (dotted name, pydantic's item) of each wrong setting; of an unknown mapping those inside it."""
     found = []
     for item in error.errors():
-        name = ".".join(str(part) for part in item["loc"]).replace(".0.", "[].")
+        parts = [str(part) for part in item["loc"]]
+        if any(isinstance(part, int) for part in item["loc"][1:2]):
+            parts[:2] = [f"{parts[0]}[{parts[1]}]"]  # an entry of a list at the top
+        name = ".".join(parts).replace(".0.", "[].")
         leaves = [(name, item["input"])]
         while item["type"] == "extra_forbidden" and any(
             isinstance(value, dict) and value for _, value in leaves
@@ -308,7 +315,7 @@ def complete(schema: type[BaseModel], saved: dict) -> dict:
         if is_section(info.annotation):
             completed[name] = complete(info.annotation, value or {})
         elif name in saved and items:
-            completed[name] = [complete(items, item) for item in value]
+            completed[name] = [item | complete(items, item) for item in value]
         elif name in saved or info.is_required():
             completed[name] = value
         else:
@@ -316,14 +323,25 @@ def complete(schema: type[BaseModel], saved: dict) -> dict:
     return completed
 
 
-def differences(saved: dict, present: dict) -> list[str]:
-    """List "section.key old -> new" for the settings of `present` that are others in `saved`.
+def flat_settings(dump: dict, prefix: str = "") -> dict[str, object]:
+    """Return {"section.key": value} of a dump of settings; of a list of sections "list[0].section.key"."""
+    flat = {}
+    for section, values in dump.items():
+        if isinstance(values, dict):
+            flat |= {f"{prefix}{section}.{key}": value for key, value in values.items()}
+        elif isinstance(values, list):
+            for number, item in enumerate(values):
+                flat |= flat_settings(item, f"{prefix}{section}[{number}].")
+        else:
+            flat[prefix + section] = values
+    return flat
 
-    Both are dumps of a Config. A setting that `saved` lacks counts as None.
+
+def differences(saved: dict, present: dict) -> list[str]:
+    """List "section.key old -> new" for the settings that differ between two dumps of a Config.
+
+    A setting that one of them lacks counts as None.
     """
-    return [
-        f"{section}.{key} {saved.get(section, {}).get(key)!r} -> {value!r}"
-        for section in present
-        for key, value in present[section].items()
-        if saved.get(section, {}).get(key) != value
-    ]
+    old, new = flat_settings(saved), flat_settings(present)
+    names = [*new, *(name for name in old if name not in new)]
+    return [f"{n} {old.get(n)!r} -> {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]

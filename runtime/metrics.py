@@ -264,6 +264,7 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
     if accelerator.is_main_process:
         histograms = {name: metrics[name] for name in metrics if name.endswith("_hist")}
         metrics = {n: value for n, value in metrics.items() if n not in histograms and math.isfinite(value)}
+        metrics |= {"stage": state.stage.number} if config.stages else {}
         row = {"step": state.step, "generated_tokens": state.generated_tokens} | metrics
         path = Path(config.run.dir) / "metrics.jsonl"
         with writing(path), path.open("a") as file:

@@ -105,7 +105,10 @@ def print_account(account: dict[str, float], generated_tokens: int) -> None:
 
 
 def plot_curves(run_dir: Path) -> Path:
-    """Draw run_dir/curves.png: score in training and held-out accuracy over generated tokens."""
+    """Draw run_dir/curves.png: score in training and held-out accuracy over generated tokens.
+
+    Dotted lines stand where one stage hands over to the next.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -117,6 +120,9 @@ def plot_curves(run_dir: Path) -> Path:
     axes.plot(
         [r["generated_tokens"] / 1e3 for r in steps], [r["score"] for r in steps], alpha=0.35, label="score"
     )
+    for before, row in zip(steps, steps[1:]):
+        if row.get("stage") != before.get("stage"):
+            axes.axvline(before["generated_tokens"] / 1e3, color="gray", linestyle=":")
     names = sorted(
         {n for row in rows for n in row if n.startswith("eval/") and n.split("/")[-1].count("_at_")}
     )

@@ -129,6 +129,9 @@ def test_a_setting_that_is_off_by_default_names_the_word_that_turns_it_off():
         word = re.search(r"\b(\w+): ", info.description)[1]
         source, _, leaf = name.rpartition("[].")
         text = f"{source}=[{{path: a.jsonl, {leaf}: {word}}}]" if source else f"{name}={word}"
+        if source == "stages":
+            key, other = leaf.removeprefix("until."), "tokens" if leaf == "until.steps" else "steps"
+            text = f"stages=[{{name: a, until: {{{other}: 1, {key}: {word}}}}}, {{name: b}}]"
         config = load(text)
         for part in name.replace("[]", ".0").split("."):
             config = config[int(part)] if part.isdigit() else getattr(config, part)
@@ -281,7 +284,13 @@ def test_all_wrong_settings_are_named_at_once():
 def test_a_value_of_the_wrong_type_is_refused_by_name(name):
     value = "5" if name.endswith(("columns", "_args")) else "{a: {b: 1}}"
     source, _, leaf = name.rpartition("[].")
-    if source:
+    if source == "stages":
+        entry = (
+            f"until: {{{leaf.removeprefix('until.')}: {value}}}" if "until" in leaf else f"{leaf}: {value}"
+        )
+        message = error_of(f"stages=[{{name: a}}, {{name: b, {entry}}}]".replace("name: b, name", "name"))
+        assert message.startswith(f"stages[1].{leaf}: ")
+    elif source:
         entry = f"{leaf}: {value}" if leaf == "path" else f"path: x, {leaf}: {value}"
         message = error_of(f"{source}=[{{path: x}}, {{{entry}}}]")
         assert re.match(rf"{re.escape(source)}(\.\d+|\[\])\.{leaf}: ", message)

@@ -19,6 +19,7 @@ import random
 import shutil
 import statistics
 from collections import Counter
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -775,7 +776,7 @@ def test_a_resumed_record_goes_on_identically(case, tmp_path):
     first = sample_steps(case | {"num_steps": 5}, history, state)
     torch.save(vars(history), tmp_path / "history.pt")
     loaded = PromptHistory(**torch.load(tmp_path / "history.pt", weights_only=True))
-    state = train_rl.TrainState(**json.loads(json.dumps(vars(state))))
+    state = train_rl.TrainState(**json.loads(json.dumps(asdict(state))))
     assert first + sample_steps(case | {"num_steps": 7}, loaded, state) == whole
 
 

@@ -1,0 +1,210 @@
+"""Stages of a run: each has settings of its own, and a rule by which it hands over to the next.
+
+    stages:
+      - {name: short, until: {metric: eval/sums/accuracy, accuracy: 0.6}, rollout: {max_new_tokens: 64}}
+      - {name: long, rollout: {max_new_tokens: 256}}
+
+The settings of a stage are those of the run with the stage's own laid over them. Where a run stands is a
+StagePosition, which is in every checkpoint. The functions that move it forward and that read it are pure, so
+that a resumed run decides as an undisturbed one. docs/stages.md explains the whole.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from runtime.config import Section, differences, merge, setting
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Settings
+# ------------------------------------------------------------------------------------------------------------
+class HandOver(Section):
+    """When a stage hands over to the next: as soon as one of these is reached."""
+
+    steps: int | None = setting(None, "after so many steps of the stage; null: any number", ge=1)
+    tokens: int | None = setting(None, "after so many tokens generated in the stage; null: any number", ge=1)
+    accuracy: float | None = setting(
+        None, "when the metric's value is at least this; null: whatever it is", gt=0, le=1
+    )
+    plateau: int | None = setting(
+        None, "after so many values in a row that are no rise above the stage's best; null: any number", ge=1
+    )
+    metric: str = setting(
+        "score",
+        "what accuracy and plateau look at: score (of each step), or a figure of each evaluation, "
+        "eval/SET/accuracy, eval/SET/avg_at_K or eval/SET/pass_at_K",
+    )
+    window: int = setting(1, "latest measurements of the metric whose mean is its value", ge=1)
+    min_rise: float = setting(0.0, "plateau: a value that exceeds the best by no more is no rise", ge=0)
+
+    def measurements(self) -> list[int]:
+        """List how many measurements accuracy and plateau need at least, of those that are set."""
+        by_plateau = [self.window + self.plateau] if self.plateau is not None else []
+        return by_plateau + ([self.window] if self.accuracy is not None else [])
+
+
+class Stage(Section):
+    """A part of a run. Besides these it takes sections of settings, such as `rollout:`, as a run does."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = setting(..., "name of the stage in messages", min_length=1)
+    until: HandOver = HandOver()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The hand-over
+# ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StagePosition:
+    """Where a run stands in its stages."""
+
+    number: int = 0  # the stage, counted from 0
+    steps: int = 0  # finished in this stage
+    tokens: int = 0  # generated in this stage, over all ranks
+    recent: list[float] = field(default_factory=list)  # latest measurements of the metric, at most `window`
+    best: float | None = None  # highest value so far; a value is the mean of a full window
+    num_since_best: int = 0  # values since then
+    first_prompt: int = 0  # prompts that the run had offered when the stream of this stage's prompts began
+
+
+def after_measurement(position: StagePosition, rule: HandOver, metrics: dict[str, float]) -> StagePosition:
+    """Return the position after metrics that may hold the rule's; a value that is not finite is none."""
+    measured = metrics.get(rule.metric, math.nan)
+    if not math.isfinite(measured):
+        return position
+    position = replace(position, recent=[*position.recent, measured][-rule.window :])
+    value = value_of(position, rule)
+    if value is None:
+        return position
+    if position.best is None or value > position.best + rule.min_rise:
+        return replace(position, best=value, num_since_best=0)
+    return replace(position, num_since_best=position.num_since_best + 1)
+
+
+def after_step(
+    position: StagePosition, rule: HandOver, tokens: int, metrics: dict[str, float]
+) -> StagePosition:
+    """Return the position after a step that generated so many tokens over all ranks."""
+    position = replace(position, steps=position.steps + 1, tokens=position.tokens + tokens)
+    return after_measurement(position, rule, metrics)
+
+
+def value_of(position: StagePosition, rule: HandOver) -> float | None:
+    """Return the mean of the metric's window, None as long as it is not full."""
+    return statistics.fmean(position.recent) if len(position.recent) == rule.window else None
+
+
+def end_of_stage(position: StagePosition, rule: HandOver) -> str | None:
+    """Return what of the rule is reached, in words, and None while the stage goes on."""
+    value = value_of(position, rule)
+    if rule.steps is not None and position.steps >= rule.steps:
+        return f"{position.steps} steps"
+    if rule.tokens is not None and position.tokens >= rule.tokens:
+        return f"{position.tokens:,} tokens"
+    if rule.accuracy is not None and value is not None and value >= rule.accuracy:
+        return f"{rule.metric} {value:.3f}, at least {rule.accuracy:g}"
+    if rule.plateau is not None and position.num_since_best >= rule.plateau:
+        return f"{rule.metric} did not rise above {position.best:.3f} in {position.num_since_best} values"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Settings of each stage
+# ------------------------------------------------------------------------------------------------------------
+Config = TypeVar("Config", bound=BaseModel)
+
+
+def place_of(stages: list[Stage], number: int) -> str:
+    """Name a stage for messages."""
+    return f"stages[{number}] ({stages[number].name})"
+
+
+def settings_of_stages(
+    config: Config, changeable: frozenset[str], explain: Callable[[ValidationError, str], str]
+) -> list[Config]:
+    """Return the whole settings of each stage; those of the run alone where it has no stages.
+
+    changeable: names of the settings, or of whole sections, that a stage may set. explain: says of an error
+    which settings are wrong, whose names then begin with the second argument. ValueError names what is
+    wrong or cannot change.
+    """
+    run, resolved = config.model_dump(mode="json"), []
+    for number, stage in enumerate(config.stages):
+        try:
+            resolved.append(type(config).model_validate(merge(run, stage.model_extra)))
+        except ValidationError as error:
+            raise ValueError(explain(error, f"stages[{number}].")) from error
+        changes = differences(run, resolved[-1].model_dump(mode="json"))
+        names = [change.split(" ", 1)[0] for change in changes]
+        fixed = [name for name in names if not {name, name.split(".")[0]} & changeable]
+        if fixed:
+            raise ValueError(
+                f"stages[{number}].{fixed[0]}: cannot change from stage to stage, set it for the whole run. "
+                f"A stage may set {', '.join(sorted(changeable))}"
+            )
+    return resolved or [config]
+
+
+def check_hand_overs(stages: list[Stage], configs: list, metrics: list[set[str]]) -> None:
+    """Raise ValueError for a stage that can never end, a metric that is not there, a name given twice.
+
+    configs: the settings of each stage; metrics: the names that its rule may look at.
+    """
+    first_step = 0  # the earliest step at which the stage can begin
+    for number, (stage, config) in enumerate(zip(stages, configs)):
+        place, rule = place_of(stages, number), stage.until
+        if stage.name in [other.name for other in stages[:number]]:
+            raise ValueError(f"{place}: another stage has this name; choose one for each")
+        if number == len(stages) - 1:
+            if rule != HandOver():
+                raise ValueError(
+                    f"{place}.until: the last stage ends with the run, by train.num_steps or "
+                    "train.max_generated_tokens; leave it out"
+                )
+            continue
+        if rule.measurements() and rule.metric not in metrics[number]:
+            raise ValueError(
+                f"{place}.until.metric: {rule.metric!r} is not measured in this stage; there are "
+                f"{', '.join(sorted(metrics[number]))}"
+            )
+        earliest = [first_step + steps for steps in steps_needed(rule, config)]
+        if not earliest:
+            raise ValueError(f"{place} can never end: {why_never(rule, config)}")
+        first_step = min(earliest)
+        if first_step >= config.train.num_steps:
+            raise ValueError(
+                f"{place} can never end: its `until` needs at least {first_step} steps from the start of the "
+                f"run, which train.num_steps ends at {config.train.num_steps}; raise that or lower `until`"
+            )
+
+
+def steps_needed(rule: HandOver, config) -> list[int]:
+    """List the least number of steps in which each part of a rule that can be reached is reached."""
+    needed = [rule.steps] if rule.steps is not None else []
+    if rule.tokens is not None and rule.tokens < (config.train.max_generated_tokens or math.inf):
+        needed.append(1)
+    every = config.eval.every
+    for measurements in rule.measurements():
+        if not rule.metric.startswith("eval/"):
+            needed.append(measurements)
+        elif every:  # the first evaluation is before the first step
+            needed.append((measurements - 1) * every)
+    return needed
+
+
+def why_never(rule: HandOver, config) -> str:
+    """Say what keeps a rule without a part that can be reached from being one."""
+    if rule.measurements():
+        return f"until.metric {rule.metric} is measured on the way only with eval.every above 0"
+    if rule.tokens is not None:
+        return (
+            f"until.tokens {rule.tokens} must be below train.max_generated_tokens "
+            f"{config.train.max_generated_tokens}, with which the run ends"
+        )
+    return "set until.steps, until.tokens, until.accuracy or until.plateau"
