@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -72,6 +73,18 @@ def report_to_torchrun(line: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
+def in_words(error: Exception) -> str:
+    """Return the text of an error; gloo's on a neighbour that is gone gets a meaning and one line."""
+    text = str(error)
+    if "gloo" in text and re.search("closed by peer|reset by peer|Broken pipe", text):
+        detail = text.partition("]")[2].partition(". This is")[0].strip()
+        return (
+            f"another rank has ended, or its node is lost ({detail}). What that rank says is the cause. "
+            "Checkpoints are whole: the same command goes on from the newest"
+        )
+    return text
+
+
 def run(
     main: Callable[[Options], None],
     read: Callable[[list[str]], Options],
@@ -102,7 +115,7 @@ def run(
         return 128 + stopped.signal_number
     except Exception as error:
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
-        line = f"error on rank {rank}: " + ("" if expected else f"{type(error).__name__}: ") + str(error)
+        line = f"error on rank {rank}: " + ("" if expected else f"{type(error).__name__}: ") + in_words(error)
         with contextlib.suppress(OSError):
             if folder is not None and folder.is_dir():
                 stack = folder / f"error_rank_{rank}.txt"
