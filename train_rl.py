@@ -97,7 +97,7 @@ from rollout import (
     load_greedy_chat,
     stops_of,
 )
-from runtime.agreement import check_ranks_agree
+from runtime.agreement import check_ranks_agree, wait_for_ranks
 from runtime.checkpoint import (
     CheckpointSettings,
     RunSettings,
@@ -2019,6 +2019,7 @@ def is_finished(config: Config, checkpoint: Path | None, state: TrainState) -> b
 def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     """Let the ranks find each other, watch them, and refuse what does not go together. Collective."""
     check_trackers(config)
+    wait_for_ranks(config.run.warn_s, config.run.timeout_s)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(), log_with=config.run.trackers, project_dir=config.run.dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s + MARGIN_S))],

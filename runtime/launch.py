@@ -73,6 +73,14 @@ def report_to_torchrun(line: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
+def tell_others(line: str) -> None:
+    """Have ranks on other nodes end with this line if they still wait for this one to start."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from runtime.agreement import tell_ranks  # imports torch
+
+        tell_ranks(line)
+
+
 def in_words(error: Exception) -> str:
     """Return the text of an error; gloo's on a neighbour that is gone gets a meaning and one line."""
     text = str(error)
@@ -123,6 +131,7 @@ def run(
                 line += f"; the stack is in {stack}"
         with contextlib.suppress(OSError):
             report_to_torchrun(line)
+        tell_others(line)
         if rank > 0:
             time.sleep(5)  # most errors are the same on all ranks; rank 0 speaks, torchrun ends the others
         print(f"\n{line}\n", file=sys.stderr, flush=True)

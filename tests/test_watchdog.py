@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import preloaded
 import pytest
+import torch.distributed as dist
 from conftest import ROOT, SMALL, train, two_agents
 
 from runtime import agreement
-from runtime.agreement import check_ranks_agree, code_of, difference_from
+from runtime.agreement import check_ranks_agree, code_of, difference_from, tell_ranks, wait_for_ranks
 from runtime.watchdog import describe, silent_ranks, state_of, table, where_of
 
 CHANGED = {  # what each rank's heartbeat says, besides BEAT
@@ -194,7 +195,38 @@ def test_a_reward_that_hangs_ends_a_run_and_is_named(tmp_path):
     assert (tmp_path / "run" / "lock").exists() and not (tmp_path / "run" / "summary.json").exists()
 
 
-# ---- ranks that do not agree -------------------------------------------------------------------------------
+# ---- ranks that do not come, or do not agree ---------------------------------------------------------------
+@pytest.fixture
+def store(monkeypatch) -> dist.Store:
+    """Stand for the agent of node 0, for rank 0 of two."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in (address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    return dist.PrefixStore("start_0", agent)
+
+
+def test_ranks_that_do_not_come_are_named(store, capsys):
+    with pytest.raises(
+        RuntimeError, match=r"waited \d s for 1 of 2 ranks to start: \[1\]; look at their nodes"
+    ):
+        wait_for_ranks(0.1, 0.5)
+    assert "for 1 of 2 ranks to start: [1]" in capsys.readouterr().err
+
+
+def test_a_rank_that_cannot_start_ends_those_that_wait_for_it(store):
+    tell_ranks("error on rank 1: train.learning_rat: no such setting")
+    with pytest.raises(RuntimeError, match="could not start: error on rank 1: train.learning_rat"):
+        wait_for_ranks(10.0, 10.0)
+
+
+def test_ranks_that_have_all_come_go_on(store, capsys):
+    store.add("here", 1)
+    wait_for_ranks(10.0, 10.0)
+    assert capsys.readouterr().err == ""
+
+
 def record(**changed) -> dict:
     settings = {"train": {"learning_rate": 1e-4, "seed": 0}, "run": {"dir": "runs/a"}}
     return {"settings": settings, "code": {"reward.py": "ab"}, "versions": {"torch": "2.13.0"}} | changed
