@@ -38,6 +38,10 @@ LIBRARIES = (sysconfig.get_paths()["stdlib"], "<frozen", "site-packages", "dist-
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 MARGIN_S = 60.0  # groups of ranks wait so much longer than run.timeout_s, so that the watchdog speaks first
 STATES = {"T": "its process is stopped", "t": "a debugger has stopped it", "D": "the kernel waits for a disk"}
+NO_BEAT = {
+    "beat": 0, "host": "?", "pid": 0, "phase": "?", "step": 0, "phase_s": 0.0, "still_s": 0.0, "waits": "",
+    "collectives": 0, "where": "", "work": "",
+}  # fmt: skip
 STARTING = ("start", "setup")  # phases in which a model may be loaded for hours without a sign of life
 
 
@@ -192,13 +196,8 @@ class Watchdog:
             for _ in range(3 if len(looks) == 1 else 0):
                 self.stopped.wait(self.interval)
                 self.beat()
-        first, last = looks
-        never = {"beat": 0, "host": "?", "pid": 0, "phase": "?", "step": 0, "phase_s": 0.0, "still_s": 0.0}
-        never |= {"waits": "", "collectives": 0, "where": "", "work": ""}
-        return [
-            last.get(rank, never) | {"pulse": first.get(rank, never)["beat"] < last.get(rank, never)["beat"]}
-            for rank in range(self.num_ranks)
-        ]
+        pairs = [[look.get(rank, NO_BEAT) for look in looks] for rank in range(self.num_ranks)]
+        return [last | {"pulse": first["beat"] < last["beat"]} for first, last in pairs]
 
     def _end(self, line: str, beats: list[dict]) -> None:
         """End this process with the table of all ranks and the stacks of the silent ones."""

@@ -12,13 +12,18 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
+from runtime.launch import die_with_torchrun
+
+if __name__ == "__main__":
+    die_with_torchrun()
+
 import torch
 import torch.distributed as dist
 
 from runtime.metrics import Clock
 from runtime.watchdog import Watchdog
 
-WARN_S, TIMEOUT_S = 0.8, 2.0
+WARN_S, TIMEOUT_S = 1.0, 3.0
 
 
 def hangs_here(seconds: float = 60.0) -> None:
