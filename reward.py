@@ -474,6 +474,13 @@ class RewardPool(contextlib.AbstractContextManager):
         verdicts, self._verdicts = self._verdicts, {}
         return verdicts
 
+    def describe(self) -> str:
+        """Say how many verdicts are awaited, and what the workers are busy with; another thread may ask."""
+        items = [item for worker in list(self._workers) if (item := worker.current()) is not None]
+        kinds = ", ".join(dict.fromkeys(item.kind for item in items))
+        num_waiting = sum(verdict is None for verdict in list(self._verdicts.values()))
+        return f"{num_waiting} verdicts awaited" + (f", workers are busy with {kinds}" if items else "")
+
     def take_failures(self) -> tuple[int, str]:
         """Return the number of timeouts and errors since the last call, and the first one's reason."""
         failures, self._failures = self._failures, []

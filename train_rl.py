@@ -95,6 +95,7 @@ from rollout import (
     load_greedy_chat,
     stops_of,
 )
+from runtime.agreement import check_ranks_agree, wait_for_ranks
 from runtime.checkpoint import (
     CheckpointSettings,
     RunSettings,
@@ -151,6 +152,7 @@ from runtime.stages import (
     settings_of_stages,
 )
 from runtime.summary import plot_curves, print_summary, write_summary
+from runtime.watchdog import MARGIN_S, Watchdog
 
 # ============================================================================================================
 # 1 Settings of the method; those of engine, model, rewards and checkpoints are in the files that read them
@@ -915,16 +917,21 @@ class Rollouts:
         hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal only
         progress = tqdm(total=len(requests), desc=label, position=1, leave=False, delay=1.0, disable=hidden)
 
+        num_ended = 0
+
         def on_finished(index: int, completion: Completion) -> None:
+            nonlocal num_ended
+            num_ended += 1
             if overlap:
                 self.submit(index, prompts[index], completion)
             progress.update()
 
-        with self.clock(label):
-            captures = label == "rollout" and captures_routes(self.config, version)
+        in_work = lambda: f"{len(requests) - num_ended} of {len(requests)} completions to generate"
+        captures = label == "rollout" and captures_routes(self.config, version)
+        with self.clock(label, in_work):
             completions = self.engine.generate(requests, version, on_finished, self.pool.poll, captures)
         progress.close()
-        with self.clock("reward"):
+        with self.clock("reward", self.pool.describe):
             for index, completion in enumerate([] if overlap else completions):
                 self.submit(index, prompts[index], completion)
             verdicts = self.pool.collect()
@@ -2036,6 +2043,7 @@ class Run:
     lock: IO | None  # held by rank 0 as long as the run lives
     accelerator: Accelerator
     clock: Clock
+    watchdog: Watchdog
     state: TrainState
     history: PromptHistory
     eval_sets: EvalSets
@@ -2179,18 +2187,28 @@ def is_finished(config: Config, checkpoint: Path | None, state: TrainState) -> b
     return checkpoint is not None and state.is_last(config) and has_summary
 
 
+def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
+    """Let the ranks find each other, watch them, and refuse what does not go together. Collective."""
+    check_trackers(config)
+    wait_for_ranks(config.run.warn_s, config.run.timeout_s)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), log_with=config.run.trackers, project_dir=config.run.dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s + MARGIN_S))],
+    )  # fmt: skip
+    clock = Clock({})
+    watchdog = Watchdog(clock, config.run.warn_s, config.run.timeout_s).start()
+    moe_model.init_deepspeed()
+    check_ranks_agree(config)
+    set_seed(config.train.seed)
+    return accelerator, clock, watchdog
+
+
 def set_up(config: Config) -> Run | None:
     """Make all that a run needs, from the beginning or from its newest checkpoint. Collective.
 
     Returns None if the run in run.dir is finished; its summary has then been printed.
     """
-    check_trackers(config)
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(), log_with=config.run.trackers, project_dir=config.run.dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s))],
-    )  # fmt: skip
-    moe_model.init_deepspeed()
-    set_seed(config.train.seed)
+    accelerator, clock, watchdog = connect_ranks(config)
     configs = stage_configs(config)
     for own in configs:
         check_ranks(own, dist.get_world_size())
@@ -2200,6 +2218,9 @@ def set_up(config: Config) -> Run | None:
         if dist.get_rank() == 0:
             print_summary(Path(config.run.dir))
         return None
+
+    clock.total = state.seconds
+    watchdog.follow(state, Path(config.run.dir))
 
     # ---- prompts, reward workers ----
     model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
@@ -2216,7 +2237,6 @@ def set_up(config: Config) -> Run | None:
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device)
 
     # ---- engine, policy ----
-    clock = Clock(state.seconds)
     with clock("setup"):
         engine = start_engine(largest, hf_config, model_dir)
         judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
@@ -2224,7 +2244,7 @@ def set_up(config: Config) -> Run | None:
         policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
         refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
         trainer = moe_model.deepspeed_engine(policy, config.train)
-        moe_model.set_group_timeouts(config.run.timeout_s)
+        moe_model.set_group_timeouts(config.run.timeout_s + MARGIN_S)
         reference = None
         if largest.algorithm.kl_coef > 0:
             reference = moe_model.build_policy(config.model, config.model.path, ep_group, accelerator.device)
@@ -2236,8 +2256,8 @@ def set_up(config: Config) -> Run | None:
     rollouts = Rollouts(own, engine, pool, tokenizer, loaded.train, loaded.train_ids, clock, own_offers)
     return Run(
         config=own, given=config, configs=configs, offers=offers, lock=lock, accelerator=accelerator,
-        clock=clock, state=state, history=history, eval_sets=loaded.eval_sets, trainer=trainer,
-        reference=reference, judge=judge, progress=progress_bar(config, state),
+        clock=clock, watchdog=watchdog, state=state, history=history, eval_sets=loaded.eval_sets,
+        trainer=trainer, reference=reference, judge=judge, progress=progress_bar(config, state),
         rollouts=rollouts, signals=listen(config), generation_config=read_generation_config(model_dir),
     )  # fmt: skip
 
@@ -2249,7 +2269,8 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
         hf_config, config.model, config.train.zero_stage, dist.get_world_size(), tokens,
         engine_sleeps=config.rollout.sleep_level > 0, with_reference=config.algorithm.kl_coef > 0,
     )  # fmt: skip
-    engine = RolloutEngine(model_dir, max_model_len(config), config.rollout, beside, config.run.timeout_s)
+    timeout_s = config.run.timeout_s + MARGIN_S
+    engine = RolloutEngine(model_dir, max_model_len(config), config.rollout, beside, timeout_s)
     say(engine.describe())
     return engine
 
@@ -2594,6 +2615,7 @@ def finish(run: Run) -> None:
             plot_curves(run_dir)
         print_summary(run_dir)
     dist.barrier()
+    run.watchdog.stop()
     run.accelerator.end_training()
 
 

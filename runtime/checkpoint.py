@@ -46,8 +46,19 @@ class RunSettings(Section):
         "where metrics go besides metrics.jsonl: accelerate's names, e.g. wandb, mlflow",
         True,
     )
+    warn_s: float = setting(
+        300.0,
+        "seconds a rank waits for another before it says for whom, then after twice as many",
+        True,
+        gt=0,
+        le=2e6,
+    )
     timeout_s: float = setting(
-        1800.0, "seconds a rank waits for another before it gives up", True, gt=0, le=2e6
+        1800.0,
+        "seconds a rank waits for another before it ends the run with that one's stacks",
+        True,
+        gt=0,
+        le=2e6,
     )
     on_signal: Literal["checkpoint", "stop"] = setting(
         "checkpoint",

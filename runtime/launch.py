@@ -83,6 +83,26 @@ def report_to_torchrun(line: str) -> None:
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
+def tell_others(line: str) -> None:
+    """Have ranks on other nodes end with this line if they still wait for this one to start."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        from runtime.agreement import tell_ranks  # imports torch
+
+        tell_ranks(line)
+
+
+def in_words(error: Exception) -> str:
+    """Return the text of an error; gloo's on a neighbour that is gone gets a meaning and one line."""
+    text = str(error)
+    if "gloo" in text and re.search("closed by peer|reset by peer|Broken pipe", text):
+        detail = text.partition("]")[2].partition(". This is")[0].strip()
+        return (
+            f"another rank has ended, or its node is lost ({detail}). What that rank says is the cause. "
+            "Checkpoints are whole: the same command goes on from the newest"
+        )
+    return text
+
+
 def run(
     main: Callable[[Options], None],
     read: Callable[[list[str]], Options],
@@ -113,7 +133,7 @@ def run(
         return 128 + stopped.signal_number
     except Exception as error:
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
-        said = one_line(("" if expected else f"{type(error).__name__}: ") + str(error))
+        said = one_line(("" if expected else f"{type(error).__name__}: ") + in_words(error))
         line = f"error on rank {rank}: {said}"
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             line += f"; free space in {folder}, then start the same command again"
@@ -124,6 +144,7 @@ def run(
                 line += f"; the stack is in {stack}"
         with contextlib.suppress(OSError):
             report_to_torchrun(line)
+        tell_others(line)
         if rank > 0:
             time.sleep(5)  # most errors are the same on all ranks; rank 0 speaks, torchrun ends the others
         print(f"\n{line}\n", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -244,11 +245,14 @@ class Clock:
 
     def __init__(self, total: dict[str, float]):
         self.total, self.step = total, {}
+        self.now = ("start", str)  # phase, and what says what is in work; read by the watchdog's thread
 
     @contextlib.contextmanager
-    def __call__(self, phase: str):
+    def __call__(self, phase: str, work: Callable[[], str] = str):
         start = time.perf_counter()
+        self.now = (phase, work)
         yield
+        self.now = (f"after {phase}", str)
         elapsed = time.perf_counter() - start
         self.step[phase] = self.step.get(phase, 0.0) + elapsed
         self.total[phase] = self.total.get(phase, 0.0) + elapsed

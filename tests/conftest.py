@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import preloaded
@@ -58,6 +60,33 @@ def torchrun(
     )
 
 
+def two_agents(num_ranks: int, *arguments: object, timeout_s: float = 240) -> subprocess.CompletedProcess:
+    """Run a script as on two nodes, both on this machine: an agent of torchrun for each half of the ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agents, deadline = [], time.monotonic() + timeout_s
+    for node in range(2):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+            f"--nproc-per-node={num_ranks // 2}", "--master-addr=127.0.0.1", f"--master-port={port}",
+            *map(str, arguments),
+        ]  # fmt: skip
+        streams = [tempfile.TemporaryFile("w+") for _ in range(2)]
+        agent = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=streams[0],
+            stderr=streams[1],
+        )  # fmt: skip
+        agents.append((agent, *streams))
+    try:
+        codes = [agent.wait(max(0.0, deadline - time.monotonic())) for agent, _, _ in agents]
+    finally:
+        for agent, _, _ in agents:
+            agent.kill()
+    texts = ["".join(f.seek(0) or f.read() for f in files) for files in list(zip(*agents))[1:]]
+    return subprocess.CompletedProcess(arguments, max(codes, key=abs), *texts)
+
+
 TWO_ENDS = ROOT / "data" / "built" / "two_ends" / "model"  # its generation_config.json has two end tokens
 SMALL = [  # six quick steps with two checkpoints on the way
     "--config", "experiments/environments/tiny.yaml", f"model.path={TWO_ENDS}", "train.num_steps=6",
@@ -87,9 +116,12 @@ def demo_model():
 
 @pytest.fixture(scope="session")
 def undisturbed(demo_model, tmp_path_factory) -> Path:
-    """Return the folder of a run of SMALL that nothing disturbed."""
+    """Return the folder of a run of SMALL that nothing disturbed, its experts spread over two nodes.
+
+    The runs that are compared with it have one node: the number of nodes changes no bit.
+    """
     run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
-    done = train(*SMALL, f"run.dir={run_dir}", start=torchrun)
+    done = train(*SMALL, f"run.dir={run_dir}", start=two_agents)
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir
 

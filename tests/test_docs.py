@@ -1,5 +1,6 @@
 """The pages for newcomers: their blocks run as they stand, and the names in them are those of the code."""
 
+import inspect
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import preloaded
 import pytest
 import yaml
@@ -111,7 +113,13 @@ def test_what_the_road_calls_free_on_resume_is():
     assert not {"data.train", "rollout.group_size"} & free_on_resume(train_rl.Config)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/your_model_your_data.md", "docs/from_trl_or_verl.md"])
+PAGES = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("your_model_your_data", "from_trl_or_verl", "several_nodes")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_of_a_page_lead_to_files(page):
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()) if "://" not in link]
     missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
@@ -174,3 +182,39 @@ def test_our_job_is_read_and_theirs_are_programs():
         ("max_steps", config.train.num_steps),
     ):
         assert f"{name}={value}," in trl
+
+
+# ---- several nodes -----------------------------------------------------------------------------------------
+SEVERAL_NODES = ROOT / "docs" / "several_nodes.md"
+STANDS_FOR_SLURM = r"""
+scontrol() { printf 'node1\nnode2\n'; }
+srun() { shift; for node in 0 1; do SLURM_NODEID=$node "$@"; done; }
+"""
+
+
+def test_slurm_starts_the_commands_that_the_page_shows_for_two_nodes(tmp_path):
+    """scontrol, srun and torchrun are stand-ins; the last one prints what it is given."""
+    (by_hand, _), (by_slurm, _) = [(t, 0) for language, t in blocks_of(SEVERAL_NODES) if language == "bash"]
+    (tmp_path / "torchrun").write_text('#!/bin/bash\necho torchrun "$@"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+    }
+    started = [
+        subprocess.run(
+            ["bash", "-ec", text], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for text in (by_hand, STANDS_FOR_SLURM + by_slurm)
+    ]
+    assert started[0] == started[1] and started[0].count("torchrun --nnodes=2 --node-rank=") == 2
+
+
+def test_the_page_of_several_nodes_names_what_there_is():
+    text = SEVERAL_NODES.read_text()
+    named = set(settings_in(text)) | {"model.ep_size"}
+    assert {"run.warn_s", "run.timeout_s"} <= named <= set(SETTINGS)
+    assert {"--nnodes=2", "--node-rank=", "--master-addr=", "--master-port="} <= set(
+        re.findall(r"--[\w-]+=2?", inspect.getsource(conftest.two_agents))
+    ), "the flags that the tests start two agents with"

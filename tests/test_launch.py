@@ -56,6 +56,15 @@ def test_one_signal_is_noted_and_a_second_ends_at_once(waiting, number):
         (KeyError("step"), "KeyError: 'step'"),
         (ValueError("of two\n  lines, '2    +1'"), "of two lines, '2    +1'"),
         (ValueError("red \x1b[31m, half \ud800, back \r, 7 °"), r"red \x1b[31m, half \ud800, back \r, 7 °"),
+        (
+            RuntimeError(
+                "[/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:50890: Connection reset by peer. "
+                "This is typically caused by a remote worker hanging. Check the logs."
+            ),
+            "another rank has ended, or its node is lost (Read error [10.0.0.2]:50890: Connection reset by "
+            "peer). What that rank says is the cause. Checkpoints are whole: the same command goes on from "
+            "the newest",
+        ),
     ],
 )
 def test_an_error_is_one_line_with_the_file_of_its_stack_also_for_torchrun(

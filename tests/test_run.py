@@ -502,6 +502,10 @@ REFUSED = {
     ),
     "EP": (["model.ep_size=1"], "topology (ep_size 2 -> 1): restore it, or set checkpoint.resume=weights"),
     "settings": (["rollout.group_size=8"], "rollout.group_size 4 -> 8"),
+    "settings of one rank": (
+        ["model.path=OWN_FOLDER"],
+        "in settings (model.path 'of_rank_0' -> 'of_rank_1'). Start every node with",
+    ),
     "no shared folder": (["run.dir=FINISHED/OWN_FOLDER"], "is not the same folder on all nodes: rank 1 on"),
     "second run": ([], "another run is writing to"),  # last: it is refused on rank 0 alone
 }

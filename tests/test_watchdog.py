@@ -1,0 +1,276 @@
+"""What the watchdog says of each kind of hang, and that it ends the run; ranks that differ at the start."""
+
+import hashlib
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import preloaded
+import pytest
+import torch.distributed as dist
+from conftest import ROOT, SMALL, train, two_agents
+
+from runtime import agreement
+from runtime.agreement import check_ranks_agree, code_of, difference_from, tell_ranks, wait_for_ranks
+from runtime.watchdog import describe, silent_ranks, state_of, table, where_of
+
+CHANGED = {  # what each rank's heartbeat says, besides BEAT
+    "waits": {"phase": "after reward", "waits": "all_gather_object", "where": "train_rl.py:9 in main"},
+    "works": {"phase": "rollout", "work": "3 of 16 completions to generate", "where": "rollout.py:7 in step"},
+    "dead": {"phase": "update", "pulse": False, "host": "b"},
+}
+BEAT = {
+    "beat": 3, "host": "a", "pid": 1, "step": 5, "phase_s": 31.0, "still_s": 30.0, "waits": "", "work": "",
+    "collectives": 12, "where": "", "pulse": True,
+}  # fmt: skip
+
+
+def beats(*kinds: str) -> list[dict]:
+    return [BEAT | CHANGED[kind] for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    "kinds, silent, said",
+    [
+        (
+            ("waits", "works", "waits"),
+            [1],
+            "step 5: rank 0 has waited 30 s for rank 1 in all_gather_object, after reward; rank 1 on a has "
+            "been in rollout for 31 s, 3 of 16 completions to generate, at rollout.py:7 in step",
+        ),
+        (
+            ("waits", "dead", "dead"),
+            [1, 2],
+            "step 5: rank 0 has waited 30 s for ranks 1, 2 in all_gather_object, after reward; rank 1 on b "
+            "has no heartbeat; it was last in update; rank 2 on b has no heartbeat; it was last in update",
+        ),
+        (
+            ("waits", "waits"),
+            [0, 1],
+            "step 5: all ranks have waited 30 s for each other, in different collectives; rank 0 on a has "
+            "been in after reward for 31 s, at train_rl.py:9 in main; rank 1 on a has been in after reward "
+            "for 31 s, at train_rl.py:9 in main",
+        ),
+        (
+            ("works",),
+            [0],
+            "step 5: no rank has moved for 30 s; rank 0 on a has been in rollout for 31 s, 3 of 16 "
+            "completions to generate, at rollout.py:7 in step",
+        ),
+    ],
+)
+def test_who_is_silent_and_what_is_said(kinds, silent, said):
+    assert silent_ranks(beats(*kinds)) == silent
+    assert describe(beats(*kinds), 0, 30.0) == said
+
+
+def test_many_silent_ranks_are_counted():
+    line = describe(beats("waits", *["works"] * 20), 0, 30.0)
+    assert "for ranks 1, 2, 3, 4, 5, 6, 7, 8 and 12 more in" in line and line.count("has been in") == 4
+
+
+def test_the_table_has_a_line_for_each_rank():
+    head, *lines = table(beats("waits", "works", "dead")).splitlines()
+    columns = [re.split(r"  +", line.strip()) for line in lines]
+    assert columns == [
+        ["0", "a", "5", "after reward", "31", "30", "12",
+         "waits in all_gather_object; train_rl.py:9 in main"],
+        ["*", "1", "a", "5", "rollout", "31", "30", "12",
+         "works; rollout.py:7 in step; 3 of 16 completions to generate"],
+        ["*", "2", "b", "5", "update", "31", "30", "12", "has no heartbeat;"],
+    ]  # fmt: skip
+    assert len({line.index("  5  ") for line in lines}) == 1 and "still s" in head
+
+
+def test_a_place_is_our_own_line_and_the_librarys_inside_it():
+    frames = []
+
+    def inside(match):
+        frame = sys._getframe()
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        return ""
+
+    own = lambda: re.sub("a", inside, "a")
+    own()
+    assert where_of(frames).startswith("test_watchdog.py:") and where_of(frames).endswith(" in inside")
+    assert re.fullmatch(
+        r"test_watchdog.py:\d+ in <lambda> -> \S*re/__init__.py:\d+ in sub", where_of(frames[1:])
+    )
+
+
+def test_a_process_that_has_ended_is_called_so():
+    assert state_of(2**22 + 1) == "its process has ended"
+
+
+# ---- hangs, on ranks ---------------------------------------------------------------------------------------
+WAITED = r"step 5: rank 0 has waited \d+ s for rank 1 in all_gather_object, after reward; "
+BUSY = r"rank 1 on \S+ has been in {} for \d+ s{}, at watched_ranks.py:\d+ in {}"
+HANGS = {  # kind: (what is said, what the stack of the silent rank ends with)
+    "before a collective": (WAITED + BUSY.format("update", "", "hangs_here"), "in hangs_here"),
+    "generate": (
+        WAITED + BUSY.format("rollout", ", 3 of 16 completions to generate", "hangs_here"), "in hangs_here",
+    ),
+    "disk": (
+        WAITED + BUSY.format("checkpoint", "", "hang") + r" -> \S*pathlib.py:\d+ in open", "nobody reads",
+    ),
+    "other collective": (
+        r"step 5: all ranks have waited \d+ s for each other, in different .*all_gather.*barrier",
+        "dist.barrier(group=pair)",
+    ),
+    "interpreter": (WAITED + r"rank 1 on \S+ has no heartbeat: .* its interpreter is blocked", "in hang\n"),
+    "stopped": (WAITED + r"rank 1 on \S+ has no heartbeat: its process is stopped", "left no stack"),
+    "everybody": (
+        r"step 5: no rank has moved for \d+ s; rank 0 .*" + BUSY.format("rollout", "", "hangs_here"),
+        "in hangs_here",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict:
+    """Run every kind of hang at once, on two ranks each: they sleep most of the time."""
+    folders = {kind: tmp_path_factory.mktemp("hang") for kind in [*HANGS, "slow"]}
+    preloaded.start_server()
+    start_of = {"before a collective": two_agents}  # both must end, as on two nodes
+    start = lambda item: start_of.get(item[0], preloaded.run)(
+        2, "tests/watched_ranks.py", *item, timeout_s=90
+    )
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return {kind: (folders[kind], done) for kind, done in zip(folders, pool.map(start, folders.items()))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", HANGS)
+def test_a_hang_is_said_and_ends_the_run_with_the_stack_of_the_silent_rank(kind, ended):
+    (folder, done), (said, stack) = ended[kind], HANGS[kind]
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    warnings = [line for line in lines if re.match(said + r".*\. The run ends after 3 s of this", line)]
+    error = next(line for line in lines if line.startswith("error on rank"))
+    assert warnings and re.search(said + r".*Raise run.timeout_s if there was nothing wrong", error)
+    file = folder / f"error_rank_{error.split()[3].rstrip(':')}.txt"
+    for text in (done.stderr, file.read_text()):
+        assert stack in text and "still s  collectives" in text and error in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_but_moves_is_left_alone(ended):
+    """It takes twice as long as a rank may wait, with a collective after every sixth of that."""
+    folder, done = ended["slow"]
+    assert done.returncode == 0 and list(folder.iterdir()) == [], done.stderr
+
+
+HANGING_REWARD = """
+import os, time
+
+def score(completion, answer):
+    if os.environ["RANK"] == "1" and completion != answer:
+        time.sleep(600)
+    return completion == answer
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("demo_model")
+def test_a_reward_that_hangs_ends_a_run_and_is_named(tmp_path):
+    """It hangs on rank 1, which says what it waits for; rank 0 ends the run."""
+    (tmp_path / "mine.py").write_text(HANGING_REWARD)
+    kind = f"{tmp_path / 'mine.py'}:score"
+    lines = (ROOT / "data" / "built" / "tiny" / "train.jsonl").read_text().splitlines()[:400]
+    rows = [json.dumps(json.loads(line) | {"kind": kind}) + "\n" for line in lines]
+    (tmp_path / "train.jsonl").write_text("".join(rows))
+    settings = [
+        f"data.train=[{{path: {tmp_path / 'train.jsonl'}}}]", f"reward.functions=['{kind}']", "eval.every=0",
+        "reward.timeout_s=600", "reward.env=[RANK]", "run.warn_s=2", "run.timeout_s=6",
+    ]  # fmt: skip
+    done = train(*SMALL, *settings, f"run.dir={tmp_path / 'run'}")
+    assert done.returncode != 0
+    assert re.search(r"verdicts awaited, workers are busy with \S*mine.py:score, at reward.py", done.stderr)
+    assert "in reward for" in done.stderr and "self.pool.collect()" in done.stderr
+    assert (tmp_path / "run" / "lock").exists() and not (tmp_path / "run" / "summary.json").exists()
+
+
+# ---- ranks that do not come, or do not agree ---------------------------------------------------------------
+@pytest.fixture
+def store(monkeypatch) -> dist.Store:
+    """Stand for the agent of node 0, for rank 0 of two."""
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in (address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    return dist.PrefixStore("start_0", agent)
+
+
+def test_ranks_that_do_not_come_are_named(store, capsys):
+    with pytest.raises(
+        RuntimeError, match=r"waited \d s for 1 of 2 ranks to start: \[1\]; look at their nodes"
+    ):
+        wait_for_ranks(0.1, 0.5)
+    assert "for 1 of 2 ranks to start: [1]" in capsys.readouterr().err
+
+
+def test_a_rank_that_cannot_start_ends_those_that_wait_for_it(store):
+    tell_ranks("error on rank 1: train.learning_rat: no such setting")
+    with pytest.raises(RuntimeError, match="could not start: error on rank 1: train.learning_rat"):
+        wait_for_ranks(10.0, 10.0)
+
+
+def test_ranks_that_have_all_come_go_on(store, capsys):
+    store.add("here", 1)
+    wait_for_ranks(10.0, 10.0)
+    assert capsys.readouterr().err == ""
+
+
+def record(**changed) -> dict:
+    settings = {"train": {"learning_rate": 1e-4, "seed": 0}, "run": {"dir": "runs/a"}}
+    return {"settings": settings, "code": {"reward.py": "ab"}, "versions": {"torch": "2.13.0"}} | changed
+
+
+@pytest.mark.parametrize(
+    "other, said",
+    [
+        (record(), ""),
+        (record(settings={"train": {"learning_rate": 1e-4, "seed": 0}, "run": {"dir": "/disk/a"}}), ""),
+        (
+            record(settings={"train": {"learning_rate": 1e-3, "seed": 0}, "run": {"dir": "runs/a"}}),
+            "settings (train.learning_rate 0.0001 -> 0.001)",
+        ),
+        (record(code={"reward.py": "cd", "mine.py": "ef"}), "code (mine.py, reward.py)"),
+        (record(versions={"torch": "2.12.0"}), "libraries (torch 2.13.0 -> 2.12.0)"),
+    ],
+)
+def test_in_what_a_rank_differs(other, said):
+    assert difference_from(record(), other) == said
+
+
+def test_all_ranks_get_the_same_words(monkeypatch):
+    """Each of three ranks takes part with settings of its own; ranks 1 and 2 have another rate."""
+    records, said = [record(), *[record(code={"reward.py": "cd"})] * 2], []
+    answers = [("a", ""), ("b", "code (reward.py)"), ("b", "code (reward.py)")]
+    for rank in range(3):
+        fake = SimpleNamespace(
+            get_world_size=lambda: 3,
+            broadcast_object_list=lambda box: box.__setitem__(0, records[0]),
+            all_gather_object=lambda box, own: box.__setitem__(slice(None), answers),
+        )
+        monkeypatch.setattr(agreement, "dist", fake)
+        with pytest.raises(ValueError) as raised:
+            check_ranks_agree(SimpleNamespace(model_dump=lambda mode, rank=rank: records[rank]["settings"]))
+        said.append(str(raised.value))
+    assert set(said) == {
+        "rank 1 on b differs from rank 0 on a in code (reward.py). Start every node with the same command "
+        "and the same checkout (ranks that differ: 1, 2)"
+    }
+
+
+def test_the_code_that_is_compared_is_the_projects_own():
+    code = code_of()
+    assert code["runtime/agreement.py"] == hashlib.sha256(Path(agreement.__file__).read_bytes()).hexdigest()
+    assert not [name for name in code if "site-packages" in name or name.startswith(".venv")]
+    assert all((ROOT / name).is_file() for name in code if name.endswith(".py") and "/" in name)

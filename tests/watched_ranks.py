@@ -1,0 +1,83 @@
+"""Hang in a way that is named, on one of two watched ranks: watched_ranks.py KIND FOLDER.
+
+Rank 1 hangs in a phase of a step, as a run's ranks would; rank 0 goes on to the next collective and waits.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+from runtime.launch import die_with_torchrun
+
+if __name__ == "__main__":
+    die_with_torchrun()
+
+import torch
+import torch.distributed as dist
+
+from runtime.metrics import Clock
+from runtime.watchdog import Watchdog
+
+WARN_S, TIMEOUT_S = 1.0, 3.0
+
+
+def hangs_here(seconds: float = 60.0) -> None:
+    """Hang under a name that a stack shows."""
+    time.sleep(seconds)
+
+
+def hang(kind: str, clock: Clock, folder: Path) -> None:
+    """Hang as `kind` says."""
+    match kind:
+        case "before a collective":
+            with clock("update"):
+                hangs_here()
+        case "generate":
+            with clock("rollout", lambda: "3 of 16 completions to generate"):
+                hangs_here()
+        case "disk":
+            os.mkfifo(folder / "pipe")
+            with clock("checkpoint"):
+                (folder / "pipe").write_text("nobody reads")
+        case "other collective":
+            pair = dist.new_group([0, 1])
+            dist.barrier(group=pair)
+        case "interpreter":
+            with clock("deal"):
+                ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the interpreter's lock
+        case "stopped":
+            with clock("sync"):
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def main(kind: str, folder: Path) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    clock, rank = Clock({}), dist.get_rank()
+    watchdog = Watchdog(clock, WARN_S, TIMEOUT_S).start()
+    watchdog.follow(SimpleNamespace(step=4), folder)
+    with clock("reward"):
+        dist.all_reduce(torch.ones(1))
+    if kind == "everybody":
+        with clock("rollout"):
+            hangs_here()
+    time.sleep(WARN_S)  # some heartbeats
+    if rank == 1:
+        hang(kind, clock, folder)
+    if rank == 0 and kind == "other collective":
+        dist.new_group([0, 1])
+    if kind != "slow":
+        dist.all_gather_object([None, None], rank)
+    for _ in range(12):
+        time.sleep(rank * TIMEOUT_S / 6)
+        dist.barrier()
+    watchdog.stop()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
