@@ -1,4 +1,4 @@
-"""Compute the policy: Qwen3-MoE (and dense Qwen3) with dropless expert parallelism on DeepSpeed's groups.
+"""Compute the policy: a Qwen3 or one of the MoE FAMILIES, dropless, expert-parallel on DeepSpeed's groups.
 
 Reading order: pack() lays prompts and completions out, MoEBlock routes tokens to the experts of all ranks,
 Policy maps packed sequences to log-probabilities, load_hf(), save_hf() and hf_tensors() move weights from and
@@ -11,7 +11,7 @@ Shape suffixes (x_TD is a tensor of shape [T, D]):
     E  experts of the model, e those of a rank   K  experts per token, L layers
     I  expert width                              V  vocabulary
 
-Layout follows transformers' Qwen3MoeForCausalLM: a checkpoint of one is a checkpoint of the other. Expert
+Layout and names follow transformers' classes: a checkpoint of one is a checkpoint of the other. Expert
 weights are held fused, [e, 2I, D] and [e, D, I]: grouped matrix products and vLLM's loader take them so.
 """
 
@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -55,7 +56,10 @@ from runtime.config import Section, setting
 class ModelSettings(Section):
     """Which policy is trained, and how it is computed."""
 
-    path: str = setting("data/built/tiny/model", "folder of a Hugging Face Qwen3-MoE or Qwen3 checkpoint")
+    path: str = setting(
+        "data/built/tiny/model",
+        "folder of a Hugging Face checkpoint: Qwen3, or a MoE of Qwen3, OLMoE, Mixtral or GLM-4.5",
+    )
     ep_size: int = setting(1, "ranks that share one copy of the experts (expert parallelism)", ge=1)
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the policy's; the optimizer keeps float32")
     activation_checkpointing: bool = setting(False, "recompute layers in backward to save memory", True)
@@ -65,6 +69,47 @@ class ModelSettings(Section):
         "the vocabulary in torch. triton: by kernels (NVIDIA GPUs). auto: triton where it runs, or chunked.",
         True,
     )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Families: what differs between models, as data
+# ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Family:
+    """Say where the models of a model_type differ from others; the block and the layers read it."""
+
+    architecture: str  # the class of transformers and vLLM
+    num_experts: str | None = None  # field of config.json with the number of experts; None: dense
+    expert_width: str = "moe_intermediate_size"  # field with the width of an expert
+    query_norm: Literal["head", "all", "none"] = "head"  # queries and keys are normed per head, whole or not
+    score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: in float32, the choice with a fixed bias
+    output_bias: bool = True  # attention_bias of config.json counts for o_proj, too
+    block: str = "mlp"  # name of the MoE block in a checkpoint
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's matrices
+    only: tuple[tuple[str, object], ...] = ()  # fields of config.json and the one value that is computed here
+
+
+NO_SLIDING_WINDOW = ("use_sliding_window", False)
+FAMILIES = {
+    "qwen3": Family("Qwen3ForCausalLM", only=(NO_SLIDING_WINDOW,)),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", num_experts="num_experts", only=(NO_SLIDING_WINDOW,)),
+    "olmoe": Family(
+        "OlmoeForCausalLM", num_experts="num_experts", expert_width="intermediate_size", query_norm="all",
+        only=(  # vLLM computes these values whatever config.json says
+            ("norm_topk_prob", False), ("rms_norm_eps", 1e-5), ("clip_qkv", None), ("attention_bias", False),
+            ("tie_word_embeddings", False),
+        ),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM", num_experts="num_local_experts", expert_width="intermediate_size",
+        query_norm="none", block="block_sparse_moe", projections=("w1", "w3", "w2"),
+        only=(("sliding_window", None), ("router_jitter_noise", 0.0)),
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM", num_experts="n_routed_experts", score="sigmoid", output_bias=False,
+        only=(("n_group", 1), ("topk_group", 1)),
+    ),
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -265,7 +310,7 @@ class Experts(nn.Module):
 
     def __init__(self, config: PretrainedConfig, num_local_experts: int, group_name: str):
         super().__init__()
-        width, hidden = config.moe_intermediate_size, config.hidden_size
+        width, hidden = expert_width(config), config.hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_local_experts, 2 * width, hidden))  # [e, 2I, D]
         self.down_proj = nn.Parameter(torch.empty(num_local_experts, hidden, width))  # [e, D, I]
         for parameter in self.parameters():
@@ -287,7 +332,12 @@ def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) 
 
 
 class MoEBlock(MoE):
-    """Route tokens by a top-k softmax to dropless experts that are spread over an expert-parallel group.
+    """Route tokens by their top-k scores to dropless experts that are spread over an expert-parallel group.
+
+    With s = softmax(W x), or s = sigmoid(W x) and a bias b that the optimizer does not move:
+        chosen = the K largest of s + b     weight_k = scale s_k / sum of s over the chosen, or scale s_k
+        y = sum_k weight_k expert_k(x) + shared(x)
+    The bias, a scale that is not 1 and shared experts are there in families that have them.
 
     A subclass of DeepSpeed's MoE in name only: the engine looks for that class to build expert-data groups.
     Nothing of its capacity-based dispatch is used, so nn.Module's constructor is called instead of MoE's.
@@ -295,13 +345,21 @@ class MoEBlock(MoE):
 
     def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None):
         nn.Module.__init__(self)
-        self.num_experts, self.top_k = config.num_experts, config.num_experts_per_tok
-        self.renormalise = config.norm_topk_prob
+        self.num_experts, self.top_k = num_experts_of(config), config.num_experts_per_tok
+        self.score = FAMILIES[config.model_type].score
+        self.renormalise = getattr(config, "norm_topk_prob", True)  # Mixtral has no such field, and does it
+        self.scale = getattr(config, "routed_scaling_factor", 1.0)
         self.group, self.ep_size = group, dist.get_world_size(group) if group else 1
         self.expert_group_name = f"ep_size_{self.ep_size}"
         self.num_local_experts = self.num_experts // self.ep_size
         self.gate = nn.Linear(config.hidden_size, self.num_experts, bias=False)
+        if self.score == "sigmoid":  # a buffer: DeepSpeed leaves its float32 alone
+            bias_E = torch.zeros(self.num_experts, dtype=torch.float32)
+            self.gate.register_buffer("e_score_correction_bias", bias_E)
         self.experts = Experts(config, self.num_local_experts, self.expert_group_name)
+        self.shared_experts = None
+        if num_shared := getattr(config, "n_shared_experts", 0):
+            self.shared_experts = DenseMLP(config, num_shared * expert_width(config))
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Do nothing: deepspeed.initialize calls it, and create_expert_parallel_group made the groups."""
@@ -309,17 +367,23 @@ class MoEBlock(MoE):
     def forward(self, x_TD: Tensor, replay_ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the block's output [T, D] and the expert ids used [T, K].
 
-        With replay_ids the choice of experts is given and only their weights are live, from the softmax over
+        With replay_ids the choice of experts is given and only their weights are live, from the scores of
         all experts, so that the router still learns [secondary: R3, arXiv 2510.11370]. An id that is no
         expert's (rollout.invalid_route) leaves the choice to the live router.
         """
-        scores_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
-        topk_ids_TK = scores_TE.topk(self.top_k, dim=-1).indices
+        if self.score == "softmax":
+            scores_TE = choice_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
+        else:
+            scores_TE = F.linear(x_TD.float(), self.gate.weight.float()).sigmoid()
+            choice_TE = scores_TE + self.gate.e_score_correction_bias
+        topk_ids_TK = choice_TE.topk(self.top_k, dim=-1).indices
         if replay_ids_TK is not None:
             topk_ids_TK = torch.where(replay_ids_TK < self.num_experts, replay_ids_TK, topk_ids_TK)
         topk_weights_TK = scores_TE.gather(1, topk_ids_TK)
         if self.renormalise:
             topk_weights_TK = topk_weights_TK / topk_weights_TK.sum(dim=-1, keepdim=True)
+        if self.scale != 1.0:
+            topk_weights_TK = topk_weights_TK * self.scale
 
         order_P = topk_ids_TK.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
         tokens_per_expert_E = torch.bincount(topk_ids_TK.flatten(), minlength=self.num_experts)
@@ -330,7 +394,10 @@ class MoEBlock(MoE):
             out_PD = self.experts(rows_PD, tokens_per_expert_E)
         else:
             out_PD = self.experts_of_all_ranks(rows_PD, tokens_per_expert_E)
-        return SumOfExperts.apply(out_PD, topk_weights_TK, order_P, inverse_P), topk_ids_TK
+        y_TD = SumOfExperts.apply(out_PD, topk_weights_TK, order_P, inverse_P)
+        if self.shared_experts is not None:
+            y_TD = y_TD + self.shared_experts(x_TD)
+        return y_TD, topk_ids_TK
 
     def experts_of_all_ranks(self, rows_PD: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
         """Send rows (sorted by global expert) to the ranks that own the experts, and the results back."""
@@ -351,43 +418,47 @@ class MoEBlock(MoE):
 # The transformer
 # ------------------------------------------------------------------------------------------------------------
 class DenseMLP(nn.Module):
-    """SwiGLU, as in a layer without experts."""
+    """SwiGLU, as in a layer without experts, and for what all tokens share beside experts."""
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, config: PretrainedConfig, width: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, width, bias=False)
+        self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with RMS-normed queries and keys.
+    """Causal grouped-query attention; most families norm queries and keys by their root mean square.
 
     Padding sits right of each sequence, so the causal mask alone keeps it out and no mask tensor is made.
     """
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        self.head_dim = head_dim(config)
+        self.head_dim, family = head_dim(config), FAMILIES[config.model_type]
+        bias = getattr(config, "attention_bias", False)
         sizes = {
             "q": config.num_attention_heads,
             "k": config.num_key_value_heads,
             "v": config.num_key_value_heads,
         }
         for name, heads in sizes.items():
-            linear = nn.Linear(config.hidden_size, heads * self.head_dim, bias=config.attention_bias)
+            linear = nn.Linear(config.hidden_size, heads * self.head_dim, bias=bias)
             setattr(self, f"{name}_proj", linear)
         width = config.num_attention_heads * self.head_dim
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=bias and family.output_bias)
+        self.q_norm = self.k_norm = None
+        if getattr(config, "use_qk_norm", family.query_norm != "none"):  # a field of GLM-4.5's
+            for name in ("q", "k"):
+                width = self.head_dim * (sizes[name] if family.query_norm == "all" else 1)
+                setattr(self, f"{name}_norm", nn.RMSNorm(width, eps=config.rms_norm_eps))
 
     def forward(self, x_TD: Tensor, rotary_TR: tuple[Tensor, Tensor], packed: PackedSequences) -> Tensor:
-        q_THR = rotate(self.q_norm(self.q_proj(x_TD).unflatten(-1, (-1, self.head_dim))), rotary_TR)
-        k_TGR = rotate(self.k_norm(self.k_proj(x_TD).unflatten(-1, (-1, self.head_dim))), rotary_TR)
+        q_THR = rotate(self.normed(self.q_proj(x_TD), self.q_norm), rotary_TR)
+        k_TGR = rotate(self.normed(self.k_proj(x_TD), self.k_norm), rotary_TR)
         v_TGR = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
 
         num_q, num_kv = q_THR.shape[1], k_TGR.shape[1]
@@ -402,10 +473,21 @@ class Attention(nn.Module):
         out_TD = TakeRows.apply(out.transpose(1, 2).reshape(batch * longest, -1), packed.padded_index)
         return self.o_proj(out_TD)
 
+    def normed(self, x_TD: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        """Norm queries or keys over as many numbers as the norm has, a head or all: [T, HR] -> [T, H, R]."""
+        if norm is not None:
+            x_TD = norm(x_TD.unflatten(-1, (-1, *norm.normalized_shape))).flatten(-2)
+        return x_TD.unflatten(-1, (-1, self.head_dim))
+
 
 def rotate(x_THR: Tensor, rotary_TR: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate by position, half-split convention (RoFormer, arXiv 2104.09864; Hugging Face layout)."""
-    cos, sin = (table.unsqueeze(1) for table in rotary_TR)  # [T, 1, R]
+    """Rotate by position, half-split convention (RoFormer, arXiv 2104.09864; Hugging Face layout).
+
+    Tables that are narrower than a head leave the rest of it as it is.
+    """
+    cos, sin = (table.unsqueeze(1) for table in rotary_TR)  # [T, 1, R] or narrower
+    if (width := cos.shape[-1]) < x_THR.shape[-1]:
+        return torch.cat([rotate(x_THR[..., :width], rotary_TR), x_THR[..., width:]], dim=-1)
     first, second = x_THR.chunk(2, dim=-1)
     return x_THR * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -416,7 +498,8 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: PretrainedConfig, layer: int, group: dist.ProcessGroup | None):
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = MoEBlock(config, group) if is_moe_layer(config, layer) else DenseMLP(config)
+        is_moe = is_moe_layer(config, layer)
+        self.mlp = MoEBlock(config, group) if is_moe else DenseMLP(config, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -453,7 +536,8 @@ class Policy(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        rotary_base = torch.arange(0, head_dim(config), 2, dtype=torch.float64) / head_dim(config)
+        width = int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        rotary_base = torch.arange(0, width, 2, dtype=torch.float64) / width
         self.inv_freq = (rope_theta(config) ** -rotary_base).float()  # [R/2]; no buffer: it must stay fp32
 
     def hidden(self, packed: PackedSequences, replay_ids_TLK: Tensor | None = None) -> tuple[Tensor, list]:
@@ -505,9 +589,10 @@ def route_table(layer_ids: list[Tensor | None], num_experts: int) -> Tensor | No
 # ------------------------------------------------------------------------------------------------------------
 def is_moe_layer(config: PretrainedConfig, layer: int) -> bool:
     """Tell whether a layer has experts."""
-    if num_experts_of(config) == 0:
+    if num_experts_of(config) == 0 or layer in getattr(config, "mlp_only_layers", ()):
         return False
-    return layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    every, first = getattr(config, "decoder_sparse_step", 1), getattr(config, "first_k_dense_replace", 0)
+    return (layer + 1) % every == 0 and layer >= first
 
 
 def head_dim(config: PretrainedConfig) -> int:
@@ -522,15 +607,16 @@ def rope_theta(config: PretrainedConfig) -> float:
 
 def check_supported(config: PretrainedConfig) -> None:
     """Raise ValueError for what this file does not compute, rather than a silently different model."""
-    problems = []
-    if config.model_type not in ("qwen3_moe", "qwen3"):
-        problems.append(f"model_type is {config.model_type!r}, known are 'qwen3_moe' and 'qwen3'")
-    elif config.rope_parameters["rope_type"] != "default":
-        problems.append(f"rope_type is {config.rope_parameters['rope_type']!r}, known is 'default'")
-    if getattr(config, "use_sliding_window", False):
-        problems.append("use_sliding_window is true")
-    if getattr(config, "hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {config.hidden_act!r}, known is 'silu'")
+    if config.model_type not in FAMILIES:
+        known = ", ".join(map(repr, FAMILIES))
+        raise ValueError(f"model not supported: model_type is {config.model_type!r}, known are {known}")
+    found = {**vars(config), "rope_type": config.rope_parameters["rope_type"]}
+    only = {"rope_type": "default", "hidden_act": "silu", **dict(FAMILIES[config.model_type].only)}
+    problems = [
+        f"{field} is {found[field]!r}, known is {known!r}"
+        for field, known in only.items()
+        if found.get(field, known) != known
+    ]
     if problems:
         raise ValueError("model not supported: " + "; ".join(problems))
 
@@ -571,7 +657,13 @@ def load_config(folder: str | Path) -> PretrainedConfig:
 
 def num_experts_of(config: PretrainedConfig) -> int:
     """Return the number of experts per MoE layer; 0 for a dense model."""
-    return config.num_experts if config.model_type == "qwen3_moe" else 0
+    field = FAMILIES[config.model_type].num_experts
+    return getattr(config, field) if field else 0
+
+
+def expert_width(config: PretrainedConfig) -> int:
+    """Return the width I of an expert."""
+    return getattr(config, FAMILIES[config.model_type].expert_width)
 
 
 def random_weights(policy: Policy, seed: int) -> None:
@@ -584,7 +676,7 @@ def random_weights(policy: Policy, seed: int) -> None:
             digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
             first, count = local_experts(policy, parameter)
-            full_shape = (policy.config.num_experts, *parameter.shape[1:]) if count else parameter.shape
+            full_shape = (num_experts_of(policy.config), *parameter.shape[1:]) if count else parameter.shape
             full = torch.randn(full_shape, generator=generator) * policy.config.initializer_range
             parameter.copy_(full[first : first + count] if count else full)
 
@@ -597,16 +689,24 @@ def local_experts(policy: Policy, parameter: Tensor) -> tuple[int, int]:
     return ep_rank * parameter.shape[0], parameter.shape[0]
 
 
-def expert_slices(name: str, parameter: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the per-expert tensors of a checkpoint as views into a fused parameter."""
-    prefix, leaf = name.rsplit(".", 1)
+def checkpoint_name(config: PretrainedConfig, name: str) -> str:
+    """Return the name of a parameter in a checkpoint, which is also the engine's."""
+    return name.replace(".mlp.", f".{FAMILIES[config.model_type].block}.")
+
+
+def expert_slices(
+    config: PretrainedConfig, name: str, parameter: Tensor, first: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a checkpoint, views into a fused parameter that holds experts from `first` on."""
+    prefix, leaf = checkpoint_name(config, name).rsplit(".", 1)
+    gate_name, up_name, down_name = FAMILIES[config.model_type].projections
     for i, expert in enumerate(parameter):
         if leaf == "down_proj":
-            yield f"{prefix}.{first + i}.down_proj.weight", expert
+            yield f"{prefix}.{first + i}.{down_name}.weight", expert
         else:
             gate, up = expert.chunk(2, dim=0)
-            yield f"{prefix}.{first + i}.gate_proj.weight", gate
-            yield f"{prefix}.{first + i}.up_proj.weight", up
+            yield f"{prefix}.{first + i}.{gate_name}.weight", gate
+            yield f"{prefix}.{first + i}.{up_name}.weight", up
 
 
 def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None]]:
@@ -616,24 +716,38 @@ def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None
     is a view of this rank's parameter; for another rank's expert it has the right shape, other contents.
     """
     num_owners = dist.get_world_size(policy.group) if policy.group else 1
-    for name, parameter in policy.named_parameters():
+    for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
         _, count = local_experts(policy, parameter)
         if count == 0:
-            yield name, parameter.data, None
+            yield checkpoint_name(policy.config, name), parameter.data, None
         for owner in range(num_owners if count else 0):
-            yield from ((n, t, owner) for n, t in expert_slices(name, parameter.data, owner * count))
+            slices = expert_slices(policy.config, name, parameter.data, owner * count)
+            yield from ((n, t, owner) for n, t in slices)
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def weight_map_of(folder: str | Path) -> dict[str, str]:
+    """Return which file holds each tensor, from the index of a checkpoint; nothing without an index."""
+    index = Path(folder) / INDEX
+    return json.loads(index.read_text())["weight_map"] if index.is_file() else {}
 
 
 def checkpoint_shards(folder: str | Path) -> list[Path]:
     """List the safetensors files of a Hugging Face checkpoint.
 
-    With an index only those that it names: the folder may also hold shards of an earlier save by another
-    number of ranks. ValueError if there is none.
+    With an index these are the files that it names: the folder may also hold shards of an earlier save by
+    another number of ranks. ValueError if there is none, or if one that the index names is not there.
     """
     shards = sorted(Path(folder).glob("*.safetensors"))
-    index = Path(folder) / "model.safetensors.index.json"
-    if index.is_file():
-        listed = set(json.loads(index.read_text())["weight_map"].values())
+    if listed := set(weight_map_of(folder).values()):
+        missing = sorted(listed - {shard.name for shard in shards})
+        if missing:
+            raise ValueError(
+                f"model.path: {folder} lacks {len(missing)} of the {len(listed)} files that {INDEX} names, "
+                f"first {missing[0]}: copy or download them again"
+            )
         shards = [shard for shard in shards if shard.name in listed]
     if not shards:
         raise ValueError(f"model.path: {folder} holds no *.safetensors file")
@@ -641,7 +755,7 @@ def checkpoint_shards(folder: str | Path) -> list[Path]:
 
 
 def load_hf(policy: Policy, folder: str | Path) -> None:
-    """Fill the policy from safetensors, reading only this rank's experts.
+    """Fill the policy from safetensors, reading only what all ranks share and this rank's experts.
 
     ValueError naming the tensors that are missing or have another shape.
     """
@@ -655,8 +769,11 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
     tensors = list(checkpoint_tensors(policy))
     missing = [name for name, _, _ in tensors if name not in where]
     if missing:
+        listed = weight_map_of(folder)
+        named = [f"{INDEX} says that {name} is in {listed[name]}" for name in missing if name in listed]
+        advice = f"; {named[0]}, which does not hold it: copy or download that file again" if named else ""
         raise ValueError(
-            f"{folder} lacks {len(missing)} of {len(tensors)} tensors: {', '.join(missing[:3])} ..."
+            f"{folder} lacks {len(missing)} of {len(tensors)} tensors: {', '.join(missing[:3])} ...{advice}"
         )
     ep_rank = dist.get_rank(policy.group) if policy.group else 0
     for name, view, owner in tensors:  # shapes of all, contents of this rank's: all ranks see the same errors
@@ -665,6 +782,32 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
             raise ValueError(f"{folder}: {name} has shape {found}, config.json asks for {tuple(view.shape)}")
         if owner in (None, ep_rank):
             view.copy_(where[name].get_tensor(name))
+
+
+SHARD_BYTES = 4 * 2**30  # the size of files that save_hf() writes; a rank holds one on the host at a time
+
+
+def deal_to_shards(
+    policy: Policy, dtype: torch.dtype
+) -> list[tuple[int, dict[str, tuple[Tensor, torch.dtype]]]]:
+    """Deal the tensors of a checkpoint to files; every rank computes the same list without asking the others.
+
+    Returns (rank that writes the file, {name: (tensor, dtype in the file)}) of each, ranks in order. A file
+    has at most SHARD_BYTES, or one tensor. Buffers stay float32, as in transformers.
+    """
+    buffers = {checkpoint_name(policy.config, name) for name, _ in policy.named_buffers()}
+    shards: list[tuple[int, dict]] = []
+    room = 0
+    tensors = ((owner or 0, name, tensor) for name, tensor, owner in checkpoint_tensors(policy))
+    for owner, name, tensor in sorted(tensors, key=lambda item: item[0]):  # stable: layers stay in order
+        kind = torch.float32 if name in buffers else dtype
+        num_bytes = tensor.numel() * kind.itemsize
+        if not shards or shards[-1][0] != owner or num_bytes > room:
+            shards.append((owner, {}))
+            room = SHARD_BYTES
+        shards[-1][1][name] = (tensor, kind)
+        room -= num_bytes
+    return shards
 
 
 def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
@@ -676,24 +819,23 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
     """
     folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    num_shards = dist.get_world_size(policy.group) if policy.group else 1
-    if rank >= num_shards:
+    if rank >= (dist.get_world_size(policy.group) if policy.group else 1):
         return
-    shard = "model-{:05d}-of-{:05d}.safetensors"
     folder.mkdir(parents=True, exist_ok=True)
-    all_tensors = list(checkpoint_tensors(policy))
-    own = [(name, tensor) for name, tensor, owner in all_tensors if (owner or 0) == rank]
-    dtype = dtype or own[0][1].dtype
-    tensors = {name: tensor.to(dtype).cpu().contiguous() for name, tensor in own}
-    save_file(tensors, folder / shard.format(rank + 1, num_shards), metadata={"format": "pt"})
+    dtype = dtype or policy.lm_head.weight.dtype
+    shards = deal_to_shards(policy, dtype)
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, (owner, tensors) in zip(names, shards):
+        if owner == rank:
+            whole = {key: tensor.to(kind).cpu().contiguous() for key, (tensor, kind) in tensors.items()}
+            save_file(whole, folder / name, metadata={"format": "pt"})
     if rank == 0:
-        weight_map = {name: shard.format((owner or 0) + 1, num_shards) for name, _, owner in all_tensors}
-        total_size = sum(tensor.numel() for _, tensor, _ in all_tensors) * dtype.itemsize
-        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        weight_map = {key: name for name, (_, tensors) in zip(names, shards) for key in tensors}
+        sizes = [tensor.numel() * kind.itemsize for _, tensors in shards for tensor, kind in tensors.values()]
+        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=1))
         config = policy.config.__class__.from_dict(policy.config.to_dict())
-        is_moe = config.model_type == "qwen3_moe"
-        config.architectures = ["Qwen3MoeForCausalLM" if is_moe else "Qwen3ForCausalLM"]
+        config.architectures = [FAMILIES[config.model_type].architecture]
         config.dtype = str(dtype).removeprefix("torch.")
         config.save_pretrained(folder)
 
@@ -704,11 +846,12 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
     Collective: all ranks exhaust it together. At most one gathered expert tensor is alive at a time.
     own_experts: those of this rank one by one instead, under their checkpoint names; nothing is gathered.
     """
-    for name, parameter in policy.named_parameters():
+    for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
         first, count = local_experts(policy, parameter)
         if count and own_experts:
-            yield from expert_slices(name, parameter.data, first)
+            yield from expert_slices(policy.config, name, parameter.data, first)
             continue
+        name = checkpoint_name(policy.config, name)
         if count == 0 or policy.group is None or dist.get_world_size(policy.group) == 1:
             yield name, parameter.data
         else:
@@ -835,14 +978,15 @@ def activation_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
 
     In elements, D hidden, Q and G heads x head size of queries and of keys or values, I width, K experts:
         both norms and residual sums 6 D     attention 4 (Q + 2 G) + 2 Q     a dense MLP 5 I
-        a MoE block K (2 D + 5 I), and its scores in float32, 4 E
+        a MoE block K (2 D + 5 I), its scores in float32, 4 E, and 5 I for each shared expert
     """
     hidden, size = config.hidden_size, head_dim(config)
     queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
     elements = 6 * hidden + 4 * (queries + 2 * keys) + 2 * queries
     if num_experts_of(config):
-        per_expert = 2 * hidden + 5 * config.moe_intermediate_size
-        elements += config.num_experts_per_tok * per_expert + 4 * config.num_experts
+        width, num_shared = expert_width(config), getattr(config, "n_shared_experts", 0)
+        elements += config.num_experts_per_tok * (2 * hidden + 5 * width) + 4 * num_experts_of(config)
+        elements += num_shared * 5 * width
     else:
         elements += 5 * config.intermediate_size
     return elements * itemsize

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.fp8_block import BLOCK, fp8_round
-from moe_model import GIB, head_dim, is_moe_layer, num_experts_of, parameter_counts
+from moe_model import GIB, expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
 from runtime.config import Section, Switch, setting
 from runtime.schedule import CacheRoom, WaitingLine
 
@@ -169,7 +169,7 @@ class RolloutEngine:
         self.hf_config = AutoConfig.from_pretrained(
             model_path, local_files_only=True, trust_remote_code=False
         )
-        self.num_experts = getattr(self.hf_config, "num_experts", 0)
+        self.num_experts = num_experts_of(self.hf_config)
         self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
         check_fp8(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, timeout_s)
@@ -572,7 +572,7 @@ def memory_share(
 
 def splits_into_blocks(hf_config, tensor_parallel: int) -> bool:
     """Tell whether the parts of each expert are whole FP8 blocks."""
-    return num_experts_of(hf_config) == 0 or hf_config.moe_intermediate_size % (tensor_parallel * BLOCK) == 0
+    return num_experts_of(hf_config) == 0 or expert_width(hf_config) % (tensor_parallel * BLOCK) == 0
 
 
 def check_fp8(settings: RolloutSettings, hf_config) -> None:
@@ -581,7 +581,7 @@ def check_fp8(settings: RolloutSettings, hf_config) -> None:
         return
     size = 1 if settings.expert_parallel else settings.tensor_parallel
     if size > 1 and not splits_into_blocks(hf_config, size):
-        width = hf_config.moe_intermediate_size
+        width = expert_width(hf_config)
         raise ValueError(
             f"rollout.tensor_parallel {size} with rollout.fp8 on splits experts of width {width} into parts "
             f"of {width / size:g}, which are no whole blocks of {BLOCK}: vLLM pads them, and a sync would "
@@ -654,7 +654,7 @@ def validate_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_c
     model's.
     """
     num_layers, top_k = hf_config.num_hidden_layers, hf_config.num_experts_per_tok
-    num_experts = hf_config.num_experts
+    num_experts = num_experts_of(hf_config)
     for ids in captured:
         if ids is not None and ids.shape[1:] != (num_layers, top_k):
             raise RuntimeError(
@@ -691,7 +691,7 @@ def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
     """
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named_tensors:
-        if not name.removesuffix(".weight").endswith("_proj"):
+        if not name.removesuffix(".weight").endswith(("_proj", ".w1", ".w2", ".w3")):
             yield name, tensor
             continue
         if name.endswith("experts.gate_up_proj"):  # [E, 2I, D]; vLLM pads both halves to whole blocks
@@ -815,10 +815,10 @@ def repack_for_cpu_kernels(model) -> None:
 
 
 ENGINE_NAMES = (  # Hugging Face's names -> those of vLLM's fused parameters
-    (re.compile(r"\.experts\.(gate_up_proj|\d+\.(gate|up)_proj\.weight)$"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.(\d+\.)?down_proj(\.weight)?$"), ".experts.w2_weight"),
+    (re.compile(r"\.experts\.(gate_up_proj|\d+\.(gate_proj|up_proj|w1|w3)\.weight)$"), ".experts.w13_weight"),
+    (re.compile(r"\.experts\.(\d+\.)?(down_proj|w2)(\.weight)?$"), ".experts.w2_weight"),
     (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
-    (re.compile(r"\.mlp\.(gate|up)_proj\."), ".mlp.gate_up_proj."),
+    (re.compile(r"\.(mlp|shared_experts)\.(gate|up)_proj\."), r".\1.gate_up_proj."),
 )
 
 
@@ -892,9 +892,14 @@ def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]
             if target in held:
                 part = checksum(tensor.to(held[target][0]))
                 sent[target] = sent[target] + part if target in sent else part
-    if "lm_head.weight" in held and model.config.tie_word_embeddings:  # on CPUs the head has a packed copy
-        sent["lm_head.weight"] = sent["model.embed_tokens.weight"]
-        names["lm_head.weight"] = ["model.embed_tokens.weight"]
+    twins = {}  # tensors that are sent once and held twice: GLM's bias; a tied head, packed on CPUs
+    if "lm_head.weight" in held and model.config.tie_word_embeddings:
+        twins["lm_head.weight"] = "model.embed_tokens.weight"
+    for name in held:
+        if name.endswith(".experts.e_score_correction_bias"):
+            twins[name] = name.replace(".experts.", ".gate.")
+    for name, source in twins.items():
+        sent[name], names[name] = sent[source], [source]
     return lost + [
         f"{name} (from {', '.join(names.get(name, ['nothing']))})"
         for name, (_, bits) in held.items()

@@ -9,7 +9,15 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import moe_model  # before deepspeed: it picks the CPU quietly
 
@@ -35,6 +43,20 @@ def tiny_config(kind: str):
         del sizes["head_dim"]
         other = dict(norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=2)
         return Qwen3MoeConfig(**sizes | experts | other | dict(tie_word_embeddings=True, attention_bias=True))
+    if kind in ("olmoe", "mixtral"):  # every layer has experts; the head size follows, 32 / 4, or is given
+        sizes["intermediate_size"] = 24
+        experts = dict(num_experts_per_tok=3, num_hidden_layers=2)
+        if kind == "mixtral":
+            return MixtralConfig(**sizes | experts, num_local_experts=8)
+        del sizes["head_dim"]
+        return OlmoeConfig(**sizes | experts, num_experts=8)
+    if kind in ("glm", "glm_plain"):  # layer 0 is dense; GLM-4.5 norms queries and keys, GLM-4.5-Air does not
+        del experts["num_experts"]
+        shared = dict(n_routed_experts=8, n_shared_experts=2, routed_scaling_factor=2.5)
+        if kind == "glm_plain":
+            shared |= dict(n_shared_experts=1, routed_scaling_factor=1.0, norm_topk_prob=False)
+        more = dict(first_k_dense_replace=1, attention_bias=True, use_qk_norm=kind == "glm")
+        return Glm4MoeConfig(**sizes | experts | shared | more)
     if kind == "dense":
         return Qwen3Config(**sizes)
     assert kind == "dense_tied"
@@ -44,13 +66,15 @@ def tiny_config(kind: str):
 def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32):
     """Make transformers' model with large weights: attention, routing and logits are far from uniform."""
     config = tiny_config(kind)
-    classes = {"qwen3_moe": Qwen3MoeForCausalLM, "qwen3": Qwen3ForCausalLM}
-    model = classes[config.model_type]._from_config(copy.deepcopy(config), dtype=torch.float32, **EAGER)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, **EAGER)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.2 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 
 
@@ -112,7 +136,7 @@ STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, c
     1: [(1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start")],
     2: [
         (1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start"), (1, 1, "sgd", "dense"),
-        (2, 1, "sgd", "start"), (2, 2, "sgd", "start"), (2, 1, "adamw", "start"),
+        (2, 1, "sgd", "start"), (2, 2, "sgd", "start"), (2, 1, "adamw", "start"), (2, 1, "sgd", "glm"),
     ],
     4: [(2, 1, "sgd", "start"), (2, 2, "sgd", "start")],
 }  # fmt: skip

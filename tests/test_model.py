@@ -39,7 +39,8 @@ import moe_model
 from kernels import linear_logprob_entropy
 from moe_model import Policy, grouped_linear, load_config, load_hf, pack, save_hf
 
-KINDS = ["moe", "moe_other", "dense", "dense_tied"]
+KINDS = ["moe", "moe_other", "dense", "dense_tied", "olmoe", "mixtral", "glm", "glm_plain"]
+MOE_KINDS = ["moe", "moe_other", "olmoe", "mixtral", "glm", "glm_plain"]
 PARITY = 1e-5  # see above
 
 
@@ -95,6 +96,7 @@ def save_models(folder: Path) -> None:
     """Save the checkpoints that the ranks start from, as transformers writes them."""
     tiny_model("moe").save_pretrained(folder / "start", max_shard_size="40KB")
     tiny_model("dense").save_pretrained(folder / "dense")
+    tiny_model("glm").save_pretrained(folder / "glm")
     assert len(list((folder / "start").glob("*.safetensors"))) > 1, "load_hf should meet several files"
 
 
@@ -251,7 +253,7 @@ def test_activation_checkpointing_changes_nothing(kind):
     assert_same(got, expected, atol=0)
 
 
-@pytest.mark.parametrize("kind", ["moe", "moe_other"])
+@pytest.mark.parametrize("kind", MOE_KINDS)
 def test_replay_of_own_routes_is_bitwise_equal(kind):
     policy, batch = policy_like(tiny_model(kind)), tiny_batch()
     logprobs, expected, layer_ids = run(policy, batch)
@@ -266,23 +268,27 @@ def test_replay_of_own_routes_is_bitwise_equal(kind):
         assert (other - logprobs).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("kind", ["moe", "moe_other"])
+@pytest.mark.parametrize("kind", MOE_KINDS)
 def test_replay_of_given_routes_matches_transformers(kind):
     """Random routes, forced on transformers' router too: ids from outside, weights from its own softmax."""
     hf, batch = tiny_model(kind), tiny_batch()
     policy, config = policy_like(hf), hf.config
     num_tokens = len(packed_batch(batch).input_ids)
     generator = torch.Generator().manual_seed(5)
-    draws = torch.rand(num_tokens, config.num_hidden_layers, config.num_experts, generator=generator)
+    num_experts = moe_model.num_experts_of(config)
+    draws = torch.rand(num_tokens, config.num_hidden_layers, num_experts, generator=generator)
     routes = draws.argsort(dim=-1)[..., : config.num_experts_per_tok].to(torch.uint8)  # [T, L, K]
 
     forced = {}  # layer -> [S, K] of the sequence at hand
 
     def force(layer: int):
         def hook(router, inputs, outputs):
-            scores, ids = outputs[0].softmax(dim=-1), forced[layer]
+            is_glm, ids = kind.startswith("glm"), forced[layer]
+            scores = outputs[0].sigmoid() if is_glm else outputs[0].softmax(dim=-1)
             chosen = scores.gather(1, ids)
-            return outputs[0], chosen / chosen.sum(1, keepdim=True) if config.norm_topk_prob else chosen, ids
+            if kind == "mixtral" or config.norm_topk_prob:
+                chosen = chosen / chosen.sum(1, keepdim=True)
+            return outputs[0], chosen * config.routed_scaling_factor if is_glm else chosen, ids
 
         return hook
 
@@ -483,10 +489,12 @@ def test_saved_names_and_index(kind, tmp_path):
     save_hf(policy_like(hf), tmp_path / "own", torch.bfloat16)
     theirs = load_file(tmp_path / "hf" / "model.safetensors")
     own = load_file(shard := only_shard(tmp_path / "own"))
-    assert_same(own, {name: tensor.bfloat16() for name, tensor in theirs.items()}, atol=0)
+    dtype_of = lambda name: torch.float32 if name.endswith("correction_bias") else torch.bfloat16
+    expected = {name: tensor.to(dtype_of(name)) for name, tensor in theirs.items()}
+    assert_same(own, expected, atol=0)
     index = json.loads((tmp_path / "own" / "model.safetensors.index.json").read_text())
     assert index["weight_map"] == dict.fromkeys(theirs, shard.name)
-    assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in theirs.values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     assert json.loads((tmp_path / "own" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -530,7 +538,7 @@ def test_unsupported_configurations_are_refused(tmp_path):
         load_config(tmp_path)
     changes = {
         "rope_type is 'yarn'": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}},
-        "use_sliding_window is true": {"use_sliding_window": True},
+        "use_sliding_window is True, known is False": {"use_sliding_window": True},
         "hidden_act is 'gelu'": {"hidden_act": "gelu"},
     }
     for kind in ("moe", "dense"):
@@ -542,6 +550,18 @@ def test_unsupported_configurations_are_refused(tmp_path):
                 load_config(tmp_path)
             with pytest.raises(ValueError, match=message):
                 Policy(config)
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), [
+    ("olmoe", "norm_topk_prob", True), ("olmoe", "clip_qkv", 8.0), ("olmoe", "rms_norm_eps", 1e-6),
+    ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1), ("glm", "n_group", 4),
+])  # fmt: skip
+def test_what_a_family_could_have_and_is_not_computed_is_refused(kind, field, value):
+    config = tiny_config(kind)
+    Policy(config)
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=f"model not supported: {field} is {value}, known is"):
+        Policy(config)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -587,7 +607,11 @@ def test_tensors_of_one_process_equal_transformers(kind):
     hf = tiny_model(kind)
     named = list(moe_model.hf_tensors(policy_like(hf)))
     assert len({name for name, _ in named}) == len(named)
-    assert_same(dict(named), dict(hf.named_parameters()), atol=0)  # a tied head is not among them
+    expected = dict(hf.named_parameters())  # a tied head is not among them
+    expected |= {n: b for n, b in hf.named_buffers() if n.endswith("correction_bias")}
+    if kind == "mixtral":  # the engine's names are a checkpoint's
+        expected = {name.replace(".mlp.", ".block_sparse_moe."): value for name, value in expected.items()}
+    assert_same(dict(named), expected, atol=0)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -650,10 +674,11 @@ def reference_steps(hf, optimizer: torch.optim.Optimizer, num_steps: int) -> tup
 
 @pytest.fixture(scope="module")
 def reference() -> dict[tuple[str, str], tuple[list[float], dict[str, Tensor]]]:
-    moe, dense, adam = tiny_model("moe"), tiny_model("dense"), tiny_model("moe")
+    moe, dense, adam, glm = (tiny_model(kind) for kind in ("moe", "dense", "moe", "glm"))
     return {
         ("sgd", "start"): reference_steps(moe, torch.optim.SGD(moe.parameters(), lr=1.0), 1),
         ("sgd", "dense"): reference_steps(dense, torch.optim.SGD(dense.parameters(), lr=1.0), 1),
+        ("sgd", "glm"): reference_steps(glm, torch.optim.SGD(glm.parameters(), lr=1.0), 1),
         ("adamw", "start"): reference_steps(adam, torch.optim.AdamW(adam.parameters(), **ADAMW), 2),
     }
 
@@ -679,7 +704,7 @@ def test_step_equals_one_process(reference, world_size, ep_size, zero_stage, opt
         torch.testing.assert_close(rank["norms"], norms, rtol=1e-5, atol=0)
     got = joined([rank["parameters"] for rank in ranks], ep_size)
     assert_same(got, expected, atol=1e-6)
-    before = dict(tiny_model({"start": "moe", "dense": "dense"}[checkpoint]).named_parameters())
+    before = dict(tiny_model("moe" if checkpoint == "start" else checkpoint).named_parameters())
     assert all((expected[name] - before[name]).abs().max() > 1e-4 for name in expected), "a step too small"
 
 
