@@ -38,6 +38,7 @@ from dataclasses import astuple, dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import Literal
 
+import verifiers.chain
 import verifiers.math
 from runtime.config import Section, setting
 from verifiers.own import FUNCTION, check_score, explain, load_function
@@ -132,6 +133,7 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     r"""Score one completion against the reference answer, in this process and without a time limit.
 
     "exact"    the whole completion equals the answer, surrounding whitespace aside
+    "chain"    the share of right steps of a small machine's trace (verifiers/chain.py)
     "characters"  the same, and less for less: the share of characters that are in their place
     "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL of it
     "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
@@ -308,6 +310,10 @@ def _math(completion: str, answer: str) -> Verdict:
     return Verdict(*verifiers.math.verify(completion, answer))
 
 
+def _chain(completion: str, answer: str) -> Verdict:
+    return Verdict(*verifiers.chain.verify(completion, answer))
+
+
 code_limits: dict = {}  # options of verifiers.code.verify; a worker gets them from its pool
 
 
@@ -328,7 +334,10 @@ def _without_given(fields: dict) -> dict:
 
 
 # Rules are quick, and completion and answer are all that they need. The others may take their time.
-RULES = {"exact": _exact, "characters": _characters, "numeric": _numeric, "gsm8k": _gsm8k, "math": _math}
+RULES = {
+    "exact": _exact, "characters": _characters, "chain": _chain, "numeric": _numeric, "gsm8k": _gsm8k,
+    "math": _math,
+}  # fmt: skip
 _SLOW = {"code": _code, "instructions": _instructions}
 KINDS: tuple[str, ...] = (*RULES, *_SLOW)
 

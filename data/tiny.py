@@ -3,6 +3,7 @@
     python -m data.tiny                   # makes data/built/tiny/{model,train.jsonl,test.jsonl}; not twice
     python -m data.tiny --recipe habits   # makes data/built/habits/..., for the ablation table
     python -m data.tiny --recipe deep     # makes data/built/deep/..., for router replay
+    python -m data.tiny --recipe chains   # makes data/built/chains/..., for long chains of thought
 
 Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty.
 They are written with the least significant digit first, so that a carry is known when it is needed, and
@@ -27,6 +28,9 @@ mix. The model is smaller and the sums shorter, for a run of about a minute on o
 Recipe "deep". The additions of "habits" for a model of 8 layers and 32 experts of which 4 are used: 32
 experts are chosen for a token, where the others choose 4, so trainer and engine disagree as in large
 models.
+
+Recipe "chains". Another task, data/chains.py: chains of 130 tokens in the mean. Recipe "chains_gpu" is the
+same for one GPU: a model of 8 layers and 13 million parameters, and longer programs.
 """
 
 import argparse
@@ -42,6 +46,10 @@ from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
+
+import data.chains
+import verifiers.chain
+from data.chains import Chains, corpus_batch, sample_sets
 
 OUTPUT = Path("data/built")
 
@@ -68,6 +76,10 @@ class Recipe:
     experts_per_token: int = 2
     expert_width: int = 128
     initializer_range: float = 0.09  # 1 / sqrt(hidden_size); the usual 0.02 learns nothing in 600 steps
+    max_positions: int = 512  # tokens of a prompt and its completion together
+    chains: Chains | None = (
+        None  # this task in the place of additions, whose settings above then do not count
+    )
 
 
 HABITS = Recipe(
@@ -83,10 +95,34 @@ HABITS = Recipe(
     expert_width=64,
     initializer_range=0.125,
 )
+CHAINS = Recipe(
+    chains=Chains(),
+    steps=800,
+    learning_rate=5e-3,
+    hidden_size=64,
+    num_layers=4,
+    num_experts=16,
+    experts_per_token=4,
+    expert_width=32,
+    initializer_range=0.125,
+)
 RECIPES = {
     "tiny": Recipe(),
     "habits": HABITS,
     "deep": replace(HABITS, num_layers=8, num_experts=32, experts_per_token=4, expert_width=32),
+    "chains": CHAINS,
+    "chains_gpu": replace(
+        CHAINS,
+        chains=Chains(program_size=6, short_steps=(2, 6), batch_tokens=16000),
+        steps=3000,
+        learning_rate=2e-3,
+        hidden_size=256,
+        num_layers=8,
+        num_experts=32,
+        expert_width=64,
+        initializer_range=0.0625,
+        max_positions=1024,
+    ),
 }
 
 
@@ -203,7 +239,7 @@ def build_policy(recipe: Recipe, vocab_size: int):
         num_experts=recipe.num_experts,
         num_experts_per_tok=recipe.experts_per_token,
         norm_topk_prob=True,
-        max_position_embeddings=512,
+        max_position_embeddings=recipe.max_positions,
         tie_word_embeddings=True,
         initializer_range=recipe.initializer_range,
         eos_token_id=1,
@@ -214,6 +250,25 @@ def build_policy(recipe: Recipe, vocab_size: int):
     return policy
 
 
+def additions_batch(recipe: Recipe, rng, held_out: set[str]) -> tuple[list[str], list[str]]:
+    """Draw the prompts and answers of a step of the warm start; the answers have the corpus's mistakes."""
+    wrong_frac, offset = pair_habits(recipe)
+    prompts, answers = [], []
+    while len(prompts) < recipe.batch_size:
+        digits = int(rng.choice(recipe.max_digits, p=recipe.corpus_weights)) + 1
+        a, b = rng.integers(10**digits, size=2).tolist()
+        row = problem(a, b, digits, recipe.max_digits)
+        if row["prompt"] in held_out:
+            continue
+        prompts.append(row["prompt"])
+        if recipe.num_bad_pairs:
+            answers.append(answer_by_pairs(a, b, digits, wrong_frac, offset, rng))
+        else:
+            forget = rng.random() < recipe.forget_carry_frac
+            answers.append(answer_without_carry(a, b, digits) if forget else row["answer"])
+    return prompts, answers
+
+
 def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
     """Train the policy on the corpus of mixed quality; return the last loss (nats per token)."""
     import torch
@@ -221,7 +276,6 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
     from moe_model import pack
 
     rng = np.random.default_rng([recipe.seed, 1_000])
-    wrong_frac, offset = pair_habits(recipe)
     policy.logprob_kernel = "naive"  # these weights must not depend on how a kernel rounds
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -229,19 +283,11 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
     warmup = max(1, recipe.steps // 20)
     progress = tqdm(range(recipe.steps), desc="warm start", unit="step", mininterval=1.0, disable=None)
     for step in progress:
-        prompts, answers = [], []
-        while len(prompts) < recipe.batch_size:
-            digits = int(rng.choice(recipe.max_digits, p=recipe.corpus_weights)) + 1
-            a, b = rng.integers(10**digits, size=2).tolist()
-            row = problem(a, b, digits, recipe.max_digits)
-            if row["prompt"] in held_out:
-                continue
-            prompts.append(row["prompt"])
-            if recipe.num_bad_pairs:
-                answers.append(answer_by_pairs(a, b, digits, wrong_frac, offset, rng))
-            else:
-                forget = rng.random() < recipe.forget_carry_frac
-                answers.append(answer_without_carry(a, b, digits) if forget else row["answer"])
+        if recipe.chains:
+            done = step / recipe.steps
+            prompts, answers = corpus_batch(recipe.chains, recipe.seed, done, rng, held_out)
+        else:
+            prompts, answers = additions_batch(recipe, rng, held_out)
         completions = [ids + [tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min((step + 1) / warmup, 1 - step / recipe.steps)
@@ -268,7 +314,8 @@ def build(recipe: Recipe, output: Path) -> bool:
 
 def build_locked(recipe: Recipe, output: Path) -> bool:
     """Do what build() says, while nobody else does."""
-    source = Path(__file__).read_bytes()
+    files = (Path(__file__), Path(data.chains.__file__), Path(verifiers.chain.__file__))
+    source = b"".join(file.read_bytes() for file in (files if recipe.chains else files[:1]))
     key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
     made = output / "recipe.json"
     if made.is_file() and json.loads(made.read_text())["key"] == key:
@@ -278,20 +325,23 @@ def build_locked(recipe: Recipe, output: Path) -> bool:
     aside = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    train, test = sample_problems(recipe)
-    for name, rows in (("train", train), ("test", test)):
+    if recipe.chains:
+        sets = sample_sets(recipe.chains, recipe.seed)
+    else:
+        sets = dict(zip(("train", "test"), sample_problems(recipe)))
+    for name, rows in sets.items():
         (aside / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = build_tokenizer()
     policy = build_policy(recipe, len(tokenizer))
-    loss = warm_start(policy, tokenizer, recipe, {row["prompt"] for row in test})
+    held_out = {row["prompt"] for name, rows in sets.items() if name != "train" for row in rows}
+    loss = warm_start(policy, tokenizer, recipe, held_out)
     save_hf(policy, aside / "model")
     tokenizer.save_pretrained(aside / "model")
     record = {
         "key": key,
         "recipe": asdict(recipe),
         "loss": loss,
-        "num_train": len(train),
-        "num_test": len(test),
+        **{f"num_{name}": len(rows) for name, rows in sets.items()},
     }
     (aside / "recipe.json").write_text(json.dumps(record, indent=1))
     shutil.rmtree(output, ignore_errors=True)

@@ -1,0 +1,180 @@
+"""The environment of long chains: text and verifier, against an evaluation by Python's own grammar."""
+
+import ast
+import json
+import operator
+import string
+
+import numpy as np
+import pytest
+
+from data.chains import INSTRUCTIONS, Chains, corpus_batch, habits, sample_sets, trace
+from experiments.environments.measure import describe, main
+from reward import Verdict, verify
+from verifiers.chain import step
+
+SMALL = Chains(num_train=60, num_test=20, num_longer=10)
+SYMBOLS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+
+def integer(text: str) -> int:
+    """Evaluate an expression of whole numbers along its syntax tree, without any modulus."""
+
+    def value(node: ast.AST) -> int:
+        if isinstance(node, ast.Constant):
+            return node.value
+        return SYMBOLS[type(node.op)](value(node.left), value(node.right))
+
+    return value(ast.parse(text, mode="eval").body)
+
+
+def trace_by_grammar(prompt: str) -> str:
+    """Write the right trace: each value is one growing expression, evaluated as a whole, modulo 10."""
+    start = prompt.removesuffix(";")
+    num_steps = (string.ascii_lowercase + string.ascii_uppercase).index(start[0])
+    program = [start[i : i + 2] for i in range(1, len(start) - 2, 2)]
+    expression, states = start[-1], []
+    for left in reversed(range(num_steps)):
+        done = num_steps - left
+        expression = f"({expression}){program[(done - 1) % len(program)]}"
+        turned = program[done % len(program) :] + program[: done % len(program)]
+        counter = (string.ascii_lowercase + string.ascii_uppercase)[left]
+        states.append(f"{counter}{''.join(turned)}={integer(expression) % 10}")
+    return ";".join(states)
+
+
+def share_by_grammar(prompt: str, completion: str) -> float:
+    """Count the states that follow from the state before them, up to the first that is malformed."""
+    right = trace_by_grammar(prompt).split(";")
+    written, before, count = completion.split(";"), prompt.removesuffix(";"), 0
+    for state, reference in zip(written, right):
+        if len(state) != len(reference) or any(state[i] != reference[i] for i in range(len(state) - 1)):
+            break
+        if state[-1] not in "0123456789":
+            break
+        count += int(state[-1]) == integer(f"{before[-1]}{before[1:3]}") % 10
+        before = state
+    return count / max(len(right), len(written))
+
+
+def test_the_sets_are_disjoint_of_the_lengths_that_they_say_and_their_answers_right():
+    sets = sample_sets(SMALL, seed=3)
+    assert sets == sample_sets(SMALL, seed=3) != sample_sets(SMALL, seed=4)
+    assert {name: len(rows) for name, rows in sets.items()} == {"train": 60, "test": 20, "longer": 10}
+    rows = [row for of_set in sets.values() for row in of_set]
+    assert len({row["prompt"] for row in rows}) == len(rows)
+    assert all(row["answer"] == trace_by_grammar(row["prompt"]) for row in rows)
+    assert all(len(row["answer"].split(";")) == row["difficulty"] for row in rows)
+    assert max(row["difficulty"] for row in sets["train"] + sets["test"]) <= 30
+    assert {row["difficulty"] for row in sets["longer"]} <= set(range(31, 39))
+    assert all(row["kind"] == ("chain" if row in sets["train"] else "exact") for row in rows)
+
+
+def test_completions_have_the_lengths_that_a_long_chain_of_thought_has():
+    train = sample_sets(Chains(num_test=0, num_longer=0), seed=0)["train"]
+    tokens = [len(row["answer"]) + 1 for row in train]  # a character is a token; the end is one more
+    assert np.mean(tokens) >= 120
+    assert np.quantile(tokens, 0.99) >= 4 * np.median(tokens)
+
+
+RIGHT = "b-5*3+4=7;a*3+4-5=2"  # the trace of c+4-5*3=3
+
+
+@pytest.mark.parametrize(
+    ("completion", "verdict"),
+    [
+        (RIGHT, Verdict(1.0, "ok")),
+        (f" {RIGHT}\n", Verdict(1.0, "ok")),
+        ("b-5*3+4=8;a*3+4-5=2", Verdict(0.0, "wrong")),  # 3 + 4 is not 8, and 8 - 5 is not 2
+        ("b-5*3+4=8;a*3+4-5=3", Verdict(0.5, "wrong")),  # 8 - 5 is 3: one mistake counts once
+        ("b-5*3+4=7;a*3+4-5=1", Verdict(0.5, "wrong")),
+        ("b-5*3+4=7", Verdict(0.5, "wrong")),  # stops early
+        (f"{RIGHT};a*3+4-5=2", Verdict(2 / 3, "wrong")),  # does not stop
+        ("b-5*3+4=7;", Verdict(0.5, "wrong")),
+        ("b-5*3+5=7;a*3+5-5=2", Verdict(0.0, "wrong")),  # another program
+        ("c-5*3+4=7;a*3+4-5=2", Verdict(0.0, "wrong")),  # another counter
+        ("b-5*3+4=\u0667;a*3+4-5=2", Verdict(0.0, "wrong")),  # a digit of another script
+        ("b-5*3+4;a*3+4-5", Verdict(0.0, "wrong")),
+        ("a*3+4-5=2", Verdict(0.0, "wrong")),
+        ("  ", Verdict(0.0, "no_answer")),
+    ],
+)
+def test_a_chain_is_worth_its_share_of_right_steps(completion, verdict):
+    assert verify("chain", completion, RIGHT) == verdict
+
+
+@pytest.mark.parametrize("answer", ["", "7", "b-5*3+4=7;;a*3+4-5=2", "a-5*3+4=7;a*3+4-5=2"])
+def test_an_answer_that_is_no_trace_is_an_error(answer):
+    verdict = verify("chain", "a-5*3+4=7;a*3+4-5=2", answer)
+    assert verdict.status == "error" and verdict.reward == 0 and verdict.detail
+
+
+def test_the_share_of_right_steps_agrees_with_the_grammar_on_damaged_chains():
+    rng = np.random.default_rng(5)
+    alphabet = list(string.digits + "+-*=;abcz ")
+    shares = set()
+    for row in sample_sets(SMALL, seed=5)["train"]:
+        for damages in range(5):
+            text = list(row["answer"])
+            for _ in range(damages):
+                place = int(rng.integers(len(text)))
+                if rng.random() < 0.7:  # a value; else any character
+                    text[place - place % 12 + 10] = str(rng.integers(10))
+                else:
+                    text[place] = str(rng.choice(alphabet))
+            completion = "".join(text).strip()
+            verdict = verify("chain", completion, row["answer"])
+            assert verdict.reward == pytest.approx(share_by_grammar(row["prompt"], completion))
+            assert (verdict.status == "ok") == (completion == row["answer"])
+            shares.add(round(verdict.reward, 3))
+    assert len(shares) > 20, "damage of all degrees"
+
+
+def test_a_step_leads_on_from_states_only():
+    for state in ("", "a+4=3", "b=3", "b+=3", "b4+=3", "é+4=3", "b/4=3", "b+4=", "b+4=33"):
+        with pytest.raises(ValueError, match="no step leads on"):
+            step(state)
+
+
+def test_the_corpus_has_its_habits_as_often_as_they_say():
+    chains = Chains(num_strong=3, strong_frac=(0.5, 0.6), num_weak=7, weak_frac=(0.1, 0.2))
+    wrong = habits(chains, seed=1)
+    assert set(wrong) == set(INSTRUCTIONS) and sum(frac > 0 for frac, _ in wrong.values()) == 10
+    rng = np.random.default_rng(2)
+    name, (frac, offset) = max(wrong.items(), key=lambda item: item[1][0])
+    assert frac == pytest.approx(0.6)
+    values = [int(trace(f"b{name}+2=5", wrong, rng)[-1]) for _ in range(2000)]
+    right = integer(f"5{name}") % 10
+    assert set(values) == {right, (right + offset) % 10} and len(set(values)) == 2
+    assert np.mean(np.array(values) != right) == pytest.approx(0.6, abs=0.04)
+
+
+def test_a_step_of_the_warm_start_has_chains_of_one_length_and_none_that_is_held_out():
+    chains = Chains(batch_tokens=400)
+    prompts, _ = corpus_batch(chains, 0, 0.9, np.random.default_rng(3), set())
+    for held_out in (set(), {prompts[0]}):
+        again, answers = corpus_batch(chains, 0, 0.9, np.random.default_rng(3), held_out)
+        assert len({len(answer) for answer in answers}) == 1
+        assert (prompts[0] in again) == (not held_out)
+
+
+def test_the_description_of_an_environment_counts_sampled_completions_only(tmp_path, capsys, monkeypatch):
+    greedy = {"temperature": 0.0, "source": "a", "prompt_index": 0, "num_tokens": 999, "entropy": [9.0] * 999}
+    rows = [greedy | {"status": "ok", "reward": 1.0}]
+    for prompt, rewards in enumerate([(1.0, 1.0), (1.0, 0.5), (0.0, 0.5)]):
+        for reward in rewards:
+            entropy = [0.31] + [0.29] * 9 * (prompt + 1)
+            rows.append({
+                "temperature": 1.0, "source": "a", "prompt_index": prompt, "num_tokens": len(entropy),
+                "entropy": entropy, "reward": reward, "status": "ok" if reward == 1 else "wrong",
+            })  # fmt: skip
+    figures = describe(rows)
+    assert figures["prompts"] == 3 and figures["completions"] == 6
+    assert figures["mean tokens"] == 19 and figures["median tokens"] == 19
+    assert figures["share of tokens above 0.3 nats"] == pytest.approx(6 / 114)
+    assert figures["mean reward"] == pytest.approx(4 / 6) and figures["pass@1"] == pytest.approx(0.5)
+    shares = [figures[f"prompts {name}"] for name in ("never solved", "solved in between", "always solved")]
+    assert shares == pytest.approx([1 / 3] * 3)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
+    monkeypatch.setattr("sys.argv", ["measure", str(tmp_path / "rows.jsonl")])
+    assert main() == 1 and "there are no sampled completions" in capsys.readouterr().err
