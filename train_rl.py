@@ -2081,13 +2081,13 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     return engine
 
 
-def trainer_memory(config: Config, hf_config, num_ranks: int, on_gpu: bool = True) -> dict[str, int]:
-    """Return the bytes of the trainer on a rank, by part; a row longer than a micro-batch goes alone."""
+def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
+    """Return the bytes of the trainer on a GPU, by part; a row longer than a micro-batch goes alone."""
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return moe_model.memory_by_part(
         hf_config, config.model, config.train.zero_stage, num_ranks,
         tokens=max(config.train.micro_batch_tokens, longest),
-        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config), on_gpu=on_gpu,
+        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
     )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ MEMORY = 0.60
 LINKS = 0.60
 ENGINE_STEP_S = 0.006  # vLLM's host work and launches per step, whatever the batch [ours: a guess]
 ALL_REDUCE_S = 20e-6  # latency of one all-reduce in a tensor-parallel layer [ours: a guess]
-LOADER_S_PER_MATRIX = 35e-6  # vLLM's loader in Python, per expert's matrix; measured on a CPU
+LOADER_S_PER_MATRIX = 35e-6  # Python of vLLM's loader per expert's matrix [ours: a guess]
 TAIL_SHARE = 8  # completions that still run in the tail of a rollout: one in so many [ours: a guess]
 PROCESS_BYTES = 6 * GIB  # host memory of a rank: Python, CUDA, vLLM, its reward workers [ours: a guess]
 

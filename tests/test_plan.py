@@ -1,6 +1,7 @@
 """The planner: its counts against transformers, its arithmetic against loops, its files as they stand."""
 
 import gc
+import inspect
 import json
 from pathlib import Path
 
@@ -211,6 +212,14 @@ def test_keys_and_values_take_what_the_engine_is_given():
     assert engine == pytest.approx(share * total, abs=2)
     fixed = task.with_settings({"rollout.kv_cache_gib": 2.0})
     assert fixed.parts["KV cache"] == 2 * GIB
+
+
+def test_the_trainer_asks_before_anything_is_loaded():
+    source = inspect.getsource(train_rl.set_up)
+    later = (
+        source.index(name) for name in ("from_pretrained(", "load_data(", "start_engine(", "build_policy(")
+    )
+    assert source.index("check_memory(") < min(later)
 
 
 def test_the_trainer_refuses_in_the_words_of_the_planner(monkeypatch):
