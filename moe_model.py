@@ -857,7 +857,7 @@ def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, o
         return norms + attention + 4 * config.intermediate_size * itemsize
     top_k = config.num_experts_per_tok
     rows = top_k * (2 * hidden + 4 * config.moe_intermediate_size) * itemsize
-    return norms + attention + rows + 4 * config.num_experts + 32 * top_k + 4
+    return norms + attention + rows + 4 * num_experts_of(config) + 32 * top_k + 4
 
 
 def passing_bytes(
@@ -886,7 +886,7 @@ def passing_bytes(
     if num_experts_of(config):
         top_k, width = config.num_experts_per_tok, config.moe_intermediate_size
         rows = min(CHUNK_ELEMENTS[device], tokens * hidden * top_k) * (4 + itemsize)
-        gate_up = config.num_experts // settings.ep_size * 2 * width * hidden * summed
+        gate_up = num_experts_of(config) // settings.ep_size * 2 * width * hidden * summed
         layer = tokens * top_k * (2 * hidden + 3 * width) * itemsize + gate_up + rows
     else:
         layer = tokens * (2 * hidden + 3 * config.intermediate_size) * itemsize

@@ -183,7 +183,7 @@ class Task:
         """Return the parameters of experts that a token is multiplied with."""
         has_experts = self.counts.experts > 0
         return (
-            self.counts.experts * self.model.num_experts_per_tok / self.model.num_experts
+            self.counts.experts * self.model.num_experts_per_tok / num_experts_of(self.model)
             if has_experts
             else 0
         )
@@ -261,7 +261,8 @@ def host_memory(task: Task) -> dict[str, int]:
     """Return the bytes of the host by part and rank: routes, a checkpoint on its way to disk, processes."""
     routes, config, parts = 0, task.config, task.parts
     if task.counts.experts and config.rollout.capture_routes:  # ids of 1 byte, of 2 from 256 experts
-        routes = task.num_moe_layers * task.model.num_experts_per_tok * (1 + (task.model.num_experts > 255))
+        routes = task.num_moe_layers * task.model.num_experts_per_tok
+        routes *= 1 if num_experts_of(task.model) < 256 else 2
     copies = 2 if config.algorithm.router_replay != "off" else 1  # captured, and replayed
     return {
         "routes to replay": int(task.completions / task.num_gpus * task.sequence_tokens * routes * copies),
@@ -352,7 +353,7 @@ def decode_step_seconds(task: Task, batch: float, context: float) -> float:
     settings, model, weights = task.config.rollout, task.model, task.parts["engine weights"]
     ranks = settings.tensor_parallel
     if task.counts.experts:
-        untouched = (1 - model.num_experts_per_tok / model.num_experts) ** batch
+        untouched = (1 - model.num_experts_per_tok / num_experts_of(model)) ** batch
         weights *= 1 - untouched * task.counts.experts / sum(task.counts)
     reading = (weights + batch * context * task.kv_bytes) / (task.machine.memory_gbs * 1e9 * MEMORY)
     computing = product_seconds(task, batch, context) / ranks / (2 if settings.fp8 == "on" else 1)
