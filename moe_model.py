@@ -2,7 +2,7 @@
 
 Reading order: pack() lays prompts and completions out, MoEBlock routes tokens to the experts of all ranks,
 Policy maps packed sequences to log-probabilities, load_hf(), save_hf() and hf_tensors() move weights from and
-to checkpoints, build_policy() and deepspeed_engine() put it together, trainer_bytes() says what that takes.
+to checkpoints, build_policy() and deepspeed_engine() put it together, memory_by_part() says what that takes.
 
 Shape suffixes (x_TD is a tensor of shape [T, D]):
     T  packed tokens of all sequences            N  predicted tokens (the completions)
@@ -46,7 +46,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
-from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy
+from kernels.linear_logprob_entropy import BLOCK_ELEMENTS, choose_backend, linear_logprob_entropy
 from runtime.config import Section, setting
 
 
@@ -950,9 +950,7 @@ def load_optimizer_shard(engine: deepspeed.DeepSpeedEngine, shard: dict) -> None
 # ------------------------------------------------------------------------------------------------------------
 # Memory
 # ------------------------------------------------------------------------------------------------------------
-GIB = 2**30
-CONTEXT_BYTES = 4 * GIB  # CUDA context, NCCL's buffers, fragments of the allocator: a guess
-HEAD_BYTES = 2 * 4 * 2**28  # two blocks of float32 logits, see kernels/linear_logprob_entropy.py
+REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
 
 
 class ParameterCounts(NamedTuple):
@@ -963,81 +961,149 @@ class ParameterCounts(NamedTuple):
     others: int
 
 
+KNOWN_COUNTS: dict[str, ParameterCounts] = {}  # {configuration: counts}; a planner asks often
+
+
 def parameter_counts(config: PretrainedConfig) -> ParameterCounts:
     """Count the parameters of a model of this configuration; nothing is allocated."""
-    with torch.device("meta"):
-        policy = Policy(config)
-    sizes = {name: parameter.numel() for name, parameter in policy.named_parameters()}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    embeddings = sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name)
-    return ParameterCounts(experts, embeddings, sum(sizes.values()) - experts - embeddings)
+    key = f"{type(config).__name__} {vars(config)}"
+    if key not in KNOWN_COUNTS:
+        with torch.device("meta"):
+            policy = Policy(config)
+        sizes = {name: parameter.numel() for name, parameter in policy.named_parameters()}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        embeddings = sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name)
+        KNOWN_COUNTS[key] = ParameterCounts(experts, embeddings, sum(sizes.values()) - experts - embeddings)
+    return KNOWN_COUNTS[key]
 
 
-def activation_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
-    """Return what a layer keeps for backward, per token and layer: inputs of products, norms and attention.
+def itemsize_of(settings: ModelSettings) -> int:
+    """Return the bytes of a value of the policy."""
+    return getattr(torch, settings.dtype).itemsize
 
-    In elements, D hidden, Q and G heads x head size of queries and of keys or values, I width, K experts:
-        both norms and residual sums 6 D     attention 4 (Q + 2 G) + 2 Q     a dense MLP 5 I
-        a MoE block K (2 D + 5 I), its scores in float32, 4 E, and 5 I for each shared expert
+
+def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, on_gpu: bool) -> int:
+    """Return what a layer keeps for its backward, per token; exact on CPUs.
+
+    D hidden size, Q and V heads x head size of queries and of keys or values, K experts a token, I width, E
+    experts; s itemsize:
+        norms      GPU: 4 D s, inputs and outputs of two. CPU: their inputs and normalised values in float32,
+                   16 D, and outputs 2 D s; the norms of queries and keys (Q + V) s, or 8 (Q + V)
+        attention  queries, keys and values before and after padding 2 (Q + 2 V) s, outputs 2 Q s, log-sums
+        MLP        gate, up, SiLU and product 4 I s
+        experts    rows in and out and the same of K experts K (2 D + 4 I) s; scores 4 E; weights and indices;
+                   shared experts 4 I s each
     """
-    hidden, size = config.hidden_size, head_dim(config)
-    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
-    elements = 6 * hidden + 4 * (queries + 2 * keys) + 2 * queries
-    if num_experts_of(config):
-        width, num_shared = expert_width(config), getattr(config, "n_shared_experts", 0)
-        elements += config.num_experts_per_tok * (2 * hidden + 5 * width) + 4 * num_experts_of(config)
-        elements += num_shared * 5 * width
+    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    queries, keys = heads * head_dim(config), kv_heads * head_dim(config)
+    if on_gpu:
+        norms = (4 * hidden + queries + keys) * itemsize
     else:
-        elements += 5 * config.intermediate_size
-    return elements * itemsize
+        norms = 16 * hidden + 2 * hidden * itemsize + 8 * (queries + keys)
+    norms += 4 * (2 + heads + kv_heads)  # their scales
+    attention = (2 * (queries + 2 * keys) + 2 * queries) * itemsize + 4 * heads
+    if not is_moe_layer(config, layer):
+        return norms + attention + 4 * config.intermediate_size * itemsize
+    top_k = config.num_experts_per_tok
+    width, num_shared = expert_width(config), getattr(config, "n_shared_experts", 0)
+    rows = (top_k * (2 * hidden + 4 * width) + num_shared * 4 * width) * itemsize
+    return norms + attention + rows + 4 * num_experts_of(config) + 32 * top_k + 4
+
+
+def passing_bytes(
+    config: PretrainedConfig, settings: ModelSettings, tokens: int, device: str
+) -> dict[str, int]:
+    """Return the bytes that a micro-batch takes besides what stands between updates.
+
+    `activations` are kept from the forward to the backward: those of all layers, or with
+    model.activation_checkpointing the inputs of all layers and one layer. `on the way back` is the larger of
+    two moments: the backward of the head (a block of logits and its gradient, the gradient of the hidden
+    states in float32, that of the head's weight, also while it is added to its float32 sum) and that of a
+    layer (gradients of its rows, of its gate and up, and a chunk of rows in float32).
+    """
+    hidden, layers, itemsize = config.hidden_size, config.num_hidden_layers, itemsize_of(settings)
+    has_experts = [is_moe_layer(config, layer) for layer in range(layers)]
+    of_kind = {
+        kind: saved_bytes_per_token(config, has_experts.index(kind), itemsize, device == "cuda")
+        for kind in set(has_experts)
+    }
+    saved = [of_kind[kind] for kind in has_experts]
+    kept = layers * hidden * itemsize + max(saved) if settings.activation_checkpointing else sum(saved)
+    kept += hidden * (2 * itemsize if device == "cuda" else 8 + itemsize)  # the last norm
+    summed = itemsize if itemsize == 4 else itemsize + 4  # a gradient, and its copy in float32
+    blocks = 2 * 4 * min(BLOCK_ELEMENTS[device], tokens * config.vocab_size)
+    head = blocks + tokens * hidden * (4 + itemsize) + config.vocab_size * hidden * summed
+    if num_experts_of(config):
+        top_k, width = config.num_experts_per_tok, expert_width(config)
+        rows = min(CHUNK_ELEMENTS[device], tokens * hidden * top_k) * (4 + itemsize)
+        gate_up = num_experts_of(config) // settings.ep_size * 2 * width * hidden * summed
+        layer = tokens * top_k * (2 * hidden + 3 * width) * itemsize + gate_up + rows
+    else:
+        layer = tokens * (2 * hidden + 3 * config.intermediate_size) * itemsize
+    return {"activations": tokens * kept, "on the way back": max(head, layer)}
+
+
+def optimizer_step_bytes(
+    counts: ParameterCounts, settings: ModelSettings, zero_stage: int, num_ranks: int, on_gpu: bool
+) -> int:
+    """Return the bytes that DeepSpeed's step takes besides what stands between updates.
+
+    With bfloat16 and ZeRO 1 it all-reduces the float32 gradients of a group, experts or others, by way of a
+    copy in bfloat16; ZeRO 2 has buckets. AdamW on CPUs, which is not fused, makes two copies of a group's
+    share. With float32 weights the gradients of the share are copied to one tensor, and the others are then
+    free.
+    """
+    itemsize, others = itemsize_of(settings), counts.embeddings + counts.others
+    groups = (others, counts.experts // settings.ep_size)
+    shares = (others // num_ranks, counts.experts // num_ranks)
+    adamw = 0 if on_gpu else 2 * 4 * max(shares)
+    if zero_stage == 2:
+        return max(adamw, min(REDUCE_BUCKET, max(groups)) * itemsize)
+    if itemsize == 4:
+        return max(0, adamw + 4 * sum(shares) - 4 * sum(groups))
+    return max(adamw, max(groups) * 2 if num_ranks > 1 else 0)
+
+
+def sync_buffer_bytes(config: PretrainedConfig, settings: ModelSettings, own_experts: bool) -> int:
+    """Return what a weight sync holds: a gathered tensor, and the layer that vLLM waits to be complete."""
+    counts = parameter_counts(config)
+    if not counts.experts:
+        return 0
+    num_moe_layers = sum(is_moe_layer(config, layer) for layer in range(config.num_hidden_layers))
+    of_layer = counts.experts // num_moe_layers * itemsize_of(settings)
+    if own_experts:
+        return of_layer // settings.ep_size
+    return of_layer * 2 // 3 + of_layer if settings.ep_size > 1 else of_layer  # gate and up are gathered
 
 
 def memory_by_part(
-    config: PretrainedConfig, settings: ModelSettings, zero_stage: int, num_ranks: int, tokens: int
-) -> dict[str, int]:
-    """Return the bytes of the trainer on a rank, by part; what an update holds besides is in the last two.
-
-    tokens: the padded tokens of a micro-batch. With n parameters on a rank, which are all but the experts and
-    1 / ep_size of these, and m those of them that ZeRO leaves to the rank to update (1 / num_ranks of the
-    first, ep_size / num_ranks of the experts on the rank):
-        weights n x 2 or 4 bytes     gradients n x 4 (ZeRO 2: m x 4)     master weights m x 4     AdamW m x 8
-    Activations are those of all layers, or with model.activation_checkpointing the inputs of all layers and
-    one layer twice, once kept and once on its way back. Gradients of one layer are on their way into their
-    float32 sum.
-    """
-    counts, itemsize = parameter_counts(config), getattr(torch, settings.dtype).itemsize
-    experts, others = counts.experts // settings.ep_size, counts.embeddings + counts.others
-    own = (experts * settings.ep_size + others) // num_ranks
-    layers, per_layer = config.num_hidden_layers, activation_bytes_per_token(config, itemsize)
-    inputs = config.hidden_size * itemsize
-    kept = layers * inputs + 2 * per_layer if settings.activation_checkpointing else (layers + 1) * per_layer
-    return {
-        "weights": (experts + others) * itemsize,
-        "gradients": (own if zero_stage == 2 else experts + others) * 4,
-        "master weights": own * 4,
-        "AdamW": own * 8,
-        "activations": tokens * kept,
-        "head, gradients of a layer": HEAD_BYTES
-        + tokens * config.hidden_size * 4
-        + experts // layers * itemsize,
-    }
-
-
-def trainer_bytes(
     config: PretrainedConfig,
     settings: ModelSettings,
     zero_stage: int,
     num_ranks: int,
     tokens: int,
-    engine_sleeps: bool,
     with_reference: bool = False,
-) -> int:
-    """Return the bytes that the trainer takes of a GPU beside an awake engine.
+    own_experts: bool = False,
+    on_gpu: bool = True,
+) -> dict[str, int]:
+    """Return the bytes of the trainer on a rank, by part; runtime/memory.py says which meet.
 
-    An engine that sleeps during updates shares the GPU with what stands between them only. with_reference:
-    the first policy is kept for a KL penalty.
+    tokens: the padded tokens of a micro-batch. with_reference: the first policy is kept for a KL penalty.
+    own_experts: as hf_tensors() has it. With n parameters on a rank, which are all but the experts and
+    1 / ep_size of these, and m those of them that ZeRO leaves to the rank to update (1 / num_ranks of the
+    first, ep_size / num_ranks of the experts on the rank):
+        weights n x 2 or 4 bytes     gradients n x 4 (ZeRO 2: m x 4)     master weights m x 4     AdamW m x 8
     """
-    parts = memory_by_part(config, settings, zero_stage, num_ranks, tokens)
-    *standing, activations, head = parts.values()
-    total = sum(standing) + CONTEXT_BYTES + with_reference * parts["weights"]
-    return total if engine_sleeps else total + activations + head
+    counts, itemsize = parameter_counts(config), itemsize_of(settings)
+    held = counts.experts // settings.ep_size + counts.embeddings + counts.others
+    own = sum(counts) // num_ranks
+    return {
+        "weights": held * itemsize,
+        "gradients": (own if zero_stage == 2 else held) * 4,
+        "master weights": own * 4,
+        "AdamW": own * 8,
+        "reference": held * itemsize if with_reference else 0,
+        **passing_bytes(config, settings, tokens, "cuda" if on_gpu else "cpu"),
+        "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, on_gpu),
+        "sync buffers": sync_buffer_bytes(config, settings, own_experts),
+    }

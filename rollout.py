@@ -29,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.fp8_block import BLOCK, fp8_round
-from moe_model import GIB, expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
+from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
 from runtime.config import Section, Switch, setting
+from runtime.memory import GIB
 from runtime.schedule import CacheRoom, WaitingLine
 
 
@@ -145,7 +146,7 @@ class RolloutEngine:
     max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
     settings: what else the engine is like. Ranks that share an engine (tensor_parallel) call generate() and
         sync() together. With expert_parallel sync() takes the rank's own experts.
-    trainer_bytes: GPU memory that will be taken beside the engine (moe_model.trainer_bytes); without
+    trainer_bytes: GPU memory that will be taken beside the engine (runtime.memory.trainer_bytes); without
         rollout.kv_cache_gib the engine takes no more than what it leaves.
     timeout_s: seconds that ranks of the engine wait for each other; None: what torch has.
     With rollout.sleep_level the engine sleeps from the start, so that a trainer can be built beside it.
@@ -535,6 +536,25 @@ ENGINE_EXTRA_BYTES = 4 * GIB  # CUDA graphs, workspaces, activations of a prefil
 VLLM_SHARE = 0.92  # vLLM's default; what is left is for CUDA itself
 
 
+def room_of_engine(trainer_bytes: int, free: int, total: int) -> float:
+    """Return the bytes that vLLM may take of a GPU; a context is made before it looks at what is free."""
+    return min(VLLM_SHARE * total, free - max(trainer_bytes, GIB))
+
+
+def engine_memory(hf_config, settings: RolloutSettings, trainer_bytes: int, total: int) -> dict[str, int]:
+    """Return the bytes of an engine by part; `KV cache` may be negative: what is missing for the rest.
+
+    total: bytes of the GPU. Without rollout.kv_cache_gib keys and values take what is left of the room.
+    """
+    weights = engine_weight_bytes(hf_config, settings)
+    if settings.kv_cache_gib is None:
+        room = int(room_of_engine(trainer_bytes, total, total))
+        kv_cache = room - weights - ENGINE_EXTRA_BYTES
+    else:
+        kv_cache = int(settings.kv_cache_gib * GIB)
+    return {"engine weights": weights, "engine workspace": ENGINE_EXTRA_BYTES, "KV cache": kv_cache}
+
+
 def memory_share(
     hf_config, settings: RolloutSettings, max_model_len: int, trainer_bytes: int, free: int, total: int
 ) -> float:
@@ -545,7 +565,7 @@ def memory_share(
     free and total: bytes of this GPU before the engine starts. ValueError, with settings that would fit, if
     that leaves no room for the weights and the keys and values of one completion of full length.
     """
-    share = min(VLLM_SHARE * total, free - max(trainer_bytes, GIB))  # a context is made before vLLM looks
+    share = room_of_engine(trainer_bytes, free, total)
 
     def needed(settings: RolloutSettings) -> int:
         kv_cache = max_model_len * kv_bytes_per_token(hf_config, settings)

@@ -91,7 +91,9 @@ from rollout import (
     RolloutEngine,
     RolloutSettings,
     SyncReport,
+    engine_memory,
     invalid_route,
+    kv_bytes_per_token,
     load_greedy_chat,
     stops_of,
 )
@@ -125,6 +127,7 @@ from runtime.config import (
     refuse_contradictions,
     setting,
 )
+from runtime.memory import GIB, trainer_bytes, why_too_small
 from runtime.metrics import (
     Clock,
     batch_metrics,
@@ -1731,9 +1734,12 @@ def forward_rows(
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
 
 
+TOKENS_ON_GPU, TOKENS_ON_CPU = 32768, 4096  # of a micro-batch, where the settings leave it open
+
+
 def tokens_per_forward(train: TrainSettings) -> int:
     """Return the padded tokens of a micro-batch: train.micro_batch_tokens, or what suits the device."""
-    return train.micro_batch_tokens or (32768 if torch.cuda.is_available() else 4096)
+    return train.micro_batch_tokens or (TOKENS_ON_GPU if torch.cuda.is_available() else TOKENS_ON_CPU)
 
 
 def sequence_lengths(batch: RolloutBatch) -> list[int]:
@@ -2229,6 +2235,7 @@ def set_up(config: Config) -> Run | None:
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
     for own in (largest := widest(configs), *configs):
         check_model(own, hf_config)
+    check_memory(largest, hf_config, dist.get_world_size())
     tokenizer = load_tokenizer(model_dir)
     log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, log)
@@ -2264,15 +2271,50 @@ def set_up(config: Config) -> Run | None:
 
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     """Start vLLM in what policy, optimizer and update leave of a GPU, and say what it has room for."""
-    tokens = max(tokens_per_forward(config.train), max_model_len(config))
-    beside = moe_model.trainer_bytes(
-        hf_config, config.model, config.train.zero_stage, dist.get_world_size(), tokens,
-        engine_sleeps=config.rollout.sleep_level > 0, with_reference=config.algorithm.kl_coef > 0,
-    )  # fmt: skip
+    parts = trainer_memory(config, hf_config, dist.get_world_size())
+    beside = trainer_bytes(parts, engine_sleeps=config.rollout.sleep_level > 0)
     timeout_s = config.run.timeout_s + MARGIN_S
     engine = RolloutEngine(model_dir, max_model_len(config), config.rollout, beside, timeout_s)
     say(engine.describe())
     return engine
+
+
+def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
+    """Return the bytes of the trainer on a GPU, by part; a row longer than a micro-batch goes alone."""
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return moe_model.memory_by_part(
+        hf_config, config.model, config.train.zero_stage, num_ranks,
+        tokens=max(config.train.micro_batch_tokens or TOKENS_ON_GPU, longest),
+        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
+    )  # fmt: skip
+
+
+def plan_memory(config: Config, hf_config, num_ranks: int, total: int) -> tuple[dict[str, int], str | None]:
+    """Return the bytes of a GPU by part, trainer and engine, and what does not fit into `total` bytes."""
+    parts, engine_sleeps = trainer_memory(config, hf_config, num_ranks), config.rollout.sleep_level > 0
+    parts |= engine_memory(hf_config, config.rollout, trainer_bytes(parts, engine_sleeps), total)
+    needed = max_model_len(config) * kv_bytes_per_token(hf_config, config.rollout)
+    return parts, why_too_small(parts, engine_sleeps, total, needed)
+
+
+def check_memory(config: Config, hf_config, num_ranks: int) -> None:
+    """Refuse a run that cannot fit into the GPUs, before anything is loaded, in the words of the planner.
+
+    ValueError; with rollout.kv_cache_gib, which goes without an estimate, a warning.
+    """
+    if not torch.cuda.is_available():
+        return
+    total = torch.cuda.mem_get_info()[1]
+    _, reason = plan_memory(config, hf_config, num_ranks, total)
+    if reason is None:
+        return
+    if config.rollout.kv_cache_gib is not None:
+        return say(f"warning: by the planner's arithmetic this run does not fit: {reason}")
+    raise ValueError(
+        f"this run does not fit: {reason}; settings that fit are listed by python experiments/plan.py "
+        f"--config FILE --gpus {num_ranks} --gpu-memory-gib {total / GIB:.1f}, and rollout.kv_cache_gib goes "
+        "without this estimate"
+    )
 
 
 def progress_bar(config: Config, state: TrainState) -> tqdm:
@@ -2414,13 +2456,17 @@ def main(config: Config) -> None:
     finish(run)
 
 
+def syncs_own_experts(config: Config) -> bool:
+    """Tell whether a rank's engine holds the experts that the rank trains, so that none are gathered."""
+    return config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
+
+
 def sync_engine(run: Run, check: bool) -> SyncReport:
     """Give the engine the policy's weights. Collective.
 
     check: compare the weights that it holds, and log-probabilities at the next step.
     """
-    settings, engine = run.config.rollout, run.rollouts.engine
-    own_experts = settings.expert_parallel and settings.tensor_parallel == run.config.model.ep_size
+    engine, own_experts = run.rollouts.engine, syncs_own_experts(run.config)
     with run.clock("sync"):
         report = engine.sync(moe_model.hf_tensors(run.policy, own_experts), run.state.step)
         if check:

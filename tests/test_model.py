@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 import moe_model
 from kernels import linear_logprob_entropy
 from moe_model import Policy, grouped_linear, load_config, load_hf, pack, save_hf
+from runtime.memory import trainer_bytes
 
 KINDS = ["moe", "moe_other", "dense", "dense_tied", "olmoe", "mixtral", "glm", "glm_plain"]
 MOE_KINDS = ["moe", "moe_other", "olmoe", "mixtral", "glm", "glm_plain"]
@@ -791,16 +792,14 @@ def test_memory_of_a_large_model_by_part():
     settings = moe_model.ModelSettings(ep_size=8, activation_checkpointing=True)
     gib = lambda parts: [round(value / 2**30, 1) for value in parts.values()]
     plan = lambda settings, *sizes: moe_model.memory_by_part(config, settings, *sizes, 32768)
-    assert gib(plan(settings, 1, 8)) == [9.6, 19.2, 14.2, 28.4, 18.8, 2.4]
+    assert gib(plan(settings, 1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 11.7, 4.1, 6.8, 1.9]
     assert gib(plan(settings, 2, 16))[1:4] == [7.1, 7.1, 14.2]
     whole = moe_model.ModelSettings(ep_size=8)
     assert plan(whole, 1, 8)["activations"] > 15 * plan(settings, 1, 8)["activations"]
-    asleep, awake = (
-        moe_model.trainer_bytes(config, settings, 1, 8, 32768, sleeps) for sleeps in (True, False)
-    )
-    assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 21.2
-    with_reference = moe_model.trainer_bytes(config, settings, 1, 8, 32768, True, with_reference=True)
-    assert round((with_reference - asleep) / 2**30, 1) == 9.6
+    asleep, awake = (trainer_bytes(plan(settings, 1, 8), sleeps) for sleeps in (True, False))
+    assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 15.8
+    with_reference = moe_model.memory_by_part(config, settings, 1, 8, 32768, with_reference=True)
+    assert round((trainer_bytes(with_reference, True) - asleep) / 2**30, 1) == 9.6
 
 
 @pytest.mark.slow

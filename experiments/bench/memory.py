@@ -1,0 +1,171 @@
+"""Measure the memory of updates on CPUs and set it beside moe_model.memory_by_part().
+
+    python -m experiments.bench.memory --json memory.json        # all cases, about three minutes
+    torchrun --nproc-per-node=2 -m experiments.bench.memory --case experts=16,ep=2,dtype=bfloat16
+
+A rank makes a random model, puts it under DeepSpeed and takes two steps of two micro-batches each. Measured
+is the highest resident memory (VmHWM) minus that before the model was made, in a process whose allocator
+hands back what is freed, and after an update of a tiny model, so that libraries are loaded; with several
+ranks, the mean of them. oneDNN keeps the products of every shape that it has met, which only CPUs do: that
+cache is off.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # names in mallopt(): tensors get pages that go back at once
+LIBRARY_BYTES = int(0.15 * 2**30)  # oneDNN's scratch for bfloat16 products on CPUs, measured
+CASES = (
+    "dtype=float32,tokens=512",
+    "dtype=bfloat16,tokens=512",
+    "dtype=float32,tokens=4096,layers=4",
+    "dtype=bfloat16,tokens=4096,layers=4",
+    "dtype=bfloat16,tokens=4096,checkpointing=1",
+    "dtype=float32,tokens=2048,experts=0,width=2048,layers=12",
+    "dtype=float32,tokens=1024,ep=1,ranks=2",
+    "dtype=float32,tokens=1024,ep=2,ranks=2",
+    "dtype=bfloat16,tokens=1024,ep=1,ranks=2",
+    "dtype=bfloat16,tokens=1024,ep=2,ranks=2",
+    "dtype=bfloat16,tokens=1024,ep=2,zero=2,ranks=2",
+)
+DEFAULTS = {
+    "dtype": "float32", "tokens": 512, "length": 256, "hidden": 512, "layers": 8, "experts": 16, "width": 512,
+    "vocab": 8192, "ep": 1, "zero": 1, "checkpointing": 0, "ranks": 1,
+}  # fmt: skip
+
+
+def read_case(text: str) -> SimpleNamespace:
+    """Read name=value,... over the defaults."""
+    given = dict(part.split("=") for part in text.split(","))
+    if unknown := given.keys() - DEFAULTS.keys():
+        raise ValueError(f"--case: unknown {', '.join(sorted(unknown))}; known are {', '.join(DEFAULTS)}")
+    return SimpleNamespace(**{name: type(value)(given.get(name, value)) for name, value in DEFAULTS.items()})
+
+
+def read_status(key: str) -> int:
+    """Return a value of /proc/self/status in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def model_of(case: SimpleNamespace, **smaller: int):
+    """Return the configuration of a case's model, with some sizes changed."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    size = SimpleNamespace(**vars(case) | smaller)
+    sizes = dict(
+        vocab_size=size.vocab, hidden_size=size.hidden, intermediate_size=size.width, head_dim=64,
+        num_hidden_layers=size.layers, num_attention_heads=size.hidden // 64, max_position_embeddings=4096,
+        num_key_value_heads=max(1, size.hidden // 128), tie_word_embeddings=False,
+    )  # fmt: skip
+    if not size.experts:
+        return Qwen3Config(**sizes)
+    own = {"num_experts_per_tok": 2, "moe_intermediate_size": size.width, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**sizes, num_experts=size.experts, **own)
+
+
+def update(config, case: SimpleNamespace, tokens: int, group) -> list[int]:
+    """Take two steps of two micro-batches; return how many elements of each group the rank updates."""
+    import torch
+
+    import moe_model
+
+    torch.set_default_dtype(getattr(torch, case.dtype))
+    policy = moe_model.Policy(config, group)
+    torch.set_default_dtype(torch.float32)
+    policy.activation_checkpointing = bool(case.checkpointing)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(std=0.02)
+    settings = SimpleNamespace(
+        learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0, zero_stage=case.zero
+    )
+    engine = moe_model.deepspeed_engine(policy, settings)
+    for _ in range(2):
+        for _ in range(2):
+            ids = torch.randint(config.vocab_size, (tokens // case.length, case.length + 1)).tolist()
+            packed = moe_model.pack([row[:1] for row in ids], [row[1:] for row in ids], "cpu")
+            logprobs, _, _ = engine(packed)
+            engine.backward(-logprobs.mean(), scale_wrt_gas=False)
+            del logprobs, packed
+            gc.collect()
+        engine.step()
+    shares = [p.numel() for part in engine.optimizer.optimizer.param_groups for p in part["params"]]
+    engine.destroy()
+    return shares
+
+
+def measure(case: SimpleNamespace) -> dict:
+    """Return measured and predicted bytes of a case. Collective."""
+    libc = ctypes.CDLL("libc.so.6")
+    for option, value in ((MMAP_THRESHOLD, 1 << 16), (TRIM_THRESHOLD, 0)):
+        libc.mallopt(option, value)
+    import torch
+    import torch.distributed as dist
+
+    import moe_model
+    from runtime.memory import peak_bytes
+
+    moe_model.init_deepspeed()
+    group = moe_model.create_expert_parallel_group(case.ep, case.experts)
+    update(model_of(case, hidden=64, layers=1, width=64, vocab=512), case, case.length, group)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    before, config = read_status("VmRSS"), model_of(case)
+    shares = update(config, case, case.tokens, group)
+    measured = torch.tensor(float(read_status("VmHWM") - before))
+    dist.all_reduce(measured)
+    ranks = dist.get_world_size()
+    settings = moe_model.ModelSettings(
+        ep_size=case.ep, dtype=case.dtype, activation_checkpointing=bool(case.checkpointing)
+    )
+    parts = moe_model.memory_by_part(config, settings, case.zero, ranks, case.tokens, on_gpu=False)
+    parts["sync buffers"] = 0  # there is no engine
+    libraries = LIBRARY_BYTES if case.dtype == "bfloat16" else 0
+    return {
+        "measured": measured.item() / ranks, "predicted": peak_bytes(parts) + libraries, "parts": parts,
+        "shares": shares, "parameters": sum(moe_model.parameter_counts(config)), "ranks": ranks,
+    }  # fmt: skip
+
+
+def run_all(cases: tuple[str, ...], path: Path | None) -> None:
+    """Measure cases, each in processes of its own, and print a row of a table for each."""
+    from experiments.bench.common import markdown, run_ranks, write_json
+
+    names = ["case", "million parameters", "measured, MiB", "predicted, MiB", "ratio"]
+    print("\n".join(markdown(names, [])), flush=True)
+    found = {}
+    for name in cases:
+        one = found[name] = run_ranks("experiments.bench.memory", read_case(name).ranks, ["--case", name])
+        measured, predicted = (f"{one[key] / 2**20:,.0f}" for key in ("measured", "predicted"))
+        ratio = f"{one['predicted'] / one['measured']:.3f}"
+        row = [name, f"{one['parameters'] / 1e6:.0f}", measured, predicted, ratio]
+        print(markdown(names, [row])[-1], flush=True)
+        write_json(path, found)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the command line; measure one case on this rank, or all in turn."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep_lines)
+    parser.add_argument("--case", help="one case, name=value,...; without it all are measured")
+    parser.add_argument("--first", type=int, default=0, help="begin with this case (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of all cases here")
+    parser.add_argument("--result", type=Path, metavar="FILE", help="write those of the one case here")
+    args = parser.parse_args(argv)
+    if args.case is None:
+        return run_all(CASES[args.first :], args.json)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # read when torch is imported
+    case = read_case(args.case)
+    found = measure(case)
+    if args.result and os.environ["RANK"] == "0":
+        args.result.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
