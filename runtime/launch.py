@@ -78,7 +78,7 @@ def one_line(text: str) -> str:
 
 
 def report_thread(failure: threading.ExceptHookArgs) -> None:
-    """Leave a full disk to the main thread, which meets it next; TensorBoard writes in a thread of its own."""
+    """Leave a full disk to the main thread, which meets it next: TensorBoard writes in a thread."""
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in FULL_DISK):
         threading.__excepthook__(failure)
 
