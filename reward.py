@@ -723,6 +723,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have left it ignored or blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    _leave_guard()
     requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)  # whatever is printed goes to the log and stays out of the replies
@@ -749,6 +750,24 @@ def main() -> None:
         verdict = verify(kind, completion, answer, **fields)
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply(number, *astuple(verdict), time.monotonic() - start)
+
+
+def _leave_guard() -> None:
+    """Fork a process that ends this one's process group when this one dies, however that comes about.
+
+    The pool ends the group itself, but a pool that is killed cannot, and the processes that a reward function
+    has left behind would outlive the run.
+    """
+    worker = os.getpid()
+    if os.fork():
+        return
+    os.closerange(0, 256)  # above all the pipes: their end tells the pool that the worker has died
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which a fork has lost
+    if os.getppid() != worker:
+        os.killpg(0, signal.SIGKILL)
+    while True:
+        signal.pause()
 
 
 async def _answer_together(items: list[list], limit_s: float, reply: Callable) -> None:

@@ -313,7 +313,7 @@ def field_number(row: dict, column: str, where: str) -> float | None:
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):
-        detail = f"column {column!r} must hold a number, found {value!r}; "
+        detail = f"column {column!r} must hold a number, found {repr(value)[:80]}; "
         detail += "set columns.difficulty to another column, or to null for none"
         raise BadRow(where, "whose difficulty is no number", detail) from None
 

@@ -525,11 +525,17 @@ def load_scores(path) -> dict[str, OfflineScore | None]:
     for number, row in enumerate(rows, start=2):
         sha, rate, tokens = row.get("prompt_sha"), row.get("pass_rate", "nothing"), row.get("mean_tokens")
         if not isinstance(sha, str) or not re.fullmatch("[0-9a-f]{64}", sha):
-            raise ValueError(f"{path}: row {number}: prompt_sha must be 64 hex digits, found {sha!r}")
+            raise ValueError(
+                f"{path}: row {number}: prompt_sha must be 64 hex digits, found {repr(sha)[:80]}"
+            )
         if rate is not None and (type(rate) not in (int, float) or not 0 <= rate <= 1):
-            raise ValueError(f"{path}: row {number}: pass_rate must be in [0, 1] or null, found {rate!r}")
+            raise ValueError(
+                f"{path}: row {number}: pass_rate must be in [0, 1] or null, found {repr(rate)[:80]}"
+            )
         if type(tokens) not in (int, float) or not tokens >= 0:
-            raise ValueError(f"{path}: row {number}: mean_tokens must be 0 or more, found {tokens!r}")
+            raise ValueError(
+                f"{path}: row {number}: mean_tokens must be 0 or more, found {repr(tokens)[:80]}"
+            )
         if sha in scores:
             raise ValueError(f"{path}: row {number}: prompt {sha} for the second time; remove one of them")
         scores[sha] = None if rate is None else OfflineScore(rate, tokens)

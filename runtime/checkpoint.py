@@ -252,8 +252,8 @@ def step_row(line: str) -> dict | None:
     """Return a line of metrics.jsonl or samples.jsonl as a row with its step; None if it is none."""
     try:
         row = json.loads(line)
-        return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
-    except ValueError:
+        return row if isinstance(row, dict) and type(row.get("step")) is int else None
+    except (ValueError, RecursionError):
         return None
 
 
@@ -325,7 +325,8 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
     def write_record() -> None:
         if rank == 0:
             record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": state}
-            (aside / "state.json").write_text(json.dumps(record | {"files": digests}, indent=1))
+            record["files"] = digests
+            (aside / "state.json").write_text(json.dumps(record | {"sha256": digest_of(record)}, indent=1))
         os.sync()  # a folder must not get its final name before its files are on the disk
 
     problems, digests = problems_of(write_own), {}
@@ -378,6 +379,11 @@ def digests_of(folder: Path) -> tuple[dict[str, str], list[str]]:
     return dict(sorted(item for part in parts for item in part.items())), problems
 
 
+def digest_of(record: dict) -> str:
+    """Return the SHA-256 of a record's values, however they are written."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
     """List finished checkpoints, oldest first. Folders of other names, such as a copy of one, are none."""
     found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
@@ -426,6 +432,8 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
             problem = ["state.json is none of this program"]
     except (OSError, ValueError, AttributeError) as error:
         problem = [f"state.json cannot be read: {error}"]
+    if not problem and "sha256" in record and record.pop("sha256") != digest_of(record):
+        problem = ["state.json has other content"]
     if problem or "files" not in record:  # a checkpoint of a version that kept no digests
         return record, problem
     found, problems = digests_of(checkpoint)

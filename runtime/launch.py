@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -76,6 +77,12 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def report_thread(failure: threading.ExceptHookArgs) -> None:
+    """Leave a full disk to the main thread, which meets it next: TensorBoard writes in a thread."""
+    if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in FULL_DISK):
+        threading.__excepthook__(failure)
+
+
 def report_to_torchrun(line: str) -> None:
     """Have torchrun end its own report, which comes last on the screen, with this line."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -115,6 +122,7 @@ def run(
     written to error_rank_R.txt, if the folder exists. Without torchrun the process is a world of one.
     """
     die_with_torchrun()
+    threading.excepthook = report_thread
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
         os.environ.setdefault(name, value)

@@ -4,12 +4,13 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from conftest import ROOT
 
-from runtime.launch import Stopped, run
+from runtime.launch import Stopped, report_thread, run
 
 WAITS = """
 import sys, time
@@ -96,6 +97,19 @@ def test_a_run_that_a_signal_stopped_ends_with_the_signals_code(tmp_path, monkey
 
     assert run(stops, lambda argv: argv, []) == 143
     assert capsys.readouterr().err.strip() == "stopped by SIGTERM after step 3"
+
+
+@pytest.mark.parametrize("error, shown", [(OSError(28, "No space"), ""), (OSError(13, "Denied"), "Denied")])
+def test_a_thread_leaves_a_full_disk_to_the_main_one(error, shown, monkeypatch, capsys):
+    monkeypatch.setattr(threading, "excepthook", report_thread)
+
+    def fails():
+        raise error
+
+    thread = threading.Thread(target=fails)
+    thread.start()
+    thread.join()
+    assert (shown in capsys.readouterr().err) if shown else capsys.readouterr().err == ""
 
 
 def test_a_full_disk_says_where_to_free_space(tmp_path, monkeypatch, capsys):

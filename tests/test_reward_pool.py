@@ -4,10 +4,14 @@ import json
 import os
 import random
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import reward
 from data.tiny import build_tokenizer
@@ -366,12 +370,32 @@ def test_processes_that_a_function_leaves_behind_end_with_the_worker(completion,
         (verdict,) = pool.collect().values()
         assert (verdict.status, pool.num_restarts) == ("error" if restarts else "ok", restarts)
         if not restarts:
-            assert len(group_of(leader)) == 2
+            assert len(group_of(leader)) == 3, "the worker, its guard, and what was left"
     assert time.monotonic() - start < 30
     end = time.monotonic() + 10
     while group_of(leader) and time.monotonic() < end:
         time.sleep(0.02)
     assert group_of(leader) == []
+
+
+KILLED = """
+import os, signal, sys
+from reward import RewardPool
+pool = RewardPool(1, timeout_s=60.0)
+pool.submit(0, "own_rewards:forks", "stays", "")
+pool.collect()
+print(pool._workers[0].process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_processes_that_a_function_leaves_behind_end_with_a_run_that_is_killed(own):
+    done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    end = time.monotonic() + 10
+    while group_of(int(done.stdout)) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert group_of(int(done.stdout)) == []
 
 
 def test_what_functions_print_goes_to_the_log(own, tmp_path):

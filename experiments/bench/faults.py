@@ -1,0 +1,529 @@
+"""Disturb runs from the outside, and compare what comes out with an undisturbed run.
+
+    python -m experiments.bench.faults --json faults.json                  # half an hour, two cores
+    python -m experiments.bench.faults --json faults.json --only damage/ rewards/
+    python -m experiments.bench.faults --json soak.json --soak 2000        # one long run instead
+
+Every case ends with a verdict:
+
+    same      after the fault the same command ends well; the rows of metrics.jsonl without their times and
+              the SHA-256 of the exported weights are those of the undisturbed run
+    refused   the command ends soon, with one line that names the file, the row, the setting or the function
+    failed    anything else; its folder in --out is kept
+
+Kinds:
+
+    kills     SIGKILL to torchrun, a rank, all ranks or a reward worker: half of them while a checkpoint or a
+              log is written or a rank imports, half at random moments; several hit a run before it may finish
+    signals   SIGTERM and SIGINT to torchrun or to all processes, once and twice; a rank that stands still
+    damage    files of the newest checkpoint flipped, cut, emptied, removed; numbers, lines, folders of others
+    disk      a full file system (a tmpfs, which only root can mount; left out otherwise)
+    rewards   functions that hang, die, flood, forge
+    data      rows, files and models that no run can use
+    settings  values just and far outside of the bounds, unknown names, hostile YAML
+
+A case that ended well at the same commit is not tried again by the same command. Runs that nobody kills start
+as forks of a server that has imported the slow libraries.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+from tqdm import tqdm
+
+from experiments.bench import hostile_input, preloaded
+from experiments.bench.common import (
+    ROOT,
+    TRAINER,
+    make_parser,
+    markdown,
+    model_folder,
+    torchrun,
+    write_json,
+)
+from experiments.bench.verdicts import (
+    DAMAGE,
+    END_S,
+    LEFT_S,
+    RUN_S,
+    VERDICTS,
+    Attempt,
+    Bench,
+    Failed,
+    end_of,
+    must_equal,
+    tagged,
+    try_case,
+)
+
+WORKLOAD = [  # six quick steps with two checkpoints on the way
+    "--config", "experiments/environments/tiny.yaml", "train.num_steps=6", "rollout.prompts_per_step=8",
+    "rollout.group_size=4", "checkpoint.every=2", "eval.every=2", "eval.num_samples=2", "run.log_every=1",
+    "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
+]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Kills and signals
+# ------------------------------------------------------------------------------------------------------------
+AIMS = ("checkpoint", "random", "log", "random", "imports", "random")  # half of the moments are chosen
+TARGETS = ("torchrun", "rank 0", "rank 1", "all ranks", "everything", "worker")
+
+
+@dataclass(frozen=True)
+class Blow:
+    """Signals to a part of a run, at a moment."""
+
+    aim: str  # one of AIMS
+    target: str  # one of TARGETS
+    moment: float  # in [0, 1): where in the span of its aim
+    signals: tuple[int, ...] = (signal.SIGKILL,)
+
+
+class Started:
+    """A run under torchrun whose processes are found by an entry of PYTHONPATH."""
+
+    def __init__(self, bench: Bench, run_dir: Path, *settings: str):
+        self.run_dir, self.tag = run_dir, str(run_dir.parent)
+        self.log = run_dir.parent / "log.txt"
+        environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{self.tag}", "OMP_NUM_THREADS": "1"}
+        command = [*torchrun(2), str(TRAINER), *bench.workload, f"run.dir={run_dir}", *settings]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log
+            )
+        self.since, self.started = time.monotonic(), time.time()
+
+    def seconds(self) -> float:
+        """Return the seconds since the start."""
+        return time.monotonic() - self.since
+
+    def parts(self) -> dict[str, list[psutil.Process]]:
+        """Sort the processes into torchrun, ranks and reward workers."""
+        roles: dict[str, list] = {"torchrun": [psutil.Process(self.process.pid)]}
+        for process in tagged(self.tag):
+            with contextlib.suppress(psutil.Error):
+                command, rank = process.cmdline(), process.environ().get("RANK")
+                if "--worker" in command or (rank and str(TRAINER) in command):
+                    role = "worker" if "--worker" in command else f"rank {rank}"
+                    roles.setdefault(role, []).append(process)
+        return roles
+
+    def hit(self, target: str, number: int) -> None:
+        """Send a signal to a part of the run; to torchrun where there is no such part yet."""
+        parts = self.parts()
+        ranks = parts.get("rank 0", []) + parts.get("rank 1", [])
+        groups = {"all ranks": ranks, "everything": parts["torchrun"] + ranks}
+        found = groups.get(target, parts.get(target, []))
+        for process in (found[:1] if target == "worker" else found) or parts["torchrun"]:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+    def wait_until_gone(self, limit_s: float, what: str) -> float:
+        """Return the seconds until no process is left; Failed if it takes too long."""
+        start = time.monotonic()
+        while self.process.poll() is None or tagged(self.tag):
+            if time.monotonic() - start > limit_s:
+                raise Failed(
+                    f"{what}: after {limit_s:g} s {len(tagged(self.tag))} processes were still there"
+                )
+            time.sleep(0.05)
+        return time.monotonic() - start
+
+    def kill(self) -> None:
+        """End all processes."""
+        for process in tagged(self.tag):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.process.wait()
+
+    def log_state(self) -> tuple[int, int]:
+        """Return what changes with every write to metrics.jsonl."""
+        with contextlib.suppress(OSError):
+            found = (self.run_dir / "metrics.jsonl").stat()
+            return found.st_ino, found.st_size
+        return 0, 0
+
+    def checkpoint_is_written(self) -> bool:
+        """Tell whether an unfinished checkpoint lies there that no earlier start has left."""
+        with contextlib.suppress(OSError):
+            unfinished = (self.run_dir / "checkpoints").glob("step_*.tmp")
+            return any(path.stat().st_mtime > self.started for path in unfinished)
+        return False
+
+
+def moments_of(run: Started, blow: Blow, seconds: float) -> Iterator[bool]:
+    """Yield, at each look, whether it is time for a blow."""
+    before, changes = run.log_state(), 0
+    while True:
+        if blow.aim in ("imports", "random"):
+            yield run.seconds() >= (
+                0.2 + 3.8 * blow.moment if blow.aim == "imports" else blow.moment * seconds
+            )
+            continue
+        present = run.log_state()
+        changes, before = changes + (present != before), present
+        is_there = run.checkpoint_is_written() if blow.aim == "checkpoint" else changes > 4 * blow.moment
+        if is_there:
+            time.sleep({"checkpoint": 0.05, "log": 0.01}[blow.aim] * blow.moment)
+        yield is_there
+
+
+def strike(bench: Bench, run_dir: Path, blow: Blow, settings: tuple[str, ...] = ()) -> str | None:
+    """Start the run, deal a blow and wait for its end; return what happened, None if it had ended before."""
+    run = Started(bench, run_dir, *settings)
+    try:
+        for is_time in moments_of(run, blow, bench.seconds):
+            if run.process.poll() is not None:
+                if run.process.returncode:
+                    raise Failed(f"before the blow: {end_of(run.log.read_text(errors='replace'))}")
+                return None
+            if is_time:
+                break
+            time.sleep(0.001)
+        during = ", checkpoint being written" * run.checkpoint_is_written()
+        what = f"{blow.target} at {run.seconds():.1f} s ({blow.aim}{during})"
+        for i, number in enumerate(blow.signals):
+            time.sleep(1.2 if i else 0)  # sooner it would count as the same signal
+            run.hit(blow.target, number)
+        if blow.target == "worker":  # which is replaced, so the run itself is ended a little later
+            time.sleep(0.3)
+            run.hit("torchrun", signal.SIGKILL)
+        took = run.wait_until_gone(LEFT_S if signal.SIGKILL in blow.signals else END_S, what)
+        if f'File "{TRAINER}"' in run.log.read_text(errors="replace"):
+            raise Failed(f"{what}: a raw stack of a rank is on the console")
+        return f"{what}, gone after {took:.1f} s"
+    finally:
+        run.kill()
+
+
+def chain(blows: list[Blow], settings: tuple[str, ...], bench: Bench, folder: Path) -> tuple[str, str]:
+    """Deal blows to a run, one after another, and then let it finish.
+
+    Where a run ends before its blow it is compared, and the blow is dealt to a fresh one.
+    """
+    run_dir, dealt = folder / "run", []
+    for blow in blows:
+        for _ in range(5):
+            if happened := strike(bench, run_dir, blow, settings):
+                break
+            must_equal(run_dir, bench.reference)
+            shutil.rmtree(run_dir)
+        dealt.append(happened or "the run always ended first")
+    try:
+        bench.must_be_same(run_dir)
+    except Failed as failed:
+        raise Failed(f"{failed}; {'; '.join(dealt)}") from failed
+    return "same", "; ".join(dealt)
+
+
+def kill_cases(num: int, seed: int, per_chain: int = 5) -> dict[str, Attempt]:
+    """Return the chains of so many kills."""
+    cases, aims = {}, [AIMS[i % len(AIMS)] for i in range(num)]
+    for start in range(0, num, per_chain):
+        rng = random.Random(f"{seed}/{start}")
+        blows = [Blow(aim, rng.choice(TARGETS), rng.random()) for aim in aims[start : start + per_chain]]
+        cases[f"{len(blows)} kills, chain {start // per_chain} of seed {seed}"] = partial(chain, blows, ())
+    return cases
+
+
+def signal_cases(seed: int) -> dict[str, Attempt]:
+    """Return a chain of signals that come once, one of those that come twice, and ranks that stand still."""
+    cases, rng = {}, random.Random(f"{seed}/signals")
+    for times, word in ((1, "once"), (2, "twice")):
+        blows = [
+            Blow("log", target, 0.5 * rng.random(), (number,) * times)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            for target in ("torchrun", "everything")
+        ]
+        cases[f"SIGTERM and SIGINT {word}"] = partial(chain, blows, ())
+    for target in ("rank 0", "rank 1"):
+        blow = Blow("log", target, 0.5, (signal.SIGSTOP,))
+        cases[f"{target} stands still"] = partial(chain, [blow], ("run.timeout_s=15",))
+    return cases
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Damage and full disks
+# ------------------------------------------------------------------------------------------------------------
+
+CHECKPOINT_FILES = (
+    "state.json", "history.pt", "rank_00000.pt", "rank_00001.pt", "model/config.json",
+    "model/model-00001-of-00002.safetensors", "model/model-00002-of-00002.safetensors",
+    "model/model.safetensors.index.json", "model/tokenizer.json", "model/tokenizer_config.json",
+)  # fmt: skip
+NUMBERS = ("step", "consumed_prompts", "generated_tokens", "evaluated_step", "seed")
+
+
+def change_number(name: str, file: Path) -> None:
+    """Change a digit in state.json, which stays valid."""
+    changed = re.sub(rf'("{name}": )(\d)', lambda m: m[1] + str(int(m[2]) ^ 1), file.read_text())
+    assert changed != file.read_text()
+    file.write_text(changed)
+
+
+def damage(name: str, edit: Callable[[Path], None], bench: Bench, folder: Path) -> tuple[str, str]:
+    """Damage a file of the newest checkpoint; it must be named, and the one before gives the same."""
+    run_dir = shutil.copytree(bench.reference, folder / "run")
+    newest = max((run_dir / "checkpoints").glob("step_*"))
+    edit(newest / name)
+    if not (newest / "state.json").is_file():  # this unmakes the checkpoint
+        bench.must_be_same(run_dir)
+        return "same", "the checkpoint without it counts as none"
+    line = bench.must_refuse(f"{newest.name} is damaged: {name}", f"run.dir={run_dir}")
+    bench.must_be_same(run_dir, "checkpoint.on_damage=older")
+    return "refused", line
+
+
+def unfinished(bench: Bench, folder: Path) -> Path:
+    """Copy the undisturbed run, and take its end away: it goes on from step 4."""
+    run_dir = shutil.copytree(bench.reference, folder / "run")
+    shutil.rmtree(run_dir / "checkpoints" / "step_000006")
+    shutil.rmtree(run_dir / "model")
+    (run_dir / "summary.json").unlink()
+    return run_dir
+
+
+def other_folders(bench: Bench, folder: Path) -> tuple[str, str]:
+    """Go on beside copies of checkpoints that a user has made."""
+    run_dir, names = unfinished(bench, folder), ("step_old", "step_000004_best", "step_99", "best")
+    for name in names:
+        shutil.copytree(run_dir / "checkpoints" / "step_000004", run_dir / "checkpoints" / name)
+    bench.must_be_same(run_dir)
+    if missing := [name for name in names if not (run_dir / "checkpoints" / name / "state.json").is_file()]:
+        raise Failed(f"{', '.join(missing)} was removed")
+    return "same", ""
+
+
+def broken_lines(bench: Bench, folder: Path) -> tuple[str, str]:
+    """Go on with lines in metrics.jsonl that are no rows."""
+    run_dir = unfinished(bench, folder)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (run_dir / name).open("ab") as file:
+            file.write(b'garbage}\n[]\n{"score": 1}\n\xff\xfe\n{"step": "4"}\n{"step": 5, "sc')
+    bench.must_be_same(run_dir)
+    return "same", ""
+
+
+def damage_cases() -> dict[str, Attempt]:
+    """Return every file with every damage, and what lies beside checkpoints."""
+    cases = {f"{n} {kind}": partial(damage, n, DAMAGE[kind]) for n in CHECKPOINT_FILES for kind in DAMAGE}
+    for name in NUMBERS:
+        cases[f"state.json, another {name}"] = partial(damage, "state.json", partial(change_number, name))
+    return cases | {"copies beside checkpoints": other_folders, "lines that are no rows": broken_lines}
+
+
+DISKS = {  # bytes that are free at the start (None: many, until the first row is logged), and settings
+    "before the start": (0, []), "at the start": (60_000, []), "first checkpoint": (8 << 20, []),
+    "second checkpoint": (20 << 20, []), "last checkpoint": (38 << 20, []),
+    "export": (17 << 20, ["checkpoint.every=0"]), "between two steps": (None, ["checkpoint.every=0"]),
+}  # fmt: skip
+
+
+def fill(file: Path, free: int) -> None:
+    """Write a file until so many bytes of its file system are free."""
+    with file.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        for _ in range((shutil.disk_usage(file.parent).free - free) >> 12):
+            filler.write(bytes(4096))
+
+
+def fill_after_a_step(filler: Path, run_dir: Path) -> None:
+    """Fill a file system as soon as a run logs something."""
+    deadline = time.monotonic() + RUN_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if (run_dir / "metrics.jsonl").stat().st_size:
+                return fill(filler, 0)
+        time.sleep(0.001)
+
+
+def full_disk(free: int | None, settings: list[str], bench: Bench, folder: Path) -> tuple[str, str]:
+    """Let a run fill its file system and then give it room."""
+    (disk := folder / "disk").mkdir()
+    filler, run_dir = disk / "filler", disk / "run"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk], check=True)
+    try:
+        if free is not None:
+            fill(filler, free)
+        else:
+            threading.Thread(target=fill_after_a_step, args=(filler, run_dir), daemon=True).start()
+        line = bench.must_refuse(str(disk), f"run.dir={run_dir}", *settings)
+        filler.unlink()
+        bench.must_be_same(run_dir, *settings)
+        return "refused", line
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Soak
+# ------------------------------------------------------------------------------------------------------------
+SOAK = [  # stages, replay, rounded weights and penalties, small
+    "--config", "experiments/methods/zero_variance.yaml", "--config", "experiments/methods/replay_r3.yaml",
+    "--config", "experiments/methods/espo.yaml", "rollout.group_size=8", "zero_variance.probe_size=2",
+    "reward.overlong_buffer=8", "reward.repetition_coef=0.1", "rollout.fp8=simulate", "rollout.parity_mean=1", "rollout.parity_p99=10", "train.learning_rate=1.0e-5",
+    "eval.every=100", "checkpoint.every=100", "checkpoint.keep=1", "run.log_every=100",
+]  # fmt: skip
+
+
+def sizes_of(run: Started) -> dict[str, float]:
+    """Measure a run: MiB of each rank and of all workers, threads, descriptors, processes, shared memory."""
+    sizes: Counter = Counter()
+    for role, processes in run.parts().items():
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                sizes[f"{role} MiB"] += process.memory_info().rss / 2**20
+                sizes[f"{role} threads"] += process.num_threads()
+                sizes[f"{role} descriptors"] += process.num_fds()
+    sizes["processes"] = len(tagged(run.tag))
+    sizes["files in /dev/shm"] = len(os.listdir("/dev/shm"))
+    return dict(sizes)
+
+
+def must_be_flat(curve: list[dict[str, float]]) -> None:
+    """Raise Failed if the median of a size grows by over 5 % from the second quarter to the last."""
+    quarter = len(curve) // 4
+    for name in curve[-1] if quarter else ():
+        early, late = (
+            sorted(row.get(name, 0.0) for row in part)[quarter // 2]
+            for part in (curve[quarter : 2 * quarter], curve[-quarter:])
+        )
+        if late > early * 1.05 + 1:
+            raise Failed(f"{name} grows from {early:.0f} to {late:.0f}")
+
+
+def soak(steps: int, bench: Bench, folder: Path) -> tuple[str, str]:
+    """Run many short steps with everything on, and watch what it holds."""
+    run, curve = Started(bench, folder / "run", *SOAK, f"train.num_steps={steps}"), []
+    try:
+        while run.process.poll() is None:
+            if run.log_state()[1]:
+                curve.append(sizes_of(run))
+            time.sleep(2)
+    finally:
+        run.kill()
+    if run.process.returncode:
+        raise Failed(end_of(run.log.read_text(errors="replace")))
+    must_be_flat(curve)
+    marks = [curve[len(curve) * i // 5] for i in range(5)] + curve[-1:] if curve else []
+    names = ("rank 0 MiB", "rank 1 MiB", "rank 0 descriptors", "processes")
+    shown = [f"{name} {', '.join(f'{row.get(name, 0):.0f}' for row in marks)}" for name in names]
+    return "same", f"{steps} steps, {len(curve)} looks: {'; '.join(shown)}"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The campaign
+# ------------------------------------------------------------------------------------------------------------
+def all_cases(kills: int, seed: int) -> dict[str, Attempt]:
+    """Return {kind/what: attempt}."""
+    disks = DISKS if os.geteuid() == 0 else {}
+    cases = {
+        "kills": kill_cases(kills, seed),
+        "signals": signal_cases(seed),
+        "damage": damage_cases(),
+        "disk": {name: partial(full_disk, *given) for name, given in disks.items()},
+        "rewards": hostile_input.reward_cases(),
+        "data": hostile_input.data_cases(),
+        "settings": hostile_input.setting_cases(),
+    }
+    return {f"{kind}/{name}": attempt for kind, own in cases.items() for name, attempt in own.items()}
+
+
+def undisturbed(out: Path) -> tuple[Path, float]:
+    """Return the folder of an undisturbed run by torchrun, made if it is not there, and its seconds."""
+    run_dir, note = out / "undisturbed", out / "undisturbed_seconds.json"
+    if not note.is_file():
+        model_folder("tiny")
+        shutil.rmtree(run_dir, ignore_errors=True)
+        start, command = time.monotonic(), [*torchrun(2), str(TRAINER), *WORKLOAD, f"run.dir={run_dir}"]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+        )
+        if done.returncode:
+            sys.exit("the undisturbed run failed, see above")
+        note.write_text(json.dumps(time.monotonic() - start))
+    return run_dir, json.loads(note.read_text())
+
+
+def table_lines(results: list[dict]) -> list[str]:
+    """Return the table of verdicts by kind."""
+    rows = []
+    for kind in dict.fromkeys(result["name"].partition("/")[0] for result in results):
+        own = [result for result in results if result["name"].startswith(f"{kind}/")]
+        verdicts = Counter(result["verdict"] for result in own)
+        seconds = round(sum(result["seconds"] for result in own))
+        rows.append([kind, len(own), *(verdicts[name] for name in VERDICTS), seconds])
+    total = ["all", *(sum(row[column] for row in rows) for column in range(1, 6))]
+    return markdown(["kind", "cases", *VERDICTS, "seconds"], [*rows, total])
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = make_parser(__doc__)
+    out = ROOT / "runs" / "faults"
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", default=out, help="finished cases, failed folders"
+    )
+    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="cases whose name holds one")
+    parser.add_argument("--kills", type=int, default=40, help="number of SIGKILLs (default: %(default)s)")
+    parser.add_argument("--soak", type=int, metavar="STEPS", help="instead: one run of so many short steps")
+    parser.add_argument("--seed", type=int, default=0, help="of moments and targets (default: %(default)s)")
+    args = parser.parse_args()
+    if args.kills < 1 or (args.soak is not None and args.soak < 1):
+        parser.error("--kills and --soak must be at least 1")
+    return args
+
+
+def try_all(bench: Bench, cases: dict[str, Attempt], out: Path) -> list[dict]:
+    """Try the cases that have not yet ended well at this commit; return the results of all."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    record = out / "cases.jsonl"
+    lines = record.read_text().splitlines() if record.is_file() else []
+    known = {row["name"]: row for row in map(json.loads, lines) if row["commit"] == commit.strip()}
+    for name, attempt in tqdm(cases.items(), desc="faults", unit="case", disable=None):
+        if known.get(name, {}).get("verdict", "failed") == "failed":
+            known[name] = try_case(bench, name, attempt, out) | {"commit": commit.strip()}
+            with record.open("a") as file:
+                file.write(json.dumps(known[name]) + "\n")
+    return [known[name] for name in cases]
+
+
+def main() -> None:
+    """Try the cases that are not finished and print the table."""
+    args = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs end, too
+    sys.path.insert(0, str(ROOT))
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(preloaded.run, WORKLOAD, *undisturbed(out))
+    cases = all_cases(args.kills, args.seed)
+    cases = {name: attempt for name, attempt in cases.items() if any(text in name for text in args.only)}
+    if args.soak:
+        cases = {f"soak/{args.soak} steps": partial(soak, args.soak)}
+    results = try_all(bench, cases, out)
+    print("\n".join(table_lines(results)))
+    for result in results:
+        if result["verdict"] == "failed":
+            print(f"failed: {result['name']}: {result['detail']}")
+    write_json(args.json, results)
+    sys.exit(any(result["verdict"] == "failed" for result in results))
+
+
+if __name__ == "__main__":
+    main()
