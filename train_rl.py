@@ -618,6 +618,8 @@ def hand_over_metrics(config: Config) -> set[str]:
 
 def widest(configs: list[Config]) -> Config:
     """Return settings with the largest sizes of all stages, for which engine and policy are built."""
+    if len(configs) == 1:
+        return configs[0]
     first, sections = configs[0], {}
     for section, keys in {
         "rollout": ("max_prompt_tokens", "max_new_tokens"), "eval": ("max_new_tokens",),
@@ -1734,7 +1736,7 @@ def forward_rows(
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
 
 
-TOKENS_ON_GPU, TOKENS_ON_CPU = 32768, 4096  # of a micro-batch, where the settings leave it open
+TOKENS_ON_GPU, TOKENS_ON_CPU = 32768, 4096  # padded tokens of a micro-batch, if not set
 
 
 def tokens_per_forward(train: TrainSettings) -> int:

@@ -217,7 +217,7 @@ def test_keys_and_values_take_what_the_engine_is_given():
 def test_the_trainer_asks_before_anything_is_loaded():
     source = inspect.getsource(train_rl.set_up)
     later = (
-        source.index(name) for name in ("from_pretrained(", "load_data(", "start_engine(", "build_policy(")
+        source.index(name) for name in ("load_tokenizer(", "load_data(", "start_engine(", "build_policy(")
     )
     assert source.index("check_memory(") < min(later)
 
