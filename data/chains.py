@@ -36,8 +36,8 @@ class Chains:
     long_steps: tuple[int, int] = (5, 30)  # the same of the other half
     longer_steps: tuple[int, int] = (31, 38)  # the same of the second held-out set
     num_train: int = 8000
-    num_test: int = 200
-    num_longer: int = 64
+    num_test: int = 128
+    num_longer: int = 24
     batch_tokens: int = 2000  # tokens of completions in a warm-start step
 
 
@@ -94,20 +94,22 @@ def sample_sets(chains: Chains, seed: int) -> dict[str, list[dict]]:
 
 
 def corpus_batch(chains: Chains, seed: int, progress: float, rng, held_out: set) -> tuple[list, list]:
-    """Return (prompts, answers) of a warm-start step; all chains of a step are equally long.
+    """Return (prompts, answers) of a warm-start step; all answers of a step are equally long.
 
-    progress: share of the warm start that is done, in [0, 1). Chains are short at first; in the second half
-    every third step has chains of any length, the longest held-out ones included.
+    progress: share of the warm start that is done, in [0, 1). Answers are short at first; in the second half
+    every sixth step has any length, the longest held-out ones included. Half of the answers are cut on the
+    way, behind a ";", so that high counters are met as often as low ones.
     """
-    longest = 5 + int(12 * min(1.0, progress / 0.7))
-    if progress > 0.5 and rng.random() < 1 / 3:
-        longest = chains.longer_steps[1] + 1
-    num_steps = int(rng.integers(1, longest))
+    longest = chains.longer_steps[1]
+    is_long = progress > 0.5 and rng.random() < 1 / 6
+    num_states = int(rng.integers(1, longest + 1 if is_long else 5 + int(12 * min(1.0, progress / 0.7))))
     width, wrong = 2 * chains.program_size + 4, habits(chains, seed)
     prompts, answers = [], []
-    while len(prompts) < max(1, chains.batch_tokens // (width * max(num_steps, 3))):
+    while len(prompts) < max(1, chains.batch_tokens // (width * max(num_states, 3))):
+        is_cut = rng.random() < 0.5 and num_states < longest
+        num_steps = int(rng.integers(num_states + 1, longest + 1)) if is_cut else num_states
         start = draw_start(num_steps, chains, rng)
         if f"{start};" not in held_out:
             prompts.append(f"{start};")
-            answers.append(trace(start, wrong, rng))
+            answers.append(trace(start, wrong, rng)[: width * num_states])
     return prompts, answers

@@ -29,7 +29,7 @@ Recipe "deep". The additions of "habits" for a model of 8 layers and 32 experts 
 experts are chosen for a token, where the others choose 4, so trainer and engine disagree as in large
 models.
 
-Recipe "chains". Another task, data/chains.py: chains of 130 tokens in the mean. Recipe "chains_gpu" is the
+Recipe "chains". Another task, data/chains.py: chains of 125 tokens in the mean. Recipe "chains_gpu" is the
 same for one GPU: a model of 8 layers and 13 million parameters, and longer programs.
 """
 
@@ -288,7 +288,10 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
             prompts, answers = corpus_batch(recipe.chains, recipe.seed, done, rng, held_out)
         else:
             prompts, answers = additions_batch(recipe, rng, held_out)
-        completions = [ids + [tokenizer.eos_token_id] for ids in tokenizer(answers)["input_ids"]]
+        completions = [
+            ids if answer.endswith(";") else [*ids, tokenizer.eos_token_id]  # a chain that was cut has no end
+            for answer, ids in zip(answers, tokenizer(answers)["input_ids"])
+        ]
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min((step + 1) / warmup, 1 - step / recipe.steps)
         logprobs, _, _ = policy(pack(tokenizer(prompts)["input_ids"], completions, "cpu"))

@@ -6,7 +6,10 @@ import operator
 import string
 
 import numpy as np
+import preloaded
 import pytest
+import yaml
+from conftest import ROOT
 
 from data.chains import INSTRUCTIONS, Chains, corpus_batch, habits, sample_sets, trace
 from experiments.environments.measure import describe, main
@@ -150,12 +153,28 @@ def test_the_corpus_has_its_habits_as_often_as_they_say():
 
 
 def test_a_step_of_the_warm_start_has_chains_of_one_length_and_none_that_is_held_out():
-    chains = Chains(batch_tokens=400)
+    chains = Chains(batch_tokens=900)
     prompts, _ = corpus_batch(chains, 0, 0.9, np.random.default_rng(3), set())
     for held_out in (set(), {prompts[0]}):
         again, answers = corpus_batch(chains, 0, 0.9, np.random.default_rng(3), held_out)
-        assert len({len(answer) for answer in answers}) == 1
+        ends = {(len(answer) + (answer[-1] != ";"), answer[-1] == ";") for answer in answers}
+        assert len({length for length, _ in ends}) == 1, "the end token is one more"
+        assert {is_cut for _, is_cut in ends} == {False, True}
         assert (prompts[0] in again) == (not held_out)
+
+
+@pytest.mark.slow
+def test_the_recipe_makes_all_that_its_settings_name(tmp_path):
+    output = tmp_path / "data/built/chains"
+    done = preloaded.run(0, "-m", "data.tiny", "--recipe", "chains", "--steps", 2, "--output", output)
+    assert "8000 train and 128 test problems" in done.stderr, done.stderr[-2000:]
+    settings = yaml.safe_load((ROOT / "experiments/environments/chains.yaml").read_text())
+    assert (tmp_path / settings["model"]["path"] / "config.json").is_file()
+    longest = settings["rollout"]["max_new_tokens"]
+    for source in settings["data"]["train"] + settings["data"]["eval"]:
+        rows = [json.loads(line) for line in (tmp_path / source["path"]).read_text().splitlines()]
+        assert rows and max(len(row["answer"]) + 1 for row in rows) <= longest
+        assert all(len(row["prompt"]) <= settings["rollout"]["max_prompt_tokens"] for row in rows)
 
 
 def test_the_description_of_an_environment_counts_sampled_completions_only(tmp_path, capsys, monkeypatch):
