@@ -110,6 +110,15 @@ def in_words(error: Exception) -> str:
     return text
 
 
+def forget_errors(folder: Path, rank: int) -> None:
+    """Remove the errors that an earlier start has left; rank 0 also those of ranks that there are not."""
+    for file in folder.glob("error_rank_*.txt"):
+        number = file.stem.removeprefix("error_rank_")
+        is_nobodys = number.isdecimal() and int(number) >= int(os.environ["WORLD_SIZE"])
+        if number == str(rank) or (rank == 0 and is_nobodys):
+            file.unlink(missing_ok=True)
+
+
 def run(
     main: Callable[[Options], None],
     read: Callable[[list[str]], Options],
@@ -132,7 +141,7 @@ def run(
         options = read(argv)
         folder = folder_of(options)
         if folder is not None:
-            (folder / f"error_rank_{rank}.txt").unlink(missing_ok=True)  # an earlier start's
+            forget_errors(folder, rank)
         main(options)
         return 0
     except Stopped as stopped:

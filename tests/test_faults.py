@@ -10,14 +10,14 @@ from functools import partial
 
 import preloaded
 import pytest
-from conftest import ROOT, SMALL, TWO_ENDS
+from conftest import SMALL, TWO_ENDS
 
 import train_rl
 from data.chat import load_tokenizer
 from data.stream import load_sets
 from experiments.bench import faults, hostile_input
-from experiments.bench.faults import Blow, chain, damage, must_be_flat
-from experiments.bench.verdicts import DAMAGE, Bench, Failed, must_equal, refusal, try_case
+from experiments.bench.faults import Blow, chain, must_be_flat
+from experiments.bench.verdicts import Bench, Failed, must_equal, refusal, try_case
 from runtime.launch import run
 
 
@@ -167,20 +167,10 @@ def test_rows_and_files_that_are_no_prompts_are_refused_with_file_and_row(reads_
 
 
 # ---- cases with ranks --------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def bench(undisturbed) -> Bench:
-    return Bench(preloaded.run, SMALL, undisturbed, 12.0)
-
-
 @pytest.mark.slow
-def test_a_run_killed_while_it_imports_and_while_it_writes_a_checkpoint_ends_the_same(bench, tmp_path):
-    blows = [Blow("imports", "rank 1", 0.5), Blow("checkpoint", "everything", 0.5)]
-    must_pass({"kills/a chain": partial(chain, blows, ())}, bench, tmp_path)
-
-
-@pytest.mark.slow
-def test_damage_to_a_checkpoint_is_refused_and_the_one_before_gives_the_same(bench, tmp_path):
-    must_pass({"a flipped bit": partial(damage, "rank_00001.pt", DAMAGE["flipped"])}, bench, tmp_path)
+def test_a_run_killed_while_it_writes_a_checkpoint_ends_the_same(undisturbed, tmp_path):
+    bench = Bench(preloaded.run, SMALL, undisturbed, 12.0)
+    must_pass({"a kill": partial(chain, [Blow("checkpoint", "everything", 0.5)], ())}, bench, tmp_path)
 
 
 @pytest.mark.slow(starts_ranks=False)
@@ -201,9 +191,3 @@ def test_a_run_with_other_numbers_fails_its_case(undisturbed, tmp_path):
 
     result = try_case(Bench(launch, SMALL, undisturbed), "kills/none", attempt, tmp_path)
     assert (result["verdict"], result["detail"]) == ("failed", "the exported weights are others")
-
-
-def test_every_file_of_a_checkpoint_is_damaged_by_the_campaign():
-    """The list of files is literal, so that the campaign can be read."""
-    assert len(faults.damage_cases()) == len(faults.CHECKPOINT_FILES) * len(DAMAGE) + len(faults.NUMBERS) + 2
-    assert (ROOT / "experiments" / "bench" / "faults.py").is_file()

@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from runtime.launch import Stopped, report_thread, run
+from runtime.launch import Stopped, forget_errors, report_thread, run
 
 WAITS = """
 import sys, time
@@ -110,6 +110,14 @@ def test_a_thread_leaves_a_full_disk_to_the_main_one(error, shown, monkeypatch, 
     thread.start()
     thread.join()
     assert (shown in capsys.readouterr().err) if shown else capsys.readouterr().err == ""
+
+
+def test_errors_of_an_earlier_start_go_and_those_of_this_one_stay(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("0", "1", "2", "10", "x"):
+        (tmp_path / f"error_rank_{name}.txt").touch()
+    forget_errors(tmp_path, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["error_rank_1.txt", "error_rank_x.txt"]
 
 
 def test_a_full_disk_says_where_to_free_space(tmp_path, monkeypatch, capsys):

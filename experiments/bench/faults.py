@@ -377,7 +377,8 @@ def full_disk(free: int | None, settings: list[str], bench: Bench, folder: Path)
 SOAK = [  # stages, replay, rounded weights and penalties, small
     "--config", "experiments/methods/zero_variance.yaml", "--config", "experiments/methods/replay_r3.yaml",
     "--config", "experiments/methods/espo.yaml", "rollout.group_size=8", "zero_variance.probe_size=2",
-    "reward.overlong_buffer=8", "reward.repetition_coef=0.1", "rollout.fp8=simulate", "rollout.parity_mean=1", "rollout.parity_p99=10", "train.learning_rate=1.0e-5",
+    "reward.overlong_buffer=8", "reward.repetition_coef=0.1", "rollout.fp8=simulate",
+    "rollout.parity_mean=1", "rollout.parity_p99=10", "train.learning_rate=1.0e-5",
     "eval.every=100", "checkpoint.every=100", "checkpoint.keep=1", "run.log_every=100",
 ]  # fmt: skip
 
