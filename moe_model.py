@@ -559,7 +559,12 @@ def model_folder(path: str | Path) -> Path:
 
 def load_config(folder: str | Path) -> PretrainedConfig:
     """Read config.json of a model folder. ValueError if there is none."""
-    config = AutoConfig.from_pretrained(model_folder(folder), local_files_only=True)
+    folder = model_folder(folder)
+    try:  # code that lies there does not run
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever its contents make transformers raise
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{folder}/config.json cannot be read as that of a model: {reason}") from error
     check_supported(config)
     return config
 

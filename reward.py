@@ -873,12 +873,13 @@ class ScalarJudge:
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+        local = {"local_files_only": True, "trust_remote_code": False}
         model, loading = AutoModelForSequenceClassification.from_pretrained(  # [ours]: bfloat16 makes ties
-            path, dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
+            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
         )
         if model.config.num_labels != 1 or loading["missing_keys"]:  # a causal LM's head would be random
             raise ValueError(f"judge {path} has {model.config.num_labels} labels, not 1, or no trained head")
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, truncation_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", **local)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # it marks the end of a text
         self.batch_size = batch_size

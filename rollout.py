@@ -41,9 +41,11 @@ from runtime.schedule import CacheRoom, WaitingLine
 class RolloutSettings(Section):
     """What is sampled in a step, in which order, and by which engine."""
 
-    prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1)
-    group_size: int = setting(8, "G, completions per prompt", ge=1)
-    temperature: float = setting(1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0)
+    prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1, le=2**20)
+    group_size: int = setting(8, "G, completions per prompt", ge=1, le=2**16)
+    temperature: float = setting(
+        1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0, le=2
+    )
     max_prompt_tokens: int = setting(1024, "longer prompts are an error at start", ge=1)
     max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
     stop: list[int | str] = setting(
@@ -51,7 +53,7 @@ class RolloutSettings(Section):
         "token ids and texts that end a completion, besides the end-of-sequence tokens of the model folder",
     )
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the engine's weights and activations")
-    max_num_seqs: int = setting(256, "completions an engine works on at once", True, ge=1)
+    max_num_seqs: int = setting(256, "completions an engine works on at once", True, ge=1, le=2**16)
     schedule: Literal["arrival", "longest_first"] = setting(
         "longest_first",
         "order of prompts over and in engines. arrival: as they come. longest_first: by expected length.",
@@ -61,7 +63,7 @@ class RolloutSettings(Section):
         True, "longest_first counts the seconds of slow verifiers as tokens", True
     )
     kv_cache_gib: float | None = setting(
-        None, "GiB of keys and values per rank; null: what trainer and weights leave", True, gt=0
+        None, "GiB of keys and values per rank; null: what trainer and weights leave", True, gt=0, le=2**16
     )
     prefix_caching: bool = setting(True, "share the prompt's keys and values within a group", True)
     sleep_level: Literal[0, 2] = setting(
@@ -81,8 +83,10 @@ class RolloutSettings(Section):
     tensor_parallel: int = setting(1, "neighbouring ranks that share an engine, for large models", ge=1)
     expert_parallel: bool = setting(False, "these ranks hold whole experts, not a part of each (GPUs)")
     kv_cache_fp8: bool = setting(False, "keys and values in FP8, scale 1 (GPUs)")
-    capture_routes: bool = setting(
-        True, "the engine can return the experts of each token: replay r3, mismatch"
+    capture_routes: Switch[Literal["auto", "on", "off"]] = setting(
+        "auto",
+        "the engine returns the experts of each token. auto: for router_replay r3, else at the steps whose "
+        "weights are checked. on: at every step. off: never.",
     )
     max_invalid_routes: float = setting(
         0.01, "stop if a larger share of captured rows is invalid", True, ge=0
@@ -163,9 +167,11 @@ class RolloutEngine:
         from transformers import AutoConfig
 
         self.settings, self.max_model_len = settings, max_model_len
-        self.hf_config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        self.hf_config = AutoConfig.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=False
+        )
         self.num_experts = getattr(self.hf_config, "num_experts", 0)
-        self.captures_routes = settings.capture_routes and self.num_experts > 0
+        self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
         check_fp8(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, timeout_s)
         if self.on_gpu and settings.kv_cache_gib is None:
@@ -415,7 +421,7 @@ def engine_options(
         options["enable_chunked_prefill"] = False
     elif settings.dtype == "bfloat16":  # logits as the trainer has them; in bfloat16 they have steps of 1/8
         options["hf_overrides"] = {"head_dtype": "float32"}
-    if on_gpu and settings.capture_routes:
+    if on_gpu and settings.capture_routes != "off":
         options["block_size"] = 64  # with capture vLLM lists the blocks of all running requests at every step
     if timeout_s is not None:
         options["distributed_timeout_seconds"] = math.ceil(timeout_s)
@@ -650,7 +656,7 @@ def refuse_beside_graphs_of_experts() -> None:
 # ------------------------------------------------------------------------------------------------------------
 # Routed experts
 # ------------------------------------------------------------------------------------------------------------
-WITHOUT_ROUTES = "set rollout.capture_routes=false, and algorithm.router_replay to off or r2, not r3"
+WITHOUT_ROUTES = "set rollout.capture_routes=off, and algorithm.router_replay to off or r2, not r3"
 
 
 def invalid_route(num_experts: int) -> int:

@@ -41,7 +41,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Annotated, Literal, NamedTuple
 
-from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, run
+from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, one_line, run
 
 if __name__ == "__main__":
     die_with_torchrun()  # before the imports that take seconds
@@ -55,9 +55,10 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer, get_scheduler
+from transformers import get_scheduler
 
 import moe_model
+from data.chat import load_tokenizer
 from data.history import PromptHistory
 from data.prompts import DataSettings, OfflineScore, Prompt, check_data, prompt_sha
 from data.stream import (
@@ -70,9 +71,10 @@ from data.stream import (
     load_sets,
     mixture_of,
     prompts_of_step,
+    refuse_unknown_tokens,
     seed_of,
 )
-from moe_model import ModelSettings, pack, route_table
+from moe_model import ModelSettings, num_experts_of, pack, route_table
 from reward import (
     RewardPool,
     RewardSettings,
@@ -108,6 +110,7 @@ from runtime.checkpoint import (
     lock_run_dir,
     prepare_run_dir,
     save_checkpoint,
+    writing,
 )
 from runtime.checks import (
     check_parity,
@@ -116,6 +119,7 @@ from runtime.checks import (
     handle_nonfinite,
     mismatch_gate,
     refuse_nonfinite_rewards,
+    refuse_nonfinite_weights,
 )
 from runtime.config import Section, Switch, read_config, refuse_contradictions, setting
 from runtime.memory import GIB, trainer_bytes, why_too_small
@@ -155,12 +159,24 @@ class ZeroVarianceSettings(Section):
     explore_solved: float = setting(0.1, "least probability of sampling a prompt always solved", ge=0, le=1)
     explore_unsolved: float = setting(0.1, "least probability of sampling one never solved", ge=0, le=1)
     retest_steps: int = setting(200, "steps after which a record is too old to skip by; 0: never", ge=0)
+    skip_rule: Literal["expected", "consecutive"] = setting(
+        "expected",
+        "how history skips. expected: by the probability of zero variance under the record. consecutive: by "
+        "the number of visits in a row that had none (GRESO).",
+    )
+    target_solved: float = setting(1 / 12, "GRESO: share of all-right groups aimed at", ge=0, le=1)
+    target_unsolved: float = setting(1 / 6, "GRESO: share of all-wrong groups aimed at", ge=0, le=1)
     probe_size: int = setting(0, "stage 1c: g0, completions sampled first of each group; 0: off", ge=0)
     probe_stop_prob: float = setting(0.9, "stop a probe if zero variance is at least so likely", gt=0)
     rl_zvp: bool = setting(False, "stage 3: groups left without variance get RL-ZVP advantages")
     rl_zvp_coef: float = setting(0.1, "alpha of RL-ZVP", gt=0)
     drop: bool = setting(False, "contrast: leave groups without variance out of the update (DAPO filter)")
     refill: bool = setting(False, "contrast: replace dropped groups by new prompts (DAPO dynamic sampling)")
+    round_size: Literal["missing", "adaptive"] = setting(
+        "missing",
+        "prompts of a round of refill. missing: as many as useful groups are missing. adaptive: more, by the "
+        "last round's share without variance; what is too much is dropped (GRESO).",
+    )
     max_rounds: int = setting(4, "rounds of sampling in a step after which no new prompts are taken", ge=1)
 
 
@@ -292,8 +308,11 @@ class TrainSettings(Section):
         None, "stop when so many were generated; null: off", True, ge=1
     )
     minibatches_per_step: int = setting(1, "updates per rollout; above 1 the later ones are off-policy", ge=1)
-    micro_batch_tokens: int = setting(
-        32768, "padded tokens per forward and rank; longer rows go alone", True, ge=1
+    micro_batch_tokens: int | None = setting(
+        None,
+        "padded tokens per forward and rank; longer rows go alone. null: 32768 on a GPU, 4096 on CPUs",
+        True,
+        ge=1,
     )
     balance: bool = setting(
         True,
@@ -398,10 +417,15 @@ def algorithm_contradictions(config: Config) -> dict[str, tuple]:
     return {
         "zero_variance.refill {} needs zero_variance.drop, which is {}": (
             zero.refill, zero.drop, zero.refill and not zero.drop),
+        "zero_variance.round_size {!r} needs zero_variance.refill, which is {}": (
+            zero.round_size, zero.refill, zero.round_size != "missing" and not zero.refill),
+        "zero_variance.skip_rule {!r} needs zero_variance.history, which is {}": (
+            zero.skip_rule, zero.history, zero.skip_rule != "expected" and not zero.history),
         "zero_variance.rl_zvp {} reshapes the groups that zero_variance.drop {} removes: choose one": (
             zero.rl_zvp, zero.drop, zero.rl_zvp and zero.drop),
         "zero_variance.explore_solved or _unsolved {} and retest_steps {} would lose prompts for ever": (
-            explore, zero.retest_steps, zero.history and explore == 0 and zero.retest_steps == 0),
+            explore, zero.retest_steps, zero.history and zero.skip_rule == "expected"
+            and explore == 0 and zero.retest_steps == 0),
         "reward.overlong_buffer {} must be at most rollout.max_new_tokens {}": (
             reward.overlong_buffer, rollout.max_new_tokens, reward.overlong_buffer > rollout.max_new_tokens),
         "reward.code_memory_gib {} must be at most reward.memory_gib {}, which holds for all in a worker": (
@@ -486,9 +510,9 @@ def rollout_contradictions(config: Config) -> dict[str, tuple]:
             rollout.prompts_per_step % config.train.minibatches_per_step != 0),
         "zero_variance.probe_size {} must be below rollout.group_size {}": (
             zero.probe_size, rollout.group_size, zero.probe_size >= rollout.group_size),
-        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {}": (
+        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {!r}": (
             algo.router_replay, rollout.capture_routes,
-            algo.router_replay == "r3" and not rollout.capture_routes),
+            algo.router_replay == "r3" and rollout.capture_routes == "off"),
         "rollout.expert_parallel {} needs rollout.tensor_parallel above 1, which is {}": (
             rollout.expert_parallel, rollout.tensor_parallel,
             rollout.expert_parallel and rollout.tensor_parallel == 1),
@@ -604,27 +628,75 @@ def choose_prompts(
     zero, chosen, offered, set_size = config.zero_variance, [], 0, len(history.tried)
     while len(chosen) < num_prompts:
         (prompt,) = prompts_of_step(set_size, 1, consumed + offered, config.train.seed, mixture)
-        skip_prob = 0.0
-        if zero.history and offered < set_size:
-            skip_prob = history.skip_prob(
-                prompt, step, config.rollout.group_size, prior=zero.prior, retest_steps=zero.retest_steps,
-                explore_solved=zero.explore_solved, explore_unsolved=zero.explore_unsolved,
-            )  # fmt: skip
+        may_skip = zero.history and offered < set_size
+        skip_prob = skip_prob_of(prompt, history, step, config) if may_skip else 0.0
         if random.Random(seed_of(config.train.seed, "skip", consumed + offered)).random() >= skip_prob:
             chosen.append(prompt)
         offered += 1
     return chosen, offered
 
 
-def num_new_prompts(outcomes: dict[int, GroupOutcome], probing: list[int], config: Config) -> int:
-    """Return how many prompts the next round samples, given what was sampled and whose probes go on."""
+def skip_prob_of(prompt: int, history: PromptHistory, step: int, config: Config) -> float:
+    """Return the probability with which a prompt is skipped, by zero_variance.skip_rule."""
+    zero = config.zero_variance
+    match zero.skip_rule:
+        case "expected":
+            return history.skip_prob(
+                prompt, step, config.rollout.group_size, prior=zero.prior, retest_steps=zero.retest_steps,
+                explore_solved=zero.explore_solved, explore_unsolved=zero.explore_unsolved,
+            )  # fmt: skip
+        case "consecutive":
+            return history.consecutive_skip_prob(prompt)
+
+
+FIRST_ROUND, SAFETY = 1.5, 1.25  # GRESO: 384 prompts for updates on 256; factor of the expected number
+
+
+def num_first_prompts(config: Config) -> int:
+    """Return how many prompts the first round of a step samples."""
+    per_step = config.rollout.prompts_per_step
+    return math.ceil(FIRST_ROUND * per_step) if config.zero_variance.round_size == "adaptive" else per_step
+
+
+def num_refilled(
+    outcomes: dict[int, GroupOutcome], last: list[int], probing: list[int], config: Config
+) -> int:
+    """Return how many prompts the next round of a refill samples, and 0 if enough groups are useful.
+
+        missing    B - useful
+        adaptive   min(1.5 B, 1.25 (B - useful) / (1 - share without variance in the last round))  (GRESO)
+
+    B: prompts_per_step; last: slots of the last round. GRESO's floor of 64 prompts a round and its rounding
+    to the number of GPUs are left out [ours: they belong to its batch of 256].
+    """
+    useful = {slot for slot, o in outcomes.items() if o.has_variance or slot in probing}
+    missing = max(0, config.rollout.prompts_per_step - len(useful))
+    if config.zero_variance.round_size == "missing" or not missing:
+        return missing
+    found, most = len(useful.intersection(last)), num_first_prompts(config)
+    return min(most, math.ceil(SAFETY * missing * len(last) / found)) if found else most
+
+
+def num_new_prompts(
+    outcomes: dict[int, GroupOutcome], last: list[int], probing: list[int], config: Config
+) -> int:
+    """Return how many prompts the next round samples, given what was sampled and whose probes go on.
+
+    last: slots of the round that has ended.
+    """
     zero, group_size = config.zero_variance, config.rollout.group_size
     if zero.refill:
-        useful = sum(o.has_variance or o.slot in probing for o in outcomes.values())
-        return config.rollout.prompts_per_step - useful
+        return num_refilled(outcomes, last, probing, config)
     reserved = len(probing) * (group_size - zero.probe_size)
     spent = sum(o.completions for o in outcomes.values())
     return (config.rollout.prompts_per_step * group_size - spent - reserved) // group_size
+
+
+def captures_routes(config: Config, step: int) -> bool:
+    """Say whether the engine returns the experts of the tokens that it samples at a step."""
+    rollout, is_replayed = config.rollout, config.algorithm.router_replay == "r3"
+    is_checked = step % rollout.check_every == 0 if rollout.check_every else step == 0
+    return is_replayed or rollout.capture_routes == "on" or (rollout.capture_routes == "auto" and is_checked)
 
 
 @dataclass
@@ -656,7 +728,7 @@ class Rollouts:
         groups: list[Group] = []  # those of all ranks, by slot; completions are with the owner only
         owner: list[int] = []  # [groups] rank
         outcomes: dict[int, GroupOutcome] = {}
-        account, probing, num_new = Counter(), [], config.rollout.prompts_per_step
+        account, probing, num_new = Counter(), [], num_first_prompts(config)
         while num_new or probing:
             chosen, offered = choose_prompts(
                 num_new, state.consumed_prompts, history, state.step, config, self.mixture
@@ -677,7 +749,8 @@ class Rollouts:
                 if outcome.completions < group_size
                 and history.zero_variance_after(outcome, group_size, zero.prior) < zero.probe_stop_prob
             ]
-            num_new = num_new_prompts(outcomes, probing, config) if account["rounds"] < zero.max_rounds else 0
+            last, is_over = [outcome.slot for outcome in found], account["rounds"] >= zero.max_rounds
+            num_new = 0 if is_over else num_new_prompts(outcomes, last, probing, config)
         stopped = sum(o.completions < group_size for o in outcomes.values())
         account.update(probed=len(outcomes) if zero.probe_size else 0, stopped=stopped)
         rank = dist.get_rank()
@@ -770,7 +843,8 @@ class Rollouts:
             progress.update()
 
         with self.clock(label):
-            completions = self.engine.generate(requests, version, on_finished, self.pool.poll)
+            captures = label == "rollout" and captures_routes(self.config, version)
+            completions = self.engine.generate(requests, version, on_finished, self.pool.poll, captures)
         progress.close()
         with self.clock("reward"):
             for index, completion in enumerate([] if overlap else completions):
@@ -824,6 +898,8 @@ def drop_and_deal(
     """
     world_size = dist.get_world_size()
     kept = {slot: o for slot, o in sorted(outcomes.items()) if is_kept(o, config.zero_variance)}
+    if config.zero_variance.round_size == "adaptive":  # it may have sampled too much
+        kept = dict(list(kept.items())[: config.rollout.prompts_per_step])
     slots, per_minibatch = list(kept), -(-len(kept) // config.train.minibatches_per_step) or 1
     owner, minibatch = {}, {slot: i // per_minibatch for i, slot in enumerate(slots)}
     may_skip = config.train.skip_zero_gradient and only_variance_teaches(config)
@@ -1556,7 +1632,7 @@ def forward_rows(
     scale = 1.0 if rows else 0.0
     zeros = logprobs.new_zeros(mask.shape)
     logprobs, entropy = (zeros.masked_scatter(mask, x * scale) for x in (logprobs, entropy.detach()))
-    num_experts = moe_model.num_experts_of(getattr(policy, "module", policy).config)
+    num_experts = num_experts_of(getattr(policy, "module", policy).config)
     used_TLK, mismatch = route_table(layer_ids, num_experts), None
     if used_TLK is None or not rows:
         return PolicyOutputs(logprobs, entropy, None, None)
@@ -1570,6 +1646,12 @@ def forward_rows(
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
 
 
+def tokens_per_forward(train: TrainSettings, on_gpu: bool | None = None) -> int:
+    """Return the padded tokens of a micro-batch: train.micro_batch_tokens, or what suits the device."""
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    return train.micro_batch_tokens or (32768 if on_gpu else 4096)
+
+
 def sequence_lengths(batch: RolloutBatch) -> list[int]:
     """Return [B], the tokens that a forward computes of each row: all but the last."""
     return [max(1, len(p) + len(c) - 1) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
@@ -1581,7 +1663,7 @@ def forward_batch(policy, batch: RolloutBatch, config: Config, replay: bool = Tr
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
     routes, lengths = [None] * len(batch.prompts), sequence_lengths(batch)
     micro_batches = split_micro_batches(
-        lengths, list(range(len(routes))), config.train.micro_batch_tokens, config.train.balance
+        lengths, list(range(len(routes))), tokens_per_forward(config.train), config.train.balance
     )
     for rows in micro_batches:
         part = forward_rows(policy, batch, rows, config, replay)
@@ -1726,9 +1808,7 @@ def old_pass_metrics(batch: RolloutBatch, config: Config) -> dict[str, tuple[flo
     statistics |= mismatch_statistics(batch.old_logprobs, batch.rollout_logprobs)
     if batch.route_mismatch is not None:
         statistics["mismatch_routes"] = batch.route_mismatch
-    statistics["ratio"] = torch.ones(mask.shape)  # token_metrics() wants one; those of updates are reported
-    metrics = token_metrics(batch, [(list(range(len(mask))), statistics)], len(shares))
-    return {name: pair for name, pair in metrics.items() if "ratio" not in name}
+    return token_metrics(batch, [(list(range(len(mask))), statistics)], len(shares))
 
 
 def update_policy(
@@ -1744,7 +1824,7 @@ def update_policy(
     """
     train, work, lengths = config.train, UpdateWork(), sequence_lengths(batch)
     has_gradient, is_shown = rows_with_gradient(batch, config), (step + 1) % config.run.log_every == 0
-    split = lambda rows: split_micro_batches(lengths, rows, train.micro_batch_tokens, train.balance)
+    split = lambda rows: split_micro_batches(lengths, rows, tokens_per_forward(train), train.balance)
     for number in [*range(train.minibatches_per_step)] * train.passes_per_rollout:
         in_update = batch.minibatch == number  # [B], whole groups
         rows = (in_update & has_gradient).nonzero().flatten().tolist()
@@ -1897,7 +1977,7 @@ class Run:
 def say(line: str) -> None:
     """Print a line on rank 0, above the progress bar."""
     if dist.get_rank() == 0:
-        tqdm.write(line)
+        tqdm.write(one_line(line))
 
 
 def check_ranks(config: Config, world_size: int) -> None:
@@ -1930,7 +2010,7 @@ def check_model(config: Config, hf_config) -> None:
             f"rollout.fp8 on: vLLM quantises activations by 128 values, the model has {' and '.join(odd)}: "
             "set it to simulate or off"
         )
-    replay, is_dense = config.algorithm.router_replay, moe_model.num_experts_of(hf_config) == 0
+    replay, is_dense = config.algorithm.router_replay, num_experts_of(hf_config) == 0
     if replay != "off" and is_dense:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense, it has no router; set off")
 
@@ -2034,14 +2114,14 @@ def set_up(config: Config) -> Run | None:
     # ---- prompts, reward workers ----
     model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
     hf_config = moe_model.load_config(model_dir)
-    num_experts = moe_model.num_experts_of(hf_config)
-    ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
+    ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
     check_model(config, hf_config)
     check_memory(config, hf_config, dist.get_world_size())
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = load_tokenizer(model_dir)
     log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, log)
     loaded, offline_scores = load_data(config, tokenizer, pool, checkpoint)
+    refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     announce(config, hf_config, loaded, model_dir, tokenizer, accelerator.device)
 
     # ---- engine, policy ----
@@ -2051,6 +2131,7 @@ def set_up(config: Config) -> Run | None:
         judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
         dist.barrier()
         policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
+        refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
         trainer = moe_model.deepspeed_engine(policy, config.train)
         moe_model.set_group_timeouts(config.run.timeout_s)
         reference = None
@@ -2086,7 +2167,7 @@ def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return moe_model.memory_by_part(
         hf_config, config.model, config.train.zero_stage, num_ranks,
-        tokens=max(config.train.micro_batch_tokens, longest),
+        tokens=max(tokens_per_forward(config.train, on_gpu=True), longest),
         with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
     )  # fmt: skip
 
@@ -2223,7 +2304,7 @@ def main(config: Config) -> None:
         with run.clock("deal"):
             groups, kept = drop_and_deal(sampled, outcomes, config)
         batch = collate(groups, run.rollouts.prompts, run.rollouts.prompt_ids)
-        run.history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
+        enter_outcomes(run, list(outcomes.values()))
 
         # Old and reference log-probabilities, where the update needs them
         if kept:
@@ -2240,6 +2321,7 @@ def main(config: Config) -> None:
         with run.clock("update"):
             set_learning_rate(run.trainer, learning_rate(config, state.step))
             metrics |= update_policy(run.trainer, batch, config, state.step)
+            refuse_broken_policy(run)
         state.step += 1
 
         # Weight sync
@@ -2293,13 +2375,21 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     sampled: this rank's groups; seconds: until the slowest rank had its last verdict.
     """
     config, pool = run.config, run.rollouts.pool
-    num_experts = moe_model.num_experts_of(run.policy.config)
+    num_experts = num_experts_of(run.policy.config)
     metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts))
     metrics |= schedule_metrics(sampled, pool, run.clock.step["rollout"], seconds)
     verdicts = [v for group in sampled for v in group.verdicts]
     check_verdicts(verdicts, config.reward.max_failed_frac, f"step {run.state.step + 1}")
     check_routes(*metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
     return metrics | {"reward_worker_restarts_total": (pool.num_restarts, 1)}
+
+
+def enter_outcomes(run: Run, outcomes: list[GroupOutcome]) -> None:
+    """Enter what a step's groups came to into the record of the prompts."""
+    zero, state = run.config.zero_variance, run.state
+    run.history.update(outcomes, state.step, zero.history_decay)
+    if state.consumed_prompts > len(run.rollouts.prompts):  # GRESO: from the second epoch on
+        run.history.adjust_exploration(outcomes, zero.target_solved, zero.target_unsolved)
 
 
 def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
@@ -2326,6 +2416,16 @@ def add_rewards(run: Run, batch: RolloutBatch) -> None:
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     valid = has_verdict(batch.verdicts)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(rewards, valid, batch, run.config, run.state.step)
+
+
+def refuse_broken_policy(run: Run) -> None:
+    """Stop the run if the update has left a weight that is NaN or infinite. Collective."""
+    refuse_nonfinite_weights(
+        run.policy,
+        f"step {run.state.step + 1}: after the update",
+        "nothing was saved of them, earlier checkpoints are whole; lower train.learning_rate "
+        f"({run.config.train.learning_rate:g}), then start the same command again",
+    )
 
 
 def set_learning_rate(trainer, value: float) -> None:
@@ -2412,12 +2512,14 @@ def finish(run: Run) -> None:
     run.progress.close()
     run.rollouts.pool.close()
     run_dir = Path(run.config.run.dir)
-    write_model(run, run_dir / "model")
+    with writing(run_dir / "model"):
+        write_model(run, run_dir / "model")
     peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
     peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
     if dist.get_rank() == 0:
-        write_summary(run_dir, run.state, peak_rss_bytes)
-        plot_curves(run_dir)
+        with writing(run_dir / "summary.json"):
+            write_summary(run_dir, run.state, peak_rss_bytes)
+            plot_curves(run_dir)
         print_summary(run_dir)
     dist.barrier()
     run.accelerator.end_training()

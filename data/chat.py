@@ -4,11 +4,26 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from data.formats import BadRow
+from data.formats import BadRow, half_a_character
 
 ROLES = ("system", "user", "assistant")
 NOT_RENDERED = "whose messages cannot be rendered"
 OWN_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
+
+
+def load_tokenizer(folder):
+    """Load the tokenizer of a model folder without running code that lies there; ValueError without one."""
+    from transformers import AutoTokenizer
+
+    advice = "put the tokenizer's files of the model there, such as tokenizer.json and tokenizer_config.json"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever its files make transformers raise
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{folder}: the tokenizer cannot be loaded ({reason}); {advice}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one of nothing
+        raise ValueError(f"{folder} holds no tokenizer; {advice}")
+    return tokenizer
 
 
 def is_messages(value) -> bool:
@@ -37,6 +52,8 @@ def read_messages(value, where: str) -> list[dict]:
         if content is None:
             found = repr(message.get("content"))[:80]
             raise refuse(f"message {number}: only text can be rendered, found the content {found}")
+        if half_a_character(content):
+            raise refuse(f"message {number} holds half a character (a surrogate): {content[:80]!a}")
         messages.append({"role": message["role"], "content": content})
     if problem := wrong_order([message["role"] for message in messages]):
         raise refuse(problem)

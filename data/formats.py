@@ -297,9 +297,14 @@ def text_from(value, column: str, where: str, reason: str) -> str:
         found = repr(value)[:80]
         raise BadRow(where, reason, f"column {column!r} must hold text or a number, found {found}")
     text = str(value)
-    if any("\ud800" <= character <= "\udfff" for character in text):  # no tokenizer takes them
+    if half_a_character(text):
         raise BadRow(where, reason, f"column {column!r} holds half a character (a surrogate): {text[:80]!a}")
     return text
+
+
+def half_a_character(text: str) -> bool:
+    """Tell whether a text holds a lone surrogate, which no tokenizer and no file takes."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def field_number(row: dict, column: str, where: str) -> float | None:

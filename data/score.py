@@ -44,15 +44,16 @@ import yaml
 from pydantic import ValidationError
 from safetensors import safe_open
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
+from data.chat import load_tokenizer
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
 from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set_lines
 from moe_model import checkpoint_shards
 from reward import KINDS, RewardSettings, Verdict, functions_of, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.config import explain
-from runtime.launch import check_gpus, leave, run
+from runtime.launch import check_gpus, leave, one_line, run
 
 GROUP_SIZE = 8  # G of the summary
 
@@ -143,8 +144,9 @@ def read_prompts(args) -> tuple[list[Prompt], list[list[int]], object, list[str]
     data, (source,) = args.data, args.data.eval
     if source.kind and functions_of(source.kind):
         raise ValueError(f"--kind {source.kind!r} is none of {', '.join(KINDS)}")
-    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    context = AutoConfig.from_pretrained(args.model, local_files_only=True).max_position_embeddings
+    tokenizer = load_tokenizer(args.model)
+    model_config = AutoConfig.from_pretrained(args.model, local_files_only=True, trust_remote_code=False)
+    context = model_config.max_position_embeddings
     found = load_set(source, data, tokenizer)
     limit = f"the model's context of {context} less --max-new-tokens"
     kept = drop_overlong(found, data, tokenizer, context - args.max_new_tokens, limit)
@@ -169,7 +171,7 @@ def weights_of(folder: Path):
 def build_engine(args, longest_prompt: int) -> RolloutEngine:
     """Start vLLM with the weights of the model's folder."""
     settings = RolloutSettings(
-        max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, capture_routes=False
+        max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, capture_routes="off"
     )
     engine = RolloutEngine(args.model, longest_prompt + args.max_new_tokens, settings)
     engine.sync(weights_of(args.model), policy_version=0)
@@ -364,7 +366,7 @@ def main(args: argparse.Namespace) -> None:
     dist.broadcast_object_list(num_done)
     if num_done[0] < len(prompts):
         if dist.get_rank() == 0:
-            print(*notes, sep="\n", file=sys.stderr)
+            print(*map(one_line, notes), sep="\n", file=sys.stderr)
             done = f"{num_done[0]} of {len(prompts)} prompts done"
             print(f"{args.output}: {done}; starting vLLM", file=sys.stderr)
         engine = build_engine(args, max(map(len, prompt_ids)))

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -122,6 +123,18 @@ def load_sets(
     prompt_sets = [loaded.train, *(prompts for prompts, _ in loaded.eval_sets.values())]
     loaded.notes += chat_warnings(data, tokenizer, prompt_sets)
     return loaded
+
+
+def refuse_unknown_tokens(loaded: LoadedSets, vocab_size: int, model: str | Path) -> None:
+    """Raise ValueError if the tokenizer gives a prompt an id that the model's vocabulary does not have."""
+    for prompts, prompt_ids in loaded.by_name().values():
+        for prompt, ids in zip(prompts, prompt_ids):
+            if max(ids) >= vocab_size:
+                raise ValueError(
+                    f"model.path: the tokenizer in {model} gives token {max(ids)} in the prompt "
+                    f"{prompt.text[:80]!r}, the vocab_size of its config.json is {vocab_size}: tokenizer and "
+                    "weights are of two models"
+                )
 
 
 def leave_out(loaded: LoadedSets, reasons: dict[str, str]) -> None:

@@ -177,8 +177,7 @@ def inverted_frac(judge, problems: list[dict], recipe: Recipe, group_size: int =
 
 def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) -> bool:
     """Make the folder unless it already holds what this recipe makes; return True if something was made."""
-    from transformers import AutoTokenizer
-
+    from data.chat import load_tokenizer
     from reward import ScalarJudge
 
     problems = read_problems(train_file)
@@ -192,7 +191,7 @@ def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) ->
         return False
     num_held_out = min(recipe.num_held_out, len(problems) // 4)
     held_out, known = problems[:num_held_out], problems[num_held_out:]
-    tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+    tokenizer = load_tokenizer(model_folder)
     model = build_model(recipe, tokenizer)
     loss = train(model, tokenizer, known, recipe)
     aside = output.with_name(f"{output.name}.{os.getpid()}.tmp")

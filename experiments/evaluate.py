@@ -58,7 +58,7 @@ from reward import (
     start_pool,
 )
 from runtime.config import Section, explain, merge, read_override
-from runtime.launch import leave, run
+from runtime.launch import leave, one_line, run
 
 NUM_RESAMPLES = 2000  # a bootstrap draws so many
 MAX_LEVELS = 12  # more difficulties are gathered into NUM_RANGES ranges
@@ -478,14 +478,14 @@ def samples_page(run_dir: Path) -> str:
 
 def tokenizer_of_run(run_dir: Path):
     """Load the tokenizer of a run, from its newest model or, before there is one, from where it began."""
-    from transformers import AutoTokenizer
+    from data.chat import load_tokenizer
 
     try:
         with open_model(run_dir) as (folder, _):
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            return load_tokenizer(folder)
     except ValueError:  # there is no checkpoint yet
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
-        return AutoTokenizer.from_pretrained(config["model"]["path"], local_files_only=True)
+        return load_tokenizer(config["model"]["path"])
 
 
 def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
@@ -621,13 +621,12 @@ def sleep_level(args: argparse.Namespace) -> int:
 
 def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     """Evaluate the model in a folder and write what was asked for. Collective."""
-    from transformers import AutoTokenizer
-
+    from data.chat import load_tokenizer
     from moe_model import is_moe_layer, load_config, num_experts_of
 
     hf_config = load_config(folder)
     settings = read_settings(args, hf_config.max_position_embeddings)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = load_tokenizer(folder)
     tasks, notes = load_tasks(settings, tokenizer, args.seed)
     say("\n".join(notes))
     seconds: dict[str, float] = {}
@@ -768,7 +767,7 @@ def report(args: argparse.Namespace, result: dict) -> None:
         mean, most = mismatch["abs_dlogp"], mismatch["abs_dlogp_max"]
         print(f"  trainer and engine: |dlogp| {mean:.1e} in the mean, {most:.1e} at most")
     if result["first_failure"]:
-        print(f"  first verdict that failed: {result['first_failure']}")
+        print(f"  first verdict that failed: {one_line(result['first_failure'])}")
     for file in (args.json, args.completions, args.html):
         if file is not None:
             print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")

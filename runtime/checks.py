@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from runtime.launch import one_line
 from runtime.metrics import histogram, reduce_metrics
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def check_verdicts(verdicts: "list[Verdict]", max_failed_frac: float, where: str
     message = f"{len(failed)} of {len(verdicts)} verdicts failed; first: {failed[0].status}: {reason}"
     if len(failed) > max_failed_frac * len(verdicts):
         raise RuntimeError(f"{where}: {message} (reward.max_failed_frac {max_failed_frac})")
-    tqdm.write(f"warning: {where}: {message}")
+    tqdm.write(one_line(f"warning: {where}: {message}"))
 
 
 def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
@@ -41,7 +42,7 @@ def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
             f"{invalid} of {total} rows of routed experts are invalid: missing, with an expert twice in a "
             f"layer, or with none of the model's (rollout.max_invalid_routes {max_invalid_frac}). The engine "
             "does not capture what it computes: try rollout.prefix_caching=false, or go without "
-            "(algorithm.router_replay=off and rollout.capture_routes=false)"
+            "(algorithm.router_replay=off and rollout.capture_routes=off)"
         )
 
 
@@ -127,3 +128,22 @@ def refuse_nonfinite_rewards(
     if reduce_metrics({"bad_max": (int(bad.any()), 1)})["bad_max"]:
         handle_nonfinite("reward", batch, bad.nonzero().flatten().tolist(), config, step, rewards=rewards)
     return rewards.masked_fill(bad, 0.0), valid & ~bad
+
+
+def refuse_nonfinite_weights(policy: torch.nn.Module, whose: str, advice: str) -> None:
+    """Raise RuntimeError on all ranks if a weight is NaN or infinite on any of them. Collective.
+
+    It stands before weights reach an engine, a checkpoint or an export, so that none of these is ever made
+    of them. whose: where the weights come from; advice: what to do.
+    """
+    with torch.no_grad():  # the largest absolute value is NaN if any is; a sum of finite values may overflow
+        largest = {name: torch.linalg.vector_norm(p, torch.inf) for name, p in policy.named_parameters()}
+    finite = torch.stack(list(largest.values())).isfinite().tolist()
+    bad = [name for name, is_finite in zip(largest, finite) if not is_finite]
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, bad)
+    if named := sorted(set(sum(everyone, []))):
+        raise RuntimeError(
+            f"{whose}: {len(named)} of {len(largest)} weight tensors hold NaN or infinity, the first is "
+            f"{named[0]}; {advice}"
+        )

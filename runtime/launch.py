@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -26,6 +28,9 @@ def die_with_torchrun() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:  # it died in between
             os._exit(1)
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Stopped(Exception):
@@ -65,6 +70,12 @@ class Signals:
                 os.write(2, text.encode())
 
 
+def one_line(text: str) -> str:
+    """Return a text as one line without control characters: a terminal acts on those that a model writes."""
+    text = re.sub(r"\s*\n\s*", " ", text.strip())
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def report_to_torchrun(line: str) -> None:
     """Have torchrun end its own report, which comes last on the screen, with this line."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -102,11 +113,14 @@ def run(
         return 128 + stopped.signal_number
     except Exception as error:
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
-        line = f"error on rank {rank}: " + ("" if expected else f"{type(error).__name__}: ") + str(error)
+        said = one_line(("" if expected else f"{type(error).__name__}: ") + str(error))
+        line = f"error on rank {rank}: {said}"
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            line += f"; free space in {folder}, then start the same command again"
         with contextlib.suppress(OSError):
             if folder is not None and folder.is_dir():
                 stack = folder / f"error_rank_{rank}.txt"
-                stack.write_text(traceback.format_exc())
+                stack.write_text(traceback.format_exc(), encoding="utf-8", errors="backslashreplace")
                 line += f"; the stack is in {stack}"
         with contextlib.suppress(OSError):
             report_to_torchrun(line)

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.checkpoint import writing
+
 if TYPE_CHECKING:
     from reward import RewardPool
     from runtime.checkpoint import TrainState
@@ -163,14 +165,16 @@ def token_metrics(
 ) -> dict[str, tuple[float, float]]:
     """Measure the tokens of an update as (sum, count), some of them by entropy group; _max is the largest.
 
-    seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group and ratio.
+    seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group, and ratio
+    if it is an update's.
     """
     sums, counts, largest, bins = Counter(), Counter(), Counter(), Counter()
     for rows, statistics in seen:
         mask = batch.response_mask[rows]
         values = {name: value.cpu()[mask] for name, value in statistics.items()}  # [tokens]
         entropy_groups = values.pop("entropy_group")
-        values["abs_log_ratio"] = values["ratio"].clamp(min=1e-30).log().abs()
+        if "ratio" in values:
+            values["abs_log_ratio"] = values["ratio"].clamp(min=1e-30).log().abs()
         for name, value in values.items():
             sums[name] += value.sum().item()
             counts[name] += value.numel()
@@ -261,7 +265,8 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
         histograms = {name: metrics[name] for name in metrics if name.endswith("_hist")}
         metrics = {n: value for n, value in metrics.items() if n not in histograms and math.isfinite(value)}
         row = {"step": state.step, "generated_tokens": state.generated_tokens} | metrics
-        with (Path(config.run.dir) / "metrics.jsonl").open("a") as file:
+        path = Path(config.run.dir) / "metrics.jsonl"
+        with writing(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         accelerator.log(metrics, step=state.step)
         is_due = state.step % config.run.log_every == 0 and "tensorboard" in config.run.trackers
@@ -274,7 +279,8 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
 
 def log_samples(config: "Config", state: "TrainState", batch: "RolloutBatch", tokenizer) -> None:
     """Write the first group of a step to samples.jsonl; experiments/evaluate.py --run makes a page of it."""
-    with (Path(config.run.dir) / "samples.jsonl").open("a") as file:
+    path = Path(config.run.dir) / "samples.jsonl"
+    with writing(path), path.open("a") as file:
         for i in (batch.group_index == 0).nonzero().flatten().tolist():
             prompt, token_ids = batch.prompts[i], batch.completion_ids[i]
             num = len(token_ids)

@@ -18,18 +18,27 @@ SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `ranks` the slow tests that use the demo's model or stand in a file that starts ranks.
+    """Deal the slow tests to the two processes of `make test`, and put files that need the demo's model last.
 
-    `slow(starts_ranks=False)` says of a test in such a file that it starts none.
-    `make test` runs them in one process, because runs and starts serve several files, beside the others.
+    One process, of the mark `ranks`, runs what uses the demo's model or stands in a file that starts ranks,
+    because runs and starts serve several files; the other one runs the rest beside it. A test that shares
+    nothing says `slow(process="others")`. The process that first needs the demo's model makes it, which takes
+    half a minute, while the other one has work that does without.
     """
     for item in items:
         slow = item.get_closest_marker("slow")
         starts_ranks = any(
             hasattr(item.module, name) for name in ("preloaded", "torchrun", "train", "RankSuite")
         )
-        if slow and slow.kwargs.get("starts_ranks", starts_ranks or "demo_model" in item.fixturenames):
+        if slow and slow.kwargs.get("process") != "others" and (starts_ranks or needs_demo(item)):
             item.add_marker("ranks")
+    late = {item.module for item in items if needs_demo(item)}
+    items.sort(key=lambda item: item.module in late)
+
+
+def needs_demo(item: pytest.Item) -> bool:
+    """Say whether a test uses the demo's model."""
+    return "demo_model" in item.fixturenames
 
 
 def torchrun(

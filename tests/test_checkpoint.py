@@ -9,13 +9,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import save_small_moe
-from helpers import FakeRanks, make_config, make_prompts, no_history
+from helpers import FakeRanks, make_batch, make_config, make_prompts, no_history
+from safetensors import SafetensorError
 
 import moe_model
 import train_rl
 from data.stream import digest_of
 from data.tiny import build_tokenizer
-from runtime.checkpoint import find_checkpoint, is_redone, prepare_run_dir, save_checkpoint
+from runtime.checkpoint import (
+    find_checkpoint,
+    is_redone,
+    keep_earlier_record,
+    lock_run_dir,
+    prepare_run_dir,
+    save_checkpoint,
+    writing,
+)
+from runtime.metrics import log_metrics, log_samples
 
 
 @pytest.fixture
@@ -179,3 +189,59 @@ def test_a_broken_line_of_the_metrics_is_left_out_and_named(run, tmp_path, capsy
         False, True, False, True, True, False, False,
     ]  # fmt: skip
     assert not list(folder.glob("*.partial"))
+
+
+# ---- full disks and links ----------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml"])
+def test_a_full_disk_names_the_file_and_what_to_do(name, run, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).symlink_to("/dev/full")
+    accelerator = SimpleNamespace(is_main_process=True, log=lambda *_, **__: None)
+    batch, state = make_batch([[1, 2]]), train_rl.TrainState()
+    writers = {
+        "metrics.jsonl": lambda: log_metrics(accelerator, run.config, state, {"score": 1.0}),
+        "samples.jsonl": lambda: log_samples(run.config, state, batch, build_tokenizer()),
+        "config.yaml": lambda: prepare_run_dir(folder, run.config, None),
+    }
+    wanted = (
+        f"{folder / name} could not be written .*No space left.*; checkpoints are whole. Free space, then"
+    )
+    with pytest.raises(RuntimeError, match=wanted):
+        writers[name]()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space"), RuntimeError("No space"), SafetensorError("No space")]
+)
+def test_an_export_that_does_not_fit_is_named_whatever_its_library_raises(error):
+    with (
+        pytest.raises(RuntimeError, match="runs/x/model could not be written .*No space"),
+        writing("runs/x/model"),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "name", ["lock", "metrics.jsonl", "config.yaml", "checkpoints", "model/config.json", "lost"]
+)
+def test_a_run_writes_through_no_link(name, tmp_path):
+    real, folder = tmp_path / "precious", tmp_path / "run"
+    real.write_text("content")
+    (folder / "model").mkdir(parents=True)
+    lock_run_dir(folder).close()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(real if name != "lost" else tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=f"run.dir: {folder / name} is a symbolic link, and a run writes"):
+        lock_run_dir(folder)
+    assert real.read_text() == "content" and not (tmp_path / "nowhere").exists()
+    (folder / name).unlink()
+    (tmp_path / "link").symlink_to(folder)
+    lock_run_dir(tmp_path / "link").close()
+
+
+def test_the_record_of_an_earlier_start_gets_a_free_name(tmp_path):
+    (tmp_path / "earlier_2").mkdir()
+    for number in (1, 3):
+        (tmp_path / "metrics.jsonl").write_text("{}")
+        assert keep_earlier_record(tmp_path) == tmp_path / f"earlier_{number}"

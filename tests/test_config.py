@@ -192,6 +192,7 @@ NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
             "inverse_sqrt",
         )
     },
+    ("rollout.capture_routes", "off"): "engines that cannot return the experts of a token",
     ("reward.decode", "engine"): "tokenizers that do more than their library; a contrast of the benchmark",
     ("reward.judge", "generative"): "needs a language model that can judge; the tiny one writes digits only",
     ("checkpoint.resume", "weights"): "a run that goes on with another number of ranks",
@@ -325,6 +326,14 @@ REFUSED = [
     ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
     ("zero_variance.probe_size=9 rollout.group_size=8", "zero_variance.probe_size 9", "rollout.group_size 8"),
     ("zero_variance.refill=true", "zero_variance.refill True", "zero_variance.drop"),
+    (
+        "zero_variance.drop=true zero_variance.round_size=adaptive",
+        "zero_variance.round_size 'adaptive'", "zero_variance.refill",
+    ),
+    (
+        "zero_variance.skip_rule=consecutive",
+        "zero_variance.skip_rule 'consecutive'", "zero_variance.history, which is False",
+    ),
     ("zero_variance.rl_zvp=true zero_variance.drop=true", "zero_variance.rl_zvp", "zero_variance.drop"),
     (
         "zero_variance.history=true zero_variance.explore_unsolved=0 zero_variance.retest_steps=0",
@@ -394,7 +403,7 @@ REFUSED = [
     ),
     (
         "algorithm.router_replay=r3 rollout.capture_routes=false",
-        "algorithm.router_replay 'r3'", "rollout.capture_routes, which is False",
+        "algorithm.router_replay 'r3'", "rollout.capture_routes, which is 'off'",
     ),
     ("rollout.expert_parallel=true", "rollout.expert_parallel True", "rollout.tensor_parallel above 1"),
     (

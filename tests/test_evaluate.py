@@ -472,7 +472,7 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow(process="others")
 def test_the_figures_are_those_of_a_recount(evaluated):
     from reward import verify
 
@@ -496,7 +496,7 @@ def test_the_figures_are_those_of_a_recount(evaluated):
     assert {float(level) for level in figures["difficulty"]} == levels and len(levels) > 1
 
 
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow(process="others")
 def test_greedy_text_and_log_probabilities_are_those_of_transformers(evaluated):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -522,7 +522,7 @@ def test_greedy_text_and_log_probabilities_are_those_of_transformers(evaluated):
         assert np.allclose(r["trainer_logprobs"], r["rollout_logprobs"], atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow(process="others")
 def test_the_page_shows_the_same(evaluated):
     from transformers import AutoConfig
 
@@ -585,7 +585,7 @@ class Site(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow(process="others")
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
 def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
     """Show each prompt in a frame; a page around them, once loaded, says what has become of them."""

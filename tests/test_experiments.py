@@ -56,7 +56,7 @@ def small_recipe(tmp_path_factory) -> Path:
 
 
 # ---- experiments/bench/ ------------------------------------------------------------------------------------
-@pytest.mark.slow
+@pytest.mark.slow(process="others")
 @pytest.mark.usefixtures("demo_model")
 def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     options = ("--repeats", 1, "--steps", 6, "--json", tmp_path / "step.json")
@@ -121,7 +121,7 @@ def test_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
         assert f"| tiny, {row['workload']} | {row['seconds_without']:.3f} |" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.slow(process="others")
 @pytest.mark.usefixtures("demo_model")
 def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     (tmp_path / "recipe.json").write_text('{"num_prompts": 16, "group_size": 4, "longest_tokens": 128}')

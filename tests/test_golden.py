@@ -82,7 +82,12 @@ def write_scores(path: Path) -> None:
 def run(name: str, folder: Path, seed: int = 0) -> str:
     """Run `name` in a folder and return what it printed."""
     folder.mkdir(parents=True, exist_ok=True)
-    settings = [*RUNS[name], "train.skip_zero_gradient=false", f"train.num_steps={NUM_STEPS}"]
+    settings = [
+        *RUNS[name],
+        "train.skip_zero_gradient=false",
+        "rollout.capture_routes=on",
+        f"train.num_steps={NUM_STEPS}",
+    ]
     settings += [f"train.seed={seed}", f"run.dir={folder}"]
     if name == "everything":
         write_scores(folder / "scores.jsonl")

@@ -1,4 +1,4 @@
-"""What holds for every Python file: who may import whom, how long a function may be, what a comment is."""
+"""What holds for every Python file (imports, length of functions, comments) and for the Makefile."""
 
 import ast
 import inspect
@@ -254,3 +254,14 @@ def test_no_comment_begins_as_half_a_sentence(path):
     dangling = ("of", "by", "what", "else", "and", "so")
     found = [f"line {line}: {text}" for line, text in comments_of(path) if text.split(" ")[0] in dangling]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("stack", ["cpu", "gpu"])
+def test_what_make_would_run_is_valid_shell(stack):
+    targets = ["demo", "lint", "bench", "table", "test-ranks", "test-others", "check-first", "check-second"]
+    make = ["make", "--dry-run", "--always-make", f"STACK={stack}", "RANKS=2", *targets]
+    commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert commands.returncode == 0, commands.stderr
+    assert f".venv/installed-{stack}" in commands.stdout, "the installation is among them"
+    checked = subprocess.run(["sh", "-n"], input=commands.stdout, capture_output=True, text=True, timeout=30)
+    assert (checked.returncode, checked.stderr) == (0, "")

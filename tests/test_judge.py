@@ -280,7 +280,7 @@ rank, folder = int(os.environ["RANK"]), sys.argv[1]
 init_deepspeed()
 tokenizer = build_tokenizer()
 policy = build_policy(Recipe(initializer_range=0.2), len(tokenizer))
-settings = RolloutSettings(max_num_seqs=64, dtype="float32", kv_cache_gib=0.25, capture_routes=False)
+settings = RolloutSettings(max_num_seqs=64, dtype="float32", kv_cache_gib=0.25, capture_routes="off")
 engine = RolloutEngine(folder + "/policy", 64, settings)
 judge = build_judge("generative", folder + "/judge", load_greedy_chat, batch_size=4, max_tokens=20)
 def greedy(name, texts, num):

@@ -52,8 +52,10 @@ def test_one_signal_is_noted_and_a_second_ends_at_once(waiting, number):
     "error, shown",
     [
         (ValueError("train.x: too large"), "train.x: too large"),
-        (OSError(28, "No space left on device", "runs/x"), "[Errno 28] No space left on device: 'runs/x'"),
+        (OSError(13, "Permission denied", "runs/x"), "[Errno 13] Permission denied: 'runs/x'"),
         (KeyError("step"), "KeyError: 'step'"),
+        (ValueError("of two\n  lines, '2    +1'"), "of two lines, '2    +1'"),
+        (ValueError("red \x1b[31m, half \ud800, back \r, 7 °"), r"red \x1b[31m, half \ud800, back \r, 7 °"),
     ],
 )
 def test_an_error_is_one_line_with_the_file_of_its_stack_also_for_torchrun(
@@ -85,3 +87,15 @@ def test_a_run_that_a_signal_stopped_ends_with_the_signals_code(tmp_path, monkey
 
     assert run(stops, lambda argv: argv, []) == 143
     assert capsys.readouterr().err.strip() == "stopped by SIGTERM after step 3"
+
+
+def test_a_full_disk_says_where_to_free_space(tmp_path, monkeypatch, capsys):
+    def fails(options):
+        raise OSError(28, "No space left on device")  # of a file that is open already: it has no name
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert run(fails, lambda argv: argv, [], lambda options: tmp_path) == 2
+    wanted = (
+        f"No space left on device; free space in {tmp_path}, then start the same command again; the stack"
+    )
+    assert wanted in capsys.readouterr().err

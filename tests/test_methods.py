@@ -36,6 +36,8 @@ PAPERS = {  # what each method states about section algorithm; what it does not 
     "cispo": GRPO | UNCORRECTED | {"clip_mode": "weight", "loss_agg": "token_mean", "clip_eps_low": 1.0},
     # RL-ZVP, 2509.21880: groups with variance are those of GRPO
     "rl_zvp": GRPO | UNCORRECTED,
+    # GRESO, 2506.02177: GRPO's loss on what dynamic sampling leaves
+    "greso": GRPO | UNCORRECTED,
     # ESPO, 2512.00499, eq. 5 to 11: two entropy groups of 20 and 80 %, alpha 0.02, mean over groups, no KL
     "espo": UNCORRECTED | {
         "ratio_level": "entropy_group", "ratio_form": "stop_gradient", "entropy_groups": (0.2, 0.8),
@@ -107,6 +109,17 @@ PAPERS = {  # what each method states about section algorithm; what it does not 
 ZERO_VARIANCE = {
     # DAPO, eq. 11: groups that are all right or all wrong are replaced
     "dapo": {"drop": True, "refill": True, "rl_zvp": False},
+    # GRESO: as DAPO; of the share of 0.25 without variance that it aims at, a third is easy
+    "greso": {
+        "drop": True,
+        "refill": True,
+        "rl_zvp": False,
+        "history": True,
+        "skip_rule": "consecutive",
+        "round_size": "adaptive",
+        "target_solved": 0.25 / 3,
+        "target_unsolved": 0.25 * 2 / 3,
+    },
     # RL-ZVP: they are reshaped instead
     "rl_zvp": {"drop": False, "refill": False, "rl_zvp": True},
 }

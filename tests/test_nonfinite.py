@@ -3,12 +3,14 @@
 import pytest
 import torch
 from conftest import ROOT, save_small_moe, train
-from helpers import RankSuite, make_ragged_completions, steps_of
+from helpers import FakeRanks, RankSuite, make_ragged_completions, steps_of
 from transformers import (
     AutoTokenizer,
     Qwen3Config,
     Qwen3ForSequenceClassification,
 )
+
+from runtime.checks import refuse_nonfinite_weights
 
 pytestmark = pytest.mark.slow
 
@@ -90,3 +92,35 @@ def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_pat
         assert "a reward is NaN or infinite" in done.stderr and "run.on_nonfinite=skip" in done.stderr
         named = done.stderr.split("prompts (")[1].split("; the batch")[0]
         assert "+" in named, "the additions are named"
+
+
+def test_an_update_that_breaks_the_weights_ends_the_run_before_they_are_saved(tmp_path):
+    """At this rate AdamW's first step is infinite although the gradient is finite."""
+    settings = [
+        "--config", "experiments/environments/tiny.yaml", "train.num_steps=1", "model.ep_size=1",
+        "data.eval=[]", "rollout.prompts_per_step=8", "rollout.group_size=4", "train.learning_rate=1.0e+308",
+        f"run.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    done = train(*settings, ranks=1)
+    assert done.returncode != 0
+    assert "step 1: after the update: " in done.stderr and "lower train.learning_rate (1e+308)" in done.stderr
+    assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_weight_that_is_not_finite_on_one_rank_is_named_on_all(value, monkeypatch):
+    ranks = FakeRanks(2).install(monkeypatch)
+    policies = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    check = lambda rank: refuse_nonfinite_weights(policies[rank], "step 3", "do this")
+    assert ranks.run(check) == [None, None]
+    with torch.no_grad():
+        policies[1].weight[1, 2] = value
+        policies[0].bias.fill_(3e38)  # whose sum is infinite
+
+    def said(rank: int) -> str:
+        with pytest.raises(RuntimeError) as caught:
+            check(rank)
+        return str(caught.value)
+
+    wanted = "step 3: 1 of 2 weight tensors hold NaN or infinity, the first is weight; do this"
+    assert ranks.run(said) == [wanted, wanted]

@@ -157,6 +157,7 @@ def test_a_row_longer_than_a_micro_batch_counts_whole():
         for tokens in (2000, 4000, 8000, 16000)
     }
     assert sizes[2000] == sizes[4000] == sizes[8000] == sizes[16000] / 2
+    assert make_task(*limits).parts["activations"] == 32768 / 8000 * sizes[8000], "what is left out, on a GPU"
 
 
 def test_a_reference_and_own_experts_count():
@@ -217,7 +218,7 @@ def test_keys_and_values_take_what_the_engine_is_given():
 def test_the_trainer_asks_before_anything_is_loaded():
     source = inspect.getsource(train_rl.set_up)
     later = (
-        source.index(name) for name in ("from_pretrained(", "load_data(", "start_engine(", "build_policy(")
+        source.index(name) for name in ("load_tokenizer(", "load_data(", "start_engine(", "build_policy(")
     )
     assert source.index("check_memory(") < min(later)
 

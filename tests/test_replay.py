@@ -613,7 +613,7 @@ def test_invalid_routes_are_tolerated_up_to_the_threshold():
         check_routes(invalid, total, limit)
         with pytest.raises(RuntimeError, match=f"{invalid + 1} of {total} rows") as error:
             check_routes(invalid + 1, total, limit)
-        for name in (f"max_invalid_routes {limit}", "router_replay=off", "capture_routes=false"):
+        for name in (f"max_invalid_routes {limit}", "router_replay=off", "capture_routes=off"):
             assert name in str(error.value)
 
 
@@ -660,6 +660,18 @@ def test_replay_in_a_yaml(text, value, tmp_path):
     assert make_config(*file, "algorithm.router_replay=off").algorithm.router_replay == "off"
 
 
+def test_routes_are_captured_where_they_are_replayed_or_checked():
+    def steps(*changes: str) -> list[int]:
+        config = settings("rollout.check_every=3", *changes)
+        return [step for step in range(8) if train_rl.captures_routes(config, step)]
+
+    assert steps() == steps("algorithm.router_replay=r2") == [0, 3, 6]
+    assert steps("rollout.check_every=0") == [0]
+    assert steps("rollout.capture_routes=off") == []
+    everywhere = list(range(8))
+    assert steps("algorithm.router_replay=r3") == steps("rollout.capture_routes=on") == everywhere
+
+
 @pytest.mark.parametrize("text", ["on", "true", "r4", "null"])
 def test_unknown_replay_is_refused(text):
     with pytest.raises(ValueError, match="algorithm.router_replay"):
@@ -668,7 +680,7 @@ def test_unknown_replay_is_refused(text):
 
 def test_replay_of_routes_that_are_not_captured_is_refused():
     without = "rollout.capture_routes=false"
-    with pytest.raises(ValueError, match="router_replay 'r3' needs rollout.capture_routes, which is False"):
+    with pytest.raises(ValueError, match="router_replay 'r3' needs rollout.capture_routes, which is 'off'"):
         settings("algorithm.router_replay=r3", without)
     for replay in ("off", "r2"):
         assert settings(f"algorithm.router_replay={replay}", without).algorithm.router_replay == replay
@@ -693,4 +705,4 @@ def test_replay_of_a_dense_model_is_refused():
             train_rl.check_model(settings(f"algorithm.router_replay={replay}"), dense)
     train_rl.check_model(settings(), dense)
     train_rl.check_model(settings("algorithm.router_replay=r3"), moe)
-    assert settings().rollout.capture_routes
+    assert settings().rollout.capture_routes == "auto"

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import SHARED_DATA as DATA
 
@@ -43,15 +44,12 @@ def score(items: list[tuple[str, str, str]], **options) -> list[Verdict]:
 def children(parent: int) -> list[int]:
     """Process ids of the living reward workers of a process, oldest first."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, ppid = stat.read_text().rpartition(")")[2].split()[:2]
-            if int(ppid) == parent and b"--worker" not in stat.with_name("cmdline").read_bytes():
-                continue  # the server of tests/preloaded.py
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+    for child in psutil.Process(parent).children():
+        try:  # no worker: the server of tests/preloaded.py
+            if "--worker" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+        except psutil.NoSuchProcess:  # it ended meanwhile
             continue
-        if int(ppid) == parent and state != "Z":
-            found.append(int(stat.parent.name))
     return sorted(found)
 
 

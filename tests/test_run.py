@@ -434,7 +434,7 @@ BAD_INPUT = {
     "ranks": ([*SMALL[2:], "run.dir=FINISHED"], "another topology (world_size 2 -> 1, ep_size 2 -> 1)"),
     "replay without routes": (
         ["algorithm.router_replay=r3", "rollout.capture_routes=false"],
-        "algorithm.router_replay 'r3' needs rollout.capture_routes, which is False",
+        "algorithm.router_replay 'r3' needs rollout.capture_routes, which is 'off'",
     ),
 }
 

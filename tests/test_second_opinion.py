@@ -23,7 +23,7 @@ from helpers import FakeRanks, make_batch, make_config
 import train_rl
 
 pytestmark = [
-    pytest.mark.slow(starts_ranks=False),
+    pytest.mark.slow(process="others"),
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed"),
 ]
 MAX_NEW_TOKENS = 13

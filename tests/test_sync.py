@@ -386,7 +386,7 @@ def test_routes_of_one_completion_do_not_carry_those_of_the_others():
 @pytest.mark.parametrize(("layers", "top_k"), [(3, 2), (1, 2), (2, 3), (2, 1)])
 def test_another_number_of_layers_or_experts_per_token_is_an_error(layers, top_k):
     good, bad = (np.zeros((5, *shape), np.uint8) for shape in ((2, 2), (layers, top_k)))
-    with pytest.raises(RuntimeError, match="capture_routes=false") as caught:
+    with pytest.raises(RuntimeError, match="capture_routes=off") as caught:
         validate_routes([None, good, bad], [5, 5, 5], routes_config(2, 2, 8))
     assert f"{layers} layers and {top_k} experts per token" in str(caught.value)
     assert "has 2 and 2" in str(caught.value)
@@ -1030,7 +1030,7 @@ def test_a_vllm_without_routed_experts_is_refused(engine_of, monkeypatch):
     without = lambda cls: tuple(f for f in fields(cls) if f.name != "enable_return_routed_experts")
     with monkeypatch.context() as patch:
         patch.setattr(rollout.dataclasses, "fields", without)
-        with pytest.raises(ValueError, match="rollout.capture_routes=false"):
+        with pytest.raises(ValueError, match="rollout.capture_routes=off"):
             engine_of("moe", prefix_caching=False)
 
     def failing(message):
@@ -1040,10 +1040,10 @@ def test_a_vllm_without_routed_experts_is_refused(engine_of, monkeypatch):
         return make
 
     monkeypatch.setattr(vllm, "LLM", failing("Routed-experts capture is not supported with router X"))
-    with pytest.raises(ValueError, match="router X.*rollout.capture_routes=false"):
+    with pytest.raises(ValueError, match="router X.*rollout.capture_routes=off"):
         engine_of("moe", prefix_caching=False)
     with pytest.raises(NotImplementedError, match="router X"):  # capture was not asked for: not the reason
-        engine_of("moe", prefix_caching=False, capture_routes=False)
+        engine_of("moe", prefix_caching=False, capture_routes="off")
     monkeypatch.setattr(vllm, "LLM", failing("no such file"))
     with pytest.raises(NotImplementedError, match="no such file"):
         engine_of("moe", prefix_caching=False)

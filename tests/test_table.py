@@ -529,6 +529,80 @@ def test_what_is_plotted(tmp_path):
     assert (rate[9], rate[10], rate[14], rate[19]) == pytest.approx((0, 0.1, 0.5, 1))
 
 
+@pytest.fixture
+def scored(tmp_path) -> Path:
+    """A row that crosses the parent's mean after 200 tokens, not 400; 2 x 8 completions were scored."""
+    scores = tmp_path / "scores.jsonl"
+    rows = [{"samples": 8}, {"mean_tokens": 4.25}, {"mean_tokens": 2.0}]
+    scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for seed in range(2):
+        write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.4, 0.6])
+        folder = write_run(tmp_path / "runs", "skip", seed, [0.2, 0.4, 0.6, 0.8], tokens=50)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        config |= {"zero_variance": {"offline_scores": str(scores)}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "runs"
+
+
+def test_offline_scoring_is_charged_shared_and_whole(scored, capsys):
+    """400 tokens against 200: twice as fast, 400 / (200 + 25) and 400 / (200 + 50) with the scoring's 50."""
+    options = ("--parent", "grpo", "--columns", "row", "offline_tokens", "speedup", "speedup_shared",
+               "speedup_whole")  # fmt: skip
+    (grpo, skip), printed = make(scored, *options, capsys=capsys)
+    assert (grpo["offline_tokens"], skip["offline_tokens"]) == (0, 50)
+    assert [skip[f"speedup{charge}"] for charge in ("", "_shared", "_whole")] == pytest.approx(
+        [2.0, 400 / 225, 400 / 250]
+    )
+    assert skip["speedup_whole_interval"] == pytest.approx([1.6, 1.6])
+    assert grpo["speedup_whole"] is None
+    assert cells(printed)["skip"] == ["skip", "50", "2.00 (2.00 to 2.00)", "1.78 (1.78 to 1.78)",
+                                      "1.60 (1.60 to 1.60)"]  # fmt: skip
+
+
+def test_scoring_that_is_not_known_is_charged_nowhere(scored, tmp_path, capsys):
+    record = tmp_path / "old.jsonl"
+    write_record(record, *(scored / row / "seed_0" for row in ("grpo", "skip")))
+    edit(record, '"row": "skip"', '"row": "skip", "offline_tokens": null')
+    table, _ = make(record, "--parent", "grpo", capsys=capsys)
+    assert table[1]["speedup"] == 2 and table[1]["offline_tokens"] is table[1]["speedup_whole"] is None
+    (tmp_path / "scores.jsonl").unlink()
+    table, _ = make(scored, "--parent", "grpo", capsys=capsys)
+    assert table[1]["speedup"] == 2 and table[1]["offline_tokens"] is table[1]["speedup_shared"] is None
+
+
+def test_a_metric_over_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
+    """Rows of two group sizes; a setting that a record does not name is its default, 8 for the group size."""
+    import matplotlib.axes
+
+    drawn = []
+    draw = matplotlib.axes.Axes.plot
+    monkeypatch.setattr(
+        matplotlib.axes.Axes, "plot", lambda axes, *given, **o: drawn.append(given) or draw(axes, *given, **o)
+    )
+    shares = {"group_4": (0.25, 0.75), "group_8": (0.25, 0.25)}
+    folders = [
+        write_run(tmp_path / "runs", row, seed, [0.2, 0.4], zero_variance_frac=share)
+        for row, of_seeds in shares.items()
+        for seed, share in enumerate(of_seeds)
+    ]
+    record = write_record(tmp_path / "record.jsonl", *folders)
+    for _ in range(2):
+        edit(record, '"settings": {"train.num_steps": 4}', '"settings": {"rollout.group_size": 4}')
+    options = ["--runs", str(record), "--parent", "group_8", "--against"]
+    assert report.main([*options, "rollout.group_size", "zero_variance_frac", str(tmp_path / "a.png")]) == 0
+    (x, y), (all_x, all_y) = drawn[0][:2], drawn[1][:2]
+    assert (list(x), list(y)) == ([4, 8], [0.5, 0.25])
+    assert sorted(zip(all_x, all_y)) == [(4, 0.25), (4, 0.75), (8, 0.25), (8, 0.25)]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    for setting, metric, message in (
+        ("rollout.group", "score", "--against rollout.group: there is no such setting"),
+        ("rollout.group_size", "other", "a run has no such metric"),
+        ("rollout.schedule", "score", "or the setting is no number"),
+    ):
+        assert message in error_of(*options, setting, metric, tmp_path / "b.png", capsys=capsys)
+
+
 # ---- errors of the report ----------------------------------------------------------------------------------
 def edit(file: Path, old: str, new: str) -> None:
     text = file.read_text()

@@ -459,7 +459,7 @@ def assert_same_mean(one: list[float], other: list[float], what: str) -> None:
     assert abs(difference) <= Z_BOUND * error, f"{what}: {difference:.4f}, standard error {error:.4f}"
 
 
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow(process="others")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_second_simulation_gives_the_same_statistics(mode):
     """25 runs of 20 steps of 8 prompts, of the code and of the description with other random numbers."""
@@ -510,7 +510,7 @@ def assert_share(steps, expected: float) -> float:
     return share
 
 
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow(process="others")
 @pytest.mark.parametrize("rates", [BIMODAL, [0.1] * 50, [0.5] * 50], ids=["bimodal", "0.1", "0.5"])
 @pytest.mark.parametrize("probe", [0, 1, 4])
 def test_useful_share_is_the_closed_form(rates, probe):
@@ -549,7 +549,7 @@ def test_probing_gains_where_many_prompts_are_certain():
 LEVELS = [0.0, 0.03, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0]
 
 
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow(process="others")
 @pytest.mark.parametrize("probe, power", [(0, 8), (4, 4), (2, 2)])
 def test_what_is_trained_on_is_biased_to_middling_prompts_as_the_closed_form_says(probe, power):
     """Of the prompts sampled at p, a share w(p), with probing c(p), is trained on: binomial at each of 8 pass

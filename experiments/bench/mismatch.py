@@ -27,9 +27,9 @@ from types import ModuleType
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 import moe_model
+from data.chat import load_tokenizer
 from data.prompts import load_prompts
 from data.stream import seed_of
 from experiments.bench.common import (
@@ -142,7 +142,7 @@ def rows_of_model(
     config = trainer.Config.model_validate(
         {"rollout": {"max_new_tokens": 16, "max_prompt_tokens": 16}, "train": {"micro_batch_tokens": 8192}}
     )
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model", local_files_only=True)
+    tokenizer = load_tokenizer(folder / "model")
     prompts = load_prompts(str(folder / "test.jsonl"))[:num_prompts]
     prompt_ids = tokenizer([prompt.text for prompt in prompts])["input_ids"]
     policy = moe_model.Policy(moe_model.load_config(folder / "model"))

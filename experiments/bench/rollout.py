@@ -93,9 +93,9 @@ class Rank:
 
     def __init__(self, trainer, workload: Workload, slots: int, workers: int, model: Path):
         import torch
-        from transformers import AutoTokenizer
 
         import moe_model
+        from data.chat import load_tokenizer
         from data.prompts import Prompt
         from reward import RewardPool, decoder_json
         from rollout import RolloutEngine, RolloutSettings
@@ -103,9 +103,9 @@ class Rank:
         torch.set_num_threads(1)
         moe_model.init_deepspeed()
         self.trainer, self.workload, recipe = trainer, workload, workload.recipe
-        self.tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        self.tokenizer = load_tokenizer(model)
         settings = RolloutSettings(
-            max_num_seqs=slots, dtype="float32", kv_cache_gib=0.5, capture_routes=False
+            max_num_seqs=slots, dtype="float32", kv_cache_gib=0.5, capture_routes="off"
         )
         self.engine = RolloutEngine(model, recipe.prompt_tokens + recipe.longest_tokens, settings)
         policy = moe_model.Policy(moe_model.load_config(model))

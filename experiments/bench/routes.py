@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 import moe_model
+from data.chat import load_tokenizer
 from data.prompts import load_prompts
 from experiments.bench.common import (
     SIZES,
@@ -41,7 +41,7 @@ def start_engines(folder: Path, dtype: str, policy: moe_model.Policy) -> dict[bo
     """Return {captures routes: engine with the policy's weights}."""
     engines = {}
     for captures in (False, True):
-        settings = RolloutSettings(dtype=dtype, kv_cache_gib=0.25, capture_routes=captures)
+        settings = RolloutSettings(dtype=dtype, kv_cache_gib=0.25, capture_routes="on" if captures else "off")
         engines[captures] = RolloutEngine(folder, 512, settings)
         engines[captures].sync(moe_model.hf_tensors(policy), 0)
     return engines
@@ -52,7 +52,7 @@ def measure(name: str, workload: str, dtype: str, pairs: int, scratch: Path, pro
     num_completions, max_new_tokens = WORKLOADS[workload]
     folder = model_folder("tiny" if name in SIZES else name)
     model = folder / "model"
-    tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+    tokenizer = load_tokenizer(model)
     prompts = tokenizer([p.text for p in load_prompts(str(folder / "test.jsonl"))])["input_ids"]
     if name in SIZES:  # a random model never ends a completion
         policy, model = make_policy(*SIZES[name]), scratch / name

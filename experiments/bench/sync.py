@@ -42,7 +42,7 @@ WAYS = ("one by one", "fused", "copied", "check", "copied, FP8")
 def make_engine(policy: moe_model.Policy, dtype: str) -> rollout.RolloutEngine:
     """Start an engine for models of this shape."""
     settings = rollout.RolloutSettings(
-        max_num_seqs=8, dtype=dtype, kv_cache_gib=0.1, prefix_caching=False, capture_routes=False
+        max_num_seqs=8, dtype=dtype, kv_cache_gib=0.1, prefix_caching=False, capture_routes="off"
     )
     with tempfile.TemporaryDirectory() as folder:
         policy.config.save_pretrained(folder)
