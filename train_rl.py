@@ -70,7 +70,7 @@ from data.stream import (
     refuse_unknown_tokens,
     seed_of,
 )
-from moe_model import ModelSettings, pack, route_table
+from moe_model import ModelSettings, num_experts_of, pack, route_table
 from reward import (
     RewardPool,
     RewardSettings,
@@ -1722,7 +1722,7 @@ def forward_rows(
     scale = 1.0 if rows else 0.0
     zeros = logprobs.new_zeros(mask.shape)
     logprobs, entropy = (zeros.masked_scatter(mask, x * scale) for x in (logprobs, entropy.detach()))
-    num_experts = moe_model.num_experts_of(getattr(policy, "module", policy).config)
+    num_experts = num_experts_of(getattr(policy, "module", policy).config)
     used_TLK, mismatch = route_table(layer_ids, num_experts), None
     if used_TLK is None or not rows:
         return PolicyOutputs(logprobs, entropy, None, None)
@@ -1736,12 +1736,10 @@ def forward_rows(
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
 
 
-TOKENS_ON_GPU, TOKENS_ON_CPU = 32768, 4096  # padded tokens of a micro-batch, if not set
-
-
-def tokens_per_forward(train: TrainSettings) -> int:
+def tokens_per_forward(train: TrainSettings, on_gpu: bool | None = None) -> int:
     """Return the padded tokens of a micro-batch: train.micro_batch_tokens, or what suits the device."""
-    return train.micro_batch_tokens or (TOKENS_ON_GPU if torch.cuda.is_available() else TOKENS_ON_CPU)
+    on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
+    return train.micro_batch_tokens or (32768 if on_gpu else 4096)
 
 
 def sequence_lengths(batch: RolloutBatch) -> list[int]:
@@ -2112,7 +2110,7 @@ def check_model(config: Config, hf_config) -> None:
             f"rollout.fp8 on: vLLM quantises activations by 128 values, the model has {' and '.join(odd)}: "
             "set it to simulate or off"
         )
-    replay, is_dense = config.algorithm.router_replay, moe_model.num_experts_of(hf_config) == 0
+    replay, is_dense = config.algorithm.router_replay, num_experts_of(hf_config) == 0
     if replay != "off" and is_dense:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense, it has no router; set off")
 
@@ -2233,8 +2231,7 @@ def set_up(config: Config) -> Run | None:
     # ---- prompts, reward workers ----
     model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
     hf_config = moe_model.load_config(model_dir)
-    num_experts = moe_model.num_experts_of(hf_config)
-    ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts)
+    ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
     for own in (largest := widest(configs), *configs):
         check_model(own, hf_config)
     check_memory(largest, hf_config, dist.get_world_size())
@@ -2286,7 +2283,7 @@ def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return moe_model.memory_by_part(
         hf_config, config.model, config.train.zero_stage, num_ranks,
-        tokens=max(config.train.micro_batch_tokens or TOKENS_ON_GPU, longest),
+        tokens=max(tokens_per_forward(config.train, on_gpu=True), longest),
         with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
     )  # fmt: skip
 
@@ -2516,7 +2513,7 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     sampled: this rank's groups; seconds: until the slowest rank had its last verdict.
     """
     config, pool = run.config, run.rollouts.pool
-    num_experts = moe_model.num_experts_of(run.policy.config)
+    num_experts = num_experts_of(run.policy.config)
     metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts))
     metrics |= schedule_metrics(sampled, pool, run.clock.step["rollout"], seconds)
     verdicts = [v for group in sampled for v in group.verdicts]

@@ -37,13 +37,13 @@ from experiments.bench.common import markdown
 from moe_model import head_dim, is_moe_layer, num_experts_of
 from runtime.memory import GIB, bytes_by_phase
 from train_rl import (
-    TOKENS_ON_GPU,
     Config,
     check_model,
     load_config,
     needs_old_pass,
     plan_memory,
     syncs_own_experts,
+    tokens_per_forward,
 )
 
 # ------------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def why_not(task: Task) -> str | None:
 def host_memory(task: Task) -> dict[str, int]:
     """Return the bytes of the host by part and rank: routes, a checkpoint on its way to disk, processes."""
     routes, config, parts = 0, task.config, task.parts
-    if task.counts.experts and config.rollout.capture_routes:  # ids of 1 byte, of 2 from 256 experts
+    if task.counts.experts and config.rollout.capture_routes != "off":  # ids of 1 byte, of 2 from 256 experts
         routes = task.num_moe_layers * task.model.num_experts_per_tok
         routes *= 1 if num_experts_of(task.model) < 256 else 2
     copies = 2 if config.algorithm.router_replay != "off" else 1  # captured, and replayed
@@ -316,7 +316,7 @@ def wire_bytes(task: Task) -> dict[str, int]:
     tokens = task.completions / task.num_gpus * task.sequence_tokens
     reductions = task.num_updates * (2 if task.itemsize == 2 else 1)
     if train.zero_stage == 2:
-        of_update = tokens / train.minibatches_per_step / (train.micro_batch_tokens or TOKENS_ON_GPU)
+        of_update = tokens / train.minibatches_per_step / tokens_per_forward(train, on_gpu=True)
         reductions = task.num_updates * math.ceil(of_update)
     passes = (2 + config.model.activation_checkpointing) * train.passes_per_rollout
     passes += needs_old_pass(config) + (config.algorithm.kl_coef > 0)
@@ -477,7 +477,7 @@ def single_changes(task: Task) -> Iterator[dict]:
     yield from ({"rollout.tensor_parallel": n} for n in powers(largest) if n != parallel)
     if task.counts.experts:
         yield from ({"model.ep_size": n} for n in powers(task.num_gpus) if n != ep_size)
-    tokens = config.train.micro_batch_tokens or TOKENS_ON_GPU
+    tokens = tokens_per_forward(config.train, on_gpu=True)
     yield from ({"train.micro_batch_tokens": n} for n in (16384, 8192, 4096) if n < tokens)
     if config.train.zero_stage == 1:
         yield {"train.zero_stage": 2}

@@ -157,6 +157,7 @@ def test_a_row_longer_than_a_micro_batch_counts_whole():
         for tokens in (2000, 4000, 8000, 16000)
     }
     assert sizes[2000] == sizes[4000] == sizes[8000] == sizes[16000] / 2
+    assert make_task(*limits).parts["activations"] == 32768 / 8000 * sizes[8000], "what is left out, on a GPU"
 
 
 def test_a_reference_and_own_experts_count():
