@@ -22,6 +22,7 @@ import json
 import math
 import os
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -129,12 +130,69 @@ class PackedSequences:
     padded_shape: tuple[int, int]  # (B, S)
     predictor_index: Tensor  # [N] int64, place in [T] whose output predicts target n
     target_ids: Tensor  # [N] int64, the completion tokens, sequence after sequence
+    repeats: tuple[
+        tuple[Tensor, Tensor], ...
+    ] = ()  # other places of shared tokens: (index in [T], in the grid)
+    kept: Tensor | None = None  # [T] int64, place of each token if nothing were shared; None: nothing is
+    spread: Tensor | None = None  # [sum of p + c - 1] int64, the token in [T] of each such place
 
 
 def pack(
+    prompt_ids: list[list[int]],
+    completion_ids: list[list[int]],
+    device: torch.device | str,
+    share_prompts: bool = False,
+) -> PackedSequences:
+    """Pack B (prompt, completion) pairs; every prompt needs at least one token, completions may be empty.
+
+    share_prompts: equal prompts are laid out once, but for their last token, which every sequence keeps for
+    itself: it predicts the sequence's first token.
+    """
+    packed = pack_all(prompt_ids, completion_ids, device)
+    return share(packed, prompt_ids, completion_ids) if share_prompts else packed
+
+
+def share(
+    packed: PackedSequences, prompt_ids: list[list[int]], completion_ids: list[list[int]]
+) -> PackedSequences:
+    """Leave out the tokens of prompts that an earlier sequence has, and note where else they are needed."""
+    first, copies, start = {}, Counter(), 0  # {prompt: its first place}, {prompt: how often it came again}
+    source: list[int] = []  # the place whose token is taken, of all places as if nothing were shared
+    repeats = defaultdict(lambda: ([], []))  # {copy: (sources, places) of its shared tokens}
+    for prompt, completion in zip(map(tuple, prompt_ids), completion_ids):
+        length, num_shared = max(1, len(prompt) + len(completion) - 1), 0
+        if prompt in first:
+            copies[prompt] += 1
+            num_shared = min(len(prompt) - 1, length)
+            taken = range(first[prompt], first[prompt] + num_shared)
+            source += taken
+            repeats[copies[prompt]][0].extend(taken)
+            repeats[copies[prompt]][1].extend(range(start, start + num_shared))
+        first.setdefault(prompt, start)
+        source += range(start + num_shared, start + length)
+        start += length
+    source, device = torch.tensor(source), packed.input_ids.device  # [sum of p + c - 1]
+    kept = (source == torch.arange(len(source))).nonzero().flatten()  # [T]
+    new_place = torch.zeros_like(source).index_copy_(0, kept, torch.arange(len(kept)))
+    new_place_there, kept_there = new_place.to(device), kept.to(device)
+    pairs = [(torch.tensor(s, device=device), torch.tensor(p, device=device)) for s, p in repeats.values()]
+    return PackedSequences(
+        input_ids=packed.input_ids[kept_there],
+        position_ids=packed.position_ids[kept_there],
+        padded_index=packed.padded_index[kept_there],
+        padded_shape=packed.padded_shape,
+        predictor_index=new_place_there[packed.predictor_index],
+        target_ids=packed.target_ids,
+        repeats=tuple((new_place_there[s], packed.padded_index[p]) for s, p in pairs if len(s)),
+        kept=kept_there,
+        spread=new_place[source].to(device),
+    )
+
+
+def pack_all(
     prompt_ids: list[list[int]], completion_ids: list[list[int]], device: torch.device | str
 ) -> PackedSequences:
-    """Pack B (prompt, completion) pairs; every prompt needs at least one token, completions may be empty."""
+    """Pack B (prompt, completion) pairs, every one of them whole."""
     assert all(prompt_ids), "an empty prompt has no position that predicts the first completion token"
     lengths = torch.tensor(
         [max(1, len(p) + len(c) - 1) for p, c in zip(prompt_ids, completion_ids, strict=True)]
@@ -191,6 +249,32 @@ class TakeRows(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         make = grad.new_empty if len(index) == ctx.num_rows else grad.new_zeros  # empty: all rows are filled
         return make(ctx.num_rows, *grad.shape[1:]).index_copy_(0, index, grad), None
+
+
+class ToGrid(torch.autograd.Function):
+    """Return a grid of zeros with row t of x at every place of token t: [T, ...] -> [num_places, ...].
+
+    The gradient of a token is the sum over its places in float32, one copy after the other, so that no two
+    are added at the same time. index, repeats: PackedSequences.padded_index and repeats.
+    """
+
+    @staticmethod
+    def forward(ctx, x_T: Tensor, index: Tensor, repeats: tuple, num_places: int) -> Tensor:
+        ctx.index, ctx.repeats = index, repeats
+        grid = x_T.new_zeros(num_places, *x_T.shape[1:]).index_copy_(0, index, x_T)
+        for tokens, places in repeats:
+            grid.index_copy_(0, places, x_T.index_select(0, tokens))
+        return grid
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        grad_T = grad.index_select(0, ctx.index)
+        if ctx.repeats:
+            grad_T = grad_T.to(torch.promote_types(grad.dtype, torch.float32))
+        for tokens, places in ctx.repeats:
+            grad_T.index_add_(0, tokens, grad.index_select(0, places).to(grad_T.dtype))
+        return grad_T.to(grad.dtype), None, None, None
 
 
 class CopyToExperts(torch.autograd.Function):
@@ -464,7 +548,7 @@ class Attention(nn.Module):
         num_q, num_kv = q_THR.shape[1], k_TGR.shape[1]
         batch, longest = packed.padded_shape
         qkv = torch.cat([q_THR, k_TGR, v_TGR], dim=1)  # [T, H+2G, R]: one scatter instead of three
-        grid = qkv.new_zeros(batch * longest, *qkv.shape[1:]).index_copy(0, packed.padded_index, qkv)
+        grid = ToGrid.apply(qkv, packed.padded_index, packed.repeats, batch * longest)
         q, k, v = (
             grid.view(batch, longest, -1, self.head_dim).transpose(1, 2).split([num_q, num_kv, num_kv], dim=1)
         )

@@ -70,7 +70,7 @@ from data.stream import (
     refuse_unknown_tokens,
     seed_of,
 )
-from moe_model import ModelSettings, num_experts_of, pack, route_table
+from moe_model import ModelSettings, PackedSequences, num_experts_of, pack, route_table
 from reward import (
     RewardPool,
     RewardSettings,
@@ -338,6 +338,11 @@ class TrainSettings(Section):
         True,
         "true: completions whose advantages are all 0 take no part in the forward and backward of updates. "
         "false: they do, and change nothing.",
+        True,
+    )
+    share_prompts: bool = setting(
+        False,
+        "true: the prompt of a group goes once through a forward and backward. false: with each row",
         True,
     )
     passes_per_rollout: int = setting(1, "times that the updates of a step go over its completions", ge=1)
@@ -1698,6 +1703,12 @@ def routes_to_replay(batch: RolloutBatch, router_replay: str) -> list[Tensor] | 
             return batch.routed_experts
 
 
+def routes_of_tokens(routes: list[Tensor], rows: list[int], packed: PackedSequences) -> Tensor:
+    """Return the expert ids [T, L, K] of the packed tokens of rows; of shared ones the first row's."""
+    ids = torch.cat([routes[i] for i in rows]).to(packed.input_ids.device)
+    return ids if packed.kept is None else ids[packed.kept]
+
+
 def forward_rows(
     policy, batch: RolloutBatch, rows: list[int], config: Config, replay: bool = True
 ) -> PolicyOutputs:
@@ -1709,13 +1720,14 @@ def forward_rows(
     device = next(policy.parameters()).device
     routes = routes_to_replay(batch, config.algorithm.router_replay) if replay and rows else None
     if rows:
-        packed = pack([batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows], device)
+        ids = [batch.prompt_ids[i] for i in rows], [batch.completion_ids[i] for i in rows]
+        packed = pack(*ids, device, config.train.share_prompts)
         mask = batch.response_mask[rows].to(device)  # [b, T]
     else:
         packed = pack([[0]], [[0]], device)
         mask = torch.zeros(1, batch.response_mask.shape[1], dtype=torch.bool, device=device)
         mask[0, 0] = True
-    replay_ids_TLK = None if routes is None else torch.cat([routes[i] for i in rows]).to(device)
+    replay_ids_TLK = None if routes is None else routes_of_tokens(routes, rows, packed)
     logprobs, entropy, layer_ids = policy(
         packed, temperature=config.rollout.temperature, replay_ids_TLK=replay_ids_TLK
     )  # [N], [N]
@@ -1727,12 +1739,13 @@ def forward_rows(
     if used_TLK is None or not rows:
         return PolicyOutputs(logprobs, entropy, None, None)
     if batch.routed_experts is not None:
-        sampled_TLK = torch.cat([batch.routed_experts[i] for i in rows]).to(device)
+        sampled_TLK = routes_of_tokens(batch.routed_experts, rows, packed)
         differs_T = (used_TLK.sort().values != sampled_TLK.sort().values).flatten(1).any(dim=1)
         differs_T &= sampled_TLK[:, 0, 0] != invalid_route(num_experts)  # those are counted apart
         differs_N = differs_T.index_select(0, packed.predictor_index)
         mismatch = zeros.detach().masked_scatter(mask, differs_N.to(zeros.dtype))
     lengths = [len(batch.prompt_ids[i]) + len(batch.completion_ids[i]) - 1 for i in rows]
+    used_TLK = used_TLK if packed.spread is None else used_TLK[packed.spread]
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
 
 
@@ -1747,13 +1760,28 @@ def sequence_lengths(batch: RolloutBatch) -> list[int]:
     return [max(1, len(p) + len(c) - 1) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
 
 
+def split_lengths(batch: RolloutBatch, config: Config) -> list[int]:
+    """Return [B], the tokens of each row by which rows are put into micro-batches.
+
+    With train.share_prompts all rows of a group are taken to be as long as its longest, so that they stay
+    together.
+    """
+    lengths = sequence_lengths(batch)
+    if not config.train.share_prompts:
+        return lengths
+    groups, longest = batch.group_index.tolist(), Counter()
+    for group, length in zip(groups, lengths):
+        longest[group] = max(longest[group], length)
+    return [longest[group] for group in groups]
+
+
 @torch.no_grad()
 def forward_batch(policy, batch: RolloutBatch, config: Config, replay: bool = True) -> PolicyOutputs:
     """Call forward_rows() on all rows without gradient and return its outputs on the CPU. Collective."""
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
-    routes, lengths = [None] * len(batch.prompts), sequence_lengths(batch)
+    routes, train = [None] * len(batch.prompts), config.train
     micro_batches = split_micro_batches(
-        lengths, list(range(len(routes))), tokens_per_forward(config.train), config.train.balance
+        split_lengths(batch, config), list(range(len(routes))), tokens_per_forward(train), train.balance
     )
     for rows in micro_batches:
         part = forward_rows(policy, batch, rows, config, replay)
@@ -1914,7 +1942,8 @@ def update_policy(
     """
     train, work, lengths = config.train, UpdateWork(), sequence_lengths(batch)
     has_gradient, is_shown = rows_with_gradient(batch, config), (step + 1) % config.run.log_every == 0
-    split = lambda rows: split_micro_batches(lengths, rows, tokens_per_forward(train), train.balance)
+    padded = split_lengths(batch, config)
+    split = lambda rows: split_micro_batches(padded, rows, tokens_per_forward(train), train.balance)
     for number in [*range(train.minibatches_per_step)] * train.passes_per_rollout:
         in_update = batch.minibatch == number  # [B], whole groups
         rows = (in_update & has_gradient).nonzero().flatten().tolist()

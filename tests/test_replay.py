@@ -77,12 +77,18 @@ def random_routes(model: str, num_rows: int, rng: random.Random) -> torch.Tensor
 
 
 def make_completions() -> list[dict]:
-    """Add random experts and advantages to the ragged completions; one row of completion 4 has no experts."""
-    rng, completions = random.Random(5), make_ragged_completions()
+    """Add random experts and advantages to the ragged completions; one row of completion 4 has no experts.
+
+    The experts of a prompt are the same for all completions of its group, but for its last token.
+    """
+    rng, completions, of_group = random.Random(5), make_ragged_completions(), {}
     for c in completions:
         num_rows = len(c["prompt_ids"]) + len(c["completion_ids"]) - 1
         c["advantages"] = [rng.gauss(0, 1)] * len(c["completion_ids"])
         c["routes"] = {model: random_routes(model, num_rows, rng) for model in SIZES}
+        first, num_shared = of_group.setdefault(c["group"], c), len(c["prompt_ids"]) - 1
+        for model, ids in c["routes"].items():
+            ids[:num_shared] = first["routes"][model][:num_shared]
     for ids in completions[4]["routes"].values():
         ids[-1] = INVALID_ROUTE  # of the row that predicts the last token
     return completions
@@ -98,6 +104,7 @@ CHECKPOINTED = {"model__activation_checkpointing": "true"}
 BITWISE = {"ids": "own", "old": "computed", "micro_batch_tokens": 20}
 TWO_UPDATES = {"old": "computed", "minibatches_per_step": 2}
 SMALL_EP = {"ep_size": 2, "micro_batch_tokens": 20}
+SHARED = {"share_prompts": "true"}
 ONE_RANK = [
     replay_case("whole", EVERYTHING),
     replay_case("small micro-batches", EVERYTHING, micro_batch_tokens=20),
@@ -108,6 +115,11 @@ ONE_RANK = [
     replay_case("own off", SHUFFLED, replay="off", **BITWISE),
     replay_case("own r3", SHUFFLED, **BITWISE),
     replay_case("own r2", SHUFFLED, replay="r2", **BITWISE),
+    replay_case("shared", EVERYTHING, **SHARED),
+    replay_case("shared, small micro-batches", SHUFFLED, micro_batch_tokens=40, **SHARED, **CHECKPOINTED),
+    replay_case(
+        "two updates r2 shared", EVERYTHING, replay="r2", micro_batch_tokens=30, **SHARED, **TWO_UPDATES
+    ),
     replay_case("two updates off", EVERYTHING, replay="off", ids="own", micro_batch_tokens=1, **TWO_UPDATES),
     replay_case("two updates r2", EVERYTHING, replay="r2", micro_batch_tokens=1, **TWO_UPDATES),
     replay_case("two updates r3", EVERYTHING, micro_batch_tokens=1, **TWO_UPDATES),
@@ -117,6 +129,8 @@ TWO_RANKS = [
     replay_case("shares", *SHARES, micro_batch_tokens=20),
     replay_case("halves ep", *HALVES, ep_size=2),
     replay_case("shares ep checkpointed", *SHARES, **SMALL_EP, **CHECKPOINTED),
+    replay_case("shared ep", *SHARES, **SMALL_EP, **SHARED),
+    replay_case("two updates off shared ep", *INTERLEAVED, replay="off", **SMALL_EP, **SHARED, **TWO_UPDATES),
     replay_case("renormalised ep", *SHARES, model="small", **SMALL_EP),
     replay_case("two updates r2 ep", *INTERLEAVED, replay="r2", **SMALL_EP, **TWO_UPDATES),
     replay_case("two updates r3 ep", *INTERLEAVED, **SMALL_EP, **TWO_UPDATES),
@@ -237,11 +251,12 @@ def plain(folder) -> dict:
 SAME_UPDATE = {
     "r3": [
         "whole", "small micro-batches", "shuffled single rows", "checkpointed",
-        "halves", "shares", "halves ep", "shares ep checkpointed",
+        "halves", "shares", "halves ep", "shares ep checkpointed", "shared", "shared, small micro-batches",
+        "shared ep",
     ],
     "r3 renormalised": ["renormalised", "renormalised ep"],
-    "two updates off": ["two updates off"],
-    "two updates r2": ["two updates r2", "two updates r2 ep"],
+    "two updates off": ["two updates off", "two updates off shared ep"],
+    "two updates r2": ["two updates r2", "two updates r2 ep", "two updates r2 shared"],
     "two updates r3": ["two updates r3", "two updates r3 ep"],
 }  # fmt: skip
 

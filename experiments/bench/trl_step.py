@@ -1,0 +1,171 @@
+"""Measure the seconds of a training step here and in TRL, on the same tiny model, data and machine, in turns.
+
+    python -m venv trl_venv && trl_venv/bin/pip install -r requirements-cpu.txt \\
+        -r experiments/bench/requirements-trl.txt
+    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python --json trl_step.json
+    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python --trainers ours generate --repeats 5
+    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python model.ep_size=1   # settings of ours
+
+Two ranks, float32, GRPO on 32 prompts x 8 completions a step, one update, without a KL term. The workloads
+are those of experiments.bench.step: at most 16 tokens, and 256 tokens from a model that hardly ever ends.
+TRL's GRPOTrainer runs with transformers' generate, and with vLLM in its processes; its reward compares
+text, its experts are "eager" and nothing is compiled. A figure is the median over the steps of a run after
+the first five; the table shows the median over runs and their range. The file holds {trainer: what
+experiments.bench.step writes}; TRL has no phases.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from experiments.bench.common import ROOT, TINY, endless_model, make_parser, markdown, spread, write_json
+
+TRAINERS = ("ours", "generate", "vllm")
+NUM_PROMPTS, GROUP_SIZE, NUM_RANKS = 32, 8, 2
+
+
+def trl_config(output: Path, max_new_tokens: int, num_steps: int, use_vllm: bool):
+    """Return TRL's settings of what experiments/environments/demo.yaml says."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(output), max_steps=num_steps, learning_rate=2e-4, lr_scheduler_type="constant",
+        adam_beta1=0.9, adam_beta2=0.95, per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE // NUM_RANKS,
+        gradient_accumulation_steps=1, num_generations=GROUP_SIZE, max_completion_length=max_new_tokens,
+        temperature=1.0, loss_type="grpo", beta=0.0, epsilon=0.2, use_vllm=use_vllm, vllm_mode="colocate",
+        vllm_importance_sampling_correction=False, vllm_gpu_memory_utilization=0.05,
+        vllm_max_model_length=max_new_tokens + 16, bf16=False, use_cpu=True, gradient_checkpointing=False,
+        save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True, seed=0,
+        model_init_kwargs={"dtype": "float32", "experts_implementation": "eager"},
+    )  # fmt: skip
+
+
+def is_right(completions: list[str], answer: list[str], **columns) -> list[float]:
+    """Return 1.0 for each completion that is the answer, as the verifier `exact` does."""
+    return [float(text.strip() == right) for text, right in zip(completions, answer)]
+
+
+def train_with_trl(model: Path, max_new_tokens: int, num_steps: int, use_vllm: bool, result: Path) -> None:
+    """Train in this rank; rank 0 writes the seconds and the completions' mean length of each step."""
+    import torch
+    from datasets import load_dataset
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    torch.set_num_threads(1)
+    rows = load_dataset("json", data_files=str(ROOT / "data/built/tiny/train.jsonl"), split="train")
+    begun, seconds, lengths = [0.0], [], []
+
+    class Clock(TrainerCallback):
+        """Takes the time of each step, its generation included."""
+
+        def on_step_begin(self, *_, **__):
+            begun[0] = begun[0] or time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            seconds.append(time.perf_counter() - begun[0])
+            begun[0] = time.perf_counter()
+
+        def on_log(self, *_, logs: dict, **__):
+            lengths.extend(value for key, value in logs.items() if key == "completions/mean_length")
+
+    with tempfile.TemporaryDirectory() as scratch:
+        config = trl_config(Path(scratch), max_new_tokens, num_steps, use_vllm)
+        callbacks = [Clock()]
+        GRPOTrainer(
+            model=str(model), reward_funcs=is_right, args=config, train_dataset=rows, callbacks=callbacks
+        ).train()
+    if int(os.environ["RANK"]) == 0:
+        result.write_text(json.dumps({"seconds": seconds, "lengths": lengths}))
+
+
+def run_trl(
+    python: Path, model: Path, max_new_tokens: int, num_steps: int, use_vllm: bool, warmup: int
+) -> dict:
+    """Return medians over the steps of one run of TRL, by the names of experiments.bench.step."""
+    with tempfile.TemporaryDirectory() as scratch:
+        result = Path(scratch) / "result.json"
+        command = [
+            str(python), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}",
+            "-m", "experiments.bench.trl_step", "--result", str(result), "--model", str(model),
+            "--tokens", str(max_new_tokens), "--steps", str(num_steps),
+            "--trainers", "vllm" if use_vllm else "generate",
+        ]  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+        if done.returncode:
+            sys.exit(f"TRL's run failed:\n{done.stderr[-3000:]}")
+        found = json.loads(result.read_text())
+    step = statistics.median(found["seconds"][warmup:])
+    completions = NUM_PROMPTS * GROUP_SIZE
+    tokens = completions * statistics.median(found["lengths"][warmup:])
+    return {"step": step, "completions_per_s": completions / step, "tokens_per_s": tokens / step}
+
+
+def table_lines(data: dict) -> list[str]:
+    """Return the table of {trainer: {workload: {figure: spread}}}; ratios are to ours."""
+    workloads, rows = list(next(iter(data.values()))), []
+    for trainer, found in data.items():
+        row = [trainer]
+        for workload in workloads:
+            step = found[workload]["step"]
+            row.append(f"{step['median']:.3f} ({step['min']:.3f}-{step['max']:.3f})")
+            ours = data.get("ours", found)[workload]["step"]["median"]
+            row.append(f"{step['median'] / ours:.2f}")
+        rows.append(row)
+    (num_runs,) = {figures["step"]["n"] for found in data.values() for figures in found.values()}
+    heads = [head for workload in workloads for head in (f"{workload}, s", "/ ours")]
+    return markdown([f"seconds per step, median (range) of {num_runs} runs", *heads], rows)
+
+
+def main() -> None:
+    """Run the trainers in turns and print the table; in a rank of TRL, do its part."""
+    parser = make_parser(__doc__, script=True)
+    add = parser.add_argument
+    add("--trl-python", type=Path, default=Path(sys.executable), help="interpreter that has TRL")
+    add("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS), help="default: all")
+    add("--repeats", type=int, default=3, help="runs per workload and trainer (default: %(default)s)")
+    add("--steps", type=int, help="steps per run (default: 60 and 12)")
+    for name in ("--result", "--model"):
+        add(name, type=Path, help="set by the benchmark itself in TRL's ranks")
+    add("--tokens", type=int, help="set by the benchmark itself in TRL's ranks")
+    add("settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py for ours")
+    args = parser.parse_intermixed_args()
+    if args.result:
+        train_with_trl(args.model, args.tokens, args.steps, args.trainers == ["vllm"], args.result)
+        return
+    from experiments.bench.step import WARMUP_STEPS, WORKLOADS, run_once
+
+    if args.steps is not None and args.steps <= WARMUP_STEPS:
+        sys.exit(f"--steps must be above {WARMUP_STEPS}, the first steps that are not counted")
+    if not TINY.is_dir():
+        sys.exit("the tiny model is not there yet: run `python -m data.tiny` first")
+    table = {trainer: {} for trainer in args.trainers}
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        endless_model(scratch / "endless")
+        for name, (tokens, num_steps) in WORKLOADS.items():
+            model = TINY if tokens == 16 else scratch / "endless"
+            runs, num_steps = {trainer: [] for trainer in args.trainers}, args.steps or num_steps
+            for _ in range(args.repeats):
+                for trainer, found in runs.items():
+                    if trainer == "ours":
+                        found.append(run_once(args.script, tokens, num_steps, scratch, args.settings))
+                    else:
+                        with_vllm = trainer == "vllm"
+                        options = (args.trl_python, model, tokens, num_steps, with_vllm, WARMUP_STEPS)
+                        found.append(run_trl(*options))
+                    print(f"{name}, {trainer}: {found[-1]['step']:.3f} s a step", flush=True)
+            for trainer, found in runs.items():
+                table[trainer][name] = {figure: spread([run[figure] for run in found]) for figure in found[0]}
+    print("\n".join(table_lines(table)))
+    write_json(args.json, table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""train.share_prompts: a prompt that goes once through the policy gives what it gives with every completion.
+
+The whole update with it, on one and two ranks, with expert parallelism and with replayed routes, stands
+beside plain torch and transformers in test_replay.py.
+"""
+
+import json
+
+import pytest
+import torch
+from conftest import save_small_moe
+from helpers import batch_of_rows, make_config, make_ragged_completions
+
+import moe_model
+import train_rl
+from experiments.bench import prompt_sharing
+from moe_model import pack
+
+PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [5, 6, 7], [5, 6, 7, 8], [9], [5, 6, 7, 8]]
+COMPLETIONS = [[1, 2, 3], [2, 2], [4], [7, 7, 7], [], [3], [8] * 9]
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> moe_model.Policy:
+    folder = tmp_path_factory.mktemp("moe")
+    save_small_moe(folder)
+    policy = moe_model.Policy(moe_model.load_config(folder))
+    moe_model.random_weights(policy, seed=0)
+    return policy
+
+
+def outputs_of(policy, share: bool, checkpointing: bool) -> tuple:
+    """Return log-probabilities, entropies, routes of every row, and the gradients of a weighted sum."""
+    policy.activation_checkpointing = checkpointing
+    packed = pack(PROMPTS, COMPLETIONS, "cpu", share)
+    policy.zero_grad()
+    logprobs, entropy, layer_ids = policy(packed)
+    (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
+    routes = moe_model.route_table(layer_ids, policy.config.num_experts)
+    gradients = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
+    return (
+        logprobs.detach(),
+        entropy.detach(),
+        routes if packed.spread is None else routes[packed.spread],
+        gradients,
+    )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_shared_prompt_gives_the_same_outputs_and_gradients(checkpointing, policy):
+    whole, shared = (outputs_of(policy, share, checkpointing) for share in (False, True))
+    for one, other in zip(whole[:2], shared[:2]):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
+    assert torch.equal(whole[2], shared[2])
+    for name, gradient in whole[3].items():
+        bound = 1e-6 * max(1.0, gradient.abs().max().item())
+        torch.testing.assert_close(shared[3][name], gradient, rtol=0, atol=bound, msg=name)
+
+
+def test_what_is_laid_out_once():
+    """Three of the prompt's four tokens at each of its three repetitions; a prompt of one token never."""
+    whole, shared = (pack(PROMPTS, COMPLETIONS, "cpu", share) for share in (False, True))
+    assert len(whole.input_ids) - len(shared.input_ids) == 3 * 3
+    assert torch.equal(shared.input_ids[shared.spread], whole.input_ids)
+    assert torch.equal(shared.position_ids[shared.spread], whole.position_ids)
+    assert torch.equal(whole.input_ids[shared.kept], shared.input_ids)
+    places = torch.cat([shared.padded_index, *(places for _, places in shared.repeats)])
+    assert sorted(places.tolist()) == sorted(whole.padded_index.tolist()), "every place is filled once"
+    assert len(set(shared.predictor_index.tolist())) == len(shared.predictor_index) == len(whole.target_ids)
+
+
+@pytest.mark.parametrize("share", ["true", "false"])
+def test_a_group_stays_together_in_micro_batches(share):
+    """Sharing counts the rows of a group as long as its longest; without it every row counts by itself."""
+    completions = make_ragged_completions()
+    batch = batch_of_rows(completions, list(range(12)))
+    lengths = train_rl.split_lengths(batch, make_config(f"train.share_prompts={share}"))
+    own = [len(c["prompt_ids"]) + len(c["completion_ids"]) - 1 for c in completions]
+    longest = [max(o for o, d in zip(own, completions) if d["group"] == c["group"]) for c in completions]
+    assert lengths == (longest if share == "true" else own) and longest != own
+
+
+def test_the_benchmark_measures_all_lengths(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prompt_sharing, "MODEL", (16, 1, 2, 16, 32))
+    options = ["--prompts", "5", "9", "--completions", "3", "--repeats", "1", "--json", f"{tmp_path}/a.json"]
+    monkeypatch.setattr("sys.argv", ["prompt_sharing", *options])
+    threads = torch.get_num_threads()
+    prompt_sharing.main()
+    torch.set_num_threads(threads)
+    rows = json.loads((tmp_path / "a.json").read_text())
+    assert [row["prompt_tokens"] for row in rows] == [5, 9]
+    assert [row["tokens_saved"] for row in rows] == pytest.approx([7 * 4 / (8 * 7), 7 * 8 / (8 * 11)])
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in prompt_sharing.table_lines(rows))

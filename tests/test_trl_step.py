@@ -1,0 +1,47 @@
+"""experiments.bench.trl_step without TRL: its reward, its table, and the settings that both sides share."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from experiments.bench import trl_step
+from experiments.bench.common import spread
+from train_rl import load_config
+
+DEMO = load_config(["--config", str(ROOT / "experiments" / "environments" / "demo.yaml")])
+
+
+def test_the_reward_compares_text_without_the_space_around_it():
+    assert trl_step.is_right([" 12", "12 3", "", "7"], answer=["12", "123", "4", "7"]) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_the_table_has_ratios_to_ours():
+    figures = lambda *seconds: {"step": spread(list(seconds)), "tokens_per_s": spread([1.0])}
+    data = {
+        "ours": {"16 new tokens": figures(0.1, 0.2, 0.3), "256 new tokens": figures(2, 4, 5)},
+        "vllm": {"16 new tokens": figures(0.3, 0.3, 0.3), "256 new tokens": figures(3, 2, 1)},
+    }
+    assert trl_step.table_lines(data)[2:] == [
+        "| ours | 0.200 (0.100-0.300) | 1.00 | 4.000 (2.000-5.000) | 1.00 |",
+        "| vllm | 0.300 (0.300-0.300) | 1.50 | 2.000 (1.000-3.000) | 0.50 |",
+    ]
+
+
+def test_a_step_is_as_large_as_ours():
+    assert (trl_step.NUM_PROMPTS, trl_step.GROUP_SIZE) == (
+        DEMO.rollout.prompts_per_step, DEMO.rollout.group_size,
+    )  # fmt: skip
+    assert DEMO.algorithm.kl_coef == 0 and DEMO.train.minibatches_per_step == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
+@pytest.mark.slow(starts_ranks=False)
+def test_the_settings_of_trl_are_those_of_the_demo(tmp_path: Path):
+    config = trl_step.trl_config(tmp_path, 16, 7, use_vllm=False)
+    assert (config.learning_rate, config.epsilon) == (DEMO.train.learning_rate, DEMO.algorithm.clip_eps_low)
+    assert (config.adam_beta1, config.adam_beta2) == DEMO.train.betas
+    assert config.max_completion_length == DEMO.rollout.max_new_tokens
+    assert config.weight_decay == DEMO.train.weight_decay and config.max_grad_norm == DEMO.train.max_grad_norm
+    assert config.per_device_train_batch_size * 2 == 256 and config.steps_per_generation == 1
