@@ -1073,7 +1073,7 @@ def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, o
     experts; s itemsize:
         norms      GPU: 4 D s, inputs and outputs of two. CPU: their inputs and normalised values in float32,
                    16 D, and outputs 2 D s; the norms of queries and keys (Q + V) s, or 8 (Q + V)
-        attention  queries, keys and values before and after padding 2 (Q + 2 V) s, outputs 2 Q s, log-sums
+        attention  padded queries, keys and values (Q + 2 V) s, outputs 2 Q s, log-sums
         MLP        gate, up, SiLU and product 4 I s
         experts    rows in and out and the same of K experts K (2 D + 4 I) s; scores 4 E; weights and indices;
                    shared experts 4 I s each
@@ -1085,7 +1085,7 @@ def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, o
     else:
         norms = 16 * hidden + 2 * hidden * itemsize + 8 * (queries + keys)
     norms += 4 * (2 + heads + kv_heads)  # their scales
-    attention = (2 * (queries + 2 * keys) + 2 * queries) * itemsize + 4 * heads
+    attention = (queries + 2 * keys + 2 * queries) * itemsize + 4 * heads
     if not is_moe_layer(config, layer):
         return norms + attention + 4 * config.intermediate_size * itemsize
     top_k = config.num_experts_per_tok
