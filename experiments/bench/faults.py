@@ -40,7 +40,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -216,12 +216,13 @@ def strike(bench: Bench, run_dir: Path, blow: Blow, settings: tuple[str, ...] = 
 def chain(blows: list[Blow], settings: tuple[str, ...], bench: Bench, folder: Path) -> tuple[str, str]:
     """Deal blows to a run, one after another, and then let it finish.
 
-    Where a run ends before its blow it is compared, and the blow is dealt to a fresh one.
+    Where a run ends before its blow it is compared, and the blow is dealt to a fresh one, earlier.
     """
     run_dir, dealt = folder / "run", []
     for blow in blows:
-        for _ in range(5):
-            if happened := strike(bench, run_dir, blow, settings):
+        for attempt in range(5):
+            earlier = replace(blow, moment=blow.moment / 2**attempt)
+            if happened := strike(bench, run_dir, earlier, settings):
                 break
             must_equal(run_dir, bench.reference)
             shutil.rmtree(run_dir)
