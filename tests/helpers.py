@@ -217,6 +217,9 @@ class FakeEngine:
     def __init__(self, answer: Answer):
         self.answer, self.num_sampled, self.rights = answer, Counter(), {}
 
+    def describe(self) -> str:
+        return ""
+
     def generate(
         self, requests: list[Request], version: int, on_finished, on_step, capture_routes: bool
     ) -> list[Completion]:

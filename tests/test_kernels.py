@@ -606,7 +606,8 @@ def test_weights_are_vllms_on_a_gpu(monkeypatch):
     """On a CPU torch divides by 448, which gives another last bit of some scales."""
     import vllm.utils.deep_gemm as deep_gemm
 
-    cast = deep_gemm.per_block_cast_to_fp8.__wrapped__  # not compiled, so that the patch is seen
+    cast = deep_gemm.per_block_cast_to_fp8
+    cast = getattr(cast, "__wrapped__", cast)  # not compiled, so that the patch is seen
     values = fp8_values((700, 900)).bfloat16()
     codes, scales = fp8.quantise_weight(values)
     _, divided = cast(values, block_size=[128, 128], use_ue8m0=False)

@@ -792,7 +792,7 @@ def test_memory_of_a_large_model_by_part():
     settings = moe_model.ModelSettings(ep_size=8, activation_checkpointing=True)
     gib = lambda parts: [round(value / 2**30, 1) for value in parts.values()]
     plan = lambda settings, *sizes: moe_model.memory_by_part(config, settings, *sizes, 32768)
-    assert gib(plan(settings, 1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 11.7, 4.1, 6.8, 1.9]
+    assert gib(plan(settings, 1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 11.4, 4.1, 6.8, 1.9]
     assert gib(plan(settings, 2, 16))[1:4] == [7.1, 7.1, 14.2]
     whole = moe_model.ModelSettings(ep_size=8)
     assert plan(whole, 1, 8)["activations"] > 15 * plan(settings, 1, 8)["activations"]

@@ -580,8 +580,8 @@ def test_no_worker_outlives_a_killed_parent():
     command, folder = [sys.executable, "-c", PARENT.format(hangs=HANGS)], Path(reward.__file__).parent
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as parent:
         assert parent.stdout.readline() == b"started\n"
+        assert wait_until(lambda: len(children(parent.pid)) == 2)
         workers = children(parent.pid)
-        assert len(workers) == 2
         assert wait_until(lambda: all(ignores_interrupts(pid) for pid in workers))
         time.sleep(1.0)  # one is idle, one inside the computation
         assert all(alive(pid) for pid in workers)
@@ -592,8 +592,8 @@ def test_no_worker_outlives_a_killed_parent():
 def test_close_ends_the_workers():
     with RewardPool(2, timeout_s=600.0) as pool:
         pool.submit("hangs", "math", HANGS, "5")
+        assert wait_until(lambda: len(children(os.getpid())) == 2)
         workers = children(os.getpid())
-        assert len(workers) == 2
     assert not any(alive(pid) for pid in workers)
     assert pool.collect() == {}
 

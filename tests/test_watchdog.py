@@ -204,6 +204,7 @@ def store(monkeypatch) -> dist.Store:
     for name, value in (address | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # by tests that share this process
     return dist.PrefixStore("start_0", agent)
 
 
