@@ -20,12 +20,12 @@ SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deal the slow tests to the two processes of `make test`, and put files that need the demo's model last.
+    """Deal the slow tests to the two processes of `make test`, and have one make the demo's model at once.
 
     One process, of the mark `ranks`, runs what uses the demo's model or stands in a file that starts ranks,
     because runs and starts serve several files; the other one runs the rest beside it. A test that shares
-    nothing says `slow(process="others")`. The process that first needs the demo's model makes it, which takes
-    half a minute, while the other one has work that does without.
+    nothing says `slow(process="others")`. The demo's model takes a minute: the second process begins with what
+    needs it, the first one with what does not.
     """
     for item in items:
         slow = item.get_closest_marker("slow")
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if slow and slow.kwargs.get("process") != "others" and (starts_ranks or needs_demo(item)):
             item.add_marker("ranks")
     late = {item.module for item in items if needs_demo(item)}
-    items.sort(key=lambda item: item.module in late)
+    items.sort(key=lambda item: (item.module in late) == (item.get_closest_marker("ranks") is not None))
 
 
 def needs_demo(item: pytest.Item) -> bool:

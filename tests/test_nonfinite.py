@@ -57,7 +57,7 @@ def test_two_ranks_agree_that_nothing_is_trained_on_it(case, on_nonfinite):
 
 
 @pytest.fixture(scope="module")
-def broken_judge(tmp_path_factory):
+def broken_judge(demo_model, tmp_path_factory):
     """Save a reward model one weight of which has become NaN."""
     folder = tmp_path_factory.mktemp("judge")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "data/built/tiny/model")
@@ -94,7 +94,7 @@ def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_pat
         assert "+" in named, "the additions are named"
 
 
-def test_an_update_that_breaks_the_weights_ends_the_run_before_they_are_saved(tmp_path):
+def test_an_update_that_breaks_the_weights_ends_the_run_before_they_are_saved(demo_model, tmp_path):
     """At this rate AdamW's first step is infinite although the gradient is finite."""
     settings = [
         "--config", "experiments/environments/tiny.yaml", "train.num_steps=1", "model.ep_size=1",

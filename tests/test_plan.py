@@ -541,8 +541,7 @@ def test_the_rows_of_espo_differ_in_their_method_only():
 @pytest.mark.parametrize(
     "ranks, case",
     [
-        (1, "dtype=float32,tokens=2048,layers=3"),
-        (2, "dtype=bfloat16,tokens=1024,ep=2,ranks=2,layers=4"),
+        (1, "dtype=float32,tokens=1024,layers=2"),
     ],
 )
 def test_memory_of_updates_on_cpus_is_within_a_tenth_of_what_is_measured(ranks, case, tmp_path):

@@ -291,7 +291,7 @@ def planned_activations(moe_model, work: Work, checkpointing: bool) -> int:
     dtype = "float32" if work.device.type == "cpu" else "bfloat16"
     settings = moe_model.ModelSettings(dtype=dtype, activation_checkpointing=checkpointing)
     parts = moe_model.memory_by_part(work.policy.config, settings, 1, 1, work.tokens)
-    return parts["weights"] + parts["activations"] + parts["head, gradients of a layer"]
+    return parts["weights"] + parts["activations"] + parts["on the way back"]
 
 
 def long(out: Path, dry: bool) -> Report:

@@ -54,7 +54,7 @@ def expert_by_expert(policy: moe_model.Policy):
     """Yield hf_tensors() with every expert's matrices apart, as a checkpoint names them."""
     for name, tensor in moe_model.hf_tensors(policy):
         if tensor.dim() == 3:
-            yield from moe_model.expert_slices(name, tensor, 0)
+            yield from moe_model.expert_slices(policy.config, name, tensor, 0)
         else:
             yield name, tensor
 
