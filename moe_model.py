@@ -897,7 +897,8 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
 
     An update is any number of backward(loss, scale_wrt_gas=False), then one step(). settings has
     learning_rate, betas, weight_decay, max_grad_norm and zero_stage (1 or 2: at 0 DeepSpeed clips each rank
-    by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own).
+    by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own), and
+    offload_optimizer: float32 weights, gradients and AdamW's state are held on the host and updated there.
     """
     optimizer = {
         "lr": settings.learning_rate,
@@ -917,6 +918,10 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
         "gradient_clipping": settings.max_grad_norm,
         "optimizer": {"type": "AdamW", "params": optimizer},
     }
+    if settings.offload_optimizer:
+        pin = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        config["zero_optimization"]["offload_optimizer"] = pin
+        config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own AdamW needs a compiler
     if policy.lm_head.weight.dtype == torch.bfloat16:  # a gradient goes into the float32 sum when it is made
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -988,7 +993,12 @@ def activation_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
 
 
 def memory_by_part(
-    config: PretrainedConfig, settings: ModelSettings, zero_stage: int, num_ranks: int, tokens: int
+    config: PretrainedConfig,
+    settings: ModelSettings,
+    zero_stage: int,
+    num_ranks: int,
+    tokens: int,
+    offload_optimizer: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of the trainer on a rank, by part; what an update holds besides is in the last two.
 
@@ -996,6 +1006,7 @@ def memory_by_part(
     1 / ep_size of these, and m those of them that ZeRO leaves to the rank to update (1 / num_ranks of the
     first, ep_size / num_ranks of the experts on the rank):
         weights n x 2 or 4 bytes     gradients n x 4 (ZeRO 2: m x 4)     master weights m x 4     AdamW m x 8
+    With offload_optimizer the last three are the host's, and count as 0 here.
     Activations are those of all layers, or with model.activation_checkpointing the inputs of all layers and
     one layer twice, once kept and once on its way back. Gradients of one layer are on their way into their
     float32 sum.
@@ -1006,11 +1017,12 @@ def memory_by_part(
     layers, per_layer = config.num_hidden_layers, activation_bytes_per_token(config, itemsize)
     inputs = config.hidden_size * itemsize
     kept = layers * inputs + 2 * per_layer if settings.activation_checkpointing else (layers + 1) * per_layer
+    on_gpu = 0 if offload_optimizer else 1
     return {
         "weights": (experts + others) * itemsize,
-        "gradients": (own if zero_stage == 2 else experts + others) * 4,
-        "master weights": own * 4,
-        "AdamW": own * 8,
+        "gradients": (own if zero_stage == 2 else experts + others) * 4 * on_gpu,
+        "master weights": own * 4 * on_gpu,
+        "AdamW": own * 8 * on_gpu,
         "activations": tokens * kept,
         "head, gradients of a layer": HEAD_BYTES
         + tokens * config.hidden_size * 4
@@ -1026,13 +1038,14 @@ def trainer_bytes(
     tokens: int,
     engine_sleeps: bool,
     with_reference: bool = False,
+    offload_optimizer: bool = False,
 ) -> int:
     """Return the bytes that the trainer takes of a GPU beside an awake engine.
 
     An engine that sleeps during updates shares the GPU with what stands between them only. with_reference:
     the first policy is kept for a KL penalty.
     """
-    parts = memory_by_part(config, settings, zero_stage, num_ranks, tokens)
+    parts = memory_by_part(config, settings, zero_stage, num_ranks, tokens, offload_optimizer)
     *standing, activations, head = parts.values()
     total = sum(standing) + CONTEXT_BYTES + with_reference * parts["weights"]
     return total if engine_sleeps else total + activations + head

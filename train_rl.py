@@ -327,6 +327,12 @@ class TrainSettings(Section):
     zero_stage: Literal[1, 2] = setting(
         1, "DeepSpeed ZeRO. 1: shards the optimizer's state. 2: gradients, too."
     )
+    offload_optimizer: bool = setting(
+        False,
+        "true: float32 weights, gradients and the optimizer's state are on the host, and so is its step; for "
+        "few GPUs. false: on the GPU. Needs zero_stage 2.",
+        True,
+    )
     seed: int = setting(0, "seed of prompt order and sampling", ge=0, lt=2**32)
 
 
@@ -481,6 +487,9 @@ def rollout_contradictions(config: Config) -> dict[str, tuple]:
         "train.minibatches_per_step {} must divide rollout.prompts_per_step {}": (
             config.train.minibatches_per_step, rollout.prompts_per_step,
             rollout.prompts_per_step % config.train.minibatches_per_step != 0),
+        "train.offload_optimizer {} needs train.zero_stage 2, which is {}: at 1 gradients stay on the GPU": (
+            config.train.offload_optimizer, config.train.zero_stage,
+            config.train.offload_optimizer and config.train.zero_stage == 1),
         "zero_variance.probe_size {} must be below rollout.group_size {}": (
             zero.probe_size, rollout.group_size, zero.probe_size >= rollout.group_size),
         "algorithm.router_replay {!r} needs rollout.capture_routes, which is {}": (
@@ -2074,6 +2083,7 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     beside = moe_model.trainer_bytes(
         hf_config, config.model, config.train.zero_stage, dist.get_world_size(), tokens,
         engine_sleeps=config.rollout.sleep_level > 0, with_reference=config.algorithm.kl_coef > 0,
+        offload_optimizer=config.train.offload_optimizer,
     )  # fmt: skip
     engine = RolloutEngine(model_dir, max_model_len(config), config.rollout, beside, config.run.timeout_s)
     say(engine.describe())
