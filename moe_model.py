@@ -986,7 +986,8 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
 
     An update is any number of backward(loss, scale_wrt_gas=False), then one step(). settings has
     learning_rate, betas, weight_decay, max_grad_norm and zero_stage (1 or 2: at 0 DeepSpeed clips each rank
-    by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own).
+    by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own), and
+    offload_optimizer: float32 weights, gradients and AdamW's state are held on the host and updated there.
     """
     optimizer = {
         "lr": settings.learning_rate,
@@ -1006,6 +1007,10 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
         "gradient_clipping": settings.max_grad_norm,
         "optimizer": {"type": "AdamW", "params": optimizer},
     }
+    if settings.offload_optimizer:
+        pin = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        config["zero_optimization"]["offload_optimizer"] = pin
+        config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own AdamW needs a compiler
     if policy.lm_head.weight.dtype == torch.bfloat16:  # a gradient goes into the float32 sum when it is made
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
@@ -1169,6 +1174,7 @@ def memory_by_part(
     with_reference: bool = False,
     own_experts: bool = False,
     on_gpu: bool = True,
+    offload_optimizer: bool = False,
 ) -> dict[str, int]:
     """Return the bytes of the trainer on a rank, by part; runtime/memory.py says which meet.
 
@@ -1177,15 +1183,16 @@ def memory_by_part(
     1 / ep_size of these, and m those of them that ZeRO leaves to the rank to update (1 / num_ranks of the
     first, ep_size / num_ranks of the experts on the rank):
         weights n x 2 or 4 bytes     gradients n x 4 (ZeRO 2: m x 4)     master weights m x 4     AdamW m x 8
+    With offload_optimizer the last three are the host's, and count as 0 here.
     """
     counts, itemsize = parameter_counts(config), itemsize_of(settings)
     held = counts.experts // settings.ep_size + counts.embeddings + counts.others
-    own = sum(counts) // num_ranks
+    own, here = sum(counts) // num_ranks, not offload_optimizer
     return {
         "weights": held * itemsize,
-        "gradients": (own if zero_stage == 2 else held) * 4,
-        "master weights": own * 4,
-        "AdamW": own * 8,
+        "gradients": here * (own if zero_stage == 2 else held) * 4,
+        "master weights": here * own * 4,
+        "AdamW": here * own * 8,
         "reference": held * itemsize if with_reference else 0,
         **passing_bytes(config, settings, tokens, "cuda" if on_gpu else "cpu"),
         "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, on_gpu),

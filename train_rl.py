@@ -369,6 +369,12 @@ class TrainSettings(Section):
     zero_stage: Literal[1, 2] = setting(
         1, "DeepSpeed ZeRO. 1: shards the optimizer's state. 2: gradients, too."
     )
+    offload_optimizer: bool = setting(
+        False,
+        "true: float32 weights, gradients and the optimizer's state are on the host, and so is its step; for "
+        "few GPUs. false: on the GPU. Needs zero_stage 2.",
+        True,
+    )
     seed: int = setting(0, "seed of prompt order and sampling", ge=0, lt=2**32)
 
 
@@ -548,6 +554,9 @@ def rollout_contradictions(config: Config) -> dict[str, tuple]:
         "train.minibatches_per_step {} must divide rollout.prompts_per_step {}": (
             config.train.minibatches_per_step, rollout.prompts_per_step,
             rollout.prompts_per_step % config.train.minibatches_per_step != 0),
+        "train.offload_optimizer {} needs train.zero_stage 2, which is {}: at 1 gradients stay on the GPU": (
+            config.train.offload_optimizer, config.train.zero_stage,
+            config.train.offload_optimizer and config.train.zero_stage == 1),
         "zero_variance.probe_size {} must be below rollout.group_size {}": (
             zero.probe_size, rollout.group_size, zero.probe_size >= rollout.group_size),
         "algorithm.router_replay {!r} needs rollout.capture_routes, which is {!r}": (
@@ -2314,6 +2323,7 @@ def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
         hf_config, config.model, config.train.zero_stage, num_ranks,
         tokens=max(tokens_per_forward(config.train, on_gpu=True), longest),
         with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
+        offload_optimizer=config.train.offload_optimizer,
     )  # fmt: skip
 
 

@@ -24,8 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     One process, of the mark `ranks`, runs what uses the demo's model or stands in a file that starts ranks,
     because runs and starts serve several files; the other one runs the rest beside it. A test that shares
-    nothing says `slow(process="others")`. The demo's model takes a minute: the second process begins with what
-    needs it, the first one with what does not.
+    nothing says `slow(process="others")`. The demo's model takes a minute to make: the second process begins
+    with what needs it, the first one with what does not.
     """
     for item in items:
         slow = item.get_closest_marker("slow")

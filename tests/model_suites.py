@@ -142,7 +142,10 @@ STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, c
 }  # fmt: skip
 
 
-RESUME_CASES = [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)]  # weights, ZeRO stage; EP = 2
+RESUME_CASES = [  # weights, ZeRO stage, optimizer on the host until it is resumed; EP = 2
+    (torch.float32, 1, False), (torch.bfloat16, 1, False),
+    (torch.bfloat16, 2, False), (torch.bfloat16, 2, True),
+]  # fmt: skip
 
 
 def sgd_engine(model, zero_stage: int, **more):
@@ -160,13 +163,14 @@ def sgd_engine(model, zero_stage: int, **more):
     return engine
 
 
-def adamw_engine(policy: moe_model.Policy, zero_stage: int):
+def adamw_engine(policy: moe_model.Policy, zero_stage: int, offload_optimizer: bool = False):
     settings = SimpleNamespace(
         learning_rate=ADAMW["lr"],
         betas=ADAMW["betas"],
         weight_decay=ADAMW["weight_decay"],
         max_grad_norm=MAX_GRAD_NORM,
         zero_stage=zero_stage,
+        offload_optimizer=offload_optimizer,
     )
     engine = moe_model.deepspeed_engine(policy, settings)
     for group in engine.optimizer.param_groups:
@@ -207,9 +211,10 @@ def resume(folder: Path) -> dict:
     """Take two AdamW steps at a stretch, and again with the second by a new engine from what was saved."""
     results, batch = {}, tiny_batch()
     for case in RESUME_CASES:
-        dtype, zero_stage = case
+        dtype, zero_stage, offload_optimizer = case
         policy = policy_from(folder / "start", ep_size=2).to(dtype)
-        engine = adamw_engine(policy, zero_stage)
+        engine = adamw_engine(policy, zero_stage, offload_optimizer)
+        assert getattr(engine.optimizer, "cpu_offload", False) == offload_optimizer
         norm = take_step(engine, batch, 0)
         saved, file = collect(policy.named_parameters()), folder / f"optimizer-{dist.get_rank()}.pt"
         torch.save(moe_model.optimizer_shard(engine), file)

@@ -424,6 +424,7 @@ REFUSED = [
         "train.minibatches_per_step=3 rollout.prompts_per_step=8",
         "train.minibatches_per_step 3", "rollout.prompts_per_step 8",
     ),
+    ("train.offload_optimizer=true", "train.offload_optimizer True", "train.zero_stage 2, which is 1"),
 ]  # fmt: skip
 
 
@@ -467,6 +468,7 @@ def test_the_refused_settings_are_legitimate_alone():
         "rollout.expert_parallel=true rollout.tensor_parallel=2 rollout.fp8=on",
         "rollout.capture_routes=false", "rollout.dtype=float32 rollout.fp8=simulate",
         "train.minibatches_per_step=4 rollout.prompts_per_step=8",
+        "train.offload_optimizer=true train.zero_stage=2",
     )  # fmt: skip
     for settings in legitimate:
         assert load(*settings.split())

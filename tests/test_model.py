@@ -712,7 +712,7 @@ def test_step_equals_one_process(reference, world_size, ep_size, zero_stage, opt
 @pytest.mark.parametrize("case", RESUME_CASES)
 @pytest.mark.slow
 def test_resumed_step_is_bitwise_equal(reference, case):
-    dtype, _ = case
+    dtype, zero_stage, _ = case
     for rank in section("resume", 2):
         (once, once_masters), (again, again_masters) = rank[case]["once"], rank[case]["again"]
         assert_same(again, once, atol=0)
@@ -723,6 +723,9 @@ def test_resumed_step_is_bitwise_equal(reference, case):
         # bf16 keeps 8 bits: 0.4 % a rounding; a route that flips changes a token's gradient. A rank counted
         # twice or not at all changes the norm by tens of percent.
         rtol = 1e-5 if dtype == torch.float32 else 0.05
+        plain, plain_masters = rank[dtype, zero_stage, False]["once"]  # on the host as on the device
+        assert_same(once, plain, atol=0)
+        assert all(torch.equal(a, b) for a, b in zip(once_masters, plain_masters))
         assert rank[case]["norm"] == pytest.approx(reference["adamw", "start"][0][0], rel=rtol)
 
 
@@ -800,6 +803,8 @@ def test_memory_of_a_large_model_by_part():
     assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 15.8
     with_reference = moe_model.memory_by_part(config, settings, 1, 8, 32768, with_reference=True)
     assert round((trainer_bytes(with_reference, True) - asleep) / 2**30, 1) == 9.6
+    on_host = moe_model.memory_by_part(config, settings, 2, 8, 32768, offload_optimizer=True)
+    assert gib(on_host)[:4] == [9.6, 0.0, 0.0, 0.0]
 
 
 @pytest.mark.slow
