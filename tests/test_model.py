@@ -800,7 +800,7 @@ def test_memory_of_a_large_model_by_part():
     whole = moe_model.ModelSettings(ep_size=8)
     assert plan(whole, 1, 8)["activations"] > 15 * plan(settings, 1, 8)["activations"]
     asleep, awake = (trainer_bytes(plan(settings, 1, 8), sleeps) for sleeps in (True, False))
-    assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 15.8
+    assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 15.5
     with_reference = moe_model.memory_by_part(config, settings, 1, 8, 32768, with_reference=True)
     assert round((trainer_bytes(with_reference, True) - asleep) / 2**30, 1) == 9.6
     on_host = moe_model.memory_by_part(config, settings, 2, 8, 32768, offload_optimizer=True)
