@@ -430,7 +430,7 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
         known = {part.name for part in fields(TrainState)}
         if not (record.keys() >= {"topology", "config", "state"} and record["state"].keys() <= known):
             problem = ["state.json is none of this program"]
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         problem = [f"state.json cannot be read: {error}"]
     if not problem and "sha256" in record and record.pop("sha256") != digest_of(record):
         problem = ["state.json has other content"]

@@ -6,9 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from functools import partial
 
-import preloaded
 import pytest
 from conftest import SMALL, TWO_ENDS
 
@@ -16,7 +14,7 @@ import train_rl
 from data.chat import load_tokenizer
 from data.stream import load_sets
 from experiments.bench import faults, hostile_input
-from experiments.bench.faults import Blow, chain, must_be_flat
+from experiments.bench.faults import must_be_flat
 from experiments.bench.verdicts import Bench, Failed, must_equal, refusal, try_case
 from runtime.launch import run
 
@@ -158,7 +156,7 @@ def reads_only(monkeypatch) -> Bench:
 
 
 @pytest.mark.usefixtures("demo_model")
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow
 def test_rows_and_files_that_are_no_prompts_are_refused_with_file_and_row(reads_only, tmp_path):
     cases = hostile_input.data_cases()
     cases = {name: cases[name] for name in cases if not name.startswith(("model, ", "mended"))}
@@ -168,12 +166,6 @@ def test_rows_and_files_that_are_no_prompts_are_refused_with_file_and_row(reads_
 
 # ---- cases with ranks --------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_run_killed_while_it_writes_a_checkpoint_ends_the_same(undisturbed, tmp_path):
-    bench = Bench(preloaded.run, SMALL, undisturbed, 12.0)
-    must_pass({"a kill": partial(chain, [Blow("checkpoint", "everything", 0.5)], ())}, bench, tmp_path)
-
-
-@pytest.mark.slow(starts_ranks=False)
 def test_a_run_with_other_numbers_fails_its_case(undisturbed, tmp_path):
     """The case would pass whatever a run gives, if it did not look."""
 

@@ -37,7 +37,7 @@ def test_a_step_is_as_large_as_ours():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
-@pytest.mark.slow(starts_ranks=False)
+@pytest.mark.slow
 def test_the_settings_of_trl_are_those_of_the_demo(tmp_path: Path):
     config = trl_step.trl_config(tmp_path, 16, 7, use_vllm=False)
     assert (config.learning_rate, config.epsilon) == (DEMO.train.learning_rate, DEMO.algorithm.clip_eps_low)

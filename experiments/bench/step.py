@@ -113,6 +113,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs per workload (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps per run (default: 60 and 12)")
     parser.add_argument(
+        "--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, metavar="NAME",
+        help=f"of {', '.join(map(repr, WORKLOADS))} (default: all)",
+    )  # fmt: skip
+    parser.add_argument(
         "settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py to compare"
     )
     args = parser.parse_args()
@@ -124,8 +128,9 @@ def main() -> None:
     table = {}
     with tempfile.TemporaryDirectory() as scratch:
         endless_model(Path(scratch) / "endless")
-        progress = tqdm(total=args.repeats * len(WORKLOADS), desc="bench", unit="run", disable=None)
-        for name, (max_new_tokens, num_steps) in WORKLOADS.items():
+        progress = tqdm(total=args.repeats * len(args.workloads), desc="bench", unit="run", disable=None)
+        for name in args.workloads:
+            max_new_tokens, num_steps = WORKLOADS[name]
             runs, num_steps = [], args.steps or num_steps
             for _ in range(args.repeats):
                 runs.append(run_once(args.script, max_new_tokens, num_steps, Path(scratch), args.settings))
