@@ -1,6 +1,6 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
 # make check  style, the tables of the docs, and the quick tests: about two minutes on two cores
-# make test   every test: about ten minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
+# make test   every test: nine to ten minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
 # make bench  seconds per step of the demo's workload, by phase
 # make table  the table of experiments/zero_variance: 85 runs of about a minute, resumable
 #

@@ -3,6 +3,7 @@
 Nothing is stubbed: math-verify and the child processes are the real ones.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -45,11 +46,11 @@ def children(parent: int) -> list[int]:
     """Process ids of the living reward workers of a process, oldest first."""
     found = []
     for child in psutil.Process(parent).children():
-        try:  # no worker: the server of tests/preloaded.py
-            if "--worker" in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            while not (line := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.001)  # it is being started, and has no name for a moment
+            if "--worker" in line:  # else it is the server of tests/preloaded.py
                 found.append(child.pid)
-        except psutil.NoSuchProcess:  # it ended meanwhile
-            continue
     return sorted(found)
 
 

@@ -1114,7 +1114,7 @@ def script(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(process="others")
 def test_two_rows_from_training_to_the_table(demo_model, tmp_path):
     """A changed copy of train_rl.py trains them; it lies elsewhere, and its settings are checked with it."""
     copy = write_copy(tmp_path / "mine.py")
