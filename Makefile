@@ -43,7 +43,7 @@ check: lint
 	$(TWO_AT_ONCE) check-first check-second
 
 check-first check-second: $(STAMP)
-	$(BIN)/python -m pytest -q $(wildcard tests/test_[$(if $(filter %first,$@),a-q,r-z)]*.py) \
+	$(BIN)/python -m pytest -q $(wildcard tests/test_[$(if $(filter %first,$@),a-qw-z,r-v)]*.py) \
 	    -m "not slow and not gpu" --durations=5
 
 # Two processes at once: one starts ranks and spends much of its time on one core, the other runs all else meanwhile.
