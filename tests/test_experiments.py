@@ -165,6 +165,7 @@ def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, smal
     assert re.search(r"largest error: [+-]\d", fitted.stdout)
 
 
+@pytest.mark.slow(process="others")
 def test_the_default_recipe_makes_the_recorded_work_on_any_machine(tmp_path):
     """The digests are those of the work on which results/rollout.json was measured."""
     record = json.loads((ROOT / "experiments" / "bench" / "results" / "rollout.json").read_text())

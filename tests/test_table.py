@@ -873,6 +873,7 @@ def done(out: Path) -> list[tuple[str, str]]:
     return [tuple(line.split()[:2]) for line in (out / "done").read_text().splitlines()]
 
 
+@pytest.mark.slow(process="others")
 def test_all_rows_have_the_first_seed_before_any_has_the_second(table, tmp_path, capsys):
     assert table("b a", "1 0") == 0
     assert done(tmp_path / "out") == [("b", "seed_1"), ("a", "seed_1"), ("b", "seed_0"), ("a", "seed_0")]
@@ -880,6 +881,7 @@ def test_all_rows_have_the_first_seed_before_any_has_the_second(table, tmp_path,
     assert [line.split(":")[0] for line in lines] == ["b seed 1", "a seed 1", "b seed 0", "a seed 0"]
 
 
+@pytest.mark.slow(process="others")
 def test_finished_runs_are_skipped_and_new_ones_added(table, tmp_path, capsys):
     assert table("a b", "0") == 0
     (tmp_path / "out" / "b" / "seed_0" / "summary.json").unlink()  # as if it had been killed
