@@ -130,9 +130,7 @@ class PackedSequences:
     padded_shape: tuple[int, int]  # (B, S)
     predictor_index: Tensor  # [N] int64, place in [T] whose output predicts target n
     target_ids: Tensor  # [N] int64, the completion tokens, sequence after sequence
-    repeats: tuple[
-        tuple[Tensor, Tensor], ...
-    ] = ()  # other places of shared tokens: (index in [T], in the grid)
+    repeats: tuple[tuple[Tensor, Tensor], ...] = ()  # (token in [T], its other place in the grid) if shared
     kept: Tensor | None = None  # [T] int64, place of each token if nothing were shared; None: nothing is
     spread: Tensor | None = None  # [sum of p + c - 1] int64, the token in [T] of each such place
 

@@ -406,8 +406,8 @@ class Config(Section):
     )
 
 
-# Sections and settings that a stage may set: those that every step reads. Engine, policy, optimizer, judge
-# and reward workers are built once, with the others.
+# Sections and settings that a stage may set: those that every step reads. The others build engine, policy,
+# optimizer, judge and reward workers, once in a run.
 STAGE_SETTINGS = frozenset(
     {
         "data.train", "zero_variance", "algorithm", "eval",
@@ -1307,9 +1307,7 @@ def treat_covariant_tokens(
         case "clip":
             low, high = algorithm.covariance_range
             eligible = mask & (covariance > low) & (covariance < high)
-            keys = torch.zeros(
-                mask.shape, dtype=torch.float64
-            )  # a draw by what is in the row, wherever it is
+            keys = torch.zeros(mask.shape, dtype=torch.float64)  # drawn by a row's content, on any rank
             for row in eligible.any(dim=1).nonzero().flatten().tolist():
                 ids = batch.completion_ids[row]
                 draws = random.Random(seed_of(config.train.seed, "covariance", *batch.prompt_ids[row], *ids))

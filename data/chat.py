@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 
 from data.formats import BadRow, half_a_character
+from runtime.launch import one_line
 
 ROLES = ("system", "user", "assistant")
 NOT_RENDERED = "whose messages cannot be rendered"
@@ -19,7 +20,7 @@ def load_tokenizer(folder):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever its files make transformers raise
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(str(error))[:300]
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({reason}); {advice}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one of nothing
         raise ValueError(f"{folder} holds no tokenizer; {advice}")

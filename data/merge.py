@@ -26,12 +26,13 @@ import os
 import shutil
 from pathlib import Path
 
+from data.random_model import refuse_to_overwrite
+
 SIDE_FILES = (  # copied where they are there
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint:
@@ -53,10 +54,10 @@ class Checkpoint:
 
     def list_files(self) -> list[str]:
         """Name the safetensors files, those of the index where there is one; ValueError if one is missing."""
-        if not (self.folder / INDEX).is_file():
-            names = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        else:
-            names = sorted(set(json.loads((self.folder / INDEX).read_text())["weight_map"].values()))
+        from moe_model import weight_map_of
+
+        listed = set(weight_map_of(self.folder).values())
+        names = sorted(listed or {path.name for path in self.folder.glob("*.safetensors")})
         missing = [name for name in names if not (self.folder / name).is_file()]
         if missing or not names:
             raise ValueError(f"{self.folder} lacks {', '.join(missing[:3]) or '*.safetensors files'}")
@@ -142,6 +143,8 @@ def merge(
     """
     from safetensors.torch import save_file
 
+    from moe_model import INDEX
+
     opened = [Checkpoint(Path(model)) for model in models]
     on = [Checkpoint(Path(base))] if base else []
     first = opened[0]
@@ -188,12 +191,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--method", choices=["linear", "ties"], default="linear", help="default: %(default)s")
     add("--weights", type=float, nargs="+", help="one a model (default: all 1)")
     add("--base", type=Path, help="what the models were trained from, for ties")
-    add(
-        "--density",
-        type=float,
-        default=0.2,
-        help="share of each change that ties keeps (default: %(default)s)",
-    )
+    add("--density", type=float, default=0.2, help="share of a change that ties keeps (default: %(default)s)")
     add("--scale", type=float, default=1.0, help="lambda of ties (default: %(default)s)")
     add("--tokenizer-from", type=Path, help="folder of tokenizer and generation config (default: the first)")
     args = parser.parse_args(argv)
@@ -206,10 +204,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError("--base and --method ties: give both or neither")
     if not 0 < args.density <= 1:
         raise ValueError(f"--density {args.density:g} must be above 0 and at most 1")
-    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
-        raise ValueError(
-            f"--output {args.output} exists and is not empty; remove it or choose another folder"
-        )
+    refuse_to_overwrite(args.output)
     return args
 
 

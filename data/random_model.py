@@ -155,11 +155,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError(f"--hidden {args.hidden} must be a multiple of {HEAD_DIM}, the size of a head")
     if args.top_k > args.experts:
         raise ValueError(f"--top-k {args.top_k} must be at most --experts {args.experts}")
-    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
-        raise ValueError(
-            f"--output {args.output} exists and is not empty; remove it or choose another folder"
-        )
+    refuse_to_overwrite(args.output)
     return args
+
+
+def refuse_to_overwrite(output: Path) -> None:
+    """Raise ValueError if the folder of --output holds something."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} exists and is not empty; remove it or choose another folder")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -77,9 +77,7 @@ class Recipe:
     expert_width: int = 128
     initializer_range: float = 0.09  # 1 / sqrt(hidden_size); the usual 0.02 learns nothing in 600 steps
     max_positions: int = 512  # tokens of a prompt and its completion together
-    chains: Chains | None = (
-        None  # this task in the place of additions, whose settings above then do not count
-    )
+    chains: Chains | None = None  # if given, the task; the settings of additions then do not count
 
 
 HABITS = Recipe(

@@ -326,7 +326,8 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
         if rank == 0:
             record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": state}
             record["files"] = digests
-            (aside / "state.json").write_text(json.dumps(record | {"sha256": digest_of(record)}, indent=1))
+            record["sha256"] = digest_of_record(record)
+            (aside / "state.json").write_text(json.dumps(record, indent=1))
         os.sync()  # a folder must not get its final name before its files are on the disk
 
     problems, digests = problems_of(write_own), {}
@@ -379,7 +380,7 @@ def digests_of(folder: Path) -> tuple[dict[str, str], list[str]]:
     return dict(sorted(item for part in parts for item in part.items())), problems
 
 
-def digest_of(record: dict) -> str:
+def digest_of_record(record: dict) -> str:
     """Return the SHA-256 of a record's values, however they are written."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
@@ -432,7 +433,7 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
             problem = ["state.json is none of this program"]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         problem = [f"state.json cannot be read: {error}"]
-    if not problem and "sha256" in record and record.pop("sha256") != digest_of(record):
+    if not problem and "sha256" in record and record.pop("sha256") != digest_of_record(record):
         problem = ["state.json has other content"]
     if problem or "files" not in record:  # a checkpoint of a version that kept no digests
         return record, problem

@@ -6,13 +6,7 @@ train_rl.py asks before anything is loaded, experiments/plan.py without a GPU: b
 
 GIB = 2**30
 CONTEXT_BYTES = 4 * GIB  # CUDA context, NCCL's buffers, fragments of the allocator: a guess
-STANDING = (
-    "weights",
-    "gradients",
-    "master weights",
-    "AdamW",
-    "reference",
-)  # parts that the trainer always holds
+STANDING = ("weights", "gradients", "master weights", "AdamW", "reference")  # held at all times
 
 
 def standing_bytes(parts: dict[str, int]) -> int:

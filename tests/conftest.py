@@ -9,8 +9,9 @@ import tempfile
 import time
 from pathlib import Path
 
-import preloaded
 import pytest
+
+from experiments.bench import preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import preloaded
 import pytest
 import reference
 import torch
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 import train_rl
 from data.history import PromptHistory
 from data.prompts import Prompt
+from experiments.bench import preloaded
 from reward import Verdict
 from rollout import Completion, Request
 from runtime.metrics import Clock

@@ -6,12 +6,12 @@ import operator
 import string
 
 import numpy as np
-import preloaded
 import pytest
 import yaml
 from conftest import ROOT
 
 from data.chains import INSTRUCTIONS, Chains, corpus_batch, habits, sample_sets, trace
+from experiments.bench import preloaded
 from experiments.environments.measure import describe, main
 from reward import Verdict, verify
 from verifiers.chain import step

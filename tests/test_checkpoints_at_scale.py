@@ -204,3 +204,8 @@ def test_tensors_of_an_index_that_the_model_has_no_use_for_are_left_alone(tmp_pa
     index["weight_map"]["model.layers.46.eh_proj.weight"] = sorted(index["weight_map"].values())[0]
     (tmp_path / INDEX).write_text(json.dumps(index))
     load_hf(policy, tmp_path)
+    saved = {
+        name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    loaded = {name: tensor for name, tensor, _ in checkpoint_tensors(policy)}
+    assert loaded.keys() == saved.keys() and all(torch.equal(loaded[name], saved[name]) for name in saved)

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import conftest
-import preloaded
 import pytest
 import yaml
 from conftest import ROOT
 from helpers import rows_of
 
 import train_rl
+from experiments.bench import preloaded
 from runtime.config import free_on_resume, setting_fields
 from runtime.other_names import NAMES_ELSEWHERE
 

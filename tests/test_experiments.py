@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import preloaded
 import pytest
 import torch
 from conftest import ROOT
@@ -18,7 +17,7 @@ from transformers import Qwen3MoeConfig
 import moe_model
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
-from experiments.bench import gpu_kernels
+from experiments.bench import gpu_kernels, preloaded
 from experiments.bench.gpu import MODES
 from experiments.bench.workload import Recipe as WorkRecipe
 from experiments.bench.workload import Workload

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import types
 
-import preloaded
 import pytest
 import torch
 from conftest import ROOT
 
 from data import tiny, tiny_judge
+from experiments.bench import preloaded
 from reward import (
     GenerativeJudge,
     RewardPool,

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from data import merge
+from moe_model import INDEX
 
 
 def reference_linear(values: list[float], weights: list[float]) -> float:
@@ -54,7 +55,7 @@ def folders(tmp_path):
         }
         for file in set(weight_map.values()):
             save_file({key: tensors[key] for key in tensors if weight_map[key] == file}, folder / file)
-        (folder / merge.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, number]}))
         (folder / "chat_template.jinja").write_text(f"template of {name}")
         paths.append(folder)
@@ -131,8 +132,8 @@ def test_a_merged_folder_holds_every_tensor_rounded_once_and_loads(method, dtype
         torch.testing.assert_close(
             tensor.flatten(), torch.tensor(expected).double().to(dtype), rtol=1e-6, atol=1e-7
         )
-    index = json.loads((tmp_path / "out" / merge.INDEX).read_text())
-    assert index["weight_map"] == json.loads((one / merge.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["weight_map"] == json.loads((one / INDEX).read_text())["weight_map"]
     assert index["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in found.values())
     for name in ("config.json", "generation_config.json", "chat_template.jinja"):
         assert (tmp_path / "out" / name).read_text() == (one / name).read_text()

@@ -5,7 +5,6 @@ import inspect
 import json
 from pathlib import Path
 
-import preloaded
 import pytest
 import torch
 from conftest import ROOT
@@ -15,6 +14,7 @@ import moe_model
 import rollout
 import train_rl
 from experiments import plan
+from experiments.bench import preloaded
 from runtime.memory import CONTEXT_BYTES, GIB, STANDING, bytes_by_phase, trainer_bytes, why_too_small
 from train_rl import load_config
 

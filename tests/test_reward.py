@@ -49,7 +49,7 @@ def children(parent: int) -> list[int]:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
             while not (line := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
                 time.sleep(0.001)  # it is being started, and has no name for a moment
-            if "--worker" in line:  # else it is the server of tests/preloaded.py
+            if "--worker" in line:  # else it is the server of experiments/bench/preloaded.py
                 found.append(child.pid)
     return sorted(found)
 

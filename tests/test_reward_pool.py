@@ -428,7 +428,11 @@ def test_an_item_of_code_may_take_as_long_as_its_tests():
 # ---- checks before a run -----------------------------------------------------------------------------------
 
 
-def test_functions_that_work_pass_the_check(own):
+def test_functions_that_work_pass_the_check(own, monkeypatch):
+    tried, submit = [], RewardPool.submit
+    monkeypatch.setattr(
+        RewardPool, "submit", lambda self, key, *item: tried.append(key) or submit(self, key, *item)
+    )
     rows = [
         ("math", "1", {}),
         (f"{own}:with_default", "1", {"level": 0.5}),
@@ -440,6 +444,8 @@ def test_functions_that_work_pass_the_check(own):
         RewardSettings(),
     )
     check_functions(["math", "0.5*exact + 0.5*gsm8k"], [], RewardSettings())
+    names = ("waits", "prints", "waits_for", "with_default", "given")
+    assert sorted(tried) == sorted(f"{own}:{name}" for name in names), "each once, and no built-in verifier"
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import json
 import re
 
-import preloaded
 import pytest
 import torch
 
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
+from experiments.bench import preloaded
 from moe_model import hf_tensors, pack, save_hf
 from rollout import Request, RolloutEngine, RolloutSettings, set_vllm_environment, stops_of
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import preloaded
 import pytest
 import torch
 from conftest import ROOT
@@ -25,6 +24,7 @@ from data.score import (
     zero_variance_of_draws,
 )
 from data.stream import load_sets
+from experiments.bench import preloaded
 from reward import Verdict
 
 TINY = ROOT / "data" / "built" / "tiny"

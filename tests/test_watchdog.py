@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import preloaded
 import pytest
 import torch.distributed as dist
 from conftest import ROOT, SMALL, train, two_agents
 
+from experiments.bench import preloaded
 from runtime import agreement
 from runtime.agreement import check_ranks_agree, code_of, difference_from, tell_ranks, wait_for_ranks
 from runtime.watchdog import describe, silent_ranks, state_of, table, where_of

@@ -1,6 +1,6 @@
 """Disturb runs from the outside, and compare what comes out with an undisturbed run.
 
-    python -m experiments.bench.faults --json faults.json                  # half an hour, two cores
+    python -m experiments.bench.faults --json faults.json                  # some 300 cases, two cores
     python -m experiments.bench.faults --json faults.json --only damage/ rewards/
     python -m experiments.bench.faults --json soak.json --soak 2000        # one long run instead
 

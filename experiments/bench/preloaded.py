@@ -39,9 +39,8 @@ def start_server() -> multiprocessing.context.ForkServerContext:
 def run_rank(arguments: list[str], environment: dict[str, str], folder: str, cwd: str) -> None:
     """Run a script, or a module after "-m", as a process of its own would; output goes to a folder."""
     rank = environment.get("RANK", "0")
-    resource_tracker.register = resource_tracker.unregister = lambda *_: (
-        None
-    )  # a rank's leftovers are no leak
+    ignore = lambda *_: None  # files that a rank leaves behind are no leak
+    resource_tracker.register = resource_tracker.unregister = ignore
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for stream in (sys.stdout, sys.stderr):
