@@ -480,6 +480,7 @@ def sampling_params(request: Request, stop_ids: list[int], stop_texts: list[str]
         include_stop_str_in_output=bool(stop_texts),
         detokenize=bool(stop_texts),  # reward workers turn tokens into text
         output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # it is this request's own
     )
 
 

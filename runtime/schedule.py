@@ -117,23 +117,30 @@ class CacheRoom:
         self.started: dict[int, int] = {}  # {running request: the step at which it started}
         self.step, self.tokens, self.ended = 0, 0, 0  # steps so far; tokens and number of ended requests
         self.is_full = False  # one did not fit, and none has ended since
-        self.shared = [0] * len(requests)  # blocks of a prompt that requests with the same one share
-        self.prompts = [tuple(request.prompt_ids) for request in requests] if shares_prompts else []
-        if shares_prompts:
-            self.shared = [(len(prompt) - 1) // block_size for prompt in self.prompts]
+        self.prompts, self.shared = range(len(requests)), [0] * len(requests)
+        if shares_prompts:  # number of each request's prompt, and its blocks that all with this prompt share
+            numbers: dict[tuple[int, ...], int] = {}
+            self.prompts = [numbers.setdefault(tuple(r.prompt_ids), len(numbers)) for r in requests]
+            self.shared = [(len(request.prompt_ids) - 1) // block_size for request in requests]
+        self.is_counted = False  # the next three hold until the next step or end
+        self.typical = math.inf  # tokens of a request of which nothing is known
+        self.blocks, self.sharing = 0, set()  # of the running: all their blocks; numbers of their prompts
 
     def take_step(self) -> None:
         """Take note of a step of the engine: every running request has at most one token more."""
-        self.step += 1
+        self.step, self.is_counted = self.step + 1, False
 
     def start(self, index: int) -> None:
         """Take note that a request has started."""
         self.started[index] = self.step
+        if self.is_counted:
+            self.count(index)
 
     def end(self, index: int, num_tokens: int) -> None:
         """Take note that a request has ended with so many tokens."""
         del self.started[index]
         self.tokens, self.ended, self.is_full = self.tokens + num_tokens, self.ended + 1, False
+        self.is_counted = False
 
     def typical_tokens(self) -> float:
         """Return the expected length of a request of which nothing is known; infinite if none has ended."""
@@ -150,13 +157,25 @@ class CacheRoom:
         tokens = len(request.prompt_ids) + min(tokens, request.max_new_tokens)
         return math.ceil(tokens / self.block_size) - self.shared[index]
 
+    def more_blocks(self, index: int) -> int:
+        """Return the blocks that a request adds to those that are counted."""
+        is_shared = self.prompts[index] in self.sharing
+        return self.own_blocks(index, self.typical) + (0 if is_shared else self.shared[index])
+
+    def count(self, index: int) -> None:
+        """Count the blocks of a request that runs."""
+        self.blocks += self.more_blocks(index)
+        self.sharing.add(self.prompts[index])
+
     def has_room_for(self, index: int) -> bool:
         """Tell whether a request that waits fits beside the running ones."""
         if self.started and not self.is_full:
-            both, typical = (index, *self.started), self.typical_tokens()
-            shared = {self.prompts[number]: self.shared[number] for number in both} if self.prompts else {}
-            blocks = sum(self.own_blocks(number, typical) for number in both) + sum(shared.values())
-            self.is_full = blocks > self.num_blocks
+            if not self.is_counted:
+                self.is_counted, self.typical = True, self.typical_tokens()
+                self.blocks, self.sharing = 0, set()
+                for running in self.started:
+                    self.count(running)
+            self.is_full = self.blocks + self.more_blocks(index) > self.num_blocks
         return not (self.started and self.is_full)
 
 
