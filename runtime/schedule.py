@@ -124,7 +124,7 @@ class CacheRoom:
             self.shared = [(len(request.prompt_ids) - 1) // block_size for request in requests]
         self.is_counted = False  # the next three hold until the next step or end
         self.typical = math.inf  # tokens of a request of which nothing is known
-        self.blocks, self.sharing = 0, set()  # of the running: all their blocks; numbers of their prompts
+        self.blocks, self.sharing = 0, set()  # blocks and prompts (by number) of all that run
 
     def take_step(self) -> None:
         """Take note of a step of the engine: every running request has at most one token more."""
