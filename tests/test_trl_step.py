@@ -17,14 +17,14 @@ def test_the_reward_compares_text_without_the_space_around_it():
     assert trl_step.is_right([" 12", "12 3", "", "7"], answer=["12", "123", "4", "7"]) == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_the_table_has_ratios_to_ours():
+def test_the_table_has_ratios_to_ep1():
     figures = lambda *seconds: {"step": spread(list(seconds)), "tokens_per_s": spread([1.0])}
     data = {
-        "ours": {"16 new tokens": figures(0.1, 0.2, 0.3), "256 new tokens": figures(2, 4, 5)},
+        "ep1": {"16 new tokens": figures(0.1, 0.2, 0.3), "256 new tokens": figures(2, 4, 5)},
         "vllm": {"16 new tokens": figures(0.3, 0.3, 0.3), "256 new tokens": figures(3, 2, 1)},
     }
     assert trl_step.table_lines(data)[2:] == [
-        "| ours | 0.200 (0.100-0.300) | 1.00 | 4.000 (2.000-5.000) | 1.00 |",
+        "| ep1 | 0.200 (0.100-0.300) | 1.00 | 4.000 (2.000-5.000) | 1.00 |",
         "| vllm | 0.300 (0.300-0.300) | 1.50 | 2.000 (1.000-3.000) | 0.50 |",
     ]
 

@@ -3,15 +3,22 @@
     python -m venv trl_venv && trl_venv/bin/pip install -r requirements-cpu.txt \\
         -r experiments/bench/requirements-trl.txt
     python -m experiments.bench.trl_step --trl-python trl_venv/bin/python --json trl_step.json
-    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python --trainers ours generate --repeats 5
-    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python model.ep_size=1   # settings of ours
+    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python --trainers ep1 generate --repeats 5
+    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python run.log_every=10  # settings of ours
 
 Two ranks, float32, GRPO on 32 prompts x 8 completions a step, one update, without a KL term. The workloads
 are those of experiments.bench.step: at most 16 tokens, and 256 tokens from a model that hardly ever ends.
-TRL's GRPOTrainer runs with transformers' generate, and with vLLM in its processes; its reward compares
-text, its experts are "eager" and nothing is compiled. A figure is the median over the steps of a run after
-the first five; the table shows the median over runs and their range. The file holds {trainer: what
-experiments.bench.step writes}; TRL has no phases.
+These trainers take turns:
+    ep1         train_rl.py, every rank with all experts.
+    ep2         train_rl.py, half of the experts on each rank.
+    every_row   As ep1, with train.skip_zero_gradient=false: TRL computes rows without gradient, too. In the
+                second workload all rewards are equal, so ep1 and ep2 skip its whole update.
+    generate    TRL's GRPOTrainer with transformers' generate.
+    vllm        TRL's GRPOTrainer with vLLM in its processes.
+TRL's reward compares text, its experts are "eager" and nothing is compiled. Its own weight sync fails in
+vLLM's CPU build, which packs its weights, so it gets the loader of rollout.py. A figure is the median over the
+steps of a run after the first five; the table shows the median over runs and their range, and ratios to ep1.
+The file holds {trainer: what experiments.bench.step writes}; TRL has no phases.
 """
 
 import json
@@ -25,7 +32,12 @@ from pathlib import Path
 
 from experiments.bench.common import ROOT, TINY, endless_model, make_parser, markdown, spread, write_json
 
-TRAINERS = ("ours", "generate", "vllm")
+OURS = {
+    "ep1": ("model.ep_size=1",),
+    "ep2": ("model.ep_size=2",),
+    "every_row": ("model.ep_size=1", "train.skip_zero_gradient=false"),
+}
+TRAINERS = (*OURS, "generate", "vllm")
 NUM_PROMPTS, GROUP_SIZE, NUM_RANKS = 32, 8, 2
 
 
@@ -50,13 +62,24 @@ def is_right(completions: list[str], answer: list[str], **columns) -> list[float
     return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
 
+def sync_weights(generation) -> None:
+    """Send TRL's weights to its vLLM as train_rl.py does, in place of VLLMGeneration.sync_weights()."""
+    from rollout import load_weights_in_worker
+
+    worker = generation.llm.llm_engine.model_executor.driver_worker
+    load_weights_in_worker(worker, generation._iter_named_params(), on_cpu=True)
+    generation.llm.reset_prefix_cache()
+
+
 def train_with_trl(model: Path, max_new_tokens: int, num_steps: int, use_vllm: bool, result: Path) -> None:
     """Train in this rank; rank 0 writes the seconds and the completions' mean length of each step."""
     import torch
     from datasets import load_dataset
     from transformers import TrainerCallback
     from trl import GRPOTrainer
+    from trl.generation import vllm_generation
 
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
     torch.set_num_threads(1)
     rows = load_dataset("json", data_files=str(ROOT / "data/built/tiny/train.jsonl"), split="train")
     begun, seconds, lengths = [0.0], [], []
@@ -99,7 +122,8 @@ def run_trl(
         environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         if done.returncode:
-            sys.exit(f"TRL's run failed:\n{done.stderr[-3000:]}")
+            own_words = done.stderr.partition("torch.distributed.elastic.multiprocessing.errors")[0]
+            sys.exit(f"TRL's run failed:\n{own_words[-6000:]}")
         found = json.loads(result.read_text())
     step = statistics.median(found["seconds"][warmup:])
     completions = NUM_PROMPTS * GROUP_SIZE
@@ -108,18 +132,18 @@ def run_trl(
 
 
 def table_lines(data: dict) -> list[str]:
-    """Return the table of {trainer: {workload: {figure: spread}}}; ratios are to ours."""
+    """Return the table of {trainer: {workload: {figure: spread}}}; ratios are to ep1."""
     workloads, rows = list(next(iter(data.values()))), []
     for trainer, found in data.items():
         row = [trainer]
         for workload in workloads:
             step = found[workload]["step"]
             row.append(f"{step['median']:.3f} ({step['min']:.3f}-{step['max']:.3f})")
-            ours = data.get("ours", found)[workload]["step"]["median"]
-            row.append(f"{step['median'] / ours:.2f}")
+            base = data.get("ep1", found)[workload]["step"]["median"]
+            row.append(f"{step['median'] / base:.2f}")
         rows.append(row)
     (num_runs,) = {figures["step"]["n"] for found in data.values() for figures in found.values()}
-    heads = [head for workload in workloads for head in (f"{workload}, s", "/ ours")]
+    heads = [head for workload in workloads for head in (f"{workload}, s", "/ ep1")]
     return markdown([f"seconds per step, median (range) of {num_runs} runs", *heads], rows)
 
 
@@ -154,8 +178,9 @@ def main() -> None:
             runs, num_steps = {trainer: [] for trainer in args.trainers}, args.steps or num_steps
             for _ in range(args.repeats):
                 for trainer, found in runs.items():
-                    if trainer == "ours":
-                        found.append(run_once(args.script, tokens, num_steps, scratch, args.settings))
+                    if trainer in OURS:
+                        settings = [*OURS[trainer], *args.settings]
+                        found.append(run_once(args.script, tokens, num_steps, scratch, settings))
                     else:
                         with_vllm = trainer == "vllm"
                         options = (args.trl_python, model, tokens, num_steps, with_vllm, WARMUP_STEPS)
