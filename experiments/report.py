@@ -40,7 +40,8 @@ COLUMNS. Without --columns the table has those from `row` to `seconds`.
   max:NAME          The largest value of a metric over all steps of all runs.
   step_N:NAME       Mean over runs of a metric at step N.
 
-RECORDS. --export writes one JSON line per run that has ended, and --runs reads it back; nothing is rounded:
+RECORDS. --export writes one JSON line per run that has ended, and --runs reads it back. Metrics have seven
+digits, as many as float32 has:
   {"row", "seed", "commit", "versions": {package: version},
    "settings": {dotted name: value},                  # those that differ from the defaults
    "steps": {metric: [value of step 1, 2, ...]},      # among them step and generated_tokens; null: not there
@@ -605,6 +606,7 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from cycler import cycler
 
     smoothed = f"share over {SMOOTHING_STEPS} steps"
     figures = {
@@ -618,13 +620,16 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
         ),
     }
     for path, panels in figures.items():
-        figure, both = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        figure, both = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         for axes, (x_label, y_label, curve) in zip(both, panels):
+            axes.set_prop_cycle(
+                cycler(linestyle=["-", "--", ":"]) * cycler(color=plt.get_cmap("tab10").colors)
+            )
             for name, runs in rows.items():
                 draw(axes, [curve(run) for run in runs], name)
             axes.set(xlabel=x_label, ylabel=y_label)
             axes.grid(alpha=0.3)
-        both[0].legend(fontsize="small")
+        figure.legend(*both[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
         figure.savefig(path, dpi=110)
         plt.close(figure)
 
@@ -689,6 +694,12 @@ def provenance(folder: Path) -> dict:
     }
 
 
+def shortened(columns: dict[str, list]) -> dict[str, list]:
+    """Return columns of metrics with seven digits."""
+    short = lambda value: float(f"{value:.7g}") if isinstance(value, float) else value
+    return {name: [short(value) for value in values] for name, values in columns.items()}
+
+
 def export(rows: dict[str, list[Run]], file: Path) -> None:
     """Write the record file of the runs."""
     if file.exists():
@@ -699,6 +710,7 @@ def export(rows: dict[str, list[Run]], file: Path) -> None:
         record = run.record | made
         names = ("row", "seed", "commit", "versions", "settings", "steps", "evaluations", "offline_tokens")
         kept = {name: record[name] for name in names if name in record}
+        kept |= {kind: shortened(kept[kind]) for kind in ("steps", "evaluations")}
         lines.append(json.dumps(kept, separators=(",", ":")) + "\n")
     file.write_text("".join(lines))
 
