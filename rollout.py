@@ -818,8 +818,9 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
 def expert_layers(model) -> Iterator[tuple[str, torch.nn.Module, object]]:
     """Yield (name, layer, its kernel) of all experts of an engine on CPUs."""
     for name, module in model.named_modules():
-        if hasattr(module, "w13_weight"):
-            yield plain_name(f"{name}."), module, module.quant_method.moe_kernel.fused_experts
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            yield plain_name(f"{name}."), module, kernel.fused_experts
 
 
 def expert_storage(model) -> dict[str, tuple[Tensor, str]]:
