@@ -26,6 +26,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.fp8_block import BLOCK, fp8_round
@@ -786,51 +787,73 @@ def kernels_in_worker(worker) -> str:
 def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
     """Reload weights layer by layer inside vLLM's worker; return the parameters that got nothing.
 
-    On CPUs fused experts are copied whole to where the kernel reads them, and packed there, where vLLM's
-    loader would go through Python twice for every expert.
+    On CPUs fused experts are packed straight to where the kernel reads them. vLLM's loader would go through
+    Python twice for every expert, and packing what it has loaded takes fresh memory for all of them.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     model = worker.model_runner.get_model()
     expected = {plain_name(n) for n, _ in model.named_parameters() if not n.endswith(MADE_FROM_WEIGHTS)}
-    experts, copied = fused_expert_storage(model) if on_cpu else {}, set()
+    experts, packed = expert_storage(model) if on_cpu else {}, set()
 
     def without_fused_experts():
         for name, tensor in named_tensors:
-            target = experts.get(engine_name(name))
+            target, layout = experts.get(engine_name(name), (None, None))
             if target is None or target.shape != tensor.shape:  # another shape: a tensor-parallel part of it
                 yield name, tensor
             else:
-                target.copy_(tensor)
-                copied.add(engine_name(name))
+                pack_experts(tensor, target, layout)
+                packed.add(engine_name(name))
 
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
         loaded = model.load_weights(without_fused_experts())
         finalize_layerwise_reload(model, worker.model_runner.model_config)
         if on_cpu:
-            repack_for_cpu_kernels(model)
-    return sorted(expected - loaded - copied)
+            repack_for_cpu_kernels(model, packed)
+    return sorted(expected - loaded - packed)
 
 
-def fused_expert_storage(model) -> dict[str, Tensor]:
-    """Return {name: [E, ...]} of the memory that holds the experts."""
-    return {plain_name(name): p.data for name, p in model.named_parameters() if p.dim() == 3}
+def expert_layers(model) -> Iterator[tuple[str, torch.nn.Module, object]]:
+    """Yield (name, layer, its kernel) of all experts of an engine on CPUs."""
+    for name, module in model.named_modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            yield plain_name(f"{name}."), module, kernel.fused_experts
 
 
-def repack_for_cpu_kernels(model) -> None:
+def expert_storage(model) -> dict[str, tuple[Tensor, str]]:
+    """Return {name: (memory of the experts [E, ...], its layout)} where a kernel reads packed experts."""
+    return {
+        f"{layer_name}{name}": (getattr(layer, name).data, kernel.isa)
+        for layer_name, layer, kernel in expert_layers(model)
+        for name in ("w13_weight", "w2_weight")
+        if not kernel._use_zentorch  # it packs nothing
+    }
+
+
+PACKED_AT_ONCE = 8  # experts: as many threads pack one each, and the cast ones are few enough to reuse memory
+
+
+def pack_experts(tensor: Tensor, target: Tensor, layout: str) -> None:
+    """Cast experts [E, ...] and pack them to where the kernel reads them."""
+    for part, packed in zip(tensor.split(PACKED_AT_ONCE), target.split(PACKED_AT_ONCE)):
+        torch.ops._C.prepack_moe_weight(part.to(packed.dtype).contiguous(), packed, layout)
+
+
+def repack_for_cpu_kernels(model, packed: set[str]) -> None:
     """Redo two steps of the first load that vLLM's CPU backend leaves out of a reload (seen in 0.30).
 
     Without them it returns no error and a broken model: expert weights stay in the checkpoint's layout
     although the kernel reads a packed one, and a tied head keeps the packed copy of the old embedding.
+    packed: parameters with experts that are in place.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    for module in model.modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and hasattr(module, "w13_weight"):
-            kernel.fused_experts.process_weights_after_loading(module)
+    for name, layer, kernel in expert_layers(model):
+        if f"{name}w13_weight" not in packed:
+            kernel.process_weights_after_loading(layer)
     if model.config.tie_word_embeddings:
         dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
 
@@ -858,18 +881,19 @@ def plain_name(name: str) -> str:
 CHECKSUM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements: a core's cache; enough to fill a GPU
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """Return [2] int64: sum and sum of squares of the elements' bits as integers, modulo 2^64.
+def checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [2]: sum and sum of squares of the elements' bits in dtype, as integers.
 
-    The checksum does not depend on the order of the elements, nor on zeros among them: kernels permute and
-    pad.
+    They are modulo 2^64, or 2^32 where dtype has 16 bits, and do not depend on the order of the elements nor
+    on zeros among them: kernels permute and pad.
     """
-    tiny, sums = torch.finfo(tensor.dtype).tiny, torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    integers = torch.int32 if tensor.dtype.itemsize == 4 else torch.int16
+    subnormal = torch.finfo(dtype).tiny * (1 - torch.finfo(dtype).eps)  # the largest one
+    integers, wide = (torch.int32, torch.int64) if dtype.itemsize == 4 else (torch.int16, torch.int32)
+    sums = torch.zeros(2, dtype=wide, device=tensor.device)
     for part in tensor.flatten().split(CHECKSUM_CHUNK[tensor.device.type]):
-        part = torch.where(part.abs() < tiny, 0, part)  # -0 and what a kernel may flush to 0
-        bits = part.view(integers).long()
-        sums += torch.stack([bits.sum(), (bits * bits).sum()])
+        part = F.hardshrink(part.to(dtype), subnormal)  # 0 for -0 and for what a kernel may flush to 0
+        bits = part.view(integers).to(wide)
+        sums += torch.stack([bits.sum(dtype=wide), (bits * bits).sum(dtype=wide)])
     return sums
 
 
@@ -901,7 +925,7 @@ def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]
     known = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     with torch.no_grad():
         tensors = held_tensors(model, dtype, worker.parallel_config.tensor_parallel_size)
-        held = {name: (values.dtype, checksum(values)) for name, values in tensors}
+        held = {name: (values.dtype, checksum(values, values.dtype)) for name, values in tensors}
         sent: dict[str, Tensor] = {}
         names: dict[str, list[str]] = {}
         lost = []  # tensors that the engine has no place for
@@ -911,7 +935,7 @@ def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]
             if target not in known and tensor.any():
                 lost.append(f"nothing (from {name})")
             if target in held:
-                part = checksum(tensor.to(held[target][0]))
+                part = checksum(tensor, held[target][0])
                 sent[target] = sent[target] + part if target in sent else part
     twins = {}  # tensors that are sent once and held twice: GLM's bias; a tied head, packed on CPUs
     if "lm_head.weight" in held and model.config.tie_word_embeddings:

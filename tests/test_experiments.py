@@ -106,7 +106,7 @@ def test_sync_writes_the_table_it_prints(tmp_path):
     assert reports["one by one"]["num_tensors"] == reports["fused"]["num_tensors"] + 2 * (3 * 8 - 2)
     # layers x experts x three matrices, and all that is not an expert's
     assert {report["num_bytes"] for report in reports.values()} == {4 * size["parameters"]}
-    assert set(found["python_per_tensor"]) == {"one by one", "fused", "copied"}
+    assert set(found["python_per_tensor"]) == {"one by one", "fused", "packed"}
 
 
 @pytest.mark.slow

@@ -783,16 +783,27 @@ def test_changes_that_cancel_in_a_sum_are_found(engine_of):
     assert_check_fails(engine, hf_tensors(policy), name)
 
 
-@pytest.mark.parametrize(("dtype", "integers"), [("float32", torch.int32), ("bfloat16", torch.int16)])
-def test_the_checksum_is_the_sum_and_the_sum_of_squares_of_the_bits(dtype, integers):
-    tensor = random_weight((300, 300), 1.0).to(getattr(torch, dtype))
+@pytest.mark.parametrize(
+    ("dtype", "integers", "largest_subnormal"),
+    [(torch.float32, torch.int32, 0x7FFFFF), (torch.bfloat16, torch.int16, 0x7F)],
+)
+def test_the_checksum_is_the_sum_and_the_sum_of_squares_of_the_bits(dtype, integers, largest_subnormal):
+    values = random_weight((300, 300), 1.0)
+    tiny = torch.finfo(dtype).tiny
+    values[0, :5] = torch.tensor([tiny, -tiny, float("nan"), float("inf"), -float("inf")])
+    tensor = values.to(dtype)
     assert tensor.numel() > rollout.CHECKSUM_CHUNK["cpu"] and (tensor == 0).any()
     bits = torch.where(tensor == 0, 0, tensor).view(integers).flatten().tolist()
-    expected = [sum(bits) % 2**64, sum(b * b for b in bits) % 2**64]
-    assert [x % 2**64 for x in rollout.checksum(tensor).tolist()] == expected
+    modulus = 2 ** (16 * dtype.itemsize)
+    expected = [sum(bits) % modulus, sum(b * b for b in bits) % modulus]
+    checksum = rollout.checksum(values, dtype)
+    assert [x % modulus for x in checksum.tolist()] == expected
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0))
     moved = F.pad(torch.where(tensor == 0, -tensor, tensor).flatten()[order], (5, 70_000))  # -0, padding
-    assert torch.equal(rollout.checksum(moved), rollout.checksum(tensor))
+    moved.view(integers)[:2] = torch.tensor([1, largest_subnormal])
+    assert torch.equal(rollout.checksum(moved, dtype), checksum)
+    tensor.view(integers)[7, 7] += 1  # one ulp
+    assert not torch.equal(rollout.checksum(tensor, dtype), checksum)
 
 
 def test_fp8_simulation_is_checked_against_the_rounded_weights(engine_of, monkeypatch):
@@ -844,10 +855,10 @@ def test_a_tied_head_with_a_packed_copy_of_the_old_embedding_is_found(engine_of,
     engine.sync(hf_tensors(policy), 0)
     repack = rollout.repack_for_cpu_kernels
 
-    def without_head(model):
+    def without_head(model, packed):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model.config, "tie_word_embeddings", False)
-            repack(model)
+            repack(model, packed)
 
     monkeypatch.setattr(rollout, "repack_for_cpu_kernels", without_head)
     move(policy)

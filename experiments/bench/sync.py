@@ -1,4 +1,4 @@
-"""Measure the seconds of a weight sync into vLLM by model size, against a plain copy of the same bytes.
+"""Measure the seconds of a weight sync into vLLM by model size, against copies of the same weights.
 
     python -m experiments.bench.sync                    # 1, 30, 300 million parameters: about three minutes
     python -m experiments.bench.sync --json sync.json --sizes 1M 30M
@@ -6,10 +6,13 @@
 These ways take turns, all into the same engine, one after another in every round:
     one by one   The matrices of every expert are tensors of their own and go through vLLM's loader.
     fused        Expert tensors are fused and go through vLLM's loader, in Python once for every expert.
-    copied       Expert tensors are fused and copied whole to where the kernel reads them, as sync() does on
-                 CPUs.
+    packed       Expert tensors are fused and packed straight to where the kernel reads them, as sync() does
+                 on CPUs.
     check        check_weights() compares checksums of what was sent with those of what the engine holds.
-    copied, FP8  As copied, with block-wise E4M3 rounding (rollout.fp8 simulate).
+    packed, FP8  As packed, with block-wise E4M3 rounding (rollout.fp8 simulate).
+    its copies   The memory traffic that a sync on CPUs cannot do without: every tensor is cast into memory of
+                 the engine's dtype, and every matrix is copied once more in that dtype, because kernels read
+                 packed matrices. The memory is in use before, so that none of it is touched first.
 A figure is the median of --repeats rounds after one that is not counted, in brackets their range. Python per
 tensor is the sync of a model with the same tensors and next to no bytes, per tensor sent.
 """
@@ -36,7 +39,8 @@ from experiments.bench.common import (
 )
 from runtime.launch import leave
 
-WAYS = ("one by one", "fused", "copied", "check", "copied, FP8")
+WAYS = ("one by one", "fused", "packed", "check", "packed, FP8")
+COPIES = ("its copies", "plain copy", "plain cast")
 
 
 def make_engine(policy: moe_model.Policy, dtype: str) -> rollout.RolloutEngine:
@@ -63,16 +67,16 @@ def sync(way: str, engine: rollout.RolloutEngine, policy: moe_model.Policy) -> r
     """Make one sync, or one check, in one of the ways."""
     fp8 = "simulate" if way.endswith("FP8") else "off"
     engine.settings = engine.settings.model_copy(update={"fp8": fp8})
-    copied = rollout.fused_expert_storage
+    storage = rollout.expert_storage
     try:
         if way == "fused":
-            rollout.fused_expert_storage = lambda model: {}
+            rollout.expert_storage = lambda model: {}
         if way == "check":
             return engine.check_weights(moe_model.hf_tensors(policy))
         tensors = expert_by_expert(policy) if way == "one by one" else moe_model.hf_tensors(policy)
         return engine.sync(tensors, 0)
     finally:
-        rollout.fused_expert_storage = copied
+        rollout.expert_storage = storage
 
 
 def timed(call) -> float:
@@ -82,6 +86,21 @@ def timed(call) -> float:
     return time.perf_counter() - start
 
 
+def make_copies(policy: moe_model.Policy, dtype: str):
+    """Return a function that makes the copies that a sync of this policy cannot do without."""
+    sent = [tensor for _, tensor in moe_model.hf_tensors(policy)]
+    cast = [torch.zeros_like(tensor, dtype=getattr(torch, dtype)) for tensor in sent]
+    packed = [torch.zeros_like(tensor) if tensor.dim() > 1 else None for tensor in cast]
+
+    def copy() -> None:
+        for source, target, second in zip(sent, cast, packed):
+            target.copy_(source)
+            if second is not None:
+                second.copy_(target)
+
+    return copy
+
+
 def measure(size: str, dtype: str, repeats: int, progress) -> dict:
     """Return the seconds of every way and of plain copies, and bytes and tensors of a sync, of one size."""
     policy = make_policy(*SIZES[size])
@@ -89,6 +108,7 @@ def measure(size: str, dtype: str, repeats: int, progress) -> dict:
     source = torch.cat([p.detach().flatten() for p in policy.parameters()])
     target = torch.empty_like(source)
     ways = {way: (lambda way=way: sync(way, engine, policy)) for way in WAYS}
+    ways["its copies"] = make_copies(policy, dtype)
     ways["plain copy"] = lambda: target.copy_(source)
     ways["plain cast"] = lambda: target.view(torch.bfloat16)[: len(source)].copy_(source)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
@@ -99,7 +119,7 @@ def measure(size: str, dtype: str, repeats: int, progress) -> dict:
                 seconds[way].append(elapsed)
             progress.update()
     reports = {way: dataclasses.asdict(sync(way, engine, policy)) for way in WAYS if way != "check"}
-    sync("copied", engine, policy)
+    sync("packed", engine, policy)
     engine.check_weights(moe_model.hf_tensors(policy))
     return {
         "parameters": sum(p.numel() for p in policy.parameters()),
@@ -107,6 +127,7 @@ def measure(size: str, dtype: str, repeats: int, progress) -> dict:
         "n": repeats,
         "reports": reports,
         "seconds": {way: spread(found) for way, found in seconds.items()},
+        "packed / its copies": spread([a / b for a, b in zip(seconds["packed"], seconds["its copies"])]),
     }
 
 
@@ -115,7 +136,7 @@ def python_per_tensor(dtype: str, repeats: int) -> dict[str, float]:
     _, layers, experts, _, _ = SIZES["30M"]
     policy = make_policy(32, layers, experts, 32, 128)
     engine, found = make_engine(policy, dtype), {}
-    for way in ("one by one", "fused", "copied"):
+    for way in ("one by one", "fused", "packed"):
         sync(way, engine, policy)
         seconds = statistics.median(timed(lambda: sync(way, engine, policy)) for _ in range(repeats))  # noqa: B023
         found[way] = seconds / sync(way, engine, policy).num_tensors
@@ -128,13 +149,15 @@ def table_lines(data: dict) -> list[str]:
     num_rounds = next(iter(sizes.values()))["n"]
     rows = [
         [way, *(with_range(size["seconds"][way], ".4f") for size in sizes.values())]
-        for way in (*WAYS, "plain copy", "plain cast")
+        for way in (*WAYS, *COPIES)
     ]
+    ratio = "packed / its copies"
+    rows.append([f"{ratio}, of a round", *(with_range(size[ratio], ".2f") for size in sizes.values())])
     for way in (*[way for way in WAYS if way != "check"], "plain copy"):
-        sent = [(size["reports"]["copied"]["num_bytes"], size["seconds"][way]) for size in sizes.values()]
+        sent = [(size["reports"]["packed"]["num_bytes"], size["seconds"][way]) for size in sizes.values()]
         rates = [f"{num_bytes / found['median'] / 1e9:.2f}" for num_bytes, found in sent]
         rows.append([f"{way}, GB/s of float32 weights", *rates])
-    for way in ("one by one", "copied"):
+    for way in ("one by one", "packed"):
         rows.append([f"{way}, tensors", *(size["reports"][way]["num_tensors"] for size in sizes.values())])
     return markdown([f"seconds, median (range) of {num_rounds}", *sizes], rows)
 
@@ -149,7 +172,7 @@ def main() -> None:
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
     torch.set_num_threads(1)
-    steps = len(args.sizes) * (args.repeats + 1) * (len(WAYS) + 2)
+    steps = len(args.sizes) * (args.repeats + 1) * (len(WAYS) + len(COPIES))
     progress = tqdm(total=steps, desc="bench", unit="sync", disable=None)
     sizes = {size: measure(size, args.dtype, args.repeats, progress) for size in args.sizes}
     progress.close()
