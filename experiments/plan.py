@@ -7,9 +7,10 @@
     python experiments/plan.py --tables experiments/models/*.yaml             # those of docs/planning.md
 
 Nothing is loaded but config.json; of Qwen3 models the shapes are known by name. The exit code is 0 where the
-run fits, 1 where it does not, and 2 for settings that are wrong. Memory is the arithmetic by which
-train_rl.py refuses a run (train_rl.plan_memory). Seconds are a roofline with the shares of the peaks that
-stand below as constants; docs/planning.md compares them with public measurements.
+run fits (with --search: where anything does), 1 where it does not, and 2 for settings that are wrong. Memory
+of a GPU is the arithmetic by which train_rl.py refuses a run (train_rl.plan_memory); the host's is only
+planned. Seconds are a roofline with the shares of the peaks that stand below as constants; docs/planning.md
+compares them with public measurements.
 
 Reading order: models, machines, the task, bytes, seconds, the plan, what helps, what is printed.
 """
@@ -42,8 +43,10 @@ from train_rl import (
     load_config,
     needs_old_pass,
     plan_memory,
+    stage_configs,
     syncs_own_experts,
     tokens_per_forward,
+    widest,
 )
 
 # ------------------------------------------------------------------------------------------------------------
@@ -871,14 +874,23 @@ def read_machine(args: argparse.Namespace, name: str, num_gpus: int) -> Machine:
     return replace(MACHINES[name], **own)
 
 
+def read_config(args: argparse.Namespace) -> Config:
+    """Return the settings; of a run in stages those with the largest sizes of all stages."""
+    files = [part for file in args.config for part in ("--config", str(file))]
+    stages = stage_configs(load_config([*files, *args.settings]))
+    if len(stages) == 1:
+        return stages[0]
+    tokens = max(tokens_per_forward(one.train, on_gpu=True) for one in stages)
+    config = widest(stages)
+    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_tokens": tokens})})
+
+
 def read_task(args: argparse.Namespace) -> Task:
     """Return what is to be planned; ValueError for what is wrong.
 
     The line "# Machine: ..." of the last file says what the command line does not.
     """
-    config = load_config(
-        [*(part for file in args.config for part in ("--config", str(file))), *args.settings]
-    )
+    config = read_config(args)
     said = next((m.groups() for m in map(SAID.match, comment_of(args.config[-1])) if m), [None] * 5)
     limits = (config.rollout.max_prompt_tokens, config.rollout.max_new_tokens)
     model = model_config(args.shape or said[2] or config.model.path)

@@ -599,6 +599,15 @@ def test_bad_input_is_named(argv, part, small):
         plan.main(["--config", str(small), *argv])
 
 
+def test_stages_are_planned_with_the_largest_sizes(small):
+    argv = ["--config", str(small), "--gpus", "2"]
+    stages = "stages: [{name: a, rollout: {max_new_tokens: 200}, until: {steps: 1}}, {name: b}]"
+    one = plan.read_task(plan.parse_args([*argv, "rollout.max_new_tokens=200"]))
+    small.write_text(small.read_text() + stages)
+    both = plan.read_task(plan.parse_args([*argv, "--new-tokens", "100"]))
+    assert both.parts == one.parts and both.config.train.micro_batch_tokens == 32768
+
+
 @pytest.mark.parametrize("argv", [[], ["--tables", "a.yaml", "--search"], ["--config", "a", "--tables", "b"]])
 def test_the_command_asks_for_one_thing(argv, capsys):
     with pytest.raises(SystemExit) as caught:
