@@ -678,8 +678,9 @@ def describe(plan: dict, contradicts: bool = False) -> str:
     """Write a plan for people; parts of 0 are left out, and all numbers where settings contradict."""
     active = plan["parameters"]["active"]
     total = sum(plan["parameters"].values()) - active
+    missing = " (KV cache: what is missing)" if plan["memory_gib"]["KV cache"] < 0 else ""
     tables = {
-        "GiB of a GPU by part (a KV cache below 0 is missing)": plan["memory_gib"],
+        f"GiB of a GPU by part{missing}": plan["memory_gib"],
         "GiB of a GPU by phase": plan["phases_gib"],
         "GiB of the host by part and rank": plan["host_gib"],
         "seconds of a step": plan["seconds"] if plan["fits"] else {},
@@ -826,7 +827,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--gpus",
         type=int,
         metavar="N",
-        help="GPUs of all nodes (default: what the file says, or the fewest that its settings divide)",
+        help="GPUs of all nodes (default: what the file says, or the fewest that its sizes divide)",
     )
     add("--machine", choices=MACHINES, help="kind of GPU (default: what the file says, or h100)")
     add(
