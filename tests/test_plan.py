@@ -443,7 +443,8 @@ def test_fp8_speeds_rollouts_up_as_published():
 @pytest.mark.parametrize("mean, limit", [(2000, 4096), (100, 16384), (4096, 4096)])
 def test_a_rollout_samples_every_token_once(mean, limit, monkeypatch):
     """With steps that cost a second for each completion in them, seconds are tokens."""
-    task = make_task(*FITTING, f"rollout.max_new_tokens={limit}", new=mean)
+    task = make_task(*FITTING, f"rollout.max_new_tokens={limit}", new=mean, machine="h200")
+    assert plan.completions_at_once(task) == 256
     prompts = 128 * plan.product_seconds(task, 200, 100) / 8  # prompts of a step, on the 8 GPUs of its engine
     monkeypatch.setattr(plan, "decode_step_seconds", lambda task, batch, context: batch)
     assert plan.rollout_seconds(task) - prompts == pytest.approx(task.completions * mean, rel=1e-6)
