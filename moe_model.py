@@ -985,7 +985,7 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
     An update is any number of backward(loss, scale_wrt_gas=False), then one step(). settings has
     learning_rate, betas, weight_decay, max_grad_norm and zero_stage (1 or 2: at 0 DeepSpeed clips each rank
     by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own), and
-    offload_optimizer: float32 weights, gradients and AdamW's state are held on the host and updated there.
+    offload_optimizer: float32 weights and AdamW's state are held on the host and updated there.
     """
     optimizer = {
         "lr": settings.learning_rate,
@@ -1097,10 +1097,21 @@ def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, o
     return norms + attention + rows + 4 * num_experts_of(config) + 32 * top_k + 4
 
 
+def grid_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
+    """Return how much of saved_bytes_per_token() is per place of attention's grid, which sharing leaves.
+
+    These are padded queries, keys, values and outputs, 2 (Q + V) s, and log-sums.
+    """
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return 2 * (heads + kv_heads) * head_dim(config) * itemsize + 4 * heads
+
+
 def passing_bytes(
-    config: PretrainedConfig, settings: ModelSettings, tokens: int, device: str
+    config: PretrainedConfig, settings: ModelSettings, tokens: int, device: str, num_shared: int = 0
 ) -> dict[str, int]:
     """Return the bytes that a micro-batch takes besides what stands between updates.
+
+    tokens: places of the grid. num_shared: those of them whose token is laid out elsewhere (see share()).
 
     `activations` are kept from the forward to the backward: those of all layers, or with
     model.activation_checkpointing the inputs of all layers and one layer. `on the way back` is the larger of
@@ -1110,14 +1121,17 @@ def passing_bytes(
     """
     hidden, layers, itemsize = config.hidden_size, config.num_hidden_layers, itemsize_of(settings)
     has_experts = [is_moe_layer(config, layer) for layer in range(layers)]
+    checkpointing = settings.activation_checkpointing
     of_kind = {
         kind: saved_bytes_per_token(config, has_experts.index(kind), itemsize, device == "cuda")
         for kind in set(has_experts)
     }
     saved = [of_kind[kind] for kind in has_experts]
-    kept = layers * hidden * itemsize + max(saved) if settings.activation_checkpointing else sum(saved)
+    kept = layers * hidden * itemsize + max(saved) if checkpointing else sum(saved)
+    grids = grid_bytes_per_token(config, itemsize) * (1 if checkpointing else layers)
     kept += hidden * (2 * itemsize if device == "cuda" else 8 + itemsize)  # the last norm
     summed = itemsize if itemsize == 4 else itemsize + 4  # a gradient, and its copy in float32
+    activations, tokens = tokens * kept - num_shared * (kept - grids), tokens - num_shared
     blocks = 2 * 4 * min(BLOCK_ELEMENTS[device], tokens * config.vocab_size)
     head = blocks + tokens * hidden * (4 + itemsize) + config.vocab_size * hidden * summed
     if num_experts_of(config):
@@ -1127,7 +1141,7 @@ def passing_bytes(
         layer = tokens * top_k * (2 * hidden + 3 * width) * itemsize + gate_up + rows
     else:
         layer = tokens * (2 * hidden + 3 * config.intermediate_size) * itemsize
-    return {"activations": tokens * kept, "on the way back": max(head, layer)}
+    return {"activations": activations, "on the way back": max(head, layer)}
 
 
 def optimizer_step_bytes(
@@ -1136,19 +1150,51 @@ def optimizer_step_bytes(
     """Return the bytes that DeepSpeed's step takes besides what stands between updates.
 
     With bfloat16 and ZeRO 1 it all-reduces the float32 gradients of a group, experts or others, by way of a
-    copy in bfloat16; ZeRO 2 has buckets. AdamW on CPUs, which is not fused, makes two copies of a group's
-    share. With float32 weights the gradients of the share are copied to one tensor, and the others are then
-    free.
+    copy in bfloat16; ZeRO 2 did so in the backward. AdamW on CPUs, which is not fused, makes two copies of a
+    group's share. With float32 weights and ZeRO 1 the gradients of the share are copied to one tensor, and
+    the others are then free.
     """
     itemsize, others = itemsize_of(settings), counts.embeddings + counts.others
     groups = (others, counts.experts // settings.ep_size)
     shares = (others // num_ranks, counts.experts // num_ranks)
     adamw = 0 if on_gpu else 2 * 4 * max(shares)
     if zero_stage == 2:
-        return max(adamw, min(REDUCE_BUCKET, max(groups)) * itemsize)
+        return adamw
     if itemsize == 4:
         return max(0, adamw + 4 * sum(shares) - 4 * sum(groups))
     return max(adamw, max(groups) * 2 if num_ranks > 1 else 0)
+
+
+def reduce_buffer_bytes(held: int, itemsize: int, on_gpu: bool) -> int:
+    """Return what ZeRO 2 takes in a backward to all-reduce the gradients of `held` parameters.
+
+    A buffer of REDUCE_BUCKET elements gathers gradients until it is full; while it is reduced there is a copy
+    of it. Where all gradients have room in it that is after the backward. On CPUs pages that nobody writes to
+    take no memory.
+    """
+    buffer = REDUCE_BUCKET if on_gpu else min(REDUCE_BUCKET, held)
+    return (2 * buffer if held > REDUCE_BUCKET else buffer) * itemsize
+
+
+def largest_parameter(config: PretrainedConfig, settings: ModelSettings) -> int:
+    """Return the elements of the largest parameter on a rank: embedding, or gate and up of a layer."""
+    experts = num_experts_of(config) // settings.ep_size
+    gate_up = experts * 2 * expert_width(config) * config.hidden_size if experts else 0
+    return max(config.vocab_size * config.hidden_size, gate_up)
+
+
+def offloaded_bytes(config: PretrainedConfig, settings: ModelSettings, num_ranks: int) -> int:
+    """Return what train.offload_optimizer holds on the host for a rank.
+
+    Of each parameter of its share these are the float32 weight, its gradient, AdamW's two averages and the
+    updated weight in the policy's dtype; a float32 policy sums its gradients there besides. All but the
+    averages are pinned, a tensor for experts and one for all else, and torch pins powers of two.
+    """
+    counts, itemsize = parameter_counts(config), itemsize_of(settings)
+    pinned = (4, 4, itemsize) if itemsize == 2 else (4, 4, itemsize, 4)
+    power_of_two = lambda num_bytes: 1 << (num_bytes - 1).bit_length()
+    shares = (counts.experts // num_ranks, (counts.embeddings + counts.others) // num_ranks)
+    return sum(8 * n + sum(power_of_two(size * n) for size in pinned) for n in shares if n)
 
 
 def sync_buffer_bytes(config: PretrainedConfig, settings: ModelSettings, own_experts: bool) -> int:
@@ -1180,19 +1226,26 @@ def memory_by_part(
     own_experts: as hf_tensors() has it. With n parameters on a rank, which are all but the experts and
     1 / ep_size of these, and m those of them that ZeRO leaves to the rank to update (1 / num_ranks of the
     first, ep_size / num_ranks of the experts on the rank):
-        weights n x 2 or 4 bytes     gradients n x 4 (ZeRO 2: m x 4)     master weights m x 4     AdamW m x 8
-    With offload_optimizer the last three are the host's, and count as 0 here.
+        weights n x 2 or 4 bytes     gradients n x 4     master weights m x 4     AdamW m x 8
+    ZeRO 2 sums gradients of m x 4 bytes from the first backward to the optimizer step, and holds none between
+    updates. With offload_optimizer it does so, too, and hands the sum to the host, where master weights and
+    AdamW's state are (offloaded_bytes()); a buffer for one gradient stays on the GPU.
     """
     counts, itemsize = parameter_counts(config), itemsize_of(settings)
     held = counts.experts // settings.ep_size + counts.embeddings + counts.others
     own, here = sum(counts) // num_ranks, not offload_optimizer
+    device, is_sharded = "cuda" if on_gpu else "cpu", zero_stage == 2
+    passing = passing_bytes(config, settings, tokens, device)
+    passing["on the way back"] += is_sharded * reduce_buffer_bytes(held, itemsize, on_gpu)
     return {
         "weights": held * itemsize,
-        "gradients": here * (own if zero_stage == 2 else held) * 4,
+        "gradients": offload_optimizer * largest_parameter(config, settings) * itemsize
+        + (not is_sharded) * held * 4,
         "master weights": here * own * 4,
         "AdamW": here * own * 8,
         "reference": held * itemsize if with_reference else 0,
-        **passing_bytes(config, settings, tokens, "cuda" if on_gpu else "cpu"),
+        "gradients in an update": is_sharded * own * 4,
+        **passing,
         "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, on_gpu),
         "sync buffers": sync_buffer_bytes(config, settings, own_experts),
     }

@@ -371,8 +371,8 @@ class TrainSettings(Section):
     )
     offload_optimizer: bool = setting(
         False,
-        "true: float32 weights, gradients and the optimizer's state are on the host, and so is its step; for "
-        "few GPUs. false: on the GPU. Needs zero_stage 2.",
+        "true: float32 weights and the optimizer's state are on the host, and so is its step; gradients are "
+        "on the GPU in an update only. For few GPUs. false: all on the GPU. Needs zero_stage 2.",
         True,
     )
     seed: int = setting(0, "seed of prompt order and sampling", ge=0, lt=2**32)
@@ -2315,7 +2315,10 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
 
 
 def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
-    """Return the bytes of the trainer on a GPU, by part; a row longer than a micro-batch goes alone."""
+    """Return the bytes of the trainer on a GPU, by part; a row longer than a micro-batch goes alone.
+
+    train.share_prompts saves nothing of the largest micro-batch, whose rows may have the shortest prompts.
+    """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return moe_model.memory_by_part(
         hf_config, config.model, config.train.zero_stage, num_ranks,

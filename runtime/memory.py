@@ -14,10 +14,19 @@ def standing_bytes(parts: dict[str, int]) -> int:
     return sum(parts[name] for name in STANDING)
 
 
+def extra_bytes(parts: dict[str, int]) -> dict[str, int]:
+    """Return what the trainer takes besides in each of its phases, which never meet."""
+    summed = parts["gradients in an update"]
+    return {
+        "update": summed + parts["activations"] + parts["on the way back"],
+        "optimizer step": summed + parts["optimizer step"],
+        "sync": parts["sync buffers"],
+    }
+
+
 def peak_bytes(parts: dict[str, int]) -> int:
-    """Return the most that the trainer holds at any time: backward, optimizer step and sync never meet."""
-    backward = parts["activations"] + parts["on the way back"]
-    return standing_bytes(parts) + max(backward, parts["optimizer step"], parts["sync buffers"])
+    """Return the most that the trainer holds at any time."""
+    return standing_bytes(parts) + max(extra_bytes(parts).values())
 
 
 def trainer_bytes(parts: dict[str, int], engine_sleeps: bool) -> int:
@@ -34,12 +43,9 @@ def bytes_by_phase(parts: dict[str, int], engine_sleeps: bool) -> dict[str, int]
     engine = parts["engine weights"] + max(0, parts["KV cache"])
     beside_update = 0 if engine_sleeps else engine
     beside_sync = parts["engine weights"] if engine_sleeps else engine  # keys and values wake up last
-    return {
-        "rollout": standing + engine,
-        "update": standing + beside_update + parts["activations"] + parts["on the way back"],
-        "optimizer step": standing + beside_update + parts["optimizer step"],
-        "sync": standing + beside_sync + parts["sync buffers"],
-    }
+    beside = {"update": beside_update, "optimizer step": beside_update, "sync": beside_sync}
+    extra = {phase: standing + beside[phase] + own for phase, own in extra_bytes(parts).items()}
+    return {"rollout": standing + engine} | extra
 
 
 def why_too_small(parts: dict[str, int], engine_sleeps: bool, total: int, needed: int) -> str | None:
@@ -50,10 +56,9 @@ def why_too_small(parts: dict[str, int], engine_sleeps: bool, total: int, needed
     phases = bytes_by_phase(parts | {"KV cache": max(parts["KV cache"], needed)}, engine_sleeps)
     phase, most = max(phases.items(), key=lambda item: item[1])
     if most > total:
-        return (
-            f"phase {phase} needs {most / GIB:.1f} GiB of a GPU, with keys and values of one completion of "
-            f"full length, and a GPU has {total / GIB:.1f}"
-        )
+        has_cache = phase == "rollout" or not engine_sleeps
+        cache = ", with keys and values of one completion of full length," if has_cache else ""
+        return f"phase {phase} needs {most / GIB:.1f} GiB of a GPU{cache} and a GPU has {total / GIB:.1f}"
     if parts["KV cache"] < needed:
         return (
             f"keys and values have {max(0, parts['KV cache']) / GIB:.1f} GiB, one completion of full length "

@@ -220,6 +220,7 @@ def resume(folder: Path) -> dict:
         torch.save(moe_model.optimizer_shard(engine), file)
         take_step(engine, batch, 1)
         once = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
+        held = held_by_zero_2(engine, pack_rows(batch, [0])) if zero_stage == 2 else None
         engine.destroy()
 
         policy = policy_from(folder / "start", ep_size=2).to(dtype)
@@ -229,8 +230,27 @@ def resume(folder: Path) -> dict:
         take_step(engine, batch, 1)
         again = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
         engine.destroy()
-        results[case] = {"norm": norm, "once": once, "again": again}
+        results[case] = {"norm": norm, "once": once, "again": again, "held": held}
     return results
+
+
+def held_by_zero_2(engine, packed) -> dict:
+    """Count what DeepSpeed holds between updates and, of gradients, after a backward more, in bytes."""
+    outer, states = engine.optimizer, engine.optimizer.optimizer.state.values()
+    count = lambda tensors: sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+    summed = lambda: count(group and group.flat_partition for group in outer.averaged_gradients.values())
+    between, masters = summed(), outer.single_partition_of_fp32_groups
+    logprobs, _, _ = engine(packed)
+    engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
+    return {
+        "between": between,
+        "gradients in an update": summed(),
+        "master weights": count(masters),
+        "gradients handed over": count(master.grad for master in masters),
+        "AdamW": count(state[key] for state in states for key in ("exp_avg", "exp_avg_sq")),
+        "weights to hand back": count(getattr(outer, "param_buffer_of_bit16_for_cpu_offload_groups", [])),
+        "buffer": count([getattr(outer, "temp_grad_buffer_for_gpu_offload", None)]),
+    }
 
 
 def optimizer_memory(folder: Path) -> dict:

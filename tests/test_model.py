@@ -779,6 +779,34 @@ def test_what_an_optimizer_holds_is_what_the_plan_says():
             assert torch.allclose(value, as_it_is["parameters"][name], rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.slow
+def test_what_zero_2_holds_is_what_the_plan_says(offload):
+    """Bytes on a rank at EP = 2 of 2 ranks, bfloat16; DeepSpeed pads each of its groups to an even number."""
+    config, settings = tiny_config("moe"), moe_model.ModelSettings(ep_size=2)
+    planned = moe_model.memory_by_part(config, settings, 2, 2, tokens=1, offload_optimizer=offload)
+    own, on_host = sum(moe_model.parameter_counts(config)) // 2, offload
+    for rank in section("resume", 2):
+        held = rank[torch.bfloat16, 2, offload]["held"]
+        near = lambda value: pytest.approx(value, abs=64)
+        assert held["between"] == 0 and held["gradients in an update"] == near(4 * own)
+        assert planned["gradients in an update"] == 4 * own
+        assert (
+            planned["gradients"]
+            == held["buffer"]
+            == 2 * offload * moe_model.largest_parameter(config, settings)
+        )
+        whole = [held[name] for name in ("master weights", "gradients handed over", "weights to hand back")]
+        assert whole == [near(4 * own), near(4 * own * on_host), near(2 * own * on_host)]
+        assert held["AdamW"] == near(8 * own)
+        if offload:
+            assert planned["master weights"] == planned["AdamW"] == 0
+            host = sum(whole) + held["AdamW"]
+            assert host - 128 <= moe_model.offloaded_bytes(config, settings, 2) <= host + sum(whole)
+        else:
+            assert (planned["master weights"], planned["AdamW"]) == (4 * own, 8 * own)
+
+
 @pytest.mark.slow
 def test_all_groups_wait_as_long():
     assert section("timeouts", 2) == [[4321.0, 4321.0]] * 2
@@ -795,8 +823,9 @@ def test_memory_of_a_large_model_by_part():
     settings = moe_model.ModelSettings(ep_size=8, activation_checkpointing=True)
     gib = lambda parts: [round(value / 2**30, 1) for value in parts.values()]
     plan = lambda settings, *sizes: moe_model.memory_by_part(config, settings, *sizes, 32768)
-    assert gib(plan(settings, 1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 11.4, 4.1, 6.8, 1.9]
-    assert gib(plan(settings, 2, 16))[1:4] == [7.1, 7.1, 14.2]
+    assert gib(plan(settings, 1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 0.0, 11.4, 4.1, 6.8, 1.9]
+    # ZeRO 2: gradients in updates only; 0.9 GiB of its buffer, twice, beside the backward of the head
+    assert gib(plan(settings, 2, 16)) == [9.6, 0.0, 7.1, 14.2, 0.0, 7.1, 11.4, 6.0, 0.0, 1.9]
     whole = moe_model.ModelSettings(ep_size=8)
     assert plan(whole, 1, 8)["activations"] > 15 * plan(settings, 1, 8)["activations"]
     asleep, awake = (trainer_bytes(plan(settings, 1, 8), sleeps) for sleeps in (True, False))
@@ -804,7 +833,7 @@ def test_memory_of_a_large_model_by_part():
     with_reference = moe_model.memory_by_part(config, settings, 1, 8, 32768, with_reference=True)
     assert round((trainer_bytes(with_reference, True) - asleep) / 2**30, 1) == 9.6
     on_host = moe_model.memory_by_part(config, settings, 2, 8, 32768, offload_optimizer=True)
-    assert gib(on_host)[:4] == [9.6, 0.0, 0.0, 0.0]
+    assert gib(on_host)[:6] == [9.6, 0.6, 0.0, 0.0, 0.0, 14.2]  # 0.6: a buffer for the largest gradient
 
 
 @pytest.mark.slow

@@ -87,8 +87,8 @@ def small_config(kind: str, layers: int):
     )
 
 
-def saved_bytes(kind: str, layers: int, dtype: torch.dtype, rows: int, length: int) -> int:
-    """Add up the storages that a forward keeps for its backward, parameters left out."""
+def saved_bytes(kind: str, layers: int, dtype: torch.dtype, rows: int, length: int, prompt=1, share=False):
+    """Add up the storages that a forward of rows of prompt + length tokens keeps, parameters left out."""
     torch.set_default_dtype(dtype)
     policy = moe_model.Policy(small_config(kind, layers))
     torch.set_default_dtype(torch.float32)
@@ -100,7 +100,7 @@ def saved_bytes(kind: str, layers: int, dtype: torch.dtype, rows: int, length: i
             kept[storage.data_ptr()] = storage
         return tensor
 
-    packed = moe_model.pack([[1]] * rows, [[2] * length] * rows, "cpu")
+    packed = moe_model.pack([[1] * prompt] * rows, [[2] * length] * rows, "cpu", share)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = policy(packed)
     total = sum(storage.nbytes() for storage in kept.values())
@@ -118,6 +118,25 @@ def test_a_layer_keeps_so_many_bytes_for_its_backward(kind, dtype):
     assert (two - one) / (rows * length) == pytest.approx(per_token, abs=2), "but for offsets of the experts"
 
 
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_shared_prompts_leave_what_attention_keeps(kind):
+    """Of four rows with a prompt of 33 tokens 3 x 32 tokens are left out, and stay in attention's grid."""
+    config, sizes = small_config(kind, 1), (torch.bfloat16, 4, 32, 33, True)
+    one, two = (saved_bytes(kind, layers, *sizes) for layers in (1, 2))
+    whole, grid = (
+        moe_model.saved_bytes_per_token(config, 0, 2, False),
+        moe_model.grid_bytes_per_token(config, 2),
+    )
+    places, left_out = 4 * 64, 3 * 32
+    assert two - one == pytest.approx(places * whole - left_out * (whole - grid), abs=2 * places)
+    settings = load_config(["data.train=[{path: unused}]", "model.dtype=bfloat16"]).model
+    planned = [
+        moe_model.passing_bytes(small_config(kind, layers), settings, places, "cpu", left_out)["activations"]
+        for layers in (1, 2)
+    ]
+    assert planned[1] - planned[0] == places * whole - left_out * (whole - grid)
+
+
 def test_fused_norms_of_gpus_keep_their_inputs_only():
     config = plan.model_config("Qwen3-30B-A3B")
     both = [moe_model.saved_bytes_per_token(config, 0, 2, on_gpu) for on_gpu in (True, False)]
@@ -129,14 +148,15 @@ def test_fused_norms_of_gpus_keep_their_inputs_only():
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_what_stands_is_counted_by_parameter(zero_stage):
     """With EP 8 on 16 GPUs: experts in eighths, two ranks update each of them; all else is updated by 16."""
-    bytes_of = dict.fromkeys(STANDING[:4], 0)
+    bytes_of = dict.fromkeys((*STANDING[:4], "gradients in an update"), 0)
     with torch.device("meta"):
         policy = moe_model.Policy(plan.model_config("Qwen3-30B-A3B"))
     for name, parameter in policy.named_parameters():
         held = parameter.numel() / (8 if ".experts." in name else 1)
         share = held / (2 if ".experts." in name else 16)
         bytes_of["weights"] += 2 * held
-        bytes_of["gradients"] += 4 * (share if zero_stage == 2 else held)
+        bytes_of["gradients"] += 4 * held * (zero_stage == 1)
+        bytes_of["gradients in an update"] += 4 * share * (zero_stage == 2)
         bytes_of["master weights"] += 4 * share
         bytes_of["AdamW"] += 8 * share
     found = make_task("model.ep_size=8", f"train.zero_stage={zero_stage}", gpus=16).parts
@@ -170,8 +190,8 @@ def test_a_reference_and_own_experts_count():
 
 PARTS = {
     "weights": 10, "gradients": 20, "master weights": 5, "AdamW": 6, "reference": 0, "activations": 8,
-    "on the way back": 2, "optimizer step": 7, "sync buffers": 3, "engine weights": 11, "engine workspace": 1,
-    "KV cache": 30,
+    "gradients in an update": 0, "on the way back": 2, "optimizer step": 7, "sync buffers": 3,
+    "engine weights": 11, "engine workspace": 1, "KV cache": 30,
 }  # fmt: skip
 
 
@@ -186,13 +206,18 @@ def test_phases_share_a_gpu():
     assert trainer_bytes(PARTS, True) == 41 + CONTEXT_BYTES
     assert trainer_bytes(PARTS, False) == 41 + 10 + CONTEXT_BYTES
     assert trainer_bytes(PARTS | {"optimizer step": 12}, False) == 41 + 12 + CONTEXT_BYTES
+    summed = PARTS | {"gradients in an update": 100}  # ZeRO 2: until the optimizer's step, not in a sync
+    assert trainer_bytes(summed, True) == 41 + CONTEXT_BYTES
+    assert trainer_bytes(summed, False) == 41 + 100 + 10 + CONTEXT_BYTES
+    found = bytes_by_phase(summed, True)
+    assert {n: v - standing for n, v in found.items()} == asleep | {"update": 110, "optimizer step": 107}
 
 
 @pytest.mark.parametrize(
     "total, needed, sleeps, words",
     [
         (41 + 1 + 41, 30, True, None),
-        (41 + 1 + 41 - 1, 30, True, "phase rollout needs 4.0 GiB of a GPU"),
+        (41 + 1 + 41 - 1, 30, True, "phase rollout needs 4.0 GiB of a GPU, with keys and values"),
         (41 + 1 + 41, 30, False, "phase update needs"),
         (41 + 1 + 41, 31, True, "phase rollout needs"),  # one completion more than there are keys and values
         (41 + 1 + 60, 31, True, "keys and values have 0.0 GiB, one completion of full length needs 0.0"),
@@ -201,6 +226,12 @@ def test_phases_share_a_gpu():
 def test_what_does_not_fit_is_named(total, needed, sleeps, words):
     found = why_too_small(PARTS, sleeps, total + CONTEXT_BYTES, needed)
     assert (found is None) if words is None else (words in found)
+
+
+def test_a_phase_without_keys_and_values_does_not_speak_of_them():
+    large = PARTS | {"activations": 10**12}
+    assert "needs 935.3 GiB of a GPU and a GPU has" in why_too_small(large, True, CONTEXT_BYTES, 30)
+    assert "of a GPU, with keys and values" in why_too_small(large, False, CONTEXT_BYTES, 30)
 
 
 def test_keys_and_values_take_what_the_engine_is_given():
@@ -243,6 +274,74 @@ def test_the_trainer_refuses_in_the_words_of_the_planner(monkeypatch):
     assert len(said) == 1 and "warning" in said[0] and plan.why_not(own) in said[0]
 
 
+# ---- the host, and an optimizer that is there ----
+OFFLOAD = ("train.zero_stage=2", "train.offload_optimizer=true")
+
+
+def test_an_offloaded_optimizer_by_hand():
+    """Qwen3-30B-A3B on 8 GPUs: 3.624 and 0.193 billion parameters a rank, four bytes and two pinned."""
+    task = make_task(*FITTING, *OFFLOAD)
+    pinned = 2 * (2**34 + 2**30) + 2**33 + 2**29  # 14.5 and 0.8 GB of float32, twice, and half of them
+    expected = pinned + 8 * (task.counts.experts // 8 + (sum(task.counts) - task.counts.experts) // 8)
+    host = plan.host_memory(task)
+    assert host["offloaded optimizer"] == expected and 60 * GIB < expected < 75 * GIB
+    assert host["checkpoint"] == pytest.approx(12 * 30_532_122_624 / 8, rel=1e-6), "a resumed run reads it"
+    on_gpu = make_task(*FITTING)
+    assert plan.host_memory(on_gpu)["offloaded optimizer"] == 0
+    assert task.parts["master weights"] == task.parts["AdamW"] == 0
+    assert task.parts["gradients in an update"] == 4 * task.owned, "summed on the GPU, handed over once"
+    assert task.parts["KV cache"] > on_gpu.parts["KV cache"] + 50 * GIB
+
+
+def test_offloading_costs_the_bus_and_a_core():
+    """An update of 3.8 billion parameters a rank: 6 bytes over 64 GB/s x 0.6, 42 bytes at 20 GB/s."""
+    settings = (*FITTING, "train.minibatches_per_step=2", "rollout.prompts_per_step=16")
+    task, on_gpu = make_task(*settings, *OFFLOAD), make_task(*settings, "train.zero_stage=2")
+    billions = 2 * 30.532122624 / 8
+    cost = plan.offload_cost(task)
+    assert cost["GB over PCIe"] == pytest.approx(6 * billions)
+    assert cost["seconds of PCIe"] == pytest.approx(6 * billions / 64 / 0.6)
+    assert cost["seconds of AdamW"] == pytest.approx(42 * billions / 20)
+    seconds = [plan.phase_seconds(one)["update"] for one in (task, on_gpu)]
+    fused = 28 * billions / 3350 / 0.6  # AdamW on the GPU instead
+    assert seconds[0] - seconds[1] == pytest.approx((6 / 38.4 + 42 / 20) * billions - fused)
+    assert set(plan.offload_cost(on_gpu).values()) == {0}
+
+
+def test_a_host_that_is_too_small_is_named():
+    task = make_task(*FITTING, *OFFLOAD)
+    gib = plan.node_bytes(task) / GIB
+    for room, fits in ((gib + 1, True), (gib - 1, False)):
+        found = plan.why_not(plan.replace(task, machine=plan.replace(task.machine, host_gib=room)))
+        expected = f"the host of a node needs {gib:.0f} GiB for 8 GPUs and has {room:.0f}"
+        assert found == (None if fits else expected)
+    assert plan.node_bytes(make_task(*FITTING, gpus=16)) < 8 * sum(plan.host_memory(task).values())
+
+
+# ---- prompts that are shared ----
+@pytest.mark.parametrize("tokens, together", [(32768, 8), (8800, 4), (1000, 1)])
+def test_shared_prompts_are_computed_once_in_a_micro_batch(tokens, together):
+    """Groups of 8 rows of 200 + 2,000 tokens: all of one in a micro-batch, half of one, a row."""
+    settings = ("rollout.prompts_per_step=16", f"train.micro_batch_tokens={tokens}", "model.ep_size=8")
+    whole, shared = make_task(*settings), make_task(*settings, "train.share_prompts=true")
+    num_groups, computed = 16 * 8 / together / 8, 0
+    for _ in range(int(num_groups)):
+        computed += 200 + together * 2000
+    assert shared.trained_tokens == computed and whole.trained_tokens == whole.grid_tokens == 16 * 2200
+    assert shared.grid_tokens == whole.grid_tokens
+    sent = [plan.wire_bytes(one)["all-to-all"] for one in (shared, whole)]
+    assert sent[0] == pytest.approx(sent[1] * computed / 35200)
+    assert plan.activation_bytes(shared) <= plan.activation_bytes(whole)
+    assert shared.parts == whole.parts, "the largest micro-batch may have short prompts only"
+
+
+def test_attention_works_on_all_places_of_shared_prompts():
+    task = plan.replace(make_task(), model=small_config("dense", 2))
+    both, less, none = (plan.product_seconds(task, *sizes) for sizes in ((7, 10), (3, 10, 7), (3, 0)))
+    attention = 4 * 2 * 6 * 32 * 10 / 0.5 / 989e12
+    assert both - less == pytest.approx(4 / 3 * none) and less - none == pytest.approx(7 * attention)
+
+
 # ---- bytes over the wire -----------------------------------------------------------------------------------
 def ring_all_reduce(num_bytes: float, ranks: int) -> float:
     """Count what a rank sends: ranks - 1 parts to reduce, as many to spread the result."""
@@ -271,6 +370,15 @@ def test_wire_bytes_are_those_of_a_loop(ep_size, checkpointing):
     )
     assert found["gradients"] == pytest.approx(2 * reduced), "two updates"
     assert found["updated weights"] == pytest.approx(reduced), "an all-gather is half of an all-reduce"
+
+
+@pytest.mark.parametrize("tokens, micro_batches", [(8192, 3), (1024, 8)])  # a row of 2,200 goes alone
+def test_zero_2_reduces_after_every_micro_batch(tokens, micro_batches):
+    settings = "model.ep_size=8", "rollout.prompts_per_step=8", "rollout.group_size=8"
+    once = plan.wire_bytes(make_task(*settings))
+    again = plan.wire_bytes(make_task(*settings, "train.zero_stage=2", f"train.micro_batch_tokens={tokens}"))
+    assert again["gradients"] == pytest.approx(micro_batches * once["gradients"])
+    assert again["updated weights"] == once["updated weights"]
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -330,6 +438,16 @@ def test_fp8_speeds_rollouts_up_as_published():
     page = (ROOT / "docs" / "planning.md").read_text()
     for three in (found[:3], found[3:]):
         assert "{:.2f}, {:.2f} and {:.2f}".format(*three) in page
+
+
+@pytest.mark.parametrize("mean, limit", [(2000, 4096), (100, 16384), (4096, 4096)])
+def test_a_rollout_samples_every_token_once(mean, limit, monkeypatch):
+    """With steps that cost a second for each completion in them, seconds are tokens."""
+    task = make_task(*FITTING, f"rollout.max_new_tokens={limit}", new=mean, machine="h200")
+    assert plan.completions_at_once(task) == 256
+    prompts = 128 * plan.product_seconds(task, 200, 100) / 8  # prompts of a step, on the 8 GPUs of its engine
+    monkeypatch.setattr(plan, "decode_step_seconds", lambda task, batch, context: batch)
+    assert plan.rollout_seconds(task) - prompts == pytest.approx(task.completions * mean, rel=1e-6)
 
 
 def test_a_sync_is_beside_the_published_seconds():
@@ -396,6 +514,32 @@ def test_settings_that_contradict_each_other_are_named(settings, gpus, part):
     assert part in plan.contradiction(make_task(*settings, gpus=gpus))
 
 
+@pytest.mark.parametrize("stage, words", [(1, "train.zero_stage=2 train.offload"), (2, "train.offload")])
+def test_advice_names_an_optimizer_on_the_host(stage, words):
+    settings = ("model.activation_checkpointing=true", "rollout.sleep_level=2", f"train.zero_stage={stage}")
+    lengths = ("rollout.max_new_tokens=4096", "train.micro_batch_tokens=8192")
+    lines = plan.advice(make_task(*settings, *lengths, model="Qwen3-4B", gpus=1, new=1200))
+    assert any(line.startswith(words) for line in lines)
+
+
+def test_advice_for_prompts_that_cannot_be_dealt():
+    assert plan.advice(make_task(*FITTING, "rollout.prompts_per_step=60", machine="h200")) == [
+        "rollout.prompts_per_step=64"
+    ]
+
+
+def test_search_offloads_where_nothing_else_fits():
+    """Qwen3-4B on one GPU: 68 GiB between updates are too much of 80, and not of 140."""
+    settings = ("rollout.max_new_tokens=4096",)
+    for machine, offloaded in (("h100", {True}), ("h200", {False, True})):
+        found = plan.search(make_task(*settings, model="Qwen3-4B", gpus=1, machine=machine, new=1200))
+        assert {change["train.offload_optimizer"] for change, _ in found} == offloaded
+        assert found[0][0]["train.offload_optimizer"] == (machine == "h100")
+        kinds = [{k: v for k, v in c.items() if "sleep" not in k and "micro" not in k} for c, _ in found]
+        assert all(kinds.count(kind) == 1 for kind in kinds)
+    assert all(one.config.train.zero_stage == 2 for c, one in found if c["train.offload_optimizer"])
+
+
 SEARCHED = ("--config", str(ROOT / "experiments/models/qwen3_30b_a3b_one_node.yaml"))
 
 
@@ -443,8 +587,10 @@ def test_the_command_says_whether_it_fits_by_its_exit_code(small, tmp_path, caps
     "argv, part",
     [
         (["--new-tokens", "129"], "completions 129 must be above 0 and at most.*max_new_tokens 128"),
-        (["--gpus", "0"], "gpus 0 must be above 0"),
-        (["--gpu-memory-gib", "-1"], "memory_gib -1 must be above 0"),
+        (["--gpus", "0"], "--gpus 0 must be above 0"),
+        (["--gpu-memory-gib", "-1"], "--gpu-memory-gib -1 must be above 0"),
+        (["--host-memory-gib", "nan"], "--host-memory-gib nan must be above 0"),
+        (["--prompt-tokens", "0"], "prompts 0 and completions 64 must be above 0"),
         (["--shape", "Qwen9-1B"], "model.path: Qwen9-1B is no folder.*by --shape"),
         (["rollout.max_new_tokens=999999"], "max_new_tokens of rollout and eval"),
     ],
@@ -454,10 +600,48 @@ def test_bad_input_is_named(argv, part, small):
         plan.main(["--config", str(small), *argv])
 
 
-def test_the_command_asks_for_a_file(capsys):
+def test_stages_are_planned_with_the_largest_sizes(small):
+    argv = ["--config", str(small), "--gpus", "2"]
+    stages = "stages: [{name: a, rollout: {max_new_tokens: 200}, until: {steps: 1}}, {name: b}]"
+    one = plan.read_task(plan.parse_args([*argv, "rollout.max_new_tokens=200"]))
+    small.write_text(small.read_text() + stages)
+    both = plan.read_task(plan.parse_args([*argv, "--new-tokens", "100"]))
+    assert both.parts == one.parts and both.config.train.micro_batch_tokens == 32768
+
+
+@pytest.mark.parametrize("argv", [[], ["--tables", "a.yaml", "--search"], ["--config", "a", "--tables", "b"]])
+def test_the_command_asks_for_one_thing(argv, capsys):
     with pytest.raises(SystemExit) as caught:
-        plan.main([])
-    assert caught.value.code == 2 and "--config" in capsys.readouterr().err
+        plan.main(argv)
+    assert caught.value.code == 2 and "--config" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_file_without_a_known_machine_is_named(small):
+    with pytest.raises(ValueError, match="run.yaml: none of its first lines says the machine; add"):
+        plan.main(["--write-headers", str(small)])
+    said = "# Machine: 8 x x999; shape of Qwen/Qwen3-8B; mean prompt 20, completion 30 tokens\n"
+    small.write_text(said + small.read_text())
+    with pytest.raises(ValueError, match="# Machine: x999 is not known, known are h100"):
+        plan.main(["--config", str(small)])
+
+
+def test_a_search_says_what_the_settings_do_and_what_to_try(small, capsys):
+    argv = ["--config", str(small), "--gpus", "2", "--search"]
+    assert plan.main(argv) == 0
+    head, as_it_is, *proposals = capsys.readouterr().out.splitlines()
+    assert head.split() == ["seconds", "KV,", "GiB", "host,", "GiB", "settings"]
+    assert as_it_is.endswith("as it is") and 0 < len(proposals) <= 5
+    assert plan.main([*argv, "--gpu-memory-gib", "4"]) == 1
+    reason, nothing, *tried = capsys.readouterr().out.splitlines()
+    assert reason.startswith("as it is, it does not fit: phase") and nothing.startswith("nothing fits")
+    assert tried == ["  try a larger GPU, a shorter rollout.max_new_tokens or a smaller model"]
+
+
+def test_contradictions_are_printed_without_numbers(small, capsys):
+    assert plan.main(["--config", str(small), "--gpus", "2", "model.ep_size=3"]) == 1
+    printed = capsys.readouterr().out
+    assert "it does not fit: model.ep_size 3 must divide" in printed and "GiB of a GPU" not in printed
+    assert "  try model.ep_size=1\n" in printed
 
 
 # ---- the complete configurations ---------------------------------------------------------------------------
