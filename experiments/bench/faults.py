@@ -83,7 +83,8 @@ WORKLOAD = [  # six quick steps with two checkpoints on the way
 # Kills and signals
 # ------------------------------------------------------------------------------------------------------------
 AIMS = ("checkpoint", "random", "log", "random", "imports", "random")  # half of the moments are chosen
-TARGETS = ("torchrun", "rank 0", "rank 1", "all ranks", "everything", "worker")
+SPARED = ("worker", "guard")  # the run replaces them and goes on
+TARGETS = ("torchrun", "rank 0", "rank 1", "all ranks", "everything", *SPARED)
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class Blow:
     target: str  # one of TARGETS
     moment: float  # in [0, 1): where in the span of its aim
     signals: tuple[int, ...] = (signal.SIGKILL,)
+
+
+def role_below(parent: psutil.Process | None) -> str:
+    """Return the role of a reward process: guards are started by a rank, workers by their guard."""
+    return "worker" if parent is not None and "--worker" in parent.cmdline() else "guard"
 
 
 class Started:
@@ -115,14 +121,15 @@ class Started:
         return time.monotonic() - self.since
 
     def parts(self) -> dict[str, list[psutil.Process]]:
-        """Sort the processes into torchrun, ranks and reward workers."""
+        """Sort the processes into torchrun, ranks, reward workers with what they start, and their guards."""
         roles: dict[str, list] = {"torchrun": [psutil.Process(self.process.pid)]}
         for process in tagged(self.tag):
             with contextlib.suppress(psutil.Error):
                 command, rank = process.cmdline(), process.environ().get("RANK")
-                if "--worker" in command or (rank and str(TRAINER) in command):
-                    role = "worker" if "--worker" in command else f"rank {rank}"
-                    roles.setdefault(role, []).append(process)
+                if "--worker" in command:
+                    roles.setdefault(role_below(process.parent()), []).append(process)
+                elif rank and str(TRAINER) in command:
+                    roles.setdefault(f"rank {rank}", []).append(process)
         return roles
 
     def hit(self, target: str, number: int) -> None:
@@ -131,7 +138,7 @@ class Started:
         ranks = parts.get("rank 0", []) + parts.get("rank 1", [])
         groups = {"all ranks": ranks, "everything": parts["torchrun"] + ranks}
         found = groups.get(target, parts.get(target, []))
-        for process in (found[:1] if target == "worker" else found) or parts["torchrun"]:
+        for process in (found[:1] if target in SPARED else found) or parts["torchrun"]:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
@@ -202,7 +209,7 @@ def strike(bench: Bench, run_dir: Path, blow: Blow, settings: tuple[str, ...] = 
         for i, number in enumerate(blow.signals):
             time.sleep(1.2 if i else 0)  # sooner it would count as the same signal
             run.hit(blow.target, number)
-        if blow.target == "worker":  # which is replaced, so the run itself is ended a little later
+        if blow.target in SPARED:  # which are replaced, so the run itself is ended a little later
             time.sleep(0.3)
             run.hit("torchrun", signal.SIGKILL)
         took = run.wait_until_gone(LEFT_S if signal.SIGKILL in blow.signals else END_S, what)
@@ -234,13 +241,24 @@ def chain(blows: list[Blow], settings: tuple[str, ...], bench: Bench, folder: Pa
     return "same", "; ".join(dealt)
 
 
+def fleeing(target: str, bench: Bench, folder: Path) -> tuple[str, str]:
+    """Kill a part of a run from whose reward functions processes have fled into sessions of their own."""
+    trace, settings = hostile_input.fleeing_rows(folder)
+    happened = strike(bench, folder / "run", Blow("log", target, 0.5), tuple(settings))
+    if not happened or not trace.is_file():
+        raise Failed(f"no process had fled: {happened}")
+    return "same", happened
+
+
 def kill_cases(num: int, seed: int, per_chain: int = 5) -> dict[str, Attempt]:
-    """Return the chains of so many kills."""
+    """Return the chains of so many kills, and kills of runs with processes that have left their group."""
     cases, aims = {}, [AIMS[i % len(AIMS)] for i in range(num)]
     for start in range(0, num, per_chain):
         rng = random.Random(f"{seed}/{start}")
         blows = [Blow(aim, rng.choice(TARGETS), rng.random()) for aim in aims[start : start + per_chain]]
         cases[f"{len(blows)} kills, chain {start // per_chain} of seed {seed}"] = partial(chain, blows, ())
+    for target in ("torchrun", "all ranks", "worker"):
+        cases[f"{target}, beside processes that fled"] = partial(fleeing, target)
     return cases
 
 

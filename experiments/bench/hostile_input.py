@@ -69,6 +69,14 @@ def leaves_children(completion, answer):
     return 0.5
 def dies_with_children(completion, answer):
     leaves_children(completion, answer); os.abort()
+def flees(completion, answer):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            open(__file__ + "_fled", "w"); time.sleep(1000)
+        os._exit(0)
+    os.wait(); return 0.5
 def floods(completion, answer):
     for _ in range(50): os.write(1, b"x" * (1 << 20)); os.write(2, b"z" * (1 << 20)); print("y" * 1000)
     return 0.5
@@ -87,7 +95,7 @@ FUNCTIONS = re.findall(r"def (\w+)\(completion, answer\)", HOSTILE)
 STATUSES = {  # where the item's own is not "error"
     **dict.fromkeys(("blocks", "hangs", "ignores_alarm", "masks_alarm", "blocks_the_loop"), ("timeout",)),
     "waits_for_ever": ("timeout",),
-    **dict.fromkeys(("leaves_children", "floods"), ("wrong",)),
+    **dict.fromkeys(("leaves_children", "flees", "floods"), ("wrong",)),
     **dict.fromkeys(("closes", "writes_garbage", "writes_half", "writes_much", "forges", "forges_shape"),
                     ("wrong", "error")),
 }  # fmt: skip
@@ -127,6 +135,16 @@ def hostile_function(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
     if time.monotonic() - start > RUN_S:
         raise Failed(f"it took {time.monotonic() - start:.0f} s")
     return "same", f"{', '.join(sorted(own))}; before a run: {said[:300] or 'let pass'}"
+
+
+def fleeing_rows(folder: Path) -> tuple[Path, list[str]]:
+    """Return a file that is there once a process has fled from a reward function, and settings for a run."""
+    (functions := folder / "hostile.py").write_text(HOSTILE)
+    lines = (TINY.parent / "train.jsonl").read_text().splitlines()[:48]
+    rows = [json.loads(line) | {"kind": f"{functions}:flees"} for line in lines]
+    (file := folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"data.train=[{{path: {file}}}]", f"reward.functions={json.dumps([rows[0]['kind']])}"]
+    return folder / "hostile.py_fled", settings
 
 
 def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
