@@ -725,9 +725,9 @@ def main() -> None:
     item by [number, *Verdict's fields, seconds].
     """
     options = json.loads(sys.argv[2])  # reward.py --worker OPTIONS
-    resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"], options["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _fork_worker(options["parent"])
+    resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"], options["memory_bytes"]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have left it ignored or blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})

@@ -334,12 +334,14 @@ def test_a_function_that_misbehaves_costs_its_own_item_only(name, status, restar
 
 def test_a_function_that_ignores_the_alarm_is_killed_after_the_grace(own, monkeypatch):
     monkeypatch.setattr(reward, "GRACE_S", 1.0)
+    start = time.monotonic()
     with RewardPool(1, timeout_s=0.5) as pool:
         pool.submit("deaf", "own_rewards:deaf", "x", "")
         pool.submit("after", "exact", "a", "a")
         verdicts = pool.collect()
         assert pool.num_restarts == 1
     assert verdicts["deaf"].status == "timeout" and verdicts["after"] == OK
+    assert time.monotonic() - start < 60, "it had said that it was ready, so it got no time to start"
 
 
 @pytest.mark.parametrize(

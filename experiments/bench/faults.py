@@ -13,8 +13,10 @@ Every case ends with a verdict:
 
 Kinds:
 
-    kills     SIGKILL to torchrun, a rank, all ranks or a reward worker: half of them while a checkpoint or a
-              log is written or a rank imports, half at random moments; several hit a run before it may finish
+    kills     SIGKILL to torchrun, a rank, all ranks, a reward worker or its guard: half of them while a
+              checkpoint or a log is written or a rank imports, half at random moments; several hit a run
+              before it may finish. Kills of runs whose reward functions have started processes in sessions
+              of their own, none of which may be left
     signals   SIGTERM and SIGINT to torchrun or to all processes, once and twice; a rank that stands still
     damage    files of the newest checkpoint flipped, cut, emptied, removed; numbers, lines, folders of others
     disk      a full file system (a tmpfs, which only root can mount; left out otherwise)
@@ -22,8 +24,9 @@ Kinds:
     data      rows, files and models that no run can use
     settings  values just and far outside of the bounds, unknown names, hostile YAML
 
-A case that ended well at the same commit is not tried again by the same command. Runs that nobody kills start
-as forks of a server that has imported the slow libraries.
+A case that ended well at the same commit is not tried again by the same command, which so goes on where it
+was stopped. Runs that nobody kills start as forks of a server that has imported the slow libraries. What is
+printed at the end, a table of verdicts and how many kills were survived, is for tests/README.md.
 """
 
 import argparse
