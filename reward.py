@@ -763,7 +763,8 @@ def _fork_worker(parent: int) -> None:
     """Return in a fork, the worker. This process guards it: it ends all that the worker leaves behind.
 
     The guard adopts processes whose parents have ended, so that it finds those, too, that have left the group
-    by setsid(). They end when the worker ends, when the guard gets SIGTERM, and when the parent is killed.
+    by setsid(). They end when the worker ends, when the guard gets SIGTERM, and when the parent is killed. A
+    function that kills the guard itself keeps what has left the group.
     """
     guard, prctl, watched = os.getpid(), ctypes.CDLL(None).prctl, {signal.SIGTERM, signal.SIGCHLD}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)

@@ -458,7 +458,7 @@ YAMLS = {  # the text of a file, and what the line names; "": the file
     "a tag": ("train: !!python/object/apply:os.getcwd []", "tag"),
     "a key that is a list": ("? [1, 2]\n: 3", ""),
     "tabs": ("train:\n\tseed: 1", ""), "NUL": ("train: {seed: 1}\0", ""),
-    "no UTF-8": ("train: {seed: \udcff}", ""),
+    "no UTF-8": ("train: {seed: \udcff}", "train.seed"),
     "a list": ("- 1\n- 2", "expected sections"), "a number": ("7", "expected sections"),
     "a base that is itself": ("base: hostile.yaml", "leads back"),
     "a base that is a folder": ("base: .", "does not exist"),
