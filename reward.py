@@ -726,9 +726,9 @@ def main() -> None:
     """
     options = json.loads(sys.argv[2])  # reward.py --worker OPTIONS
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     _fork_worker(options["parent"])
     resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"], options["memory_bytes"]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have left it ignored or blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)

@@ -96,17 +96,18 @@ LEAKY = """
 import json, os, subprocess, sys, threading, time
 from pathlib import Path
 trainer, leaks, folder = sys.argv[1:]
-folder, kept, seen = Path(folder), [], 0
+folder, kept, seen, step = Path(folder), [], 0, 0
 make = {
     "MiB": lambda: bytearray(b"x" * (3 << 20)),
     "descriptors": lambda: os.open("/dev/null", os.O_RDONLY),
     "threads": lambda: threading.Thread(target=time.sleep, args=(100,), daemon=True).start(),
     "processes": lambda: subprocess.Popen(["sleep", "100"]),
 }
-(folder / "run").mkdir()
+(folder / "run" / "metrics.jsonl").write_text('{"step": 0}')
 while seen < 24:
+    step += 1
     with (folder / "run" / "metrics.jsonl").open("a") as rows:
-        rows.write(json.dumps({"step": seen}) + "\\n")
+        rows.write("\\n" + json.dumps({"step": step}))
     looks = (folder / "rows.jsonl").read_text().count("\\n") if (folder / "rows.jsonl").is_file() else 0
     if looks > seen:
         kept += [make[name]() for name in leaks.split()]
@@ -120,6 +121,8 @@ os._exit(0)
 @pytest.mark.parametrize("leaks", ["", "MiB descriptors threads processes"])
 def test_a_process_that_holds_more_at_each_look_fails_the_soak(leaks, tmp_path):
     """A stand-in for a rank, watched as the soak watches a run, leaks one of each between two looks."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 999}')  # a run goes on from before this row
     command = [sys.executable, "-c", LEAKY, str(TRAINER), leaks, str(tmp_path)]
     run = Started(command, tmp_path / "run", RANK="0")
     try:
@@ -128,7 +131,9 @@ def test_a_process_that_holds_more_at_each_look_fails_the_soak(leaks, tmp_path):
         run.kill()
     assert run.process.returncode == 0, run.log.read_text()
     (rows,) = starts_of(tmp_path / "rows.jsonl")
-    assert rows[-1]["step"] > 15 and rows[-1]["rank 0 MiB"] > 5 and rows[-1]["rank 0 descriptors"] > 2
+    steps = [row["step"] for row in rows]
+    assert 999 not in steps and steps == sorted(steps) and len(rows) > 20
+    assert rows[-1]["rank 0 MiB"] > 5 and rows[-1]["rank 0 descriptors"] > 2
     if leaks:
         with pytest.raises(Failed) as caught:
             must_be_flat(rows)

@@ -92,14 +92,15 @@ def sizes_of(run: Started) -> dict[str, float]:
 
 def watch(run: Started, file: Path, every_s: float = EVERY_S) -> None:
     """Add a row to a file of JSON lines at each look at a run, from its first step to its end."""
-    before = run.log_state()
+    before = step_of(run.run_dir)  # a start that goes on drops rows after its checkpoint, then adds its own
     while run.process.poll() is None:
-        if run.log_state() != before:  # a start that goes on writes its old rows anew before its first step
-            sizes = sizes_of(run)
-            if "rank 0 MiB" in sizes and run.process.poll() is None:
-                row = {"start": run.started, "seconds": run.seconds(), "step": step_of(run.run_dir), **sizes}
-                with file.open("a") as rows:
-                    rows.write(json.dumps({k: round(v, 2) for k, v in row.items()}) + "\n")
+        step = step_of(run.run_dir)
+        before = min(before, step)
+        sizes = sizes_of(run) if step > before else {}
+        if "rank 0 MiB" in sizes and run.process.poll() is None:
+            row = {"start": run.started, "seconds": run.seconds(), "step": step, **sizes}
+            with file.open("a") as rows:
+                rows.write(json.dumps({name: round(value, 2) for name, value in row.items()}) + "\n")
         time.sleep(every_s)
 
 
@@ -108,7 +109,8 @@ def must_be_flat(rows: list[dict[str, float]]) -> None:
     quarter, grown = len(rows) // 4, []
     if len(rows) < MIN_LOOKS:
         raise Failed(f"{len(rows)} looks at the run are too few, {MIN_LOOKS} are needed")
-    for name in [name for name in rows[-1] if name not in ("start", "seconds", "step")]:
+    names = {name: None for row in rows for name in row if name not in ("start", "seconds", "step")}
+    for name in names:
         early, late = (
             sorted(row.get(name, 0.0) for row in part)[quarter // 2]
             for part in (rows[quarter : 2 * quarter], rows[-quarter:])
@@ -151,15 +153,8 @@ def soak(steps: int, folder: Path) -> tuple[str, str]:
     """Run the steps in this folder, or what is left of them, and say what the run held on the way."""
     folder.mkdir(parents=True, exist_ok=True)
     model_folder("tiny")
-    judge = [
-        sys.executable,
-        "-m",
-        "data.tiny_judge",
-        "--steps=20",
-        "--pairs=640",
-        f"--output={folder / 'judge'}",
-    ]
-    subprocess.run(judge, cwd=ROOT, check=True)  # its quality does not matter here
+    command = [sys.executable, *"-m data.tiny_judge --steps=20 --pairs=640".split()]
+    subprocess.run([*command, f"--output={folder / 'judge'}"], cwd=ROOT, check=True)  # a poor one will do
     (file := folder / "rows.jsonl").touch()
     run = start_trainer(folder / "run", *settings_of(steps, folder))
     try:
@@ -179,7 +174,5 @@ def soak(steps: int, folder: Path) -> tuple[str, str]:
     marks = [rows[len(rows) * i // 5] for i in range(5)] + rows[-1:]
     shown = [f"{name} {', '.join(f'{row.get(name, 0):.0f}' for row in marks)}" for name in names]
     pace = (rows[-1]["seconds"] - rows[0]["seconds"]) / max(1, rows[-1]["step"] - rows[0]["step"])
-    told = (
-        f"{steps} steps in {len(starts)} starts, the last one with {len(rows)} looks and {pace:.2f} s a step"
-    )
+    told = f"{steps} steps in {len(starts)} starts, the last one with {len(rows)} looks, {pace:.2f} s a step"
     return "same", f"{told}: {'; '.join(shown)}; rows and curve are in {folder}"
