@@ -86,7 +86,7 @@ def sizes_of(run: Started) -> dict[str, float]:
                 sizes[f"{role} threads"] += process.num_threads()
                 sizes[f"{role} descriptors"] += process.num_fds()
     sizes["processes"] = len(run.processes())
-    sizes["files in /dev/shm"] = len(os.listdir("/dev/shm"))
+    sizes["files in /dev/shm"] = len(set(os.listdir("/dev/shm")) - run.shared_before)
     return dict(sizes)
 
 

@@ -34,7 +34,7 @@ class Started:
 
     def __init__(self, command: list[str], run_dir: Path, **environment: str):
         self.run_dir, self.tag = run_dir, str(run_dir.parent)
-        self.log = run_dir.parent / "log.txt"
+        self.log, self.shared_before = run_dir.parent / "log.txt", set(os.listdir("/dev/shm"))
         environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{self.tag}", "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
