@@ -354,6 +354,7 @@ ASYNC_CALLS = 64
 # A child that is silent for this long past the limit did not even stop at its own timer: it is killed.
 START_GRACE_S = 120.0  # while it starts, or imports what a kind needs
 GRACE_S = 5.0
+STOP_S = 5.0  # a guard ends all processes of its worker in a few hundredths of this
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
 MAX_REPLY_BYTES = 1 << 20
 
@@ -522,6 +523,7 @@ class RewardPool(contextlib.AbstractContextManager):
         env = {name: os.environ[name] for name in keep if name in os.environ} | {"PYTHONHASHSEED": "0"}
         inherited = [] if self._tokenizer is None else [self._tokenizer]
         options = {"memory_bytes": self.memory_bytes, "tokenizer": self._tokenizer, "code": self.code_limits}
+        options["parent"] = os.getpid()
         with open(self.log_path or os.devnull, "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-u", __file__, "--worker", json.dumps(options)],
@@ -584,9 +586,8 @@ class RewardPool(contextlib.AbstractContextManager):
 
     def _receive(self, worker: _Worker) -> None:
         """Book the replies of a worker; replace it if it has died, gone silent or sent what is no reply."""
-        # Looked up before reading, so that its last replies are read; a process that it left behind may hold
-        # the pipe open, and its status stays until _stop has killed that one, too.
-        has_exited = os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        # It is looked up before reading, so that the last replies of a worker that has ended are read.
+        has_ended = _has_ended(worker.process)
         data, is_wrong = None, False
         try:
             while data := os.read(worker.process.stdout.fileno(), 1 << 16):
@@ -606,7 +607,7 @@ class RewardPool(contextlib.AbstractContextManager):
             grace = GRACE_S if item.kind in worker.ready else START_GRACE_S
             limit = self._limit_s(worker.sent[0].values())
             is_silent = time.monotonic() > worker.alive_at + limit + grace
-        if data == b"" or has_exited or is_wrong or is_silent:
+        if data == b"" or has_ended or is_wrong or is_silent:
             self._replace(worker, is_silent, is_wrong)
 
     def _book(self, worker: _Worker, reply: list) -> None:
@@ -666,14 +667,21 @@ class RewardPool(contextlib.AbstractContextManager):
             self._finish(item, verdict)
 
 
+def _has_ended(process: subprocess.Popen) -> bool:
+    """Tell whether a child has ended; its status and its process id stay until it is waited for."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def _stop(process: subprocess.Popen) -> int:
-    """Kill a child and what it started; return its exit status: minus the signal that ended it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(
-            process.pid, signal.SIGKILL
-        )  # a child that has ended is not yet reaped, so its id is its own
+    """End a worker and what it started; return its exit status: minus the signal that ended it."""
     process.stdin.close()
     process.stdout.close()
+    os.kill(process.pid, signal.SIGTERM)  # an order to its guard, whose id is its own until it is waited for
+    deadline = time.monotonic() + STOP_S
+    while not _has_ended(process) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):  # for a guard that a function has stopped or killed
+        os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
 
@@ -717,13 +725,12 @@ def main() -> None:
     item by [number, *Verdict's fields, seconds].
     """
     options = json.loads(sys.argv[2])  # reward.py --worker OPTIONS
-    resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"], options["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the end of the parent ends a computation
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    _fork_worker(options["parent"])
+    resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"], options["memory_bytes"]))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have left it ignored or blocked
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    _leave_guard()
     requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)  # whatever is printed goes to the log and stays out of the replies
@@ -752,22 +759,59 @@ def main() -> None:
         reply(number, *astuple(verdict), time.monotonic() - start)
 
 
-def _leave_guard() -> None:
-    """Fork a process that ends this one's process group when this one dies, however that comes about.
+def _fork_worker(parent: int) -> None:
+    """Return in a fork, the worker. This process guards it: it ends all that the worker leaves behind.
 
-    The pool ends the group itself, but a pool that is killed cannot, and the processes that a reward function
-    has left behind would outlive the run.
+    The guard adopts processes whose parents have ended, so that it finds those, too, that have left the group
+    by setsid(). They end when the worker ends, when the guard gets SIGTERM, and when the parent is killed. A
+    function that kills the guard itself keeps what has left the group.
     """
-    worker = os.getpid()
-    if os.fork():
+    guard, prctl, watched = os.getpid(), ctypes.CDLL(None).prctl, {signal.SIGTERM, signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    if not (worker := os.fork()):
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != guard:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
     os.closerange(0, 256)  # above all the pipes: their end tells the pool that the worker has died
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, which a fork has lost
-    if os.getppid() != worker:
-        os.killpg(0, signal.SIGKILL)
-    while True:
-        signal.pause()
+    prctl(1, signal.SIGTERM)
+    ends, is_over = {}, os.getppid() != parent
+    while worker not in ends and not is_over:
+        is_over = signal.sigwait(watched) == signal.SIGTERM
+        ends |= _reap()
+    ends |= _end_children()
+    code = os.waitstatus_to_exitcode(ends[worker])
+    if code < 0:  # it ends as the worker has ended
+        with contextlib.suppress(OSError):  # SIGKILL cannot be set, and needs not
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(guard, -code)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os._exit(code)
+
+
+def _reap() -> dict[int, int]:
+    """Return {process id: status} of the children that have ended since the last call."""
+    found = {}
+    with contextlib.suppress(ChildProcessError):  # there is no child left
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            found |= [child]
+    return found
+
+
+def _end_children() -> dict[int, int]:
+    """Kill all processes below this one until none is left; return {process id: status} of the children."""
+    import psutil
+
+    found = {}
+    while children := psutil.Process().children(recursive=True):
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+        time.sleep(0.002)
+        found |= _reap()
+    return found
 
 
 async def _answer_together(items: list[list], limit_s: float, reply: Callable) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints: what a folder holds, a folder that cannot be written, rows that a resumed run writes anew."""
 
 import json
+import pickle
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -189,6 +190,41 @@ def test_a_broken_line_of_the_metrics_is_left_out_and_named(run, tmp_path, capsy
         False, True, False, True, True, False, False,
     ]  # fmt: skip
     assert not list(folder.glob("*.partial"))
+
+
+def test_a_rewrite_of_the_metrics_that_ends_half_way_loses_no_row(run, tmp_path):
+    """The file that is written aside is on a full disk, where a kill would leave it half written as well."""
+    rows = "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder := tmp_path / name.partition(".")[0]).mkdir()
+        (folder / name).write_text(rows)
+        (folder / f"{name}.partial").symlink_to("/dev/full")
+        with pytest.raises(RuntimeError, match=f"{name} could not be written"):
+            prepare_run_dir(folder, run.config, {"state": {"step": 2, "evaluated_step": -1}})
+        assert (folder / name).read_text() == rows
+
+
+class OpensAFile:
+    """Pickled, it is the call of a function."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("name", ["history.pt", "rank_00000.pt"])
+def test_code_in_a_pickle_of_a_checkpoint_is_refused(name, run, tmp_path):
+    """Who makes the file can make the digests, too."""
+    save(run, 1)
+    checkpoint, trace = run.folder / "step_000001", tmp_path / "trace"
+    torch.save({"optimizer": OpensAFile(trace)}, checkpoint / name)
+    with pytest.raises(pickle.UnpicklingError, match="open"):
+        train_rl.resume(checkpoint, run.trainer, run.history, run.rollouts.prompts, run.config)
+    assert not trace.exists()
+    torch.load(checkpoint / name, weights_only=False)["optimizer"].close()
+    assert trace.exists(), "read without care it would have run"
 
 
 # ---- full disks and links ----------------------------------------------------------------------------------

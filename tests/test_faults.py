@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import train_rl
 from data.chat import load_tokenizer
 from data.stream import load_sets
 from experiments.bench import faults, hostile_input
-from experiments.bench.faults import must_be_flat
+from experiments.bench.common import TRAINER
+from experiments.bench.soak import draw, must_be_flat, prints_the_sum, starts_of, watch
+from experiments.bench.started import Started
 from experiments.bench.verdicts import Bench, Failed, must_equal, refusal, try_case
 from runtime.launch import run
 
@@ -84,18 +87,80 @@ def test_a_soak_that_grows_fails(growth, problem):
         must_be_flat(curve)
 
 
+def test_a_soak_of_a_few_looks_fails():
+    with pytest.raises(Failed, match="19 looks at the run are too few"):
+        must_be_flat([{"processes": 5}] * 19)
+
+
+LEAKY = """
+import json, os, subprocess, sys, threading, time
+from pathlib import Path
+trainer, leaks, folder = sys.argv[1:]
+folder, kept, seen, step = Path(folder), [], 0, 0
+make = {
+    "MiB": lambda: bytearray(b"x" * (3 << 20)),
+    "descriptors": lambda: os.open("/dev/null", os.O_RDONLY),
+    "threads": lambda: threading.Thread(target=time.sleep, args=(100,), daemon=True).start(),
+    "processes": lambda: subprocess.Popen(["sleep", "100"]),
+}
+(folder / "run" / "metrics.jsonl").write_text('{"step": 0}')
+while seen < 24:
+    step += 1
+    with (folder / "run" / "metrics.jsonl").open("a") as rows:
+        rows.write("\\n" + json.dumps({"step": step}))
+    looks = (folder / "rows.jsonl").read_text().count("\\n") if (folder / "rows.jsonl").is_file() else 0
+    if looks > seen:
+        kept += [make[name]() for name in leaks.split()]
+        seen = looks
+    time.sleep(0.005)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow(process="others")
+@pytest.mark.parametrize("leaks", ["", "MiB descriptors threads processes"])
+def test_a_process_that_holds_more_at_each_look_fails_the_soak(leaks, tmp_path):
+    """A stand-in for a rank, watched as the soak watches a run, leaks one of each between two looks."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 999}')  # a run goes on from before this row
+    command = [sys.executable, "-c", LEAKY, str(TRAINER), leaks, str(tmp_path)]
+    run = Started(command, tmp_path / "run", RANK="0")
+    try:
+        watch(run, tmp_path / "rows.jsonl", every_s=0.01)
+    finally:
+        run.kill()
+    assert run.process.returncode == 0, run.log.read_text()
+    (rows,) = starts_of(tmp_path / "rows.jsonl")
+    steps = [row["step"] for row in rows]
+    assert 999 not in steps and steps == sorted(steps) and len(rows) > 20
+    assert rows[-1]["rank 0 MiB"] > 5 and rows[-1]["rank 0 descriptors"] > 2
+    if leaks:
+        with pytest.raises(Failed) as caught:
+            must_be_flat(rows)
+        for leak in ("rank 0 MiB", "rank 0 descriptors", "rank 0 threads", "processes"):
+            assert re.search(rf"(^|; ){leak} grows from \d+ to \d+", str(caught.value)), leak
+        draw([rows], tmp_path / "curve.png")
+        assert (tmp_path / "curve.png").stat().st_size > 10_000
+    else:
+        must_be_flat(rows)
+
+
+def test_verdicts_of_the_soak_come_from_a_sandbox():
+    assert (prints_the_sum("0123", "0123"), prints_the_sum("0124", "0123")) == (1.0, 0.0)
+
+
 def test_finished_cases_are_skipped_and_failed_ones_are_tried_again(tmp_path, monkeypatch, capsys):
     tried, broken = [], True
 
     def passes(bench, folder):
         tried.append("passes")
-        return "same", ""
+        return "same", "5 of 5 survived: rank 1 at 2.0 s"
 
     def may_fail(bench, folder):
         tried.append("may fail")
         (folder / "trace").touch()
         if broken:
-            raise KeyError("x")
+            raise Failed("1 of 3 survived: rank 0")
         return "refused", "a line"
 
     cases = {"kills/passes": passes, "kills/may fail": may_fail, "data/other": None}
@@ -116,7 +181,11 @@ def test_finished_cases_are_skipped_and_failed_ones_are_tried_again(tmp_path, mo
     assert tried == ["passes", "may fail", "may fail"]
     output = capsys.readouterr().out
     assert "| kills | 2 | 1 | 0 | 1 |" in output and "| kills | 2 | 1 | 1 | 0 |" in output
-    assert "failed: kills/may fail: KeyError: 'x'" in output
+    assert "; 6 of 8 kills were survived, bit for bit." in output
+    assert "failed: kills/may fail: 1 of 3 survived: rank 0" in output
+    monkeypatch.setattr(sys, "argv", [*argv[:-1], "nothing/"])
+    with pytest.raises(SystemExit, match="no name of a case holds nothing/"):
+        faults.main()
 
 
 # ---- cases that need no ranks ------------------------------------------------------------------------------

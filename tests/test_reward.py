@@ -43,14 +43,12 @@ def score(items: list[tuple[str, str, str]], **options) -> list[Verdict]:
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the living reward workers of a process, oldest first."""
+    """Process ids of the living reward workers of a process, oldest first; their guards are its children."""
     found = []
-    for child in psutil.Process(parent).children():
+    for guard in psutil.Process(parent).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            while not (line := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.001)  # it is being started, and has no name for a moment
-            if "--worker" in line:  # else it is the server of experiments/bench/preloaded.py
-                found.append(child.pid)
+            if "--worker" in guard.cmdline():  # else it is the server of experiments/bench/preloaded.py
+                found += [child.pid for child in guard.children()]
     return sorted(found)
 
 
@@ -489,6 +487,7 @@ def test_killed_worker_costs_only_the_item_in_its_hands():
         pool.submit("hangs", "math", HANGS, "5")
         for n in range(40):
             pool.submit(n, "exact", "7", "7")
+        assert wait_until(lambda: children(os.getpid()))
         os.kill(children(os.getpid())[0], signal.SIGKILL)
         verdicts = pool.collect()
         assert verdicts.pop("hangs") == Verdict(0.0, "error", "the worker died with exit status -9")
@@ -498,6 +497,7 @@ def test_killed_worker_costs_only_the_item_in_its_hands():
 
 def test_killed_idle_worker_costs_nothing():
     with RewardPool(2) as pool:
+        assert wait_until(lambda: len(children(os.getpid())) == 2)
         for pid in children(os.getpid()):
             os.kill(pid, signal.SIGKILL)
             assert wait_until(lambda pid=pid: not alive(pid))
@@ -530,6 +530,7 @@ def test_memory_limit_is_an_error_of_one_item():
 def test_stopped_worker_is_replaced(monkeypatch):
     monkeypatch.setattr(reward, "START_GRACE_S", 3.0)
     with RewardPool(1, timeout_s=0.5) as pool:
+        assert wait_until(lambda: children(os.getpid()))
         (stopped,) = children(os.getpid())
         os.kill(stopped, signal.SIGSTOP)
         big = "7" * 1_000_000  # fills the pipe, which the stopped child does not empty
@@ -644,6 +645,7 @@ def test_children_get_a_clean_environment(monkeypatch):
     monkeypatch.setenv("PYTHONINSPECT", "1")
     monkeypatch.setenv("LD_PRELOAD", "")
     with RewardPool(1):
+        assert wait_until(lambda: children(os.getpid()))
         (worker,) = children(os.getpid())
         variables = Path(f"/proc/{worker}/environ").read_text().split("\0")
     assert "PYTHONHASHSEED=0" in variables and f"PATH={os.environ['PATH']}" in variables

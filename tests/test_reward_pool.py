@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import ROOT
 
@@ -29,7 +30,7 @@ from reward import (
 )
 
 OWN = """
-import asyncio, os, signal, sys, time
+import asyncio, os, signal, subprocess, sys, time
 import sibling_of_own_rewards
 
 def given(completion, answer): return eval(answer)
@@ -62,6 +63,18 @@ def writes(completion, answer):
 def forks(completion, answer):
     if os.fork() == 0:
         time.sleep(100); os._exit(0)
+    if completion == "dies": os.abort()
+    return 1.0
+def flees(completion, answer):
+    started, tell = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            subprocess.Popen(["sleep", answer], start_new_session=True)
+            os.write(tell, b"1"); time.sleep(100)
+        os._exit(0)
+    os.read(started, 1)
     if completion == "dies": os.abort()
     return 1.0
 def equal(completion, answer): return completion == answer
@@ -321,12 +334,14 @@ def test_a_function_that_misbehaves_costs_its_own_item_only(name, status, restar
 
 def test_a_function_that_ignores_the_alarm_is_killed_after_the_grace(own, monkeypatch):
     monkeypatch.setattr(reward, "GRACE_S", 1.0)
+    start = time.monotonic()
     with RewardPool(1, timeout_s=0.5) as pool:
         pool.submit("deaf", "own_rewards:deaf", "x", "")
         pool.submit("after", "exact", "a", "a")
         verdicts = pool.collect()
         assert pool.num_restarts == 1
     assert verdicts["deaf"].status == "timeout" and verdicts["after"] == OK
+    assert time.monotonic() - start < 60, "it had said that it was ready, so it got no time to start"
 
 
 @pytest.mark.parametrize(
@@ -372,10 +387,45 @@ def test_processes_that_a_function_leaves_behind_end_with_the_worker(completion,
         if not restarts:
             assert len(group_of(leader)) == 3, "the worker, its guard, and what was left"
     assert time.monotonic() - start < 30
+    wait_until_none(group_of, leader)
+
+
+def sleepers(seconds: str) -> list[int]:
+    """Process ids of the living `sleep` of so many seconds."""
+    found = psutil.process_iter(["cmdline", "status"])
+    return [p.pid for p in found if p.info["cmdline"] == ["sleep", seconds] and p.info["status"] != "zombie"]
+
+
+def wait_until_none(find, *arguments) -> None:
     end = time.monotonic() + 10
-    while group_of(leader) and time.monotonic() < end:
+    while find(*arguments) and time.monotonic() < end:
         time.sleep(0.02)
-    assert group_of(leader) == []
+    assert find(*arguments) == []
+
+
+def test_processes_that_have_left_the_group_end_with_the_worker(own):
+    """Each item forks twice, calls setsid() twice and starts `sleep`, deaf to all signals that can be."""
+    seconds = {completion: f"100{i}.{os.getpid()}" for i, completion in enumerate(("dies", "stays"))}
+    with RewardPool(1, timeout_s=60.0) as pool:
+        for completion, answer in seconds.items():
+            pool.submit(completion, "own_rewards:flees", completion, answer)
+        assert [verdict.status for verdict in pool.collect().values()] == ["error", "ok"]
+        assert not sleepers(seconds["dies"]), "it ended with the worker that was replaced"
+        assert len(sleepers(seconds["stays"])) == 1
+    assert not sleepers(seconds["stays"]), "close() returns when it has ended"
+
+
+def test_a_guard_that_a_function_has_stopped_or_killed_holds_nobody_up(own, monkeypatch):
+    monkeypatch.setattr(reward, "STOP_S", 0.1)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        with RewardPool(1, timeout_s=60.0) as pool:
+            leader = pool._workers[0].process.pid
+            pool.submit(0, "own_rewards:forks", "stays", "")
+            pool.collect()
+            os.kill(leader, number)
+            start = time.monotonic()
+        assert time.monotonic() - start < 5
+        wait_until_none(group_of, leader)
 
 
 KILLED = """
@@ -383,6 +433,7 @@ import os, signal, sys
 from reward import RewardPool
 pool = RewardPool(1, timeout_s=60.0)
 pool.submit(0, "own_rewards:forks", "stays", "")
+pool.submit(1, "own_rewards:flees", "stays", sys.argv[1])
 pool.collect()
 print(pool._workers[0].process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -390,12 +441,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_processes_that_a_function_leaves_behind_end_with_a_run_that_is_killed(own):
-    done = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, capture_output=True, text=True)
+    seconds = f"1004.{os.getpid()}"
+    command = [sys.executable, "-c", KILLED, seconds]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    end = time.monotonic() + 10
-    while group_of(int(done.stdout)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert group_of(int(done.stdout)) == []
+    wait_until_none(group_of, int(done.stdout))
+    wait_until_none(sleepers, seconds)
 
 
 def test_what_functions_print_goes_to_the_log(own, tmp_path):

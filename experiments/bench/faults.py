@@ -1,6 +1,6 @@
 """Disturb runs from the outside, and compare what comes out with an undisturbed run.
 
-    python -m experiments.bench.faults --json faults.json                  # some 300 cases, two cores
+    python -m experiments.bench.faults --json faults.json                  # some 340 cases, two cores
     python -m experiments.bench.faults --json faults.json --only damage/ rewards/
     python -m experiments.bench.faults --json soak.json --soak 2000        # one long run instead
 
@@ -13,8 +13,10 @@ Every case ends with a verdict:
 
 Kinds:
 
-    kills     SIGKILL to torchrun, a rank, all ranks or a reward worker: half of them while a checkpoint or a
-              log is written or a rank imports, half at random moments; several hit a run before it may finish
+    kills     SIGKILL to torchrun, a rank, all ranks, a reward worker or its guard: half of them while a
+              checkpoint or a log is written or a rank imports, half at random moments; several hit a run
+              before it may finish. Kills of runs whose reward functions have started processes in sessions
+              of their own, none of which may be left
     signals   SIGTERM and SIGINT to torchrun or to all processes, once and twice; a rank that stands still
     damage    files of the newest checkpoint flipped, cut, emptied, removed; numbers, lines, folders of others
     disk      a full file system (a tmpfs, which only root can mount; left out otherwise)
@@ -22,8 +24,9 @@ Kinds:
     data      rows, files and models that no run can use
     settings  values just and far outside of the bounds, unknown names, hostile YAML
 
-A case that ended well at the same commit is not tried again by the same command. Runs that nobody kills start
-as forks of a server that has imported the slow libraries.
+A case that ended well at the same commit is not tried again by the same command, which so goes on where it
+was stopped. Runs that nobody kills start as forks of a server that has imported the slow libraries. What is
+printed at the end, a table of verdicts and how many kills were survived, is for tests/README.md.
 """
 
 import argparse
@@ -41,10 +44,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
-import psutil
 from tqdm import tqdm
 
 from experiments.bench import hostile_input, preloaded
@@ -57,6 +59,8 @@ from experiments.bench.common import (
     torchrun,
     write_json,
 )
+from experiments.bench.soak import soak
+from experiments.bench.started import SPARED, TARGETS, Started, start_trainer
 from experiments.bench.verdicts import (
     DAMAGE,
     END_S,
@@ -68,7 +72,6 @@ from experiments.bench.verdicts import (
     Failed,
     end_of,
     must_equal,
-    tagged,
     try_case,
 )
 
@@ -83,7 +86,6 @@ WORKLOAD = [  # six quick steps with two checkpoints on the way
 # Kills and signals
 # ------------------------------------------------------------------------------------------------------------
 AIMS = ("checkpoint", "random", "log", "random", "imports", "random")  # half of the moments are chosen
-TARGETS = ("torchrun", "rank 0", "rank 1", "all ranks", "everything", "worker")
 
 
 @dataclass(frozen=True)
@@ -94,78 +96,6 @@ class Blow:
     target: str  # one of TARGETS
     moment: float  # in [0, 1): where in the span of its aim
     signals: tuple[int, ...] = (signal.SIGKILL,)
-
-
-class Started:
-    """A run under torchrun whose processes are found by an entry of PYTHONPATH."""
-
-    def __init__(self, bench: Bench, run_dir: Path, *settings: str):
-        self.run_dir, self.tag = run_dir, str(run_dir.parent)
-        self.log = run_dir.parent / "log.txt"
-        environment = {"PYTHONPATH": f"{ROOT}{os.pathsep}{self.tag}", "OMP_NUM_THREADS": "1"}
-        command = [*torchrun(2), str(TRAINER), *bench.workload, f"run.dir={run_dir}", *settings]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log
-            )
-        self.since, self.started = time.monotonic(), time.time()
-
-    def seconds(self) -> float:
-        """Return the seconds since the start."""
-        return time.monotonic() - self.since
-
-    def parts(self) -> dict[str, list[psutil.Process]]:
-        """Sort the processes into torchrun, ranks and reward workers."""
-        roles: dict[str, list] = {"torchrun": [psutil.Process(self.process.pid)]}
-        for process in tagged(self.tag):
-            with contextlib.suppress(psutil.Error):
-                command, rank = process.cmdline(), process.environ().get("RANK")
-                if "--worker" in command or (rank and str(TRAINER) in command):
-                    role = "worker" if "--worker" in command else f"rank {rank}"
-                    roles.setdefault(role, []).append(process)
-        return roles
-
-    def hit(self, target: str, number: int) -> None:
-        """Send a signal to a part of the run; to torchrun where there is no such part yet."""
-        parts = self.parts()
-        ranks = parts.get("rank 0", []) + parts.get("rank 1", [])
-        groups = {"all ranks": ranks, "everything": parts["torchrun"] + ranks}
-        found = groups.get(target, parts.get(target, []))
-        for process in (found[:1] if target == "worker" else found) or parts["torchrun"]:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(number)
-
-    def wait_until_gone(self, limit_s: float, what: str) -> float:
-        """Return the seconds until no process is left; Failed if it takes too long."""
-        start = time.monotonic()
-        while self.process.poll() is None or tagged(self.tag):
-            if time.monotonic() - start > limit_s:
-                raise Failed(
-                    f"{what}: after {limit_s:g} s {len(tagged(self.tag))} processes were still there"
-                )
-            time.sleep(0.05)
-        return time.monotonic() - start
-
-    def kill(self) -> None:
-        """End all processes."""
-        for process in tagged(self.tag):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        self.process.wait()
-
-    def log_state(self) -> tuple[int, int]:
-        """Return what changes with every write to metrics.jsonl."""
-        with contextlib.suppress(OSError):
-            found = (self.run_dir / "metrics.jsonl").stat()
-            return found.st_ino, found.st_size
-        return 0, 0
-
-    def checkpoint_is_written(self) -> bool:
-        """Tell whether an unfinished checkpoint lies there that no earlier start has left."""
-        with contextlib.suppress(OSError):
-            unfinished = (self.run_dir / "checkpoints").glob("step_*.tmp")
-            return any(path.stat().st_mtime > self.started for path in unfinished)
-        return False
 
 
 def moments_of(run: Started, blow: Blow, seconds: float) -> Iterator[bool]:
@@ -187,7 +117,7 @@ def moments_of(run: Started, blow: Blow, seconds: float) -> Iterator[bool]:
 
 def strike(bench: Bench, run_dir: Path, blow: Blow, settings: tuple[str, ...] = ()) -> str | None:
     """Start the run, deal a blow and wait for its end; return what happened, None if it had ended before."""
-    run = Started(bench, run_dir, *settings)
+    run = start_trainer(run_dir, *bench.workload, *settings)
     try:
         for is_time in moments_of(run, blow, bench.seconds):
             if run.process.poll() is not None:
@@ -202,12 +132,16 @@ def strike(bench: Bench, run_dir: Path, blow: Blow, settings: tuple[str, ...] = 
         for i, number in enumerate(blow.signals):
             time.sleep(1.2 if i else 0)  # sooner it would count as the same signal
             run.hit(blow.target, number)
-        if blow.target == "worker":  # which is replaced, so the run itself is ended a little later
+        if blow.target in SPARED:  # which are replaced, so the run itself is ended a little later
             time.sleep(0.3)
             run.hit("torchrun", signal.SIGKILL)
         took = run.wait_until_gone(LEFT_S if signal.SIGKILL in blow.signals else END_S, what)
-        if f'File "{TRAINER}"' in run.log.read_text(errors="replace"):
+        said = run.log.read_text(errors="replace")
+        if f'File "{TRAINER}"' in said:
             raise Failed(f"{what}: a raw stack of a rank is on the console")
+        waited = rf"error on rank \d+: .*waited \d+ s for {blow.target}\b"
+        if signal.SIGSTOP in blow.signals and not re.search(waited, said):
+            raise Failed(f"{what}: nobody says who was waited for: {end_of(said)}")
         return f"{what}, gone after {took:.1f} s"
     finally:
         run.kill()
@@ -219,28 +153,41 @@ def chain(blows: list[Blow], settings: tuple[str, ...], bench: Bench, folder: Pa
     Where a run ends before its blow it is compared, and the blow is dealt to a fresh one, earlier.
     """
     run_dir, dealt = folder / "run", []
-    for blow in blows:
-        for attempt in range(5):
-            earlier = replace(blow, moment=blow.moment / 2**attempt)
-            if happened := strike(bench, run_dir, earlier, settings):
-                break
-            must_equal(run_dir, bench.reference)
-            shutil.rmtree(run_dir)
-        dealt.append(happened or "the run always ended first")
     try:
+        for blow in blows:
+            for attempt in range(5):
+                earlier = replace(blow, moment=blow.moment / 2**attempt)
+                if happened := strike(bench, run_dir, earlier, settings):
+                    dealt.append(happened)
+                    break
+                must_equal(run_dir, bench.reference)
+                shutil.rmtree(run_dir)
         bench.must_be_same(run_dir)
     except Failed as failed:
-        raise Failed(f"{failed}; {'; '.join(dealt)}") from failed
-    return "same", "; ".join(dealt)
+        tried = min(len(dealt) + 1, len(blows))  # the last one was not survived
+        told = "; ".join([*dealt, str(failed)])
+        raise Failed(f"{tried - 1} of {tried} survived: {told}") from failed
+    return "same", f"{len(dealt)} of {len(dealt)} survived: {'; '.join(dealt)}"
+
+
+def fleeing(target: str, bench: Bench, folder: Path) -> tuple[str, str]:
+    """Kill a part of a run from whose reward functions processes have fled into sessions of their own."""
+    trace, settings = hostile_input.fleeing_rows(folder)
+    happened = strike(bench, folder / "run", Blow("log", target, 0.5), tuple(settings))
+    if not happened or not trace.is_file():
+        raise Failed(f"no process had fled: {happened}")
+    return "same", happened
 
 
 def kill_cases(num: int, seed: int, per_chain: int = 5) -> dict[str, Attempt]:
-    """Return the chains of so many kills."""
+    """Return the chains of so many kills, and kills of runs with processes that have left their group."""
     cases, aims = {}, [AIMS[i % len(AIMS)] for i in range(num)]
     for start in range(0, num, per_chain):
         rng = random.Random(f"{seed}/{start}")
         blows = [Blow(aim, rng.choice(TARGETS), rng.random()) for aim in aims[start : start + per_chain]]
         cases[f"{len(blows)} kills, chain {start // per_chain} of seed {seed}"] = partial(chain, blows, ())
+    for target in ("torchrun", "all ranks", "worker"):
+        cases[f"{target}, beside processes that fled"] = partial(fleeing, target)
     return cases
 
 
@@ -282,6 +229,7 @@ def change_number(name: str, file: Path) -> None:
 def damage(name: str, edit: Callable[[Path], None], bench: Bench, folder: Path) -> tuple[str, str]:
     """Damage a file of the newest checkpoint; it must be named, and the one before gives the same."""
     run_dir = shutil.copytree(bench.reference, folder / "run")
+    shutil.rmtree(run_dir / "model")  # it has to be exported anew
     newest = max((run_dir / "checkpoints").glob("step_*"))
     edit(newest / name)
     if not (newest / "state.json").is_file():  # this unmakes the checkpoint
@@ -373,63 +321,6 @@ def full_disk(free: int | None, settings: list[str], bench: Bench, folder: Path)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Soak
-# ------------------------------------------------------------------------------------------------------------
-SOAK = [  # stages, replay, rounded weights and penalties, small
-    "--config", "experiments/methods/zero_variance.yaml", "--config", "experiments/methods/replay_r3.yaml",
-    "--config", "experiments/methods/espo.yaml", "rollout.group_size=8", "zero_variance.probe_size=2",
-    "reward.overlong_buffer=8", "reward.repetition_coef=0.1", "rollout.fp8=simulate",
-    "rollout.parity_mean=1", "rollout.parity_p99=10", "train.learning_rate=1.0e-5",
-    "eval.every=100", "checkpoint.every=100", "checkpoint.keep=1", "run.log_every=100",
-]  # fmt: skip
-
-
-def sizes_of(run: Started) -> dict[str, float]:
-    """Measure a run: MiB of each rank and of all workers, threads, descriptors, processes, shared memory."""
-    sizes: Counter = Counter()
-    for role, processes in run.parts().items():
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                sizes[f"{role} MiB"] += process.memory_info().rss / 2**20
-                sizes[f"{role} threads"] += process.num_threads()
-                sizes[f"{role} descriptors"] += process.num_fds()
-    sizes["processes"] = len(tagged(run.tag))
-    sizes["files in /dev/shm"] = len(os.listdir("/dev/shm"))
-    return dict(sizes)
-
-
-def must_be_flat(curve: list[dict[str, float]]) -> None:
-    """Raise Failed if the median of a size grows by over 5 % from the second quarter to the last."""
-    quarter = len(curve) // 4
-    for name in curve[-1] if quarter else ():
-        early, late = (
-            sorted(row.get(name, 0.0) for row in part)[quarter // 2]
-            for part in (curve[quarter : 2 * quarter], curve[-quarter:])
-        )
-        if late > early * 1.05 + 1:
-            raise Failed(f"{name} grows from {early:.0f} to {late:.0f}")
-
-
-def soak(steps: int, bench: Bench, folder: Path) -> tuple[str, str]:
-    """Run many short steps with everything on, and watch what it holds."""
-    run, curve = Started(bench, folder / "run", *SOAK, f"train.num_steps={steps}"), []
-    try:
-        while run.process.poll() is None:
-            if run.log_state()[1]:
-                curve.append(sizes_of(run))
-            time.sleep(2)
-    finally:
-        run.kill()
-    if run.process.returncode:
-        raise Failed(end_of(run.log.read_text(errors="replace")))
-    must_be_flat(curve)
-    marks = [curve[len(curve) * i // 5] for i in range(5)] + curve[-1:] if curve else []
-    names = ("rank 0 MiB", "rank 1 MiB", "rank 0 descriptors", "processes")
-    shown = [f"{name} {', '.join(f'{row.get(name, 0):.0f}' for row in marks)}" for name in names]
-    return "same", f"{steps} steps, {len(curve)} looks: {'; '.join(shown)}"
-
-
-# ------------------------------------------------------------------------------------------------------------
 # The campaign
 # ------------------------------------------------------------------------------------------------------------
 def all_cases(kills: int, seed: int) -> dict[str, Attempt]:
@@ -447,10 +338,18 @@ def all_cases(kills: int, seed: int) -> dict[str, Attempt]:
     return {f"{kind}/{name}": attempt for kind, own in cases.items() for name, attempt in own.items()}
 
 
+@cache
+def commit() -> str:
+    """Return the commit of this checkout."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def undisturbed(out: Path) -> tuple[Path, float]:
-    """Return the folder of an undisturbed run by torchrun, made if it is not there, and its seconds."""
-    run_dir, note = out / "undisturbed", out / "undisturbed_seconds.json"
-    if not note.is_file():
+    """Return the folder of an undisturbed run by torchrun, made if this commit has none, and its seconds."""
+    run_dir, note = out / "undisturbed", out / "undisturbed.json"
+    made = json.loads(note.read_text()) if note.is_file() else {}
+    if made.get("commit") != commit():
         model_folder("tiny")
         shutil.rmtree(run_dir, ignore_errors=True)
         start, command = time.monotonic(), [*torchrun(2), str(TRAINER), *WORKLOAD, f"run.dir={run_dir}"]
@@ -459,20 +358,26 @@ def undisturbed(out: Path) -> tuple[Path, float]:
         )
         if done.returncode:
             sys.exit("the undisturbed run failed, see above")
-        note.write_text(json.dumps(time.monotonic() - start))
-    return run_dir, json.loads(note.read_text())
+        made = {"commit": commit(), "seconds": time.monotonic() - start}
+        note.write_text(json.dumps(made))
+    return run_dir, made["seconds"]
 
 
 def table_lines(results: list[dict]) -> list[str]:
-    """Return the table of verdicts by kind."""
-    rows = []
+    """Return what tests/README.md shows: verdicts by kind, and kills survived of kills tried."""
+    rows, kills = [], [0, 0]
     for kind in dict.fromkeys(result["name"].partition("/")[0] for result in results):
         own = [result for result in results if result["name"].startswith(f"{kind}/")]
         verdicts = Counter(result["verdict"] for result in own)
         seconds = round(sum(result["seconds"] for result in own))
         rows.append([kind, len(own), *(verdicts[name] for name in VERDICTS), seconds])
+    for result in results:
+        survived = re.match(r"(\d+) of (\d+) survived: ", result["detail"])
+        if survived and result["name"].startswith("kills/"):
+            kills = [total + int(more) for total, more in zip(kills, survived.groups())]
     total = ["all", *(sum(row[column] for row in rows) for column in range(1, 6))]
-    return markdown(["kind", "cases", *VERDICTS, "seconds"], [*rows, total])
+    told = f"Commit {commit()[:7]}; {kills[0]} of {kills[1]} kills were survived, bit for bit."
+    return [told, "", *markdown(["kind", "cases", *VERDICTS, "seconds"], [*rows, total])]
 
 
 def parse() -> argparse.Namespace:
@@ -492,15 +397,14 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def try_all(bench: Bench, cases: dict[str, Attempt], out: Path) -> list[dict]:
+def try_all(bench: Bench | None, cases: dict[str, Attempt], out: Path) -> list[dict]:
     """Try the cases that have not yet ended well at this commit; return the results of all."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     record = out / "cases.jsonl"
     lines = record.read_text().splitlines() if record.is_file() else []
-    known = {row["name"]: row for row in map(json.loads, lines) if row["commit"] == commit.strip()}
+    known = {row["name"]: row for row in map(json.loads, lines) if row["commit"] == commit()}
     for name, attempt in tqdm(cases.items(), desc="faults", unit="case", disable=None):
         if known.get(name, {}).get("verdict", "failed") == "failed":
-            known[name] = try_case(bench, name, attempt, out) | {"commit": commit.strip()}
+            known[name] = try_case(bench, name, attempt, out) | {"commit": commit()}
             with record.open("a") as file:
                 file.write(json.dumps(known[name]) + "\n")
     return [known[name] for name in cases]
@@ -513,11 +417,15 @@ def main() -> None:
     sys.path.insert(0, str(ROOT))
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(preloaded.run, WORKLOAD, *undisturbed(out))
-    cases = all_cases(args.kills, args.seed)
-    cases = {name: attempt for name, attempt in cases.items() if any(text in name for text in args.only)}
     if args.soak:
-        cases = {f"soak/{args.soak} steps": partial(soak, args.soak)}
+        folder = out / f"soak_{args.soak}_{commit()[:7]}"  # one that a killed command goes on in
+        cases, bench = {f"soak/{args.soak} steps": lambda *_: soak(args.soak, folder)}, None
+    else:
+        cases = all_cases(args.kills, args.seed)
+        cases = {name: case for name, case in cases.items() if any(text in name for text in args.only)}
+        if not cases:
+            sys.exit(f"no name of a case holds {' or '.join(args.only)}")
+        bench = Bench(preloaded.run, WORKLOAD, *undisturbed(out))
     results = try_all(bench, cases, out)
     print("\n".join(table_lines(results)))
     for result in results:

@@ -69,6 +69,14 @@ def leaves_children(completion, answer):
     return 0.5
 def dies_with_children(completion, answer):
     leaves_children(completion, answer); os.abort()
+def flees(completion, answer):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            open(__file__ + "_fled", "w"); time.sleep(1000)
+        os._exit(0)
+    os.wait(); return 0.5
 def floods(completion, answer):
     for _ in range(50): os.write(1, b"x" * (1 << 20)); os.write(2, b"z" * (1 << 20)); print("y" * 1000)
     return 0.5
@@ -87,7 +95,7 @@ FUNCTIONS = re.findall(r"def (\w+)\(completion, answer\)", HOSTILE)
 STATUSES = {  # where the item's own is not "error"
     **dict.fromkeys(("blocks", "hangs", "ignores_alarm", "masks_alarm", "blocks_the_loop"), ("timeout",)),
     "waits_for_ever": ("timeout",),
-    **dict.fromkeys(("leaves_children", "floods"), ("wrong",)),
+    **dict.fromkeys(("leaves_children", "flees", "floods"), ("wrong",)),
     **dict.fromkeys(("closes", "writes_garbage", "writes_half", "writes_much", "forges", "forges_shape"),
                     ("wrong", "error")),
 }  # fmt: skip
@@ -127,6 +135,16 @@ def hostile_function(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
     if time.monotonic() - start > RUN_S:
         raise Failed(f"it took {time.monotonic() - start:.0f} s")
     return "same", f"{', '.join(sorted(own))}; before a run: {said[:300] or 'let pass'}"
+
+
+def fleeing_rows(folder: Path) -> tuple[Path, list[str]]:
+    """Return a file that is there once a process has fled from a reward function, and settings for a run."""
+    (functions := folder / "hostile.py").write_text(HOSTILE)
+    lines = (TINY.parent / "train.jsonl").read_text().splitlines()[:48]
+    rows = [json.loads(line) | {"kind": f"{functions}:flees"} for line in lines]
+    (file := folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"data.train=[{{path: {file}}}]", f"reward.functions={json.dumps([rows[0]['kind']])}"]
+    return folder / "hostile.py_fled", settings
 
 
 def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
@@ -208,7 +226,8 @@ def bad_row(row: str, bench: Bench, folder: Path) -> tuple[str, str]:
     """Train on a file whose third row is bad."""
     good = (TINY.parent / "train.jsonl").read_text().splitlines()[:8]
     bad = row.replace("TRACE", str(folder / "trace"))
-    bad = bad.replace('{"prompt"', '{"kind": "exact", "prompt"', "kind" not in row)
+    if "kind" not in row:
+        bad = bad.replace('{"prompt"', '{"kind": "exact", "prompt"', 1)
     (file := folder / "rows.jsonl").write_text("\n".join([*good[:2], bad, *good[2:]]) + "\n")
     found = refuse_data(file, r"(row|line) 3\b", bench)
     if (folder / "trace").exists():
@@ -325,10 +344,13 @@ def numbers_outside(info) -> list[str]:
     return values
 
 
+UNREADABLE = ("!!python/object/apply:os.getcwd []", "9" * 5000)  # no YAML of plain values
+
+
 def values_outside(info) -> list[str]:
     """List values that a setting cannot have, as YAML."""
     kinds = str(info.annotation)
-    values = [".inf", "-.inf", ".nan", "1.0e+400", "!!python/object/apply:os.getcwd []", "9" * 5000]
+    values = [".inf", "-.inf", ".nan", "1.0e+400", *UNREADABLE]
     if "dict" not in kinds:
         values += ["{a: 1}"]
     if "int" in kinds or "float" in kinds:
@@ -340,8 +362,8 @@ def values_outside(info) -> list[str]:
     return values + (["maybe", "2"] if kinds == "<class 'bool'>" else [])
 
 
-def must_refuse_settings(name: str, argv: list[str]) -> None:
-    """Raise Failed unless these arguments are refused soon, in a line that holds a name."""
+def must_refuse_settings(argv: list[str], *names: str) -> None:
+    """Raise Failed unless these arguments are refused soon, in a line that holds all names."""
     import train_rl
 
     def stop(*_: object) -> None:
@@ -353,8 +375,8 @@ def must_refuse_settings(name: str, argv: list[str]) -> None:
         train_rl.load_config(argv)
     except ValueError as error:
         line = str(error)
-        if name not in line or len(line) > 5000:
-            raise Failed(f"{' '.join(argv)[:200]}: does not name {name}: {line[:300]!r}") from error
+        if (missing := [name for name in names if name not in line]) or len(line) > 5000:
+            raise Failed(f"{' '.join(argv)[:200]}: does not name {missing}: {line[:300]!r}") from error
     except (Exception, SystemExit) as error:
         raise Failed(f"{' '.join(argv)[:200]}: {type(error).__name__}: {str(error)[:300]}") from error
     else:
@@ -364,14 +386,30 @@ def must_refuse_settings(name: str, argv: list[str]) -> None:
         signal.signal(signal.SIGALRM, handler)
 
 
+FRAMES = {  # part of a setting's name -> the list around it, all else in which is right
+    "stages[].until.": "[{{name: one, until: {{{}}}}}, {{name: two}}]",
+    "stages[].name": "[{{until: {{steps: 1}}, {}}}, {{name: two}}]",
+    "[].path": "[{{{}}}]", "data.": "[{{path: unused, {}}}]",
+}  # fmt: skip
+
+
+def override(name: str, value: str) -> str:
+    """Return the argument that gives a setting this value."""
+    section, _, keys = name.partition("[].")
+    if not keys:
+        return f"{name}={value}"
+    frame, key = next(frame for part, frame in FRAMES.items() if part in name), keys.rpartition(".")[2]
+    return f"{section}={frame.format(f'{key}: {value}')}"
+
+
 def bad_setting(name: str, info, bench: Bench, folder: Path) -> tuple[str, str]:
-    """Give a setting values that it cannot have."""
+    """Give a setting values that it cannot have; what cannot even be read is named by the list around it."""
     problems, values = [], values_outside(info)
-    section, _, key = name.partition("[].")
+    section, _, keys = name.partition("[].")
     for value in values:
-        override = f"{section}=[{{path: unused, {key}: {value}}}]" if key else f"{name}={value}"
+        named = (section,) if value in UNREADABLE else (section, keys)
         try:
-            must_refuse_settings(section, ["data.train=[{path: unused}]", override])
+            must_refuse_settings(["data.train=[{path: unused}]", override(name, value)], *named)
         except Failed as failed:
             problems.append(str(failed))
     if problems:
@@ -407,11 +445,11 @@ def aliases(of_each: str, num: int, first: str) -> str:
     return "\n".join([f"a0: &a0 {first}", *lines])
 
 
-YAMLS = {  # the text of a file, and what the line names
+YAMLS = {  # the text of a file, and what the line names; "": the file
     "aliases of aliases": (aliases("[" + ", ".join("*" * 10) + "]", 9, "[1, 1, 1, 1]"), "values"),
     "aliases of mappings": (aliases("{x: *, y: *}", 30, "{x: 1, y: 2}"), "values"),
     "an alias of itself": ("train: &a {betas: [*a]}", ""),
-    "merge keys": ("a: &a {x: 1}\ntrain: {<<: *a, seed: 1}", ""),
+    "merge keys": ("a: &a {x: 1}\ntrain: {<<: *a, seed: 1}", "train.x"),
     "deep nesting": ("train: {betas: " + "[" * 3000 + "]" * 3000 + "}", "nested too deeply"),
     "20,000 unknown names": (
         "train:\n" + "".join(f"  k{i}: 1\n" for i in range(20_000)), "unknown setting"),
@@ -419,9 +457,11 @@ YAMLS = {  # the text of a file, and what the line names
     "doubled name": ("train: {seed: 1, seed: 2}", "given twice"),
     "a tag": ("train: !!python/object/apply:os.getcwd []", "tag"),
     "a key that is a list": ("? [1, 2]\n: 3", ""),
-    "tabs": ("train:\n\tseed: 1", ""), "NUL": ("train: {seed: 1}\0", ""), "no UTF-8": ("\udcff\udcfe: 1", ""),
+    "tabs": ("train:\n\tseed: 1", ""), "NUL": ("train: {seed: 1}\0", ""),
+    "no UTF-8": ("train: {seed: \udcff}", "train.seed"),
     "a list": ("- 1\n- 2", "expected sections"), "a number": ("7", "expected sections"),
-    "a base that is itself": ("base: hostile.yaml", "leads back"), "a base that is a folder": ("base: .", ""),
+    "a base that is itself": ("base: hostile.yaml", "leads back"),
+    "a base that is a folder": ("base: .", "does not exist"),
     "two documents": ("train: {seed: 1}\n---\ntrain: {seed: 2}", ""),
 }  # fmt: skip
 UNKNOWN = ("nonsense", "nonsense.x", "train", "train.", ".train", "train.nonsense", "", "a" * 1000)
@@ -430,14 +470,14 @@ UNKNOWN = ("nonsense", "nonsense.x", "train", "train.", ".train", "train.nonsens
 def bad_yaml(text: str, name: str, bench: Bench, folder: Path) -> tuple[str, str]:
     """Read settings from this text."""
     (file := folder / "hostile.yaml").write_bytes(text.encode(errors="surrogateescape"))
-    must_refuse_settings(name, ["--config", str(file)])
+    must_refuse_settings(["--config", str(file)], name or file.name)
     return "refused", ""
 
 
 def unknown_names(bench: Bench, folder: Path) -> tuple[str, str]:
     """Give settings that there are not."""
     for name in UNKNOWN:
-        must_refuse_settings(name[:80], ["data.train=[{path: unused}]", f"{name}=1"])
+        must_refuse_settings(["data.train=[{path: unused}]", f"{name}=1"], name[:80])
     return "refused", f"{len(UNKNOWN)} names"
 
 

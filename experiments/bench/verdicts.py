@@ -21,7 +21,7 @@ TIMES = (  # metrics that measure time or memory
     "reward_latency",
 )  # fmt: skip
 VERDICTS = ("same", "refused", "failed")
-LEFT_S = 10.0  # no process of a run may be left so long after a part of it was killed
+LEFT_S = 20.0  # no process of a run may be left so long after a part of it was killed
 END_S = 90.0  # nor so long after a signal that lets it write a checkpoint
 REFUSAL_S = 20.0  # input that cannot be used must be refused in this time
 RUN_S = 120.0  # a start takes a tenth of it
@@ -115,7 +115,7 @@ def refusal(done: subprocess.CompletedProcess, name: str, folder: Path | None = 
     return line[:300]
 
 
-def try_case(bench: Bench, name: str, attempt: Attempt, out: Path) -> dict:
+def try_case(bench: Bench | None, name: str, attempt: Attempt, out: Path) -> dict:
     """Try a case in a folder of its own, which is kept if the verdict is failed."""
     folder, start = out / re.sub(r"[^\w./=-]+", "_", name), time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
