@@ -66,7 +66,7 @@ table: $(STAMP)
 	$(BIN)/python -m data.tiny --recipe habits
 	$(BIN)/python -m data.score --model $(HABITS)/model --prompts $(HABITS)/train.jsonl \
 	    --output $(HABITS)/scores.jsonl --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25
-	$(BIN)/python experiments/run.py --rows experiments/zero_variance/*.yaml --seeds 0 1 2 3 4 \
+	$(BIN)/python experiments/run.py --rows experiments/zero_variance/*.yaml --seeds 0 1 2 3 4 5 6 7 8 9 \
 	    --out runs/zero_variance --jobs 2
 	$(BIN)/python experiments/report.py --runs runs/zero_variance --parent grpo \
 	    --plot runs/zero_variance/curves.png

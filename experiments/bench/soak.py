@@ -23,9 +23,7 @@ from experiments.bench.verdicts import LEFT_S, Failed, end_of
 
 EVERY_S = 1.0  # seconds between two looks
 MIN_LOOKS = 20  # fewer looks of a start say nothing
-GROWTH = (
-    0.05  # the share by which the median of a size may grow from the second quarter of a start to its last
-)
+GROWTH = 0.05  # share by which the median of a size may grow from the second quarter of a start to its last
 SETTINGS = [
     "--config", "experiments/environments/tiny.yaml", "--config", "experiments/methods/zero_variance.yaml",
     "--config", "experiments/methods/replay_r3.yaml", "--config", "experiments/methods/espo.yaml",
