@@ -43,8 +43,9 @@ from typing import IO, Annotated, Literal, NamedTuple
 
 from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, one_line, run
 
-if __name__ == "__main__":
-    die_with_torchrun()  # before the imports that take seconds
+if __name__ == "__main__":  # before the imports that take seconds
+    die_with_torchrun()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until Signals.listen() Ctrl-C ends it without a stack
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
 import torch

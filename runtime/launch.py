@@ -148,6 +148,10 @@ def run(
         if rank == 0:
             print(f"\n{stopped}\n", file=sys.stderr, flush=True)
         return 128 + stopped.signal_number
+    except KeyboardInterrupt:
+        if rank == 0:
+            print("\ninterrupted\n", file=sys.stderr, flush=True)
+        return 128 + signal.SIGINT
     except Exception as error:
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
         said = one_line(("" if expected else f"{type(error).__name__}: ") + in_words(error))

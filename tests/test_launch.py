@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -47,6 +48,28 @@ def test_one_signal_is_noted_and_a_second_ends_at_once(waiting, number):
     waiting.send_signal(number)
     assert waiting.wait(5) == 128 + number
     assert f"{number.name}: the run ends with a checkpoint after this step" in waiting.stderr.read()
+
+
+def test_ctrl_c_before_a_run_listens_ends_it_without_a_stack():
+    """It comes while torch is being imported."""
+    trainer = subprocess.Popen(
+        [sys.executable, ROOT / "train_rl.py", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    while "libtorch" not in Path(f"/proc/{trainer.pid}/maps").read_text():
+        time.sleep(0.01)
+    trainer.send_signal(signal.SIGINT)
+    assert trainer.communicate(timeout=20) == (b"", b"")
+    assert trainer.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_is_one_line(capsys):
+    """In commands that do not listen for signals, as evaluate.py."""
+
+    def interrupted(options):
+        raise KeyboardInterrupt
+
+    assert run(interrupted, read=list, argv=[]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "\ninterrupted\n\n"
 
 
 @pytest.mark.parametrize(
