@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 import torch.distributed as dist
 import yaml
@@ -361,6 +361,13 @@ def problems_of(action: Callable[[], None]) -> list[str]:
     return [problem for problem in problems if problem]
 
 
+def from_rank_0(value: Any) -> Any:
+    """Return the value that rank 0 has. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
 def digests_of(folder: Path) -> tuple[dict[str, str], list[str]]:
     """Return the SHA-256 of each file of a folder but state.json, and what could not be read. Collective.
 
@@ -398,7 +405,7 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
     ValueError if it does not fit the settings or is damaged; with checkpoint.on_damage older a damaged one is
     set aside and the one before is taken.
     """
-    found = list_checkpoints(Path(config.run.dir) / "checkpoints")
+    found = from_rank_0(list_checkpoints(Path(config.run.dir) / "checkpoints"))  # one may be set aside below
     if not found:
         return None
     if config.checkpoint.resume == "never":
@@ -423,8 +430,8 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
         dist.barrier()
 
 
-def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
-    """Return state.json of a checkpoint, and what is wrong with it and with the other files. Collective."""
+def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
+    """Return state.json of a checkpoint, and what is wrong with it."""
     record, problem = {}, []
     try:
         record = json.loads((checkpoint / "state.json").read_text())
@@ -435,6 +442,12 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
         problem = [f"state.json cannot be read: {error}"]
     if not problem and "sha256" in record and record.pop("sha256") != digest_of_record(record):
         problem = ["state.json has other content"]
+    return record, problem
+
+
+def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
+    """Return state.json of a checkpoint, and what is wrong with it and with the other files. Collective."""
+    record, problem = from_rank_0(read_state(checkpoint))
     if problem or "files" not in record:  # a checkpoint of a version that kept no digests
         return record, problem
     found, problems = digests_of(checkpoint)

@@ -266,7 +266,7 @@ class FakeRanks:
     def install(self, monkeypatch) -> "FakeRanks":
         """Put this in the place of torch.distributed until the test ends."""
         names = ("get_rank", "get_world_size", "barrier", "all_gather_object", "all_reduce")
-        for name in (*names, "all_to_all_single"):
+        for name in (*names, "all_to_all_single", "broadcast_object_list"):
             monkeypatch.setattr(dist, name, getattr(self, name))
         return self
 
@@ -284,6 +284,11 @@ class FakeRanks:
         self.barrier()
         everyone[:] = [pickle.loads(part) for part in self.parts]
         self.barrier()
+
+    def broadcast_object_list(self, items: list) -> None:
+        everyone = [None] * len(self.parts)
+        self.all_gather_object(everyone, items)
+        items[:] = everyone[0]
 
     def all_reduce(self, tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
         everyone = [None] * len(self.parts)

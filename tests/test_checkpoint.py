@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +154,22 @@ def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_one_before_can_be_t
             assert found.name == "step_000001" and record["state"]["step"] == 1
             assert names_in(run.folder) == ["damaged_step_000002", "step_000001"]
     assert find_checkpoint(run.config)[0].name == "step_000001"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_agree_on_the_checkpoint_before_a_damaged_one_however_late_they_look(run, late, monkeypatch):
+    """A rank may look when another one has set the damaged checkpoint aside."""
+    save(run, 1)
+    save(run, 2)
+    (run.folder / "step_000002" / "state.json").write_text("{")
+    checkpoint = run.config.checkpoint.model_copy(update={"on_damage": "older", "resume": "weights"})
+    config = run.config.model_copy(update={"checkpoint": checkpoint})
+
+    def find(rank: int) -> str:
+        time.sleep(0.3 if rank == late else 0)
+        return find_checkpoint(config)[0].name
+
+    assert FakeRanks(2).install(monkeypatch).run(find) == ["step_000001", "step_000001"]
 
 
 def test_a_state_of_another_shape_is_refused_by_name(run):
