@@ -39,8 +39,9 @@ def start_server() -> multiprocessing.context.ForkServerContext:
 def run_rank(arguments: list[str], environment: dict[str, str], folder: str, cwd: str) -> None:
     """Run a script, or a module after "-m", as a process of its own would; output goes to a folder."""
     rank = environment.get("RANK", "0")
-    ignore = lambda *_: None  # files that a rank leaves behind are no leak
-    resource_tracker.register = resource_tracker.unregister = ignore
+    shared = open(f"{folder}/shared_{rank}", "a", buffering=1)  # remove_shared() is the tracker
+    resource_tracker.register = lambda name, kind: shared.write(f"{kind} {name}\n")
+    resource_tracker.unregister = lambda name, kind: None
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for stream in (sys.stdout, sys.stderr):
@@ -69,6 +70,14 @@ def rank_environments(num_ranks: int) -> list[dict[str, str]]:
     return [{name: str(value) for name, value in of_rank.items()} for of_rank in own]
 
 
+def remove_shared(folder: Path) -> None:
+    """Remove the semaphores and the shared memory that ranks have registered in this folder."""
+    for file in folder.glob("shared_*"):
+        for line in file.read_text().splitlines():
+            kind, name = line.split(" /")
+            Path("/dev/shm", f"sem.{name}" if kind == "semaphore" else name).unlink(missing_ok=True)
+
+
 def run(
     num_ranks: int,
     *arguments: object,
@@ -94,6 +103,7 @@ def run(
         for rank in waiting.values():
             rank.kill()
             rank.join()
+        remove_shared(Path(folder))
         texts = []
         for name in ("stdout", "stderr"):
             files = [Path(folder) / f"{name}_{rank}" for rank in range(len(ranks))]
