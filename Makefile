@@ -2,7 +2,7 @@
 # make check  style, the tables of the docs, and the quick tests: about two minutes on two cores
 # make test   every test: nine to ten minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
 # make bench  seconds per step of the demo's workload, by phase
-# make table  the table of experiments/zero_variance: 85 runs of about a minute, resumable
+# make table  the table of experiments/zero_variance: 180 runs of about a minute, resumable
 #
 # STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
 # RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.

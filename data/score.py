@@ -54,6 +54,7 @@ from reward import KINDS, RewardSettings, Verdict, functions_of, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.config import explain
 from runtime.launch import check_gpus, leave, one_line, run
+from runtime.schedule import from_rank_0
 
 GROUP_SIZE = 8  # G of the summary
 
@@ -362,15 +363,14 @@ def main(args: argparse.Namespace) -> None:
     # A rank may wait long for another's completions; torchrun notices one that died.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
     rows, file = open_output(args.output, header, shas) if dist.get_rank() == 0 else ([], None)
-    num_done = [len(rows)]
-    dist.broadcast_object_list(num_done)
-    if num_done[0] < len(prompts):
+    num_done = from_rank_0(len(rows))
+    if num_done < len(prompts):
         if dist.get_rank() == 0:
             print(*map(one_line, notes), sep="\n", file=sys.stderr)
-            done = f"{num_done[0]} of {len(prompts)} prompts done"
+            done = f"{num_done} of {len(prompts)} prompts done"
             print(f"{args.output}: {done}; starting vLLM", file=sys.stderr)
         engine = build_engine(args, max(map(len, prompt_ids)))
-        rows += score_all(engine, tokenizer, prompts, prompt_ids, args, num_done[0], file)
+        rows += score_all(engine, tokenizer, prompts, prompt_ids, args, num_done, file)
     if dist.get_rank() == 0:
         print(f"{args.output}: {header['model']}, {args.samples} samples a prompt\n{summary(rows)}")
     dist.destroy_process_group()

@@ -783,6 +783,7 @@ def main(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from runtime.launch import check_gpus
+    from runtime.schedule import from_rank_0
 
     check_gpus()
     on_gpu = torch.cuda.is_available()
@@ -792,9 +793,8 @@ def main(args: argparse.Namespace) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
     held = contextlib.ExitStack()
     with held:
-        opened = [held.enter_context(open_model(args.model)) if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(opened)
-        evaluate(args, *opened[0])
+        opened = held.enter_context(open_model(args.model)) if dist.get_rank() == 0 else None
+        evaluate(args, *from_rank_0(opened))
         dist.barrier()  # the files stay until all have read them
     dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import torch.distributed as dist
 import yaml
@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 
 from runtime.config import Section, complete, differences, free_on_resume, setting
 from runtime.launch import one_line
-from runtime.schedule import longest_first
+from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
 
 
@@ -183,9 +183,7 @@ def check_run_dir_is_shared(run_dir: Path, patience_s: float = 10.0) -> None:
 
     patience_s: seconds that a network's file system may take to show a new file on another node.
     """
-    token, host = [f".seen_{uuid.uuid4().hex}" if dist.get_rank() == 0 else None], platform.node()
-    dist.broadcast_object_list(token)
-    file = run_dir / token[0]
+    host, file = platform.node(), run_dir / from_rank_0(f".seen_{uuid.uuid4().hex}")
     if dist.get_rank() == 0:
         file.write_text(host)
     dist.barrier()
@@ -359,13 +357,6 @@ def problems_of(action: Callable[[], None]) -> list[str]:
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     return [problem for problem in problems if problem]
-
-
-def from_rank_0(value: Any) -> Any:
-    """Return the value that rank 0 has. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
 
 
 def digests_of(folder: Path) -> tuple[dict[str, str], list[str]]:

@@ -9,7 +9,7 @@ import heapq
 import io
 import math
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -197,6 +197,13 @@ def to_bytes(parcel: list) -> bytes:
     pickler.dispatch_table = copyreg.dispatch_table | {Tensor: lambda t: (torch.from_numpy, (t.numpy(),))}
     pickler.dump(parcel)
     return buffer.getvalue()
+
+
+def from_rank_0(value: Any) -> Any:
+    """Return the value that rank 0 has. Collective."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def exchange(parcels: list[list]) -> list:
