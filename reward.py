@@ -446,6 +446,11 @@ class RewardPool(contextlib.AbstractContextManager):
         self._verdicts: dict[Hashable, Verdict | None] = {}  # in submit order; None while outstanding
         self._workers = [self._start() for _ in range(num_workers)]
 
+    def at_once(self, kind: str) -> int:
+        """Return how many verdicts of a kind the workers find at the same time."""
+        is_async = self.signatures.get(kind, {}).get("async")
+        return len(self._workers) * (ASYNC_CALLS if is_async else 1)
+
     def submit(
         self, key: Hashable, kind: str, completion: str | list[int], answer: str, fields: dict | None = None
     ) -> None:

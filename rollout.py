@@ -125,9 +125,12 @@ class Request:
     max_new_tokens: int
     min_new_tokens: int = 0  # no end of sequence before
     group: int = 0  # completions of one prompt have the same
-    expected_tokens: float = 0.0  # the longest expected start first; where all are equal, in the order given
+    expected_tokens: float = 0.0  # they and the next three set the order, see runtime.schedule.WaitingLine
     guessed: bool = False  # nothing is known of this prompt: its first completions tell what to expect
-    extra_tokens: float = 0.0  # added to the expected ones in that order: scoring it takes long too
+    latency_tokens: float = (
+        0.0  # of the engine in the time of its verdict, see runtime.schedule.verdict_tokens
+    )
+    work_tokens: float = 0.0  # of the engine on all its sequences while the workers do one such verdict
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,15 @@ from runtime.metrics import (
     token_metrics,
 )
 from runtime.other_names import NAMES_ELSEWHERE
-from runtime.schedule import collective_device, exchange, longest_first, split_micro_batches
+from runtime.schedule import (
+    collective_device,
+    deal_groups,
+    exchange,
+    from_rank_0,
+    longest_first,
+    split_micro_batches,
+    verdict_tokens,
+)
 from runtime.stages import (
     HandOver,
     Stage,
@@ -876,13 +884,16 @@ class Rollouts:
         owner: the rank of each group so far, by slot; those of new groups are appended.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        tokens = [sum(group.expected_tokens or 1.0 for _ in samples) for group, samples in jobs]
-        load, num_started = [0.0] * world_size, sum(group.slot < len(owner) for group, _ in jobs)
-        for (group, _), size in zip(jobs[:num_started], tokens):  # a started group stays where it is
-            load[owner[group.slot]] += size
-        owner += longest_first(tokens[num_started:], world_size, load)
+        costs = self.verdict_costs(sum(len(samples) for _, samples in jobs) / world_size)
+        work_of = lambda group: costs.get(self.prompts[group.prompt_index].kind, (0.0, 0.0))[1]
+        tokens = [len(samples) * (group.expected_tokens or 1.0) for group, samples in jobs]
+        work = [len(samples) * work_of(group) for group, samples in jobs]
+        load, num_started = [(0.0, 0.0)] * world_size, sum(group.slot < len(owner) for group, _ in jobs)
+        for (group, _), *sizes in zip(jobs[:num_started], tokens, work):  # a started group stays where it is
+            load[owner[group.slot]] = tuple(map(sum, zip(load[owner[group.slot]], sizes)))
+        owner += deal_groups(tokens[num_started:], work[num_started:], world_size, load)
         own = [(group, samples) for group, samples in jobs if owner[group.slot] == rank]
-        requests, prompts = self.requests(own, step)
+        requests, prompts = self.requests(own, step, costs)
         completions, verdicts = self.generate(requests, prompts, step, "rollout")
         for (group, _), completion, verdict in zip(samples_of(own), completions, verdicts):
             group.completions.append(completion)
@@ -891,8 +902,8 @@ class Rollouts:
         dist.all_gather_object(everyone, [group.outcome(self.config.reward.binary) for group, _ in own])
         return sorted(sum(everyone, []), key=lambda outcome: outcome.slot)
 
-    def requests(self, jobs: Jobs, step: int) -> tuple[list[Request], list[Prompt]]:
-        """Make the engine's requests of jobs, and return the prompt of each with them."""
+    def requests(self, jobs: Jobs, step: int, costs: dict) -> tuple[list[Request], list[Prompt]]:
+        """Make the engine's requests of jobs, and return the prompt of each; costs: see verdict_costs()."""
         settings, prompts = self.config.rollout, [self.prompts[g.prompt_index] for g, _ in samples_of(jobs)]
         requests = [
             Request(
@@ -903,26 +914,27 @@ class Rollouts:
                 group=group.slot,
                 expected_tokens=group.expected_tokens or 1.0,
                 guessed=group.guessed,
+                **dict(zip(("latency_tokens", "work_tokens"), costs.get(prompt.kind, ()))),
             )
-            for group, sample in samples_of(jobs)
+            for (group, sample), prompt in zip(samples_of(jobs), prompts)
         ]
-        return self.add_reward_cost(requests, prompts), prompts
+        return requests, prompts
 
-    def add_reward_cost(self, requests: list[Request], prompts: list[Prompt]) -> list[Request]:
-        """Raise the priority of requests whose verifier is slow [ours].
+    def verdict_costs(self, num_requests: float) -> dict[str, tuple[float, float]]:
+        """Return latency_tokens and work_tokens of a verdict by kind: those of rank 0, on all. Collective.
 
-        Otherwise short completions start last and their verdicts queue after generation has ended. Mean
-        scoring seconds are converted to tokens (divided by the seconds of an engine step) and doubled: of 1,
-        2 and 4 the best in simulation.
+        num_requests: that a rank gets of this round. {}: verdicts do not count (rollout.count_reward_time).
         """
-        settings = self.config.rollout
-        if not settings.count_reward_time or settings.schedule == "arrival" or not self.pool.seconds:
-            return requests
-        pace = self.engine.seconds_per_step / 2
-        return [
-            replace(request, extra_tokens=self.pool.seconds.get(prompt.kind, 0.0) / pace)
-            for request, prompt in zip(requests, prompts)
-        ]
+        settings, pool = self.config.rollout, self.pool
+        if not settings.count_reward_time or settings.schedule == "arrival":
+            return {}
+        pace = self.engine.seconds_per_step
+        slots = min(settings.max_num_seqs / settings.tensor_parallel, num_requests)
+        costs = {
+            kind: verdict_tokens(seconds, pace, slots, pool.at_once(kind))
+            for kind, seconds in pool.seconds.items()
+        }
+        return from_rank_0(costs)
 
     def generate(
         self, requests: list[Request], prompts: list[Prompt], version: int, label: str

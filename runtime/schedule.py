@@ -1,7 +1,8 @@
 """Put work in order and spread it: requests into an engine, groups over ranks, rows over micro-batches.
 
-Reading order: longest_first() deals items to ranks or updates, WaitingLine feeds an engine as long as
-CacheRoom has room, exchange() moves groups between ranks, split_micro_batches() cuts the rows of an update.
+Reading order: longest_first() and deal_groups() deal items to ranks or updates, WaitingLine feeds an engine
+as long as CacheRoom has room, exchange() moves groups between ranks, split_micro_batches() cuts the rows of
+an update.
 """
 
 import copyreg
@@ -11,6 +12,7 @@ import math
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,29 +39,65 @@ def longest_first(sizes: list[float], num_bins: int, load: list[float] | None = 
     return bins
 
 
-class WaitingLine:
-    """Requests that an engine has not started yet: the longest expected first, equal ones in their order.
+def deal_groups(
+    tokens: list[float], work: list[float], num_ranks: int, load: list[tuple[float, float]] | None = None
+) -> list[int]:
+    """Deal groups to ranks by the engine's work and by that of the reward workers; return each one's rank.
 
-    That bounds the tail: a long completion that starts last runs alone at the end, and so does a slow
-    verdict. Siblings, expected alike, stay next to each other and share their prompt's keys and values. Where
-    nothing is known of a group, one sibling goes ahead of all others, and the group counts as the longest
-    until that one has finished; then what its finished siblings took on average stands for the rest [ours:
-    the best of four rules simulated, see experiments/bench/README.md].
+    tokens, work: a group's tokens, and its verdicts in the same unit (Request.work_tokens). The group with
+    most of either goes first, each to the rank whose larger sum stays the least; of equal ranks to the one
+    that holds less of both [ours]. Where verdicts take no time this is longest_first(). load: (tokens, work)
+    that ranks hold already.
+    """
+    sizes = np.array([tokens, work], dtype=float)  # [2, groups]
+    held = np.array(load or [(0.0, 0.0)] * num_ranks).T  # [2, ranks]
+    ranks = [0] * len(tokens)
+    for group in np.argsort(-sizes.max(0), kind="stable").tolist():
+        sums = held + sizes[:, group, None]
+        largest = sums.max(0)
+        equal = np.flatnonzero(largest == largest.min())
+        ranks[group] = rank = int(equal[sums.sum(0)[equal].argmin()])
+        held[:, rank] = sums[:, rank]
+    return ranks
+
+
+def verdict_tokens(
+    seconds: float, seconds_per_step: float, slots: int, num_workers: int
+) -> tuple[float, float]:
+    """Return what a verdict costs in tokens: latency_tokens and work_tokens of rollout.Request.
+
+    seconds: that a worker takes for it; slots: sequences that the engine works on at once. The latency counts
+    double: of 1, 2 and 4 times the best in simulation [ours].
+    """
+    steps = seconds / seconds_per_step
+    return 2 * steps, steps * slots / num_workers
+
+
+class WaitingLine:
+    """Requests that an engine has not started yet, the next one first; equal ones in their order.
+
+    The longest expected goes first: a long completion that starts last runs alone at the end. So does a slow
+    verdict, and what it takes counts as length (latency_tokens). Requests whose verdicts take the workers
+    longer than they take the engine (work_tokens > expected tokens) go before all others, the shortest ahead,
+    by Johnson's rule for two machines in a row (1954): workers that start late end late.
+
+    Siblings, expected alike, stay next to each other and share their prompt's keys and values. Where nothing
+    is known of a group, one sibling goes ahead of all others, and the group counts as the longest until that
+    one has finished; then what its finished siblings took on average stands for the rest [ours: the best of
+    four rules simulated, see experiments/bench/README.md].
     """
 
     def __init__(self, requests: "list[Request]"):
         self.requests, self.waiting = requests, set(range(len(requests)))
-        self.expected = [
-            r.extra_tokens + (r.max_new_tokens if r.guessed else r.expected_tokens) for r in requests
-        ]
+        self.place = [place_of(r, r.max_new_tokens if r.guessed else r.expected_tokens) for r in requests]
         self.siblings: dict[int, list[int]] = {}  # {group: requests}, of groups of which nothing is known
         self.finished: dict[int, list[int]] = {}  # {group: tokens of finished siblings}
         for index, request in enumerate(requests):
             if request.guessed:
                 if request.group not in self.siblings:
-                    self.expected[index] = math.inf
+                    self.place[index] = AHEAD
                 self.siblings.setdefault(request.group, []).append(index)
-        self.heap = [(-tokens, index) for index, tokens in enumerate(self.expected)]
+        self.heap = [(place, index) for index, place in enumerate(self.place)]
         heapq.heapify(self.heap)
 
     def __len__(self) -> int:
@@ -68,8 +106,8 @@ class WaitingLine:
     def peek(self) -> int:
         """Return the index of the next request; it stays in the line."""
         while True:
-            tokens, index = self.heap[0]
-            if index in self.waiting and -tokens == self.expected[index]:  # the others were entered anew
+            place, index = self.heap[0]
+            if index in self.waiting and place == self.place[index]:  # the others were entered anew
                 return index
             heapq.heappop(self.heap)
 
@@ -86,9 +124,18 @@ class WaitingLine:
             lengths = self.finished.setdefault(group, [])
             lengths.append(num_tokens)
             for sibling in self.waiting.intersection(self.siblings[group]):
-                mean = sum(lengths) / len(lengths)
-                self.expected[sibling] = self.requests[sibling].extra_tokens + mean
-                heapq.heappush(self.heap, (-self.expected[sibling], sibling))
+                self.place[sibling] = place_of(self.requests[sibling], sum(lengths) / len(lengths))
+                heapq.heappush(self.heap, (self.place[sibling], sibling))
+
+
+AHEAD = (0, 0.0)  # the place of a request that tells what to expect of its group
+
+
+def place_of(request: "Request", tokens: float) -> tuple[int, float]:
+    """Return the place in the line of a request that is expected to have so many tokens: least is next."""
+    if request.work_tokens > tokens:
+        return 1, tokens
+    return 2, -(tokens + request.latency_tokens)
 
 
 class CacheRoom:

@@ -235,6 +235,9 @@ class FakeEngine:
             on_step()
         return completions
 
+    def at_once(self, kind: str) -> int:
+        return 2
+
     def submit(self, key: int, kind: str, completion: list[int], answer: str, fields: dict) -> None:
         assert key in self.rights, "a completion is scored that was not sampled"
 

@@ -146,34 +146,37 @@ def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
 @pytest.mark.usefixtures("demo_model")
 def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, small_recipe):
     files = ("--json", tmp_path / "rollout.json", "--plot", tmp_path / "rollout.png")
-    done = bench("rollout", "--workload", small_recipe, "--repeats", 1, "--slots", 2, "--workers", 2, *files)
-    assert "all rows gave the same completions and rewards" in done.stdout
-    record = json.loads((tmp_path / "rollout.json").read_text())
-    rows = record["rows"]
-    assert WorkRecipe.of(record["recipe"]) == WorkRecipe.load(small_recipe) != WorkRecipe()
-    assert rows[0]["speedup"] == 1 and len(rows) == 6 and (tmp_path / "rollout.png").stat().st_size > 10_000
-    for row in rows:
-        assert {"name", "seconds", "speedup", "bubble", "bound"} <= row.keys()
-        assert row["seconds"] > row["bound"] > 0 and 0 < row["bubble"] < 1
-        assert row["seconds"] == pytest.approx(sum(row["seconds_by_step"]))
-        assert f"| {row['name']} | {row['seconds']:.2f} (" in done.stdout
-    assert rows[2]["seconds"] < rows[1]["seconds"], "8 slow rewards of 75 ms behind 4 workers"
+    small = ("--repeats", 1, "--slots", 2, "--workers", 2, "--ratios", 0, 2)
+    done = bench("rollout", "--workload", small_recipe, *small, *files)
+    assert "all rows of a ratio gave the same completions and rewards" in done.stdout
+    record, given = json.loads((tmp_path / "rollout.json").read_text()), WorkRecipe.load(small_recipe)
+    assert [case["ratio"] for case in record["cases"]] == [0, 2] and given != WorkRecipe()
+    assert (tmp_path / "rollout.png").stat().st_size > 10_000
+    for case in record["cases"]:
+        recipe, rows = WorkRecipe.of(case["recipe"]), case["rows"]
+        assert recipe.slow_share == (given.slow_share if case["ratio"] else 0)
+        assert rows[0]["speedup"] == 1 and len(rows) == 5
+        for row in rows:
+            assert {"name", "seconds", "speedup", "bubble", "bound"} <= row.keys()
+            assert row["seconds"] > row["bound"] > 0 and 0 < row["bubble"] < 1
+            assert row["seconds"] == pytest.approx(sum(row["seconds_by_step"]))
+            assert f"| {case['ratio']} | {row['name']} | {row['seconds']:.2f} (" in done.stdout
+    assert rows[1]["seconds"] < rows[0]["seconds"], "rewards that take twice as long as the engines overlap"
     fitted = bench("simulate", "--fit", tmp_path / "rollout.json", "--json", tmp_path / "fit.json")
     found = json.loads((tmp_path / "fit.json").read_text())
-    assert [row["name"] for row in found] == [row["name"] for row in rows]
+    assert [row["name"] for row in found] == [row["name"] for row in rows] * 2
     assert re.search(r"largest error: [+-]\d", fitted.stdout)
 
 
 @pytest.mark.slow(process="others")
 def test_the_default_recipe_makes_the_recorded_work_on_any_machine(tmp_path):
-    """The digests are those of the work on which results/rollout.json was measured."""
+    """The digest is that of the lengths on which results/rollout.json was measured."""
     record = json.loads((ROOT / "experiments" / "bench" / "results" / "rollout.json").read_text())
-    made = Workload.make(WorkRecipe.of(record["recipe"]))
-    assert made.recipe == WorkRecipe()
-    digests = [hashlib.sha256(a.tobytes()).hexdigest()[:16] for a in (made.lengths, made.reward_seconds)]
-    assert digests == ["6b45b228a1192226", "8360b22dfcd79d1b"]
-    assert np.percentile(made.lengths, 99) > 5 * np.median(made.lengths), "heavy-tailed"
-    assert made.is_slow.sum() == 8
+    for case in record["cases"]:
+        made = Workload.make(WorkRecipe.of(case["recipe"]))
+        assert hashlib.sha256(made.lengths.tobytes()).hexdigest()[:16] == "6b45b228a1192226"
+        assert np.percentile(made.lengths, 99) > 5 * np.median(made.lengths), "heavy-tailed"
+        assert made.is_slow.sum() == (16 if case["ratio"] else 0)
     done = bench("workload", "--json", tmp_path / "recipe.json")
     assert WorkRecipe.load(tmp_path / "recipe.json") == WorkRecipe() and "122,431 tokens" in done.stdout
 

@@ -1,12 +1,12 @@
 """The rollouts of a step: what is expected and asked of the engine, and that a schedule changes no update."""
 
-import math
 import random
 import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from helpers import (
     FakeRanks,
     hashed_answer,
@@ -76,19 +76,31 @@ def test_each_schedule_knows_of_lengths_what_it_should(schedule):
 
 @pytest.mark.parametrize("count", [True, False])
 @pytest.mark.parametrize("schedule", ["arrival", "longest_first"])
-def test_seconds_of_rewards_count_as_tokens_of_the_pace_of_the_engine(schedule, count):
-    config = make_config(f"rollout.schedule={schedule}", f"rollout.count_reward_time={count}")
-    prompts = [Prompt("x", "1", kind, "set") for kind in ("exact", "my:judge", "new:judge")]
-    requests = [Request([1], 0, 1.0, 9, expected_tokens=4.0) for _ in prompts]
-    rollouts = make_rollouts(config, None, 1)
-    rollouts.engine = SimpleNamespace(seconds_per_step=0.01)
-    rollouts.pool = SimpleNamespace(seconds={"exact": 1e-4, "my:judge": 0.3})
-    counted = rollouts.add_reward_cost(requests, prompts)
-    expected = [0.02, 60.0, 0.0] if schedule != "arrival" and count else [0.0] * 3
-    assert [request.extra_tokens for request in counted] == pytest.approx(expected)
-    assert [replace(request, extra_tokens=0.0) for request in counted] == requests
-    rollouts.engine.seconds_per_step = math.inf  # before the first step nothing is known
-    assert [request.extra_tokens for request in rollouts.add_reward_cost(requests, prompts)] == [0.0] * 3
+def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, ranks):
+    """Two workers, 4 async calls each; two ranks share an engine of 16 sequences; rank 0 says the costs."""
+    config = make_config(
+        f"rollout.schedule={schedule}", f"rollout.count_reward_time={count}", "rollout.max_num_seqs=16",
+        "rollout.tensor_parallel=2",
+    )  # fmt: skip
+    calls = {"exact": 1, "my:judge": 1, "my:call": 4}
+
+    def costs(rank):
+        rollouts = make_rollouts(config, None, 1)
+        rollouts.engine = SimpleNamespace(seconds_per_step=0.01 * (1 + rank))
+        rollouts.pool = SimpleNamespace(
+            seconds={"exact": 1e-3, "my:judge": 0.3, "my:call": 0.3}, at_once=lambda kind: 2 * calls[kind]
+        )
+        return rollouts.verdict_costs(6), rollouts.verdict_costs(100)
+
+    by_kind = [
+        {"exact": (0.2, 0.3), "my:judge": (60.0, 90.0), "my:call": (60.0, 22.5)},
+        {"exact": (0.2, 0.4), "my:judge": (60.0, 120.0), "my:call": (60.0, 30.0)},
+    ]
+    counts = schedule != "arrival" and count
+    for of_rank in ranks(2).run(costs):
+        for found, expected in zip(of_rank, by_kind if counts else [{}, {}], strict=True):
+            assert found.keys() == expected.keys()
+            assert all(found[kind] == pytest.approx(expected[kind]) for kind in expected)
 
 
 def test_a_request_holds_what_its_completion_depends_on():
@@ -96,7 +108,8 @@ def test_a_request_holds_what_its_completion_depends_on():
     config = make_config("rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3")
     jobs = jobs_of_round()
     jobs[3][0].expected_tokens, jobs[3][0].guessed = 7.0, True
-    requests, prompts = make_rollouts(config, None, 5).requests(jobs, step=6)
+    rollouts = make_rollouts(config, None, 5)
+    requests, prompts = rollouts.requests(jobs, step=6, costs={"exact": (2.0, 3.0)})
     samples = [(group, sample) for group, of_group in jobs for sample in of_group]
     assert len(requests) == len(prompts) == len(samples) == 16
     for request, prompt, (group, sample) in zip(requests, prompts, samples):
@@ -104,6 +117,7 @@ def test_a_request_holds_what_its_completion_depends_on():
         assert request == Request(
             [group.slot], seed_of(3, 6, group.slot, sample), 0.7, 9, group=group.slot,
             expected_tokens=7.0 if group.slot == 3 else 1.0, guessed=group.slot == 3,
+            latency_tokens=2.0, work_tokens=3.0,
         )  # fmt: skip
 
 
@@ -132,6 +146,10 @@ def run_steps(schedule: str, mode: str) -> list[tuple]:
     state, history, answer, steps = train_rl.TrainState(), no_history(24), hashed_answer(rates), []
     longer = lambda prompt, *where: (answer(prompt, *where)[0], answer(prompt, *where)[1] * (1 + prompt % 5))
     rollouts = make_rollouts(config, longer, 24)
+    rollouts.prompts[::3] = [replace(prompt, kind="my:judge") for prompt in rollouts.prompts[::3]]
+    rollouts.pool.seconds = {
+        "my:judge": 0.05 * (1 + dist.get_rank())
+    }  # each rank has measured something else
     for _ in range(5):
         groups, outcomes, _ = rollouts.sample_step(state, history)
         history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)

@@ -14,7 +14,15 @@ from rank_worker import PARCELS, parcels
 import train_rl
 from experiments.bench.workload import Recipe, Workload
 from rollout import Request
-from runtime.schedule import CacheRoom, WaitingLine, longest_first, split_micro_batches, split_rows
+from runtime.schedule import (
+    CacheRoom,
+    WaitingLine,
+    deal_groups,
+    longest_first,
+    split_micro_batches,
+    split_rows,
+    verdict_tokens,
+)
 
 
 @pytest.fixture
@@ -37,15 +45,22 @@ class NaiveLine:
             if request.guessed and not earlier:
                 self.pioneers.add(index)
 
-    def expected(self, index: int) -> float:
+    def tokens(self, index: int) -> float:
         request = self.requests[index]
-        tokens = request.max_new_tokens if request.guessed else request.expected_tokens
         if request.guessed and self.seen.get(request.group):
-            tokens = statistics.fmean(self.seen[request.group])
-        return math.inf if index in self.pioneers else tokens + request.extra_tokens
+            return statistics.fmean(self.seen[request.group])
+        return request.max_new_tokens if request.guessed else request.expected_tokens
 
     def pop(self) -> int:
-        best = max(self.waiting, key=lambda index: (self.expected(index), -index))
+        tokens = {index: self.tokens(index) for index in self.waiting}
+        pioneers = [index for index in self.waiting if index in self.pioneers]
+        feeders = [i for i in self.waiting if i not in pioneers and self.requests[i].work_tokens > tokens[i]]
+        length = lambda index: tokens[index] + self.requests[index].latency_tokens
+        best = (
+            min(pioneers) if pioneers
+            else min(feeders, key=lambda index: (tokens[index], index)) if feeders
+            else max(self.waiting, key=lambda index: (length(index), -index))
+        )  # fmt: skip
         self.waiting.remove(best)
         return best
 
@@ -60,8 +75,9 @@ def random_requests(rng: random.Random) -> list[Request]:
         for _ in range(rng.randint(1, 5)):
             # siblings have one expectation, or each its own
             own = rng.choice([tokens, tokens, rng.randint(0, 9)])
-            delay = rng.choice([0.0, 0.0, 4.0, 7.25])
-            expected = {"expected_tokens": float(own), "guessed": guessed, "extra_tokens": delay}
+            latency, work = rng.choice([(0.0, 0.0), (0.0, 0.0), (4.0, 1.0), (7.25, 9.0), (4.0, 20.0)])
+            expected = {"expected_tokens": float(own), "guessed": guessed}
+            expected |= {"latency_tokens": latency, "work_tokens": work}
             requests.append(Request([1], 0, 1.0, rng.choice([9, 9, 12]), group=group, **expected))
     if rng.random() < 0.3:
         rng.shuffle(requests)  # siblings need not be neighbours
@@ -190,6 +206,65 @@ def test_longest_first_is_within_grahams_bound_of_the_optimum(seed):
     largest = lambda way: max(sum(s for s, b in zip(sizes, way) if b == n) for n in range(num_bins))
     best = min(map(largest, itertools.product(range(num_bins), repeat=len(sizes))))
     assert largest(bins) <= (4 / 3 - 1 / (3 * num_bins)) * best + 1e-9
+
+
+# ---- groups with verdicts that take time -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_groups_are_dealt_by_both_sums_as_described(seed):
+    """With loads before, many equal groups, and groups that have verdicts only."""
+    rng = random.Random(seed)
+    num_ranks, num_groups = rng.randint(1, 5), rng.randint(0, 20)
+    tokens = [rng.choice([0.0, 1.0, 2.0, float(rng.randint(0, 9))]) for _ in range(num_groups)]
+    work = [rng.choice([0.0, 0.0, 1.0, float(rng.randint(0, 12))]) for _ in range(num_groups)]
+    load = rng.choice(
+        [None, [(float(rng.randint(0, 6)), float(rng.randint(0, 6))) for _ in range(num_ranks)]]
+    )
+    held, expected = [list(of_rank) for of_rank in load or [(0, 0)] * num_ranks], [None] * num_groups
+    for group in sorted(range(num_groups), key=lambda g: (-max(tokens[g], work[g]), g)):
+        options = []
+        for rank, (of_engine, of_workers) in enumerate(held):
+            of_engine, of_workers = of_engine + tokens[group], of_workers + work[group]
+            options.append((max(of_engine, of_workers), of_engine + of_workers, rank))
+        expected[group] = rank = min(options)[2]
+        held[rank] = [held[rank][0] + tokens[group], held[rank][1] + work[group]]
+    assert deal_groups(tokens, work, num_ranks, load) == expected
+    alone = [of_engine for of_engine, _ in load] if load else None
+    no_work = [(of_engine, 0.0) for of_engine in alone] if load else None
+    nothing = [0.0] * num_groups
+    assert deal_groups(tokens, nothing, num_ranks, no_work) == longest_first(tokens, num_ranks, alone)
+
+
+def two_machines(order: list[tuple[float, float]]) -> float:
+    """Return when the second machine has done all jobs, (seconds on the first, on the second), in order."""
+    first = second = 0.0
+    for on_first, on_second in order:
+        first += on_first
+        second = max(first, second) + on_second
+    return second
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_one_sequence_and_one_worker_are_fed_as_quickly_as_any_order_could(seed):
+    """Johnson's rule is optimal for two machines. A verdict takes longer than its completion, or nothing."""
+    rng = random.Random(seed)
+    jobs = [(rng.randint(1, 9), rng.choice([0, 0, rng.randint(10, 30)])) for _ in range(rng.randint(1, 6))]
+    requests = [
+        Request([1], 0, 1.0, 9, group=i, expected_tokens=float(tokens), latency_tokens=2.0 * verdict,
+                work_tokens=float(verdict))
+        for i, (tokens, verdict) in enumerate(jobs)
+    ]  # fmt: skip
+    line = WaitingLine(requests)
+    order = [jobs[line.pop()] for _ in jobs]
+    assert two_machines(order) == min(map(two_machines, itertools.permutations(jobs)))
+
+
+def test_a_verdict_costs_what_engine_and_workers_do_meanwhile():
+    """By hand: 0.3 s are 30 steps of 10 ms; 16 sequences get 480 tokens while 8 workers do 8 of them."""
+    assert verdict_tokens(0.3, 0.01, 16, 8) == pytest.approx((60.0, 60.0))
+    assert verdict_tokens(0.3, 0.01, 4, 8) == pytest.approx((60.0, 15.0))
+    assert verdict_tokens(0.3, math.inf, 16, 8) == (0.0, 0.0), "before the first step nothing is known"
 
 
 # ---- micro-batches -----------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ SCHEDULES = ("arrival", "longest_first", "oracle")
 # ------------------------------------------------------------------------------------------------------------
 # Token by token, with lists only
 # ------------------------------------------------------------------------------------------------------------
-def deal(sizes, num_ranks):
-    """Prompts of each rank: the largest first, to the rank with the least."""
-    held, dealt = [0] * num_ranks, [[] for _ in range(num_ranks)]
-    for prompt in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        rank = min(range(num_ranks), key=lambda r: (held[r], r))
-        held[rank] += sizes[prompt]
+def deal(sizes, work, num_ranks):
+    """Prompts of each rank: the largest first, to the rank whose larger sum stays the least."""
+    held, dealt = [(0, 0)] * num_ranks, [[] for _ in range(num_ranks)]
+    for prompt in sorted(range(len(sizes)), key=lambda i: (-max(sizes[i], work[i]), i)):
+        after = [(tokens + sizes[prompt], verdicts + work[prompt]) for tokens, verdicts in held]
+        rank = min(range(num_ranks), key=lambda r: (max(after[r]), sum(after[r]), r))
+        held[rank] = after[rank]
         dealt[rank].append(prompt)
     return [sorted(prompts) for prompts in dealt]
 
@@ -69,8 +70,11 @@ def last_reward(arrivals, num_workers):
     return max(ends, default=0.0)
 
 
-def extra_tokens(workload, engine, step):
-    """Return {group: tokens added to the expected ones}: twice the mean slow reward, in full steps."""
+def verdict_costs(workload, engine, step):
+    """Return {group: (latency, work)} of slow verdicts in tokens, by the mean seconds of the step before.
+
+    Twice the tokens of one sequence in that time; and those of the whole engine while the workers do one.
+    """
     slow = {
         group
         for rewards in workload.reward_seconds.tolist()
@@ -79,14 +83,17 @@ def extra_tokens(workload, engine, step):
     }
     before = [r for g in sorted(slow) for r in workload.reward_seconds[step - 1, g].tolist()]
     full = engine.a + engine.c * engine.slots
-    return {group: 2 * sum(before) / len(before) / full for group in slow}
+    num_jobs = workload.lengths[0].size / engine.ranks
+    steps = sum(before) / len(before) / full if before else 0.0
+    return {group: (2 * steps, steps * min(engine.slots, num_jobs) / engine.workers) for group in slow}
 
 
-def chooser(schedule, expected_of_group, longest, extra):
-    """Return a function that says which of the waiting jobs starts."""
+def chooser(schedule, expected_of_group, longest, costs):
+    """Return a function that says which of the waiting jobs starts: the first with the greatest value."""
 
     def expected(job, jobs):
-        return tokens_of(job, jobs) + extra.get(job["group"], 0.0)
+        tokens, (latency, work) = tokens_of(job, jobs), costs.get(job["group"], (0.0, 0.0))
+        return (1, -tokens) if work > tokens else (0, tokens + latency)
 
     def tokens_of(job, jobs):
         siblings = [other for other in jobs if other["group"] == job["group"]]
@@ -97,7 +104,7 @@ def chooser(schedule, expected_of_group, longest, extra):
         if expected_of_group is not None:
             return expected_of_group[job["group"]]
         if job is siblings[0]:
-            return float("inf")
+            return float("inf")  # it tells what to expect
         ended = [other["tokens"] for other in siblings if other["ended"]]
         return sum(ended) / len(ended) if ended else longest
 
@@ -116,9 +123,12 @@ def by_token(workload, engine, schedule, overlap, decode, counts):
         if schedule == "longest_first" and step:
             before = [sum(of) / len(of) for of in workload.lengths[step - 1].tolist()]
         sizes = [sum(of) for of in lengths] if schedule == "oracle" else before or [1] * len(lengths)
-        extra = extra_tokens(workload, engine, step) if counts and step and schedule != "arrival" else {}
-        choose, makespan, total = chooser(schedule, before, recipe.longest_tokens, extra), 0.0, 0.0
-        for own in deal(sizes, engine.ranks):
+        costs = verdict_costs(workload, engine, step) if counts and step and schedule != "arrival" else {}
+        work = [len(of) * costs.get(group, (0, 0))[1] for group, of in enumerate(lengths)]
+        choose, makespan, total = chooser(schedule, before, recipe.longest_tokens, costs), 0.0, 0.0
+        if before and len(lengths[0]) > 1:
+            sizes = [len(of) * mean for of, mean in zip(lengths, before)]
+        for own in deal(sizes, work, engine.ranks):
             jobs = [
                 {"group": g, "tokens": n, "prompt": recipe.prompt_tokens, "reward": r}
                 for g in own
@@ -177,7 +187,6 @@ def test_no_schedule_beats_the_bounds_and_neither_workers_nor_overlap_make_it_sl
         workload, engine = random_case(1000 + seed)
         found = simulate(workload, engine, schedule, True, decode)
         assert (found.bound <= found.makespan + 1e-9).all()
-        assert (found.rewards <= found.makespan + 1e-9).all()
         after = simulate(workload, engine, schedule, False, decode)
         assert (found.makespan <= after.makespan + 1e-9).all()
         more = replace(engine, workers=engine.workers + 1)
@@ -261,7 +270,8 @@ def bench_file(tmp_path):
         for schedule, overlap, decode, counts in product(SCHEDULES, (True, False), PLACES, (True, False))
     ]  # fmt: skip
     model = {name: value for name, value in asdict(engine).items() if name != "sibling_prefill"}
-    record = {"engine": model, "recipe": asdict(workload.recipe), "rows": rows}
+    case = {"ratio": 0.5, "recipe": asdict(workload.recipe), "rows": rows}
+    record = {"engine": model, "cases": [case]}
     (tmp_path / "bench.json").write_text(json.dumps(record))
     return tmp_path / "bench.json", record
 
@@ -291,34 +301,39 @@ def test_json_is_what_is_printed(tmp_path, monkeypatch, capsys):
 
 def test_fit_prints_measured_and_simulated_seconds(tmp_path, monkeypatch, capsys):
     path, record = bench_file(tmp_path)
-    record["rows"][4]["seconds"] *= 1.25
+    measured = record["cases"][0]["rows"]
+    measured[4]["seconds"] *= 1.25
     path.write_text(json.dumps(record))
     out = run_main(monkeypatch, capsys, "--fit", path, "--json", tmp_path / "rows.json")
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [tuple(row.values()) for row in printed_rows(out)] == [
-        (r["name"], f"{r['seconds']:.2f}", f"{r['simulated']:.2f}", f"{r['error']:+.1%}") for r in rows
+        ("0.5", r["name"], f"{r['seconds']:.2f}", f"{r['simulated']:.2f}", f"{r['error']:+.1%}") for r in rows
     ]
-    assert [row["name"] for row in rows] == [row["name"] for row in record["rows"]]
+    assert [row["name"] for row in rows] == [row["name"] for row in measured]
     errors = [row["error"] for row in rows]
     assert errors[4] == pytest.approx(1 / 1.25 - 1, abs=1e-4)
     assert np.abs(np.delete(errors, 4)).max() < 1e-9
     assert f"largest error: -20.0% ({rows[4]['name']})" in out
 
 
-@pytest.mark.parametrize("part, name", [("engine", "c"), ("recipe", "seed"), ("rows", "overlap")])
-def test_fit_names_what_is_missing(tmp_path, monkeypatch, capsys, part, name):
+@pytest.mark.parametrize(
+    "where, name",
+    [("engine", "c"), ("cases[0]", "ratio"), ("cases[0].recipe", "seed"), ("cases[0].rows[1]", "overlap")],
+)
+def test_fit_names_what_is_missing(tmp_path, monkeypatch, capsys, where, name):
     path, record = bench_file(tmp_path)
-    (record[part][1] if part == "rows" else record[part]).pop(name)
+    case = record["cases"][0]
+    parts = {"engine": record["engine"], "cases[0]": case, "cases[0].recipe": case["recipe"]}
+    (parts | {"cases[0].rows[1]": case["rows"][1]})[where].pop(name)
     path.write_text(json.dumps(record))
     with pytest.raises(SystemExit) as exit:
         run_main(monkeypatch, capsys, "--fit", path)
-    missing = f"rows[1].{name}" if part == "rows" else f"{part}.{name}"
-    assert exit.value.code == f"error: {path}: there is no {missing}"
+    assert exit.value.code == f"error: {path}: there is no {where}.{name}"
 
 
 def test_fit_names_a_field_that_no_recipe_has(tmp_path, monkeypatch, capsys):
     path, record = bench_file(tmp_path)
-    record["recipe"]["sede"] = 1
+    record["cases"][0]["recipe"]["sede"] = 1
     path.write_text(json.dumps(record))
     with pytest.raises(SystemExit) as exit:
         run_main(monkeypatch, capsys, "--fit", path)
@@ -333,7 +348,7 @@ def test_fit_of_a_broken_file_is_an_error_of_one_line(tmp_path, monkeypatch, cap
     with pytest.raises(SystemExit) as exit:
         run_main(monkeypatch, capsys, "--fit", path)
     assert exit.value.code.startswith(f"error: {path}: ") and "\n" not in exit.value.code
-    assert "rows[0].seconds" in exit.value.code or text != "{}"
+    assert "no cases[0].rows" in exit.value.code or text != "{}"
 
 
 def test_the_simulator_needs_neither_vllm_nor_deepspeed():

@@ -1,20 +1,22 @@
 """Measure what overlapped rewards and length-aware scheduling save in a rollout.
 
-    python -m experiments.bench.rollout                       # two ranks, tiny MoE, five rounds of all rows
+    python -m experiments.bench.rollout                       # two ranks, tiny MoE, three rounds of all rows
     python -m experiments.bench.rollout --json rollout.json --plot rollout.png
     python -m experiments.bench.rollout --script changed.py   # with a changed copy of train_rl.py
 
 The workload is fixed and heavy-tailed (experiments.bench.workload): the length of every completion is given,
 so that all rows do the same work, and sampling is greedy, so that it can be checked that all rows give the
-same completions and rewards. A rule scores three quarters of the prompts; a function that takes 50 to 500 ms,
-as a sandbox or a remote judge does, scores the others. Engine, reward workers and Rollouts are those of
-training; there is no update in between.
+same completions and rewards. Rewards are stated at the engine's own pace, for machines differ: the ratio is
+the seconds of a reward worker over those of an engine at its best rate. At 0 a rule scores all prompts; else
+a function that sleeps, as long as a sandbox or a remote judge would take, scores half of them. Engine, reward
+workers and Rollouts are those of training; there is no update in between.
 
-Rows are cumulative and take turns within a round; a ratio is taken within a round, and the table shows
-medians over rounds. bubble = 1 - sum(busy) / (ranks x makespan), busy being the seconds in which an engine
-has something to generate. bound = max(all work / ranks, longest completion alone): work is a completion's
-tokens at the engine's best rate, by the cost of a step t(b) = a + c b with b sequences, fitted in the same
-run.
+Rows take turns within a round; ratios of rows are taken within a round, and the table shows medians over
+rounds. Each row of the stack adds to the one before; contrasts differ from the whole stack in one thing.
+bubble = 1 - sum(busy) / (ranks x makespan), busy being the seconds in which an engine has something to
+generate. bound = max(all work / ranks, longest completion alone with its reward, all rewards / workers): work
+is a completion's tokens at the engine's best rate, by the cost of a step t(b) = a + c b with b sequences,
+fitted in the same run.
 """
 
 import dataclasses
@@ -41,14 +43,17 @@ from experiments.bench.common import (
 from experiments.bench.workload import Recipe, Workload
 
 SLOW = "experiments.bench.workload:slow_verify"
-ROWS = {  # name -> (reward.decode, reward.overlap, schedule, rollout.count_reward_time)
+RATIOS = (0.0, 0.1, 1.0)  # worker seconds over engine seconds: rules only, a tenth, as long as the rollout
+STACK = {  # name -> (reward.decode, reward.overlap, schedule, rollout.count_reward_time)
     "sequential, arrival order": ("engine", False, "arrival", False),
-    "+ decoding in reward workers": ("workers", False, "arrival", False),
-    "+ overlapped rewards": ("workers", True, "arrival", False),
-    "+ longest first": ("workers", True, "longest_first", False),
-    "+ slow rewards count in the order": ("workers", True, "longest_first", True),
-    "oracle instead of learned lengths": ("workers", True, "oracle", True),  # longest first by true lengths
+    "+ rewards overlap": ("workers", True, "arrival", False),
+    "+ longest first, rewards counted": ("workers", True, "longest_first", True),
 }
+CONTRASTS = {  # in place of the last row of the stack
+    "rewards not counted": ("workers", True, "longest_first", False),
+    "true lengths known": ("workers", True, "oracle", True),  # longest first by true lengths
+}
+ROWS = STACK | CONTRASTS
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -73,9 +78,9 @@ class RecordedLengths:
         for group, _ in jobs:
             group.expected_tokens = float(self.lengths[group.prompt_index].mean())
 
-    def requests(self, jobs, step: int) -> tuple[list, list]:
+    def requests(self, jobs, step: int, costs: dict) -> tuple[list, list]:
         """Make greedy requests of the recorded lengths, and of each prompt one with its reward's delay."""
-        requests, prompts = super().requests(jobs, step)
+        requests, prompts = super().requests(jobs, step, costs)
         samples = [(group.prompt_index, sample) for group, samples in jobs for sample in samples]
         for i, place in enumerate(samples):
             tokens = int(self.lengths[place])
@@ -91,18 +96,17 @@ class RecordedLengths:
 class Rank:
     """An engine with the tiny model, reward workers, and the clock of the engine's steps."""
 
-    def __init__(self, trainer, workload: Workload, slots: int, workers: int, model: Path):
+    def __init__(self, trainer, recipe: Recipe, slots: int, workers: int, model: Path):
         import torch
 
         import moe_model
         from data.chat import load_tokenizer
-        from data.prompts import Prompt
         from reward import RewardPool, decoder_json
         from rollout import RolloutEngine, RolloutSettings
 
         torch.set_num_threads(1)
         moe_model.init_deepspeed()
-        self.trainer, self.workload, recipe = trainer, workload, workload.recipe
+        self.trainer, self.slots = trainer, slots
         self.tokenizer = load_tokenizer(model)
         settings = RolloutSettings(
             max_num_seqs=slots, dtype="float32", kv_cache_gib=0.5, capture_routes="off"
@@ -112,13 +116,19 @@ class Rank:
         moe_model.load_hf(policy, model)
         self.engine.sync(moe_model.hf_tensors(policy), 0)
         self.pool = RewardPool(workers, timeout_s=60, tokenizer=decoder_json(self.tokenizer))
+        self.steps: list[tuple[int, int, float]] = []  # sequences, prompts among them, seconds
+        self.watch_steps()
+
+    def take(self, workload: Workload) -> None:
+        """Have the next rows do this work."""
+        from data.prompts import Prompt
+
+        self.workload, recipe = workload, workload.recipe
         rng = np.random.default_rng(recipe.seed)
         texts = [" ".join(map(str, rng.integers(0, 10, 40))) for _ in range(recipe.num_prompts)]
         kinds = [SLOW if slow else "numeric" for slow in workload.is_slow]
         self.prompts = [Prompt(text, "7", kind, "bench") for text, kind in zip(texts, kinds)]
         self.prompt_ids = [ids[: recipe.prompt_tokens] for ids in self.tokenizer(texts)["input_ids"]]
-        self.steps: list[tuple[int, int, float]] = []  # sequences, prompts among them, seconds
-        self.watch_steps()
 
     def watch_steps(self) -> None:
         """Have every step of vLLM's timed, with the requests that were added before it."""
@@ -160,6 +170,7 @@ class Rank:
                 f"rollout.group_size={recipe.group_size}", f"reward.overlap={overlap}",
                 f"rollout.schedule={'longest_first' if is_oracle else schedule}",
                 f"rollout.count_reward_time={count_reward_time}", f"reward.decode={decode}",
+                f"rollout.max_num_seqs={self.slots}",
             ]
         )  # fmt: skip
         recorded = type("RecordedRollouts", (RecordedLengths, self.trainer.Rollouts), {})
@@ -198,27 +209,43 @@ class Rank:
             state.step += 1
         return found
 
+    def calibrate(self, slots: int) -> dict[str, float]:
+        """Return the cost of an engine's step, fitted over all ranks. Collective."""
+        import torch.distributed as dist
+
+        for _ in range(2):  # the first is a warm-up
+            self.run(*list(STACK.values())[-1])
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.steps)
+        return fit_engine(sum(everyone, []), self.workload.recipe.prompt_tokens) | {"slots": slots}
+
 
 def work(args) -> None:
     """Run all rows in turn, again and again; rank 0 writes what each rank measured. Collective."""
     import torch.distributed as dist
     from tqdm import tqdm
 
-    workload = Workload.make(Recipe.load(args.workload))
-    rank = Rank(load_trainer(args.script), workload, args.slots, args.workers, args.model)
-    rank.run(*list(ROWS.values())[-1])  # warm-up
-    rounds, steps = [], []
-    progress = tqdm(total=args.repeats * len(ROWS), desc="bench", unit="row", disable=dist.get_rank() > 0)
+    recipe = Recipe.load(args.workload)
+    rank = Rank(load_trainer(args.script), recipe, args.slots, args.workers, args.model)
+    rank.take(Workload.make(recipe_at(0.0, recipe, {}, args.workers)))
+    engine = rank.calibrate(args.slots)
+    workloads = [Workload.make(recipe_at(ratio, recipe, engine, args.workers)) for ratio in args.ratios]
+    steps, rounds = [], [[] for _ in workloads]  # of each workload {row: what was found} by round
+    total = args.repeats * len(ROWS) * len(workloads)
+    progress = tqdm(total=total, desc="bench", unit="row", disable=dist.get_rank() > 0)
     for repeat in range(args.repeats):
         names = list(ROWS)[repeat % len(ROWS) :] + list(ROWS)[: repeat % len(ROWS)]
-        found = {}
-        for name in names:
-            found[name] = rank.run(*ROWS[name])
-            steps += rank.steps  # engine steps of the row's last rollout
-            progress.update()
-        rounds.append(found)
+        for workload, found in zip(workloads, rounds):
+            rank.take(workload)
+            found.append({})
+            for name in names:
+                found[-1][name] = rank.run(*ROWS[name])
+                steps += rank.steps  # engine steps of the row's last rollout
+                progress.update()
+    of_rank = {"rounds": rounds, "steps": steps, "decode": rank.decode_seconds()}
+    of_rank["recipes"] = [dataclasses.asdict(workload.recipe) for workload in workloads]
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {"rounds": rounds, "steps": steps, "decode": rank.decode_seconds()})
+    dist.all_gather_object(everyone, of_rank)
     if dist.get_rank() == 0:
         args.result.write_text(json.dumps(everyone))
     dist.barrier()
@@ -244,45 +271,73 @@ def fit_engine(steps: list[tuple[int, int, float]], prompt_tokens: int) -> dict[
     return {"a": float(a), "c": float(c), "p": max(0.0, statistics.median(extra)) / prompt_tokens}
 
 
-def lower_bound(workload: Workload, step: int, engine: dict, ranks: int) -> float:
-    """Return the seconds that no schedule beats: all work over the ranks, or the longest completion alone."""
+def engine_seconds(workload: Workload, step: int, engine: dict) -> float:
+    """Return the seconds of all tokens of a step at the best rate of one engine."""
     lengths, slots = workload.lengths[step], engine["slots"]
-    full = (engine["a"] + engine["c"] * slots) / slots
     prefill = engine["p"] * workload.recipe.prompt_tokens
-    work = lengths.sum() * full + lengths.size * prefill
-    return max(work / ranks, lengths.max() * (engine["a"] + engine["c"]) + prefill)
+    return lengths.sum() * (engine["a"] + engine["c"] * slots) / slots + lengths.size * prefill
 
 
-def make_record(ranks: list[dict], workload: Workload, slots: int, workers: int) -> dict:
-    """Sum up what the ranks measured: rows with medians over rounds, the engine's cost, the recipe."""
-    recipe, num_ranks = workload.recipe, len(ranks)
-    engine = fit_engine([tuple(s) for of_rank in ranks for s in of_rank["steps"]], recipe.prompt_tokens)
-    engine |= {"slots": slots, "ranks": num_ranks, "workers": workers, "decode": ranks[0]["decode"]}
-    bounds = [lower_bound(workload, step, engine, num_ranks) for step in range(recipe.num_steps)]
-    rounds = [of_rank["rounds"] for of_rank in ranks]
+def lower_bound(workload: Workload, step: int, engine: dict) -> float:
+    """Return the seconds that no schedule beats: engines, workers, or the longest completion alone."""
+    prefill, rewards = engine["p"] * workload.recipe.prompt_tokens, workload.reward_seconds[step]
+    alone = workload.lengths[step] * (engine["a"] + engine["c"]) + prefill + rewards
+    of_workers = rewards.sum() / engine["workers"]
+    return max(max(engine_seconds(workload, step, engine), of_workers) / engine["ranks"], alone.max())
+
+
+def recipe_at(ratio: float, recipe: Recipe, engine: dict, workers: int) -> Recipe:
+    """Return the recipe whose slow rewards take a worker `ratio` times as long as its tokens an engine."""
+    rules = {"rule_seconds": (0.0, 0.0)}
+    if not ratio:
+        return dataclasses.replace(recipe, slow_share=0.0, **rules)
+    workload = Workload.make(dataclasses.replace(recipe, **rules))
+    of_engine = sum(engine_seconds(workload, step, engine) for step in range(recipe.num_steps))
+    factor = ratio * of_engine * workers / workload.reward_seconds.sum()
+    slow = tuple(float(seconds * factor) for seconds in recipe.slow_seconds)
+    return dataclasses.replace(recipe, slow_seconds=slow, **rules)
+
+
+def make_record(ranks: list[dict], ratios: list[float], slots: int, workers: int) -> dict:
+    """Sum up what the ranks measured: of each ratio rows with medians over rounds, and the engine's cost."""
+    recipes = [Recipe.of(recipe) for recipe in ranks[0]["recipes"]]
+    engine = fit_engine([tuple(s) for of_rank in ranks for s in of_rank["steps"]], recipes[0].prompt_tokens)
+    engine |= {"slots": slots, "ranks": len(ranks), "workers": workers, "decode": ranks[0]["decode"]}
+    cases = []
+    for number, (ratio, recipe) in enumerate(zip(ratios, recipes)):
+        rounds = [of_rank["rounds"][number] for of_rank in ranks]
+        cases.append({"ratio": ratio, "recipe": dataclasses.asdict(recipe)})
+        cases[-1]["rows"] = make_rows(rounds, Workload.make(recipe), engine)
+    return {"cases": cases, "engine": engine, "rounds": len(ranks[0]["rounds"][0])}
+
+
+def make_rows(rounds: list[list[dict]], workload: Workload, engine: dict) -> list[dict]:
+    """Sum up the rows of one ratio."""
+    bounds = [lower_bound(workload, step, engine) for step in range(workload.recipe.num_steps)]
     digests = {json.dumps(found["digest"]) for of_rank in rounds for r in of_rank for found in r.values()}
     if len(digests) != 1:
         sys.exit("the rows do not give the same completions and rewards: scheduling has changed a result")
     rows, before = [], None
     for name in ROWS:
         rows.append(make_row(name, before, rounds, bounds, int(workload.lengths.sum())))
-        before = name
-    return {"rows": rows, "engine": engine, "recipe": dataclasses.asdict(recipe), "rounds": len(rounds[0])}
+        before = name if name in STACK else before
+    return rows
 
 
 def make_row(
     name: str, before: str | None, rounds: list[list[dict]], bounds: list[float], num_tokens: int
 ) -> dict:
-    """Sum a row up: medians over rounds; a gain is over the row before it."""
+    """Sum a row up: medians over rounds; a gain is over the row before it in the stack."""
     seconds, bubbles, speedups, gains = [], [], [], []
     for of_ranks in zip(*rounds):  # the same round on every rank
-        total = {other: sum(of_ranks[0][other]["seconds"]) for other in ROWS}
-        makespans = [max(part) for part in zip(*(of_rank[name]["seconds"] for of_rank in of_ranks))]
-        seconds.append(sum(makespans))
+        makespans = {
+            other: sum(map(max, zip(*(of_rank[other]["seconds"] for of_rank in of_ranks)))) for other in ROWS
+        }
+        seconds.append(makespans[name])
         busy = sum(sum(of_rank[name]["busy"]) for of_rank in of_ranks)
         bubbles.append(1 - busy / (len(of_ranks) * seconds[-1]))
-        speedups.append(total[next(iter(ROWS))] / total[name])
-        gains.append(total[before or name] / total[name])
+        speedups.append(makespans[next(iter(ROWS))] / seconds[-1])
+        gains.append(makespans[before or name] / seconds[-1])
     latencies = sorted(x for of_rank in rounds for r in of_rank for x in r[name]["latencies"])
     decode, overlap, schedule, count_reward_time = ROWS[name]
     by_step = seconds_by_step(rounds, name)
@@ -291,6 +346,7 @@ def make_row(
         "count_reward_time": count_reward_time, "seconds": statistics.median(seconds),
         "seconds_min": min(seconds), "seconds_max": max(seconds), "speedup": statistics.median(speedups),
         "speedup_min": min(speedups), "speedup_max": max(speedups), "gain": statistics.median(gains),
+        "gain_min": min(gains), "gain_max": max(gains),
         "seconds_by_step": by_step, "bubble": statistics.median(bubbles), "bound": sum(bounds),
         "over_bound": statistics.median(seconds) / sum(bounds),
         "over_bound_later": sum(by_step[1:]) / sum(bounds[1:]),
@@ -310,21 +366,22 @@ def seconds_by_step(rounds: list[list[dict]], name: str) -> list[float]:
 
 
 def table_lines(data: dict) -> list[str]:
-    """Return the table of all rows."""
+    """Return the table of all rows at all ratios."""
     rows = [
         [
+            f"{case['ratio']:g}",
             r["name"],
             f"{r['seconds']:.2f} ({r['seconds_min']:.2f}-{r['seconds_max']:.2f})",
             f"{r['speedup']:.2f} ({r['speedup_min']:.2f}-{r['speedup_max']:.2f})",
-            f"{r['gain']:.2f}",
+            f"{r['gain']:.2f} ({r['gain_min']:.2f}-{r['gain_max']:.2f})",
             f"{r['bubble']:.3f}",
-            f"{r['tokens_per_s']:,.0f}",
             f"{r['over_bound']:.2f}, {r['over_bound_later']:.2f}",
             f"{r['latency_median']:.3f}, {r['latency_p99']:.2f}",
         ]
-        for r in data["rows"]
+        for case in data["cases"]
+        for r in case["rows"]
     ]
-    names = ["row", "seconds", "speed-up", "over the row above", "bubble", "tokens/s"]
+    names = ["rewards", "row", "seconds", "speed-up", "over the stack before", "bubble"]
     names += ["over the bound, from the second step on", "reward latency, p99, s"]
     return markdown(names, rows)
 
@@ -333,29 +390,36 @@ def print_record(record: dict) -> None:
     """Print what was measured and on what."""
     engine = record["engine"]
     print(
-        f"{Workload.make(Recipe.of(record['recipe'])).describe()}; {engine['ranks']} ranks, "
-        f"{engine['slots']} sequences at once, {engine['workers']} reward workers each; a step of the engine "
-        f"takes {engine['a'] * 1e3:.2f} ms + {engine['c'] * 1e3:.3f} ms per sequence + "
+        f"{engine['ranks']} ranks, {engine['slots']} sequences at once, {engine['workers']} reward workers "
+        f"each; a step takes {engine['a'] * 1e3:.2f} ms + {engine['c'] * 1e3:.3f} ms per sequence + "
         f"{engine['p'] * 1e3:.3f} ms per token of a new prompt; median (range) of {record['rounds']} rounds"
     )
+    for case in record["cases"]:
+        described = Workload.make(Recipe.of(case["recipe"])).describe()
+        print(f"rewards {case['ratio']:g}: {described}; lower bound {case['rows'][0]['bound']:.2f} s")
     print("\n".join(table_lines(record)))
-    print(f"lower bound: {record['rows'][0]['bound']:.2f} s; all rows gave the same completions and rewards")
+    print("all rows of a ratio gave the same completions and rewards")
 
 
 def plot_record(record: dict, path: Path) -> None:
-    """Draw the seconds of each row beside the lower bound, busy and idle."""
-    plt, rows = pyplot(), record["rows"][::-1]
-    names, seconds = [r["name"] for r in rows], np.array([r["seconds"] for r in rows])
-    idle = seconds * np.array([r["bubble"] for r in rows])
-    figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-    axes.barh(names, seconds - idle, label="engines busy, mean over ranks")
-    axes.barh(names, idle, left=seconds - idle, alpha=0.4, label="idle (bubble)")
-    axes.axvline(rows[0]["bound"], color="black", linestyle="--", label="lower bound")
-    for i, r in enumerate(rows):
-        axes.text(seconds[i], i, f" {r['speedup']:.2f}x", va="center")
-    axes.set(xlabel=f"seconds of {record['recipe']['num_steps']} rollouts")
-    axes.margins(x=0.1)
-    axes.legend(loc="lower right", fontsize=8)
+    """Draw the seconds of each row beside the lower bound, busy and idle, a panel per ratio."""
+    plt, cases = pyplot(), record["cases"]
+    size = (2 + 3.2 * len(cases), 2.8)
+    figure, axes = plt.subplots(1, len(cases), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    for axis, case in zip(axes[0], cases):
+        rows = case["rows"][::-1]
+        names, seconds = [r["name"] for r in rows], np.array([r["seconds"] for r in rows])
+        idle = seconds * np.array([r["bubble"] for r in rows])
+        axis.barh(names, seconds - idle, label="engines busy, mean over ranks")
+        axis.barh(names, idle, left=seconds - idle, alpha=0.4, label="idle (bubble)")
+        axis.axvline(rows[0]["bound"], color="black", linestyle="--", label="lower bound")
+        for i, r in enumerate(rows):
+            axis.text(seconds[i], i, f" {r['speedup']:.2f}x", va="center", fontsize=8)
+        axis.set(
+            xlabel=f"seconds of {case['recipe']['num_steps']} rollouts", title=f"rewards {case['ratio']:g}"
+        )
+        axis.margins(x=0.2)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -365,7 +429,8 @@ def main() -> None:
     parser = make_parser(__doc__, plot=True, script=True)
     add = parser.add_argument
     add("--workload", type=Path, metavar="FILE", help="a recipe, see experiments.bench.workload")
-    add("--repeats", type=int, default=5, help="rounds of all rows (default: %(default)s)")
+    add("--ratios", type=float, nargs="+", default=RATIOS, help="seconds of a worker over an engine's")
+    add("--repeats", type=int, default=3, help="rounds of all rows (default: %(default)s)")
     add("--slots", type=int, default=16, help="sequences an engine works on at once (default: %(default)s)")
     add("--workers", type=int, default=8, help="reward workers per rank (default: %(default)s)")
     add("--ranks", type=int, default=2, help="engines (default: %(default)s)")
@@ -374,11 +439,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.result:
         run_rank(work, args)
-    workload = Workload.make(Recipe.load(args.workload))
+    Recipe.load(args.workload)  # what is wrong with it is said before anything starts
     if not (args.model / "config.json").is_file():
         sys.exit(f"{args.model} is missing; make it by `python -m data.tiny`")
     ranks = run_ranks("experiments.bench.rollout", args.ranks, sys.argv[1:])
-    record = make_record(ranks, workload, args.slots, args.workers)
+    record = make_record(ranks, args.ratios, args.slots, args.workers)
     print_record(record)
     write_json(args.json, record)
     if args.plot:

@@ -13,10 +13,10 @@ Rewards: W workers per rank take completions in the order in which they ended, e
 (overlap), or none before the rank's last has ended. A step ends with the last verdict of the slowest rank.
 Schedules: arrival deals prompts round robin, first come first served. longest_first orders by the mean tokens
 of the prompt one step before; in the first step nothing is known. oracle knows the true lengths.
-count_reward_time: the mean seconds of slow rewards count as tokens in the order of the waiting line, as in
-train_rl.Rollouts.add_reward_cost().
+count_reward_time: the mean seconds of slow rewards count in the order of the waiting line, and where prompts
+are dealt to ranks, as in train_rl.Rollouts.generate_round().
 Bound: no schedule beats all tokens at the best rate, S / (a + c S), on all ranks, nor the longest completion
-alone with its reward. A second bound, with slow judges: seconds of all rewards / number of all workers.
+alone with its reward, nor the seconds of all rewards over all workers.
 Left out: costs that grow with the context, memory of keys and values, pipes to the workers.
 """
 
@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from experiments.bench.common import make_parser, markdown, pyplot, write_json
 from experiments.bench.workload import Recipe, Workload
-from runtime.schedule import WaitingLine, longest_first
+from runtime.schedule import WaitingLine, deal_groups, verdict_tokens
 
 SCHEDULES = ("arrival", "longest_first", "oracle")
 PLACES = ("engine", "workers")  # where tokens become text
@@ -63,7 +63,8 @@ class Job:
     group: int
     max_new_tokens: int
     expected_tokens: float
-    extra_tokens: float = 0.0
+    latency_tokens: float = 0.0
+    work_tokens: float = 0.0
     guessed: bool = False
 
 
@@ -83,7 +84,6 @@ class Result:
     makespan: np.ndarray  # until the slowest rank has its last verdict
     busy: np.ndarray  # inside engine steps, mean over ranks
     bound: np.ndarray  # no schedule is faster
-    rewards: np.ndarray  # seconds of all rewards, mean over workers: no schedule is faster either
 
     @property
     def seconds(self) -> float:
@@ -154,22 +154,25 @@ def sample_step(
         expected = lengths
     elif schedule == "longest_first" and step:
         expected = np.broadcast_to(workload.lengths[step - 1].mean(1, keepdims=True), lengths.shape)
-    slow, counted = workload.is_slow, 0.0
+    slow, latency, work = workload.is_slow, 0.0, 0.0
     if count_reward_time and schedule != "arrival" and step and slow.any():
-        seconds = workload.reward_seconds[step - 1][slow].mean()
-        counted = 2 * seconds / engine.step_seconds(engine.slots)
+        seconds = float(workload.reward_seconds[step - 1][slow].mean())
+        slots = min(engine.slots, lengths.size / engine.ranks)
+        latency, work = verdict_tokens(seconds, engine.step_seconds(engine.slots), slots, engine.workers)
+    costs = {"latency_tokens": latency, "work_tokens": work}
     alike = {
         "max_new_tokens": recipe.longest_tokens,
         "guessed": schedule == "longest_first" and step == 0,
     }
     prompts: list[list[int]] = [[] for _ in range(engine.ranks)]
-    for prompt, rank in enumerate(longest_first(expected.sum(1).tolist(), engine.ranks)):
+    of_groups = expected.sum(1).tolist(), (slow * work * lengths.shape[1]).tolist()
+    for prompt, rank in enumerate(deal_groups(*of_groups, engine.ranks)):
         prompts[rank].append(prompt)
     runs = []
     for own in prompts:
         items = [prompt * lengths.shape[1] + sample for prompt in own for sample in range(lengths.shape[1])]
         jobs = [
-            Job(group=prompt, expected_tokens=tokens, extra_tokens=counted * slow[prompt], **alike)
+            Job(prompt, expected_tokens=tokens, **(costs if slow[prompt] else {}), **alike)
             for prompt, of_prompt in zip(own, expected[own].tolist())
             for tokens in of_prompt
         ]
@@ -180,7 +183,7 @@ def sample_step(
 
 def score_step(
     workload: Workload, step: int, engine: EngineModel, runs: list, overlap: bool, decode_seconds: float = 0.0
-) -> tuple[float, float, float, float]:
+) -> tuple[float, float, float]:
     """Return what Result holds of a step; decode_seconds: per token, in the reward workers."""
     lengths, rewards = workload.lengths[step], workload.reward_seconds[step]
     flat = (rewards + decode_seconds * lengths).ravel().tolist()
@@ -190,7 +193,8 @@ def score_step(
     work = lengths.sum() * engine.step_seconds(engine.slots) / engine.slots + engine.p * prefill
     alone = (lengths * engine.step_seconds(1) + rewards).max()
     busy = sum(run.busy for _, run in runs) / engine.ranks
-    return max(done), busy, max(work / engine.ranks, alone), sum(flat) / engine.ranks / engine.workers
+    rewarded = sum(flat) / engine.ranks / engine.workers
+    return max(done), busy, max(work / engine.ranks, alone, rewarded)
 
 
 def simulate(
@@ -216,7 +220,7 @@ def simulate(
 # Extrapolation
 # ------------------------------------------------------------------------------------------------------------
 ASSUMED = EngineModel(a=0.008, c=4e-5, p=1e-5, slots=256, ranks=1, workers=8, sibling_prefill=0.03)
-CHAINS = Recipe(num_steps=3, prompt_tokens=512, median_tokens=4000.0, longest_tokens=32768)
+CHAINS = Recipe(num_steps=3, prompt_tokens=512, median_tokens=4000.0, longest_tokens=32768, slow_share=0.25)
 ENGINES = (8, 64, 256, 1024)
 LOADS = (128, 512)  # completions per engine and step
 JUDGES = {  # seconds of slow rewards; a quarter of the prompts has them where nothing else is said
@@ -263,7 +267,6 @@ def extrapolate(num_engines: int, load: int) -> list[dict]:
             "bubble": result.bubble,
             "bound": result.bound.mean(),
             "ratio": result.makespan.mean() / result.bound.mean(),
-            "rewards": result.rewards.mean(),
         }
         case = {"name": name, "engines": num_engines, "completions": load, "judge": judge}
         rows.append(case | rounded(numbers))
@@ -312,6 +315,7 @@ def plot_rows(rows: list[dict], path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------
 NEEDED = {
     "engine": ("a", "c", "p", "slots", "ranks", "workers", "decode"),
+    "cases": ("ratio", "recipe", "rows"),
     "recipe": ("seed", "num_steps", "num_prompts", "group_size"),
     "rows": ("name", "overlap", "decode", "schedule", "count_reward_time", "seconds"),
 }
@@ -320,11 +324,14 @@ NEEDED = {
 def check_record(record: dict) -> None:
     """Raise ValueError that names all that is missing in the benchmark's record."""
     if not isinstance(record, dict):
-        raise ValueError("this is not an object with engine, recipe and rows")
-    parts = {part: record.get(part, {}) for part in ("engine", "recipe")}
-    parts |= {f"rows[{i}]": row for i, row in enumerate(record.get("rows") or [{}])}
-    needed = [(part, name) for part in parts for name in NEEDED[part.partition("[")[0]]]
-    lacks = [f"{part}.{name}" for part, name in needed if name not in parts[part]]
+        raise ValueError("this is not an object with engine and cases")
+    parts = {("engine", "engine"): record.get("engine", {})}
+    for i, case in enumerate(record.get("cases") or [{}]):
+        parts["cases", f"cases[{i}]"] = case
+        parts["recipe", f"cases[{i}].recipe"] = case.get("recipe", {})
+        for k, row in enumerate(case.get("rows", [])):
+            parts["rows", f"cases[{i}].rows[{k}]"] = row
+    lacks = [f"{p}.{name}" for (kind, p), part in parts.items() for name in NEEDED[kind] if name not in part]
     if lacks:
         raise ValueError(f"there is no {', no '.join(lacks)}")
 
@@ -334,19 +341,22 @@ def fit(record: dict) -> list[dict]:
     check_record(record)
     known = {field.name for field in fields(EngineModel)}
     engine = EngineModel(**{name: value for name, value in record["engine"].items() if name in known})
-    workload, rows = Workload.make(Recipe.of(record["recipe"])), []
-    for row in tqdm(record["rows"], "simulate", leave=False, disable=None):
-        case = {name: row[name] for name in ("schedule", "overlap", "decode", "count_reward_time")}
-        found = simulate(workload, engine, **case).seconds
+    rows, measured = [], [(case, row) for case in record["cases"] for row in case["rows"]]
+    for case, row in tqdm(measured, "simulate", leave=False, disable=None):
+        settings = {name: row[name] for name in ("schedule", "overlap", "decode", "count_reward_time")}
+        found = simulate(Workload.make(Recipe.of(case["recipe"])), engine, **settings).seconds
         numbers = {"seconds": row["seconds"], "simulated": found, "error": found / row["seconds"] - 1}
-        rows.append({"name": row["name"]} | case | rounded(numbers))
+        rows.append({"ratio": case["ratio"], "name": row["name"]} | settings | rounded(numbers))
     return rows
 
 
 def fit_table(rows: list[dict]) -> list[str]:
     """Return the lines of the table of fit()'s rows."""
-    cells = [[r["name"], f"{r['seconds']:.2f}", f"{r['simulated']:.2f}", f"{r['error']:+.1%}"] for r in rows]
-    return markdown(["row", "measured, s", "simulated, s", "error"], cells)
+    cells = [
+        [f"{r['ratio']:g}", r["name"], f"{r['seconds']:.2f}", f"{r['simulated']:.2f}", f"{r['error']:+.1%}"]
+        for r in rows
+    ]
+    return markdown(["rewards", "row", "measured, s", "simulated, s", "error"], cells)
 
 
 def fit_lines(data: dict) -> list[str]:

@@ -33,7 +33,7 @@ class Recipe:
     longest_tokens: int = 490  # longer ones are cut here, as by max_new_tokens
     spread_of_prompts: float = 1.0  # standard deviation of log length between prompts
     spread_of_samples: float = 0.4  # the same between the completions of one prompt
-    slow_share: float = 0.25  # share of prompts whose reward is a sandbox or a judge
+    slow_share: float = 0.5  # share of prompts whose reward is a sandbox or a judge
     rule_seconds: tuple[float, float] = (0.0001, 0.001)  # uniform
     slow_seconds: tuple[float, float] = (0.05, 0.5)  # uniform
     seed: int = 0
