@@ -63,6 +63,7 @@ class ModelSettings(Section):
     )
     ep_size: int = setting(1, "ranks that share one copy of the experts (expert parallelism)", ge=1)
     dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the policy's; the optimizer keeps float32")
+    freeze_router: bool = setting(False, "the routers of a MoE keep the weights that they start with")
     activation_checkpointing: bool = setting(False, "recompute layers in backward to save memory", True)
     logprob_kernel: Literal["auto", "naive", "chunked", "triton"] = setting(
         "auto",
@@ -967,6 +968,11 @@ def build_policy(
         policy = Policy(load_config(model_dir), ep_group)
     torch.set_default_dtype(torch.float32)
     load_hf(policy, model_dir)
+    blocks = [module for module in policy.modules() if isinstance(module, MoEBlock)]
+    if settings.freeze_router and not blocks:
+        raise ValueError(f"model.freeze_router True: {model_dir} is a dense model, it has no router")
+    for block in blocks:
+        block.gate.weight.requires_grad_(not settings.freeze_router)
     policy.activation_checkpointing = settings.activation_checkpointing
     policy.logprob_kernel = settings.logprob_kernel
     return policy

@@ -78,8 +78,11 @@ class RolloutSettings(Section):
     )
     fp8: Switch[Literal["off", "simulate", "on"]] = setting(
         "off",
-        "block-wise FP8 rollouts. on: vLLM quantises weights and activations (GPUs). simulate: the same "
-        "rounding of the weights at each sync, products in dtype (anywhere). off: none.",
+        "block-wise FP8 rollouts. on: vLLM quantises weights and activations (GPUs). simulate: weights are "
+        "rounded at each sync to simulate_format, products are in dtype (anywhere). off: none.",
+    )
+    simulate_format: Literal["fp8", "mxfp4"] = setting(
+        "fp8", "fp8: as vLLM's FP8 does. mxfp4: 4 bits (E2M1), a power of two as scale of 32 neighbours."
     )
     tensor_parallel: int = setting(1, "neighbouring ranks that share an engine, for large models", ge=1)
     expert_parallel: bool = setting(False, "these ranks hold whole experts, not a part of each (GPUs)")
@@ -130,7 +133,9 @@ class Request:
     latency_tokens: float = (
         0.0  # of the engine in the time of its verdict, see runtime.schedule.verdict_tokens
     )
-    work_tokens: float = 0.0  # of the engine on all its sequences while the workers do one such verdict
+    work_tokens: float = (
+        0.0  # of the engine, all sequences together, in a verdict's share of the workers' time
+    )
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,7 @@ class RolloutEngine:
         self.engine = self.llm.llm_engine
         self.stop_ids, self.stop_texts = stops_of(model_path, self.llm.get_tokenizer(), settings.stop)
         self.seconds_per_step = float("inf")  # mean of the last rollout: the time of a token while others run
+        self.tokens_per_second = 0.0  # of the last rollout, all its sequences together
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
         self.seen = (0, 0)  # tokens and number of the last rollout's completions
         self.is_capturing = self.captures_routes
@@ -264,7 +270,7 @@ class RolloutEngine:
         Returns the completion and the captured routes of each request.
         """
         start, num_steps = time.perf_counter(), 0
-        waiting, num_running = WaitingLine(requests), 0
+        waiting, num_running = WaitingLine(requests, self.settings.max_num_seqs), 0
         block_size = self.engine.vllm_config.cache_config.block_size
         room = CacheRoom(requests, self.num_blocks, block_size, self.settings.prefix_caching, self.seen)
         completions: list[Completion | None] = [None] * len(requests)
@@ -291,7 +297,8 @@ class RolloutEngine:
             on_step()
             num_steps += 1
         if num_steps:
-            self.seconds_per_step = (time.perf_counter() - start) / num_steps
+            seconds = time.perf_counter() - start
+            self.seconds_per_step, self.tokens_per_second = seconds / num_steps, room.tokens / seconds
             self.seen = (room.tokens, room.ended)
         return completions, captured
 
@@ -350,7 +357,7 @@ class RolloutEngine:
         if self.settings.sleep_level:
             self.llm.wake_up(tags=["weights"])
         try:
-            tensors = quantise_for_engine(counted(), self.settings.fp8)
+            tensors = quantise_for_engine(counted(), self.settings.fp8, self.settings.simulate_format)
             (missing,) = self.llm.collective_rpc(load_weights_in_worker, args=(tensors, not self.on_gpu))
         except Exception as error:  # vLLM's loaders assert, or raise what they like
             raise RuntimeError(
@@ -378,7 +385,7 @@ class RolloutEngine:
         It is called after sync() and before sleep(). RuntimeError names what differs. What vLLM holds in FP8
         or splits over ranks is left out: the parity of log-probabilities alone proves it.
         """
-        tensors = quantise_for_engine(named_tensors, self.settings.fp8)
+        tensors = quantise_for_engine(named_tensors, self.settings.fp8, self.settings.simulate_format)
         (differing,) = self.llm.collective_rpc(compare_weights_in_worker, args=(tensors,))
         if differing:
             self.policy_version = None
@@ -708,8 +715,26 @@ def validate_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_c
 FP8_QUANTIZATION = {"ignore": ["re:.*mlp\\.gate$"]}  # the router; vLLM leaves out head, embeddings, norms
 
 
-def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Apply fp8_round() to what vLLM would quantise: linear layers and experts, no router and no head.
+def mxfp4_round(weight: Tensor) -> Tensor:
+    """Return what MXFP4 (OCP Microscaling 1.0) leaves of weights [..., M, N], float32 of the same shape.
+
+    32 neighbours of a row share the scale 2^(floor(log2(max |w|)) - 2). What is left over it has 0, 0.5, 1,
+    1.5, 2, 3, 4 or 6 as its size: ties go to the even code, more than 6 to 6.
+    """
+    size = weight.shape[-1]
+    blocks = F.pad(weight.float(), (0, -size % 32)).unflatten(-1, (-1, 32))
+    _, exponent = blocks.abs().amax(-1, keepdim=True).frexp()  # of 2^k it is k + 1
+    one = torch.ones_like(blocks[..., :1])
+    scaled = blocks * one.ldexp(3 - exponent)
+    step = 0.5 * (1 + (scaled.abs() >= 2) + 2 * (scaled.abs() >= 4))
+    rounded = ((scaled / step).round() * step).clamp(-6, 6) * one.ldexp(exponent - 3)
+    return rounded.flatten(-2)[..., :size]
+
+
+def simulate_rounding(
+    named_tensors: Iterable[tuple[str, Tensor]], round_weight: Callable[[Tensor], Tensor] = fp8_round
+) -> Iterator[tuple[str, Tensor]]:
+    """Round what vLLM would quantise: linear layers and experts, no router and no head.
 
     Projections that vLLM fuses (queries, keys, values; gate and up of a dense layer) are rounded as one
     matrix, as there.
@@ -720,25 +745,28 @@ def simulate_fp8(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
             yield name, tensor
             continue
         if name.endswith("experts.gate_up_proj"):  # [E, 2I, D]; vLLM pads both halves to whole blocks
-            yield name, fp8_round(tensor.unflatten(1, (2, -1))).flatten(1, 2)
+            yield name, round_weight(tensor.unflatten(1, (2, -1))).flatten(1, 2)
             continue
         target = engine_name(name)
         parts = held.setdefault(target, {})
         parts[name] = tensor
         if len(parts) == (3 if ".qkv_proj." in target else 2 if ".gate_up_proj." in target else 1):
-            rounded = fp8_round(torch.cat(list(held.pop(target).values()), dim=-2))
+            rounded = round_weight(torch.cat(list(held.pop(target).values()), dim=-2))
             yield from zip(parts, rounded.split([len(part) for part in parts.values()]))
     if held:
         raise ValueError(f"no partner of {', '.join(name for parts in held.values() for name in parts)}")
 
 
+ROUNDINGS = {"fp8": fp8_round, "mxfp4": mxfp4_round}  # rollout.simulate_format
+
+
 def quantise_for_engine(
-    named_tensors: Iterable[tuple[str, Tensor]], fp8: str
+    named_tensors: Iterable[tuple[str, Tensor]], fp8: str, simulate_format: str = "fp8"
 ) -> Iterable[tuple[str, Tensor]]:
     """Turn the policy's tensors into what a sync sends."""
     match fp8:
         case "simulate":
-            return simulate_fp8(named_tensors)
+            return simulate_rounding(named_tensors, ROUNDINGS[simulate_format])
         case "on":  # vLLM quantises: give it what a bfloat16 trainer computes with
             return ((name, tensor.bfloat16()) for name, tensor in named_tensors)
         case "off":

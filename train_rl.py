@@ -32,6 +32,7 @@ import os
 import random
 import resource
 import signal
+import statistics
 import sys
 import time
 from collections import Counter
@@ -149,7 +150,6 @@ from runtime.schedule import (
     collective_device,
     deal_groups,
     exchange,
-    from_rank_0,
     longest_first,
     split_micro_batches,
     verdict_tokens,
@@ -574,6 +574,9 @@ def rollout_contradictions(config: Config) -> dict[str, tuple]:
         "rollout.expert_parallel {} needs rollout.tensor_parallel above 1, which is {}": (
             rollout.expert_parallel, rollout.tensor_parallel,
             rollout.expert_parallel and rollout.tensor_parallel == 1),
+        "rollout.simulate_format {!r} is what rollout.fp8 simulate rounds to, not {!r}": (
+            rollout.simulate_format, rollout.fp8,
+            rollout.simulate_format != "fp8" and rollout.fp8 != "simulate"),
         "rollout.expert_parallel {} and rollout.fp8 {!r}: vLLM quantises on GPUs itself, set fp8 to on": (
             rollout.expert_parallel, rollout.fp8,
             rollout.expert_parallel and rollout.fp8 == "simulate"),
@@ -884,7 +887,7 @@ class Rollouts:
         owner: the rank of each group so far, by slot; those of new groups are appended.
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        costs = self.verdict_costs(sum(len(samples) for _, samples in jobs) / world_size)
+        costs = self.verdict_costs()
         work_of = lambda group: costs.get(self.prompts[group.prompt_index].kind, (0.0, 0.0))[1]
         tokens = [len(samples) * (group.expected_tokens or 1.0) for group, samples in jobs]
         work = [len(samples) * work_of(group) for group, samples in jobs]
@@ -920,21 +923,25 @@ class Rollouts:
         ]
         return requests, prompts
 
-    def verdict_costs(self, num_requests: float) -> dict[str, tuple[float, float]]:
-        """Return latency_tokens and work_tokens of a verdict by kind: those of rank 0, on all. Collective.
+    def verdict_costs(self) -> dict[str, tuple[float, float]]:
+        """Return latency_tokens and work_tokens of a verdict by kind, the means over ranks. Collective.
 
-        num_requests: that a rank gets of this round. {}: verdicts do not count (rollout.count_reward_time).
+        A rank that has not met a kind has no part in its mean. {}: verdicts do not count
+        (rollout.count_reward_time).
         """
-        settings, pool = self.config.rollout, self.pool
+        settings, pool, engine = self.config.rollout, self.pool, self.engine
         if not settings.count_reward_time or settings.schedule == "arrival":
             return {}
-        pace = self.engine.seconds_per_step
-        slots = min(settings.max_num_seqs / settings.tensor_parallel, num_requests)
-        costs = {
-            kind: verdict_tokens(seconds, pace, slots, pool.at_once(kind))
+        rate = engine.tokens_per_second / settings.tensor_parallel
+        own = {
+            kind: verdict_tokens(seconds, engine.seconds_per_step, rate, pool.at_once(kind))
             for kind, seconds in pool.seconds.items()
         }
-        return from_rank_0(costs)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        of_kind = lambda kind: [costs[kind] for costs in everyone if kind in costs]
+        kinds = sorted(set().union(*everyone))
+        return {kind: tuple(map(statistics.fmean, zip(*of_kind(kind)))) for kind in kinds}
 
     def generate(
         self, requests: list[Request], prompts: list[Prompt], version: int, label: str

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,6 +55,14 @@ def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
     return reduced
 
 
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the sum of values, each rounded to a multiple of 2^-36: it is exact up to 2^17.
+
+    So it does not depend on which rank has sampled what, and in which order.
+    """
+    return sum(round(value * 2**36) for value in values) / 2**36
+
+
 def rollout_metrics(
     groups: "list[Group]", binary: bool, invalid_route: int
 ) -> dict[str, tuple[float, float]]:
@@ -70,7 +78,7 @@ def rollout_metrics(
     routes = [c.routed_experts for c in completions if c.routed_experts is not None]
     invalid = sum(int((ids[:, 0, 0] == invalid_route).sum()) for ids in routes)
     return {
-        "score": (sum(o.score_sum for o in outcomes), sum(o.valid for o in outcomes)),
+        "score": (exact_sum(o.score_sum for o in outcomes), sum(o.valid for o in outcomes)),
         "zero_variance_frac": (len(equal), len(groups)),
         "zero_variance/all_right_frac": (sum(0 < o.solved == o.valid for o in equal), len(groups)),
         "zero_variance/all_wrong_frac": (sum(o.valid > 0 and o.score_sum == 0 for o in equal), len(groups)),
@@ -81,7 +89,7 @@ def rollout_metrics(
         "completion_seconds": (sum(c.seconds for c in completions), num),
         "completion_seconds_max": (max((c.seconds for c in completions), default=0.0), 1),
         "cut_at_limit_frac": (sum(c.finish_reason == "length" for c in completions), num),
-        **{f"part/{name}": (sum(rewards), len(rewards)) for name, rewards in of_part.items()},
+        **{f"part/{name}": (exact_sum(rewards), len(rewards)) for name, rewards in of_part.items()},
         **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
     }
 
@@ -109,7 +117,7 @@ def schedule_metrics(
         "rollout_bubble": (seconds - busy, seconds),
         "rollout_tail_frac": (tail, ended[-1] if ended else 0.0),
         "straggler_max": ((busy, rank), 1),
-        "length_error": (sum(errors), len(errors)),
+        "length_error": (exact_sum(errors), len(errors)),
         "length_known_frac": (len(errors), len(groups)),
         "reward_latency": (latencies.sum().item(), len(latencies)),
         "reward_latency_p99": (bins, 1),

@@ -62,15 +62,18 @@ def deal_groups(
 
 
 def verdict_tokens(
-    seconds: float, seconds_per_step: float, slots: int, num_workers: int
+    seconds: float, seconds_per_step: float, tokens_per_second: float, at_once: int
 ) -> tuple[float, float]:
     """Return what a verdict costs in tokens: latency_tokens and work_tokens of rollout.Request.
 
-    seconds: that a worker takes for it; slots: sequences that the engine works on at once. The latency counts
-    double: of 1, 2 and 4 times the best in simulation [ours].
+    seconds: that a worker takes for it; the engine's seconds per step and tokens per second; at_once: how
+    many verdicts the workers find at the same time. The latency counts double [ours: of 1, 2 and 4 times the
+    best in a simulation without Johnson's rule, under which it changes little].
     """
-    steps = seconds / seconds_per_step
-    return 2 * steps, steps * slots / num_workers
+    return 2 * seconds / seconds_per_step, seconds * tokens_per_second / at_once
+
+
+AHEAD = (0, 0.0)  # the place of a request that tells what to expect of its group
 
 
 class WaitingLine:
@@ -78,8 +81,10 @@ class WaitingLine:
 
     The longest expected goes first: a long completion that starts last runs alone at the end. So does a slow
     verdict, and what it takes counts as length (latency_tokens). Requests whose verdicts take the workers
-    longer than they take the engine (work_tokens > expected tokens) go before all others, the shortest ahead,
-    by Johnson's rule for two machines in a row (1954): workers that start late end late.
+    longer than they take the engine (work_tokens > expected tokens) go before these, the shortest ahead, by
+    Johnson's rule for two machines in a row (1954): workers that start late end late. That rule knows of no
+    machine with many places, so what is longer than all that waits behind, spread over the slots, goes before
+    them [ours].
 
     Siblings, expected alike, stay next to each other and share their prompt's keys and values. Where nothing
     is known of a group, one sibling goes ahead of all others, and the group counts as the longest until that
@@ -87,9 +92,13 @@ class WaitingLine:
     four rules simulated, see experiments/bench/README.md].
     """
 
-    def __init__(self, requests: "list[Request]"):
+    def __init__(self, requests: "list[Request]", slots: int):
         self.requests, self.waiting = requests, set(range(len(requests)))
-        self.place = [place_of(r, r.max_new_tokens if r.guessed else r.expected_tokens) for r in requests]
+        others = [r.expected_tokens for r in requests if r.work_tokens <= r.expected_tokens]
+        self.long = sum(others) / slots if len(others) < len(requests) else math.inf  # tokens
+        self.place = [
+            self.place_of(r, r.max_new_tokens if r.guessed else r.expected_tokens) for r in requests
+        ]
         self.siblings: dict[int, list[int]] = {}  # {group: requests}, of groups of which nothing is known
         self.finished: dict[int, list[int]] = {}  # {group: tokens of finished siblings}
         for index, request in enumerate(requests):
@@ -99,6 +108,12 @@ class WaitingLine:
                 self.siblings.setdefault(request.group, []).append(index)
         self.heap = [(place, index) for index, place in enumerate(self.place)]
         heapq.heapify(self.heap)
+
+    def place_of(self, request: "Request", tokens: float) -> tuple[int, float]:
+        """Return the place of a request that is expected to have so many tokens; the least is next."""
+        if request.work_tokens > tokens:
+            return 2, tokens
+        return 1 if tokens > self.long else 3, -(tokens + request.latency_tokens)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -124,18 +139,8 @@ class WaitingLine:
             lengths = self.finished.setdefault(group, [])
             lengths.append(num_tokens)
             for sibling in self.waiting.intersection(self.siblings[group]):
-                self.place[sibling] = place_of(self.requests[sibling], sum(lengths) / len(lengths))
+                self.place[sibling] = self.place_of(self.requests[sibling], sum(lengths) / len(lengths))
                 heapq.heappush(self.heap, (self.place[sibling], sibling))
-
-
-AHEAD = (0, 0.0)  # the place of a request that tells what to expect of its group
-
-
-def place_of(request: "Request", tokens: float) -> tuple[int, float]:
-    """Return the place in the line of a request that is expected to have so many tokens: least is next."""
-    if request.work_tokens > tokens:
-        return 1, tokens
-    return 2, -(tokens + request.latency_tokens)
 
 
 class CacheRoom:

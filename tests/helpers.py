@@ -212,7 +212,7 @@ class FakeEngine:
     reverse of their order; the completion with a key is as right as the answer says.
     """
 
-    seconds_per_step, seconds = 0.01, {}
+    seconds_per_step, tokens_per_second, seconds = 0.01, 1000.0, {}
 
     def __init__(self, answer: Answer):
         self.answer, self.num_sampled, self.rights = answer, Counter(), {}

@@ -419,6 +419,7 @@ REFUSED = [
         "rollout.expert_parallel=true rollout.tensor_parallel=2 rollout.fp8=simulate",
         "rollout.expert_parallel True", "rollout.fp8 'simulate'",
     ),
+    ("rollout.simulate_format=mxfp4", "rollout.simulate_format 'mxfp4'", "rollout.fp8 simulate"),
     ("rollout.fp8=on rollout.dtype=float32", "rollout.fp8 'on'", "rollout.dtype bfloat16, not 'float32'"),
     (
         "train.minibatches_per_step=3 rollout.prompts_per_step=8",

@@ -160,7 +160,7 @@ def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, smal
             assert {"name", "seconds", "speedup", "bubble", "bound"} <= row.keys()
             assert row["seconds"] > row["bound"] > 0 and 0 < row["bubble"] < 1
             assert row["seconds"] == pytest.approx(sum(row["seconds_by_step"]))
-            assert f"| {case['ratio']} | {row['name']} | {row['seconds']:.2f} (" in done.stdout
+            assert f"| {case['ratio']:g} | {row['name']} | {row['seconds']:.2f} (" in done.stdout
     assert rows[1]["seconds"] < rows[0]["seconds"], "rewards that take twice as long as the engines overlap"
     fitted = bench("simulate", "--fit", tmp_path / "rollout.json", "--json", tmp_path / "fit.json")
     found = json.loads((tmp_path / "fit.json").read_text())

@@ -10,7 +10,7 @@ from transformers import Glm4MoeConfig, MixtralConfig, OlmoeConfig
 from data.tiny import build_tokenizer
 from kernels.fp8_block import fp8_round
 from moe_model import Policy, hf_tensors, num_experts_of, pack, random_weights, route_table, save_hf
-from rollout import Request, RolloutEngine, RolloutSettings, simulate_fp8
+from rollout import Request, RolloutEngine, RolloutSettings, simulate_rounding
 
 VOCAB = 98
 SIZES = {
@@ -101,7 +101,7 @@ def test_simulated_fp8_rounds_projections_and_nothing_else(family):
     """Experts sent one by one are rounded as the fused ones are; gate and up of a shared expert as one."""
     policy = make_policy(family)
     sent, one_by_one = (dict(hf_tensors(policy, own_experts=own)) for own in (False, True))
-    rounded, rounded_one_by_one = (dict(simulate_fp8(named.items())) for named in (sent, one_by_one))
+    rounded, rounded_one_by_one = (dict(simulate_rounding(named.items())) for named in (sent, one_by_one))
     changed = {name for name, tensor in sent.items() if not torch.equal(rounded[name], tensor)}
     assert rounded.keys() == sent.keys()
     assert changed == {name for name in sent if name.removesuffix(".weight").endswith("_proj")}

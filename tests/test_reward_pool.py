@@ -17,6 +17,7 @@ from conftest import ROOT
 import reward
 from data.tiny import build_tokenizer
 from reward import (
+    ASYNC_CALLS,
     KINDS,
     RewardPool,
     RewardSettings,
@@ -270,10 +271,12 @@ def test_calls_of_an_async_function_wait_together(own):
     """One worker: 40 calls of 0.2 s, one after another, would take 8 s."""
     start = time.monotonic()
     with RewardPool(1, timeout_s=60.0) as pool:
+        assert pool.at_once("own_rewards:waits") == 1, "it is not known yet"
         for key in range(40):
             pool.submit(key, "own_rewards:waits", "0.2", "")
         assert list(pool.collect().values()) == [OK] * 40
         assert pool.num_restarts == 0 and 0.2 <= pool.seconds["own_rewards:waits"]
+        assert (pool.at_once("own_rewards:waits"), pool.at_once("exact")) == (ASYNC_CALLS, 1)
     assert time.monotonic() - start < 4
 
 

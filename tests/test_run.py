@@ -203,13 +203,16 @@ def test_no_scheduling_and_no_overlap_give_the_same_run_bit_for_bit(undisturbed,
     assert_same_weights(tmp_path / "model", undisturbed / "model")
 
 
-def test_reference_minibatches_recomputation_and_zero_2_run_together(tmp_path):
+def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_together(tmp_path):
     done = train(
         *SMALL, f"run.dir={tmp_path}", "train.num_steps=2", "algorithm.kl_coef=0.01", "train.zero_stage=2",
         "train.minibatches_per_step=2", "train.micro_batch_tokens=100", "model.activation_checkpointing=true",
-        "algorithm.old_policy=rollout",
+        "algorithm.old_policy=rollout", "model.freeze_router=true",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    start, learned = weights_of(TINY / "model"), weights_of(tmp_path / "model")
+    same = {name for name in start if torch.equal(start[name], learned[name])}
+    assert same == {name for name in start if name.endswith("mlp.gate.weight")} != set()
     first, second = steps_of(tmp_path)
     assert first["ratio"] != 1.0, "the second update of a rollout is off-policy"
     assert 0 < first["ref_kl_k3"] < second["ref_kl_k3"], "the policy moves away from the reference"
@@ -313,7 +316,7 @@ def test_a_dense_model_runs_too(tmp_path):
     from transformers import Qwen3Config
 
     from data.tiny import build_tokenizer
-    from moe_model import Policy, random_weights, save_hf
+    from moe_model import ModelSettings, Policy, build_policy, random_weights, save_hf
 
     tokenizer = build_tokenizer()
     config = Qwen3Config(
@@ -332,6 +335,8 @@ def test_a_dense_model_runs_too(tmp_path):
     assert summary_of(tmp_path / "run")["mean_abs_dlogp"] < 1e-4
     weights = weights_of(tmp_path / "run" / "model")
     assert not torch.equal(weights["lm_head.weight"], policy.lm_head.weight)
+    with pytest.raises(ValueError, match="model.freeze_router True: .* is a dense model, it has no router"):
+        build_policy(ModelSettings(freeze_router=True), tmp_path / "model", None, torch.device("cpu"))
 
 
 def test_another_topology_continues_from_weights_if_asked(undisturbed, tmp_path):

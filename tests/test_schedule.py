@@ -37,9 +37,12 @@ def ranks(monkeypatch):
 class NaiveLine:
     """Does what WaitingLine describes: every expectation is looked up anew whenever one is asked for."""
 
-    def __init__(self, requests: list[Request]):
+    def __init__(self, requests: list[Request], slots: int):
         self.requests, self.waiting, self.seen = requests, list(range(len(requests))), {}
         self.pioneers = set()
+        feeders = [r for r in requests if r.work_tokens > r.expected_tokens]
+        rest = sum(r.expected_tokens for r in requests if r not in feeders)
+        self.long = rest / slots if feeders else math.inf
         for index, request in enumerate(requests):
             earlier = [r for r in requests[:index] if r.group == request.group]
             if request.guessed and not earlier:
@@ -54,10 +57,12 @@ class NaiveLine:
     def pop(self) -> int:
         tokens = {index: self.tokens(index) for index in self.waiting}
         pioneers = [index for index in self.waiting if index in self.pioneers]
-        feeders = [i for i in self.waiting if i not in pioneers and self.requests[i].work_tokens > tokens[i]]
+        feeders = [i for i in self.waiting if self.requests[i].work_tokens > tokens[i]]
+        long = [i for i in self.waiting if i not in feeders and tokens[i] > self.long]
         length = lambda index: tokens[index] + self.requests[index].latency_tokens
         best = (
             min(pioneers) if pioneers
+            else max(long, key=lambda index: (length(index), -index)) if long
             else min(feeders, key=lambda index: (tokens[index], index)) if feeders
             else max(self.waiting, key=lambda index: (length(index), -index))
         )  # fmt: skip
@@ -89,7 +94,8 @@ def test_the_waiting_line_is_that_of_its_description(seed):
     """Requests end in any order while others start; lengths are whole, so that means are exact and tie."""
     rng = random.Random(seed)
     requests = random_requests(rng)
-    line, naive, running = WaitingLine(requests), NaiveLine(requests), []
+    slots = rng.randint(1, 3)
+    line, naive, running = WaitingLine(requests, slots), NaiveLine(requests, slots), []
     while line or running:
         assert len(line) == len(naive.waiting) and bool(line) == bool(naive.waiting)
         if line and rng.random() < 0.6:
@@ -106,7 +112,7 @@ def test_the_waiting_line_is_that_of_its_description(seed):
 
 def test_equal_expectations_keep_the_order_of_the_requests():
     requests = [Request([1], 0, 1.0, 9, group=i // 3, expected_tokens=5.0) for i in range(12)]
-    line = WaitingLine(requests)
+    line = WaitingLine(requests, 4)
     assert [line.pop() for _ in requests] == list(range(12))
 
 
@@ -164,7 +170,7 @@ def test_room_is_that_of_its_description(seed):
 def test_where_all_go_to_the_limit_no_more_start_than_there_is_room_for():
     """12 requests of 4 + 12 tokens, 5 blocks of 8: two at once, before and after the first have ended."""
     requests = [Request([index] * 4, 0, 1.0, 12) for index in range(12)]
-    room, line, running, most = CacheRoom(requests, 5, 8, True), WaitingLine(requests), {}, 0
+    room, line, running, most = CacheRoom(requests, 5, 8, True), WaitingLine(requests, 4), {}, 0
     while line or running:
         while line and room.has_room_for(line.peek()):
             running[index := line.pop()] = 0
@@ -255,16 +261,28 @@ def test_one_sequence_and_one_worker_are_fed_as_quickly_as_any_order_could(seed)
                 work_tokens=float(verdict))
         for i, (tokens, verdict) in enumerate(jobs)
     ]  # fmt: skip
-    line = WaitingLine(requests)
+    line = WaitingLine(requests, 1)
     order = [jobs[line.pop()] for _ in jobs]
     assert two_machines(order) == min(map(two_machines, itertools.permutations(jobs)))
 
 
+def test_what_is_too_long_to_wait_starts_before_what_feeds_the_workers():
+    """By hand: 90 tokens on 4 sequences are 22.5 each, so that 40 tokens would run alone at the end."""
+    tokens, fed = [40.0, 20.0, 30.0, 5.0, 8.0], [False, False, False, True, True]
+    requests = [
+        Request([1], 0, 1.0, 99, group=i, expected_tokens=t, work_tokens=50.0 * feeds)
+        for i, (t, feeds) in enumerate(zip(tokens, fed))
+    ]
+    line = WaitingLine(requests, 4)
+    assert [line.pop() for _ in requests] == [0, 2, 3, 4, 1]
+    line = WaitingLine(requests[:3], 4)
+    assert [line.pop() for _ in range(3)] == [0, 2, 1]
+
+
 def test_a_verdict_costs_what_engine_and_workers_do_meanwhile():
-    """By hand: 0.3 s are 30 steps of 10 ms; 16 sequences get 480 tokens while 8 workers do 8 of them."""
-    assert verdict_tokens(0.3, 0.01, 16, 8) == pytest.approx((60.0, 60.0))
-    assert verdict_tokens(0.3, 0.01, 4, 8) == pytest.approx((60.0, 15.0))
-    assert verdict_tokens(0.3, math.inf, 16, 8) == (0.0, 0.0), "before the first step nothing is known"
+    """By hand: 0.3 s are 30 steps of 10 ms; at 1,600 tokens a second they are 480, shared by 8 verdicts."""
+    assert verdict_tokens(0.3, 0.01, 1600.0, 8) == pytest.approx((60.0, 60.0))
+    assert verdict_tokens(0.3, math.inf, 0.0, 8) == (0.0, 0.0), "before the first step nothing is known"
 
 
 # ---- micro-batches -----------------------------------------------------------------------------------------

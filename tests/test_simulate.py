@@ -88,12 +88,23 @@ def verdict_costs(workload, engine, step):
     return {group: (2 * steps, steps * min(engine.slots, num_jobs) / engine.workers) for group in slow}
 
 
-def chooser(schedule, expected_of_group, longest, costs):
-    """Return a function that says which of the waiting jobs starts: the first with the greatest value."""
+def chooser(schedule, expected_of_group, longest, costs, slots):
+    """Return a function that says which of the waiting jobs starts: the first with the greatest value.
+
+    With costs the lengths are known: nothing is guessed after the first step, which has none.
+    """
 
     def expected(job, jobs):
-        tokens, (latency, work) = tokens_of(job, jobs), costs.get(job["group"], (0.0, 0.0))
-        return (1, -tokens) if work > tokens else (0, tokens + latency)
+        tokens, (latency, _) = tokens_of(job, jobs), costs.get(job["group"], (0.0, 0.0))
+        if not any(is_fed(other, jobs) for other in jobs):
+            return tokens + latency, 0
+        if is_fed(job, jobs):
+            return 1, -tokens
+        rest = sum(tokens_of(other, jobs) for other in jobs if not is_fed(other, jobs))
+        return (2 if tokens > rest / slots else 0), tokens + latency
+
+    def is_fed(job, jobs):
+        return job["group"] in costs and costs[job["group"]][1] > tokens_of(job, jobs)
 
     def tokens_of(job, jobs):
         siblings = [other for other in jobs if other["group"] == job["group"]]
@@ -125,7 +136,8 @@ def by_token(workload, engine, schedule, overlap, decode, counts):
         sizes = [sum(of) for of in lengths] if schedule == "oracle" else before or [1] * len(lengths)
         costs = verdict_costs(workload, engine, step) if counts and step and schedule != "arrival" else {}
         work = [len(of) * costs.get(group, (0, 0))[1] for group, of in enumerate(lengths)]
-        choose, makespan, total = chooser(schedule, before, recipe.longest_tokens, costs), 0.0, 0.0
+        choose = chooser(schedule, before, recipe.longest_tokens, costs, engine.slots)
+        makespan, total = 0.0, 0.0
         if before and len(lengths[0]) > 1:
             sizes = [len(of) * mean for of, mean in zip(lengths, before)]
         for own in deal(sizes, work, engine.ranks):
@@ -313,7 +325,7 @@ def test_fit_prints_measured_and_simulated_seconds(tmp_path, monkeypatch, capsys
     errors = [row["error"] for row in rows]
     assert errors[4] == pytest.approx(1 / 1.25 - 1, abs=1e-4)
     assert np.abs(np.delete(errors, 4)).max() < 1e-9
-    assert f"largest error: -20.0% ({rows[4]['name']})" in out
+    assert f"largest error: -20.0% (rewards 0.5, {rows[4]['name']})" in out
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Expected values come from the trainer's own forward, from vLLM's own functions a
 """
 
 import contextlib
+import math
 import pickle
 import tracemalloc
 from collections import Counter
@@ -26,7 +27,8 @@ from rollout import (
     RolloutSettings,
     engine_name,
     invalid_route,
-    simulate_fp8,
+    mxfp4_round,
+    simulate_rounding,
     validate_routes,
 )
 
@@ -471,6 +473,34 @@ def test_fp8_round_errs_by_half_a_step_at_most(spread):
             assert part.max() > 0.2 * half_step.max(), "a rounding to more bits would pass too"
 
 
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # by code
+
+
+def slow_mxfp4(weight):
+    """Round 32 numbers of a row [N] after the other, each to the nearest code, ties to the even one."""
+    result = []
+    for start in range(0, len(weight), 32):
+        block = weight[start : start + 32]
+        largest = max(map(abs, block))
+        scale = 2.0 ** (math.floor(math.log2(largest)) - 2) if largest else 1.0
+        for value in block:
+            size = min(abs(value) / scale, 6.0)
+            code = min(range(8), key=lambda code: (abs(E2M1[code] - size), code % 2))
+            result.append(math.copysign(E2M1[code] * scale, value))
+    return result
+
+
+@pytest.mark.parametrize("spread", [3e-5, 0.02, 1e6])
+def test_mxfp4_round_takes_the_nearest_code_of_each_block(spread):
+    weight = random_weight((5, 70), spread, seed=3)
+    weight[0, :32] = torch.arange(32) * 0.25 - 4  # the scale is 1: ties between all codes
+    weight[1, 32:64] = 0.0
+    expected = torch.tensor([slow_mxfp4(row) for row in weight.tolist()])
+    assert torch.equal(mxfp4_round(weight), expected)
+    assert torch.equal(mxfp4_round(mxfp4_round(weight)), expected)
+    assert len(expected[0, :32].unique()) == 15 - 2, "all codes but 6 and -6"
+
+
 def test_fp8_round_of_its_own_result_changes_nothing():
     """True where the largest weight is not within bfloat16 rounding of the floor 1e-4: it becomes 448 s, and
     bfloat16 rounds that back; so the scale stays, and 2^-9 is too little to reach another code."""
@@ -504,10 +534,10 @@ def rounded_by_hand(named):
 
 
 @pytest.mark.parametrize("kind", ["moe", "mixed", "dense"])
-def test_simulate_fp8_rounds_the_linear_layers_and_experts_and_nothing_else(kind):
+def test_simulate_rounding_rounds_the_linear_layers_and_experts_and_nothing_else(kind):
     policy = make_policy(kind)
     given = {name: tensor.clone() for name, tensor in hf_tensors(policy)}
-    out = list(simulate_fp8(hf_tensors(policy)))
+    out = list(simulate_rounding(hf_tensors(policy)))
     assert Counter(name for name, _ in out) == Counter(given.keys())
     by_hand = rounded_by_hand(given)
     for name, tensor in out:
@@ -527,7 +557,7 @@ def test_fused_projections_share_the_scales_of_their_blocks():
     given = dict(hf_tensors(make_policy("mixed")))
     prefix = "model.layers.1.self_attn."
     given[prefix + "k_proj.weight"] *= 10
-    out = dict(simulate_fp8(given.items()))
+    out = dict(simulate_rounding(given.items()))
     q, k, v = (prefix + f"{x}_proj.weight" for x in "qkv")
     together = fp8_round(torch.cat([given[q], given[k], given[v]])).split([128, 64, 64])
     assert all(torch.equal(out[name], part) for name, part in zip((q, k, v), together))
@@ -551,18 +581,29 @@ def test_experts_of_a_width_that_is_no_multiple_of_128_are_rounded_as_vllm_does(
     for expert in stored:
         full = slow_fp8(expert)
         expected.append(torch.cat([full[:width, :hidden], full[padded_width:][:width, :hidden]]))
-    ((_, rounded),) = simulate_fp8([("model.layers.0.mlp.experts.gate_up_proj", experts)])
+    ((_, rounded),) = simulate_rounding([("model.layers.0.mlp.experts.gate_up_proj", experts)])
     assert torch.equal(rounded, torch.stack(expected))
 
 
 @pytest.mark.parametrize("missing", ["layers.1.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"])
-def test_simulate_fp8_of_an_incomplete_stream_is_an_error(missing):
+def test_simulate_rounding_of_an_incomplete_stream_is_an_error(missing):
     policy = make_policy("mixed")
     named = [(name, tensor) for name, tensor in hf_tensors(policy) if not name.endswith(missing)]
     partner = "model." + missing.replace("k_proj", "q_proj").replace("up_proj", "gate_proj")
     with pytest.raises(ValueError, match="no partner of") as caught:
-        list(simulate_fp8(named))
+        list(simulate_rounding(named))
     assert partner in str(caught.value) and "experts" not in str(caught.value)
+
+
+def test_an_engine_holds_the_format_that_the_settings_name(engine_of):
+    policy, engine = make_policy("moe"), engine_of("moe", fp8="simulate", simulate_format="mxfp4")
+    sent = [(name, tensor.clone()) for name, tensor in hf_tensors(policy)]
+    engine.sync(sent, 0)
+    engine.check_weights(sent)
+    engine.settings = engine.settings.model_copy(update={"fp8": "off"})
+    engine.check_weights(list(simulate_rounding(sent, mxfp4_round)))
+    assert_check_fails(engine, list(simulate_rounding(sent)), count=None)
+    engine.settings = engine.settings.model_copy(update={"fp8": "simulate"})
 
 
 def test_an_engine_with_simulated_fp8_computes_with_the_rounded_weights(engine_of):
@@ -609,7 +650,7 @@ def test_vllm_would_quantise_exactly_what_the_simulation_rounds(kind, engine_of)
 
     policy = make_policy(kind)
     given = dict(hf_tensors(policy))
-    out = simulate_fp8(hf_tensors(policy))
+    out = simulate_rounding(hf_tensors(policy))
     changed = {engine_name(name) for name, tensor in out if not torch.equal(tensor, given[name])}
     quantised = chosen(rollout.FP8_QUANTIZATION)
     assert set(quantised) == changed

@@ -51,7 +51,7 @@ from data.history import PromptHistory, prob_all
 from data.prompts import OfflineScore
 from data.stream import prompts_of_step, seed_of
 from reward import Verdict
-from runtime.metrics import batch_metrics, prompt_account, reduce_metrics, rollout_metrics
+from runtime.metrics import batch_metrics, exact_sum, prompt_account, reduce_metrics, rollout_metrics
 
 Z_BOUND = 4.5
 
@@ -1245,6 +1245,19 @@ def assert_account_adds_up(run_dir) -> None:
     assert summary["generated_tokens"] == total
     share = sum(row["gradient_tokens_total"] for row in rows) / total
     assert summary["gradient_token_share"] == pytest.approx(share)
+
+
+def test_a_sum_of_metrics_does_not_depend_on_who_has_sampled_what():
+    rng = random.Random(0)
+    rewards = [rng.random() for _ in range(1000)]
+    sums, plain = set(), set()
+    for _ in range(20):
+        rng.shuffle(rewards)
+        cut = rng.randrange(1000)
+        sums.add(exact_sum(rewards[:cut]) + exact_sum(rewards[cut:]))
+        plain.add(sum(rewards[:cut]) + sum(rewards[cut:]))
+    assert len(sums) == 1 < len(plain)
+    assert sums.pop() == pytest.approx(math.fsum(rewards), abs=1000 * 2**-37)
 
 
 @pytest.mark.slow

@@ -294,7 +294,7 @@ def recipe_at(ratio: float, recipe: Recipe, engine: dict, workers: int) -> Recip
     workload = Workload.make(dataclasses.replace(recipe, **rules))
     of_engine = sum(engine_seconds(workload, step, engine) for step in range(recipe.num_steps))
     factor = ratio * of_engine * workers / workload.reward_seconds.sum()
-    slow = tuple(float(seconds * factor) for seconds in recipe.slow_seconds)
+    slow = tuple(round(float(seconds * factor), 6) for seconds in recipe.slow_seconds)  # as rewards are
     return dataclasses.replace(recipe, slow_seconds=slow, **rules)
 
 
@@ -439,7 +439,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.result:
         run_rank(work, args)
-    Recipe.load(args.workload)  # what is wrong with it is said before anything starts
+    if any(args.ratios) and not Recipe.load(args.workload).slow_share:
+        parser.error(f"{args.workload}: slow_share is 0, so only --ratios 0 is left")
     if not (args.model / "config.json").is_file():
         sys.exit(f"{args.model} is missing; make it by `python -m data.tiny`")
     ranks = run_ranks("experiments.bench.rollout", args.ranks, sys.argv[1:])

@@ -103,7 +103,7 @@ def run_engine(
 
     decode_seconds: per token; the engine stands still for them when a completion ends.
     """
-    line, prefilled = WaitingLine(jobs), set()
+    line, prefilled = WaitingLine(jobs, engine.slots), set()
     running: list[tuple[int, int, int]] = []  # heap of (engine step of the last token, start, completion)
     ended, now, busy, step, num_started = [], 0.0, 0.0, 0, 0
     while line or running:
@@ -157,8 +157,9 @@ def sample_step(
     slow, latency, work = workload.is_slow, 0.0, 0.0
     if count_reward_time and schedule != "arrival" and step and slow.any():
         seconds = float(workload.reward_seconds[step - 1][slow].mean())
-        slots = min(engine.slots, lengths.size / engine.ranks)
-        latency, work = verdict_tokens(seconds, engine.step_seconds(engine.slots), slots, engine.workers)
+        pace = engine.step_seconds(engine.slots)
+        rate = min(engine.slots, lengths.size / engine.ranks) / pace  # the best one
+        latency, work = verdict_tokens(seconds, pace, rate, engine.workers)
     costs = {"latency_tokens": latency, "work_tokens": work}
     alike = {
         "max_new_tokens": recipe.longest_tokens,
@@ -329,7 +330,7 @@ def check_record(record: dict) -> None:
     for i, case in enumerate(record.get("cases") or [{}]):
         parts["cases", f"cases[{i}]"] = case
         parts["recipe", f"cases[{i}].recipe"] = case.get("recipe", {})
-        for k, row in enumerate(case.get("rows", [])):
+        for k, row in enumerate(case.get("rows") or [{}]):
             parts["rows", f"cases[{i}].rows[{k}]"] = row
     lacks = [f"{p}.{name}" for (kind, p), part in parts.items() for name in NEEDED[kind] if name not in part]
     if lacks:
@@ -378,7 +379,8 @@ def main() -> None:
         except (OSError, ValueError) as error:
             sys.exit(f"error: {args.fit}: {error}")
         worst = max(rows, key=lambda row: abs(row["error"]))
-        lines = [*fit_table(rows), "", f"largest error: {worst['error']:+.1%} ({worst['name']})"]
+        case = f"rewards {worst['ratio']:g}, {worst['name']}"
+        lines = [*fit_table(rows), "", f"largest error: {worst['error']:+.1%} ({case})"]
     else:
         print(f"assumed, not measured: {ASSUMED} with more ranks;\n{CHAINS}\nspeed-up over `{BASELINE}` of")
         print(" / ".join(name for name in ROWS if name != BASELINE) + "\n")
