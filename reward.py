@@ -104,6 +104,7 @@ class RewardSettings(Section):
     )
     judge_path: str | None = setting(None, "folder of the judge, or module:function; null: no judge")
     judge_weight: float = setting(0.5, "w of reward = (1 - w) verifier + w judge", gt=0, le=1)
+    judge_margin: float = setting(0.0, "a scalar judge's scores of a pair that differ by no more tie", ge=0)
     judge_mode: Literal["score", "pairwise_reference", "round_robin"] = setting(
         "score",
         "score: the judge's score of the completion alone. pairwise_reference: comparison with the reference "
@@ -951,9 +952,12 @@ class ScalarJudge:
     """Score texts by a reward model with one label, such as a Bradley-Terry model, as prompt + completion.
 
     path: Hugging Face folder. batch_size: texts per forward. max_tokens: a longer text loses its beginning.
+    margin: scores of a pair that differ by no more are a tie.
     """
 
-    def __init__(self, path: str | os.PathLike, batch_size: int = 32, max_tokens: int = 4096):
+    def __init__(
+        self, path: str | os.PathLike, batch_size: int = 32, max_tokens: int = 4096, margin: float = 0.0
+    ):
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -966,7 +970,7 @@ class ScalarJudge:
         tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", **local)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # it marks the end of a text
-        self.batch_size = batch_size
+        self.batch_size, self.margin = batch_size, margin
         self.tokenize = functools.partial(
             tokenizer,
             padding=True,
@@ -988,9 +992,9 @@ class ScalarJudge:
             scores |= zip(batch, logits[:, 0].tolist())
         return [scores[text] for text in texts]
 
-    def compare(self, prompts, firsts, seconds, margin: float = 0.0) -> list[int]:
+    def compare(self, prompts, firsts, seconds) -> list[int]:
         """Return +1 where the first completion scores over margin above the second, -1 below it, else 0."""
-        scores = self.scores([*prompts, *prompts], [*firsts, *seconds])
+        scores, margin = self.scores([*prompts, *prompts], [*firsts, *seconds]), self.margin
         return [(a - b > margin) - (b - a > margin) for a, b in zip(scores, scores[len(prompts) :])]
 
 
@@ -1040,18 +1044,24 @@ def round_robin(judge, prompts, completions, group_index: list[int]) -> list[flo
 
 
 def build_judge(
-    kind: str, path: str | None, load_generate: Callable, batch_size: int = 32, max_tokens: int = 4096
+    kind: str,
+    path: str | None,
+    load_generate: Callable,
+    batch_size: int = 32,
+    max_tokens: int = 4096,
+    margin: float = 0.0,
 ):
     """Load the judge in a folder, or the generative one "module:function"; ValueError says why it cannot be.
 
     kind: "scalar", "generative", or "none", which gives None. load_generate(path, batch_size, max_tokens)
-    makes the function of a generative judge from the folder of a causal language model.
+    makes the function of a generative judge from the folder of a causal language model. margin: see
+    ScalarJudge.
     """
     if kind == "none":
         return None
     if os.path.isfile(os.path.join(path, "config.json")):
         if kind == "scalar":
-            return ScalarJudge(path, batch_size, max_tokens)
+            return ScalarJudge(path, batch_size, max_tokens, margin)
         return GenerativeJudge(load_generate(path, batch_size, max_tokens))
     if kind == "scalar" or ":" not in path:
         raise ValueError(f"judge {path!r}: no folder with the config.json of a Hugging Face model")

@@ -489,6 +489,9 @@ def algorithm_contradictions(config: Config) -> dict[str, tuple]:
             reward.judge, reward.judge_path, (reward.judge == "none") != (reward.judge_path is None)),
         "reward.judge_mode {!r} needs a judge, reward.judge is {!r}": (
             reward.judge_mode, reward.judge, reward.judge == "none" and reward.judge_mode != "score"),
+        "reward.judge_margin {} needs pairs and reward.judge scalar, not judge and judge_mode {!r}": (
+            reward.judge_margin, (reward.judge, reward.judge_mode),
+            reward.judge_margin > 0 and (reward.judge != "scalar" or reward.judge_mode == "score")),
         "reward.judge {!r} gives verdicts on pairs only, not reward.judge_mode {!r}": (
             reward.judge, reward.judge_mode, reward.judge == "generative" and reward.judge_mode == "score"),
         "algorithm.clip_mode {!r} clips each token before the mean: algorithm.ratio_level {!r} has none": (
@@ -2301,7 +2304,10 @@ def set_up(config: Config) -> Run | None:
     # ---- engine, policy ----
     with clock("setup"):
         engine = start_engine(largest, hf_config, model_dir)
-        judge = build_judge(config.reward.judge, config.reward.judge_path, load_greedy_chat)
+        settings = config.reward
+        judge = build_judge(
+            settings.judge, settings.judge_path, load_greedy_chat, margin=settings.judge_margin
+        )
         dist.barrier()
         policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
         refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")

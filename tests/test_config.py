@@ -355,6 +355,10 @@ REFUSED = [
     ("reward.judge=scalar", "reward.judge 'scalar'", "reward.judge_path None"),
     ("reward.judge_path=x", "reward.judge 'none'", "reward.judge_path 'x'"),
     ("reward.judge_mode=round_robin", "reward.judge_mode 'round_robin'", "reward.judge is 'none'"),
+    (
+        "reward.judge=scalar reward.judge_path=x reward.judge_margin=0.5",
+        "reward.judge_margin 0.5", "judge and judge_mode ('scalar', 'score')",
+    ),
     ("reward.judge=generative reward.judge_path=x", "reward.judge 'generative'", "reward.judge_mode 'score'"),
     ("algorithm.clip_mode=before_mean", "algorithm.clip_mode 'before_mean'", "algorithm.ratio_level 'token'"),
     ("reward.code_memory_gib=3", "reward.code_memory_gib 3.0", "reward.memory_gib 2.0"),

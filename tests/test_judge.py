@@ -164,8 +164,9 @@ def test_the_margin_decides_what_ties(judge_folder, texts):
         expected = []
         for x, y in zip(a, b):
             expected.append(0 if abs(x - y) <= margin else 1 if x > y else -1)
-        assert judge.compare(prompts, firsts, seconds, margin) == expected
-        assert judge.compare(prompts, seconds, firsts, margin) == [-sign for sign in expected]
+        with_margin = build_judge("scalar", str(judge_folder), no_folder, margin=margin)
+        assert with_margin.compare(prompts, firsts, seconds) == expected
+        assert with_margin.compare(prompts, seconds, firsts) == [-sign for sign in expected]
         assert (set(expected) == {0}) == (margin == 1e9)
     assert judge.scores([], []) == judge.compare([], [], []) == []
 
@@ -174,8 +175,10 @@ def test_a_gap_of_exactly_the_margin_ties_and_not_finite_scores_are_handed_on(ju
     judge = ScalarJudge(judge_folder)
     fixed = {"a": 1.0, "b": 0.5, "c": math.inf, "d": math.nan}
     judge.scores = lambda prompts, completions: [fixed[completion] for completion in completions]
-    assert judge.compare(["p"] * 4, "aaab", "bbba", 0.5) == [0, 0, 0, 0]
-    assert judge.compare(["p"] * 4, "acda", "bacd", 0.25) == [1, 1, 0, 0]
+    judge.margin = 0.5
+    assert judge.compare(["p"] * 4, "aaab", "bbba") == [0, 0, 0, 0]
+    judge.margin = 0.25
+    assert judge.compare(["p"] * 4, "acda", "bacd") == [1, 1, 0, 0]
     del judge.scores
     judge.model.score.weight.fill_(math.inf)
     assert not any(map(math.isfinite, judge.scores(["1+1=", "1+1="], ["2", "3"])))

@@ -11,8 +11,9 @@ are those of experiments.bench.step: at most 16 tokens, and 256 tokens from a mo
 These trainers take turns:
     ep1         train_rl.py, every rank with all experts.
     ep2         train_rl.py, half of the experts on each rank.
+    shared      As ep1, with train.share_prompts.
     every_row   As ep1, with train.skip_zero_gradient=false: TRL computes rows without gradient, too. In the
-                second workload all rewards are equal, so ep1 and ep2 skip its whole update.
+                second workload all rewards are equal, so the others skip its whole update.
     generate    TRL's GRPOTrainer with transformers' generate.
     vllm        TRL's GRPOTrainer with vLLM in its processes.
 TRL's reward compares text, its experts are "eager" and nothing is compiled. Its own weight sync fails in
@@ -35,6 +36,7 @@ from experiments.bench.common import ROOT, TINY, endless_model, make_parser, mar
 OURS = {
     "ep1": ("model.ep_size=1",),
     "ep2": ("model.ep_size=2",),
+    "shared": ("model.ep_size=1", "train.share_prompts=true"),
     "every_row": ("model.ep_size=1", "train.skip_zero_gradient=false"),
 }
 TRAINERS = (*OURS, "generate", "vllm")
@@ -153,6 +155,7 @@ def main() -> None:
     add = parser.add_argument
     add("--trl-python", type=Path, default=Path(sys.executable), help="interpreter that has TRL")
     add("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS), help="default: all")
+    add("--workloads", nargs="+", metavar="NAME", help="default: all, by the names of experiments.bench.step")
     add("--repeats", type=int, default=3, help="runs per workload and trainer (default: %(default)s)")
     add("--steps", type=int, help="steps per run (default: 60 and 12)")
     for name in ("--result", "--model"):
@@ -167,13 +170,16 @@ def main() -> None:
 
     if args.steps is not None and args.steps <= WARMUP_STEPS:
         sys.exit(f"--steps must be above {WARMUP_STEPS}, the first steps that are not counted")
+    if unknown := set(args.workloads or ()).difference(WORKLOADS):
+        sys.exit(f"there is no workload {min(unknown)!r}, only {', '.join(map(repr, WORKLOADS))}")
     if not TINY.is_dir():
         sys.exit("the tiny model is not there yet: run `python -m data.tiny` first")
     table = {trainer: {} for trainer in args.trainers}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         endless_model(scratch / "endless")
-        for name, (tokens, num_steps) in WORKLOADS.items():
+        for name in args.workloads or WORKLOADS:
+            tokens, num_steps = WORKLOADS[name]
             model = TINY if tokens == 16 else scratch / "endless"
             runs, num_steps = {trainer: [] for trainer in args.trainers}, args.steps or num_steps
             for _ in range(args.repeats):
