@@ -130,12 +130,8 @@ class Request:
     group: int = 0  # completions of one prompt have the same
     expected_tokens: float = 0.0  # they and the next three set the order, see runtime.schedule.WaitingLine
     guessed: bool = False  # nothing is known of this prompt: its first completions tell what to expect
-    latency_tokens: float = (
-        0.0  # of the engine in the time of its verdict, see runtime.schedule.verdict_tokens
-    )
-    work_tokens: float = (
-        0.0  # of the engine, all sequences together, in a verdict's share of the workers' time
-    )
+    latency_tokens: float = 0.0  # length of its verdict, see runtime.schedule.verdict_tokens
+    work_tokens: float = 0.0  # the whole engine's, in a verdict's share of the workers' time
 
 
 @dataclass(frozen=True)
@@ -196,7 +192,7 @@ class RolloutEngine:
         self.engine = self.llm.llm_engine
         self.stop_ids, self.stop_texts = stops_of(model_path, self.llm.get_tokenizer(), settings.stop)
         self.seconds_per_step = float("inf")  # mean of the last rollout: the time of a token while others run
-        self.tokens_per_second = 0.0  # of the last rollout, all its sequences together
+        self.tokens_per_second = 0.0  # mean of the last rollout, all its sequences together
         self.policy_version: int | None = None  # number of updates behind the weights the engine holds
         self.seen = (0, 0)  # tokens and number of the last rollout's completions
         self.is_capturing = self.captures_routes
@@ -723,7 +719,7 @@ def mxfp4_round(weight: Tensor) -> Tensor:
     """
     size = weight.shape[-1]
     blocks = F.pad(weight.float(), (0, -size % 32)).unflatten(-1, (-1, 32))
-    _, exponent = blocks.abs().amax(-1, keepdim=True).frexp()  # of 2^k it is k + 1
+    _, exponent = blocks.abs().amax(-1, keepdim=True).frexp()  # 2^k has k + 1
     one = torch.ones_like(blocks[..., :1])
     scaled = blocks * one.ldexp(3 - exponent)
     step = 0.5 * (1 + (scaled.abs() >= 2) + 2 * (scaled.abs() >= 4))

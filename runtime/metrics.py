@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,16 +52,16 @@ def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
             case "total":
                 reduced[name] = sum(values)
             case _:
-                reduced[name] = sum(values) / sum(counts) if sum(counts) else math.nan
+                reduced[name] = float(sum(values) / sum(counts)) if sum(counts) else math.nan
     return reduced
 
 
-def exact_sum(values: Iterable[float]) -> float:
-    """Return the sum of values, each rounded to a multiple of 2^-36: it is exact up to 2^17.
+def exact_sum(values: Iterable[float]) -> Fraction:
+    """Return the sum of values, each rounded to a multiple of 2^-60, without another rounding.
 
-    So it does not depend on which rank has sampled what, and in which order.
+    So the mean over all ranks does not depend on which rank has sampled what, nor in which order.
     """
-    return sum(round(value * 2**36) for value in values) / 2**36
+    return Fraction(sum(round(value * 2**60) for value in values), 2**60)
 
 
 def rollout_metrics(

@@ -212,7 +212,9 @@ def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_toget
     assert done.returncode == 0, done.stderr[-3000:]
     start, learned = weights_of(TINY / "model"), weights_of(tmp_path / "model")
     same = {name for name in start if torch.equal(start[name], learned[name])}
-    assert same == {name for name in start if name.endswith("mlp.gate.weight")} != set()
+    frozen = {name for name in start if name.endswith("mlp.gate.weight")}
+    assert frozen and frozen <= same
+    assert all(".experts." in name for name in same - frozen), "an expert may not have had a token"
     first, second = steps_of(tmp_path)
     assert first["ratio"] != 1.0, "the second update of a rollout is off-policy"
     assert 0 < first["ref_kl_k3"] < second["ref_kl_k3"], "the policy moves away from the reference"

@@ -230,7 +230,7 @@ def work(args) -> None:
     rank.take(Workload.make(recipe_at(0.0, recipe, {}, args.workers)))
     engine = rank.calibrate(args.slots)
     workloads = [Workload.make(recipe_at(ratio, recipe, engine, args.workers)) for ratio in args.ratios]
-    steps, rounds = [], [[] for _ in workloads]  # of each workload {row: what was found} by round
+    steps, rounds = [], [[] for _ in workloads]  # for each workload {row: what was found} by round
     total = args.repeats * len(ROWS) * len(workloads)
     progress = tqdm(total=total, desc="bench", unit="row", disable=dist.get_rank() > 0)
     for repeat in range(args.repeats):
