@@ -894,9 +894,11 @@ class Rollouts:
         work_of = lambda group: costs.get(self.prompts[group.prompt_index].kind, (0.0, 0.0))[1]
         tokens = [len(samples) * (group.expected_tokens or 1.0) for group, samples in jobs]
         work = [len(samples) * work_of(group) for group, samples in jobs]
-        load, num_started = [(0.0, 0.0)] * world_size, sum(group.slot < len(owner) for group, _ in jobs)
-        for (group, _), *sizes in zip(jobs[:num_started], tokens, work):  # a started group stays where it is
-            load[owner[group.slot]] = tuple(map(sum, zip(load[owner[group.slot]], sizes)))
+        load = [[0.0, 0.0] for _ in range(world_size)]
+        num_started = sum(group.slot < len(owner) for group, _ in jobs)
+        for number, (group, _) in enumerate(jobs[:num_started]):  # a started group stays where it is
+            load[owner[group.slot]][0] += tokens[number]
+            load[owner[group.slot]][1] += work[number]
         owner += deal_groups(tokens[num_started:], work[num_started:], world_size, load)
         own = [(group, samples) for group, samples in jobs if owner[group.slot] == rank]
         requests, prompts = self.requests(own, step, costs)

@@ -10,6 +10,7 @@ import heapq
 import io
 import math
 import pickle
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,7 +41,7 @@ def longest_first(sizes: list[float], num_bins: int, load: list[float] | None = 
 
 
 def deal_groups(
-    tokens: list[float], work: list[float], num_ranks: int, load: list[tuple[float, float]] | None = None
+    tokens: list[float], work: list[float], num_ranks: int, load: Sequence[Sequence[float]] | None = None
 ) -> list[int]:
     """Deal groups to ranks by the engine's work and by that of the reward workers; return each one's rank.
 
@@ -110,7 +111,10 @@ class WaitingLine:
         heapq.heapify(self.heap)
 
     def place_of(self, request: "Request", tokens: float) -> tuple[int, float]:
-        """Return the place of a request that is expected to have so many tokens; the least is next."""
+        """Return the place of a request that is expected to have so many tokens; the least is next.
+
+        Behind AHEAD: 1 is too long to wait, 2 feeds the workers, 3 is all others.
+        """
         if request.work_tokens > tokens:
             return 2, tokens
         return 1 if tokens > self.long else 3, -(tokens + request.latency_tokens)

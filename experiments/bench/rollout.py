@@ -209,7 +209,7 @@ class Rank:
             state.step += 1
         return found
 
-    def calibrate(self, slots: int) -> dict[str, float]:
+    def calibrate(self) -> dict[str, float]:
         """Return the cost of an engine's step, fitted over all ranks. Collective."""
         import torch.distributed as dist
 
@@ -217,7 +217,7 @@ class Rank:
             self.run(*list(STACK.values())[-1])
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.steps)
-        return fit_engine(sum(everyone, []), self.workload.recipe.prompt_tokens) | {"slots": slots}
+        return fit_engine(sum(everyone, []), self.workload.recipe.prompt_tokens) | {"slots": self.slots}
 
 
 def work(args) -> None:
@@ -228,7 +228,7 @@ def work(args) -> None:
     recipe = Recipe.load(args.workload)
     rank = Rank(load_trainer(args.script), recipe, args.slots, args.workers, args.model)
     rank.take(Workload.make(recipe_at(0.0, recipe, {}, args.workers)))
-    engine = rank.calibrate(args.slots)
+    engine = rank.calibrate()
     workloads = [Workload.make(recipe_at(ratio, recipe, engine, args.workers)) for ratio in args.ratios]
     steps, rounds = [], [[] for _ in workloads]  # for each workload {row: what was found} by round
     total = args.repeats * len(ROWS) * len(workloads)
