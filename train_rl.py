@@ -35,7 +35,7 @@ import signal
 import statistics
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -350,8 +350,9 @@ class TrainSettings(Section):
         True,
     )
     share_prompts: bool = setting(
-        False,
-        "true: the prompt of a group goes once through a forward and backward. false: with each row",
+        True,
+        "true: a prompt goes once through a forward and backward, for all of its completions there. "
+        "false: with each of them",
         True,
     )
     passes_per_rollout: int = setting(1, "times that the updates of a step go over its completions", ge=1)
@@ -1795,16 +1796,22 @@ def sequence_lengths(batch: RolloutBatch) -> list[int]:
 def split_lengths(batch: RolloutBatch, config: Config) -> list[int]:
     """Return [B], the tokens of each row by which rows are put into micro-batches.
 
-    With train.share_prompts all rows of a group are taken to be as long as its longest, so that they stay
-    together.
+    With train.share_prompts the rows of a group are taken to be as long as its longest, so that they stay
+    together, where this saves at least as many tokens of the prompt as it adds to attention's padded grid.
     """
     lengths = sequence_lengths(batch)
     if not config.train.share_prompts:
         return lengths
-    groups, longest = batch.group_index.tolist(), Counter()
-    for group, length in zip(groups, lengths):
-        longest[group] = max(longest[group], length)
-    return [longest[group] for group in groups]
+    rows_of = defaultdict(list)
+    for row, group in enumerate(batch.group_index.tolist()):
+        rows_of[group].append(row)
+    for rows in rows_of.values():
+        longest, total = max(lengths[row] for row in rows), sum(lengths[row] for row in rows)
+        saved = (len(rows) - 1) * (len(batch.prompt_ids[rows[0]]) - 1)
+        if len(rows) * longest - total <= saved:
+            for row in rows:
+                lengths[row] = longest
+    return lengths
 
 
 @torch.no_grad()

@@ -231,8 +231,12 @@ class Task:
 
     @property
     def rows_together(self) -> float:
-        """Return how many completions of a group share its prompt in the trainer, in the mean; 1: none do."""
-        if not self.config.train.share_prompts:
+        """Return how many completions of a group share its prompt in the trainer, in the mean; 1: none do.
+
+        A group stays together where that saves more of the prompt than it adds to attention's grid, whose
+        rows are as long as the longest completion. Taken to be so where prompts are as long as completions.
+        """
+        if not self.config.train.share_prompts or self.prompt_tokens < self.new_tokens:
             return 1
         rows = tokens_per_forward(self.config.train, on_gpu=True) / self.sequence_tokens
         return max(1, min(rows, self.config.rollout.group_size))

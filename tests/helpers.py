@@ -145,6 +145,15 @@ def make_ragged_completions() -> list[dict]:
     return completions
 
 
+def share_prompt_routes(completions: list[dict]) -> None:
+    """Give the prompt of a group, but for its last token, the routes that it has in the first completion."""
+    first_of = {}
+    for c in completions:
+        first, num_shared = first_of.setdefault(c["group"], c), len(c["prompt_ids"]) - 1
+        for model, ids in c["routes"].items():
+            ids[:num_shared] = first["routes"][model][:num_shared]
+
+
 def batch_of_rows(
     completions: list[dict], rows: list[int], padding: int = 0, num_minibatches: int = 1
 ) -> train_rl.RolloutBatch:

@@ -74,6 +74,22 @@ def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     assert 0.75 * 32 * 256 < tokens <= 32 * 256 + 1, "most of 4 x 8 completions are cut at 256"
 
 
+@pytest.mark.slow(process="others")
+@pytest.mark.usefixtures("demo_model")
+def test_operators_finds_the_products_that_a_changed_update_makes(tmp_path):
+    """Thirty products of large matrices at the start of each update take most of its time."""
+    line = "    train, work, lengths = config.train, UpdateWork(), sequence_lengths(batch)\n"
+    copy = changed_trainer(
+        tmp_path, line, "    [torch.ones(800, 800).mm(torch.ones(800, 800)) for _ in range(30)]\n" + line
+    )
+    options = ("--ranks", 1, "--steps", 5, "--profiled", 2, "--json", tmp_path / "o.json")
+    done = bench("operators", *options, "--script", copy, "model.ep_size=1", "rollout.prompts_per_step=2")
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert found["seconds"]["n"] == 2 and found["shares"]["matrix products"]["min"] > 0.5
+    assert 0.9 < sum(share["median"] for share in found["shares"].values()) < 1.1
+    assert re.search(r"^\| matrix products \| 0\.[5-9]", done.stdout, re.M)
+
+
 @pytest.mark.slow
 def test_mismatch_writes_the_table_it_prints(tmp_path):
     options = ("--models", "tiny", "--prompts", 6, "--repeats", 2)

@@ -321,18 +321,25 @@ def test_a_host_that_is_too_small_is_named():
 # ---- prompts that are shared ----
 @pytest.mark.parametrize("tokens, together", [(32768, 8), (8800, 4), (1000, 1)])
 def test_shared_prompts_are_computed_once_in_a_micro_batch(tokens, together):
-    """Groups of 8 rows of 200 + 2,000 tokens: all of one in a micro-batch, half of one, a row."""
+    """Groups of 8 rows of 1,200 + 1,000 tokens: all of one in a micro-batch, half of one, a row."""
     settings = ("rollout.prompts_per_step=16", f"train.micro_batch_tokens={tokens}", "model.ep_size=8")
-    whole, shared = make_task(*settings), make_task(*settings, "train.share_prompts=true")
+    make = lambda share: make_task(*settings, f"train.share_prompts={share}", prompts=1200, new=1000)
+    shared, whole = make("true"), make("false")
     num_groups, computed = 16 * 8 / together / 8, 0
     for _ in range(int(num_groups)):
-        computed += 200 + together * 2000
+        computed += 1200 + together * 1000
     assert shared.trained_tokens == computed and whole.trained_tokens == whole.grid_tokens == 16 * 2200
     assert shared.grid_tokens == whole.grid_tokens
     sent = [plan.wire_bytes(one)["all-to-all"] for one in (shared, whole)]
     assert sent[0] == pytest.approx(sent[1] * computed / 35200)
     assert plan.activation_bytes(shared) <= plan.activation_bytes(whole)
     assert shared.parts == whole.parts, "the largest micro-batch may have short prompts only"
+
+
+def test_short_prompts_are_not_planned_as_shared():
+    """The completions of a group differ in length by more than its prompt has tokens."""
+    assert make_task(prompts=999, new=1000).rows_together == 1
+    assert make_task(prompts=1000, new=1000).rows_together > 1
 
 
 def test_attention_works_on_all_places_of_shared_prompts():

@@ -69,15 +69,20 @@ def test_what_is_laid_out_once():
     assert len(set(shared.predictor_index.tolist())) == len(shared.predictor_index) == len(whole.target_ids)
 
 
-@pytest.mark.parametrize("share", ["true", "false"])
-def test_a_group_stays_together_in_micro_batches(share):
-    """Sharing counts the rows of a group as long as its longest; without it every row counts by itself."""
+def test_a_group_stays_together_where_that_saves_tokens():
+    """The first group has 3 x 4 tokens of prompt, of which 6 are saved, and its longest completion has 8."""
     completions = make_ragged_completions()
-    batch = batch_of_rows(completions, list(range(12)))
-    lengths = train_rl.split_lengths(batch, make_config(f"train.share_prompts={share}"))
     own = [len(c["prompt_ids"]) + len(c["completion_ids"]) - 1 for c in completions]
-    longest = [max(o for o, d in zip(own, completions) if d["group"] == c["group"]) for c in completions]
-    assert lengths == (longest if share == "true" else own) and longest != own
+    assert own[:3] == [11, 10, 8]
+    lengths = lambda share: train_rl.split_lengths(
+        batch_of_rows(completions, list(range(12))), make_config(f"train.share_prompts={share}")
+    )
+    assert lengths("false") == own
+    assert lengths("true")[:3] == [11, 11, 11], "4 places are added"
+    completions[0]["completion_ids"] += [1]
+    assert lengths("true")[:3] == [12, 12, 12], "6 places are added"
+    completions[0]["completion_ids"] += [1]
+    assert lengths("true")[:3] == [13, 10, 8], "8 places would be added"
 
 
 def test_the_benchmark_measures_all_lengths(tmp_path, monkeypatch, capsys):

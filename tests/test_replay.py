@@ -33,6 +33,7 @@ from helpers import (
     make_config,
     make_ragged_completions,
     parameter_distance,
+    share_prompt_routes,
     update_case,
 )
 from torch.nn import functional as F
@@ -81,14 +82,12 @@ def make_completions() -> list[dict]:
 
     The experts of a prompt are the same for all completions of its group, but for its last token.
     """
-    rng, completions, of_group = random.Random(5), make_ragged_completions(), {}
+    rng, completions = random.Random(5), make_ragged_completions()
     for c in completions:
         num_rows = len(c["prompt_ids"]) + len(c["completion_ids"]) - 1
         c["advantages"] = [rng.gauss(0, 1)] * len(c["completion_ids"])
         c["routes"] = {model: random_routes(model, num_rows, rng) for model in SIZES}
-        first, num_shared = of_group.setdefault(c["group"], c), len(c["prompt_ids"]) - 1
-        for model, ids in c["routes"].items():
-            ids[:num_shared] = first["routes"][model][:num_shared]
+    share_prompt_routes(completions)
     for ids in completions[4]["routes"].values():
         ids[-1] = INVALID_ROUTE  # of the row that predicts the last token
     return completions
@@ -104,7 +103,7 @@ CHECKPOINTED = {"model__activation_checkpointing": "true"}
 BITWISE = {"ids": "own", "old": "computed", "micro_batch_tokens": 20}
 TWO_UPDATES = {"old": "computed", "minibatches_per_step": 2}
 SMALL_EP = {"ep_size": 2, "micro_batch_tokens": 20}
-SHARED = {"share_prompts": "true"}
+OWN_PROMPTS = {"share_prompts": "false"}
 ONE_RANK = [
     replay_case("whole", EVERYTHING),
     replay_case("small micro-batches", EVERYTHING, micro_batch_tokens=20),
@@ -115,10 +114,17 @@ ONE_RANK = [
     replay_case("own off", SHUFFLED, replay="off", **BITWISE),
     replay_case("own r3", SHUFFLED, **BITWISE),
     replay_case("own r2", SHUFFLED, replay="r2", **BITWISE),
-    replay_case("shared", EVERYTHING, **SHARED),
-    replay_case("shared, small micro-batches", SHUFFLED, micro_batch_tokens=40, **SHARED, **CHECKPOINTED),
+    replay_case("own prompts", EVERYTHING, **OWN_PROMPTS),
     replay_case(
-        "two updates r2 shared", EVERYTHING, replay="r2", micro_batch_tokens=30, **SHARED, **TWO_UPDATES
+        "own prompts, small micro-batches", SHUFFLED, micro_batch_tokens=40, **OWN_PROMPTS, **CHECKPOINTED
+    ),
+    replay_case(
+        "two updates r2, own prompts",
+        EVERYTHING,
+        replay="r2",
+        micro_batch_tokens=30,
+        **OWN_PROMPTS,
+        **TWO_UPDATES,
     ),
     replay_case("two updates off", EVERYTHING, replay="off", ids="own", micro_batch_tokens=1, **TWO_UPDATES),
     replay_case("two updates r2", EVERYTHING, replay="r2", micro_batch_tokens=1, **TWO_UPDATES),
@@ -129,14 +135,14 @@ TWO_RANKS = [
     replay_case("shares", *SHARES, micro_batch_tokens=20),
     replay_case("halves ep", *HALVES, ep_size=2),
     replay_case("shares ep checkpointed", *SHARES, **SMALL_EP, **CHECKPOINTED),
-    replay_case("shared ep", *SHARES, **SMALL_EP, **SHARED),
+    replay_case("own prompts ep", *SHARES, **SMALL_EP, **OWN_PROMPTS),
     replay_case(
-        "two updates off shared ep",
+        "two updates off, own prompts ep",
         *INTERLEAVED,
         replay="off",
         ids="own",
         **SMALL_EP,
-        **SHARED,
+        **OWN_PROMPTS,
         **TWO_UPDATES,
     ),
     replay_case("renormalised ep", *SHARES, model="small", **SMALL_EP),
@@ -259,12 +265,12 @@ def plain(folder) -> dict:
 SAME_UPDATE = {
     "r3": [
         "whole", "small micro-batches", "shuffled single rows", "checkpointed",
-        "halves", "shares", "halves ep", "shares ep checkpointed", "shared", "shared, small micro-batches",
-        "shared ep",
+        "halves", "shares", "halves ep", "shares ep checkpointed", "own prompts",
+        "own prompts, small micro-batches", "own prompts ep",
     ],
     "r3 renormalised": ["renormalised", "renormalised ep"],
-    "two updates off": ["two updates off", "two updates off shared ep"],
-    "two updates r2": ["two updates r2", "two updates r2 ep", "two updates r2 shared"],
+    "two updates off": ["two updates off", "two updates off, own prompts ep"],
+    "two updates r2": ["two updates r2", "two updates r2 ep", "two updates r2, own prompts"],
     "two updates r3": ["two updates r3", "two updates r3 ep"],
 }  # fmt: skip
 
@@ -395,16 +401,18 @@ def test_route_mismatch_against_a_loop_over_tokens(micro_batch_tokens, folder, o
     with torch.no_grad():
         live = [forced(c)[1] for c in completions]
     sampled = perturbed_routes(live, random.Random(2))
-    split = f"train.micro_batch_tokens={micro_batch_tokens}"
-    outputs = run_old_pass(folder, "mixed", sampled, split, rows=SHUFFLED)
+    split = f"train.micro_batch_tokens={micro_batch_tokens}", "train.share_prompts=false"
+    # Not shared, because the routes below differ between the copies of a prompt.
+    outputs = run_old_pass(folder, "mixed", sampled, *split, rows=SHUFFLED)
     expected = [slow_mismatch(live[row], sampled[row], completions[row]) for row in SHUFFLED]
     assert all(torch.equal(ids, live[row]) for ids, row in zip(outputs.routes, SHUFFLED))
     for got, values in zip(outputs.route_mismatch, expected):
         assert got.tolist() == values + [0.0] * (len(got) - len(values))
     assert 0.1 < sum(map(sum, expected)) / sum(map(len, expected)) < 0.6
     orders = [ids.flip(-1) for ids in sampled]
-    assert torch.equal(run_old_pass(folder, "mixed", orders, split, rows=SHUFFLED)[3], outputs.route_mismatch)
-    replayed = run_old_pass(folder, "mixed", sampled, split, "algorithm.router_replay=r3", rows=SHUFFLED)
+    reordered = run_old_pass(folder, "mixed", orders, *split, rows=SHUFFLED)
+    assert torch.equal(reordered.route_mismatch, outputs.route_mismatch)
+    replayed = run_old_pass(folder, "mixed", sampled, *split, "algorithm.router_replay=r3", rows=SHUFFLED)
     assert not replayed.route_mismatch.any()
     valid = [ids[:, 0, 0] != INVALID_ROUTE for ids in sampled]
     for used, row in zip(replayed.routes, SHUFFLED):

@@ -1303,7 +1303,7 @@ def test_a_run_that_skips_what_has_no_gradient_learns_the_same(demo_model, tmp_p
         assert one["account/update_tokens_total"] == one["update_tokens"] < other["update_tokens"]
     one, other = (weights_of(run_dir / "model") for run_dir in dirs.values())
     for name in one:
-        assert (one[name] - other[name]).norm() <= 1e-6 * other[name].norm()
+        assert (one[name] - other[name]).norm() <= 4e-6 * other[name].norm()  # four updates
 
 
 @pytest.mark.slow

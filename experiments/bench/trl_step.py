@@ -11,9 +11,9 @@ are those of experiments.bench.step: at most 16 tokens, and 256 tokens from a mo
 These trainers take turns:
     ep1         train_rl.py, every rank with all experts.
     ep2         train_rl.py, half of the experts on each rank.
-    shared      As ep1, with train.share_prompts.
-    every_row   As ep1, with train.skip_zero_gradient=false: TRL computes rows without gradient, too. In the
-                second workload all rewards are equal, so the others skip its whole update.
+    all_tokens  As ep1, with what TRL computes: rows without gradient (train.skip_zero_gradient=false), and a
+                prompt with each of its completions (train.share_prompts=false). In the second workload all
+                rewards are equal, so ep1 and ep2 skip its whole update.
     generate    TRL's GRPOTrainer with transformers' generate.
     vllm        TRL's GRPOTrainer with vLLM in its processes.
 TRL's reward compares text, its experts are "eager" and nothing is compiled. Its own weight sync fails in
@@ -36,8 +36,7 @@ from experiments.bench.common import ROOT, TINY, endless_model, make_parser, mar
 OURS = {
     "ep1": ("model.ep_size=1",),
     "ep2": ("model.ep_size=2",),
-    "shared": ("model.ep_size=1", "train.share_prompts=true"),
-    "every_row": ("model.ep_size=1", "train.skip_zero_gradient=false"),
+    "all_tokens": ("model.ep_size=1", "train.skip_zero_gradient=false", "train.share_prompts=false"),
 }
 TRAINERS = (*OURS, "generate", "vllm")
 NUM_PROMPTS, GROUP_SIZE, NUM_RANKS = 32, 8, 2

@@ -124,7 +124,7 @@ def work(args) -> None:
             found[name]["pass"].append(middle - start)
             kept = ("padding_frac", "update_tokens", "update_tokens_max")
             found[name] |= reduce_metrics({key: metrics[key] for key in kept})
-            lengths, settings = trainer.sequence_lengths(batch), config.train
+            lengths, settings = trainer.split_lengths(batch, config), config.train
             rows, limit = list(range(len(lengths))), settings.micro_batch_tokens
             found[name]["micro_batches"] = len(split_micro_batches(lengths, rows, limit, settings.balance))
             with_gradient = reduce_metrics({
