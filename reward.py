@@ -33,7 +33,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 from typing import Literal
@@ -105,6 +105,13 @@ class RewardSettings(Section):
     judge_path: str | None = setting(None, "folder of the judge, or module:function; null: no judge")
     judge_weight: float = setting(0.5, "w of reward = (1 - w) verifier + w judge", gt=0, le=1)
     judge_margin: float = setting(0.0, "a scalar judge's scores of a pair that differ by no more tie", ge=0)
+    judge_certainty: float = setting(
+        0.0,
+        "share of a step's completions without loss, those whose advantage's sign hangs most on a scalar "
+        "judge being right; the others weigh the more the less it does (SignCert-PO); 0: off",
+        ge=0,
+        lt=1,
+    )
     judge_mode: Literal["score", "pairwise_reference", "round_robin"] = setting(
         "score",
         "score: the judge's score of the completion alone. pairwise_reference: comparison with the reference "
@@ -982,15 +989,45 @@ class ScalarJudge:
         )
         self.model = model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
 
+    def _batches(self, texts: list[str]) -> Iterator[tuple[list[str], dict]]:
+        """Yield distinct texts, short ones first for little padding, and what a forward of them takes."""
+        order = sorted(set(texts), key=lambda text: (len(text), text))
+        for start in range(0, len(order), self.batch_size):
+            batch = order[start : start + self.batch_size]
+            yield batch, self.tokenize(batch).to(self.model.device)
+
     def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
         """Return raw scores; NaN and inf are handed on. Equal texts are read once and get equal scores."""
         texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        order, scores = sorted(set(texts), key=lambda text: (len(text), text)), {}  # little padding
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            logits = self.model(**self.tokenize(batch).to(self.model.device)).logits  # [B, 1]
-            scores |= zip(batch, logits[:, 0].tolist())
+        scores = {}
+        for batch, inputs in self._batches(texts):
+            scores |= zip(batch, self.model(**inputs).logits[:, 0].tolist())
         return [scores[text] for text in texts]
+
+    def head_inputs(self, prompts: list[str], completions: list[str]) -> tuple:
+        """Return scores [n] and h [n, d], float32 on the CPU: score = head(h), the last layer of the judge.
+
+        It costs a forward. ValueError if no linear layer of one output makes the scores.
+        """
+        import torch
+
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        heads = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1]
+        if not heads:
+            raise ValueError("the scalar judge has no linear layer that makes its score")
+        head, seen, found = heads[-1], [], {}
+        hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        for batch, inputs in self._batches(texts):
+            logits, h = self.model(**inputs).logits, seen.pop()
+            if h.dim() == 3:  # [B, T, d]: the score is that of the last token
+                h = h[torch.arange(len(batch)), inputs["attention_mask"].sum(dim=1) - 1]
+            made = torch.nn.functional.linear(h, head.weight, head.bias)  # [B, 1]
+            if not torch.allclose(made, logits, rtol=1e-4, atol=1e-4):
+                raise ValueError("the scalar judge's score is not the output of its last linear layer")
+            found |= zip(batch, zip(logits[:, 0].cpu(), h.cpu()))
+        hook.remove()
+        scores = torch.tensor([found[text][0] for text in texts])
+        return scores, torch.stack([found[text][1] for text in texts]) if texts else torch.zeros(0, 1)
 
     def compare(self, prompts, firsts, seconds) -> list[int]:
         """Return +1 where the first completion scores over margin above the second, -1 below it, else 0."""

@@ -426,7 +426,7 @@ STAGE_SETTINGS = frozenset(
         "rollout.parity_mean", "rollout.parity_p99",
         "reward.max_failed_frac", "reward.overlap", "reward.binary", "reward.overlong_buffer",
         "reward.overlong_coef", "reward.repetition_coef", "reward.repetition_ngram", "reward.judge_weight",
-        "reward.judge_mode",
+        "reward.judge_mode", "reward.judge_certainty",
         "train.minibatches_per_step", "train.passes_per_rollout", "train.micro_batch_tokens", "train.balance",
         "train.skip_zero_gradient", "train.learning_rate",
     }
@@ -493,6 +493,9 @@ def algorithm_contradictions(config: Config) -> dict[str, tuple]:
         "reward.judge_margin {} needs pairs and reward.judge scalar, not judge and judge_mode {!r}": (
             reward.judge_margin, (reward.judge, reward.judge_mode),
             reward.judge_margin > 0 and (reward.judge != "scalar" or reward.judge_mode == "score")),
+        "reward.judge_certainty {} needs the scores of a scalar judge, not judge and judge_mode {!r}": (
+            reward.judge_certainty, (reward.judge, reward.judge_mode),
+            reward.judge_certainty > 0 and (reward.judge, reward.judge_mode) != ("scalar", "score")),
         "reward.judge {!r} gives verdicts on pairs only, not reward.judge_mode {!r}": (
             reward.judge, reward.judge_mode, reward.judge == "generative" and reward.judge_mode == "score"),
         "algorithm.clip_mode {!r} clips each token before the mean: algorithm.ratio_level {!r} has none": (
@@ -1065,6 +1068,7 @@ class RolloutBatch:
     ref_logprobs: Tensor | None = None  # [B, T] nats, the first policy's; only with kl_coef > 0
     rewards: Tensor | None = None  # [B]
     valid: Tensor | None = None  # [B] bool, False where there is no verdict or the reward is not finite
+    certainty: Tensor | None = None  # [B], weights of sign_weights(); None: every completion has weight 1
     advantages: Tensor | None = None  # [B, T]
     penalised: Tensor | None = None  # [B, T] bool, tokens with KL-Cov's term; None: there are none
 
@@ -1237,6 +1241,33 @@ def guard_correctness(advantages: Tensor, correct: Tensor) -> Tensor:
     return torch.where(correct, advantages.clamp(min=0), advantages.clamp(max=0))
 
 
+def sign_weights(batch: RolloutBatch, scores: Tensor, features: Tensor, config: Config) -> Tensor:
+    """Return how certain the sign of each completion's advantage is, [B] in [0, 1] (SignCert-PO). Collective.
+
+        r_i = |R_i - mean R| / ||g_i - mean g||,   g_i = dR_i / dhead = w s'(x_i) h_i
+        weight_i = max(0, 1 - Delta / r_i)
+
+    r_i is the least change of the judge's linear head that takes the advantage's sign away (arXiv
+    2604.02986; its reward is linear in the head, ours a sigmoid s mixed with the verifier's: to first
+    order). Delta is the judge_certainty quantile of the radii of all ranks above 0, and means are those of
+    the group [secondary: radius and quantile are the paper's, the form of the weight is our reading].
+    scores x [B] and features h [B, d] are of ScalarJudge.head_inputs().
+    """
+    sigmoid = scores.double().sigmoid()
+    slope = config.reward.judge_weight * sigmoid * (1 - sigmoid)  # [B]
+    gradients = slope.unsqueeze(1) * features.double()  # [B, d]
+    radii = torch.zeros(len(scores), dtype=torch.float64)
+    for group in batch.group_index.unique():
+        members = (batch.group_index == group) & batch.valid
+        rewards, own = batch.rewards[members].double(), gradients[members]
+        slopes = (own - own.mean(dim=0)).norm(dim=1)  # how quickly advantages move with the head
+        radii[members] = (rewards - rewards.mean()).abs() / slopes.clamp(min=1e-12)
+    share = config.reward.judge_certainty
+    (num,) = sum_over_ranks(int((radii > 0).sum()))
+    delta = largest_of_all(radii[radii > 0], max(1, math.ceil((1 - share) * num)))
+    return torch.where(radii > delta, 1 - delta / radii, 0.0).to(batch.rewards.dtype)
+
+
 def zero_variance_rows(batch: RolloutBatch, binary: bool) -> Tensor:
     """Mark, [B] bool, the valid completions of groups whose valid scores, two or more, are all equal."""
     scores = torch.tensor([score_of(v, binary) for v in batch.verdicts])
@@ -1279,6 +1310,8 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
             advantages = part_advantages(batch, algorithm.tie_band)  # [B]
     if algorithm.correctness_guard:
         advantages = guard_correctness(advantages, correct)
+    if batch.certainty is not None:
+        advantages = advantages * batch.certainty
     advantages = advantages.unsqueeze(1) * batch.response_mask  # [B, T]
     if config.zero_variance.rl_zvp:
         rows = zero_variance_rows(batch, config.reward.binary)  # [B]
@@ -2629,6 +2662,9 @@ def add_rewards(run: Run, batch: RolloutBatch) -> None:
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     valid = has_verdict(batch.verdicts)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(rewards, valid, batch, run.config, run.state.step)
+    if run.config.reward.judge_certainty > 0:
+        scores, features = run.judge.head_inputs([prompt.text for prompt in batch.prompts], texts)
+        batch.certainty = sign_weights(batch, scores, features, run.config)
 
 
 def refuse_broken_policy(run: Run) -> None:

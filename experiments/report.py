@@ -7,6 +7,8 @@
     python experiments/report.py --runs experiments/zero_variance/runs.jsonl --parent grpo --rows grpo gspo
     python experiments/report.py --runs runs/group_size --parent group_8 \\
         --against rollout.group_size zero_variance_frac share.png    # a metric over a setting of the rows
+    python experiments/report.py --runs runs/long_chains --parent grpo --metric chains/avg_at_4 \\
+        --curves mechanisms.png entropy clipped/entropy_group_0          # metrics of the steps over tokens
     python experiments/report.py --check      # compare every table of the docs with its record
     python experiments/report.py --fix        # rewrite the tables that differ
 
@@ -59,6 +61,7 @@ runs.jsonl lies beside the document. The exit code is 0 if every figure agrees, 
 """
 
 import argparse
+import fnmatch
 import importlib
 import json
 import math
@@ -77,9 +80,10 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[1]
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
 INVERSION = "inversion_frac"  # missing in a step that trained on nothing
-RECORDED = (  # metrics of a step that are kept where they are there
+RECORDED = (  # metrics of a step that are kept where they are there, as patterns
     INVERSION, "score", "reward", "completion_tokens", "abs_dlogp", "mismatch_k3", "mismatch_routes",
-    "mismatch_ess", "abs_log_ratio",
+    "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "entropy/entropy_group_*",
+    "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of the moving sums in the cost plot
 RESAMPLES = 2000  # draws of runs for the interval of a ratio
@@ -141,7 +145,8 @@ def read_metrics(file: Path, metric: str) -> dict[str, dict[str, list]]:
         if any(name.startswith("eval/") for name in row):
             kind, found = "evaluations", [name for name in row if is_evaluation(name, metric)]
         else:
-            kind, found = "steps", [*STEP_KEYS, *(name for name in RECORDED if name in row)]
+            kind = "steps"
+            found = [*STEP_KEYS, *(name for pattern in RECORDED for name in fnmatch.filter(row, pattern))]
         names = ["step", "generated_tokens", *found]
         for name in names:
             if name not in row:
@@ -576,11 +581,18 @@ def moving_sum(values: np.ndarray) -> np.ndarray:
     return total[1:] - total[np.maximum(0, np.arange(1, len(total)) - SMOOTHING_STEPS)]
 
 
-def draw(axes, curves: list[tuple[np.ndarray, np.ndarray]], label: str) -> None:
+def smoothed(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return generated tokens and the mean of a metric over the latest steps, steps without it left out."""
+    there = ~np.isnan(run.steps[metric])
+    values = run.steps[metric][there]
+    return run.steps["generated_tokens"][there], moving_sum(values) / moving_sum(np.ones(len(values)))
+
+
+def draw(axes, curves: list[tuple[np.ndarray, np.ndarray]], label: str, **style) -> None:
     """Draw the mean over runs on the stretch that all have, with a band of one standard error."""
     grid = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 200)
     values = np.array([np.interp(grid, x, y) for x, y in curves])  # [runs, 200]
-    (line,) = axes.plot(grid, values.mean(0), label=f"{label} (n = {len(curves)})")
+    (line,) = axes.plot(grid, values.mean(0), label=f"{label} (n = {len(curves)})", **style)
     if len(curves) > 1:
         error = values.std(0, ddof=1) / math.sqrt(len(curves))
         axes.fill_between(
@@ -596,8 +608,7 @@ def gradient_share(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 def zero_variance_rate(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Return generated tokens and the share of groups without variance over the latest steps."""
-    rate = run.steps["zero_variance_frac"]
-    return run.steps["generated_tokens"], moving_sum(rate) / moving_sum(np.ones(len(rate)))
+    return smoothed(run, "zero_variance_frac")
 
 
 def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
@@ -608,15 +619,15 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
     import matplotlib.pyplot as plt
     from cycler import cycler
 
-    smoothed = f"share over {SMOOTHING_STEPS} steps"
+    share = f"share over {SMOOTHING_STEPS} steps"
     figures = {
         file: (
             ("generated tokens", f"{metric}, held out", lambda run: (run.tokens, run.values)),
             ("seconds of training", f"{metric}, held out", lambda run: (run.seconds, run.values)),
         ),
         file.with_name(f"cost{file.suffix}"): (
-            ("generated tokens", f"gradient tokens, {smoothed}", gradient_share),
-            ("generated tokens", f"zero-variance groups, {smoothed}", zero_variance_rate),
+            ("generated tokens", f"gradient tokens, {share}", gradient_share),
+            ("generated tokens", f"zero-variance groups, {share}", zero_variance_rate),
         ),
     }
     for path, panels in figures.items():
@@ -632,6 +643,37 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
         figure.legend(*both[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
         figure.savefig(path, dpi=110)
         plt.close(figure)
+
+
+def plot_curves(rows: dict[str, list[Run]], metrics: list[str], file: Path) -> None:
+    """Plot metrics of the steps over generated tokens, one a panel, as means over the latest steps."""
+    missing = [
+        name for name in metrics if not any(name in run.steps for runs in rows.values() for run in runs)
+    ]
+    if missing:
+        raise ValueError(f"--curves: no run has {', '.join(missing)}; see docs/metrics.md")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(3, len(metrics))
+    height = math.ceil(len(metrics) / columns)
+    figure, grid = plt.subplots(
+        height, columns, figsize=(4.2 * columns + 1.3, 3.2 * height), layout="constrained", squeeze=False
+    )
+    for axes in grid.flat[len(metrics) :]:
+        axes.remove()
+    for axes, metric in zip(grid.flat, metrics):
+        for i, (name, runs) in enumerate(rows.items()):
+            curves = [smoothed(run, metric) for run in runs if metric in run.steps]
+            if curves:
+                draw(axes, curves, name, color=f"C{i % 10}")
+        axes.set(xlabel="generated tokens", ylabel=metric)
+        axes.grid(alpha=0.3)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
 
 
 def plot_against(rows: dict[str, list[Run]], setting: str, metric: str, file: Path) -> None:
@@ -919,6 +961,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--against", nargs=3, metavar=("SETTING", "METRIC", "FILE.png"), help="plot a metric over a setting"
     )
+    parser.add_argument(
+        "--curves", nargs="+", metavar=("FILE.png", "METRIC"), help="plot metrics of the steps over tokens"
+    )
     parser.add_argument("--export", type=Path, metavar="FILE.jsonl", help="write the record of the runs here")
     parser.add_argument("--check", action="store_true", help="compare the docs' tables with their records")
     parser.add_argument("--fix", action="store_true", help="rewrite the docs' tables that differ")
@@ -936,6 +981,8 @@ def main(argv: list[str]) -> int:
             plot(rows, args.metric, args.plot)
         if args.against:
             plot_against(rows, *args.against)
+        if args.curves:
+            plot_curves(rows, args.curves[1:], Path(args.curves[0]))
         if args.export:
             export(rows, args.export)
     except (ValueError, OSError) as error:

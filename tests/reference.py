@@ -147,6 +147,34 @@ def correctness_guard(advantage: float, correct: bool) -> float:
     return advantage
 
 
+def sign_weights(groups: list[dict], share: float) -> list[float]:
+    """Weights of the completions of all groups by how certain the signs of their advantages are.
+
+        r_i = |R_i - mean R| / ||g_i - mean g||,    weight = max(0, 1 - Delta / r_i)
+
+    SignCert-PO, arXiv 2604.02986. A group: rewards, gradients (lists of numbers, of each reward by the head
+    of the judge) and valid. Means are those of the valid ones. Delta is the least of the positive radii above
+    which at most 1 - share of them lie, and at least the largest.
+    """
+    radii = []
+    for group in groups:
+        counted = [i for i, ok in enumerate(group["valid"]) if ok]
+        mean = lambda values: sum(values) / len(values)
+        for i, ok in enumerate(group["valid"]):
+            if not ok:
+                radii.append(0.0)
+                continue
+            centre = mean([group["rewards"][j] for j in counted])
+            square = 0.0
+            for k, value in enumerate(group["gradients"][i]):
+                square += (value - mean([group["gradients"][j][k] for j in counted])) ** 2
+            radii.append(abs(group["rewards"][i] - centre) / max(1e-12, math.sqrt(square)))
+    positive = sorted(radius for radius in radii if radius > 0)
+    num_kept = max(1, math.ceil((1 - share) * len(positive)))
+    delta = positive[len(positive) - num_kept] if positive else math.inf
+    return [1 - delta / radius if radius > delta else 0.0 for radius in radii]
+
+
 def rl_zvp_advantages(entropies: list[float], reward: float, alpha: float) -> list[float]:
     """Advantage of each token of a completion whose group has zero variance.
 

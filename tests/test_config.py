@@ -180,7 +180,6 @@ NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
     ("model.logprob_kernel", "naive"): "what the kernels are compared with; trains the model of data.tiny",
     ("model.logprob_kernel", "chunked"): "what auto is on CPUs, and the contrast on GPUs",
     ("model.logprob_kernel", "triton"): "what auto is on GPUs, where a run without it should fail at start",
-    ("rollout.schedule", "arrival"): "the contrast of experiments/bench/rollout.py",
     ("data.chat", "never"): "chat models whose prompts are meant to be plain text",
     ("reward.sandbox", "rlimits"): "machines that refuse namespaces",
     ("run.on_signal", "stop"): "machines that give no time to write a checkpoint",
@@ -196,7 +195,6 @@ NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
         )
     },
     ("rollout.capture_routes", "off"): "engines that cannot return the experts of a token",
-    ("reward.decode", "engine"): "tokenizers that do more than their library; a contrast of the benchmark",
     ("reward.judge", "generative"): "needs a language model that can judge; the tiny one writes digits only",
     ("checkpoint.resume", "weights"): "a run that goes on with another number of ranks",
     ("checkpoint.on_damage", "older"): "a start after a disk has failed",
@@ -358,6 +356,10 @@ REFUSED = [
     (
         "reward.judge=scalar reward.judge_path=x reward.judge_margin=0.5",
         "reward.judge_margin 0.5", "judge and judge_mode ('scalar', 'score')",
+    ),
+    (
+        "reward.judge=scalar reward.judge_path=x reward.judge_mode=round_robin reward.judge_certainty=0.2",
+        "reward.judge_certainty 0.2", "judge and judge_mode ('scalar', 'round_robin')",
     ),
     ("reward.judge=generative reward.judge_path=x", "reward.judge 'generative'", "reward.judge_mode 'score'"),
     ("algorithm.clip_mode=before_mean", "algorithm.clip_mode 'before_mean'", "algorithm.ratio_level 'token'"),

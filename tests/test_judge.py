@@ -155,6 +155,26 @@ def test_a_long_text_loses_its_beginning(judge_folder, texts):
     assert short != pytest.approx(one_by_one(judge_folder, *texts), abs=1e-2)
 
 
+def test_the_head_makes_the_scores_of_the_last_hidden_states(judge_folder, texts):
+    """h is transformers' last hidden state of the last token of each text, read alone."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    judge = ScalarJudge(judge_folder, batch_size=7)
+    scores, h = judge.head_inputs(*texts)
+    assert scores.tolist() == pytest.approx(judge.scores(*texts))
+    model = AutoModelForSequenceClassification.from_pretrained(judge_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(judge_folder)
+    for text, row in list(zip(map("".join, zip(*texts)), h))[::9]:
+        with torch.no_grad():
+            states = model.model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state
+        assert torch.allclose(row, states[0, -1], atol=1e-4)
+    assert not judge.model.score._forward_pre_hooks
+    assert [len(part) for part in judge.head_inputs([], [])] == [0, 0]
+    judge.model.score.register_forward_hook(lambda *given: 2 * given[-1])
+    with pytest.raises(ValueError, match="not the output of its last linear layer"):
+        judge.head_inputs(*texts)
+
+
 def test_the_margin_decides_what_ties(judge_folder, texts):
     judge = ScalarJudge(judge_folder)
     prompts, firsts = texts

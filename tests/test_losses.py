@@ -779,6 +779,59 @@ def test_advantages_of_tokens(adv_norm, tie_band, correctness_guard, rl_zvp, bin
     assert (reshaped > 3) == rl_zvp, "the groups reach both branches"
 
 
+@pytest.mark.parametrize("share, weight", [(0.0, 1.0), (0.25, 0.3), (0.9, 1.0)])
+def test_weights_by_the_certainty_of_a_sign(share, weight, float64):
+    """Gradients of the rewards by autograd, radii and weights by loops; some completions have no verdict."""
+    config, zeros = settings_of(reward__judge_certainty=share, reward__judge_weight=weight), 0
+    for seed in range(6):
+        batch = batch_of_groups(random_groups(seed), seed)
+        generator = torch.Generator().manual_seed(seed)
+        features = torch.randn(len(batch.verdicts), 5, generator=generator)
+        head = torch.randn(5, generator=generator).requires_grad_()
+        judged = (features @ head).sigmoid()
+        verified = torch.tensor([verdict.reward for verdict in batch.verdicts])
+        rewards = (1 - weight) * verified + weight * judged
+        batch.rewards = rewards.detach()
+        gradients = [torch.autograd.grad(r, head, retain_graph=True)[0].tolist() for r in rewards]
+        groups = []
+        for group in batch.group_index.unique():
+            rows = (batch.group_index == group).nonzero()[:, 0].tolist()
+            groups.append({
+                "rewards": [batch.rewards[i].item() for i in rows],
+                "gradients": [gradients[i] for i in rows], "valid": [bool(batch.valid[i]) for i in rows],
+            })  # fmt: skip
+        actual = train_rl.sign_weights(batch, (features @ head).detach(), features, config)
+        expected = reference.sign_weights(groups, share)
+        assert_close(actual, expected)
+        zeros += expected.count(0.0)
+        plain = train_rl.token_advantages(batch, config)
+        batch.certainty = actual
+        assert torch.equal(train_rl.token_advantages(batch, config), plain * actual.unsqueeze(1))
+    assert zeros > 6
+
+
+def test_a_radius_is_the_least_change_of_the_head_that_flips_the_sign(float64):
+    """Scores near 0, where the sigmoid is straight: 0.99 radii flip no sign, 1.01 do."""
+    config = settings_of(reward__judge_certainty=0.01, reward__judge_weight=1.0)
+    completion, verdict = Completion([1], [-1.0], "stop", 0.0), Verdict(0.0, "wrong")
+    batch = batch_of_groups([train_rl.Group(0, 0, completions=[completion] * 8, verdicts=[verdict] * 8)])
+    generator = torch.Generator().manual_seed(0)
+    features, head = (torch.randn(*size, generator=generator) for size in ((8, 3), (3,)))
+    head = head * 1e-4
+    rewards = lambda head: (features @ head).sigmoid()
+    batch.rewards = rewards(head)
+    weights = train_rl.sign_weights(batch, features @ head, features, config)
+    advantages = rewards(head) - rewards(head).mean()
+    centred = features - features.mean(dim=0)
+    radii = advantages.abs() / (centred / 4).norm(dim=1)
+    assert_close(weights, (1 - radii.min() / radii).tolist(), atol=1e-6)  # the sigmoid's bend
+    for i in range(8):
+        away = -advantages[i].sign() * centred[i] / centred[i].norm()
+        for factor, flips in ((0.99, False), (1.01, True)):
+            moved = rewards(head + factor * radii[i] * away)
+            assert bool((moved[i] - moved.mean()) * advantages[i] < 0) == flips
+
+
 def test_rl_zvp_worked_out_by_hand(float64):
     entropy, mask = torch.tensor([[1.0, 3.0, 0.0], [1.0, 3.0, 9.0]]), torch.ones(2, 3, dtype=torch.bool)
     mask[1, 2] = False  # what lies on padding is not the highest entropy
@@ -979,6 +1032,7 @@ def test_rewards_that_are_normalised_one_by_one(monkeypatch, float64):
                 index.append(slot), valid.append(ok)
         num = len(prompts)
         batch = SimpleNamespace(
+            certainty=None,
             prompts=prompts,
             verdicts=verdicts,
             group_index=torch.tensor(index),

@@ -577,8 +577,8 @@ def test_scoring_that_is_not_known_is_charged_nowhere(scored, tmp_path, capsys):
     assert table[1]["speedup"] == 2 and table[1]["offline_tokens"] is table[1]["speedup_shared"] is None
 
 
-def test_a_metric_over_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
-    """Rows of two group sizes; a setting that a record does not name is its default, 8 for the group size."""
+def recorded_lines(monkeypatch) -> list[tuple]:
+    """Return a list that fills with what matplotlib's Axes.plot() is given."""
     import matplotlib.axes
 
     drawn = []
@@ -586,6 +586,45 @@ def test_a_metric_over_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         matplotlib.axes.Axes, "plot", lambda axes, *given, **o: drawn.append(given) or draw(axes, *given, **o)
     )
+    return drawn
+
+
+def test_metrics_of_steps_are_plotted_as_means_over_the_latest_ten(tmp_path, monkeypatch, capsys):
+    """24 steps of 100 tokens, in every second of which the row `part` lacks the metric."""
+    monkeypatch.setattr(report, "SMOOTHING_STEPS", 3)
+    drawn = recorded_lines(monkeypatch)
+    values = {"entropy/entropy_group_0": lambda step: step * step}
+    for seed in range(2):
+        write_run(tmp_path / "runs", "whole", seed, [0.2] * 13, **values, clipped=1.0 + seed)
+    folder = write_run(tmp_path / "runs", "part", 0, [0.2] * 13, **values, clipped=5.0)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["step"] % 2:
+            row.pop("entropy/entropy_group_0", None)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics = ["entropy/entropy_group_0", "clipped"]
+    options = ["--runs", str(tmp_path / "runs"), "--parent", "whole", "--curves"]
+    assert report.main([*options, str(tmp_path / "a.png"), *metrics]) == 0
+    mean = lambda steps: statistics.fmean(step * step for step in steps)
+    there = range(2, 25, 2)
+    for (x, y), expected in zip(
+        (line[:2] for line in drawn[:2]),
+        (
+            {100.0 * step: mean(range(max(1, step - 2), step + 1)) for step in range(1, 25)},
+            {100.0 * step: mean([s for s in there if s <= step][-3:]) for step in there},
+        ),
+    ):
+        assert y == pytest.approx(np.interp(x, list(expected), list(expected.values())))
+    assert [set(line[1]) for line in drawn[2:4]] == [{1.5}, {5.0}]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    error = error_of(*options, tmp_path / "b.png", "clipped", "other", capsys=capsys)
+    assert "--curves: no run has other" in error
+
+
+def test_a_metric_over_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
+    """Rows of two group sizes; a setting that a record does not name is its default, 8 for the group size."""
+    drawn = recorded_lines(monkeypatch)
     shares = {"group_4": (0.25, 0.75), "group_8": (0.25, 0.25)}
     folders = [
         write_run(tmp_path / "runs", row, seed, [0.2, 0.4], zero_variance_frac=share)

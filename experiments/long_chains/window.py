@@ -1,0 +1,99 @@
+"""Make the stability window: what each method reaches at each learning rate.
+
+    python -m experiments.long_chains.window runs/long_chains_window \\
+        --json experiments/long_chains/window.json --plot experiments/long_chains/window.png
+
+The folder holds one folder per learning rate, as the commands of the README make them. A figure is pass@1 on
+the held-out chains (or `longer`) after the last step. The file holds for each run: row, seed, commit and
+learning_rate, the final `chains` and `longer` (avg_at_4 of both sets), and means over the last ten steps of
+`entropy` and of the share of `clipped` tokens.
+"""
+
+import argparse
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from experiments.bench.common import markdown, pyplot, write_json
+from experiments.report import provenance, read_folder
+
+LAST_STEPS = 10
+
+
+def read_window(folder: Path) -> list[dict]:
+    """Return what the ended runs below a folder reached."""
+    found = []
+    for rate in sorted(path for path in folder.iterdir() if path.is_dir()):
+        for run in read_folder(rate, None, "chains/avg_at_4")[0]:
+            made, evaluations = provenance(run.folder), run.record["evaluations"]
+            last = {name: run.steps[name][-LAST_STEPS:] for name in ("entropy", "clipped")}
+            found.append({
+                "row": run.record["row"], "seed": run.record["seed"], "commit": made["commit"],
+                "learning_rate": made["settings"]["train.learning_rate"],
+                "chains": float(run.values[-1]), "longer": evaluations["eval/longer/avg_at_4"][-1],
+                **{name: float(np.nanmean(values)) for name, values in last.items()},
+            })  # fmt: skip
+    return found
+
+
+def by_row_and_rate(data: list[dict], name: str) -> dict[str, dict[float, list[float]]]:
+    """Return {row: {learning rate: a figure of each run}}."""
+    table = defaultdict(lambda: defaultdict(list))
+    for run in sorted(data, key=lambda run: (run["row"], run["learning_rate"], run["seed"])):
+        table[run["row"]][run["learning_rate"]].append(run[name])
+    return table
+
+
+def table_lines(data: list[dict], name: str = "chains") -> list[str]:
+    """Return the table of rows and learning rates: the mean over seeds, and each of them."""
+    table = by_row_and_rate(data, name)
+    rates = sorted({run["learning_rate"] for run in data})
+    lines = []
+    for row, found in table.items():
+        cells = [", ".join(f"{value:.3f}" for value in found[rate]) or "-" for rate in rates]
+        lines.append([row, *cells, f"{max(statistics.mean(values) for values in found.values()):.3f}"])
+    return markdown(["row", *(f"{rate:g}" for rate in rates), "best mean"], lines)
+
+
+def longer_lines(data: list[dict]) -> list[str]:
+    """Return the same table for chains longer than those that are trained."""
+    return table_lines(data, "longer")
+
+
+def plot(data: list[dict], file: Path) -> None:
+    """Draw both figures over the learning rate: the mean of each row, and every run."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for axis, name in zip(axes, ("chains", "longer")):
+        for i, (row, found) in enumerate(by_row_and_rate(data, name).items()):
+            rates = sorted(found)
+            axis.plot(rates, [statistics.mean(found[rate]) for rate in rates], color=f"C{i}", label=row)
+            for rate in rates:
+                axis.plot([rate] * len(found[rate]), found[rate], ".", color=f"C{i}", alpha=0.5)
+        axis.set(xscale="log", xlabel="learning rate", ylabel=f"pass@1, {name}", ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Read the runs, print the tables, write and draw the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, help="folder with a folder per learning rate")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here")
+    args = parser.parse_args()
+    data = read_window(args.runs)
+    print("\n".join([*table_lines(data), "", *longer_lines(data)]))
+    write_json(args.json, data)
+    if args.plot:
+        plot(data, args.plot)
+
+
+if __name__ == "__main__":
+    main()
