@@ -15,6 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 from experiments.bench.common import markdown, pyplot, write_json
 from experiments.report import provenance, read_folder
@@ -27,11 +28,12 @@ def read_window(folder: Path) -> list[dict]:
     found = []
     for rate in sorted(path for path in folder.iterdir() if path.is_dir()):
         for run in read_folder(rate, None, "chains/avg_at_4")[0]:
-            made, evaluations = provenance(run.folder), run.record["evaluations"]
+            evaluations, settings = run.record["evaluations"], (run.folder / "config.yaml").read_text()
             last = {name: run.steps[name][-LAST_STEPS:] for name in ("entropy", "clipped")}
             found.append({
-                "row": run.record["row"], "seed": run.record["seed"], "commit": made["commit"],
-                "learning_rate": made["settings"]["train.learning_rate"],
+                "row": run.record["row"], "seed": run.record["seed"],
+                "commit": provenance(run.folder)["commit"],
+                "learning_rate": yaml.safe_load(settings)["train"]["learning_rate"],
                 "chains": float(run.values[-1]), "longer": evaluations["eval/longer/avg_at_4"][-1],
                 **{name: float(np.nanmean(values)) for name, values in last.items()},
             })  # fmt: skip
@@ -52,7 +54,7 @@ def table_lines(data: list[dict], name: str = "chains") -> list[str]:
     rates = sorted({run["learning_rate"] for run in data})
     lines = []
     for row, found in table.items():
-        cells = [", ".join(f"{value:.3f}" for value in found[rate]) or "-" for rate in rates]
+        cells = [", ".join(f"{value:.3f}" for value in found.get(rate, ())) or "-" for rate in rates]
         lines.append([row, *cells, f"{max(statistics.mean(values) for values in found.values()):.3f}"])
     return markdown(["row", *(f"{rate:g}" for rate in rates), "best mean"], lines)
 

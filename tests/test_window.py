@@ -1,0 +1,70 @@
+"""experiments.long_chains.window: its figures and its tables against the logs that they are read from."""
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from experiments.long_chains import window
+
+NUM_STEPS = 12
+
+
+def write_run(folder, rate: float, final: float, longer: float, clipped: list[float | None]) -> None:
+    """Write a run of 12 steps; a step whose `clipped` is None has trained on nothing."""
+    folder.mkdir(parents=True)
+    train = {"learning_rate": rate, "num_steps": NUM_STEPS, "max_generated_tokens": None}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"train": train}))
+    (folder / "versions.json").write_text('{"commit": "c0ffee"}')
+    evaluation = lambda step, value, other: {
+        "step": step, "generated_tokens": 100 * step, "eval/chains/avg_at_4": value,
+        "eval/longer/avg_at_4": other,
+    }  # fmt: skip
+    log = [evaluation(0, 0.25, 0.0)]
+    for step, share in enumerate(clipped, start=1):
+        log.append({
+            "step": step, "generated_tokens": 100 * step, "tokens_total": 100, "gradient_tokens_total": 50,
+            "zero_variance_frac": 0.5, "seconds_per_step": 0.1,
+        })  # fmt: skip
+        if share is not None:
+            log[-1] |= {"entropy": step / 8, "clipped": share}
+    log.append(evaluation(NUM_STEPS, final, longer))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    clipped = [9.0, 9.0, *(step / 16 for step in range(9)), None]
+    for rate, row, seed, final in (
+        (1e-3, "grpo", 100, 0.5), (1e-3, "grpo", 101, 0.75), (5e-4, "grpo", 100, 0.625),
+        (1e-3, "espo", 100, 0.875),
+    ):  # fmt: skip
+        write_run(tmp_path / "runs" / f"{rate:g}" / row / f"seed_{seed}", rate, final, final / 2, clipped)
+    return tmp_path / "runs"
+
+
+def test_a_window_is_read_and_shown_run_by_run(runs, tmp_path, monkeypatch, capsys):
+    """The last ten of 12 steps are 3 to 12, of which the last has no figures."""
+    file, picture = tmp_path / "window.json", tmp_path / "window.png"
+    monkeypatch.setattr(sys, "argv", ["window", str(runs), "--json", str(file), "--plot", str(picture)])
+    window.main()
+    data = json.loads(file.read_text())
+    assert len(data) == 4 and picture.read_bytes().startswith(b"\x89PNG")
+    (run,) = (run for run in data if (run["row"], run["seed"], run["learning_rate"]) == ("grpo", 101, 1e-3))
+    assert run == {
+        "row": "grpo", "seed": 101, "commit": "c0ffee", "learning_rate": 1e-3, "chains": 0.75,
+        "longer": 0.375, "entropy": pytest.approx(sum(range(3, 12)) / 9 / 8), "clipped": pytest.approx(0.25),
+    }  # fmt: skip
+    lines = [
+        "| row | 0.0005 | 0.001 | best mean |",
+        "|---|---|---|---|",
+        "| espo | - | 0.875 | 0.875 |",
+        "| grpo | 0.625 | 0.500, 0.750 | 0.625 |",
+    ]
+    assert window.table_lines(data) == lines
+    assert window.longer_lines(data)[2:] == [
+        "| espo | - | 0.438 | 0.438 |",
+        "| grpo | 0.312 | 0.250, 0.375 | 0.312 |",
+    ]
+    assert "\n".join(lines) in capsys.readouterr().out
