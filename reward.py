@@ -104,11 +104,16 @@ class RewardSettings(Section):
     )
     judge_path: str | None = setting(None, "folder of the judge, or module:function; null: no judge")
     judge_weight: float = setting(0.5, "w of reward = (1 - w) verifier + w judge", gt=0, le=1)
-    judge_margin: float = setting(0.0, "a scalar judge's scores of a pair that differ by no more tie", ge=0)
+    judge_margin: float = setting(
+        0.0,
+        "largest difference of a scalar judge's scores at which a pair ties; 0: equal ones alone do",
+        ge=0,
+    )
     judge_certainty: float = setting(
         0.0,
-        "share of a step's completions without loss, those whose advantage's sign hangs most on a scalar "
-        "judge being right; the others weigh the more the less it does (SignCert-PO); 0: off",
+        "share of a step's completions without loss: those whose advantage changes its sign under the "
+        "smallest change of a scalar judge's head. The larger that change is, the more the others weigh "
+        "(SignCert-PO). 0: off",
         ge=0,
         lt=1,
     )
@@ -1016,16 +1021,15 @@ class ScalarJudge:
         if not heads:
             raise ValueError("the scalar judge has no linear layer that makes its score")
         head, seen, found = heads[-1], [], {}
-        hook = head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-        for batch, inputs in self._batches(texts):
-            logits, h = self.model(**inputs).logits, seen.pop()
-            if h.dim() == 3:  # [B, T, d]: the score is that of the last token
-                h = h[torch.arange(len(batch)), inputs["attention_mask"].sum(dim=1) - 1]
-            made = torch.nn.functional.linear(h, head.weight, head.bias)  # [B, 1]
-            if not torch.allclose(made, logits, rtol=1e-4, atol=1e-4):
-                raise ValueError("the scalar judge's score is not the output of its last linear layer")
-            found |= zip(batch, zip(logits[:, 0].cpu(), h.cpu()))
-        hook.remove()
+        with head.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
+            for batch, inputs in self._batches(texts):
+                logits, h = self.model(**inputs).logits, seen.pop()
+                if h.dim() == 3:  # [B, T, d]: the score is that of the last token
+                    h = h[torch.arange(len(batch)), inputs["attention_mask"].sum(dim=1) - 1]
+                made = torch.nn.functional.linear(h, head.weight, head.bias)  # [B, 1]
+                if not torch.allclose(made, logits, rtol=1e-4, atol=1e-4, equal_nan=True):
+                    raise ValueError("the scalar judge's score is not the output of its last linear layer")
+                found |= zip(batch, zip(logits[:, 0].cpu(), h.cpu()))
         scores = torch.tensor([found[text][0] for text in texts])
         return scores, torch.stack([found[text][1] for text in texts]) if texts else torch.zeros(0, 1)
 

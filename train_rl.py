@@ -428,7 +428,7 @@ STAGE_SETTINGS = frozenset(
         "reward.overlong_coef", "reward.repetition_coef", "reward.repetition_ngram", "reward.judge_weight",
         "reward.judge_mode", "reward.judge_certainty",
         "train.minibatches_per_step", "train.passes_per_rollout", "train.micro_batch_tokens", "train.balance",
-        "train.skip_zero_gradient", "train.learning_rate",
+        "train.skip_zero_gradient", "train.share_prompts", "train.learning_rate",
     }
 )  # fmt: skip
 
@@ -1247,11 +1247,11 @@ def sign_weights(batch: RolloutBatch, scores: Tensor, features: Tensor, config: 
         r_i = |R_i - mean R| / ||g_i - mean g||,   g_i = dR_i / dhead = w s'(x_i) h_i
         weight_i = max(0, 1 - Delta / r_i)
 
-    r_i is the least change of the judge's linear head that takes the advantage's sign away (arXiv
-    2604.02986; its reward is linear in the head, ours a sigmoid s mixed with the verifier's: to first
-    order). Delta is the judge_certainty quantile of the radii of all ranks above 0, and means are those of
-    the group [secondary: radius and quantile are the paper's, the form of the weight is our reading].
-    scores x [B] and features h [B, d] are of ScalarJudge.head_inputs().
+    r_i is the least change of the weights of the judge's linear head that takes the advantage's sign away
+    (arXiv 2604.02986; its reward is linear in the head, ours a sigmoid s mixed with the verifier's: to first
+    order). Delta is the least of the positive radii of all ranks above the smallest judge_certainty of them;
+    means are those of the group [secondary: radius and quantile are the paper's, the form of the weight is
+    our reading]. scores x [B] and features h [B, d] are of ScalarJudge.head_inputs().
     """
     sigmoid = scores.double().sigmoid()
     slope = config.reward.judge_weight * sigmoid * (1 - sigmoid)  # [B]
@@ -1260,11 +1260,12 @@ def sign_weights(batch: RolloutBatch, scores: Tensor, features: Tensor, config: 
     for group in batch.group_index.unique():
         members = (batch.group_index == group) & batch.valid
         rewards, own = batch.rewards[members].double(), gradients[members]
-        slopes = (own - own.mean(dim=0)).norm(dim=1)  # how quickly advantages move with the head
-        radii[members] = (rewards - rewards.mean()).abs() / slopes.clamp(min=1e-12)
+        if len(rewards) >= 2 and rewards.max() - rewards.min() > ZERO_VARIANCE:  # equal ones have no sign
+            slopes = (own - own.mean(dim=0)).norm(dim=1)  # how quickly advantages move with the head
+            radii[members] = (rewards - rewards.mean()).abs() / slopes.clamp(min=1e-12)
     share = config.reward.judge_certainty
     (num,) = sum_over_ranks(int((radii > 0).sum()))
-    delta = largest_of_all(radii[radii > 0], max(1, math.ceil((1 - share) * num)))
+    delta = largest_of_all(radii[radii > 0], max(1, math.ceil((1 - share) * num - 1e-9)))
     return torch.where(radii > delta, 1 - delta / radii, 0.0).to(batch.rewards.dtype)
 
 

@@ -82,10 +82,11 @@ STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "sec
 INVERSION = "inversion_frac"  # missing in a step that trained on nothing
 RECORDED = (  # metrics of a step that are kept where they are there, as patterns
     INVERSION, "score", "reward", "completion_tokens", "abs_dlogp", "mismatch_k3", "mismatch_routes",
-    "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "entropy/entropy_group_*",
+    "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps", "entropy/entropy_group_*",
     "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of the moving sums in the cost plot
+LINE_STYLES = ("-", "--", ":")
 RESAMPLES = 2000  # draws of runs for the interval of a ratio
 NONE = "n/a"
 
@@ -633,9 +634,7 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
     for path, panels in figures.items():
         figure, both = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
         for axes, (x_label, y_label, curve) in zip(both, panels):
-            axes.set_prop_cycle(
-                cycler(linestyle=["-", "--", ":"]) * cycler(color=plt.get_cmap("tab10").colors)
-            )
+            axes.set_prop_cycle(cycler(linestyle=LINE_STYLES) * cycler(color=plt.get_cmap("tab10").colors))
             for name, runs in rows.items():
                 draw(axes, [curve(run) for run in runs], name)
             axes.set(xlabel=x_label, ylabel=y_label)
@@ -647,11 +646,12 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
 
 def plot_curves(rows: dict[str, list[Run]], metrics: list[str], file: Path) -> None:
     """Plot metrics of the steps over generated tokens, one a panel, as means over the latest steps."""
-    missing = [
-        name for name in metrics if not any(name in run.steps for runs in rows.values() for run in runs)
-    ]
+    if not metrics:
+        raise ValueError("--curves: give FILE.png and the names of metrics")
+    there = sorted({name for runs in rows.values() for run in runs for name in run.steps})
+    missing = [name for name in metrics if name not in there]
     if missing:
-        raise ValueError(f"--curves: no run has {', '.join(missing)}; see docs/metrics.md")
+        raise ValueError(f"--curves: no run has {', '.join(missing)}; there are {', '.join(there)}")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -668,10 +668,11 @@ def plot_curves(rows: dict[str, list[Run]], metrics: list[str], file: Path) -> N
         for i, (name, runs) in enumerate(rows.items()):
             curves = [smoothed(run, metric) for run in runs if metric in run.steps]
             if curves:
-                draw(axes, curves, name, color=f"C{i % 10}")
+                draw(axes, curves, name, color=f"C{i % 10}", linestyle=LINE_STYLES[i // 10 % 3])
         axes.set(xlabel="generated tokens", ylabel=metric)
         axes.grid(alpha=0.3)
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    drawn = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right upper", fontsize="small")
     figure.savefig(file, dpi=110)
     plt.close(figure)
 

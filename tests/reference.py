@@ -153,15 +153,16 @@ def sign_weights(groups: list[dict], share: float) -> list[float]:
         r_i = |R_i - mean R| / ||g_i - mean g||,    weight = max(0, 1 - Delta / r_i)
 
     SignCert-PO, arXiv 2604.02986. A group: rewards, gradients (lists of numbers, of each reward by the head
-    of the judge) and valid. Means are those of the valid ones. Delta is the least of the positive radii above
-    which at most 1 - share of them lie, and at least the largest.
+    of the judge) and valid. Means are those of the valid ones; a group whose rewards are equal has no radii.
+    Delta is the smallest positive radius but for the smallest share of them; it is at most the largest.
     """
     radii = []
     for group in groups:
         counted = [i for i, ok in enumerate(group["valid"]) if ok]
         mean = lambda values: sum(values) / len(values)
         for i, ok in enumerate(group["valid"]):
-            if not ok:
+            counted_rewards = [group["rewards"][j] for j in counted]
+            if not ok or max(counted_rewards) - min(counted_rewards) <= ZERO_VARIANCE:
                 radii.append(0.0)
                 continue
             centre = mean([group["rewards"][j] for j in counted])
@@ -170,7 +171,7 @@ def sign_weights(groups: list[dict], share: float) -> list[float]:
                 square += (value - mean([group["gradients"][j][k] for j in counted])) ** 2
             radii.append(abs(group["rewards"][i] - centre) / max(1e-12, math.sqrt(square)))
     positive = sorted(radius for radius in radii if radius > 0)
-    num_kept = max(1, math.ceil((1 - share) * len(positive)))
+    num_kept = max(1, len(positive) - math.floor(share * len(positive) + 1e-9))
     delta = positive[len(positive) - num_kept] if positive else math.inf
     return [1 - delta / radius if radius > delta else 0.0 for radius in radii]
 

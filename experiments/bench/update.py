@@ -101,7 +101,8 @@ def work(args) -> None:
     moe_model.load_hf(policy, args.model)
     cases = {name: (balance, "false", 1.0) for name, balance in CASES.items()}
     cases |= {f"{skip} {share}": ("true", on, share) for share in SHARES for skip, on in SKIPPING.items()}
-    common = ["data.train=[{path: unused}]", f"train.micro_batch_tokens={args.micro_batch_tokens}"]
+    common = ["data.train=[{path: unused}]", "train.share_prompts=false"]
+    common += [f"train.micro_batch_tokens={args.micro_batch_tokens}"]
     configs = {
         name: trainer.load_config([*common, f"train.balance={balance}", f"train.skip_zero_gradient={skip}"])
         for name, (balance, skip, _) in cases.items()

@@ -6,7 +6,8 @@
 The folder holds one folder per learning rate, as the commands of the README make them. A figure is pass@1 on
 the held-out chains (or `longer`) after the last step. The file holds for each run: row, seed, commit and
 learning_rate, the final `chains` and `longer` (avg_at_4 of both sets), and means over the last ten steps of
-`entropy` and of the share of `clipped` tokens.
+`entropy` and of the share of `clipped` tokens, over the completions with a gradient. Runs that have not come
+to the end of their tokens are left out and named on stderr; look there for those that stopped.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def by_row_and_rate(data: list[dict], name: str) -> dict[str, dict[float, list[f
 
 
 def table_lines(data: list[dict], name: str = "chains") -> list[str]:
-    """Return the table of rows and learning rates: the mean over seeds, and each of them."""
+    """Return the table of rows and learning rates: the figure of each seed, and the best mean over seeds."""
     table = by_row_and_rate(data, name)
     rates = sorted({run["learning_rate"] for run in data})
     lines = []
