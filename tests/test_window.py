@@ -53,8 +53,9 @@ def test_a_window_is_read_and_shown_run_by_run(runs, tmp_path, monkeypatch, caps
     assert len(data) == 4 and picture.read_bytes().startswith(b"\x89PNG")
     (run,) = (run for run in data if (run["row"], run["seed"], run["learning_rate"]) == ("grpo", 101, 1e-3))
     assert run == {
-        "row": "grpo", "seed": 101, "commit": "c0ffee", "learning_rate": 1e-3, "chains": 0.75,
-        "longer": 0.375, "entropy": pytest.approx(sum(range(3, 12)) / 9 / 8), "clipped": pytest.approx(0.25),
+        "row": "grpo", "seed": 101, "commit": "c0ffee", "learning_rate": 1e-3, "seconds": 1.2,
+        "start": 0.25, "chains": 0.75, "longer": 0.375,
+        "entropy": pytest.approx(sum(range(3, 12)) / 9 / 8), "clipped": pytest.approx(0.25),
     }  # fmt: skip
     lines = [
         "| row | 0.0005 | 0.001 | best mean |",

@@ -3,11 +3,12 @@
     python -m experiments.long_chains.window runs/long_chains_window \\
         --json experiments/long_chains/window.json --plot experiments/long_chains/window.png
 
-The folder holds one folder per learning rate, as the commands of the README make them. A figure is pass@1 on
-the held-out chains (or `longer`) after the last step. The file holds for each run: row, seed, commit and
-learning_rate, the final `chains` and `longer` (avg_at_4 of both sets), and means over the last ten steps of
-`entropy` and of the share of `clipped` tokens, over the completions with a gradient. Runs that have not come
-to the end of their tokens are left out and named on stderr; look there for those that stopped.
+The folder holds one folder per learning rate, as the commands of the README make them. A figure is pass@1
+on the held-out chains (or `longer`) after the last step. The file holds for each run: row, seed, commit and
+learning_rate; the seconds of its steps; avg_at_4 of `chains` at the `start`, of `chains` and `longer` at
+the end; means over the last ten steps of `entropy` and of the share of `clipped` tokens, over the
+completions with a gradient. Runs that have not come to the end of their tokens are left out and named on
+stderr; look there for those that stopped.
 """
 
 import argparse
@@ -35,6 +36,7 @@ def read_window(folder: Path) -> list[dict]:
                 "row": run.record["row"], "seed": run.record["seed"],
                 "commit": provenance(run.folder)["commit"],
                 "learning_rate": yaml.safe_load(settings)["train"]["learning_rate"],
+                "seconds": float(run.seconds[-1]), "start": float(run.values[0]),
                 "chains": float(run.values[-1]), "longer": evaluations["eval/longer/avg_at_4"][-1],
                 **{name: float(np.nanmean(values)) for name, values in last.items()},
             })  # fmt: skip
