@@ -12,6 +12,7 @@ from conftest import ROOT
 
 from data.chains import INSTRUCTIONS, Chains, corpus_batch, habits, sample_sets, trace
 from experiments.bench import preloaded
+from experiments.environments import demo_table
 from experiments.environments.measure import describe, main
 from reward import Verdict, verify
 from verifiers.chain import step
@@ -197,3 +198,34 @@ def test_the_description_of_an_environment_counts_sampled_completions_only(tmp_p
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
     monkeypatch.setattr("sys.argv", ["measure", str(tmp_path / "rows.jsonl")])
     assert main() == 1 and "there are no sampled completions" in capsys.readouterr().err
+
+
+def test_the_demos_table_is_made_of_its_runs(tmp_path, monkeypatch, capsys):
+    """Two runs of 100 steps; in the second one more is right, and step 100 has no groups at all."""
+    for seed, more in enumerate((0.0, 0.25)):
+        folder = tmp_path / "runs" / f"seed_{seed}"
+        folder.mkdir(parents=True)
+        summary = {f"{name}_before": 0.25 for name in demo_table.EVALUATED} | {
+            "avg_at_8_after": 0.5 + more, "accuracy_after": 0.75, "pass_at_8_after": 1.0,
+            "generated_tokens": 1000 + seed, "gradient_token_share": 0.5, "peak_rss_bytes": 3 * 2**30,
+        }  # fmt: skip
+        (folder / "summary.json").write_text(json.dumps(summary))
+        rows = [{"step": 0, "eval/additions/accuracy": 0.25}]
+        rows += [{"seconds_per_step": 0.5, "zero_variance_frac": float(step >= 50)} for step in range(100)]
+        rows[-1].pop("zero_variance_frac")
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "demo.json"
+    monkeypatch.setattr("sys.argv", ["demo_table", str(tmp_path / "runs"), "--json", str(file)])
+    demo_table.main()
+    lines = [
+        "| n = 2 seeds, mean (range) | warm start | after |",
+        "|---|---|---|",
+        "| pass@1, mean of 8 samples | 0.250 | 0.625 (0.500-0.750) |",
+        "| accuracy, greedy | 0.250 | 0.750 |",
+        "| pass@8 | 0.250 | 1.000 |",
+        "| groups without variance, first and last 50 steps | 0.000 | 0.980 |",
+        "| generated tokens that carry gradient |  | 0.500 of 1,000 (1,000-1,001) |",
+        "| all steps on two cores, and peak memory of both ranks |  | 50 s, 3.0 GiB |",
+    ]
+    assert demo_table.table_lines(json.loads(file.read_text())) == lines
+    assert "\n".join(lines) in capsys.readouterr().out

@@ -69,3 +69,6 @@ def test_a_window_is_read_and_shown_run_by_run(runs, tmp_path, monkeypatch, caps
         "| grpo | 0.312 | 0.250, 0.375 | 0.312 |",
     ]
     assert "\n".join(lines) in capsys.readouterr().out
+    assert window.clipped_lines(data)[1:] == [
+        "|---|---|---|", "| espo | - | 0.2500 |", "| grpo | 0.2500 | 0.2500 |",
+    ]  # fmt: skip

@@ -67,6 +67,15 @@ def longer_lines(data: list[dict]) -> list[str]:
     return table_lines(data, "longer")
 
 
+def clipped_lines(data: list[dict]) -> list[str]:
+    """Return the table of the share of clipped tokens, the mean over seeds."""
+    table = by_row_and_rate(data, "clipped")
+    rates = sorted({run["learning_rate"] for run in data})
+    cell = lambda values: f"{statistics.mean(values):.4f}" if values else "-"
+    lines = [[row, *(cell(found.get(rate)) for rate in rates)] for row, found in table.items()]
+    return markdown(["row", *(f"{rate:g}" for rate in rates)], lines)
+
+
 def plot(data: list[dict], file: Path) -> None:
     """Draw both figures over the learning rate: the mean of each row, and every run."""
     plt = pyplot()
@@ -74,10 +83,14 @@ def plot(data: list[dict], file: Path) -> None:
     for axis, name in zip(axes, ("chains", "longer")):
         for i, (row, found) in enumerate(by_row_and_rate(data, name).items()):
             rates = sorted(found)
-            axis.plot(rates, [statistics.mean(found[rate]) for rate in rates], color=f"C{i}", label=row)
+            means = [statistics.mean(found[rate]) for rate in rates]
+            axis.plot(rates, means, color=f"C{i}", marker="_", label=row)
             for rate in rates:
                 axis.plot([rate] * len(found[rate]), found[rate], ".", color=f"C{i}", alpha=0.5)
         axis.set(xscale="log", xlabel="learning rate", ylabel=f"pass@1, {name}", ylim=(0, None))
+        every = sorted({run["learning_rate"] for run in data})
+        axis.set_xticks(every, [f"{rate:g}" for rate in every])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     figure.savefig(file, dpi=110)
@@ -94,7 +107,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here")
     args = parser.parse_args()
     data = read_window(args.runs)
-    print("\n".join([*table_lines(data), "", *longer_lines(data)]))
+    print("\n".join([*table_lines(data), "", *longer_lines(data), "", *clipped_lines(data)]))
     write_json(args.json, data)
     if args.plot:
         plot(data, args.plot)

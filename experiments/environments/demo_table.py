@@ -1,0 +1,74 @@
+"""Make the table of the README from runs of the demo, and keep its record.
+
+    python experiments/run.py --rows experiments/environments/demo.yaml --seeds 0 1 2 --ranks 2 \\
+        --out runs/seeds
+    python -m experiments.environments.demo_table runs/seeds/demo --json experiments/environments/demo.json
+
+The file holds what summary.json says of each run, and the share of groups without variance in the first and
+the last 50 steps.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+from experiments.bench.common import markdown, write_json
+
+EVALUATED = {"avg_at_8": "pass@1, mean of 8 samples", "accuracy": "accuracy, greedy", "pass_at_8": "pass@8"}
+STEPS = 50
+
+
+def read_run(folder: Path) -> dict[str, float]:
+    """Return the figures of a run that has ended."""
+    summary = json.loads((folder / "summary.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rates = [row["zero_variance_frac"] for row in rows if "zero_variance_frac" in row]
+    return {
+        **{f"{name}_{when}": summary[f"{name}_{when}"] for name in EVALUATED for when in ("before", "after")},
+        "generated_tokens": summary["generated_tokens"],
+        "gradient_token_share": summary["gradient_token_share"],
+        "seconds": sum(row["seconds_per_step"] for row in rows if "seconds_per_step" in row),
+        "peak_gib": summary["peak_rss_bytes"] / 2**30,
+        "zero_variance_first": statistics.mean(rates[:STEPS]),
+        "zero_variance_last": statistics.mean(rates[-STEPS:]),
+    }
+
+
+def table_lines(data: list[dict]) -> list[str]:
+    """Return the table of the runs: their mean, and in brackets the least and the largest."""
+
+    def spread(name: str, form: str = ".3f") -> str:
+        values = [run[name] for run in data]
+        mean, low, high = (format(f(values), form) for f in (statistics.mean, min, max))
+        return mean if low == high else f"{mean} ({low}-{high})"
+
+    rows = [[text, spread(f"{name}_before"), spread(f"{name}_after")] for name, text in EVALUATED.items()]
+    rows += [
+        ["groups without variance, first and last 50 steps", spread("zero_variance_first"),
+         spread("zero_variance_last")],
+        ["generated tokens that carry gradient", "",
+         f"{spread('gradient_token_share')} of {spread('generated_tokens', ',.0f')}"],
+        ["all steps on two cores, and peak memory of both ranks", "",
+         f"{spread('seconds', '.0f')} s, {spread('peak_gib', '.1f')} GiB"],
+    ]  # fmt: skip
+    return markdown([f"n = {len(data)} seeds, mean (range)", "warm start", "after"], rows)
+
+
+def main() -> None:
+    """Read the runs, print the table, write the record."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", type=Path, help="folder with folders seed_S")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    args = parser.parse_args()
+    data = [read_run(folder) for folder in sorted(args.runs.glob("seed_*/"))]
+    if not data:
+        parser.error(f"{args.runs}: there is no folder seed_S in it; experiments/run.py makes them")
+    print("\n".join(table_lines(data)))
+    write_json(args.json, data)
+
+
+if __name__ == "__main__":
+    main()
