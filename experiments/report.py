@@ -80,7 +80,7 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[1]
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
 INVERSION = "inversion_frac"  # missing in a step that trained on nothing
-RECORDED = (  # metrics of a step that are kept where they are there, as patterns
+RECORDED = (  # patterns of the metrics of a step that are kept where they are there
     INVERSION, "score", "reward", "completion_tokens", "abs_dlogp", "mismatch_k3", "mismatch_routes",
     "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps", "entropy/entropy_group_*",
     "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
@@ -614,11 +614,11 @@ def zero_variance_rate(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
     """Plot the metric over tokens and over seconds, and the waste over tokens to `cost` beside the file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     from cycler import cycler
+
+    from experiments.bench.common import pyplot  # here: main() puts the root on the path
+
+    plt = pyplot()
 
     share = f"share over {SMOOTHING_STEPS} steps"
     figures = {
@@ -652,11 +652,9 @@ def plot_curves(rows: dict[str, list[Run]], metrics: list[str], file: Path) -> N
     missing = [name for name in metrics if name not in there]
     if missing:
         raise ValueError(f"--curves: no run has {', '.join(missing)}; there are {', '.join(there)}")
-    import matplotlib
+    from experiments.bench.common import pyplot  # here: main() puts the root on the path
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     columns = min(3, len(metrics))
     height = math.ceil(len(metrics) / columns)
     figure, grid = plt.subplots(
@@ -679,13 +677,10 @@ def plot_curves(rows: dict[str, list[Run]], metrics: list[str], file: Path) -> N
 
 def plot_against(rows: dict[str, list[Run]], setting: str, metric: str, file: Path) -> None:
     """Plot the mean over steps of a metric over a setting of the rows: their mean, and every run."""
-    import matplotlib
-
+    from experiments.bench.common import pyplot
     from train_rl import Config  # here, because it loads what training needs
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     section, _, key = setting.partition(".")
     try:
         default = getattr(getattr(Config(), section), key)

@@ -8,12 +8,11 @@ The file holds what summary.json says of each run, and the share of groups witho
 the last 50 steps.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
 
-from experiments.bench.common import markdown, write_json
+from experiments.bench.common import make_parser, markdown, write_json
 
 EVALUATED = {"avg_at_8": "pass@1, mean of 8 samples", "accuracy": "accuracy, greedy", "pass_at_8": "pass@8"}
 STEPS = 50
@@ -57,11 +56,8 @@ def table_lines(data: list[dict]) -> list[str]:
 
 def main() -> None:
     """Read the runs, print the table, write the record."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("runs", type=Path, help="folder with folders seed_S")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     data = [read_run(folder) for folder in sorted(args.runs.glob("seed_*/"))]
     if not data:

@@ -11,7 +11,6 @@ completions with a gradient. Runs that have not come to the end of their tokens 
 stderr; look there for those that stopped.
 """
 
-import argparse
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from experiments.bench.common import markdown, pyplot, write_json
+from experiments.bench.common import make_parser, markdown, pyplot, write_json
 from experiments.report import provenance, read_folder
 
 LAST_STEPS = 10
@@ -99,12 +98,8 @@ def plot(data: list[dict], file: Path) -> None:
 
 def main() -> None:
     """Read the runs, print the tables, write and draw the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__, plot=True)
     parser.add_argument("runs", type=Path, help="folder with a folder per learning rate")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here")
     args = parser.parse_args()
     data = read_window(args.runs)
     print("\n".join([*table_lines(data), "", *longer_lines(data), "", *clipped_lines(data)]))
