@@ -15,18 +15,22 @@
 --runs takes folders as experiments/run.py leaves them (ROW/seed_S), record files, or several of both. A
 figure is a mean over the runs (seeds) of a row. Runs that have not ended yet are left out and named.
 
+--metric NAME is of the evaluations, eval/SET/NAME; --metric train/NAME is of the training steps, as the mean
+over the latest ten of them: where runs evaluate at their ends alone, it says how fast they get there.
+
 COLUMNS. Without --columns the table has those from `row` to `seconds`.
   row, n            The name of the row and the number of its runs.
-  metric            The metric at the last step, mean over the held-out sets.
+  metric            The metric at the last step, mean over the held-out sets where it is of evaluations.
   interval          95 % t-interval over runs.
   minus_parent      The difference to the parent's metric.
   p, p_holm         Two-sided Welch t-test of the final metric against the parent's; the same after
                     Holm's correction over all rows of the table that have one.
-  tokens_to_target  Generated tokens until the mean evaluation curve of the row's runs, linear between
-                    evaluations, first reaches the target: the parent's final mean, or --target. A mean over
-                    the runs' own crossings would leave out those that never reach it.
+  tokens_to_target  Generated tokens until the mean curve of the row's runs, linear between its points, first
+                    reaches the target: the parent's final mean, or --target. A mean over the runs' own
+                    crossings would leave out those that never reach it.
   speedup           The parent's tokens to that target over the row's; in brackets the 2.5 and 97.5
                     percentiles of resampling the runs of both rows, where all resampled curves cross it.
+  seconds_to_target As tokens_to_target, over the seconds of the steps.
   at_equal_tokens   The metric interpolated at the most generated tokens that every run here has reached.
   gradient_tokens   Sum of gradient_tokens_total over the sum of tokens_total.
   inverted          Share of the trained completions whose advantage contradicts the verifier.
@@ -81,11 +85,12 @@ ROOT = Path(__file__).resolve().parents[1]
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
 INVERSION = "inversion_frac"  # missing in a step that trained on nothing
 RECORDED = (  # patterns of the metrics of a step that are kept where they are there
-    INVERSION, "score", "reward", "completion_tokens", "abs_dlogp", "mismatch_k3", "mismatch_routes",
-    "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps", "entropy/entropy_group_*",
-    "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
+    INVERSION, "score", "reward", "verdict/ok_frac", "completion_tokens", "abs_dlogp", "mismatch_k3",
+    "mismatch_routes", "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps",
+    "entropy/entropy_group_*", "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of the moving sums in the cost plot
+TRAINING = "train/"  # before the name of a metric of the steps
 LINE_STYLES = ("-", "--", ":")
 RESAMPLES = 2000  # draws of runs for the interval of a ratio
 NONE = "n/a"
@@ -99,9 +104,9 @@ class Run:
     place: str  # the file, and the line of a record, for messages
     folder: Path | None  # None: read from a record file
     steps: dict[str, np.ndarray]  # {metric: [steps]}; NaN where a step lacks it
-    tokens: np.ndarray  # generated tokens at each evaluation
-    seconds: np.ndarray  # seconds of training until each evaluation
-    values: np.ndarray  # the metric at each evaluation
+    tokens: np.ndarray  # generated tokens at each point of the metric's curve
+    seconds: np.ndarray  # seconds of training until each point
+    values: np.ndarray  # the metric at each point
     offline_tokens: float | None  # that the scoring of its prompts generated; None: not known
 
 
@@ -191,25 +196,46 @@ def check_order(kind: str, columns: dict[str, list], place: str) -> None:
         step_before, tokens_before = step, tokens
 
 
-def make_run(record: dict, place: str, folder: Path | None, metric: str) -> Run:
-    """Derive the arrays of a run from its record."""
-    check_curves(record, place)
-    raw, evaluations = record["steps"], record["evaluations"]
-    steps = {name: np.array(column, dtype=float) for name, column in raw.items()}  # None becomes NaN
-    elapsed = np.concatenate([[0.0], np.cumsum(steps["seconds_per_step"])])  # [steps + 1]
+def evaluation_curve(record: dict, elapsed: np.ndarray, metric: str) -> tuple[np.ndarray, ...]:
+    """Return generated tokens, seconds and the metric, mean over the held-out sets, at each evaluation."""
+    evaluations, last_step = record["evaluations"], len(elapsed) - 1
     columns = [column for name, column in evaluations.items() if name.endswith(f"/{metric}")]
     curve = []
     for i, (step, tokens) in enumerate(zip(evaluations["step"], evaluations["generated_tokens"])):
         values = [column[i] for column in columns if column[i] is not None]
         if values:
-            curve.append((step, tokens, elapsed[min(step, len(raw["step"]))], sum(values) / len(values)))
-    if not curve or (curve[0][0], curve[-1][0]) != (0, len(raw["step"])):
+            curve.append((step, tokens, elapsed[min(step, last_step)], sum(values) / len(values)))
+    if not curve or (curve[0][0], curve[-1][0]) != (0, last_step):
         found = sorted({name.split("/")[-1] for name in evaluations if name.startswith("eval/")})
         raise ValueError(
-            f"{place}: eval/SET/{metric} is missing at step 0 or at the last step; metrics of this run: "
+            f"eval/SET/{metric} is missing at step 0 or at the last step; metrics of this run: "
             + (", ".join(found) or "none")
         )
     _, tokens, seconds, values = map(np.array, zip(*curve))
+    return tokens, seconds, values
+
+
+def training_curve(steps: dict[str, np.ndarray], elapsed: np.ndarray, metric: str) -> tuple[np.ndarray, ...]:
+    """Return generated tokens, seconds and the metric as the mean over the latest steps that have it."""
+    if metric not in steps:
+        raise ValueError(f"no step has {metric}; there are {', '.join(sorted(steps))}")
+    tokens, values = smoothed(steps, metric)
+    return tokens, elapsed[1:][~np.isnan(steps[metric])], values
+
+
+def make_run(record: dict, place: str, folder: Path | None, metric: str) -> Run:
+    """Derive the arrays of a run from its record."""
+    check_curves(record, place)
+    columns = record["steps"].items()
+    steps = {name: np.array(column, dtype=float) for name, column in columns}  # None becomes NaN
+    elapsed = np.concatenate([[0.0], np.cumsum(steps["seconds_per_step"])])  # [steps + 1]
+    try:
+        if metric.startswith(TRAINING):
+            tokens, seconds, values = training_curve(steps, elapsed, metric.removeprefix(TRAINING))
+        else:
+            tokens, seconds, values = evaluation_curve(record, elapsed, metric)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
     is_scored = record.get("settings", {}).get("zero_variance.offline_scores") is not None
     offline = record.get("offline_tokens", None if is_scored else 0)
     if offline is not None:
@@ -354,10 +380,10 @@ def holm(p_values: list[float | None]) -> list[float | None]:
     return corrected
 
 
-def curve_of(runs: list[Run]) -> tuple[np.ndarray, np.ndarray]:
-    """Return generated tokens [evaluations of all runs] and each run's metric there [runs, evaluations]."""
-    tokens = np.unique(np.concatenate([run.tokens for run in runs]))
-    return tokens, np.array([np.interp(tokens, run.tokens, run.values) for run in runs])
+def curve_of(runs: list[Run], over: str = "tokens") -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens or seconds of all points of the runs, and each run's metric there [runs, points]."""
+    grid = np.unique(np.concatenate([getattr(run, over) for run in runs]))
+    return grid, np.array([np.interp(grid, getattr(run, over), run.values) for run in runs])
 
 
 def tokens_to(target: float, tokens: np.ndarray, values: np.ndarray) -> float | None:
@@ -441,7 +467,10 @@ def make_table(
     for (name, runs), p, p_holm in zip(rows.items(), p_values, holm(p_values)):
         parent = parents[name]
         goal = float(final[parent].mean()) if target is None else target
-        tokens, values = curve_of(runs)
+        to_target = [
+            tokens_to(goal, grid, values.mean(axis=0))
+            for grid, values in (curve_of(runs, "tokens"), curve_of(runs, "seconds"))
+        ]
         speedups = speedups_of(runs, rows[parent], target) if parent != name else {}
         shares = [r.steps["gradient_tokens_total"].sum() / r.steps["tokens_total"].sum() for r in runs]
         table.append(
@@ -454,7 +483,8 @@ def make_table(
                 "minus_parent": None if parent == name else float(final[name].mean() - final[parent].mean()),
                 "p_value": p,
                 "p_value_holm": p_holm,
-                "tokens_to_target": tokens_to(goal, tokens, values.mean(axis=0)),
+                "tokens_to_target": to_target[0],
+                "seconds_to_target": to_target[1],
                 **dict.fromkeys(SPEEDUPS),
                 **speedups,
                 "offline_tokens": runs[0].offline_tokens,
@@ -500,9 +530,9 @@ def show_speedup(row: dict, name: str = "speedup") -> str:
     return show(row[name], ".2f") + (f" ({show_interval(interval, '.2f')})" if interval else "")
 
 
-def show_tokens(tokens: float | None) -> str:
-    """Format a number of tokens; None: the target was not reached."""
-    return "not reached" if tokens is None else f"{tokens:,.0f}"
+def show_reached(number: float | None) -> str:
+    """Format a number of tokens or seconds; None: the target was not reached."""
+    return "not reached" if number is None else f"{number:,.0f}"
 
 
 def show_statistic(value: float | None) -> str:
@@ -518,13 +548,14 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
     "minus_parent": ("minus parent", lambda row: show(row["minus_parent"], "+.4f")),
     "p": ("p", lambda row: show_p(row["p_value"])),
     "p_holm": ("p, Holm", lambda row: show_p(row["p_value_holm"])),
-    "tokens_to_target": ("tokens to target", lambda row: show_tokens(row["tokens_to_target"])),
+    "tokens_to_target": ("tokens to target", lambda row: show_reached(row["tokens_to_target"])),
     "speedup": ("parent's / row's", show_speedup),
     "at_equal_tokens": ("at {equal_tokens:,} tokens", lambda row: f"{row['mean_at_equal_tokens']:.4f}"),
     "gradient_tokens": ("gradient tokens", lambda row: f"{row['gradient_token_share']:.3f}"),
     "inverted": ("inverted", lambda row: show(row["inversion_rate"], ".3f")),
     "seconds": ("seconds", lambda row: f"{row['seconds']:.1f}"),
     "parent": ("parent", lambda row: row["parent"]),
+    "seconds_to_target": ("seconds to target", lambda row: show_reached(row["seconds_to_target"])),
     "runs": ("each run", lambda row: ", ".join(f"{value:.2f}" for value in row["finals"])),
     "offline_tokens": ("tokens of scoring", lambda row: show(row["offline_tokens"], ",.0f")),
     "speedup_shared": ("scoring shared by n", lambda row: show_speedup(row, "speedup_shared")),
@@ -582,11 +613,11 @@ def moving_sum(values: np.ndarray) -> np.ndarray:
     return total[1:] - total[np.maximum(0, np.arange(1, len(total)) - SMOOTHING_STEPS)]
 
 
-def smoothed(run: Run, metric: str) -> tuple[np.ndarray, np.ndarray]:
+def smoothed(steps: dict[str, np.ndarray], metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Return generated tokens and the mean of a metric over the latest steps, steps without it left out."""
-    there = ~np.isnan(run.steps[metric])
-    values = run.steps[metric][there]
-    return run.steps["generated_tokens"][there], moving_sum(values) / moving_sum(np.ones(len(values)))
+    there = ~np.isnan(steps[metric])
+    values = steps[metric][there]
+    return steps["generated_tokens"][there], moving_sum(values) / moving_sum(np.ones(len(values)))
 
 
 def draw(axes, curves: list[tuple[np.ndarray, np.ndarray]], label: str, **style) -> None:
@@ -609,7 +640,7 @@ def gradient_share(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 def zero_variance_rate(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Return generated tokens and the share of groups without variance over the latest steps."""
-    return smoothed(run, "zero_variance_frac")
+    return smoothed(run.steps, "zero_variance_frac")
 
 
 def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
@@ -621,10 +652,11 @@ def plot(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
     plt = pyplot()
 
     share = f"share over {SMOOTHING_STEPS} steps"
+    label = metric if metric.startswith(TRAINING) else f"{metric}, held out"
     figures = {
         file: (
-            ("generated tokens", f"{metric}, held out", lambda run: (run.tokens, run.values)),
-            ("seconds of training", f"{metric}, held out", lambda run: (run.seconds, run.values)),
+            ("generated tokens", label, lambda run: (run.tokens, run.values)),
+            ("seconds of training", label, lambda run: (run.seconds, run.values)),
         ),
         file.with_name(f"cost{file.suffix}"): (
             ("generated tokens", f"gradient tokens, {share}", gradient_share),
@@ -664,7 +696,7 @@ def plot_curves(rows: dict[str, list[Run]], metrics: list[str], file: Path) -> N
         axes.remove()
     for axes, metric in zip(grid.flat, metrics):
         for i, (name, runs) in enumerate(rows.items()):
-            curves = [smoothed(run, metric) for run in runs if metric in run.steps]
+            curves = [smoothed(run.steps, metric) for run in runs if metric in run.steps]
             if curves:
                 draw(axes, curves, name, color=f"C{i % 10}", linestyle=LINE_STYLES[i // 10 % 3])
         axes.set(xlabel="generated tokens", ylabel=metric)
@@ -911,7 +943,9 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", nargs="+", help="these rows in this order (default: the parent, then the others by name)"
     )
-    parser.add_argument("--metric", default="avg_at_8", help="of eval/SET/METRIC (default: %(default)s)")
+    parser.add_argument(
+        "--metric", default="avg_at_8", help="of eval/SET/METRIC, or train/METRIC (default: %(default)s)"
+    )
     parser.add_argument("--target", type=float, help="of tokens to target (default: the parent's final mean)")
     parser.add_argument(
         "--columns", nargs="+", default=list(STANDARD), metavar="NAME", help="these columns in this order"

@@ -176,12 +176,15 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
     root, logs = random_table
     table, printed = make(root, "--parent", "grpo", capsys=capsys)
     assert [row["row"] for row in table] == ["grpo", "espo", "gspo"], "the parent, then by name"
-    finals, curves, most = {}, {}, []
+    finals, curves, timed, most = {}, {}, {}, []
     for row, runs in logs.items():
-        curves[row] = []
+        curves[row], timed[row] = [], []
         for log in runs:
             points = [(r["generated_tokens"], r["eval/additions/avg_at_8"]) for r in log if is_evaluation(r)]
             curves[row].append(([p[0] for p in points], [p[1] for p in points]))
+            at = [sum(r["seconds_per_step"] for r in log[: log.index(e)] if not is_evaluation(r))
+                  for e in log if is_evaluation(e)]  # fmt: skip
+            timed[row].append((at, curves[row][-1][1]))
             most.append(points[-1][0])
         finals[row] = [values[-1] for _, values in curves[row]]
     target = statistics.fmean(finals["grpo"])
@@ -199,6 +202,7 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
         assert entry["p_value"] == (None if row == "grpo" else pytest.approx(p[row], abs=1e-9))
         assert entry["p_value_holm"] == (None if row == "grpo" else pytest.approx(p_holm[row], abs=1e-9))
         assert entry["tokens_to_target"] == close(crossing_by_hand(*mean_curve(curves[row]), target))
+        assert entry["seconds_to_target"] == close(crossing_by_hand(*mean_curve(timed[row]), target))
         if row == "grpo":
             assert entry["speedup"] is entry["speedup_interval"] is None
         else:
@@ -620,6 +624,30 @@ def test_metrics_of_steps_are_plotted_as_means_over_the_latest_ten(tmp_path, mon
     capsys.readouterr()
     error = error_of(*options, tmp_path / "b.png", "clipped", "other", capsys=capsys)
     assert "--curves: no run has other" in error
+
+
+def test_a_metric_of_the_steps_in_place_of_evaluations(tmp_path, monkeypatch, capsys):
+    """8 steps of 100 tokens and half a second; the row `late` has its metric at every second step alone."""
+    monkeypatch.setattr(report, "SMOOTHING_STEPS", 3)
+    root = tmp_path / "runs"
+    for seed in (0, 1):
+        write_run(root, "early", seed, [0.2] * 5, score=lambda step, seed=seed: step / 10 + seed / 5)
+    folder = write_run(root, "late", 0, [0.2] * 5, score=lambda step: step / 20)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["step"] % 2:
+            row.pop("score", None)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ("row", "metric", "runs", "tokens_to_target", "seconds_to_target")
+    options = ("--parent", "early", "--target", 0.25, "--columns", *columns)
+    (early, late), printed = make(root, "--metric", "train/score", *options, capsys=capsys)
+    assert early["finals"] == pytest.approx([0.7, 0.9]) and late["finals"] == pytest.approx([0.3])
+    # Means over the latest three: early 0.1, 0.15, 0.2, 0.3 plus 0.1; late 0.1, 0.15, 0.2, 0.3 at 2, 4, 6, 8.
+    assert (early["tokens_to_target"], early["seconds_to_target"]) == pytest.approx((200, 1.0))
+    assert (late["tokens_to_target"], late["seconds_to_target"]) == pytest.approx((700, 3.5))
+    assert cells(printed)["late"][-2:] == ["700", "4"] and "train/score" in printed
+    assert report.main(["--runs", str(root), "--parent", "early", "--metric", "train/scores"]) == 2
+    assert "no step has scores; there are" in capsys.readouterr().err
 
 
 def test_a_metric_over_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
