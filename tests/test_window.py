@@ -72,3 +72,23 @@ def test_a_window_is_read_and_shown_run_by_run(runs, tmp_path, monkeypatch, caps
     assert window.clipped_lines(data)[1:] == [
         "|---|---|---|", "| espo | - | 0.2500 |", "| grpo | 0.2500 | 0.2500 |",
     ]  # fmt: skip
+
+
+def test_runs_are_added_to_a_file(runs, tmp_path, monkeypatch, capsys):
+    file, more = tmp_path / "window.json", tmp_path / "more"
+    command = lambda *paths: ["window", *map(str, paths), "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", command(runs))
+    window.main()
+    before = json.loads(file.read_text())
+    write_run(more / "a" / "espo" / "seed_101", 1e-3, 0.5, 0.25, [0.5] * NUM_STEPS)
+    monkeypatch.setattr(sys, "argv", command(file, more))
+    window.main()
+    after = json.loads(file.read_text())
+    assert [run for run in after if run in before] == before
+    (added,) = (run for run in after if run not in before)
+    assert (added["row"], added["seed"], added["chains"]) == ("espo", 101, 0.5)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        window.main()
+    assert f"{more}: espo at 0.001, seed 101, is there twice" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == after

@@ -3,14 +3,15 @@
     python -m experiments.long_chains.window runs/long_chains_window \\
         --json experiments/long_chains/window.json --plot experiments/long_chains/window.png
 
-The folder holds one folder per learning rate, as the commands of the README make them. A figure is pass@1
-on the held-out chains (or `longer`) after the last step. The file holds for each run: row, seed, commit and
-learning_rate; the seconds of its steps; avg_at_4 of `chains` at the `start`, of `chains` and `longer` at
-the end; means over the last ten steps of `entropy` and of the share of `clipped` tokens, over the
-completions with a gradient. Runs that have not come to the end of their tokens are left out and named on
-stderr; look there for those that stopped.
+A folder holds one folder per learning rate, as the commands of the README make them. A file that was written
+before can stand among the folders: its runs come first. A figure is pass@1 on the held-out chains (or
+`longer`) after the last step. The file holds for each run: row, seed, commit and learning_rate; the seconds
+of its steps; avg_at_4 of `chains` at the `start`, of `chains` and `longer` at the end; means over the last
+ten steps of `entropy` and of the share of `clipped` tokens, over the completions with a gradient. Runs that
+have not come to the end of their tokens are left out and named on stderr; look there for those that stopped.
 """
 
+import json
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -40,6 +41,21 @@ def read_window(folder: Path) -> list[dict]:
                 **{name: float(np.nanmean(values)) for name, values in last.items()},
             })  # fmt: skip
     return found
+
+
+def read_all(paths: list[Path]) -> list[dict]:
+    """Return the runs of folders and of written files; ValueError for one that is there twice."""
+    data, seen = [], set()
+    for path in paths:
+        for run in json.loads(path.read_text()) if path.is_file() else read_window(path):
+            key = (run["row"], run["learning_rate"], run["seed"])
+            if key in seen:
+                raise ValueError(
+                    f"{path}: {run['row']} at {run['learning_rate']:g}, seed {run['seed']}, is there twice"
+                )
+            seen.add(key)
+            data.append(run)
+    return data
 
 
 def by_row_and_rate(data: list[dict], name: str) -> dict[str, dict[float, list[float]]]:
@@ -99,9 +115,14 @@ def plot(data: list[dict], file: Path) -> None:
 def main() -> None:
     """Read the runs, print the tables, write and draw the figures."""
     parser = make_parser(__doc__, plot=True)
-    parser.add_argument("runs", type=Path, help="folder with a folder per learning rate")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", help="folders with a folder per learning rate, and files"
+    )
     args = parser.parse_args()
-    data = read_window(args.runs)
+    try:
+        data = read_all(args.runs)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     print("\n".join([*table_lines(data), "", *longer_lines(data), "", *clipped_lines(data)]))
     write_json(args.json, data)
     if args.plot:
