@@ -962,7 +962,8 @@ def choose_logprob_kernel(settings: ModelSettings, config: PretrainedConfig, dev
 def build_policy(
     settings: ModelSettings, model_dir: str | Path, ep_group: dist.ProcessGroup | None, device: torch.device
 ) -> Policy:
-    """Make the policy with the weights of a folder, this rank's experts only."""
+    """Make the policy with the weights of a folder or a name on the hub, this rank's experts only."""
+    model_dir = model_folder(model_dir)
     torch.set_default_dtype(getattr(torch, settings.dtype))  # no float32 copy is made on the way
     with device:
         policy = Policy(load_config(model_dir), ep_group)

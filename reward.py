@@ -606,12 +606,12 @@ class RewardPool(contextlib.AbstractContextManager):
         """Book the replies of a worker; replace it if it has died, gone silent or sent what is no reply."""
         # It is looked up before reading, so that the last replies of a worker that has ended are read.
         has_ended = _has_ended(worker.process)
-        data, is_wrong = None, False
+        data, is_wrong, is_full = None, False, False
         try:
             while data := os.read(worker.process.stdout.fileno(), 1 << 16):
                 *replies, worker.unread = (worker.unread + data).split(b"\n")
                 for reply in replies:
-                    self._book(worker, json.loads(reply))
+                    is_full |= self._book(worker, json.loads(reply))
                 worker.alive_at = time.monotonic()
                 is_wrong = len(worker.unread) > MAX_REPLY_BYTES
                 if is_wrong:
@@ -625,24 +625,30 @@ class RewardPool(contextlib.AbstractContextManager):
             grace = GRACE_S if item.kind in worker.ready else START_GRACE_S
             limit = self._limit_s(worker.sent[0].values())
             is_silent = time.monotonic() > worker.alive_at + limit + grace
-        if data == b"" or has_ended or is_wrong or is_silent:
+        is_full = is_full and not worker.sent  # what a function holds on to would fail all later calls, too
+        if data == b"" or has_ended or is_wrong or is_silent or is_full:
             self._replace(worker, is_silent, is_wrong)
 
-    def _book(self, worker: _Worker, reply: list) -> None:
-        """Take in one reply: [number, signature of the kind] or [number, fields of a Verdict, seconds]."""
+    def _book(self, worker: _Worker, reply: list) -> bool:
+        """Take in one reply: [number, signature of the kind] or [number, fields of a Verdict, seconds].
+
+        Returns whether the worker had no memory left.
+        """
         number, *values = reply
         line = worker.sent[0]
         if isinstance(values[0], dict):
             kind = line[number].kind
             self.signatures[kind] = values[0]
             worker.ready.add(kind)
-            return
+            return False
         *values, took = values
         item = line.pop(number)
         if not line:
             worker.sent.popleft()
         self.seconds[item.kind] = 0.95 * self.seconds.get(item.kind, took) + 0.05 * took
-        self._finish(item, Verdict(*values))
+        verdict = Verdict(*values)
+        self._finish(item, verdict)
+        return verdict.status == "error" and "MemoryError" in verdict.detail
 
     def _finish(self, item: _Item, verdict: Verdict) -> None:
         self._verdicts[item.key] = verdict
@@ -860,9 +866,10 @@ def _prepare(kind: str) -> dict:
                 verifiers.math.load_library()
         functions = [load_function(name) for name in functions_of(kind)]
         signature["required"] = [name for function in functions for name in function.required]
-        signature["async"] = any(function.is_async for function in functions)
+        is_slow = any(part in _SLOW for _, part in parts_of(kind))  # it would keep others waiting
+        signature["async"] = any(function.is_async for function in functions) and not is_slow
         fields = [function.fields() for function in functions]
-        if None not in fields and not any(part in _SLOW for _, part in parts_of(kind)):
+        if None not in fields and not is_slow:
             signature["fields"] = sorted(set(sum(fields, [])))
     return signature
 
@@ -888,11 +895,19 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
     """Return {index: reason} of the rows whose reference answer is wrong by its own rule.
 
     Every completion of such a prompt would be wrong or an error. Of a sum each part that is a rule is asked.
-    The answer is written as a completion writes it; for constraints it counts only that they can be read.
+    The answer is written as a completion writes it; for constraints and tests it counts only that they can be
+    read.
     """
-    asked = {}  # {(kind, answer, fields where they matter): indices}
+    asked, reasons = {}, {}  # {(kind, answer, fields where they matter): indices}
     for index, (kind, answer, fields) in enumerate(rows):
         for _, part in parts_of(kind):
+            if part == "code":
+                from verifiers.code import read_tests
+
+                try:
+                    read_tests(answer, "")
+                except Exception as error:  # whatever the data make it raise
+                    reasons[index] = f"{answer[:80]!r}: error: {explain(error)}"
             if part in RULES:
                 asked.setdefault((part, answer, ""), []).append(index)
             elif part == "instructions":
@@ -902,7 +917,6 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
         completion = {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}
         fields = {} if part in RULES else rows[indices[0]][2]
         pool.submit(key, part, completion.get(part, answer), answer, fields)
-    reasons = {}
     for key, verdict in pool.collect().items():
         if verdict.status in FAILED or (verdict.status != "ok" and key[0] in RULES):
             reason = verdict.detail or f"{key[0]} does not find it equal to itself"

@@ -451,20 +451,20 @@ def stops_of(
     """Return the token ids and the texts that end a completion of the model in a folder.
 
     They are the end-of-sequence ids of tokenizer, config.json and generation_config.json (which alone lists
-    a second one, as Qwen's do), and `more`. A text of `more` that is one token of the vocabulary is taken as
-    its id. ValueError for an id that is no token's.
+    a second one, as Qwen's do), and `more`. A text of `more` that is an added token, which decoded text may
+    not show, is taken as its id. ValueError for an id that is no token's.
     """
     ids, texts = [tokenizer.eos_token_id], []
     for name in ("config.json", "generation_config.json"):
         file = Path(model_path) / name
         found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
         ids += found if isinstance(found, list) else [found]
-    vocabulary = tokenizer.get_vocab()
+    added = tokenizer.get_added_vocab()
     for stop in more:
         if isinstance(stop, int) and not 0 <= stop < len(tokenizer):
             raise ValueError(f"rollout.stop: {stop} is no token id, the vocabulary has {len(tokenizer)}")
-        if isinstance(stop, int) or stop in vocabulary:
-            ids.append(vocabulary.get(stop, stop))
+        if isinstance(stop, int) or stop in added:
+            ids.append(added.get(stop, stop))
         else:
             texts.append(stop)
     return list(dict.fromkeys(i for i in ids if i is not None)), texts

@@ -573,6 +573,9 @@ def rollout_contradictions(config: Config) -> dict[str, tuple]:
         "train.offload_optimizer {} needs train.zero_stage 2, which is {}: at 1 gradients stay on the GPU": (
             config.train.offload_optimizer, config.train.zero_stage,
             config.train.offload_optimizer and config.train.zero_stage == 1),
+        "train.lr_schedule_args {} are for another train.lr_schedule than {!r}, which takes none": (
+            config.train.lr_schedule_args, config.train.lr_schedule,
+            config.train.lr_schedule_args and config.train.lr_schedule == "constant_with_warmup"),
         "zero_variance.probe_size {} must be below rollout.group_size {}": (
             zero.probe_size, rollout.group_size, zero.probe_size >= rollout.group_size),
         "algorithm.router_replay {!r} needs rollout.capture_routes, which is {!r}": (
@@ -610,6 +613,11 @@ def config_warnings(config: Config) -> list[str]:
         warnings.append(
             "algorithm.router_replay 'r2' with train.minibatches_per_step 1 changes nothing: the only update "
             "is made with the routes of the old policy anyway"
+        )
+    if algo.covariance == "kl" and algo.covariance_share > 0 and num_updates == 1:
+        warnings.append(
+            "algorithm.covariance 'kl' with train.minibatches_per_step 1 changes nothing: its term measures "
+            "how far the policy has moved since it sampled"
         )
     if config.rollout.group_size == 1:
         warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
@@ -1314,7 +1322,7 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
     if batch.certainty is not None:
         advantages = advantages * batch.certainty
     advantages = advantages.unsqueeze(1) * batch.response_mask  # [B, T]
-    if config.zero_variance.rl_zvp:
+    if config.zero_variance.rl_zvp and batch.entropy is not None:  # None: no rank keeps a group
         rows = zero_variance_rows(batch, config.reward.binary)  # [B]
         rewarded = torch.tensor([score_of(v, config.reward.binary) for v in batch.verdicts]) > 0  # [B]
         mask, coef = batch.response_mask[rows], config.zero_variance.rl_zvp_coef
@@ -1383,7 +1391,8 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config) -> tu
 
     Completions cut at the limit (leave_out_cut: DAPO, arXiv 2503.14476, section 3.4), tokens of low entropy
     and tokens drawn by Clip-Cov have no policy loss. All of them count in means and weights [ours]. Chosen
-    among the tokens of each update over all ranks. Collective where a setting is on.
+    among the tokens of each update over all ranks. Collective where a setting is on. A step in which no rank
+    keeps a group has no old policy's outputs, and nothing to choose among.
     """
     algorithm, penalised = config.algorithm, torch.zeros_like(batch.response_mask)
     if algorithm.leave_out_cut:
@@ -1391,10 +1400,10 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config) -> tu
         advantages = advantages.masked_fill(was_cut.unsqueeze(1), 0.0)
     for number in range(config.train.minibatches_per_step):
         mask = batch.response_mask & (batch.minibatch == number).unsqueeze(1)
-        if algorithm.top_entropy < 1:
+        if algorithm.top_entropy < 1 and batch.entropy is not None:
             keep = most_uncertain(batch.entropy, mask, algorithm.top_entropy)
             advantages = advantages.masked_fill(mask & ~keep, 0.0)
-        if algorithm.covariance_share > 0:
+        if algorithm.covariance_share > 0 and batch.old_logprobs is not None:
             advantages, chosen = treat_covariant_tokens(advantages, batch, mask, config)
             penalised = penalised | chosen
     return advantages, penalised if penalised.any() else None
@@ -2072,8 +2081,12 @@ def learning_rate(config: Config, step: int) -> float:
     [ours] transformers' schedules begin at 0 and end at 0; shifted by one step, neither the first nor the
     last update is one of rate 0.
     """
-    train = config.train
-    highest, options = train.learning_rate, tuple(sorted(train.lr_schedule_args.items()))
+    train, options = config.train, config.train.lr_schedule_args
+    if train.lr_schedule == "inverse_sqrt" and train.warmup_steps == 0:
+        options = {
+            "timescale": 10_000
+        } | options  # transformers' own without a warm-up, which the shift makes
+    options, highest = tuple(sorted(options.items())), train.learning_rate
     factor = lr_function(train.lr_schedule, highest, train.warmup_steps + 1, train.num_steps + 1, options)
     return highest * factor(step + 1)
 
@@ -2253,19 +2266,21 @@ def load_data(
 def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkpoint: Path | None) -> None:
     """Leave out prompts whose reference answer is not right by its own verifier. Collective.
 
-    Each rank asks its reward workers about a part of them. A resumed run goes by the list of its first start.
+    Each rank asks its reward workers about a part of them. For training prompts a resumed run goes by the
+    list of its first start; held-out sets may have changed.
     """
     file = Path(config.run.dir) / "dropped_rows.jsonl"
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if checkpoint:
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        leave_out(loaded, {row["prompt_sha"]: row["detail"] for row in rows if "prompt_sha" in row})
-        return
-    mine = loaded.everyone()[rank::world_size]
+        leave_out(loaded, {(r["prompt_sha"], r.get("kind")): r["detail"] for r in rows if "prompt_sha" in r})
+    held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
+    mine = (held_out if checkpoint else loaded.everyone())[rank::world_size]
     found = impossible_references(pool, [(p.kind, p.answer, p.fields) for p in mine])
     parts = [None] * world_size
-    dist.all_gather_object(parts, {prompt_sha(mine[i]): reason for i, reason in found.items()})
-    leave_out(loaded, {sha: reason for part in parts for sha, reason in part.items()})
+    reasons = {(prompt_sha(mine[i]), mine[i].kind): reason for i, reason in found.items()}
+    dist.all_gather_object(parts, reasons)
+    leave_out(loaded, {name: reason for part in parts for name, reason in part.items()})
     if rank == 0:
         file.unlink(missing_ok=True)
         if loaded.dropped:
@@ -2498,7 +2513,13 @@ def resume(
     """Load what a checkpoint holds besides the weights; return the record of the prompts."""
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
-    say(f"resumed from {checkpoint}" + ("" if same_prompts else "; the record of other prompts is dropped"))
+    notes = "" if same_prompts else "; the record of other prompts is dropped"
+    notes += (
+        "; the optimizer is fresh (checkpoint.resume=weights)"
+        if config.checkpoint.resume == "weights"
+        else ""
+    )
+    say(f"resumed from {checkpoint}{notes}")
     if config.checkpoint.resume == "auto":
         shard = checkpoint / f"rank_{dist.get_rank():05d}.pt"
         shard = torch.load(shard, map_location="cpu", weights_only=True)
@@ -2659,7 +2680,8 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
 def add_rewards(run: Run, batch: RolloutBatch) -> None:
     """Add rewards [B] and which of them count, [B] bool. Collective."""
     decode = run.rollouts.tokenizer.batch_decode
-    texts = decode(batch.completion_ids, skip_special_tokens=True) if run.judge else []
+    ids = batch.completion_ids if run.judge else []
+    texts = decode(ids, skip_special_tokens=True) if ids else []  # of nothing it makes one empty text
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     valid = has_verdict(batch.verdicts)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(rewards, valid, batch, run.config, run.state.step)

@@ -43,7 +43,7 @@ def load_stages(
     """
     if len(data) == 1:
         return [load_sets(data[0], tokenizer, max_prompt_tokens[0], functions, seed=0)]
-    refuse_holdouts(data, places)
+    refuse_holdouts(data, max_prompt_tokens, places)
     kinds = {source.kind for one in data for source in (*one.train, *one.eval) if source.kind}
     functions = sorted({*functions, *kinds})
     loaded: dict[str, LoadedSets] = {}
@@ -55,20 +55,27 @@ def load_stages(
                 loaded[key] = load_sets(train, tokenizer, tokens, functions, seed=0)
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-    held_out = data[0].model_copy(update={"train": []})
-    held_out = load_sets(held_out, tokenizer, max(max_prompt_tokens), functions, seed=0)
     first = loaded[keys[0]]
-    first.eval_sets |= held_out.eval_sets
-    first.notes += held_out.notes
-    first.dropped += held_out.dropped
+    if data[0].eval:
+        held_out = data[0].model_copy(update={"train": []})
+        held_out = load_sets(held_out, tokenizer, max(max_prompt_tokens), functions, seed=0)
+        first.eval_sets |= held_out.eval_sets
+        first.notes += held_out.notes
+        first.dropped += held_out.dropped
     return [loaded[key] for key in keys]
 
 
-def refuse_holdouts(data: list[DataSettings], places: list[str]) -> None:
+def refuse_holdouts(data: list[DataSettings], max_prompt_tokens: list[int], places: list[str]) -> None:
     """Raise ValueError for a holdout where stages have different prompts: what is held out must not depend
     on the stage.
     """
+    drops_overlong = len(set(max_prompt_tokens)) > 1 and any(one.on_bad_row == "drop" for one in data)
     for one, place in zip(data, places):
+        if drops_overlong and any(source.holdout for source in one.train):
+            raise ValueError(
+                f"{place}: data.train[].holdout where stages drop prompts at different "
+                "rollout.max_prompt_tokens; name held-out rows as data.eval"
+            )
         if any(source.holdout for source in one.train) and any(one.train != other.train for other in data):
             raise ValueError(
                 f"{place}: data.train[].holdout where stages train on different sets; name held-out rows as "

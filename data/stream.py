@@ -137,25 +137,29 @@ def refuse_unknown_tokens(loaded: LoadedSets, vocab_size: int, model: str | Path
                 )
 
 
-def leave_out(loaded: LoadedSets, reasons: dict[str, str]) -> None:
-    """Drop the prompts that are named by prompt_sha, with the reason; ValueError if a set loses all."""
+def leave_out(loaded: LoadedSets, reasons: dict[tuple[str, str | None], str]) -> None:
+    """Drop the prompts of {(prompt_sha, kind or None for any): reason}; ValueError if a set loses all."""
+
+    def reason_of(prompt: Prompt) -> str | None:
+        sha = prompt_sha(prompt)
+        return reasons.get((sha, prompt.kind), reasons.get((sha, None)))
+
     for name, (prompts, prompt_ids) in loaded.by_name().items():
         label = name or "training"
-        kept = [i for i, prompt in enumerate(prompts) if prompt_sha(prompt) not in reasons]
-        lost = [prompt for prompt in prompts if prompt_sha(prompt) in reasons]
+        kept = [i for i, prompt in enumerate(prompts) if reason_of(prompt) is None]
+        lost = [prompt for prompt in prompts if reason_of(prompt) is not None]
         if not kept:
-            reason = reasons[prompt_sha(lost[0])]
             raise ValueError(
-                f"{label}: no reference answer can be right, the first is {reason}; set its kind"
+                f"{label}: no reference answer can be right, the first is {reason_of(lost[0])}; set its kind"
             )
         if lost:
             loaded.notes.append(
                 f"{label}: {len(lost):,} of {len(prompts):,} prompts left out, because their reference "
-                f"answers cannot be right; the first: {reasons[prompt_sha(lost[0])]}"
+                f"answers cannot be right; the first: {reason_of(lost[0])}"
             )
         loaded.dropped += [
-            {"set": prompt.source, "reason": "impossible reference", "detail": reasons[prompt_sha(prompt)]}
-            | {"prompt_sha": prompt_sha(prompt), "prompt": prompt.text[:200]}
+            {"set": prompt.source, "reason": "impossible reference", "detail": reason_of(prompt)}
+            | {"prompt_sha": prompt_sha(prompt), "kind": prompt.kind, "prompt": prompt.text[:200]}
             for prompt in lost
         ]
         prompts[:], prompt_ids[:] = [prompts[i] for i in kept], [prompt_ids[i] for i in kept]

@@ -313,7 +313,8 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
     name = f"step_{state['step']:06d}"
     aside = checkpoints / f"{name}.tmp"
     if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
+        for unfinished in checkpoints.glob("step_*.tmp"):  # also those that a killed run has left
+            shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()
 
     def write_own() -> None:
@@ -336,7 +337,7 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
         shutil.rmtree(checkpoints / name, ignore_errors=True)
         aside.rename(checkpoints / name)
         for old in list_checkpoints(checkpoints)[: -config.checkpoint.keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # a kill in the midst leaves what the next one removes
     elif rank == 0:
         shutil.rmtree(aside, ignore_errors=True)
     dist.barrier()

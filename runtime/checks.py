@@ -80,8 +80,8 @@ def mismatch_gate(metrics: dict[str, float], state: "TrainState", config: "Confi
     if patience and state.steps_above_gate >= patience:
         return (
             f"{what}: the policy is trained on samples of another one. Bring them together "
-            "(algorithm.router_replay=r3, rollout.fp8=off, rollout.dtype=float32), correct for it "
-            "(algorithm.rollout_correction=token_tis), or raise the gate or algorithm.mismatch_patience"
+            "(algorithm.router_replay=r3, rollout.fp8=off, rollout.dtype=float32); or raise the gate or "
+            "algorithm.mismatch_patience, if algorithm.rollout_correction takes care of the difference"
         )
     if dist.get_rank() == 0:
         tqdm.write(f"warning: {what}")

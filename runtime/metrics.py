@@ -5,10 +5,11 @@ ends in _max a maximum; all others are means over what they count.
 """
 
 import contextlib
+import functools
 import json
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from fractions import Fraction
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 from runtime.checkpoint import writing
 
@@ -74,8 +76,9 @@ def rollout_metrics(
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [len(c.token_ids) for c in completions]
     statuses, num = Counter(v.status for v in verdicts), len(verdicts)
-    parts = [(part, reward) for v in verdicts for part, reward in v.parts.items()]
-    of_part = {name: [reward for part, reward in parts if part == name] for name, _ in parts}
+    of_part = defaultdict(list)
+    for part, reward in (item for v in verdicts for item in v.parts.items()):
+        of_part[part].append(reward)
     routes = [c.routed_experts for c in completions if c.routed_experts is not None]
     invalid = sum(int((ids[:, 0, 0] == invalid_route).sum()) for ids in routes)
     return {
@@ -90,7 +93,7 @@ def rollout_metrics(
         "completion_seconds": (sum(c.seconds for c in completions), num),
         "completion_seconds_max": (max((c.seconds for c in completions), default=0.0), 1),
         "cut_at_limit_frac": (sum(c.finish_reason == "length" for c in completions), num),
-        **{f"part/{name}": (exact_sum(rewards), len(rewards)) for name, rewards in of_part.items()},
+        **{f"part/{name}/mean": (exact_sum(rewards), len(rewards)) for name, rewards in of_part.items()},
         **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
     }
 
@@ -272,6 +275,12 @@ class Clock:
         return {f"seconds/{phase}": seconds for phase, seconds in taken.items()}
 
 
+@functools.cache
+def warn_once(text: str) -> None:
+    """Print a warning that may come at every step."""
+    tqdm.write(f"warning: {text}")
+
+
 def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dict) -> None:
     """Write one row of metrics.jsonl and the same scalars to TensorBoard."""
     if accelerator.is_main_process:
@@ -282,7 +291,11 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
         path = Path(config.run.dir) / "metrics.jsonl"
         with writing(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        accelerator.log(metrics, step=state.step)
+        for tracker in accelerator.trackers:
+            try:
+                tracker.log(metrics, step=state.step)
+            except Exception as error:  # its server may be gone; the row is in metrics.jsonl
+                warn_once(f"tracker {tracker.name} does not take metrics: {type(error).__name__}")
         is_due = state.step % config.run.log_every == 0 and "tensorboard" in config.run.trackers
         for name, bins in histograms.items() if is_due else ():
             values = [10 ** ((edge + 0.5) / BINS_PER_DECADE) for edge in sorted(bins.elements())]

@@ -52,7 +52,7 @@ class Limits:
     memory_bytes: int = 1 << 30  # address space; never more than the calling process may use
     output_bytes: int = 4 << 20  # stdout, stderr, and each file that it writes
     folder_bytes: int = 64 << 20  # all files together (bubblewrap only)
-    threads: int = 64  # holds for a user other than root, so with bubblewrap always
+    threads: int = 64  # bubblewrap only: elsewhere the kernel counts those of all the user's processes
     open_files: int = 64
 
 
@@ -72,7 +72,7 @@ class Sandbox(contextlib.AbstractContextManager):
 
     isolation: "bubblewrap" or "rlimits". "rlimits" does without namespaces. It does not keep a program from
     reading every file that the user may read, environments in /proc included, nor from writing and deleting
-    the user's files, and as root it does not count threads. It is for machines that refuse namespaces and
+    the user's files, and it does not count threads. It is for machines that refuse namespaces and
     hold nothing worth protecting. A caller that is killed leaves the folder behind. RuntimeError: the sandbox
     does not start.
     """
@@ -107,7 +107,8 @@ class Sandbox(contextlib.AbstractContextManager):
             env=environment,
             start_new_session=True,
         )
-        numbers = (limits.memory_bytes, limits.output_bytes, limits.threads, limits.open_files, uid)
+        threads = limits.threads if isolation == "bubblewrap" else 0
+        numbers = (limits.memory_bytes, limits.output_bytes, threads, limits.open_files, uid)
         imports = " ".join(re.findall(r"^[ \t]*(?:import|from)[ \t].*", source, re.MULTILINE))
         modules = " ".join(sorted(SHARED_MODULES & set(re.findall(r"\w+", imports))))
         try:
@@ -234,7 +235,8 @@ def bubblewrap_arguments(folder_bytes: int, is_root: bool) -> list[str]:
             command += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             command += ["--ro-bind", folder, folder]
-    for folder in map(Path, (sys.base_prefix, sysconfig.get_path("purelib"))):
+    folders = sys.base_prefix, os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")
+    for folder in map(Path, dict.fromkeys(folders)):  # base_prefix may be a link, and is sought by both names
         if Path("/usr") not in [folder, *folder.parents]:
             for parent in list(folder.parents)[-2::-1]:
                 command += ["--dir", str(parent)]

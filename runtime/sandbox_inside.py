@@ -135,12 +135,13 @@ def confine(
         resource.RLIMIT_CPU: int(seconds) + 1,
         resource.RLIMIT_AS: memory,
         resource.RLIMIT_FSIZE: output,
-        resource.RLIMIT_NPROC: threads,
         resource.RLIMIT_NOFILE: files,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
+    if threads:
+        limits[resource.RLIMIT_NPROC] = threads
     for name, limit in limits.items():
         hard = resource.getrlimit(name)[1]
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)

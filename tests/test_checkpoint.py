@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import save_small_moe
-from helpers import FakeRanks, make_batch, make_config, make_prompts, no_history
+from helpers import FakeRanks, make_batch, make_config, make_prompts, no_history, rows_of
 from safetensors import SafetensorError
 
 import moe_model
@@ -91,6 +91,29 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_earlier_ones_st
     save(run, 2)
     save(run, 3)
     assert names_in(run.folder) == ["step_000002", "step_000003"], "checkpoint.keep is 2"
+
+
+def test_what_a_kill_has_left_of_a_checkpoint_is_removed_by_the_next_one(run, monkeypatch):
+    """In the midst of writing one of another step, and of removing the oldest."""
+    for name in ("step_000137.tmp", "step_000138.tmp/model"):
+        (run.folder / name).mkdir(parents=True)
+    save(run, 1)
+    assert names_in(run.folder) == ["step_000001"]
+    save(run, 2)
+
+    class Kill(BaseException): ...
+
+    def die(folder, **options):
+        if (folder / "state.json").is_file():
+            (folder / "state.json").unlink()
+            raise Kill
+
+    with monkeypatch.context() as patch, pytest.raises(Kill):
+        patch.setattr("shutil.rmtree", die)
+        save(run, 3)
+    assert names_in(run.folder) == ["step_000001.tmp", "step_000002", "step_000003"]
+    save(run, 4)
+    assert names_in(run.folder) == ["step_000003", "step_000004"]
 
 
 @pytest.mark.parametrize(
@@ -245,12 +268,25 @@ def test_code_in_a_pickle_of_a_checkpoint_is_refused(name, run, tmp_path):
 
 
 # ---- full disks and links ----------------------------------------------------------------------------------
+def test_a_tracker_that_fails_is_named_once_and_costs_no_step(run, tmp_path, capsys):
+    """Its server is gone; the other tracker and metrics.jsonl have every step."""
+    (tmp_path / "run").mkdir()
+    logged, gone = [], SimpleNamespace(name="mlflow", log=lambda values, step: 1 / 0)
+    other = SimpleNamespace(name="other", log=lambda values, step: logged.append((step, values["score"])))
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[gone, other])
+    for step in (1, 2):
+        log_metrics(accelerator, run.config, train_rl.TrainState(step=step), {"score": step / 2})
+    assert logged == [(1, 0.5), (2, 1.0)]
+    assert [row["score"] for row in rows_of(tmp_path / "run")] == [0.5, 1.0]
+    assert capsys.readouterr().out.count("tracker mlflow does not take metrics: ZeroDivisionError") == 1
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml"])
 def test_a_full_disk_names_the_file_and_what_to_do(name, run, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / name).symlink_to("/dev/full")
-    accelerator = SimpleNamespace(is_main_process=True, log=lambda *_, **__: None)
+    accelerator = SimpleNamespace(is_main_process=True, trackers=[])
     batch, state = make_batch([[1, 2]]), train_rl.TrainState()
     writers = {
         "metrics.jsonl": lambda: log_metrics(accelerator, run.config, state, {"score": 1.0}),

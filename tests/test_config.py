@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 import moe_model
 import train_rl
+from data import tiny
 from data.prompts import PromptSource
 from runtime.config import complete, differences, free_on_resume, setting_fields
 from train_rl import RENAMED, Config, config_warnings, load_config
@@ -363,6 +364,10 @@ REFUSED = [
     ),
     ("reward.judge=generative reward.judge_path=x", "reward.judge 'generative'", "reward.judge_mode 'score'"),
     ("algorithm.clip_mode=before_mean", "algorithm.clip_mode 'before_mean'", "algorithm.ratio_level 'token'"),
+    (
+        'train.lr_schedule_args={"min_lr_rate":0.1}',
+        "train.lr_schedule_args {'min_lr_rate': 0.1}", "train.lr_schedule than 'constant_with_warmup'",
+    ),
     ("reward.code_memory_gib=3", "reward.code_memory_gib 3.0", "reward.memory_gib 2.0"),
     ("algorithm.entropy_clip_form=over_tokens", "entropy_clip_form 'over_tokens'", "clip_mode 'fixed'"),
     (
@@ -494,6 +499,8 @@ def test_unusual_settings_are_warned_about_with_both_names():
     assert config_warnings(load("algorithm.ratio_level=sequence", *narrow)) == []
     (warning,) = config_warnings(load("algorithm.loss_agg=token_group_mean"))
     assert "algorithm.loss_agg" in warning and "algorithm.ratio_level 'token'" in warning
+    (warning,) = config_warnings(load("algorithm.covariance=kl", "algorithm.covariance_share=0.002"))
+    assert "algorithm.covariance 'kl'" in warning and "train.minibatches_per_step 1" in warning
     (warning,) = config_warnings(load("rollout.group_size=1"))
     assert "rollout.group_size 1" in warning
 
@@ -705,6 +712,7 @@ def test_a_setting_that_a_checkpoint_lacks_counts_as_its_default():
 def test_a_learning_rate_is_that_of_transformers_one_step_on(schedule, warmup):
     """transformers' own scheduler, stepped, is at the same factor one step later; no update has rate 0."""
     options = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "polynomial": {"power": 2.0}}.get(schedule, {})
+    unshifted = schedule == "inverse_sqrt" and warmup == 0  # the shift would count as a warm-up of one step
     config = load(
         "train.num_steps=10", f"train.warmup_steps={warmup}", "train.learning_rate=0.5",
         f"train.lr_schedule={schedule}", f"train.lr_schedule_args={options}",
@@ -715,7 +723,7 @@ def test_a_learning_rate_is_that_of_transformers_one_step_on(schedule, warmup):
         optimizer,
         num_warmup_steps=warmup + 1,
         num_training_steps=11,
-        scheduler_specific_kwargs=options,
+        scheduler_specific_kwargs=options or ({"timescale": 10_000} if unshifted else {}),
     )
     for step in range(10):
         optimizer.step()
@@ -728,6 +736,20 @@ def test_a_learning_rate_is_that_of_transformers_one_step_on(schedule, warmup):
 def test_an_option_that_a_schedule_does_not_take_is_refused():
     message = error_of("train.lr_schedule=cosine", "train.lr_schedule_args={powr: 2}")
     assert message.startswith("train.lr_schedule_args: {'powr': 2.0} for cosine")
+
+
+def test_inverse_sqrt_without_a_warm_up_falls_as_slowly_as_that_of_transformers():
+    """Its timescale is 10,000 there, unless it is given."""
+    found = [
+        train_rl.learning_rate(
+            load(
+                "train.lr_schedule=inverse_sqrt", "train.learning_rate=1", f"train.lr_schedule_args={options}"
+            ),
+            99,
+        )
+        for options in ("{}", "{timescale: 100}")
+    ]
+    assert found == pytest.approx([(10_000 / 10_099) ** 0.5, (100 / 199) ** 0.5], rel=1e-12)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_those_that_are():
@@ -757,6 +779,16 @@ def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no config.json"):
         moe_model.model_folder(tmp_path / "empty")
+
+
+def test_a_policy_is_made_of_a_name_of_the_hub(tmp_path, monkeypatch):
+    """As the reference of a KL term is, on a machine that has the model from the hub."""
+    saved = tiny.build_policy(tiny.Recipe(), 20)
+    moe_model.save_hf(saved, tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(tmp_path))
+    settings = load("model.dtype=float32").model
+    made = moe_model.build_policy(settings, "owner/model", None, torch.device("cpu"))
+    assert all(map(torch.equal, made.parameters(), saved.parameters()))
 
 
 # ---- hostile YAML ------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import random
 import shutil
 import subprocess
 import sys
-import types
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
+from helpers import FakeRanks
 
+import train_rl
 from data import tiny, tiny_judge
 from experiments.bench import preloaded
 from reward import (
@@ -23,6 +25,7 @@ from reward import (
     round_robin,
     verify,
 )
+from train_rl import Config
 
 RECIPE = tiny_judge.Recipe()
 
@@ -175,6 +178,21 @@ def test_the_head_makes_the_scores_of_the_last_hidden_states(judge_folder, texts
         judge.head_inputs(*texts)
 
 
+def test_a_rank_without_completions_has_no_certainties(judge_folder, monkeypatch):
+    from transformers import AutoTokenizer
+
+    FakeRanks(1).install(monkeypatch)
+    settings = {"judge": "scalar", "judge_path": str(judge_folder), "judge_certainty": 0.2}
+    run = SimpleNamespace(
+        config=Config.model_validate({"reward": settings}), judge=ScalarJudge(judge_folder),
+        rollouts=SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(judge_folder)),
+        state=SimpleNamespace(step=0),
+    )  # fmt: skip
+    batch = train_rl.collate([], [], [])
+    train_rl.add_rewards(run, batch)
+    assert batch.certainty.shape == batch.rewards.shape == (0,)
+
+
 def test_the_margin_decides_what_ties(judge_folder, texts):
     judge = ScalarJudge(judge_folder)
     prompts, firsts = texts
@@ -278,7 +296,7 @@ def test_answers_and_columns_have_to_match():
 
 
 def test_a_function_is_imported_by_name(monkeypatch):
-    module = types.ModuleType("judges")
+    module = ModuleType("judges")
     module.ask = lambda prompts: ["Verdict: Worse"] * len(prompts)
     monkeypatch.setitem(sys.modules, "judges", module)
     assert build_judge("generative", "judges:ask", no_folder).compare(["p"], ["a"], ["b"]) == [-1]

@@ -901,9 +901,17 @@ def test_the_float32_gradient_of_a_geometric_ratio_keeps_its_digits(num_tokens, 
 
 def test_a_batch_without_rows_has_no_advantages():
     batch, config = train_rl.collate([], [], []), settings_of(zero_variance__rl_zvp=True)
-    batch.entropy, batch.valid = torch.zeros(batch.response_mask.shape), train_rl.has_verdict([])
+    batch.valid = train_rl.has_verdict([])
     batch.rewards = train_rl.compute_rewards(batch, None, [], config)
     assert train_rl.token_advantages(batch, config).shape == (0, 1)
+
+
+@pytest.mark.parametrize("settings", [{"top_entropy": 0.2}, {"covariance_share": 0.1}])
+def test_a_step_in_which_no_group_is_kept_selects_no_tokens(settings):
+    """Then there is no pass for old log-probabilities and entropies on any rank."""
+    batch = train_rl.collate([], [], [])
+    advantages, penalised = train_rl.select_tokens(torch.zeros(0, 1), batch, config_of(**settings))
+    assert advantages.shape == (0, 1) and penalised is None
 
 
 # ---- 6. Tokens and rewards that are chosen over all ranks --------------------------------------------------

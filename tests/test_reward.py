@@ -17,8 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import SHARED_DATA as DATA
+from helpers import FakeRanks, make_config
 
 import reward
+import train_rl
+from data.prompts import Prompt
+from data.stream import LoadedSets
 from reward import RewardPool, Verdict, impossible_references, verify
 
 OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
@@ -359,10 +363,30 @@ REFERENCES = [  # as they stand in OlympiadBench and in collections of college m
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "answer, completion, same",
+    [
+        ("1e-05", "0.00001", True), ("6.67e-11", r"6.67 \times 10^{-11}", True), ("0.00003", "3e-5", True),
+        ("1.23e5", "123000", True), ("-2.5E+3", "-2500", True), ("1e-05", "1e-4", False),
+        ("6.67e-11", "0", False), ("10000", r"10\,000", True), ("10000", "10~000", True),
+        (r"1\ 000\ 000", "1000000", True), ("12", r"1\ 2", False), (r"(1, 234)", r"(1,\,234)", True),
+        ("2e^3", "2e^3", True), ("2000", "2e^3", False),
+    ],
+)  # fmt: skip
+def test_numbers_as_programs_and_books_write_them(answer, completion, same):
+    """JSON writes 1e-05 for a small float, and LaTeX a thin space in 10 000."""
+    for text in (rf"\boxed{{{completion}}}", f"The answer is ${completion}$."):
+        assert verify("math", text, answer) == (OK if same else WRONG)
+
+
 def test_impossible_references_are_found_with_their_reason():
     possible = [("math", answer, {}) for answer in REFERENCES]
     possible += [("gsm8k", "3 + 4 = 7\n#### 7", {}), ("exact", "a b", {}), ("numeric", " 5%", {})]
-    possible += [("own:function", "?", {}), ("0.5*gsm8k + 0.5*characters", "7", {})]
+    possible += [
+        ("code", '["assert f(1) == 1"]', {}),
+        ("own:function", "?", {}),
+        ("0.5*gsm8k + 0.5*characters", "7", {}),
+    ]
     impossible = {
         ("math", r"\frac{1}{", "braces do not match"),
         ("math", "?", "says nothing"),
@@ -370,6 +394,8 @@ def test_impossible_references_are_found_with_their_reason():
         ("numeric", "five", "not a number"),
         ("0.9*exact + 0.1*gsm8k", "five", "not a number"),
         ("numeric", "2 - 1", "not a number"),
+        ("code", "print(1)", "must be JSON"),
+        ("0.9*code + 0.1*own:function", '{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs and 1 outputs"),
     }
     rows = possible + [(kind, answer, {}) for kind, answer, _ in impossible] * 2
     with RewardPool(1, timeout_s=60.0) as pool:
@@ -378,6 +404,35 @@ def test_impossible_references_are_found_with_their_reason():
     assert list(found) == list(range(len(possible), len(rows)))
     for index, (_, answer, reason) in zip(found, 2 * list(impossible)):
         assert reason in found[index] and repr(answer) in found[index]
+
+
+def test_rows_are_left_out_where_their_own_verifier_cannot_be_right_and_also_on_resume(tmp_path, monkeypatch):
+    """One file stands in two held-out sets with two verifiers; on resume only held-out sets may be new."""
+    FakeRanks(1).install(monkeypatch)
+    config = make_config(f"run.dir={tmp_path}")
+
+    def loaded(**kinds: str) -> LoadedSets:
+        of = lambda name, kind: [Prompt("q", r"\frac{1}{2}", kind, name), Prompt("r", "2", kind, name)]
+        sets = {name: (of(name, kind), [[1], [2]]) for name, kind in kinds.items()}
+        train, ids = sets.pop("train")
+        return LoadedSets(train, ids, None, sets, [], [])
+
+    texts = lambda sets: {
+        name: "".join(p.text for p in prompts) for name, (prompts, _) in sets.by_name().items()
+    }
+    with RewardPool(1, timeout_s=60.0) as pool:
+        first = loaded(train="math", a="math", b="numeric")
+        train_rl.drop_impossible(first, pool, config, None)
+        assert texts(first) == {"": "qr", "a": "qr", "b": "r"}
+        (row,) = map(json.loads, (tmp_path / "dropped_rows.jsonl").read_text().splitlines())
+        assert (row["set"], row["kind"], row["prompt"]) == ("b", "numeric", "q")
+        resumed = loaded(train="math", b="numeric", c="exact", d="0.5*exact + 0.5*numeric")
+        train_rl.drop_impossible(resumed, pool, config, tmp_path / "checkpoint")
+        assert texts(resumed) == {"": "qr", "b": "r", "c": "qr", "d": "r"}
+        (tmp_path / "dropped_rows.jsonl").write_text(json.dumps(row | {"kind": "math"}) + "\n")
+        again = loaded(train="math", b="exact")
+        train_rl.drop_impossible(again, pool, config, tmp_path / "checkpoint")
+        assert texts(again) == {"": "r", "b": "qr"}, "what the first start has trained on decides"
 
 
 # ---- the pool ----------------------------------------------------------------------------------------------

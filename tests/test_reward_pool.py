@@ -119,9 +119,23 @@ def scored(*items: tuple, **options) -> list[Verdict]:
 
 
 def test_a_function_of_your_own_gives_a_share_and_one_is_right(own):
-    shares = [0, 0.25, 1 - 2**-53, False, 1, True]
+    shares = [0, 0.25, 0.999, False, 1, True]
     verdicts = scored(*(("own_rewards:given", "x", repr(share)) for share in shares))
     assert verdicts == [Verdict(share, "wrong") for share in shares[:4]] + [OK, OK]
+
+
+def test_a_score_that_rounding_has_moved_is_right_or_nothing(own):
+    """Sums of shares, and a cosine in float32, end beside 1 on either side."""
+    texts = [
+        "0.7 + 0.2 + 0.1",
+        "sum([0.1] * 10)",
+        "sum([0.05] * 20)",
+        "1.0000001",
+        "-1e-9",
+        "0.3 - 0.1 - 0.2",
+    ]
+    verdicts = scored(*(("own_rewards:given", "x", text) for text in texts))
+    assert verdicts == [OK] * 4 + [WRONG] * 2
 
 
 BROKEN = [  # (function, reference answer, what its verdict says)
@@ -280,6 +294,16 @@ def test_calls_of_an_async_function_wait_together(own):
     assert time.monotonic() - start < 4
 
 
+def test_programs_do_not_wait_in_line_behind_each_other_for_an_async_function(own):
+    """Beside one, they would run one after another under the limit of one call."""
+    with RewardPool(1, timeout_s=60.0) as pool:
+        kinds = "0.5*code + 0.5*own_rewards:waits", "0.5*exact + 0.5*own_rewards:waits"
+        for kind in kinds:
+            pool.submit(kind, kind, "0", "[]")
+        assert pool.collect()[kinds[1]].status == "wrong"
+        assert [pool.at_once(kind) for kind in kinds] == [1, ASYNC_CALLS]
+
+
 def test_each_call_of_an_async_function_has_its_own_limit(own):
     seconds = ["0", "0", "30", "0.1", "0", "30"]
     with RewardPool(1, timeout_s=1.5) as pool:
@@ -316,7 +340,7 @@ def test_an_async_call_that_cannot_be_stopped_is_killed_and_costs_its_own_item_o
 
 @pytest.mark.parametrize(
     "name, status, restarts",
-    [("hangs", "timeout", 1), ("aborts", "error", 1), ("leaves", "error", 1), ("eats", "error", 0),
+    [("hangs", "timeout", 1), ("aborts", "error", 1), ("leaves", "error", 1), ("eats", "error", 1),
      ("floods", "ok", 0)],
 )  # fmt: skip
 def test_a_function_that_misbehaves_costs_its_own_item_only(name, status, restarts, own):
@@ -333,6 +357,20 @@ def test_a_function_that_misbehaves_costs_its_own_item_only(name, status, restar
     assert verdicts.pop("bad").status == status
     assert set(verdicts.values()) == {OK} and len(verdicts) == 22
     assert time.monotonic() - start < 2 + 20
+
+
+def test_a_function_that_keeps_what_it_takes_costs_one_item_now_and_then(own):
+    """Each call keeps 48 MiB of a worker's 512; a worker that is full is replaced."""
+    own.write_text("kept = []\ndef keeps(completion): kept.append(bytearray(48 << 20)); return 1.0\n")
+    with RewardPool(1, timeout_s=20.0, memory_bytes=1 << 29) as pool:
+        for key in range(24):
+            pool.submit(key, "own_rewards:keeps", "x", "")
+        statuses = [verdict.status for verdict in pool.collect().values()]
+        assert statuses.count("error") == pool.num_restarts >= 1
+    first = statuses.index("error")
+    assert statuses[first + 1 : 2 * first + 1] == ["ok"] * min(first, 23 - first), (
+        "the next one is as good as new"
+    )
 
 
 def test_a_function_that_ignores_the_alarm_is_killed_after_the_grace(own, monkeypatch):

@@ -206,11 +206,12 @@ def test_no_scheduling_and_no_overlap_give_the_same_run_bit_for_bit(undisturbed,
 
 
 def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_together(tmp_path):
-    done = train(
+    settings = [
         *SMALL, f"run.dir={tmp_path}", "train.num_steps=2", "algorithm.kl_coef=0.01", "train.zero_stage=2",
         "train.minibatches_per_step=2", "train.micro_batch_tokens=100", "model.activation_checkpointing=true",
-        "algorithm.old_policy=rollout", "model.freeze_router=true",
-    )  # fmt: skip
+        "algorithm.old_policy=rollout", "model.freeze_router=true", "checkpoint.every=1",
+    ]  # fmt: skip
+    done = train(*settings)
     assert done.returncode == 0, done.stderr[-3000:]
     start, learned = weights_of(TINY / "model"), weights_of(tmp_path / "model")
     same = {name for name in start if torch.equal(start[name], learned[name])}
@@ -220,16 +221,19 @@ def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_toget
     first, second = steps_of(tmp_path)
     assert first["ratio"] != 1.0, "the second update of a rollout is off-policy"
     assert 0 < first["ref_kl_k3"] < second["ref_kl_k3"], "the policy moves away from the reference"
+    shutil.rmtree(tmp_path / "checkpoints" / "step_000002")
+    assert train(*settings).returncode == 0
+    assert steps_of(tmp_path)[1]["ref_kl_k3"] == second["ref_kl_k3"], "it is where the run began, not resumed"
 
 
 OWN_REWARD = """
-def starts_even(completion, answer, prompt, color):
+def even_total(completion, answer, prompt, color):
     assert prompt.endswith("=") and color == "green"
     return 0.5 * completion.startswith(tuple("02468")) + 0.5 * answer.startswith(completion[:1])
 """
 
 
-SUM = "0.75*exact + 0.25*mine:starts_even"
+SUM = "0.75*exact + 0.25*mine:even_total"
 
 
 @dataclass(frozen=True)
@@ -247,12 +251,12 @@ def own_reward(demo_model, tmp_path_factory) -> OwnReward:
     (folder / "mine.py").write_text(OWN_REWARD)
     rows = [json.loads(line) for line in (TINY / "train.jsonl").read_text().splitlines()[:400]]
     for row in rows[::3]:
-        row |= {"kind": "mine:starts_even", "color": "green"}
+        row |= {"kind": "mine:even_total", "color": "green"}
     for row in rows[1::3]:
         row |= {"kind": SUM, "color": "green"}
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f"data.train=[{{path: {folder / 'train.jsonl'}}}]"
-    settings = [data, f"reward.functions=[mine:starts_even, {SUM}]"]
+    settings = [data, f"reward.functions=[mine:even_total, {SUM}]"]
     env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     return OwnReward({row["prompt"]: row for row in rows}, settings, env)
 
@@ -287,14 +291,14 @@ def test_rows_choose_a_reward_function_that_the_settings_name(gated, own_reward)
         row, text = own_reward.rows[sample["prompt"]], sample["completion"].removesuffix("<eos>")
         even, same_start = text.startswith(tuple("02468")), row["answer"].startswith(text[:1])
         own, exact = 0.5 * even + 0.5 * same_start, float(text == row["answer"])
-        reward = {"mine:starts_even": own, "exact": exact, SUM: 0.75 * exact + 0.25 * own}[row["kind"]]
+        reward = {"mine:even_total": own, "exact": exact, SUM: 0.75 * exact + 0.25 * own}[row["kind"]]
         right = exact if row["kind"] == SUM else reward
         assert sample["reward"] == reward and sample["status"] == ("ok" if right == 1 else "wrong")
-        assert sample["parts"] == ({"exact": exact, "mine:starts_even": own} if row["kind"] == SUM else {})
+        assert sample["parts"] == ({"exact": exact, "mine:even_total": own} if row["kind"] == SUM else {})
         seen.add((row["kind"], reward))
-    assert seen >= {("mine:starts_even", 1.0), ("mine:starts_even", 0.5), ("exact", 1.0), ("exact", 0.0)}
+    assert seen >= {("mine:even_total", 1.0), ("mine:even_total", 0.5), ("exact", 1.0), ("exact", 0.0)}
     assert {reward for kind, reward in seen if kind == SUM} >= {0.125, 0.875}, "half of the quarter"
-    for name in ("part/exact", "part/mine:starts_even"):
+    for name in ("part/exact/mean", "part/mine:even_total/mean"):
         assert all(0 <= row[name] <= 1 for row in steps_of(run_dir))
     assert all(row["verdict/error_frac"] == 0 for row in steps_of(run_dir))
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 from conftest import ROOT
 
 from runtime import sandbox
-from runtime.sandbox import Limits, Sandbox, check_sandbox, run_program
+from runtime.sandbox import Limits, Sandbox, bubblewrap_arguments, check_sandbox, run_program
 from verifiers.code import extract_program, same_output, verify
 
 SECRET = "a secret of the parent"
@@ -377,6 +378,10 @@ LISTS = [
     "x = f(2)\nassert len(x) == 2",
     "assert (f(1) == [0]) is True",
 ]
+NEAR = [  # each function has tolerances of its own
+    *(f"assert np.isclose(half(1), 0.5{tolerance})" for tolerance in ("", ", atol=1e-3")),
+    *(f"assert math.isclose(half(1), 0.5{tolerance})" for tolerance in ("", ", abs_tol=1e-3")),
+]
 SETUP = {"asserts": [*ADD, "assert add(zero, 5) == 0"], "setup": "zero = 0"}
 ECHO = {"inputs": ["1", "5"], "outputs": ["2", "6"]}
 CALL = {"fn_name": "join", "inputs": ['[1, 2]\n{"a": null}', [[3], {}]], "outputs": ['[1, 2, "a"]', [[3]]]}
@@ -399,6 +404,7 @@ SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b
         (SOLUTION, CALL, 1.0, ""),
         ("def join(a, b): return a", CALL, 0.5, "1 of 2 tests passed; test 1 gave '[1,2]'"),
         ("def", ADD, 0.0, "0 of 2 tests passed; test 1 ended with exit status 1: SyntaxError"),
+        ("import math\nimport numpy as np\ndef half(x): return x / 2 + 1e-7", NEAR, 0.75, "3 of 4"),
         # what a program may do instead of its work
         ("import os; os._exit(0)", ADD, 0.0, "0 of 2"),
         ("raise SystemExit(0)", ADD, 0.0, "0 of 2"),
@@ -415,6 +421,24 @@ def test_the_reward_is_the_share_of_tests_passed(program, tests, reward, detail)
     found = verify(fenced(program), json.dumps(tests), timeout_s=0.3)
     assert found[:2] == (reward, "ok" if reward == 1 else "wrong")
     assert found[2].startswith(detail) and len(found[2]) <= 200
+
+
+def test_threads_are_counted_where_they_are_those_of_the_program_alone():
+    """Without a namespace the kernel would count all threads of the user, the trainer's included."""
+    program = "import resource; print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
+    (own, _), found = resource.getrlimit(resource.RLIMIT_NPROC), {}
+    for isolation in ("rlimits", *(["bubblewrap"] if shutil.which("bwrap") else [])):
+        found[isolation] = int(run_program(program, isolation=isolation).stdout)
+    assert found in ({"rlimits": own, "bubblewrap": 64}, {"rlimits": own})
+
+
+def test_a_python_whose_folder_is_a_link_is_bound_by_both_names(tmp_path, monkeypatch):
+    (tmp_path / "python").mkdir()
+    (tmp_path / "link").symlink_to("python")
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "link"))
+    command = " ".join(bubblewrap_arguments.__wrapped__(1 << 20, True))
+    for name in ("link", "python"):
+        assert f"--ro-bind {tmp_path / name} {tmp_path / name}" in command
 
 
 @bubblewrap

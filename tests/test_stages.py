@@ -20,7 +20,7 @@ from helpers import FakeRanks, assert_same_run, assert_same_weights, no_history,
 
 import train_rl
 from data.prompts import DataSettings, prompt_sha
-from data.stages import Offers, Window, load_stages, offers_of, unite
+from data.stages import Offers, Window, load_stages, offers_of, refuse_holdouts, unite
 from data.stream import prompts_of_step
 from runtime.checkpoint import check_fits, topology
 from runtime.config import flat_settings, setting_fields
@@ -388,6 +388,10 @@ def test_an_empty_window_and_a_leak_are_refused_before_an_engine_starts(sums):
     with pytest.raises(ValueError, match=re.escape("stages[0]: data.train[].holdout where stages train")):
         train_set = sums((0, 5)).train[0].model_copy(update={"holdout": 0.5})
         load_all([sums((0, 5)).model_copy(update={"train": [train_set]}), sums((4, 9))])
+    same = [sums((0, 5)).model_copy(update={"train": [train_set], "on_bad_row": "drop"})] * 2
+    with pytest.raises(ValueError, match="stages drop prompts at different rollout.max_prompt_tokens"):
+        refuse_holdouts(same, [8, 16], ["stages[0]", "stages[1]"])
+    refuse_holdouts(same, [8, 8], ["stages[0]", "stages[1]"])
 
 
 def test_a_hand_over_begins_a_stream_only_where_the_prompts_are_others():

@@ -92,6 +92,17 @@ def load_library():
     return math_verify
 
 
+# What math-verify reads otherwise than it is meant: 1e-05 as a product with e, 10\,000 as 10 and 000.
+_EXPONENT = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?![\w.]*\w)")
+_SPACED = re.compile(r"(?<![\w.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)")
+
+
+def _plain_numbers(text: str) -> str:
+    """Write numbers with an exponent as products with a power of ten, and those with spaces without."""
+    text = _EXPONENT.sub(lambda match: rf"{match[1]} \times 10^{{{int(match[2])}}}", text)
+    return _SPACED.sub(lambda match: re.sub(r"\\[,;: ]|~", "", match[0]), text)
+
+
 @functools.lru_cache(maxsize=256)  # the completions of a group share their reference answer
 def _parse_box(content: str, whole: bool = False, units: bool = True) -> list:
     """Return [expression, normalised text] of a boxed answer; [text] if it is no mathematics; [] if empty.
@@ -105,9 +116,8 @@ def _parse_box(content: str, whole: bool = False, units: bool = True) -> list:
     if not units:
         normal = dataclasses.replace(config.normalization_config, units=False)
         config = dataclasses.replace(config, normalization_config=normal)
-    return library.parse(
-        r"\boxed{" + content.strip().rstrip(".") + "}", [config], parsing_timeout=None, raise_on_error=True
-    )
+    box = r"\boxed{" + _plain_numbers(content).strip().rstrip(".") + "}"
+    return library.parse(box, [config], parsing_timeout=None, raise_on_error=True)
 
 
 def _is_math(parsed: list) -> bool:
@@ -127,7 +137,7 @@ def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:
     tail = completion[-MAX_PARSED_CHARS:]
     if len(tail) < len(completion):  # drop the word that was cut: half a number is another number
         tail = "".join(tail.split(maxsplit=1)[1:])
-    found = load_library().parse(tail, parsing_timeout=None, raise_on_error=True)
+    found = load_library().parse(_plain_numbers(tail), parsing_timeout=None, raise_on_error=True)
     if not found:
         return 0.0, "no_answer", ""
     return (1.0, "ok", "") if _equal(gold, found) else (0.0, "wrong", "")

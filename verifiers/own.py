@@ -23,6 +23,7 @@ from pathlib import Path
 # "module:function" or "path/file.py:function"; a path with " + " would look like a sum.
 FUNCTION = re.compile(r"([A-Za-z_]\w*(\.\w+)*|(?:(?! \+ )[^:*])+\.py):[A-Za-z_]\w*(\.\w+)*")
 GIVEN = ("completion", "answer")  # every function can have them; the others depend on the row
+ROUNDING = 1e-6  # of float32 scores, and of sums of shares
 PROJECT = Path(__file__).resolve().parents[1]
 NOT_OWN = (  # places whose lines do not help to find a mistake
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
@@ -105,7 +106,10 @@ def _import_file(path: str):
 
 
 def check_score(result) -> float:
-    """Return what a function gave as a float; ValueError if it is no number in [0, 1]."""
+    """Return what a function gave as a float; ValueError if it is no number in [0, 1].
+
+    A score that rounding has moved off 0 or 1, as sums of shares are, is taken for 0 or 1.
+    """
     if inspect.iscoroutine(result):
         result.close()  # it would warn that nobody waited for it
         raise ValueError("it gave a coroutine: define it by `async def`, so that it is waited for")
@@ -113,9 +117,9 @@ def check_score(result) -> float:
         score = None if isinstance(result, (str, bytes)) else float(result)
     except (TypeError, ValueError):
         score = None
-    if score is None or not 0 <= score <= 1:
+    if score is None or not -ROUNDING <= score <= 1 + ROUNDING:
         raise ValueError(f"it gave {printable(repr(result))}, not a number in [0, 1]")
-    return score
+    return 1.0 if score >= 1 - ROUNDING else max(0.0, score)
 
 
 def explain(error: Exception) -> str:
