@@ -2681,7 +2681,7 @@ def add_rewards(run: Run, batch: RolloutBatch) -> None:
     """Add rewards [B] and which of them count, [B] bool. Collective."""
     decode = run.rollouts.tokenizer.batch_decode
     ids = batch.completion_ids if run.judge else []
-    texts = decode(ids, skip_special_tokens=True) if ids else []  # of nothing it makes one empty text
+    texts = decode(ids, skip_special_tokens=True) if ids else []  # an empty list would become one empty text
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     valid = has_verdict(batch.verdicts)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(rewards, valid, batch, run.config, run.state.step)

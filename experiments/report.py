@@ -700,6 +700,7 @@ def plot_curves(rows: dict[str, list[Run]], metrics: list[str], file: Path) -> N
             if curves:
                 draw(axes, curves, name, color=f"C{i % 10}", linestyle=LINE_STYLES[i // 10 % 3])
         axes.set(xlabel="generated tokens", ylabel=metric)
+        axes.locator_params(axis="x", nbins=4)
         axes.grid(alpha=0.3)
     drawn = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
     figure.legend(drawn.values(), drawn.keys(), loc="outside right upper", fontsize="small")

@@ -23,7 +23,7 @@ from pathlib import Path
 # "module:function" or "path/file.py:function"; a path with " + " would look like a sum.
 FUNCTION = re.compile(r"([A-Za-z_]\w*(\.\w+)*|(?:(?! \+ )[^:*])+\.py):[A-Za-z_]\w*(\.\w+)*")
 GIVEN = ("completion", "answer")  # every function can have them; the others depend on the row
-ROUNDING = 1e-6  # of float32 scores, and of sums of shares
+ROUNDING = 1e-6  # a float32 score or a sum of shares can be off by this
 PROJECT = Path(__file__).resolve().parents[1]
 NOT_OWN = (  # places whose lines do not help to find a mistake
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
