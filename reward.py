@@ -625,7 +625,7 @@ class RewardPool(contextlib.AbstractContextManager):
             grace = GRACE_S if item.kind in worker.ready else START_GRACE_S
             limit = self._limit_s(worker.sent[0].values())
             is_silent = time.monotonic() > worker.alive_at + limit + grace
-        is_full = is_full and not worker.sent  # what a function holds on to would fail all later calls, too
+        is_full = is_full and not worker.sent  # all later calls would fail, too
         if data == b"" or has_ended or is_wrong or is_silent or is_full:
             self._replace(worker, is_silent, is_wrong)
 
