@@ -302,7 +302,7 @@ def test_all_pieces_for_a_gpu_run_dry_and_those_that_are_there_are_not_run_again
     else:
         figures = report["eager"]["report"]["figures"]
         assert figures["largest |dlogp| against `tokens`"] < 1e-5, "both are eager on a CPU"
-        assert "experts X86CPUUnquantizedExperts" in report["tokens"]["report"]["figures"]["engine"]
+        assert "CPUUnquantizedExperts" in report["tokens"]["report"]["figures"]["engine"]  # X86 with AVX-512
 
 
 @pytest.mark.parametrize("mode", MODES)
