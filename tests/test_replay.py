@@ -624,7 +624,7 @@ def test_gate_warns_and_stops_after_its_patience_in_a_row(one_process, capsys):
     warned = capsys.readouterr().out.splitlines()
     assert len(warned) == 4 and all("algorithm.mismatch_gate is 0.2" in line for line in warned)
     assert "0.21" in warned[3] and "2 steps in a row" in warned[3] and "step 7" in warned[3]
-    names = ("router_replay=r3", "rollout_correction=token_tis", "mismatch_patience", "mismatch_gate")
+    names = ("router_replay=r3", "rollout_correction", "mismatch_patience", "mismatch_gate")
     for name in [f"algorithm.{name}" for name in names] + ["rollout.fp8=off", "rollout.dtype=float32"]:
         assert name in said[-1]
     assert "0.3" in said[-1] and "3 steps in a row" in said[-1]
