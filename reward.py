@@ -906,7 +906,7 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
 
                 try:
                     read_tests(answer, "")
-                except Exception as error:  # the data decide which
+                except Exception as error:  # broken data may raise anything
                     reasons[index] = f"{answer[:80]!r}: error: {explain(error)}"
             if part in RULES:
                 asked.setdefault((part, answer, ""), []).append(index)

@@ -1391,19 +1391,20 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config) -> tu
 
     Completions cut at the limit (leave_out_cut: DAPO, arXiv 2503.14476, section 3.4), tokens of low entropy
     and tokens drawn by Clip-Cov have no policy loss. All of them count in means and weights [ours]. Chosen
-    among the tokens of each update over all ranks. Collective where a setting is on. A step in which no rank
-    keeps a group has no old policy's outputs, and nothing to choose among.
+    among the tokens of each update over all ranks. Collective where a setting is on.
     """
     algorithm, penalised = config.algorithm, torch.zeros_like(batch.response_mask)
     if algorithm.leave_out_cut:
         was_cut = torch.tensor([reason == "length" for reason in batch.finish_reason], dtype=torch.bool)
         advantages = advantages.masked_fill(was_cut.unsqueeze(1), 0.0)
+    if batch.entropy is None:  # nothing is chosen by the old policy's outputs, or no rank keeps a group
+        return advantages, None
     for number in range(config.train.minibatches_per_step):
         mask = batch.response_mask & (batch.minibatch == number).unsqueeze(1)
-        if algorithm.top_entropy < 1 and batch.entropy is not None:
+        if algorithm.top_entropy < 1:
             keep = most_uncertain(batch.entropy, mask, algorithm.top_entropy)
             advantages = advantages.masked_fill(mask & ~keep, 0.0)
-        if algorithm.covariance_share > 0 and batch.old_logprobs is not None:
+        if algorithm.covariance_share > 0:
             advantages, chosen = treat_covariant_tokens(advantages, batch, mask, config)
             penalised = penalised | chosen
     return advantages, penalised if penalised.any() else None
@@ -2083,9 +2084,8 @@ def learning_rate(config: Config, step: int) -> float:
     """
     train, options = config.train, config.train.lr_schedule_args
     if train.lr_schedule == "inverse_sqrt" and train.warmup_steps == 0:
-        options = {
-            "timescale": 10_000
-        } | options  # transformers' own without a warm-up, which the shift makes
+        # transformers' own timescale without a warm-up; the shift below would count as one of one step
+        options = {"timescale": 10_000} | options
     options, highest = tuple(sorted(options.items())), train.learning_rate
     factor = lr_function(train.lr_schedule, highest, train.warmup_steps + 1, train.num_steps + 1, options)
     return highest * factor(step + 1)
@@ -2513,14 +2513,11 @@ def resume(
     """Load what a checkpoint holds besides the weights; return the record of the prompts."""
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
-    notes = "" if same_prompts else "; the record of other prompts is dropped"
-    notes += (
-        "; the optimizer is fresh (checkpoint.resume=weights)"
-        if config.checkpoint.resume == "weights"
-        else ""
-    )
-    say(f"resumed from {checkpoint}{notes}")
-    if config.checkpoint.resume == "auto":
+    is_exact = config.checkpoint.resume == "auto"
+    dropped = "" if same_prompts else "; the record of other prompts is dropped"
+    fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
+    say(f"resumed from {checkpoint}{dropped}{fresh}")
+    if is_exact:
         shard = checkpoint / f"rank_{dist.get_rank():05d}.pt"
         shard = torch.load(shard, map_location="cpu", weights_only=True)
         moe_model.load_optimizer_shard(trainer, shard["optimizer"])

@@ -146,21 +146,22 @@ def leave_out(loaded: LoadedSets, reasons: dict[tuple[str, str | None], str]) ->
 
     for name, (prompts, prompt_ids) in loaded.by_name().items():
         label = name or "training"
-        kept = [i for i, prompt in enumerate(prompts) if reason_of(prompt) is None]
-        lost = [prompt for prompt in prompts if reason_of(prompt) is not None]
+        found = [reason_of(prompt) for prompt in prompts]
+        kept = [i for i, reason in enumerate(found) if reason is None]
+        lost = [(prompt, reason) for prompt, reason in zip(prompts, found) if reason is not None]
         if not kept:
             raise ValueError(
-                f"{label}: no reference answer can be right, the first is {reason_of(lost[0])}; set its kind"
+                f"{label}: no reference answer can be right, the first is {lost[0][1]}; set its kind"
             )
         if lost:
             loaded.notes.append(
                 f"{label}: {len(lost):,} of {len(prompts):,} prompts left out, because their reference "
-                f"answers cannot be right; the first: {reason_of(lost[0])}"
+                f"answers cannot be right; the first: {lost[0][1]}"
             )
         loaded.dropped += [
-            {"set": prompt.source, "reason": "impossible reference", "detail": reason_of(prompt)}
+            {"set": prompt.source, "reason": "impossible reference", "detail": reason}
             | {"prompt_sha": prompt_sha(prompt), "kind": prompt.kind, "prompt": prompt.text[:200]}
-            for prompt in lost
+            for prompt, reason in lost
         ]
         prompts[:], prompt_ids[:] = [prompts[i] for i in kept], [prompt_ids[i] for i in kept]
 

@@ -30,12 +30,12 @@ COLUMNS. Without --columns the table has those from `row` to `seconds`.
                     crossings would leave out those that never reach it.
   speedup           The parent's tokens to that target over the row's; in brackets the 2.5 and 97.5
                     percentiles of resampling the runs of both rows, where all resampled curves cross it.
-  seconds_to_target As tokens_to_target, over the seconds of the steps.
   at_equal_tokens   The metric interpolated at the most generated tokens that every run here has reached.
   gradient_tokens   Sum of gradient_tokens_total over the sum of tokens_total.
   inverted          Share of the trained completions whose advantage contradicts the verifier.
   seconds           Sum of seconds_per_step: the steps alone, without start-up.
   parent            The row that this one is compared with.
+  seconds_to_target As tokens_to_target, over the seconds of the steps.
   runs              The final metric of each run, by seed.
   offline_tokens    Tokens that the offline scoring of the prompts generated (data/score.py), which is done
                     once for all runs. 0 for rows without; n/a where the record does not hold them.
@@ -89,7 +89,7 @@ RECORDED = (  # patterns of the metrics of a step that are kept where they are t
     "mismatch_routes", "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps",
     "entropy/entropy_group_*", "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
 )  # fmt: skip
-SMOOTHING_STEPS = 10  # width of the moving sums in the cost plot
+SMOOTHING_STEPS = 10  # width of moving sums and means
 TRAINING = "train/"  # before the name of a metric of the steps
 LINE_STYLES = ("-", "--", ":")
 RESAMPLES = 2000  # draws of runs for the interval of a ratio
@@ -386,16 +386,16 @@ def curve_of(runs: list[Run], over: str = "tokens") -> tuple[np.ndarray, np.ndar
     return grid, np.array([np.interp(grid, getattr(run, over), run.values) for run in runs])
 
 
-def tokens_to(target: float, tokens: np.ndarray, values: np.ndarray) -> float | None:
-    """Return the generated tokens at the first crossing of a curve that is linear between its points."""
+def first_crossing(target: float, grid: np.ndarray, values: np.ndarray) -> float | None:
+    """Return where on the grid a curve, linear between its points, first reaches the target; None: nowhere."""
     reached = np.flatnonzero(values >= target - 1e-9)  # a mean of equal values may be larger by rounding
     if not len(reached):
         return None
     i = reached[0]
     if i == 0:
-        return float(tokens[0])
+        return float(grid[0])
     share = min(1.0, (target - values[i - 1]) / (values[i] - values[i - 1]))
-    return float(tokens[i - 1] + share * (tokens[i] - tokens[i - 1]))
+    return float(grid[i - 1] + share * (grid[i] - grid[i - 1]))
 
 
 def speedup(
@@ -414,7 +414,7 @@ def speedup(
     def ratio(picks: list[np.ndarray]) -> float | None:
         means = [values[pick].mean(axis=0) for (_, values), pick in zip(curves, picks)]
         goal = means[0][-1] if target is None else target
-        needed = [tokens_to(goal, tokens, mean) for (tokens, _), mean in zip(curves, means)]
+        needed = [first_crossing(goal, tokens, mean) for (tokens, _), mean in zip(curves, means)]
         if None in needed or not needed[1]:
             return None
         return (needed[0] + added[0]) / (needed[1] + added[1])
@@ -467,10 +467,10 @@ def make_table(
     for (name, runs), p, p_holm in zip(rows.items(), p_values, holm(p_values)):
         parent = parents[name]
         goal = float(final[parent].mean()) if target is None else target
-        to_target = [
-            tokens_to(goal, grid, values.mean(axis=0))
-            for grid, values in (curve_of(runs, "tokens"), curve_of(runs, "seconds"))
-        ]
+        to_target = {}
+        for over in ("tokens", "seconds"):
+            grid, values = curve_of(runs, over)
+            to_target[f"{over}_to_target"] = first_crossing(goal, grid, values.mean(axis=0))
         speedups = speedups_of(runs, rows[parent], target) if parent != name else {}
         shares = [r.steps["gradient_tokens_total"].sum() / r.steps["tokens_total"].sum() for r in runs]
         table.append(
@@ -483,8 +483,7 @@ def make_table(
                 "minus_parent": None if parent == name else float(final[name].mean() - final[parent].mean()),
                 "p_value": p,
                 "p_value_holm": p_holm,
-                "tokens_to_target": to_target[0],
-                "seconds_to_target": to_target[1],
+                **to_target,
                 **dict.fromkeys(SPEEDUPS),
                 **speedups,
                 "offline_tokens": runs[0].offline_tokens,

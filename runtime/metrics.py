@@ -282,7 +282,7 @@ def warn_once(text: str) -> None:
 
 
 def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dict) -> None:
-    """Write one row of metrics.jsonl and the same scalars to TensorBoard."""
+    """Write one row of metrics.jsonl and the same scalars to the trackers."""
     if accelerator.is_main_process:
         histograms = {name: metrics[name] for name in metrics if name.endswith("_hist")}
         metrics = {n: value for n, value in metrics.items() if n not in histograms and math.isfinite(value)}

@@ -149,11 +149,8 @@ def test_the_demo_learns(finished):
 
 # ---- the page of metrics -----------------------------------------------------------------------------------
 PLACEHOLDER = re.compile(r"(?<![A-Za-z])(SET|PHASE|KIND|[KDS])(?![A-Za-z])")
-NOT_IN_THESE_RUNS = {
-    "ref_kl_k3",
-    "part/KIND/mean",
-    "stage",
-}  # test_run.py, test_stages.py have runs with these
+# test_run.py and test_stages.py have runs with these
+NOT_IN_THESE_RUNS = {"ref_kl_k3", "part/KIND/mean", "stage"}
 
 
 def documented_metrics(page: str) -> dict[str, re.Pattern]:

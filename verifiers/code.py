@@ -202,12 +202,9 @@ def _assert_test(text: str) -> Test:
             sides = [(left, right), (right, left)]
         case ast.Compare(left, [ast.Is()], [right]):
             sides, same = [(left, right)], operator.is_
-        case ast.Call(
-            ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [left, right], keywords
-        ):  # numpy's has other tolerances
-            if all(
-                key.arg in ("rel_tol", "abs_tol") and isinstance(key.value, ast.Constant) for key in keywords
-            ):
+        case ast.Call(ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [left, right], given):
+            keywords = [key for key in given if key.arg in ("rel_tol", "abs_tol")]  # numpy's has others
+            if len(keywords) == len(given) and all(isinstance(key.value, ast.Constant) for key in keywords):
                 sides = [(left, right), (right, left)]
                 same = functools.partial(math.isclose, **{key.arg: key.value.value for key in keywords})
     for computed, constant in sides:
