@@ -387,7 +387,7 @@ def curve_of(runs: list[Run], over: str = "tokens") -> tuple[np.ndarray, np.ndar
 
 
 def first_crossing(target: float, grid: np.ndarray, values: np.ndarray) -> float | None:
-    """Return where on the grid a curve, linear between its points, reaches the target first; None: nowhere."""
+    """Return where a curve, linear between the points of the grid, first reaches the target, or None."""
     reached = np.flatnonzero(values >= target - 1e-9)  # a mean of equal values may be larger by rounding
     if not len(reached):
         return None
