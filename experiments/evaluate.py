@@ -15,7 +15,7 @@ estimated and how the page is used.
 
 What is written:
     --json         figures with 95 % intervals, over all prompts, by source and by difficulty; the settings
-    --completions  JSONL, one row per completion (default: the name of --json or --html, ending in .jsonl)
+    --completions  JSONL, one row per completion (default: NAME_completions.jsonl beside --json or --html)
     --html         one page to read the completions, without network or other files
 
 --data takes files and hub names, and in braces everything that data.eval takes of a prompt set:
@@ -46,7 +46,8 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
-from data.prompts import DataSettings, Prompt
+from data.formats import find_files, is_saved_to_disk
+from data.prompts import DataSettings, Prompt, PromptSource
 from experiments.page.build import build_page, drop_routes, finite, group_rows, text_pieces, token_details
 from reward import (
     FAILED,
@@ -555,13 +556,26 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise ValueError("--samples must be at least 0 and --micro-batch-tokens at least 1")
     beside = args.json or args.html
     if args.completions is None and beside is not None and args.run is None:
-        args.completions = beside.with_suffix(".jsonl")
+        args.completions = beside.with_name(f"{beside.stem}_completions.jsonl")
     files = [file.resolve() for file in (args.json, args.html, args.completions) if file is not None]
     if len(set(files)) < len(files):
         raise ValueError("--json, --html and --completions must be different files")
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
     return args
+
+
+def refuse_overwriting(args: argparse.Namespace, sources: list[PromptSource]) -> None:
+    """Raise ValueError where a file to be written is one of those that hold the prompts."""
+    outputs = {file.resolve() for file in (args.json, args.html, args.completions) if file is not None}
+    for source in sources:
+        local = os.path.expanduser(source.path)
+        for file in [] if is_saved_to_disk(local) else find_files(source.path, local, source.split):
+            if Path(file).resolve() in outputs:
+                raise ValueError(
+                    f"{file} holds prompts and would be overwritten by the results; give another --json, "
+                    "--html or --completions"
+                )
 
 
 def read_settings(args: argparse.Namespace, context: int):
@@ -588,11 +602,16 @@ def read_settings(args: argparse.Namespace, context: int):
     for override in args.settings:
         values = merge(values, read_override(override))
     most = context - values["rollout"]["max_new_tokens"]
-    values["rollout"].setdefault("max_prompt_tokens", most)
+    values["rollout"].setdefault("max_prompt_tokens", max(most, 1))
     try:
         settings = EvaluationSettings.model_validate(values)
     except ValidationError as error:
         raise ValueError(explain(error, EvaluationSettings, {}, {})) from error
+    if most < 1:
+        raise ValueError(
+            f"--max-new-tokens {settings.rollout.max_new_tokens} leaves no room for a prompt in the model's "
+            f"context of {context} tokens"
+        )
     if settings.rollout.max_prompt_tokens > most:
         raise ValueError(
             f"rollout.max_prompt_tokens {settings.rollout.max_prompt_tokens} + --max-new-tokens "
@@ -626,6 +645,7 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
 
     hf_config = load_config(folder)
     settings = read_settings(args, hf_config.max_position_embeddings)
+    refuse_overwriting(args, settings.data.eval)
     tokenizer = load_tokenizer(folder)
     tasks, notes = load_tasks(settings, tokenizer, args.seed)
     say("\n".join(notes))

@@ -774,6 +774,9 @@ SAID = re.compile(  # GPUs, machine, model, mean tokens of prompts and of comple
 )
 
 
+EXPECTED = "# Expected by experiments/plan.py:"  # begins the lines that --write-headers adds
+
+
 def comment_of(file: Path) -> list[str]:
     """Return the comment lines that a YAML begins with."""
     return list(itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines()))
@@ -789,14 +792,15 @@ def header(file: Path) -> list[str]:
             "of Qwen/Qwen3-8B; mean prompt 200, completion 1,200 tokens"
         )
     plan, per_node = plan_run(task), task.machine.gpus_per_node
-    own = [*itertools.takewhile(lambda line: not line.startswith("#   torchrun"), comment)]
+    is_own = lambda line: not line.startswith(("#   torchrun", EXPECTED)) and not SAID.match(line)
+    own = [*itertools.takewhile(is_own, comment)]
     num_nodes = -(-task.num_gpus // per_node)
     nodes = f" --nnodes={num_nodes} --node-rank=R --master-addr=HOST" if num_nodes > 1 else ""
     phases = ", ".join(f"{name} {gib:.0f}" for name, gib in plan["phases_gib"].items())
     seconds = {name: s for name, s in plan["seconds"].items() if name != "step" and s >= 0.5}
     verdict = "" if plan["fits"] else f" It does not fit: {plan['why_not']}."
     expected = (
-        f"Expected by experiments/plan.py: of {task.machine.memory_gib:.0f} GiB of a GPU {phases}, with "
+        f"{EXPECTED[2:]} of {task.machine.memory_gib:.0f} GiB of a GPU {phases}, with "
         f"{plan['memory_gib']['KV cache']:.0f} of keys and values in a rollout; "
         f"{plan['host_gib']['of a node']:.0f} GiB of a host; "
         f"a step of {plan['tokens_per_step'] / 1e6:.2f} million tokens in "

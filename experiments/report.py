@@ -13,7 +13,8 @@
     python experiments/report.py --fix        # rewrite the tables that differ
 
 --runs takes folders as experiments/run.py leaves them (ROW/seed_S), record files, or several of both. A
-figure is a mean over the runs (seeds) of a row. Runs that have not ended yet are left out and named.
+figure is a mean over the runs (seeds) of a row. Runs that have not ended or have failed are left out and
+named.
 
 --metric NAME is of the evaluations, eval/SET/NAME; --metric train/NAME is of the training steps, as the mean
 over the latest ten of them: where runs evaluate at their ends alone, it says how fast they get there.
@@ -126,7 +127,7 @@ def parse_object(text: str, place: str) -> dict:
 
 def check_number(value: object, name: str, place: str) -> None:
     """Raise ValueError for what is no finite number."""
-    if type(value) not in (int, float) or not math.isfinite(value):
+    if not is_finite(value):
         raise ValueError(f"{place}: {name} is {value!r}, expected a finite number")
 
 
@@ -134,17 +135,30 @@ def is_evaluation(name: str, metric: str) -> bool:
     """Keep the metric asked for, and the three usual ones, so that a record can be read with --metric too."""
     leaf = name.split("/")[-1]
     usual = leaf == "accuracy" or leaf.startswith(("avg_at_", "pass_at_"))
-    return name.startswith("eval/") and (leaf == metric or usual)
+    return name.startswith("eval/") and (name.endswith(f"/{metric}") or usual)
+
+
+def is_recorded(name: str, metric: str) -> bool:
+    """Tell whether a record keeps a metric of the steps: those above, and the one asked for."""
+    if name in ("step", "generated_tokens", *STEP_KEYS) or TRAINING + name == metric:
+        return True
+    return any(fnmatch.fnmatch(name, pattern) for pattern in RECORDED)
+
+
+def is_finite(value: object) -> bool:
+    """Tell whether a value is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def read_metrics(file: Path, metric: str) -> dict[str, dict[str, list]]:
     """Read metrics.jsonl into the columns of a record: {"steps": ..., "evaluations": ...}.
 
-    An evaluation has a row of its own, which holds eval/ metrics.
+    An evaluation has a row of its own, which holds eval/ metrics. Metrics of the steps that no record keeps
+    are taken where they are numbers.
     """
     if not file.is_file():
         raise ValueError(f"{file} does not exist")
-    rows = {"steps": [], "evaluations": []}
+    rows, always = {"steps": [], "evaluations": []}, ("step", "generated_tokens")
     for number, line in enumerate(file.read_text().splitlines(), start=1):
         place = f"{file}, line {number}"
         row = parse_object(line, place)
@@ -152,14 +166,15 @@ def read_metrics(file: Path, metric: str) -> dict[str, dict[str, list]]:
             kind, found = "evaluations", [name for name in row if is_evaluation(name, metric)]
         else:
             kind = "steps"
-            found = [*STEP_KEYS, *(name for pattern in RECORDED for name in fnmatch.filter(row, pattern))]
-        names = ["step", "generated_tokens", *found]
+            there = [name for name in row if is_recorded(name, metric) or is_finite(row[name])]
+            found = [*STEP_KEYS, *there]
+        names = dict.fromkeys([*always, *found])
         for name in names:
             if name not in row:
                 raise ValueError(f"{place}: {name} is missing")
             check_number(row[name], name, place)
         rows[kind].append({name: row[name] for name in names})
-    columns = {kind: dict.fromkeys(name for row in rows[kind] for name in row) for kind in rows}
+    columns = {kind: dict.fromkeys([*always, *(name for row in rows[kind] for name in row)]) for kind in rows}
     return {kind: {name: [row.get(name) for row in rows[kind]] for name in columns[kind]} for kind in rows}
 
 
@@ -236,49 +251,61 @@ def make_run(record: dict, place: str, folder: Path | None, metric: str) -> Run:
             tokens, seconds, values = evaluation_curve(record, elapsed, metric)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from error
-    is_scored = record.get("settings", {}).get("zero_variance.offline_scores") is not None
+    settings = record.get("settings", {}).items()
+    is_scored = any(name.endswith("zero_variance.offline_scores") and file for name, file in settings)
     offline = record.get("offline_tokens", None if is_scored else 0)
     if offline is not None:
         check_number(offline, "offline_tokens", place)
     return Run(record, place, folder, steps, tokens, seconds, values, offline)
 
 
-def offline_tokens_of(folder: Path) -> int | None:
-    """Return the tokens that the offline scoring of a run's prompts generated; None if its file is gone."""
-    file = folder / "config.yaml"
-    scores = (yaml.safe_load(file.read_text()).get("zero_variance") or {}).get("offline_scores")
-    if scores is None:
-        return 0
-    if not (ROOT / scores).is_file():
-        return None
-    header, *rows = (json.loads(line) for line in (ROOT / scores).read_text().splitlines())
-    return round(sum(row["mean_tokens"] for row in rows) * header["samples"])
-
-
-def length_of(folder: Path) -> tuple[int, float]:
-    """Return the steps and the generated tokens at which the run of a folder is over."""
+def config_of(folder: Path) -> dict:
+    """Return the settings that a run has saved."""
     file = folder / "config.yaml"
     try:
-        train = yaml.safe_load(file.read_text())["train"]
-        return int(train["num_steps"]), float(train["max_generated_tokens"] or math.inf)
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ValueError(f"{file}: the length of the run cannot be read ({why})") from error
+        config = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: expected sections of settings, found {config!r}")
+    return config
+
+
+def offline_tokens_of(folder: Path) -> int | None:
+    """Return the tokens that the offline scoring of a run's prompts generated; None if a file is gone."""
+    config = config_of(folder)
+    sections = [own.get("zero_variance") or {} for own in (config, *(config.get("stages") or ()))]
+    total = 0
+    for scores in {section.get("offline_scores") for section in sections} - {None}:
+        if not (ROOT / scores).is_file():
+            return None
+        header, *rows = (json.loads(line) for line in (ROOT / scores).read_text().splitlines())
+        total += round(sum(row["mean_tokens"] for row in rows) * header["samples"])
+    return total
+
+
+def progress_of(folder: Path) -> str:
+    """Say how far a run is that has not ended. The last line of its log may be half written."""
+    errors, file = sorted(folder.glob("error_rank_*.txt")), folder / "metrics.jsonl"
+    if errors:
+        return f"it failed, see {errors[0].name}"
+    *lines, _ = file.read_text().split("\n") if file.is_file() else [""]
+    if not lines:
+        return "no step yet"
+    row = parse_object(lines[-1], f"{file}, line {len(lines)}")
+    return f"step {row.get('step')}, {row.get('generated_tokens', 0):,} generated tokens"
 
 
 def read_run(folder: Path, metric: str) -> Run | str:
-    """Read a run folder; return how far the run is where it has not ended."""
-    num_steps, max_tokens = length_of(folder)
+    """Read a run folder; return how far the run is where it has not ended. Its summary is written last."""
     file, seed = folder / "metrics.jsonl", folder.name.removeprefix("seed_")
     if not seed.isdigit():
         raise ValueError(f"{folder}: expected a folder seed_S with a number S")
+    if not (folder / "summary.json").is_file():
+        return progress_of(folder)
     curves = read_metrics(file, metric)
     for kind, columns in curves.items():
         check_order(kind, columns, str(file))
-    steps = curves["steps"]
-    last_step, tokens = (steps["step"][-1], steps["generated_tokens"][-1]) if steps else (0, 0)
-    if last_step < num_steps and tokens < max_tokens:
-        return f"step {last_step} of {num_steps}, {tokens:,} generated tokens"
     record = {"row": folder.parent.name, "seed": int(seed), "offline_tokens": offline_tokens_of(folder)}
     record |= curves
     return make_run(record, str(file), folder, metric)
@@ -744,18 +771,23 @@ def plot_against(rows: dict[str, list[Run]], setting: str, metric: str, file: Pa
 def provenance(folder: Path) -> dict:
     """Return commit, versions and settings of a run folder, as a record holds them.
 
-    The row and the seed say what run.dir and train.seed are, so the settings leave these two out.
+    The row and the seed say what run.dir and train.seed are, so the settings leave these two out. Settings
+    that train_rl.py does not know, as those of a changed copy, are kept as they stand.
     """
     from runtime.config import flat_settings
     from train_rl import Config  # here, because it loads what training needs
 
-    try:
-        config = Config.model_validate(yaml.safe_load((folder / "config.yaml").read_text()))
-    except (yaml.YAMLError, ValueError) as error:
-        why = " ".join(str(error).split())
-        raise ValueError(f"{folder}/config.yaml does not fit the settings of this version ({why})") from error
     versions = parse_object((folder / "versions.json").read_text(), f"{folder}/versions.json")
-    settings = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
+    saved = config_of(folder)
+    try:
+        settings = flat_settings(Config.model_validate(saved).model_dump(mode="json", exclude_defaults=True))
+    except ValueError:  # a changed copy of train_rl.py made it, or another version
+        defaults = flat_settings(Config().model_dump(mode="json"))
+        settings = {
+            name: value
+            for name, value in flat_settings(saved).items()
+            if name not in defaults or value != defaults[name]
+        }
     said = ("run.dir", "train.seed")
     return {
         "commit": versions.pop("commit", None),
@@ -770,7 +802,7 @@ def shortened(columns: dict[str, list]) -> dict[str, list]:
     return {name: [short(value) for value in values] for name, values in columns.items()}
 
 
-def export(rows: dict[str, list[Run]], file: Path) -> None:
+def export(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
     """Write the record file of the runs."""
     if file.exists():
         raise ValueError(f"--export: {file} is there already; remove it first")
@@ -780,7 +812,8 @@ def export(rows: dict[str, list[Run]], file: Path) -> None:
         record = run.record | made
         names = ("row", "seed", "commit", "versions", "settings", "steps", "evaluations", "offline_tokens")
         kept = {name: record[name] for name in names if name in record}
-        kept |= {kind: shortened(kept[kind]) for kind in ("steps", "evaluations")}
+        steps = {name: column for name, column in kept["steps"].items() if is_recorded(name, metric)}
+        kept |= {"steps": shortened(steps), "evaluations": shortened(kept["evaluations"])}
         lines.append(json.dumps(kept, separators=(",", ":")) + "\n")
     file.write_text("".join(lines))
 
@@ -1014,7 +1047,7 @@ def main(argv: list[str]) -> int:
         if args.curves:
             plot_curves(rows, args.curves[1:], Path(args.curves[0]))
         if args.export:
-            export(rows, args.export)
+            export(rows, args.metric, args.export)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

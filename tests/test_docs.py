@@ -87,8 +87,11 @@ def test_the_blocks_of_the_road_run_as_they_stand(road):
     ]
     assert all(sample["parts"].keys() == {"numeric", "mine/rewards.py:brevity"} for sample in samples)
     assert "resumed from mine/run/checkpoints/step_000004" in output
-    for name in ("test.json", "test.jsonl", "test.html", "samples.html", "run/model/generation_config.json"):
+    for name in ("figures.json", "figures_completions.jsonl", "completions.html", "samples.html"):
         assert (folder / "mine" / name).stat().st_size > 0, name
+    assert (folder / "mine/run/model/generation_config.json").stat().st_size > 0
+    rows = [json.loads(line) for line in (folder / "mine/test.jsonl").read_text().splitlines()]
+    assert [row["answer"] for row in rows] == [2 * number for number in range(102, 112)]
     assert "<|im_start|>user\nWhat is 2 + 2?" in output
 
 

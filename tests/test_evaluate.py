@@ -31,6 +31,7 @@ from experiments.evaluate import (
     pass_at_k,
     prompt_figures,
     read_settings,
+    refuse_overwriting,
     samples_page,
     table_text,
     values_of_k,
@@ -407,7 +408,7 @@ def test_samples_with_tokens_are_shown_by_token(has_export, tmp_path):
         (["--run", "r"], "--run RUN_DIR takes --html"),
         (["--model", "m", "--data", "d", "--samples", "-1"], "--samples must be at least 0"),
         (["--model", "m", "--data", "d", "--json", "x.json", "--html", "x.json"], "must be different files"),
-        (["--model", "m", "--data", "d", "--json", "x.jsonl"], "must be different files"),
+        (["--model", "m", "--data", "d", "--json", "x", "--completions", "x"], "must be different files"),
     ],
 )
 def test_bad_options(options, message, tmp_path, monkeypatch):
@@ -439,13 +440,28 @@ def test_options_become_settings_and_settings_go_before_them():
         settings_of("--data", "a.jsonl", "--columns", "prompt")
     with pytest.raises(ValueError, match="rollout.temperature: input should be greater than 0"):
         settings_of("--data", "a.jsonl", "--temperature", "0")
+    with pytest.raises(ValueError, match="--max-new-tokens 512 leaves no room for a prompt in the .* of 512"):
+        settings_of("--data", "a.jsonl")
     with pytest.raises(ValueError, match="exceed the model's context of 512 tokens"):
         settings_of("--data", "a.jsonl", "--max-new-tokens", "100", "rollout.max_prompt_tokens=500")
 
 
 def test_completions_lie_beside_the_figures(tmp_path):
     args = parse_args(["--model", "m", "--data", "d", "--json", str(tmp_path / "new" / "x.json")])
-    assert args.completions == tmp_path / "new" / "x.jsonl" and args.completions.parent.is_dir()
+    assert args.completions == tmp_path / "new" / "x_completions.jsonl" and args.completions.parent.is_dir()
+
+
+def test_results_never_overwrite_the_prompts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("sets").mkdir()
+    Path("sets/test.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    Path("here").symlink_to("sets")
+    for data in ("sets/test.jsonl", "sets", "sets/*.jsonl"):
+        sources = settings_of("--data", data, "--max-new-tokens", "100").data.eval
+        refuse_overwriting(parse_args(["--model", "m", "--data", data, "--json", "sets/test.json"]), sources)
+        args = ["--model", "m", "--data", data, "--json", "a.json", "--completions", "here/test.jsonl"]
+        with pytest.raises(ValueError, match="test.jsonl holds prompts and would be overwritten"):
+            refuse_overwriting(parse_args(args), sources)
 
 
 # ---- real runs ---------------------------------------------------------------------------------------------
@@ -478,7 +494,7 @@ def test_the_figures_are_those_of_a_recount(evaluated):
 
     figures, rows = (
         json.loads((evaluated / "e.json").read_text())["figures"],
-        read_rows(evaluated / "e.jsonl"),
+        read_rows(evaluated / "e_completions.jsonl"),
     )
     assert [(r["prompt_index"], r["sample"]) for r in rows] == list(itertools.product(range(40), range(5)))
     verdicts = [verify(r["kind"], r["completion"], r["answer"]) for r in rows]
@@ -503,7 +519,7 @@ def test_greedy_text_and_log_probabilities_are_those_of_transformers(evaluated):
 
     model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
-    for r in read_rows(evaluated / "e.jsonl")[:100]:
+    for r in read_rows(evaluated / "e_completions.jsonl")[:100]:
         asked, temperature = tokenizer(r["prompt"])["input_ids"], r["temperature"] or 1.0
         with torch.no_grad():
             logits = model(torch.tensor([asked + r["token_ids"]])).logits[0, len(asked) - 1 : -1]
@@ -526,7 +542,8 @@ def test_greedy_text_and_log_probabilities_are_those_of_transformers(evaluated):
 def test_the_page_shows_the_same(evaluated):
     from transformers import AutoConfig
 
-    elements, rows = Elements((evaluated / "e.html").read_text()), read_rows(evaluated / "e.jsonl")
+    elements = Elements((evaluated / "e.html").read_text())
+    rows = read_rows(evaluated / "e_completions.jsonl")
     index, config = elements.read("index"), AutoConfig.from_pretrained(TINY / "model")
     assert [c["completion"] for p in index["prompts"] for c in p["completions"]] == [
         r["completion"] for r in rows

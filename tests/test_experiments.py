@@ -355,6 +355,10 @@ def test_a_piece_that_fails_is_reported_and_run_again(tmp_path):
     report = json.loads((tmp_path / "report_kernels.json").read_text())
     assert "kernels.json" in report["head"]["report"]["figures"]["error"]
     assert report["optimizer"]["report"]["criteria"]["fused gives the same weights to 1e-6"] is True
+    assert gpu("kernels", tmp_path, "--pieces", "optimizer").returncode == 0  # it is there: not run again
+    again = json.loads((tmp_path / "report_kernels.json").read_text())
+    assert again["head"] == report["head"], "the report holds the pieces of both calls"
+    assert "## head" in (tmp_path / "report_kernels.md").read_text()
     assert "known in kernels are tests, head" in gpu("kernels", tmp_path, "--pieces", "x").stderr
 
 

@@ -681,7 +681,14 @@ def test_headers_are_written_over_old_ones(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(plan, "ROOT", tmp_path)
     assert plan.main(["--write-headers", str(file)]) == 0
-    assert file.read_text() == text.replace("experiments/models/qwen3_0_6b_one_gpu.yaml", "a.yaml")
+    written = text.replace("experiments/models/qwen3_0_6b_one_gpu.yaml", "a.yaml")
+    assert file.read_text() == written
+    (said,) = [line for line in text.splitlines() if plan.SAID.match(line)]
+    settings = text.splitlines()[len(plan.comment_of(file)) :]
+    file.write_text("\n".join(["# Mine", said, *settings]) + "\n")  # as somebody writes it by hand
+    for _ in range(2):
+        assert plan.main(["--write-headers", str(file)]) == 0
+        assert file.read_text() == "# Mine\n" + written[written.index("#   torchrun") :]
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

@@ -57,14 +57,11 @@ def write_run(
             evaluation = {f"eval/{name}/{leaf}": figures[leaf] for name in set_names for leaf in figures}
             log.append({"step": step, "generated_tokens": total} | evaluation)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
-    write_config(folder, num_steps)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"train": {"num_steps": num_steps}}))
     (folder / "versions.json").write_text('{"python": "3"}')
+    if not drop:
+        (folder / "summary.json").write_text("{}")
     return folder
-
-
-def write_config(folder: Path, num_steps: int, max_generated_tokens: int | None = None) -> None:
-    train = {"num_steps": num_steps, "max_generated_tokens": max_generated_tokens}
-    (folder / "config.yaml").write_text(yaml.safe_dump({"train": train}))
 
 
 def is_evaluation(entry: dict) -> bool:
@@ -353,6 +350,26 @@ def test_several_sets_are_averaged_and_another_metric_can_be_asked_for(tmp_path,
     assert entry["mean"] == 0.5 and "| accuracy |" in printed
 
 
+def test_a_metric_with_the_name_of_its_set(tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5], set_names=("x", "y"))
+    text = (folder / "metrics.jsonl").read_text().replace("accuracy", "mean_tokens")
+    text = text.replace('"eval/y/mean_tokens": 0.5', '"eval/y/mean_tokens": 7')
+    (folder / "metrics.jsonl").write_text(text)
+    for metric, value in (("x/mean_tokens", 0.5), ("y/mean_tokens", 7), ("mean_tokens", 3.75)):
+        ((entry,), _) = make(tmp_path / "runs", "--parent", "grpo", "--metric", metric, capsys=capsys)
+        assert entry["mean"] == value
+
+
+def test_runs_without_held_out_sets(tmp_path, capsys):
+    folder, file = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5]), tmp_path / "runs.jsonl"
+    log = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in log if not is_evaluation(row)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    options = ("--parent", "grpo", "--metric", "train/score")
+    made = make(tmp_path / "runs", *options, "--export", file, capsys=capsys)
+    assert make(file, *options, capsys=capsys) == made and made[0][0]["mean"] == 0.5
+
+
 def test_runs_that_have_not_ended_are_left_out_and_named(tmp_path, capsys):
     for seed in range(3):
         write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.5, 0.6], drop=seed)
@@ -360,16 +377,31 @@ def test_runs_that_have_not_ended_are_left_out_and_named(tmp_path, capsys):
     shown = capsys.readouterr()
     assert cells(shown.out)["grpo"][1] == "1"
     left_out = [line for line in shown.err.splitlines() if "not ended" in line]
-    assert "seed_1 (step 3 of 4, 300 generated tokens)" in left_out[0]
-    assert "seed_2 (step 2 of 4, 200 generated tokens)" in left_out[1]
+    assert "seed_1 (step 3, 300 generated tokens)" in left_out[0]
+    assert "seed_2 (step 2, 200 generated tokens)" in left_out[1]
 
 
-def test_a_run_also_ends_by_its_token_budget(tmp_path, capsys):
-    for seed, budget in enumerate((400, 401)):
-        write_config(write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.5, 0.6]), 9, budget)  # 400 tokens
+def test_a_run_has_ended_when_its_summary_is_there(tmp_path, capsys):
+    """All steps are logged before the last evaluation; a log may be cut, a folder empty, a run failed."""
+    write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5])
+    for seed in (1, 2, 3):
+        folder = write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.5])
+        (folder / "summary.json").unlink()
+        if seed == 2:
+            (folder / "metrics.jsonl").write_text((folder / "metrics.jsonl").read_text()[:-9])
+        if seed == 3:
+            (folder / "error_rank_1.txt").write_text("an error")
+    (tmp_path / "runs/grpo/seed_4").mkdir()
     assert report.main(["--runs", str(tmp_path / "runs"), "--parent", "grpo"]) == 0
     shown = capsys.readouterr()
-    assert cells(shown.out)["grpo"][1] == "1" and "seed_1 (step 4 of 9, 400 gen" in shown.err
+    assert cells(shown.out)["grpo"][1] == "1"
+    left_out = [line.partition("seed_")[2] for line in shown.err.splitlines()]
+    assert left_out == [
+        "1 (step 2, 200 generated tokens)",
+        "2 (step 2, 200 generated tokens)",
+        "3 (it failed, see error_rank_1.txt)",
+        "4 (no step yet)",
+    ]
 
 
 # ---- export and plots --------------------------------------------------------------------------------------
@@ -391,7 +423,6 @@ def long_runs(tmp_path) -> Path:
 
 def test_the_export_gives_the_same_table_and_is_small(long_runs, tmp_path, capsys):
     (long_runs / "espo" / "seed_9").mkdir()  # a run that has just begun
-    write_config(long_runs / "espo" / "seed_9", 200)
     (long_runs / "espo" / "seed_9" / "metrics.jsonl").write_text("")
     (long_runs / "espo" / "seed_0.log").write_text("console")
     file, again = tmp_path / "runs.jsonl", tmp_path / "again.jsonl"
@@ -439,9 +470,18 @@ def test_an_exported_run_says_how_it_was_made(tmp_path, capsys):
         "train.learning_rate": 0.5,
         "run.log_every": 1,
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"trian": {}}))
-    options = ("--runs", tmp_path / "runs", "--parent", "grpo", "--export", tmp_path / "other.jsonl")
-    assert "config.yaml does not fit the settings of this version" in error_of(*options, capsys=capsys)
+    mine = config | {"algorithm": {"clip_mode": "mine", "mine": 3, "clip_eps_low": 0.2}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(mine))  # of a changed copy of train_rl.py
+    file.unlink()
+    make(tmp_path / "runs", "--parent", "grpo", "--export", file, capsys=capsys)
+    assert json.loads(file.read_text())["settings"] == {
+        "algorithm.clip_mode": "mine",
+        "algorithm.mine": 3,
+        "data.train": [{"path": "a.jsonl", "limit": 7, "split": "train"}],
+        "train.num_steps": 2,
+        "train.learning_rate": 0.5,
+        "run.log_every": 1,
+    }
 
 
 def test_folders_and_records_give_the_same_table_also_together(random_table, tmp_path, capsys):
@@ -555,6 +595,14 @@ def scored(tmp_path) -> Path:
     return tmp_path / "runs"
 
 
+def test_offline_scoring_of_a_stage_is_charged_too(scored, tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", "staged", 0, [0.2, 0.4])
+    stage = {"name": "one", "zero_variance": {"offline_scores": str(tmp_path / "scores.jsonl")}}
+    (folder / "config.yaml").write_text(yaml.safe_dump({"train": {}, "stages": [stage, stage]}))
+    table, _ = make(scored, "--parent", "grpo", capsys=capsys)
+    assert {row["row"]: row["offline_tokens"] for row in table} == {"grpo": 0, "skip": 50, "staged": 50}
+
+
 def test_offline_scoring_is_charged_shared_and_whole(scored, capsys):
     """400 tokens against 200: twice as fast, 400 / (200 + 25) and 400 / (200 + 50) with the scoring's 50."""
     options = ("--parent", "grpo", "--columns", "row", "offline_tokens", "speedup", "speedup_shared",
@@ -646,6 +694,9 @@ def test_a_metric_of_the_steps_in_place_of_evaluations(tmp_path, monkeypatch, ca
     assert (early["tokens_to_target"], early["seconds_to_target"]) == pytest.approx((200, 1.0))
     assert (late["tokens_to_target"], late["seconds_to_target"]) == pytest.approx((700, 3.5))
     assert cells(printed)["late"][-2:] == ["700", "4"] and "train/score" in printed
+    make(root, "--parent", "early", "--metric", "train/grad_norm", "--export", tmp_path / "r", capsys=capsys)
+    table, _ = make(tmp_path / "r", "--parent", "early", "--metric", "train/grad_norm", capsys=capsys)
+    assert table[0]["finals"] == [1, 1], "a metric that records have only where it was asked for"
     assert report.main(["--runs", str(root), "--parent", "early", "--metric", "train/scores"]) == 2
     assert "no step has scores; there are" in capsys.readouterr().err
 
@@ -745,15 +796,11 @@ def test_folders_with_nothing_to_report_are_explained(tmp_path, capsys):
     folder = write_run(root, "grpo", 0, [0.2, 0.5], drop=1)
     assert report.main(["--runs", str(root), "--parent", "grpo"]) == 2
     assert "no run that has ended of any row; rows in it: grpo" in capsys.readouterr().err
-    for text in ("", "train: {}", "train: {num_steps: many}", "a: b: c"):
+    (folder / "summary.json").write_text("{}")
+    for text, why in (("", "expected sections of settings, found None"), ("a: b: c", "is not YAML: mapping")):
         (folder / "config.yaml").write_text(text)
-        assert "config.yaml: the length of the run cannot be read" in error_of(
-            "--runs", root, "--parent", "grpo", capsys=capsys
-        )
-    (folder / "config.yaml").unlink()
-    assert "config.yaml: the length of the run cannot be read" in error_of(
-        "--runs", root, "--parent", "grpo", capsys=capsys
-    )
+        error = error_of("--runs", root, "--parent", "grpo", capsys=capsys)
+        assert "config.yaml" in error and why in error
 
 
 # ---- the tables of the docs --------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ def write_run(folder, rate: float, final: float, longer: float, clipped: list[fl
     train = {"learning_rate": rate, "num_steps": NUM_STEPS, "max_generated_tokens": None}
     (folder / "config.yaml").write_text(yaml.safe_dump({"train": train}))
     (folder / "versions.json").write_text('{"commit": "c0ffee"}')
+    (folder / "summary.json").write_text("{}")
     evaluation = lambda step, value, other: {
         "step": step, "generated_tokens": 100 * step, "eval/chains/avg_at_4": value,
         "eval/longer/avg_at_4": other,

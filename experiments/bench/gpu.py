@@ -27,8 +27,8 @@ Pieces of engine
     exchange    what ranks exchange over all GPUs of the machine
 
 Each piece has a process of its own, is stopped after ten minutes, and leaves PIECE.json and PIECE.log in
---out; pieces that are there are not run again (--again runs them). report.md and report.json hold all that
-are there, every figure beside what was expected of it. Models lie in a temporary folder.
+--out; pieces that are there are not run again (--again runs them). report_MODE.md and report_MODE.json hold
+all pieces that are there, every figure beside what was expected of it. Models lie in a temporary folder.
 """
 
 import json
@@ -151,6 +151,25 @@ def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
     return lines
 
 
+def read_piece(args, name: str) -> dict | None:
+    """Return the record of a piece in --out, of the same kind of call; None if there is none."""
+    path = args.out / f"{name}.json"
+    record = json.loads(path.read_text()) if path.is_file() else None
+    return record if record is not None and record["dry"] == args.dry_run else None
+
+
+def write_report(args) -> None:
+    """Write the report of all pieces of the mode that are in --out, whichever call has run them."""
+    mode = MODES[args.mode]
+    records = {name: record for name in mode.PIECES if (record := read_piece(args, name)) is not None}
+    lines = [f"# GPU, {args.mode}\n\n{as_text(versions())}"]
+    for name, record in records.items():
+        lines += piece_lines(name, record, mode.EXPECTED.get(name, {}))
+    (args.out / f"report_{args.mode}.md").write_text("\n".join(lines) + "\n")
+    for file in (args.out / f"report_{args.mode}.json", args.json):
+        write_json(file, {"versions": versions()} | records)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the pieces that are missing and write the report as it grows; return the exit code."""
     parser = make_parser(__doc__)
@@ -173,24 +192,16 @@ def main(argv: list[str] | None = None) -> int:
     missing = None if args.dry_run else what_is_missing(args.mode)
     if missing:
         parser.error(missing)
-    lines, failed, records = [f"# GPU, {args.mode}\n\n{as_text(versions())}"], 0, {"versions": versions()}
+    expected, failed = MODES[args.mode].EXPECTED, 0
     with tempfile.TemporaryDirectory() as models:
         os.environ["EXPERIMENTS_GPU_MODELS"] = models
         for name in args.pieces or pieces:
-            path = args.out / f"{name}.json"
-            found = json.loads(path.read_text()) if path.is_file() and not args.again else None
-            is_whole = (
-                found is not None
-                and found["dry"] == args.dry_run
-                and "error" not in found["report"]["figures"]
-            )
-            records[name] = record = found if is_whole else run_piece(args, name)
-            lines += piece_lines(name, record, MODES[args.mode].EXPECTED.get(name, {}))
+            found = None if args.again else read_piece(args, name)
+            is_whole = found is not None and "error" not in found["report"]["figures"]
+            record = found if is_whole else run_piece(args, name)
             failed += sum(verdict is False for verdict in record["report"]["criteria"].values())
-            print("\n".join(piece_lines(name, record, MODES[args.mode].EXPECTED.get(name, {}))), flush=True)
-            write_json(args.out / f"report_{args.mode}.json", records)
-            (args.out / f"report_{args.mode}.md").write_text("\n".join(lines) + "\n")
-    write_json(args.json, records)
+            print("\n".join(piece_lines(name, record, expected.get(name, {}))), flush=True)
+            write_report(args)
     print(f"\n{failed} criteria failed; {args.out / f'report_{args.mode}.md'}")
     return 1 if failed else 0
 
