@@ -12,8 +12,11 @@ PYTHON ?= python3
 STACK  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 REQUIREMENTS = $(if $(filter cpu,$(STACK)),requirements-cpu.txt,requirements.txt)
 RANKS  ?= $(if $(filter gpu,$(STACK)),$(shell nvidia-smi -L | head -n 2 | wc -l),2)
-BIN    = .venv/bin
-STAMP  = .venv/installed-$(STACK)
+# The two stacks overwrite parts of each other, so the one that is installed second has a folder of its own.
+OTHER  = $(if $(filter cpu,$(STACK)),gpu,cpu)
+VENV   = .venv$(if $(wildcard .venv/installed-$(OTHER)),-$(STACK))
+BIN    = $(VENV)/bin
+STAMP  = $(VENV)/installed-$(STACK)
 
 # One thread per rank: two ranks share two cores, and torchrun would set it anyway, with a warning.
 export OMP_NUM_THREADS ?= 1
@@ -77,8 +80,8 @@ NEEDS_CUDA = "import torch; assert torch.version.cuda, \
 # torch goes first and alone, so that pip takes the one build asked for. vLLM's CPU build brings torchvision, torchaudio
 # and torchcodec made for CUDA; nothing here uses them, and they break `import transformers` on a machine without CUDA.
 $(STAMP): $(REQUIREMENTS)
-	@echo "installing the $(STACK) stack from $(REQUIREMENTS) into .venv (several minutes the first time)"
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing the $(STACK) stack from $(REQUIREMENTS) into $(VENV) (several minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q $(PIP_ARGS) $$(grep '^torch==' $(REQUIREMENTS))
 	$(BIN)/pip install -q $(PIP_ARGS) -r $(REQUIREMENTS)
 	$(if $(filter cpu,$(STACK)),$(BIN)/pip uninstall -q -y torchvision torchaudio torchcodec)

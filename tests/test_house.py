@@ -4,6 +4,7 @@ import ast
 import inspect
 import io
 import os
+import shutil
 import subprocess
 import sys
 import tokenize
@@ -262,6 +263,20 @@ def test_what_make_would_run_is_valid_shell(stack):
     make = ["make", "--dry-run", "--always-make", f"STACK={stack}", "RANKS=2", *targets]
     commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert commands.returncode == 0, commands.stderr
-    assert f".venv/installed-{stack}" in commands.stdout, "the installation is among them"
+    assert f"/installed-{stack}" in commands.stdout, "the installation is among them"
     checked = subprocess.run(["sh", "-n"], input=commands.stdout, capture_output=True, text=True, timeout=30)
     assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_two_stacks_never_share_a_folder(tmp_path):
+    """vLLM's builds for GPUs and for CPUs are two distributions with the same files."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    folders = []
+    for installed in ("cpu", "gpu"):
+        (tmp_path / ".venv").mkdir(exist_ok=True)
+        (tmp_path / f".venv/installed-{installed}").touch()
+        for stack in ("cpu", "gpu"):
+            make = ["make", "-s", "--eval=show: ; @echo $(VENV)", f"STACK={stack}", "show"]
+            folders.append(subprocess.run(make, cwd=tmp_path, capture_output=True, text=True).stdout.strip())
+        (tmp_path / f".venv/installed-{installed}").unlink()
+    assert folders == [".venv", ".venv-gpu", ".venv-cpu", ".venv"]
