@@ -408,8 +408,12 @@ class Experts(nn.Module):
 def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return x @ weight[expert of the row]^T for rows sorted by expert: [P, D], [e, O, D] -> [P, O]."""
     grouped_dtypes = (torch.bfloat16,) if x_PD.is_cuda else (torch.bfloat16, torch.float32)
-    if x_PD.dtype in grouped_dtypes:
-        return F.grouped_mm(x_PD, weight_eOD.mT, offs=tokens_per_expert.cumsum(0).to(torch.int32))
+    if len(x_PD) and x_PD.dtype in grouped_dtypes:
+        weight_eDO = weight_eOD.mT
+        if weight_eDO.requires_grad:  # kernels may leave the gradient of experts without rows unwritten
+            is_empty = (tokens_per_expert == 0)[:, None, None]
+            weight_eDO.register_hook(lambda fresh: fresh.masked_fill_(is_empty, 0))
+        return F.grouped_mm(x_PD, weight_eDO, offs=tokens_per_expert.cumsum(0).to(torch.int32))
     parts = x_PD.split(tokens_per_expert.tolist())  # a loop for what grouped_mm refuses (fp64; fp32 on GPUs)
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_eOD)])
 
@@ -926,7 +930,7 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
 def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of the whole model in layer order, experts fused.
 
-    Collective: all ranks exhaust it together. At most one gathered expert tensor is alive at a time.
+    Collective: all ranks exhaust it together. No gathered tensor is kept here while the next one is gathered.
     own_experts: those of this rank one by one instead, under their checkpoint names; nothing is gathered.
     """
     for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
@@ -942,6 +946,7 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
             full = parameter.data.new_empty(ep_size * count, *parameter.shape[1:])
             dist.all_gather_into_tensor(full, parameter.data, group=policy.group)
             yield name, full
+            del full
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -332,10 +332,17 @@ class RolloutEngine:
 
         return get_tp_group().cpu_group
 
-    def sync(self, named_tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> SyncReport:
+    def sync(
+        self,
+        named_tensors: Iterable[tuple[str, Tensor]],
+        policy_version: int,
+        check_against: Iterable[tuple[str, Tensor]] | None = None,
+    ) -> SyncReport:
         """Replace all weights by named_tensors (Hugging Face names, fused experts); drop cached prefixes.
 
-        Raises RuntimeError naming the parameters that were not covered, or the tensor the engine refused.
+        check_against: the same tensors again, for check_weights(); keys and values wake up after it, because
+        gathering experts needs their room. Raises RuntimeError naming the parameters that were not covered,
+        or the tensor the engine refused.
         """
         num_tensors, num_bytes, last_name = 0, 0, None
         self.policy_version = None  # a failed sync leaves an engine that refuses to generate
@@ -350,8 +357,7 @@ class RolloutEngine:
                 num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.numel() * tensor.element_size()
                 yield name, tensor
 
-        if self.settings.sleep_level:
-            self.llm.wake_up(tags=["weights"])
+        self.wake_up("weights")
         try:
             tensors = quantise_for_engine(counted(), self.settings.fp8, self.settings.simulate_format)
             (missing,) = self.llm.collective_rpc(load_weights_in_worker, args=(tensors, not self.on_gpu))
@@ -370,15 +376,16 @@ class RolloutEngine:
             raise RuntimeError(
                 "weight sync: the prefix cache could not be reset, it would mix old and new policies"
             )
-        if self.settings.sleep_level:
-            self.llm.wake_up(tags=["kv_cache"])
+        if check_against is not None:
+            self.check_weights(check_against)
+        self.wake_up("kv_cache")
         self.policy_version = policy_version
         return SyncReport(num_tensors, num_bytes)
 
     def check_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Compare what the engine holds with the tensors of the last sync, by checksum in its own dtype.
 
-        It is called after sync() and before sleep(). RuntimeError names what differs. What vLLM holds in FP8
+        The engine's weights are awake. RuntimeError names what differs. What vLLM holds in FP8
         or splits over ranks is left out: the parity of log-probabilities alone proves it.
         """
         tensors = quantise_for_engine(named_tensors, self.settings.fp8, self.settings.simulate_format)
@@ -389,6 +396,18 @@ class RolloutEngine:
                 f"weight sync: the engine holds other values than the policy's in {len(differing)} "
                 f"parameters, first: {', '.join(differing[:3])}"
             )
+
+    def wake_up(self, tag: str) -> None:
+        """Take GPU memory again for "weights" or "kv_cache". Nothing at sleep_level 0."""
+        if not self.settings.sleep_level:
+            return
+        try:
+            self.llm.wake_up(tags=[tag])
+        except Exception as error:
+            raise RuntimeError(
+                f"the engine could not take back the memory of its {tag}: {error}. What stands beside it is "
+                "more than was planned: set rollout.kv_cache_gib below what the start printed"
+            ) from error
 
     def sleep(self) -> None:
         """Free GPU memory for the update; the next sync() wakes the engine. Nothing at sleep_level 0."""

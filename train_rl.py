@@ -2361,11 +2361,9 @@ def set_up(config: Config) -> Run | None:
 
     # ---- engine, policy ----
     with clock("setup"):
-        engine = start_engine(largest, hf_config, model_dir)
-        settings = config.reward
-        judge = build_judge(
-            settings.judge, settings.judge_path, load_greedy_chat, margin=settings.judge_margin
-        )
+        scalar = load_judge(config.reward) if config.reward.judge == "scalar" else None
+        engine = start_engine(largest, hf_config, model_dir)  # it takes what a scalar judge leaves of a GPU
+        judge = scalar or load_judge(config.reward)
         dist.barrier()
         policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
         refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
@@ -2386,6 +2384,11 @@ def set_up(config: Config) -> Run | None:
         trainer=trainer, reference=reference, judge=judge, progress=progress_bar(config, state),
         rollouts=rollouts, signals=listen(config), generation_config=read_generation_config(model_dir),
     )  # fmt: skip
+
+
+def load_judge(settings: RewardSettings):
+    """Load the judge, None without one. A generative one is a second engine, made after the first."""
+    return build_judge(settings.judge, settings.judge_path, load_greedy_chat, margin=settings.judge_margin)
 
 
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
@@ -2593,11 +2596,10 @@ def sync_engine(run: Run, check: bool) -> SyncReport:
     check: compare the weights that it holds, and log-probabilities at the next step.
     """
     engine, own_experts = run.rollouts.engine, syncs_own_experts(run.config)
+    sent, again = (moe_model.hf_tensors(run.policy, own_experts) for _ in range(2))
     with run.clock("sync"):
-        report = engine.sync(moe_model.hf_tensors(run.policy, own_experts), run.state.step)
-        if check:
-            engine.check_weights(moe_model.hf_tensors(run.policy, own_experts))
-            run.parity_is_due = True
+        report = engine.sync(sent, run.state.step, again if check else None)
+    run.parity_is_due |= check
     return report
 
 

@@ -1,6 +1,7 @@
 """experiments/evaluate.py: figures by other means, the page's data, what it does with markup, real runs."""
 
 import base64
+import contextlib
 import gzip
 import itertools
 import json
@@ -15,11 +16,13 @@ import time
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
+from experiments import evaluate as evaluate_py
 from experiments.evaluate import (
     all_figures,
     level_labels,
@@ -462,6 +465,28 @@ def test_results_never_overwrite_the_prompts(tmp_path, monkeypatch):
         args = ["--model", "m", "--data", data, "--json", "a.json", "--completions", "here/test.jsonl"]
         with pytest.raises(ValueError, match="test.jsonl holds prompts and would be overwritten"):
             refuse_overwriting(parse_args(args), sources)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_one_engine_give_it_the_same_length(rank, monkeypatch):
+    """vLLM ends a completion there: ranks that share an engine would go different ways."""
+    import rollout
+
+    class Stop(Exception):
+        pass
+
+    def engine(folder, max_model_len, settings):
+        raise Stop(max_model_len)
+
+    monkeypatch.setattr(rollout, "RolloutEngine", engine)
+    monkeypatch.setattr(evaluate_py, "start_pool", lambda settings, tokenizer: contextlib.nullcontext())
+    monkeypatch.setattr(evaluate_py, "reference_warning", lambda pool, tasks: "")
+    monkeypatch.setenv("RANK", str(rank))
+    tasks = [SimpleNamespace(prompt_ids=[5] * length) for length in (3, 8, 4)]
+    settings = settings_of("--data", "a.jsonl", "--max-new-tokens", "100")
+    args = parse_args(["--model", "m", "--data", "a.jsonl", "--max-new-tokens", "100"])
+    with pytest.raises(Stop, match="108"):
+        evaluate_py.generate(args, settings, Path("m"), None, tasks, tasks[rank::2])
 
 
 # ---- real runs ---------------------------------------------------------------------------------------------

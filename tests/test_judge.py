@@ -124,6 +124,14 @@ def test_scores_are_those_of_each_text_alone_without_padding(batch_size, judge_f
     assert scores == pytest.approx(one_by_one(judge_folder, *texts), abs=2e-5)  # measured 5e-6
 
 
+def test_a_judge_keeps_no_keys_and_values(judge_folder, texts):
+    """They would take gigabytes of a GPU for nothing: each text is read once."""
+    judge, outputs = ScalarJudge(judge_folder, batch_size=7), []
+    judge.model.register_forward_hook(lambda model, given, output: outputs.append(output))
+    judge.scores(*texts)
+    assert len(outputs) > 3 and all(output.past_key_values is None for output in outputs)
+
+
 def test_equal_texts_get_equal_scores_and_tie(judge_folder, texts):
     judge = ScalarJudge(judge_folder, batch_size=3)
     scores = {}

@@ -342,6 +342,38 @@ def test_grouped_linear_against_rows(counts, dtype):
         torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
+class CarelessGroupedMM(torch.autograd.Function):
+    """As on some GPUs: the gradient of an expert without rows is what was in memory (pytorch #172439)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, offs):
+        ctx.save_for_backward(x, weight, offs)
+        counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
+        return torch.cat([part @ w for part, w in zip(x.split(counts), weight)])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, offs = ctx.saved_tensors
+        counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
+        of_experts = list(zip(x.split(counts), grad.split(counts), weight))
+        grad_x = torch.cat([g @ w.mT for _, g, w in of_experts])
+        grads = [part.mT @ g if len(part) else torch.full_like(w, math.nan) for part, g, w in of_experts]
+        return grad_x, torch.stack(grads), None
+
+
+@pytest.mark.parametrize("counts", [[3, 1, 4, 2], [0, 5, 0, 1], [0, 0, 0, 0]])
+def test_experts_without_rows_have_no_gradient_whatever_a_kernel_leaves_there(counts, monkeypatch):
+    x = torch.randn(sum(counts), 24, requires_grad=True)
+    weight = torch.randn(4, 16, 24, requires_grad=True)
+    grouped_linear(x, weight, torch.tensor(counts)).square().sum().backward()
+    expected = weight.grad.clone()
+    weight.grad = None
+    monkeypatch.setattr(F, "grouped_mm", lambda x, weight, offs: CarelessGroupedMM.apply(x, weight, offs))
+    grouped_linear(x, weight, torch.tensor(counts)).square().sum().backward()
+    torch.testing.assert_close(weight.grad, expected)
+    assert all(bool(grad.any()) == (count > 0) for grad, count in zip(expected, counts))
+
+
 @pytest.mark.parametrize("counts", [[3, 1, 4, 2], [0, 5, 0, 1]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_mm_equals_the_loop(counts, dtype, monkeypatch):

@@ -1014,6 +1014,34 @@ def test_an_engine_sleeps_as_soon_as_it_is_built(engine_of, monkeypatch):
     assert second.settings.enforce_eager and rollout.refuse_beside_graphs_of_experts() is None
 
 
+def test_keys_and_values_wake_up_after_the_check_of_the_weights(monkeypatch):
+    """A check gathers experts again; an engine whose memory cannot be had says which setting helps."""
+    calls = []
+    answers = {"load_weights_in_worker": [[]], "compare_weights_in_worker": [[]]}
+    llm = SimpleNamespace(
+        wake_up=lambda tags: calls.append(*tags),
+        collective_rpc=lambda work, args: calls.append(work.__name__) or answers[work.__name__],
+        reset_prefix_cache=lambda: calls.append("prefixes") or True,
+    )
+    engine = object.__new__(RolloutEngine)
+    engine.settings, engine.llm, engine.on_gpu = RolloutSettings(sleep_level=2), llm, False
+    engine.sync([], 3, [])
+    expected = ["weights", "load_weights_in_worker", "prefixes", "compare_weights_in_worker", "kv_cache"]
+    assert (calls, engine.policy_version) == (expected, 3)
+    calls.clear()
+    engine.sync([], 4)
+    assert (calls, engine.policy_version) == ([*expected[:3], "kv_cache"], 4)
+    calls.clear()
+    answers["compare_weights_in_worker"] = [["norm.weight"]]
+    with pytest.raises(RuntimeError, match="holds other values.*norm.weight"):
+        engine.sync([], 5, [])
+    assert engine.policy_version is None
+    llm.wake_up = lambda tags: 1 / 0
+    with pytest.raises(RuntimeError, match="memory of its weights.*set rollout.kv_cache_gib"):
+        engine.sync([], 6)
+    assert engine.policy_version is None
+
+
 def test_fp8_is_the_one_that_is_simulated(monkeypatch):
     settings = lambda **options: RolloutSettings(fp8="on", **options)
     for size, whole_experts in ((1, False), (2, False), (3, False), (8, True)):
