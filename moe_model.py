@@ -1005,10 +1005,8 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
         "weight_decay": settings.weight_decay,
         "torch_adam": True,  # needs no compiler
     }
-    if (
-        torch.cuda.is_available()
-    ):  # torch's other version holds one more copy of all float32 weights in a step
-        optimizer["fused"] = True
+    if torch.cuda.is_available():
+        optimizer["fused"] = True  # the other version holds a copy of all float32 weights in a step
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
