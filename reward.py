@@ -333,7 +333,7 @@ code_limits: dict = {}  # options of verifiers.code.verify; a worker gets them f
 def _code(completion: str, answer: str, fields: dict) -> Verdict:
     from verifiers import code
 
-    return Verdict(*code.verify(completion, answer, **_without_given(fields), **code_limits))
+    return Verdict(*code.verify(completion, answer, **code_limits))
 
 
 def _instructions(completion: str, answer: str, fields: dict) -> Verdict:

@@ -355,7 +355,8 @@ class PromptMaker:
 
     def kind_of(self, row: dict, where: str) -> str:
         """Return the verifier of a row; ValueError if the row names a function that the settings do not."""
-        if column := self.columns["kind"]:
+        column = self.columns["kind"]
+        if column and not (self.kind and field_of(row, column) is None):
             kind = field_text(row, column, where, "without a kind")
             if not is_kind(kind) or not self.allowed.issuperset(functions_of(kind)):
                 raise ValueError(unknown_kind(kind, where))
@@ -397,7 +398,8 @@ class PromptMaker:
         value = field_of(row, column)
         if isinstance(value, (list, dict)) and value:
             if not parts & RULES.keys():
-                return json.dumps(json_value(value), ensure_ascii=False)
+                value = json.dumps(json_value(value), ensure_ascii=False)
+                return text_from(value, column, where, "without an answer")
             if isinstance(value, list) and len(value) == 1:
                 (value,) = value
         text = text_from(value, column, where, "without an answer")

@@ -8,7 +8,8 @@
     python -m data.score --help
 
 Prompts are read and rendered as in training, with the options that section data of the settings has: the same
-text, template and chat template included, is the same prompt to zero_variance.offline_scores.
+text, template and chat template included, is the same prompt to zero_variance.offline_scores. Settings of
+section reward may follow the options: reward.num_workers=8 reward.sandbox=rlimits.
 
 A prompt solved with probability p gives a group of G equal rewards, and so no gradient, with probability
 p^G + (1 - p)^G. Prompts that smaller models always solve can be dropped before any rollout [secondary: the
@@ -50,9 +51,9 @@ from data.chat import load_tokenizer
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
 from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set_lines
 from moe_model import checkpoint_shards
-from reward import KINDS, RewardSettings, Verdict, functions_of, start_pool
+from reward import KINDS, RewardSettings, Verdict, check_functions, functions_of, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
-from runtime.config import explain
+from runtime.config import explain, merge, read_override
 from runtime.launch import check_gpus, leave, one_line, run
 from runtime.schedule import from_rank_0
 
@@ -227,8 +228,7 @@ def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file)
         disable=None if rank == 0 else True, mininterval=0.5,
     )  # fmt: skip
     new_rows = []
-    rewards = RewardSettings(num_workers=args.reward_workers, timeout_s=args.reward_timeout_s)
-    with start_pool(rewards, None) as pool, progress:
+    with start_pool(args.reward, None) as pool, progress:
         for start in range(num_done, len(prompts), args.chunk):
             stop = min(start + args.chunk, len(prompts))
             mine = slice(start + rank, stop, world_size)
@@ -293,11 +293,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of vLLM (default: %(default)s)")
     add("--kv-cache-gib", type=float, help="keys and values per rank; without it vLLM decides")
     add("--max-num-seqs", type=int, default=256, help="completions at once per rank (default: %(default)s)")
-    add("--reward-workers", type=int, default=1, help="scoring processes per rank (default: %(default)s)")
-    add("--reward-timeout-s", type=float, default=10.0, help="seconds for a verdict (default: %(default)s)")
-    args = parser.parse_args(argv)
-    args.data = data_settings(args)
-    for name in ("samples", "max_new_tokens", "chunk", "max_num_seqs", "reward_workers"):
+    add("settings", nargs="*", metavar="reward.key=value", help="settings of section reward of the settings")
+    args = parser.parse_intermixed_args(argv)
+    args.data, args.reward = data_settings(args), reward_settings(args)
+    for name in ("samples", "max_new_tokens", "chunk", "max_num_seqs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.temperature < 0 or (args.temperature == 0 and args.samples > 1):
@@ -347,6 +346,21 @@ def data_settings(args: argparse.Namespace) -> DataSettings:
     return settings
 
 
+def reward_settings(args: argparse.Namespace) -> RewardSettings:
+    """Make section reward of the settings behind the options; ValueError names a wrong one."""
+    values: dict = {}
+    for text in args.settings:
+        values = merge(values, read_override(text))
+    if unknown := values.keys() - {"reward"}:
+        raise ValueError(
+            f"{min(unknown)}: only settings of section reward may follow, as reward.timeout_s=30"
+        )
+    try:
+        return RewardSettings.model_validate(values.get("reward", {}))
+    except ValidationError as error:
+        raise ValueError(f"reward.{explain(error, RewardSettings, {}, {})}") from error
+
+
 def main(args: argparse.Namespace) -> None:
     """Score all prompts that the output does not hold yet, and print a summary of the file."""
     on_gpu = torch.cuda.is_available()
@@ -369,6 +383,8 @@ def main(args: argparse.Namespace) -> None:
             print(*map(one_line, notes), sep="\n", file=sys.stderr)
             done = f"{num_done} of {len(prompts)} prompts done"
             print(f"{args.output}: {done}; starting vLLM", file=sys.stderr)
+        rows_of_kinds = [(prompt.kind, prompt.answer, prompt.fields) for prompt in prompts]
+        check_functions([], rows_of_kinds, args.reward)
         engine = build_engine(args, max(map(len, prompt_ids)))
         rows += score_all(engine, tokenizer, prompts, prompt_ids, args, num_done, file)
     if dist.get_rank() == 0:

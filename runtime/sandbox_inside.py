@@ -176,11 +176,16 @@ def run_and_exit(source: bytes, expression: bytes) -> None:
     if "threading" in sys.modules:
         status = _status_of(sys.modules["threading"]._shutdown) or status  # it waits for threads
     atexit._run_exitfuncs()
+    status = _flush(sys.stdout, sys.__stdout__) or status  # a file of the program's own class needs its names
     sys.modules["__main__"].__dict__.clear()  # files that the program left open are closed
     gc.collect()
-    for file in (sys.stdout, sys.__stdout__):
-        status = _status_of(file.flush) or status
-    os._exit(status)
+    os._exit(_flush(sys.__stdout__) or status)
+
+
+def _flush(*files) -> int:
+    """Flush what is there and open, and return the exit status."""
+    open_files = [file for file in files if file is not None and not getattr(file, "closed", False)]
+    return max([_status_of(file.flush) for file in open_files], default=0)
 
 
 def _status_of(function, *arguments) -> int:

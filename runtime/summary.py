@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runtime.checkpoint import TrainState
 
+DIFFICULTY = "accuracy_difficulty_"  # before the level, at the end of a metric's name
+
 
 def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> None:
     """Write run_dir/summary.json; peak_rss_bytes is the sum of the ranks' peaks.
@@ -31,8 +33,8 @@ def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> No
         "account": state.account,
         "seconds_by_phase": state.seconds,
         "peak_rss_bytes": peak_rss_bytes,
-        "accuracy_by_difficulty_before": {n: v for n, v in state.first_eval.items() if "difficulty" in n},
-        "accuracy_by_difficulty_after": {n: v for n, v in state.last_eval.items() if "difficulty" in n},
+        "accuracy_by_difficulty_before": by_difficulty(state.first_eval),
+        "accuracy_by_difficulty_after": by_difficulty(state.last_eval),
     }
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     for name in ("mismatch_k3", "mismatch_routes", "mismatch_ess", "length_error"):
@@ -46,6 +48,11 @@ def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> No
         "slowest_rank_share": slowest[0][1] / len(waits) if slowest else None,
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
+
+
+def by_difficulty(evaluation: dict[str, float]) -> dict[str, float]:
+    """Return the figures of an evaluation that are of one difficulty: eval/SET/accuracy_difficulty_N."""
+    return {name: value for name, value in evaluation.items() if f"/{DIFFICULTY}" in name}
 
 
 def print_summary(run_dir: Path) -> None:
@@ -62,7 +69,7 @@ def print_summary(run_dir: Path) -> None:
     after_by_difficulty = summary["accuracy_by_difficulty_after"]
     for name, before in summary["accuracy_by_difficulty_before"].items():
         after = after_by_difficulty.get(name, float("nan"))
-        print(f"    difficulty {name.rsplit('_', 1)[1]:<16} {before:6.3f} -> {after:.3f}")
+        print(f"    difficulty {name.rpartition(DIFFICULTY)[2]:<16} {before:6.3f} -> {after:.3f}")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
     print_account(summary["account"], summary["generated_tokens"])
     print(

@@ -271,6 +271,10 @@ def test_what_is_neither_file_nor_hub_name(tmp_path, monkeypatch, path, message)
         ('{"prompt": "a", "answer": 1e400}', "row 1: column 'answer' must hold text or a number, found inf"),
         ('{"prompt": "a", "answer": true}', "row 1: column 'answer' must hold text or a number, found True"),
         ('{"prompt": "a\\ud800", "answer": 1}', "row 1: column 'prompt' holds half a character"),
+        (
+            '{"prompt": "a", "answer": {"asserts": ["\\ud800"]}, "kind": "code"}',
+            "row 1: column 'answer' holds half a character",
+        ),
         ('[{"prompt": "a", "answer": 1},\n{"prompt" "b"}]', r"set.jsonl: line 2 is not JSON: Expecting ':'"),
         ('{"prompt": "a", "answer": 1}\n[1, 2]\n', r"set.jsonl: row 2 must be an object .* found \[1, 2\]"),
         ('["a"]', r"set.jsonl: row 1 must be an object .* found 'a'"),
@@ -351,6 +355,16 @@ def test_rows_without_text(tmp_path, column, value):
     with pytest.raises(ValueError, match=f"set.jsonl: row 2: {message}.*; data.on_bad_row=drop leaves such"):
         load_prompts(path)
     assert [one.text for one in load_prompts(path, on_bad_row="drop")] == ["q", "q"]
+
+
+def test_rows_without_a_kind_have_that_of_the_settings(tmp_path):
+    rows = [{"prompt": name, "answer": "1"} for name in "abc"]
+    path = write_lines(
+        tmp_path / "set.jsonl", [rows[0] | {"kind": "exact"}, rows[1], rows[2] | {"kind": None}]
+    )
+    assert [one.kind for one in load_prompts(path, kind="numeric")] == ["exact", "numeric", "numeric"]
+    with pytest.raises(ValueError, match="row 2: column 'kind' must hold text"):
+        load_prompts(path)
 
 
 def test_difficulty_range_without_rows(tmp_path):

@@ -21,6 +21,8 @@ from experiments.bench import gpu_kernels, preloaded
 from experiments.bench.gpu import MODES
 from experiments.bench.workload import Recipe as WorkRecipe
 from experiments.bench.workload import Workload
+from runtime import summary
+from runtime.checkpoint import TrainState
 
 
 def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
@@ -393,3 +395,19 @@ def test_flops_per_token_are_those_that_torch_counts():
     attention = 2 * size["num_hidden_layers"] * heads * length  # what the mask forbids
     counted = counter.get_total_flops() / (count * length)
     assert counted - attention == pytest.approx(gpu_kernels.flops_per_token(size, length) / 3, rel=1e-12)
+
+
+def test_a_summary_lists_difficulties_of_sets_of_any_name(tmp_path, capsys):
+    """A set may itself be called difficulty."""
+    kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
+    account = {f"prompts_{kind}": 0 for kind in kinds}
+    account |= {f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")}
+    figures = {"accuracy": 0.5, "avg_at_8": 0.25, "accuracy_difficulty_2.5": 0.75}
+    names = ("difficulty", "high-difficulty_8")
+    found = {f"eval/{name}/{leaf}": value for name in names for leaf, value in figures.items()}
+    (tmp_path / "metrics.jsonl").write_text("")
+    summary.write_summary(tmp_path, TrainState(account=account, first_eval=found, last_eval=found), 0)
+    summary.print_summary(tmp_path)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    expected = ["difficulty", "2.5", "0.750", "->", "0.750"]
+    assert [line for line in lines if line[:1] == ["difficulty"]] == [expected, expected]

@@ -87,6 +87,16 @@ def test_a_check_tells_texts_apart(name):
     assert {text: reward(text, name, arguments) for text in not_met} == dict.fromkeys(not_met, 0.0)
 
 
+def test_degenerate_text_takes_no_longer_than_other_text():
+    """With a square of the length these would take minutes."""
+    sentences = {"num_sentences": 2, "relation": "less than"}
+    for text in ("." * 200_000 + "x", "a. " * 100_000, ".)" * 100_000 + "x"):
+        assert reward(text, "length_constraints:number_sentences", sentences) == 1.0
+    bold = {"num_highlights": 1}
+    for text in ("**" + "a" * 200_000, "**" * 100_000, "* " * 2):
+        assert reward(text, "detectable_format:number_highlighted_sections", bold) == 0.0
+
+
 def test_the_reward_is_the_share_of_constraints_met_in_every_form_of_the_answer():
     names = ["punctuation:no_comma", "change_case:english_capital", "keywords:existence"]
     arguments = [{}, None, {"keywords": ["it"], "relation": None, "num_words": None}]

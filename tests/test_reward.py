@@ -379,6 +379,29 @@ def test_numbers_as_programs_and_books_write_them(answer, completion, same):
         assert verify("math", text, answer) == (OK if same else WRONG)
 
 
+@pytest.mark.parametrize(
+    "sign, command, same",
+    [
+        ("30\u00b0", r"30^\circ", True), ("30\u00b0", "30", True),
+        ("(-\u221e, 3]", r"(-\infty, 3]", True),
+        ("\u221e", r"\infty", True), ("\u2205", r"\emptyset", True), (r"\varnothing", r"\emptyset", True),
+        ("2\u221a3", r"2\sqrt{3}", True), ("\u221a12", r"2\sqrt{3}", True),
+        ("\u221a(x+1)", r"\sqrt{x+1}", True),
+        ("3\u00b710^5", "300000", True), ("3\u00d710^5", "300000", True), ("1.5e\u22123", "0.0015", True),
+        ("\u22125", "-5", True), ("x\u00b2", "x^2", True), ("\u221a3", "3", False), ("\u22125", "5", False),
+        ("(-\u221e, 3)", r"(-\infty, 3]", False),
+    ],
+)  # fmt: skip
+def test_signs_of_unicode_are_those_of_latex(sign, command, same):
+    for completion, answer in ((sign, command), (command, sign)):
+        assert verify("math", rf"\boxed{{{completion}}}", answer) == (OK if same else WRONG)
+
+
+def test_a_minus_sign_without_a_box():
+    assert verify("math", "The answer is \u22125.", "-5") == OK
+    assert verify("math", "The answer is \u22125.", "5") == WRONG
+
+
 def test_impossible_references_are_found_with_their_reason():
     possible = [("math", answer, {}) for answer in REFERENCES]
     possible += [("gsm8k", "3 + 4 = 7\n#### 7", {}), ("exact", "a b", {}), ("numeric", " 5%", {})]

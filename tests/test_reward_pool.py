@@ -517,6 +517,15 @@ def test_an_item_of_code_may_take_as_long_as_its_tests():
         assert pool._limit_s([item("code")]) == pool._limit_s([item("0.5*math + 0.5*code")]) == 1.5 + 3 * 2.0
 
 
+def test_columns_of_a_row_do_not_change_how_its_program_is_run():
+    """A row may have columns that are called like the limits."""
+    limits = {"isolation": "rlimits", "timeout_s": 5.0, "memory_bytes": 1 << 30}
+    with RewardPool(1, code_limits=limits) as pool:
+        fields = {"isolation": "none", "timeout_s": 1e-9, "memory_bytes": 1, "prompt": "?"}
+        pool.submit(0, "code", "```python\nprint(1)\n```", '{"inputs": [""], "outputs": ["1"]}', fields)
+        assert pool.collect() == {0: OK}
+
+
 # ---- checks before a run -----------------------------------------------------------------------------------
 
 

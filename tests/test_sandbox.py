@@ -51,7 +51,8 @@ P, M, F = "PermissionError", "MemoryError", "FileNotFoundError"
 # name of an exception, "escaped", or the reason why it was killed; None: not tried, nothing would stop it.
 ESCAPES = {
     "connect to a server here": (P, P, "import socket; socket.create_connection(('127.0.0.1', {port}), 1)"),
-    "ask a name server": ("gaierror", "gaierror", "import socket; socket.gethostbyname('example.com')"),
+    "ask a name server": (
+        P, P, "from socket import *; socket(AF_INET, SOCK_DGRAM).sendto(b'?', ('127.0.0.1', 53))"),
     "open a socket of Unix": (P, P, "import socket; socket.socket(socket.AF_UNIX)"),
     "fork bomb": (P, P, "while True: os.fork()"),
     "fork by clone": (P, P, "check(libc.syscall(56, 17, 0, 0, 0, 0))"),
@@ -221,6 +222,13 @@ def test_a_program_ends_as_under_python(isolation, tmp_path):
         "from threading import Timer; Timer(0.02, print, ['late']).start()",
         "import sys, io; sys.stdout = io.TextIOWrapper(open(1, 'wb')); print('left open')",
         "import sys; f = open(1, 'w', closefd=False); f.write('not closed')",
+        "import sys, os\nclass Fast:\n    text = ''\n    def write(self, text): self.text += text\n"
+        "    def flush(self): os.write(1, self.text.encode()); self.text = ''\n"
+        "sys.stdout = Fast()\nprint('by own names')",
+        "import sys; print('closed'); sys.stdout.close()",
+        "import sys; print('closed below'); sys.stdout.flush(); sys.stdout.buffer.close()",
+        "import sys; print('gone'); sys.stdout = None",
+        "class Late:\n    def __del__(self): print('late')\nlate = Late()",
         "if __name__ == '__main__': print(open(0).read(), end='')",
         "1 / 0",
         "import os; os.abort()",
@@ -334,6 +342,12 @@ def fenced(program: str) -> str:
         ("```\na = 1\n```\n```\na = 2\n```", "a = 2\n"),
         ("1. So:\n   ```py\n   if a:\n       b = 1\n   ```", "if a:\n    b = 1\n"),
         ("<think>```python\na = 1\n```</think>```python\na = 2\n```", "a = 2\n"),
+        ("<answer>```python\na = 1\n```</answer>", "a = 1\n"),
+        ("<answer>```Python\na = 1```</answer>", "a = 1"),
+        ("Here is the code: ```python\na = 1\n```\nIt sets a.", "a = 1\n"),
+        ("1. ```py\n   a = 1\n   ```\n2. ```text\n   out\n   ```", "a = 1\n"),
+        ("```python\na = 1```", "a = 1"),
+        ("```python\na = '```'\nb = 2\n```", "a = '```'\nb = 2\n"),
         ("```python\na = 1\nb = '``'", "a = 1\nb = '``'"),  # cut off
         ("a = int(input())\nprint(a)", "a = int(input())\nprint(a)"),
         ("def f():\n    return 1", "def f():\n    return 1"),
@@ -385,6 +399,15 @@ NEAR = [  # each function has tolerances of its own
 SETUP = {"asserts": [*ADD, "assert add(zero, 5) == 0"], "setup": "zero = 0"}
 ECHO = {"inputs": ["1", "5"], "outputs": ["2", "6"]}
 CALL = {"fn_name": "join", "inputs": ['[1, 2]\n{"a": null}', [[3], {}]], "outputs": ['[1, 2, "a"]', [[3]]]}
+TYPED = [  # all names of typing are there, whether or not the program imports some itself
+    "def join(a: List, b) -> Any: return (*a, *b)",
+    "def join(a: Union[list, str], b): return (*a, *b)",
+    "import typing\ndef join(a: List[int], b): return (*a, *b)",
+    "# a typing game\nclass Solution:\n    def join(self, a: List[int], b): return (*a, *b)",
+    "from __future__ import (\n    annotations)\ndef join(a: List[int], b): return (*a, *b)\nList[int]",
+    "class List: pass\ndef join(a, b): return (*a, *b) if List() else 0",
+]
+SEPARATED = {"fn_name": "len", "inputs": ['"a\u2028b"\n'], "outputs": ["3"]}
 SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b)"
 
 
@@ -402,6 +425,8 @@ SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b
         ("def f(n): return list(range(n))", LISTS, 1.0, ""),
         ("def f(n): return [1] * n", LISTS, 0.6, "3 of 5"),
         (SOLUTION, CALL, 1.0, ""),
+        *((program, CALL, 1.0, "") for program in TYPED),
+        ("size = len", SEPARATED, 1.0, ""),
         ("def join(a, b): return a", CALL, 0.5, "1 of 2 tests passed; test 1 gave '[1,2]'"),
         ("def", ADD, 0.0, "0 of 2 tests passed; test 1 ended with exit status 1: SyntaxError"),
         ("import math\nimport numpy as np\ndef half(x): return x / 2 + 1e-7", NEAR, 0.75, "3 of 4"),
@@ -418,7 +443,8 @@ SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b
     ],
 )  # fmt: skip
 def test_the_reward_is_the_share_of_tests_passed(program, tests, reward, detail):
-    found = verify(fenced(program), json.dumps(tests), timeout_s=0.3)
+    timeout_s = 0.3 if "while True" in program else 5  # a busy machine takes longer than its share
+    found = verify(fenced(program), json.dumps(tests), timeout_s=timeout_s)
     assert found[:2] == (reward, "ok" if reward == 1 else "wrong")
     assert found[2].startswith(detail) and len(found[2]) <= 200
 

@@ -249,11 +249,25 @@ def test_digest_and_weights_follow_the_folder(tmp_path):
         (["--temperature", "0"], "--temperature 0: must be positive, or 0 with --samples 1"),
         (["--temperature", "-1"], "--temperature -1"),
         (["--model", "no/such/folder"], "--model no/such/folder must be a folder with config.json"),
+        (["reward.sandbocks=rlimits"], "reward.sandbocks: unknown setting, did you mean sandbox"),
+        (["train.num_steps=2"], "train: only settings of section reward may follow, as reward.timeout_s=30"),
     ],
 )
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         parse_args(["--model", str(ROOT), "--prompts", "p.jsonl", "--output", "s.jsonl", *options])
+
+
+@pytest.mark.slow
+def test_programs_need_a_sandbox_before_anything_is_generated(prompts_file, tmp_path, monkeypatch):
+    row = {"prompt": "1+1=", "kind": "code", "answer": '{"inputs": [""], "outputs": ["2"]}'}
+    path = write(tmp_path / "set.jsonl", [row])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    done = score(*command(path, tmp_path / "scores.jsonl"))
+    assert done.returncode == 2 and "bubblewrap, which is not installed" in done.stderr
+    assert "reward.sandbox=rlimits" in done.stderr
+    done = score(*command(path, tmp_path / "scores.jsonl", "--samples", 1), "reward.sandbox=rlimits")
+    assert done.returncode == 0 and "pass rates of 1 prompts; 0 more without" in done.stdout
 
 
 @pytest.fixture(scope="module")

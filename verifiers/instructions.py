@@ -97,8 +97,8 @@ def _compare(count: int, relation: str, limit: int) -> bool:
 def _sentences(text: str) -> int:
     """Count sentences: they end at . ! ? before white space, but not after an abbreviation or an initial."""
     count, start = 0, 0
-    for end in re.finditer(r"[.!?]+[\"'\u201d)\]*]*(?=\s|$)|[\u3002\uff01\uff1f]+", text):
-        words = text[start : end.start()].split()
+    for end in re.finditer(r"(?<![.!?])[.!?]++[\"'\u201d)\]*]*+(?=\s|$)|[\u3002\uff01\uff1f]++", text):
+        words = text[start : end.start()].rsplit(maxsplit=1)
         last = words[-1].lower().lstrip("(\"'") if words else ""
         is_dot = end[0] == "." and end.end() < len(text)
         if words and not (is_dot and (last in ABBREVIATIONS or len(last) == 1 and last.isalpha())):
@@ -137,7 +137,8 @@ def _has_title(text: str) -> bool:
 
 def _highlights(text: str) -> int:
     single = [found.strip("*").strip() for found in re.findall(r"\*[^\n*]*\*", text)]
-    return sum(map(bool, single)) + len(re.findall(r"\*\*[^\n*]*[^\s*][^\n*]*\*\*", text))
+    double = [found.strip() for found in re.findall(r"\*\*([^\n*]*+)\*\*", text)]
+    return sum(map(bool, single)) + sum(map(bool, double))
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:

@@ -94,7 +94,14 @@ def load_library():
 
 # What math-verify reads otherwise than it is meant: 1e-05 as a product with e, 10\,000 as 10 and 000.
 _EXPONENT = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?![\w.]*\w)")
+_ROOT = re.compile(r"\u221a\s*(\d+(?:\.\d+)?|\w|\([^()]*\)|\{[^{}]*\})")
 _SPACED = re.compile(r"(?<![\w.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)")
+
+
+def _in_latex(text: str) -> str:
+    """Write the signs of a box as the commands that math-verify reads, and its numbers in one piece."""
+    text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_SIGNS)
+    return _plain_numbers(text.replace(r"\varnothing", r"\emptyset"))
 
 
 def _plain_numbers(text: str) -> str:
@@ -116,7 +123,7 @@ def _parse_box(content: str, whole: bool = False, units: bool = True) -> list:
     if not units:
         normal = dataclasses.replace(config.normalization_config, units=False)
         config = dataclasses.replace(config, normalization_config=normal)
-    box = r"\boxed{" + _plain_numbers(content).strip().rstrip(".") + "}"
+    box = r"\boxed{" + _in_latex(content).strip().rstrip(".") + "}"
     return library.parse(box, [config], parsing_timeout=None, raise_on_error=True)
 
 
@@ -137,7 +144,9 @@ def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:
     tail = completion[-MAX_PARSED_CHARS:]
     if len(tail) < len(completion):  # drop the word that was cut: half a number is another number
         tail = "".join(tail.split(maxsplit=1)[1:])
-    found = load_library().parse(_plain_numbers(tail), parsing_timeout=None, raise_on_error=True)
+    found = load_library().parse(
+        _plain_numbers(tail.replace("\u2212", "-")), parsing_timeout=None, raise_on_error=True
+    )
     if not found:
         return 0.0, "no_answer", ""
     return (1.0, "ok", "") if _equal(gold, found) else (0.0, "wrong", "")
@@ -151,7 +160,8 @@ _SIGNS = str.maketrans(
         "\u2212": "-", "\u2264": r"\leq ", "\u2265": r"\geq ", "\u2260": r"\neq ", "\u221e": r"\infty ",
         "\u03c0": r"\pi ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ",
         "\u2192": r"\rightarrow ", "\u2261": r"\equiv ", "\u00b0": r"^\circ ",
-        "\u00d7": r"\times ", "\u2124": r"\mathbb{Z}", "\u211d": r"\mathbb{R}", "\u2205": r"\emptyset ",
+        "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u2124": r"\mathbb{Z}",
+        "\u211d": r"\mathbb{R}", "\u2205": r"\emptyset ", "\u00b2": "^2", "\u00b3": "^3",
     }
 )  # fmt: skip
 _SYNONYMS = {
