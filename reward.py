@@ -996,9 +996,7 @@ class ScalarJudge:
         tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", **local)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # it marks the end of a text
-        model.config.get_text_config().use_cache = (
-            False  # keys and values of a batch would be kept for nothing
-        )
+        model.config.get_text_config().use_cache = False  # nothing reads keys and values again
         self.batch_size, self.margin = batch_size, margin
         self.tokenize = functools.partial(
             tokenizer,

@@ -13,8 +13,7 @@
     python experiments/report.py --fix        # rewrite the tables that differ
 
 --runs takes folders as experiments/run.py leaves them (ROW/seed_S), record files, or several of both. A
-figure is a mean over the runs (seeds) of a row. Runs that have not ended or have failed are left out and
-named.
+figure is a mean over the runs (seeds) of a row. Runs that have not ended are left out and named.
 
 --metric NAME is of the evaluations, eval/SET/NAME; --metric train/NAME is of the training steps, as the mean
 over the latest ten of them: where runs evaluate at their ends alone, it says how fast they get there.
@@ -286,14 +285,13 @@ def offline_tokens_of(folder: Path) -> int | None:
 
 def progress_of(folder: Path) -> str:
     """Say how far a run is that has not ended. The last line of its log may be half written."""
-    errors, file = sorted(folder.glob("error_rank_*.txt")), folder / "metrics.jsonl"
-    if errors:
-        return f"it failed, see {errors[0].name}"
+    file, errors = folder / "metrics.jsonl", sorted(folder.glob("error_rank_*.txt"))
+    why = f"; see {errors[0].name}" if errors else ""
     *lines, _ = file.read_text().split("\n") if file.is_file() else [""]
     if not lines:
-        return "no step yet"
+        return f"no step yet{why}"
     row = parse_object(lines[-1], f"{file}, line {len(lines)}")
-    return f"step {row.get('step')}, {row.get('generated_tokens', 0):,} generated tokens"
+    return f"step {row.get('step')}, {row.get('generated_tokens', 0):,} generated tokens{why}"
 
 
 def read_run(folder: Path, metric: str) -> Run | str:

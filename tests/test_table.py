@@ -399,7 +399,7 @@ def test_a_run_has_ended_when_its_summary_is_there(tmp_path, capsys):
     assert left_out == [
         "1 (step 2, 200 generated tokens)",
         "2 (step 2, 200 generated tokens)",
-        "3 (it failed, see error_rank_1.txt)",
+        "3 (step 2, 200 generated tokens; see error_rank_1.txt)",
         "4 (no step yet)",
     ]
 

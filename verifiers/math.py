@@ -144,9 +144,8 @@ def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:
     tail = completion[-MAX_PARSED_CHARS:]
     if len(tail) < len(completion):  # drop the word that was cut: half a number is another number
         tail = "".join(tail.split(maxsplit=1)[1:])
-    found = load_library().parse(
-        _plain_numbers(tail.replace("\u2212", "-")), parsing_timeout=None, raise_on_error=True
-    )
+    tail = _plain_numbers(tail.replace("\u2212", "-"))
+    found = load_library().parse(tail, parsing_timeout=None, raise_on_error=True)
     if not found:
         return 0.0, "no_answer", ""
     return (1.0, "ok", "") if _equal(gold, found) else (0.0, "wrong", "")
