@@ -716,7 +716,7 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], mine: l
     with start_pool(settings.reward, tokenizer) as pool:
         say(reference_warning(pool, tasks))
         say(f"{num_completions:,} completions of {len(tasks):,} prompts; starting vLLM")
-        longest = max(len(task.prompt_ids) for task in tasks)  # of all ranks: they may share an engine
+        longest = max(len(task.prompt_ids) for task in tasks)  # all ranks agree: they may share an engine
         engine = RolloutEngine(folder, longest + settings.rollout.max_new_tokens, settings.rollout)
         engine.sync(weights_of(folder), policy_version=0)
         with progress_bar(num_completions, "generate") as progress:

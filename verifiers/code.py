@@ -33,7 +33,7 @@ FLOAT_TOLERANCE = (
     1e-6  # relative or absolute, where an expected output is written with a point or an exponent
 )
 CONSTRUCTORS = {kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, sorted, float, int, str)}
-FENCE = re.compile(  # of a block marked as Python the fences need no lines of their own
+FENCE = re.compile(  # fences of a block marked as Python need no lines of their own
     r"(?:^[ \t]*```[ \t]*(\w*)|```[ \t]*(python3?|py)\b)[^\n`]*\n"
     r"(.*?)(?:^[ \t]*```|```(?=[ \t]*(?:$|</))|\Z)",
     re.MULTILINE | re.DOTALL | re.IGNORECASE,
