@@ -348,9 +348,8 @@ def test_pieces_of_kernels_need_torch_and_triton_alone():
 
 @pytest.mark.slow
 def test_a_piece_that_fails_is_reported_and_run_again(tmp_path):
-    (tmp_path / "optimizer.json").write_text(
-        '{"report": {"figures": {"error": "x"}, "criteria": {}}, "dry": true}'
-    )
+    failed = {"report": {"figures": {"error": "x"}, "criteria": {}}, "seconds": 0, "dry": True}
+    (tmp_path / "optimizer.json").write_text(json.dumps(failed | {"versions": {"date": "2026-01-01"}}))
     (tmp_path / "kernels.json").mkdir()  # where `head` writes
     done = gpu("kernels", tmp_path, "--pieces", "head", "optimizer")
     assert done.returncode == 1 and "**FAIL** it ran to its end" in done.stdout

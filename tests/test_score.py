@@ -262,8 +262,9 @@ def test_bad_options(options, message):
 def test_programs_need_a_sandbox_before_anything_is_generated(prompts_file, tmp_path, monkeypatch):
     row = {"prompt": "1+1=", "kind": "code", "answer": '{"inputs": [""], "outputs": ["2"]}'}
     path = write(tmp_path / "set.jsonl", [row])
-    monkeypatch.setenv("PATH", str(tmp_path))
-    done = score(*command(path, tmp_path / "scores.jsonl"))
+    with monkeypatch.context() as changed:
+        changed.setenv("PATH", str(tmp_path))
+        done = score(*command(path, tmp_path / "scores.jsonl"))
     assert done.returncode == 2 and "bubblewrap, which is not installed" in done.stderr
     assert "reward.sandbox=rlimits" in done.stderr
     done = score(*command(path, tmp_path / "scores.jsonl", "--samples", 1), "reward.sandbox=rlimits")
