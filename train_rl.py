@@ -2596,9 +2596,9 @@ def sync_engine(run: Run, check: bool) -> SyncReport:
     check: compare the weights that it holds, and log-probabilities at the next step.
     """
     engine, own_experts = run.rollouts.engine, syncs_own_experts(run.config)
-    sent, again = (moe_model.hf_tensors(run.policy, own_experts) for _ in range(2))
+    tensors = lambda: moe_model.hf_tensors(run.policy, own_experts)
     with run.clock("sync"):
-        report = engine.sync(sent, run.state.step, again if check else None)
+        report = engine.sync(tensors(), run.state.step, tensors() if check else None)
     run.parity_is_due |= check
     return report
 

@@ -180,8 +180,9 @@ def _same_word(found: str, expected: str) -> bool:
 
 
 def _function_test(function: str, given: str | list, expected: object) -> Test:
-    lines = given.split("\n") if isinstance(given, str) else []
-    arguments = [json.loads(line) for line in lines if line.strip()] if isinstance(given, str) else given
+    arguments = given
+    if isinstance(given, str):
+        arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
     expected = json.loads(expected) if isinstance(expected, str) else expected
     if not isinstance(arguments, list):
         raise ValueError(f"the inputs of a function are a list of arguments, not {str(given)[:60]!r}")
