@@ -36,6 +36,8 @@ COLUMNS. Without --columns the table has those from `row` to `seconds`.
   seconds           Sum of seconds_per_step: the steps alone, without start-up.
   parent            The row that this one is compared with.
   seconds_to_target As tokens_to_target, over the seconds of the steps.
+  times_faster      The parent's seconds over the row's, seed by seed: the mean and in brackets the least and
+                    the largest.
   runs              The final metric of each run, by seed.
   offline_tokens    Tokens that the offline scoring of the prompts generated (data/score.py), which is done
                     once for all runs. 0 for rows without; n/a where the record does not hold them.
@@ -465,6 +467,16 @@ def speedups_of(runs: list[Run], parents: list[Run], target: float | None) -> di
     return dict(zip(SPEEDUPS, figures))
 
 
+def seconds_ratios(runs: list[Run], parents: list[Run]) -> list[float]:
+    """Return the parent's seconds over the row's, for each seed that both have."""
+    of_parent = {run.record["seed"]: run.seconds[-1] for run in parents}
+    return [
+        float(of_parent[run.record["seed"]] / run.seconds[-1])
+        for run in runs
+        if run.record["seed"] in of_parent
+    ]
+
+
 def statistic(runs: list[Run], column: str) -> float | None:
     """Return the figure of a column such as mean:abs_dlogp; None where no run has the metric."""
     which, _, metric = column.partition(":")
@@ -515,6 +527,7 @@ def make_table(
                 "gradient_token_share": float(np.mean(shares)),
                 "inversion_rate": statistic(runs, f"mean:{INVERSION}"),
                 "seconds": float(np.mean([run.seconds[-1] for run in runs])),
+                "times_faster": [] if parent == name else seconds_ratios(runs, rows[parent]),
                 "mean_at_equal_tokens": float(
                     np.mean([np.interp(equal_tokens, run.tokens, run.values) for run in runs])
                 ),
@@ -559,6 +572,13 @@ def show_reached(number: float | None) -> str:
     return "not reached" if number is None else f"{number:,.0f}"
 
 
+def show_ratios(ratios: list[float]) -> str:
+    """Format the mean of ratios, the least and the largest; none of them is n/a."""
+    if not ratios:
+        return NONE
+    return f"{np.mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
 def show_statistic(value: float | None) -> str:
     """Show three significant digits, and whole thousands with a comma."""
     return show(value, ",.0f" if value is not None and abs(value) >= 1000 else ".3g")
@@ -580,6 +600,7 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
     "seconds": ("seconds", lambda row: f"{row['seconds']:.1f}"),
     "parent": ("parent", lambda row: row["parent"]),
     "seconds_to_target": ("seconds to target", lambda row: show_reached(row["seconds_to_target"])),
+    "times_faster": ("times faster", lambda row: show_ratios(row["times_faster"])),
     "runs": ("each run", lambda row: ", ".join(f"{value:.2f}" for value in row["finals"])),
     "offline_tokens": ("tokens of scoring", lambda row: show(row["offline_tokens"], ",.0f")),
     "speedup_shared": ("scoring shared by n", lambda row: show_speedup(row, "speedup_shared")),

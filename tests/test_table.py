@@ -1273,3 +1273,15 @@ def test_two_rows_from_training_to_the_table(demo_model, tmp_path):
     line = cells(first.stdout)["wide"]
     assert float(line[2]) == pytest.approx(summary["avg_at_8_after"], abs=1e-4)
     assert float(line[10]) == pytest.approx(summary["gradient_token_share"], abs=1e-3)
+
+
+def test_seconds_are_compared_seed_by_seed(tmp_path, capsys):
+    """Seeds 0 and 1 need 2 and 4 s with the parent, 1 and 5 s with the row; seed 2 is the row's alone."""
+    for row, seed, seconds in [("off", 0, 2), ("off", 1, 4), ("on", 0, 1), ("on", 1, 5), ("on", 2, 100)]:
+        write_run(tmp_path / "runs", row, seed, [0.2, 0.4], seconds_per_step=seconds / 2)
+    write_run(tmp_path / "runs", "other", 3, [0.2, 0.4])
+    options = ("--parent", "off", "--columns", "row", "times_faster")
+    (off, on, other), printed = make(tmp_path / "runs", *options, capsys=capsys)
+    assert (off["times_faster"], on["times_faster"], other["times_faster"]) == ([], [2.0, 0.8], [])
+    rows = cells(printed)
+    assert rows["on"] == ["on", "1.40 (0.80 to 2.00)"] and rows["off"][1] == rows["other"][1] == "n/a"
