@@ -2655,7 +2655,9 @@ def enter_outcomes(run: Run, outcomes: list[GroupOutcome]) -> None:
     """Enter what a step's groups came to into the record of the prompts."""
     zero, state = run.config.zero_variance, run.state
     run.history.update(outcomes, state.step, zero.history_decay)
-    if state.consumed_prompts > len(run.rollouts.prompts):  # GRESO: from the second epoch on
+    offers = run.rollouts.offers or Offers(range(len(run.rollouts.prompts)))
+    offered = state.consumed_prompts - state.stage.first_prompt
+    if offered > offers.epoch_length:  # GRESO: from the second epoch on, here of the stage
         run.history.adjust_exploration(outcomes, zero.target_solved, zero.target_unsolved)
 
 
@@ -2720,7 +2722,7 @@ def log_step(
     """Complete a finished step's metrics and write them to files, TensorBoard and console."""
     state, config = run.state, run.config
     metrics |= {
-        "learning_rate": learning_rate(config, state.step - 1),
+        "learning_rate": run.trainer.optimizer.param_groups[0]["lr"],
         "sync_bytes": report.num_bytes,
         "sync_tensors": report.num_tensors,
         "seconds_per_step": time.perf_counter() - step_start,

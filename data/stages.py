@@ -9,7 +9,15 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from data.prompts import DataSettings, OfflineScore, Prompt, check_disjoint
-from data.stream import LoadedSets, Mixture, keep_by_offline_scores, load_sets, mixture_of, prompts_of_step
+from data.stream import (
+    LoadedSets,
+    Mixture,
+    epoch_length,
+    keep_by_offline_scores,
+    load_sets,
+    mixture_of,
+    prompts_of_step,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,11 @@ class Offers:
         """Return the index of the prompt that comes after `consumed` others of this stage."""
         (place,) = prompts_of_step(len(self.indices), 1, consumed, seed, self.mixture)
         return self.indices[place]
+
+    @property
+    def epoch_length(self) -> int:
+        """Return how many prompts of this stage are offered until one round of them is over."""
+        return epoch_length(len(self.indices), self.mixture)
 
 
 @dataclass(frozen=True)

@@ -280,6 +280,11 @@ def offers_per_epoch(num_prompts: int, weight: float) -> int:
     return round(num_prompts * weight)
 
 
+def epoch_length(num_prompts: int, mixture: Mixture | None = None) -> int:
+    """Return how many prompts an epoch offers; mixture: sets with weights, see mixture_of."""
+    return sum(offers_per_epoch(*one) for one in mixture) if mixture else num_prompts
+
+
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_prompts: int, epoch: int, seed: int, mixture: Mixture | None = None) -> list[int]:
     """Shuffle the prompts of an epoch; sets with weights first add the next of their own shuffled rounds."""
@@ -303,8 +308,7 @@ def prompts_of_step(
     mixture: sets with weights, see mixture_of; a prompt of weight 2 stands twice in an epoch, one of weight
     0.5 in every other.
     """
-    length = sum(offers_per_epoch(*one) for one in mixture) if mixture else num_prompts
-    indices = []
+    length, indices = epoch_length(num_prompts, mixture), []
     while len(indices) < per_step:
         epoch, offset = divmod(consumed + len(indices), length)
         indices += epoch_order(num_prompts, epoch, seed, mixture)[offset : offset + per_step - len(indices)]

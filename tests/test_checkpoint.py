@@ -77,6 +77,27 @@ def test_a_checkpoint_holds_counters_record_random_numbers_and_weights(run):
     assert all(map(torch.equal, loaded.parameters(), run.policy.parameters()))
 
 
+@pytest.mark.parametrize("budget, is_last", [("null", False), (10, False), (9, True), (8, True)])
+def test_a_run_ends_with_its_budget_of_tokens(budget, is_last):
+    config = make_config("train.num_steps=5", f"train.max_generated_tokens={budget}")
+    assert train_rl.TrainState(step=4, generated_tokens=9).is_last(config) == is_last
+    assert train_rl.TrainState(step=5).is_last(config)
+
+
+def test_the_record_of_other_prompts_is_dropped_on_resume(run, monkeypatch, capsys):
+    FakeRanks(1).install(monkeypatch)
+    run.history.solved += torch.tensor([1.0, 2.0])
+    save(run, 3)
+    config = make_config("checkpoint.resume=weights")
+    resumed = lambda prompts: train_rl.resume(
+        run.folder / "step_000003", None, no_history(2), prompts, config
+    ).solved.tolist()
+    assert resumed(make_prompts(2)) == [1.0, 2.0]
+    assert "the record of other prompts is dropped" not in capsys.readouterr().out
+    assert resumed(make_prompts(2)[::-1]) == [0.0, 0.0]
+    assert "the record of other prompts is dropped" in capsys.readouterr().out
+
+
 def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_earlier_ones_stay(run, monkeypatch):
     save(run, 1)
 

@@ -49,7 +49,7 @@ RUNS = {
     ],
 }  # fmt: skip
 NUM_STEPS = 20  # of a record
-# Student's t with 4 degrees of freedom for one failure in 10,000 comparisons of a correct machine, times the
+# Student's t with 4 degrees of freedom for one failure in 5,000 comparisons of a correct machine, times the
 # root of 2 for the difference of two runs [ours].
 TOLERANCE = 18.4
 COMPARED = ("score", "zero_variance_frac", "completion_tokens", "entropy", "grad_norm", "update_tokens")

@@ -5,12 +5,15 @@ latest ones are counted from the end.
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import FakeRanks, hashed_answer, make_config, make_group, make_rollouts, no_history
 
 import train_rl
+from data.stages import Offers
+from runtime.stages import StagePosition
 
 GRESO = {
     "history": True, "skip_rule": "consecutive", "drop": True, "refill": True, "round_size": "adaptive",
@@ -93,6 +96,25 @@ def test_a_step_trains_on_as_many_groups_as_asked_for_and_drops_what_is_too_much
     assert account["rounds"] == 1 and len(outcomes) == 12 and len(useful) > 8
     groups, kept = train_rl.drop_and_deal(groups, outcomes, config)
     assert list(kept) == [group.slot for group in groups] == useful[:8]
+
+
+@pytest.mark.parametrize(
+    "offers, length",
+    [(None, 6), (Offers(range(2, 6)), 4), (Offers(range(4), ((2, 1.0), (2, 2.5))), 7)],
+    ids=["all", "a stage", "weights"],
+)
+def test_exploration_adapts_after_one_epoch_of_the_stage(offers, length):
+    """An epoch offers 2 + 5 prompts of sets of two with weights 1 and 2.5; 100 are of stages before."""
+    rollouts = make_rollouts(greso(), hashed_answer([0.5] * 6, 1), 6)
+    rollouts.offers = offers
+    state = train_rl.TrainState(consumed_prompts=100 + length, stage=StagePosition(first_prompt=100))
+    run = SimpleNamespace(config=greso(), state=state, rollouts=rollouts, history=no_history(6))
+    outcome = make_group(0, 2, [3] * 4, [True, False, True, True]).outcome(False)
+    train_rl.enter_outcomes(run, [outcome])
+    assert run.history.explore.tolist() == [0.5, 0.5]
+    state.consumed_prompts += 1
+    train_rl.enter_outcomes(run, [outcome])
+    assert run.history.explore.tolist() == pytest.approx([0.51, 0.51])
 
 
 def zero_variance_share(config: train_rl.Config, rates: list[float], num_steps: int) -> float:

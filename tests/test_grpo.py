@@ -499,6 +499,36 @@ def test_learning_rate_warms_up_and_stays(warmup_steps):
         assert_close(train_rl.learning_rate(config, step), expected)
 
 
+@pytest.mark.parametrize(
+    "settings, is_needed",
+    [
+        ({}, False),
+        ({"train__minibatches_per_step": 2, "algorithm__old_policy": "rollout"}, False),
+        ({"train__minibatches_per_step": 2}, True),
+        ({"train__passes_per_rollout": 2}, True),
+        ({"zero_variance__rl_zvp": True}, True),
+        ({"zero_variance__rl_zvp": True, "algorithm__old_policy": "rollout"}, True),
+        ({"algorithm__top_entropy": 0.2}, True),
+        ({"algorithm__covariance_share": 0.1}, True),
+    ],
+    ids=str,
+)
+def test_a_pass_before_the_update_where_the_update_needs_what_it_says(settings, is_needed):
+    """Old log-probabilities of later updates, entropies that weigh or select tokens."""
+    assert train_rl.needs_old_pass(make_config(**settings)) == is_needed
+
+
+def test_rows_that_an_update_computes():
+    """An advantage that is not 0, a token that KL-Cov penalises, or all of them with a KL term."""
+    batch = make_batch([[1, 2], [3], [4, 5]])
+    batch.advantages = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    computed = lambda **settings: train_rl.rows_with_gradient(batch, make_config(**settings)).tolist()
+    assert computed() == [True, False, False]
+    assert computed(algorithm__kl_coef=0.1) == computed(train__skip_zero_gradient="false") == [True] * 3
+    batch.penalised = torch.tensor([[False, False], [False, False], [False, True]])
+    assert computed() == [True, False, True]
+
+
 # ---- the update: cases -------------------------------------------------------------------------------------
 TORCH_EPS = 1e-8  # of Adam in the case "adam"; the others have helpers.SMOOTH_EPS
 TOLERANCE = 1e-6  # a few roundings of parameters of size 1 in float32
@@ -518,6 +548,7 @@ DAPO |= {"rollout_correction": "sequence_tis", "rollout_correction_cap": 30.0}
 ESPO_UPDATE = OFF_POLICY | {f"algorithm__{name}": value for name, value in ESPO.items()}
 DAPO_UPDATE = OFF_POLICY | {f"algorithm__{name}": value for name, value in DAPO.items()}
 TWO_UPDATES = ALL_ROWS | {"old": "computed", "minibatches_per_step": 2, "betas": "[0.8, 0.9]"}
+BYPASS = ALL_ROWS | {"algorithm__old_policy": "rollout", "minibatches_per_step": 2}
 ONE_RANK = [
     update_case("whole", EVERYTHING, **ALL_ROWS),
     update_case("small micro-batches", EVERYTHING, micro_batch_tokens=20, **ALL_ROWS),
@@ -528,6 +559,8 @@ ONE_RANK = [
     update_case("off-policy", EVERYTHING, **OFF_POLICY),
     update_case("off-policy small", EVERYTHING, micro_batch_tokens=20, padding=2, **OFF_POLICY),
     update_case("two updates", EVERYTHING, **TWO_UPDATES),
+    update_case("two passes of two", EVERYTHING, passes_per_rollout=2, **TWO_UPDATES),
+    update_case("bypass", EVERYTHING, **BYPASS),
     update_case("adam", EVERYTHING, adam_eps=TORCH_EPS, **OFF_POLICY),
     update_case("espo", EVERYTHING, padding=3, **ESPO_UPDATE),
     update_case("dapo small", SHUFFLED, micro_batch_tokens=20, **DAPO_UPDATE),
@@ -555,6 +588,7 @@ SKIPPING = {
     "two updates": {key: value for key, value in TWO_UPDATES.items() if key not in ALL_ROWS},
     "two passes": {"old": "computed", "passes_per_rollout": 2, "betas": "[0.8, 0.9]"},
     "logged": {"run__log_every": 1},
+    "kl": {"old": "given", "algorithm__kl_coef": 0.1},
 }  # fmt: skip
 PLACES = {  # rows of each rank; the second of SHARES has none with gradient
     "one rank": ([EVERYTHING], {"micro_batch_tokens": 40}),
@@ -706,6 +740,7 @@ def plain(updates):
         "off-policy": run(EVERYTHING, method=kl, **off_policy),
         "two updates": run(EVERYTHING[:6], EVERYTHING[6:], **two_updates),
         "two updates shares": run(*uneven, **two_updates),
+        "two passes of two": run(*[EVERYTHING[:6], EVERYTHING[6:]] * 2, **two_updates),
         "adam": run(EVERYTHING, method=kl, eps=TORCH_EPS, **off_policy),
         "espo": run(EVERYTHING, method=kl | ESPO, **off_policy),
         "dapo": run(EVERYTHING, method=kl | DAPO, **off_policy),
@@ -723,6 +758,7 @@ SAME_UPDATE = {
     ],
     "two updates": ["two updates", "two updates halves"],
     "two updates shares": ["two updates shares ep"],
+    "two passes of two": ["two passes of two"],
     "espo": ["espo", "espo shares ep"],
     "dapo": ["dapo small", "dapo shares"],
 }  # fmt: skip
@@ -732,8 +768,9 @@ SAME_UPDATE = {
 @pytest.mark.slow
 def test_update_equals_plain_torch_however_it_is_split(kind, name, updates, plain):
     result = updates[2][name]
-    # A second update starts from what the first one's rounding left, and adds its own.
-    tolerance = 2 * TOLERANCE if kind.startswith("two updates") else TOLERANCE
+    # A later update starts from what the rounding of those before left, and adds its own.
+    num_updates = 4 if kind == "two passes of two" else 2 if kind.startswith("two updates") else 1
+    tolerance = num_updates * TOLERANCE
     assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < tolerance
     assert result["metrics"].keys() == plain[kind]["metrics"].keys() | WORK
     for metric, value in plain[kind]["metrics"].items():
@@ -748,7 +785,9 @@ def test_the_work_of_an_update_is_counted_by_rank_and_its_padding_by_grid(update
     _, completions, results = updates
     length = lambda row: len(completions[row]["prompt_ids"]) + len(completions[row]["completion_ids"]) - 1
     for one in (case for case in ONE_RANK + TWO_RANKS if case["name"] in sum(SAME_UPDATE.values(), [])):
-        metrics, loads = results[one["name"]]["metrics"], [sum(map(length, rows)) for rows in one["rows"]]
+        passes = 1 + ("passes" in one["name"])
+        metrics = results[one["name"]]["metrics"]
+        loads = [passes * sum(map(length, rows)) for rows in one["rows"]]
         assert metrics["update_tokens"] == pytest.approx(sum(loads) / len(loads))
         assert metrics["update_tokens_max"] == max(loads)
         assert 0 <= metrics["padding_frac"] < 1
@@ -774,10 +813,11 @@ def test_rows_without_gradient_are_left_out_and_nothing_else_changes(kind, where
     assert skipping["metrics"].keys() == whole["metrics"].keys() | SKIPPED_WORK
     assert skipping["metrics"]["grad_norm"] == pytest.approx(whole["metrics"]["grad_norm"], rel=1e-5)
     length = lambda row: len(completions[row]["prompt_ids"]) + len(completions[row]["completion_ids"]) - 1
-    rows = [row for of_rank in PLACES[where][0] for row in of_rank if any(completions[row]["advantages"])]
+    rows = [row for of_rank in PLACES[where][0] for row in of_rank]
+    rows = [row for row in rows if kind == "kl" or any(completions[row]["advantages"])]
     computed = (1 + (kind == "two passes")) * sum(map(length, rows))
     assert skipping["metrics"]["account/update_tokens_total"] == computed
-    assert whole["metrics"]["update_tokens"] * len(PLACES[where][0]) > computed
+    assert (whole["metrics"]["update_tokens"] * len(PLACES[where][0]) > computed) == (kind != "kl")
     empty = int(kind == "two updates" and where == "last two")
     assert skipping["metrics"]["empty_updates_max"] == empty
     for metric, value in whole["metrics"].items():
@@ -802,6 +842,22 @@ def test_without_a_pass_before_the_update_metrics_are_over_the_tokens_computed(u
     expected = sum(distances) / len(distances)
     assert skipping["metrics"]["abs_dlogp"] == pytest.approx(expected, rel=1e-5)
     assert whole["metrics"]["abs_dlogp"] != pytest.approx(expected, rel=1e-3), "the others differ"
+
+
+@pytest.mark.slow
+def test_without_old_log_probabilities_the_distance_to_the_engine_is_that_of_the_first_update(updates):
+    """The second update meets a policy that has moved."""
+    _, completions, results = updates
+
+    def distance(rows) -> float:
+        parts = results["bypass"]["micro_batches"]
+        values = [pair for of_batch, logprobs, _ in parts for pair in zip(of_batch, logprobs.tolist())]
+        sampled = {row: completions[row]["rollout_logprobs"] for row in rows}
+        apart = [abs(a - b) for row, new in values if row in rows for a, b in zip(new, sampled[row])]
+        return sum(apart) / len(apart)
+
+    assert results["bypass"]["metrics"]["abs_dlogp"] == pytest.approx(distance(EVERYTHING[:6]), rel=1e-5)
+    assert distance(EVERYTHING) != pytest.approx(distance(EVERYTHING[:6]), rel=1e-3)
 
 
 @pytest.mark.slow

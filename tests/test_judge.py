@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from helpers import FakeRanks
+from helpers import FakeRanks, make_prompts
 
 import train_rl
 from data import tiny, tiny_judge
@@ -20,11 +20,13 @@ from reward import (
     GenerativeJudge,
     RewardPool,
     ScalarJudge,
+    Verdict,
     build_judge,
     pairwise_reference,
     round_robin,
     verify,
 )
+from rollout import Completion
 from train_rl import Config
 
 RECIPE = tiny_judge.Recipe()
@@ -199,6 +201,52 @@ def test_a_rank_without_completions_has_no_certainties(judge_folder, monkeypatch
     batch = train_rl.collate([], [], [])
     train_rl.add_rewards(run, batch)
     assert batch.certainty.shape == batch.rewards.shape == (0,)
+
+
+class AskedJudge:
+    """Stands in for a ScalarJudge: it keeps what it is asked, and scores a text by its length."""
+
+    def __init__(self):
+        self.asked = []
+
+    def scores(self, prompts: list[str], texts: list[str]) -> list[float]:
+        self.asked.append((prompts, texts))
+        return [len(text) - 2.0 for text in texts]
+
+    def head_inputs(self, prompts: list[str], texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.tensor(self.scores(prompts, texts))
+        return scores, torch.stack([scores, scores**2, torch.ones(len(texts))], dim=1)
+
+
+def test_a_judge_gets_prompts_and_plain_texts_and_a_share_of_the_reward(judge_folder, monkeypatch):
+    """Texts without the end of the sequence; a reward of 0.7 verifier and 0.3 sigmoid of the score."""
+    from transformers import AutoTokenizer
+
+    FakeRanks(1).install(monkeypatch)
+    tokenizer, texts = AutoTokenizer.from_pretrained(judge_folder), ["1", "12", "305", "4"]
+    ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    assert tokenizer.decode(ids[0]) != texts[0], "the end would be read by the judge"
+    completions = [Completion(row, [-1.0] * len(row), "stop", 0.0) for row in ids]
+    verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.5, "wrong"), Verdict(0.0, "wrong")]
+    groups = [train_rl.Group(i, i, completions[2 * i :][:2], verdicts[2 * i :][:2]) for i in (0, 1)]
+    prompts = make_prompts(2)
+    batch = train_rl.collate(groups, prompts, [[1], [2]])
+    settings = {"judge": "scalar", "judge_path": str(judge_folder), "judge_weight": 0.3,
+                "judge_certainty": 0.25}  # fmt: skip
+    run = SimpleNamespace(
+        config=Config.model_validate({"reward": settings}), judge=AskedJudge(),
+        rollouts=SimpleNamespace(tokenizer=tokenizer), state=SimpleNamespace(step=0),
+    )  # fmt: skip
+    train_rl.add_rewards(run, batch)
+    of_rows = [prompts[row].text for row in (0, 0, 1, 1)]
+    assert run.judge.asked == [(of_rows, texts)] * 2
+    expected = [
+        0.7 * verifier + 0.3 / (1 + math.exp(2 - len(text)))
+        for verifier, text in zip([1.0, 0.0, 0.5, 0.0], texts)
+    ]
+    assert batch.rewards.tolist() == pytest.approx(expected) and batch.valid.all()
+    certainty = train_rl.sign_weights(batch, *AskedJudge().head_inputs(of_rows, texts), run.config)
+    assert torch.equal(batch.certainty, certainty) and 0 < certainty.max() and certainty.min() < 1
 
 
 def test_the_margin_decides_what_ties(judge_folder, texts):

@@ -173,6 +173,9 @@ def assert_matches_reference(case: dict, config: Config, padding=0, others=(0, 0
         for t in range(len(row))
     ]
     assert statistics["entropy_group"].tolist() == numbers
+    if "masked" in statistics:
+        weighed = zip(sum(case["advantages"], []), sum(lists[2], []), statistics["masked"].tolist())
+        assert all(masked == (now == 0) for before, now, masked in weighed if before != 0)
     return statistics["clipped"].tolist()
 
 
@@ -953,13 +956,13 @@ def selected_by_rank(config: Config, cases: list[list[dict]], monkeypatch) -> li
     return ranks.run(select)
 
 
-def completions_to_select_from(num: int) -> list[dict]:
+def completions_to_select_from(num: int, share_of_zeros: float = 0.5) -> list[dict]:
     rng, completions = random.Random(num), []
     for i in range(num):
         length = rng.choice([1, 2, 5, 9])
         completions.append({
             "old_logprobs": [-rng.expovariate(1.0) for _ in range(length)],
-            "advantages": [rng.choice([0.0, rng.gauss(0, 1)])] * length,
+            "advantages": [rng.gauss(0, 1) * (rng.random() >= share_of_zeros)] * length,
             "entropies": [rng.choice([0.0, 0.7, rng.uniform(0, 3)]) for _ in range(length)],
             "prompt_ids": [i], "completion_ids": [rng.randrange(9) for _ in range(length)],
             "finish_reason": rng.choice(["stop", "length"]), "minibatch": i % 2,
@@ -971,7 +974,10 @@ def completions_to_select_from(num: int) -> list[dict]:
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_tokens_are_chosen_over_the_ranks_of_an_update(settings, num_minibatches, monkeypatch, float64):
     """As the equations say, and the same however completions are dealt to 1, 2 or 3 ranks, one empty."""
-    completions = completions_to_select_from(13)
+    is_drawn = settings.get("covariance", "clip") == "clip" and "covariance_share" in settings
+    completions = (
+        completions_to_select_from(60, share_of_zeros=0.0) if is_drawn else completions_to_select_from(13)
+    )
     sections = {"algorithm": settings, "train": {"minibatches_per_step": num_minibatches}}
     config = Config.model_validate(sections)
     if num_minibatches == 1:
@@ -1004,9 +1010,9 @@ def check_selection(completions: list[dict], advantages, penalised, algorithm) -
         assert all(now in (a, 0.0) for a, _, now in tokens)
         eligible = [(a, now) for a, covariance, now in tokens if low < covariance < high]
         assert all(now == a for a, covariance, now in tokens if not low < covariance < high)
-        dropped = sum(now == 0 for a, now in eligible if a)
+        assert all(a for a, _ in eligible), "a token without advantage would not show that it was left out"
         limit = max(1, int(algorithm.covariance_share * num))
-        assert dropped <= limit and (dropped > 0 or not any(a for a, _ in eligible) or limit < len(eligible))
+        assert sum(now == 0 for _, now in eligible) == min(limit, len(eligible))
     else:
         assert list(advantages) == expected
     if algorithm.covariance_share > 0 and algorithm.covariance == "kl":

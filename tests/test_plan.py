@@ -332,7 +332,7 @@ def test_shared_prompts_are_computed_once_in_a_micro_batch(tokens, together):
     assert shared.grid_tokens == whole.grid_tokens
     sent = [plan.wire_bytes(one)["all-to-all"] for one in (shared, whole)]
     assert sent[0] == pytest.approx(sent[1] * computed / 35200)
-    assert plan.activation_bytes(shared) <= plan.activation_bytes(whole)
+    assert (plan.activation_bytes(shared) < plan.activation_bytes(whole)) == (together > 1)
     assert shared.parts == whole.parts, "the largest micro-batch may have short prompts only"
 
 

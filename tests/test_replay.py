@@ -667,7 +667,8 @@ def test_parity_of_float32_is_that_of_the_tail(one_process):
     for differences in ([0.0] * 98 + [5e-3] * 2, [0.0] * 90 + [-2e-3] * 10):
         with pytest.raises(RuntimeError, match="step 4.*parity_p99 0.001"):
             parity(differences, *FLOAT32)
-        for rounded in ("model.dtype=bfloat16", "rollout.dtype=bfloat16", "rollout.fp8=simulate"):
+        engine = [f"rollout.{name}" for name in ("dtype=bfloat16", "fp8=simulate", "kv_cache_fp8=true")]
+        for rounded in ("model.dtype=bfloat16", *engine):
             parity(differences, *FLOAT32, rounded)
 
 

@@ -210,6 +210,7 @@ def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_toget
         *SMALL, f"run.dir={tmp_path}", "train.num_steps=2", "algorithm.kl_coef=0.01", "train.zero_stage=2",
         "train.minibatches_per_step=2", "train.micro_batch_tokens=100", "model.activation_checkpointing=true",
         "algorithm.old_policy=rollout", "model.freeze_router=true", "checkpoint.every=1",
+        "train.warmup_steps=3", "train.learning_rate=1e-3", "algorithm.top_entropy=0.1",
     ]  # fmt: skip
     done = train(*settings)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -219,6 +220,9 @@ def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_toget
     assert frozen and frozen <= same
     assert all(".experts." in name for name in same - frozen), "an expert may not have had a token"
     first, second = steps_of(tmp_path)
+    assert (first["learning_rate"], second["learning_rate"]) == (2.5e-4, 5e-4), "a fourth more each step"
+    for row in (first, second):
+        assert 0 < row["gradient_tokens_total"] < 0.2 * row["tokens_total"], "of the most uncertain tenth"
     assert first["ratio"] != 1.0, "the second update of a rollout is off-policy"
     assert 0 < first["ref_kl_k3"] < second["ref_kl_k3"], "the policy moves away from the reference"
     shutil.rmtree(tmp_path / "checkpoints" / "step_000002")
@@ -350,10 +354,12 @@ def test_a_dense_model_runs_too(tmp_path):
 def test_another_topology_continues_from_weights_if_asked(undisturbed, tmp_path):
     run_dir = shutil.copytree(undisturbed, tmp_path / "copy")
     settings = ["train.num_steps=7", "model.ep_size=1", "checkpoint.resume=weights"]
-    done = train(*SMALL, *settings, f"run.dir={run_dir}", ranks=1)
+    still = ["train.learning_rate=1e-30", "train.weight_decay=0"]
+    done = train(*SMALL, *settings, *still, f"run.dir={run_dir}", ranks=1)
     assert done.returncode == 0, done.stderr[-3000:]
     last = steps_of(run_dir)[-1]
     assert last["step"] == 7 and last["abs_dlogp"] < 1e-4
+    assert_same_weights(run_dir / "model", undisturbed / "model")
 
 
 CASES = """

@@ -152,12 +152,12 @@ def test_engine_and_policy_are_built_for_the_largest_stage():
         load(
             "[{name: a, until: {steps: 2}, rollout: {max_new_tokens: 9, max_prompt_tokens: 30}}, "
             "{name: b, rollout: {max_new_tokens: 20, max_prompt_tokens: 3}, algorithm: {kl_coef: 0.1}, "
-            "train: {micro_batch_tokens: 50000}}]"
+            "eval: {max_new_tokens: 40}, train: {micro_batch_tokens: 50000}}]"
         )
     )
     largest = train_rl.widest(configs)
-    assert train_rl.max_model_len(largest) == 50 and largest.algorithm.kl_coef == 0.1
-    assert largest.train.micro_batch_tokens == 50000 and largest.eval.max_new_tokens is None
+    assert train_rl.max_model_len(largest) == 70 and largest.algorithm.kl_coef == 0.1
+    assert largest.train.micro_batch_tokens == 50000 and largest.eval.max_new_tokens == 40
     plain = load_config([TRAIN])
     assert train_rl.widest([plain]) == plain
 
