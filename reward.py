@@ -146,8 +146,8 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     r"""Score one completion against the reference answer, in this process and without a time limit.
 
     "exact"    the whole completion equals the answer, surrounding whitespace aside
+    "characters"  the share of characters of the answer that are in their place
     "chain"    the share of right steps of a small machine's trace (verifiers/chain.py)
-    "characters"  the same, and less for less: the share of characters that are in their place
     "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL of it
     "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
     "math"     math-verify finds the last \boxed{...} equal to the answer (verifiers/math.py)
@@ -929,9 +929,9 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
 def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardSettings) -> None:
     """Import and call each function of one's own in the kinds and rows, as workers do; ValueError names it.
 
-    Where programs are to run, the sandbox has to start.
-    It is called with the first row of its kind, else with the first of all, and the reference answer as the
-    completion. Then every row of its kind must hold the columns that it needs.
+    A function is called with the first row of its kind, else with the first of all, and the reference answer
+    as the completion. Where a kind runs programs, the sandbox must start. Then every row of a function's kind
+    must hold the columns that it needs.
     """
     kinds = dict.fromkeys([*kinds, *(kind for kind, _, _ in rows)])
     first = {kind: row for kind, *row in reversed(rows)}

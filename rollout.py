@@ -130,8 +130,8 @@ class Request:
     group: int = 0  # completions of one prompt have the same
     expected_tokens: float = 0.0  # they and the next three set the order, see runtime.schedule.WaitingLine
     guessed: bool = False  # nothing is known of this prompt: its first completions tell what to expect
-    latency_tokens: float = 0.0  # length of its verdict, see runtime.schedule.verdict_tokens
-    work_tokens: float = 0.0  # the whole engine's, in a verdict's share of the workers' time
+    latency_tokens: float = 0.0  # its verdict's time in tokens of one completion, see verdict_tokens()
+    work_tokens: float = 0.0  # tokens of the whole engine in the workers' time for its verdict
 
 
 @dataclass(frozen=True)

@@ -1520,7 +1520,7 @@ def entropy_clip_eps(
 
     Eq. 8 prints eps_t = alpha e_t / (|tau| log|V|). Three readings of it [ours]:
 
-    token_group_mean   alpha mean_{t in tau}(e_t) / log|V|   the text: groups "with higher average entropy"
+    token_group_mean   alpha mean_{t in tau}(e_t) / log|V|   the text: groups with a higher average entropy
     over_token_groups  alpha e_t / (K_i log|V|)              |tau| as in eq. 5, where it counts the groups
     over_tokens        alpha e_t / (|tau| log|V|)            |tau| as the number of tokens of the group
     """
@@ -1636,7 +1636,7 @@ def moved_too_far(
         binary_kl         p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))
 
     of the two outcomes "this token" and "another one", above clip_eps_high where A > 0 and p > p_old, above
-    clip_eps_low where A < 0 and p < p_old. [ours: 1 - p is at least 1e-8, as in the authors' code.]
+    clip_eps_low where A < 0 and p < p_old. [ours: 1 - p is at least 1e-8; the authors add 1e-8.]
     """
     new, old = logprobs.detach().exp(), old_logprobs.exp()
     match divergence:

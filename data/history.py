@@ -94,7 +94,7 @@ class PromptHistory:
         return 1 - max(float(self.explore[0 if streak > 0 else 1]) ** abs(streak), LEAST_EXPLORATION)
 
     def adjust_exploration(self, outcomes: list, target_solved: float, target_unsolved: float) -> None:
-        """Explore prompts of a kind less if as many groups of a step as aimed at are of it, else more.
+        """Explore a kind of prompts less where a step has the share of its groups aimed at, else more.
 
         GRESO's self-adjustment: p_e goes down or up by 0.01 and stays in [0.05, 0.95], the range of the
         authors' code [secondary]. Groups stopped by a probe count as what they were stopped for.

@@ -50,7 +50,7 @@ COLUMNS. Without --columns the table has those from `row` to `seconds`.
 
 RECORDS. --export writes one JSON line per run that has ended, and --runs reads it back. Metrics have seven
 digits, as many as float32 has:
-  {"row", "seed", "commit", "versions": {package: version},
+  {"row", "seed", "commit", "versions": {package: version},  # and "weights": a digest of those at the start
    "settings": {dotted name: value},                  # those that differ from the defaults
    "steps": {metric: [value of step 1, 2, ...]},      # among them step and generated_tokens; null: not there
    "evaluations": {metric: [value of each]},          # step and generated_tokens, then eval/SET/METRIC
@@ -649,6 +649,28 @@ def footnotes(table: list[dict], target: float | None) -> list[str]:
     return lines
 
 
+def starts_of(runs: list[Run]) -> set[str]:
+    """Return the digests of the weights that runs started from, of those that say so."""
+    starts = set()
+    for run in runs:
+        versions = run.record.get("versions", {})
+        if run.folder and (run.folder / "versions.json").is_file():
+            versions = parse_object((run.folder / "versions.json").read_text(), f"{run.folder}/versions.json")
+        starts |= {versions["weights"]} if versions.get("weights") else set()
+    return starts
+
+
+def other_starts(table: list[dict], rows: dict[str, list[Run]]) -> list[str]:
+    """Name the rows that did not all start from the same weights as their parent's runs."""
+    names = [row["row"] for row in table if len(starts_of(rows[row["row"]] + rows[row["parent"]])) > 1]
+    if not names:
+        return []
+    return [
+        f"WARNING: {', '.join(names)}: not all runs start from the parent's weights; a warm start that was "
+        "made on another machine is another one, and its own effect is in the difference"
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Plots and records
 # ------------------------------------------------------------------------------------------------------------
@@ -1056,7 +1078,8 @@ def main(argv: list[str]) -> int:
                 raise ValueError("--check and --fix stand alone: the comments of the docs hold the options")
             return check_documents(ROOT, args.fix)
         table, rows = make_rows(args, Path())
-        print("\n".join([*markdown(table, rows, args), "", *footnotes(table, args.target)]))
+        notes = [*footnotes(table, args.target), *other_starts(table, rows)]
+        print("\n".join([*markdown(table, rows, args), "", *notes]))
         if args.json:
             args.json.write_text(json.dumps(table, indent=1))
         if args.plot:

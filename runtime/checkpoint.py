@@ -231,6 +231,7 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     versions = {name: installed[name] for name in names if name in installed}
     with writing(run_dir / "source"):
         versions |= {"python": platform.python_version()} | save_source(run_dir / "source")
+        versions["weights"] = digest_of_weights(Path(config.model.path))
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
     (run_dir / "summary.json").unlink(missing_ok=True)  # a shorter run may have left one
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
@@ -253,6 +254,25 @@ def step_row(line: str) -> dict | None:
         return row if isinstance(row, dict) and type(row.get("step")) is int else None
     except (ValueError, RecursionError):
         return None
+
+
+DIGESTED_BYTES = 2**20
+
+
+def digest_of_weights(folder: Path) -> str | None:
+    """Hash name, size, first and last mebibyte of each file of weights; None where there are none.
+
+    It tells trained models apart without reading hundreds of gigabytes: the last mebibyte is of weights.
+    """
+    digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as weights:
+            digest.update(weights.read(DIGESTED_BYTES))
+            weights.seek(max(0, size - DIGESTED_BYTES))
+            digest.update(weights.read(DIGESTED_BYTES))
+    return digest.hexdigest()[:16] if files else None
 
 
 def save_source(folder: Path) -> dict[str, str | bool | None]:

@@ -18,6 +18,7 @@ import moe_model
 import train_rl
 from data.stream import digest_of
 from data.tiny import build_tokenizer
+from runtime import checkpoint
 from runtime.checkpoint import (
     find_checkpoint,
     is_redone,
@@ -355,3 +356,15 @@ def test_the_record_of_an_earlier_start_gets_a_free_name(tmp_path):
     for number in (1, 3):
         (tmp_path / "metrics.jsonl").write_text("{}")
         assert keep_earlier_record(tmp_path) == tmp_path / f"earlier_{number}"
+
+
+def test_weights_are_told_apart_by_their_first_and_last_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "DIGESTED_BYTES", 4)
+    assert checkpoint.digest_of_weights(tmp_path) is checkpoint.digest_of_weights(tmp_path / "no") is None
+    file, found = tmp_path / "a.safetensors", []
+    for content in ("head..tail", "head..tail", "Head..tail", "head..taiL", "head...tail", "ab"):
+        file.write_text(content)
+        found.append(checkpoint.digest_of_weights(tmp_path))
+    assert found[0] == found[1] and len(set(found)) == 5
+    file.rename(tmp_path / "b.safetensors")
+    assert checkpoint.digest_of_weights(tmp_path) not in found

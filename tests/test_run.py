@@ -47,6 +47,7 @@ def test_a_run_leaves_what_the_readme_promises(undisturbed):
         assert (undisturbed / name).stat().st_size > 0
     assert (undisturbed / "source" / "train_rl.py").read_text() == (ROOT / "train_rl.py").read_text()
     versions = json.loads((undisturbed / "versions.json").read_text())
+    assert len(bytes.fromhex(versions["weights"])) == 8
     assert versions["script"] == "train_rl.py" and {"commit", "dirty", "torch", "python"} <= versions.keys()
     assert sorted(p.name for p in (undisturbed / "checkpoints").iterdir()) == ["step_000004", "step_000006"]
 

@@ -1285,3 +1285,19 @@ def test_seconds_are_compared_seed_by_seed(tmp_path, capsys):
     assert (off["times_faster"], on["times_faster"], other["times_faster"]) == ([], [2.0, 0.8], [])
     rows = cells(printed)
     assert rows["on"] == ["on", "1.40 (0.80 to 2.00)"] and rows["off"][1] == rows["other"][1] == "n/a"
+
+
+def test_rows_that_start_from_other_weights_are_named(tmp_path, capsys):
+    """Records without a digest say nothing; those of folders and of files are compared."""
+    root = tmp_path / "runs"
+    for row, weights in [("grpo", "aa"), ("same", "aa"), ("old", None), ("moved", "bb")]:
+        folder = write_run(root, row, 0, [0.2, 0.4])
+        (folder / "versions.json").write_text(json.dumps({"python": "3", "weights": weights}))
+    options = ("--parent", "grpo")
+    _, printed = make(root, *options, capsys=capsys)
+    assert "WARNING: moved: not all runs start from the parent's weights" in printed
+    make(root, *options, "--export", tmp_path / "runs.jsonl", capsys=capsys)
+    _, again = make(tmp_path / "runs.jsonl", *options, capsys=capsys)
+    assert again == printed
+    _, printed = make(root, *options, "--rows", "grpo", "same", "old", capsys=capsys)
+    assert "WARNING" not in printed
