@@ -3,10 +3,11 @@
     J = E_x E_{y_i ~ pi_old} 1/G sum_i 1/T_i sum_t min(r A, clip(r, 1 - eps, 1 + eps) A) - beta KL(pi, pi_ref)
     r_{i,t} = pi(y_{i,t}) / pi_old(y_{i,t}),   A_{i,t} = (R_i - mean_group R) / std_group R
 
-With every setting at its default this is GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3). Every other method is
-a choice along axes: where the ratio is taken and how it is clipped (ESPO, arXiv 2512.00499; GSPO, GMPO,
-CISPO, DAPO, Dr.GRPO), how rewards become advantages, and what is done about groups that teach nothing
-(multi-stage zero-variance elimination, arXiv 2512.07710). experiments/methods/ has one YAML per method.
+With every setting at its default this is GRPO (DeepSeekMath, arXiv 2402.03300, eq. 3) with beta = 0 [ours: as
+in DAPO and Dr.GRPO]. Every other method is a choice along axes: where the ratio is taken and how it is
+clipped (ESPO, arXiv 2512.00499; GSPO, GMPO, CISPO, DAPO, Dr.GRPO), how rewards become advantages, and what is
+done about groups that teach nothing (multi-stage zero-variance elimination, arXiv 2512.07710).
+experiments/methods/ has one YAML per method.
 
     python -m data.tiny            # makes the tiny model and its tasks, once
     torchrun --nproc-per-node=2 train_rl.py --config experiments/environments/demo.yaml
