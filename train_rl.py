@@ -620,6 +620,12 @@ def config_warnings(config: Config) -> list[str]:
             "algorithm.covariance 'kl' with train.minibatches_per_step 1 changes nothing: its term measures "
             "how far the policy has moved since it sampled"
         )
+    has_own_clip = algo.ratio_level != "token" or algo.clip_mode not in ("fixed", "none")
+    if has_own_clip and num_updates == 1 and algo.old_policy == "trainer":
+        warnings.append(
+            f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "
+            "acts at train.minibatches_per_step 1, because every ratio of its only update is 1; GSPO takes 4"
+        )
     if config.rollout.group_size == 1:
         warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
     return warnings

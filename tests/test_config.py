@@ -493,10 +493,16 @@ def test_shares_of_entropy_groups_must_be_positive_and_sum_to_one(shares):
 
 def test_unusual_settings_are_warned_about_with_both_names():
     assert config_warnings(load()) == []
-    (warning,) = config_warnings(load("algorithm.ratio_level=sequence"))
+    several = "train.minibatches_per_step=4"
+    (warning,) = config_warnings(load("algorithm.ratio_level=sequence", several))
     assert "algorithm.clip_eps_high 0.2" in warning and "algorithm.ratio_level 'sequence'" in warning
     narrow = ("algorithm.clip_eps_low=3e-4", "algorithm.clip_eps_high=4e-4")
-    assert config_warnings(load("algorithm.ratio_level=sequence", *narrow)) == []
+    assert config_warnings(load("algorithm.ratio_level=sequence", *narrow, several)) == []
+    for own in ("algorithm.ratio_level=sequence", "algorithm.clip_mode=soft"):
+        (warning,) = config_warnings(load(own, *narrow))
+        assert "no clip acts at train.minibatches_per_step 1" in warning
+        for acts in (several, "train.passes_per_rollout=2", "algorithm.old_policy=rollout"):
+            assert config_warnings(load(own, *narrow, acts)) == []
     (warning,) = config_warnings(load("algorithm.loss_agg=token_group_mean"))
     assert "algorithm.loss_agg" in warning and "algorithm.ratio_level 'token'" in warning
     (warning,) = config_warnings(load("algorithm.covariance=kl", "algorithm.covariance_share=0.002"))
