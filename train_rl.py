@@ -842,7 +842,7 @@ class Rollouts:
     prompts: list[Prompt]  # the training set
     prompt_ids: list[list[int]]  # their token ids
     clock: Clock
-    offers: Offers | None = None  # which of them the stage offers; None: all alike
+    offers: Offers  # which of them the stage offers
 
     def sample_step(
         self, state: TrainState, history: PromptHistory
@@ -2662,9 +2662,8 @@ def enter_outcomes(run: Run, outcomes: list[GroupOutcome]) -> None:
     """Enter what a step's groups came to into the record of the prompts."""
     zero, state = run.config.zero_variance, run.state
     run.history.update(outcomes, state.step, zero.history_decay)
-    offers = run.rollouts.offers or Offers(range(len(run.rollouts.prompts)))
     offered = state.consumed_prompts - state.stage.first_prompt
-    if offered > offers.epoch_length:  # GRESO: from the second epoch on, here of the stage
+    if offered > run.rollouts.offers.epoch_length:  # GRESO: from the second epoch on, here of the stage
         run.history.adjust_exploration(outcomes, zero.target_solved, zero.target_unsolved)
 
 

@@ -69,7 +69,8 @@ def verdict_tokens(
 
     seconds: that a worker takes for it; the engine's seconds per step and tokens per second; at_once: how
     many verdicts the workers find at the same time. The latency counts double [ours: in a
-    simulation without Johnson's rule twice was better than once and four times; with it, it changes little].
+    simulation without Johnson's rule this was better than once or four times; with that rule the factor
+    matters little].
     """
     return 2 * seconds / seconds_per_step, seconds * tokens_per_second / at_once
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import train_rl
 from data.history import PromptHistory
 from data.prompts import Prompt
+from data.stages import Offers
 from experiments.bench import preloaded
 from reward import Verdict
 from rollout import Completion, Request
@@ -262,7 +263,8 @@ class FakeEngine:
 def make_rollouts(config: train_rl.Config, answer: Answer, num_prompts: int) -> train_rl.Rollouts:
     """Make the Rollouts of a training set of which prompt i has the one token i, with a FakeEngine."""
     engine, prompt_ids = FakeEngine(answer), [[i] for i in range(num_prompts)]
-    return train_rl.Rollouts(config, engine, engine, None, make_prompts(num_prompts), prompt_ids, Clock({}))
+    prompts, offers = make_prompts(num_prompts), Offers(range(num_prompts))
+    return train_rl.Rollouts(config, engine, engine, None, prompts, prompt_ids, Clock({}), offers)
 
 
 # ------------------------------------------------------------------------------------------------------------

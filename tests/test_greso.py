@@ -100,7 +100,7 @@ def test_a_step_trains_on_as_many_groups_as_asked_for_and_drops_what_is_too_much
 
 @pytest.mark.parametrize(
     "offers, length",
-    [(None, 6), (Offers(range(2, 6)), 4), (Offers(range(4), ((2, 1.0), (2, 2.5))), 7)],
+    [(Offers(range(6)), 6), (Offers(range(2, 6)), 4), (Offers(range(4), ((2, 1.0), (2, 2.5))), 7)],
     ids=["all", "a stage", "weights"],
 )
 def test_exploration_adapts_after_one_epoch_of_the_stage(offers, length):
