@@ -161,6 +161,7 @@ class Rank:
 
     def make_rollouts(self, decode: str, overlap: bool, schedule: str, count_reward_time: bool):
         """Return the trainer's Rollouts with recorded lengths and the settings of a row."""
+        from data.stages import Offers
         from runtime.metrics import Clock
 
         recipe, is_oracle = self.workload.recipe, schedule == "oracle"
@@ -175,8 +176,9 @@ class Rank:
         )  # fmt: skip
         recorded = type("RecordedRollouts", (RecordedLengths, self.trainer.Rollouts), {})
         rollouts = recorded(
-            config, self.engine, self.pool, self.tokenizer, self.prompts, self.prompt_ids, Clock({})
-        )
+            config, self.engine, self.pool, self.tokenizer, self.prompts, self.prompt_ids, Clock({}),
+            Offers(range(len(self.prompts))),
+        )  # fmt: skip
         rollouts.workload, rollouts.is_oracle = self.workload, is_oracle
         return rollouts
 
