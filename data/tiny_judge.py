@@ -1,11 +1,14 @@
-"""A flawed judge for the tiny task: a small Bradley-Terry reward model, for reward.judge scalar.
+"""Flawed judges for two tiny tasks: small Bradley-Terry reward models, for reward.judge scalar.
 
-    python -m data.tiny_judge     # makes data/built/tiny_judge from data/built/tiny; does nothing twice
+    python -m data.tiny_judge                     # makes data/built/tiny_judge from data/built/tiny
+    python -m data.tiny_judge --recipe chains     # makes data/built/chains_judge from data/built/chains
 
-It is trained on pairs of answers to the same addition, one right and one wrong, by the loss
--log sigmoid(score of the chosen - score of the rejected). The wrong ones are mistakes that the policy makes:
-carries forgotten, in all columns or in one, or a wrong digit. Pairs are few, some labels are flipped and
-training is short, so it is wrong as reward models are: it prefers the right answer in about 3 of 4 pairs (the
+It does nothing twice. A judge is trained on pairs of completions of one prompt, one right and one wrong, by
+the loss -log sigmoid(score of the chosen - score of the rejected). The wrong ones hold mistakes that the
+policy makes. In additions carries are forgotten, in all columns or in one, or a digit is wrong. Chains miss
+at least one step by its habitual amount and go on from there; their scores count at the end of each state
+from the first missed one on. Pairs are few, some labels are flipped, training is short and knows short chains
+alone, so a judge is wrong as reward models are: it prefers the right completion in about 3 of 4 pairs (the
 paper's reports 74.1 % [secondary]), and the order of its scores near the mean of a group says little. Group
 normalisation of its scores then gives many completions an advantage of the wrong sign (advantage inversion).
 """
@@ -17,26 +20,31 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-TINY = Path("data/built/tiny")
-OUTPUT = Path("data/built/tiny_judge")
+from data.chains import Chains, habits
+from verifiers.chain import COUNTERS, STATE, step
+
+BUILT = Path("data/built")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Hold what, with the training file, the tokenizer and this file's text, decides the judge."""
 
+    task: str = "tiny"  # a recipe of data.tiny: its additions, or "chains"
     seed: int = 0
     num_pairs: int = 6000  # for training; a problem may occur more than once, with another mistake
     num_held_out: int = 800  # problems without training pairs, at most a quarter of the file
     flipped_frac: float = 0.05  # share of pairs whose label is wrong
+    max_difficulty: int | None = None  # the most of a problem of training
     all_carries_frac: float = 0.4  # share of mistakes that forget every carry
     one_carry_frac: float = 0.3  # share of mistakes that forget one carry; the others change one digit
+    corpus_seed: int = 0  # data.tiny --seed, for the habits of chains
     steps: int = 500
     batch_size: int = 32  # pairs per step
     learning_rate: float = 5e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
@@ -45,22 +53,51 @@ class Recipe:
     initializer_range: float = 0.125  # 1 / sqrt(hidden_size)
 
 
+RECIPES = {
+    "tiny": Recipe(),
+    "chains": Recipe(
+        task="chains",
+        num_pairs=20000,
+        num_held_out=400,
+        max_difficulty=8,
+        steps=1000,
+        batch_size=24,
+        learning_rate=3e-3,
+        num_layers=3,
+    ),
+}
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Pairs
 # ------------------------------------------------------------------------------------------------------------
-def read_problems(path: Path) -> list[dict]:
-    """Read rows of data.tiny, with the digits by column; ValueError names a row that is no addition."""
+def addition_of(row: dict) -> dict | None:
+    """Return a row with the digits of its addition by column, None if it is no addition of data.tiny."""
+    left, plus, right = row["prompt"].removesuffix("=").partition("+")
+    digits = [[int(c) for c in operand.strip()] for operand in (left, right) if operand.strip().isdigit()]
+    if len(digits) != 2 or len(digits[0]) != len(digits[1]) or len(row["answer"]) != len(digits[0]) + 1:
+        return None
+    return {**row, "columns": list(zip(*digits))}
+
+
+def chain_of(row: dict) -> dict | None:
+    """Return a row, None if its prompt and answer are no chain of data.tiny."""
+    states = [row["prompt"].removesuffix(";"), *row["answer"].split(";")]
+    return row if all(STATE.fullmatch(state) for state in states) else None
+
+
+def read_problems(path: Path, task: str) -> list[dict]:
+    """Read rows of data.tiny, additions with their columns; ValueError names a row of another task."""
     if not path.is_file():
-        raise ValueError(f"{path}: no such file; `python -m data.tiny` makes one")
-    rows = []
+        raise ValueError(f"{path}: no such file; `python -m data.tiny --recipe {task}` makes one")
+    read, kind = (chain_of, "chain") if task == "chains" else (addition_of, "addition")
+    problems = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         row = json.loads(line)
-        left, plus, right = row["prompt"].removesuffix("=").partition("+")
-        digits = [[int(c) for c in operand.strip()] for operand in (left, right) if operand.strip().isdigit()]
-        if len(digits) != 2 or len(digits[0]) != len(digits[1]) or len(row["answer"]) != len(digits[0]) + 1:
-            raise ValueError(f"{path}: row {number} is no addition of data.tiny: {row['prompt']!r}")
-        rows.append({**row, "columns": list(zip(*digits))})
-    return rows
+        problems.append(read(row))
+        if problems[-1] is None:
+            raise ValueError(f"{path}: row {number} is no {kind} of data.tiny: {row['prompt']!r}")
+    return problems
 
 
 def add(columns: list[tuple[int, int]], forgotten: set[int]) -> tuple[str, list[int]]:
@@ -74,8 +111,24 @@ def add(columns: list[tuple[int, int]], forgotten: set[int]) -> tuple[str, list[
     return written + str(carry), carrying
 
 
+def wrong_chain(problem: dict, recipe: Recipe, rng: np.random.Generator) -> str:
+    """Draw a chain with the habits of the corpus that misses at least one step."""
+    states, state = [], problem["prompt"].removesuffix(";")
+    surely = COUNTERS[rng.integers(COUNTERS.index(state[0]))]  # the counter after the step that is missed
+    wrong = habits(Chains(), recipe.corpus_seed)
+    while state[0] != COUNTERS[0]:
+        frac, offset = wrong[state[1:3]]
+        state = step(state)
+        if state[0] == surely or rng.random() < frac:
+            state = f"{state[:-1]}{(int(state[-1]) + offset) % 10}"
+        states.append(state)
+    return ";".join(states)
+
+
 def mistake(problem: dict, recipe: Recipe, rng: np.random.Generator) -> str:
     """Draw a wrong answer to the problem."""
+    if recipe.task == "chains":
+        return wrong_chain(problem, recipe, rng)
     _, carrying = add(problem["columns"], set())
     kind, answer = rng.random(), problem["answer"]
     if carrying and kind < recipe.all_carries_frac:
@@ -102,7 +155,7 @@ def build_model(recipe: Recipe, tokenizer):
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=recipe.hidden_size // 4,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         initializer_range=recipe.initializer_range,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -113,10 +166,32 @@ def build_model(recipe: Recipe, tokenizer):
         return Qwen3ForSequenceClassification(config)
 
 
+def pair_loss(model, tokenizer, texts: list[str]):
+    """Return -log sigmoid(chosen - rejected) (Bradley-Terry) of [chosen ..., rejected ...], its mean in nats.
+
+    The two texts of a pair are equally long. Their scores are compared where a step ends, behind the first
+    token that differs: before each ";" and at the end of the text.
+    """
+    import torch.nn.functional as F
+
+    inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]  # [2B, T]
+    chosen_ids, rejected_ids = ids.chunk(2)
+    after = F.pad(ids[:, 1:], (0, 1), value=tokenizer.pad_token_id).chunk(2)[0]
+    separator = tokenizer.convert_tokens_to_ids(";")
+    ends = mask.chunk(2)[0].bool() & ((after == separator) | (after == tokenizer.pad_token_id))
+    counts = ends & ((chosen_ids != rejected_ids).cumsum(dim=1) > 0)  # [B, T]
+    hidden = model.model(input_ids=ids, attention_mask=mask).last_hidden_state  # [2B, T, d]
+    chosen, rejected = model.score(hidden)[..., 0].chunk(2)  # [B, T] each
+    return -F.logsigmoid(chosen - rejected)[counts].mean()
+
+
 def train(model, tokenizer, problems: list[dict], recipe: Recipe) -> float:
-    """Train on pairs by -log sigmoid(chosen - rejected) (Bradley-Terry); return the last loss (nats)."""
+    """Train on pairs of problems (pair_loss()); return the last loss."""
     import torch
 
+    if recipe.max_difficulty is not None:
+        problems = [problem for problem in problems if problem["difficulty"] <= recipe.max_difficulty]
     rng = np.random.default_rng([recipe.seed, 1])
     pairs = []  # (chosen, rejected) texts
     for i in rng.integers(len(problems), size=recipe.num_pairs).tolist():
@@ -126,15 +201,12 @@ def train(model, tokenizer, problems: list[dict], recipe: Recipe) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01)
     warmup = max(1, recipe.steps // 20)
     progress = tqdm(range(recipe.steps), desc="judge", unit="step", mininterval=1.0, disable=None)
-    for step in progress:
+    for done in progress:
         batch = [pairs[i] for i in rng.choice(len(pairs), size=recipe.batch_size, replace=False)]
         texts = [text for side in zip(*batch) for text in side]  # first all chosen, then all rejected
-        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
-        chosen, rejected = scores.chunk(2)  # [B] each
-        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+        loss = pair_loss(model, tokenizer, texts)
         for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * min((step + 1) / warmup, 1 - step / recipe.steps)
+            group["lr"] = recipe.learning_rate * min((done + 1) / warmup, 1 - done / recipe.steps)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -180,10 +252,12 @@ def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) ->
     from data.chat import load_tokenizer
     from reward import ScalarJudge
 
-    problems = read_problems(train_file)
+    problems = read_problems(train_file, recipe.task)
     if not (model_folder / "tokenizer.json").is_file():
-        raise ValueError(f"{model_folder}: holds no tokenizer.json; `python -m data.tiny` makes one")
-    inputs = [Path(__file__), train_file, model_folder / "tokenizer.json"]
+        command = f"python -m data.tiny --recipe {recipe.task}"
+        raise ValueError(f"{model_folder}: holds no tokenizer.json; `{command}` makes one")
+    sources = [Path(__file__), Path(__file__).with_name("chains.py")]
+    inputs = [*sources, train_file, model_folder / "tokenizer.json"]
     content = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in inputs)
     key = hashlib.sha256(content + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
     made = output / "recipe.json"
@@ -219,19 +293,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_option = parser.add_argument
-    add_option("--model", type=Path, default=TINY / "model", help="has the tokenizer (default: %(default)s)")
-    add_option("--train", type=Path, default=TINY / "train.jsonl", help="additions (default: %(default)s)")
-    add_option("--output", type=Path, default=OUTPUT, help="folder to make (default: %(default)s)")
-    add_option("--pairs", type=int, default=Recipe.num_pairs, help="training pairs (default: %(default)s)")
-    add_option("--steps", type=int, default=Recipe.steps, help="steps of training (default: %(default)s)")
-    add_option("--seed", type=int, default=Recipe.seed, help="for pairs and weights (default: %(default)s)")
+    add_option("--recipe", choices=RECIPES, default="tiny", help="which task (default: %(default)s)")
+    add_option("--model", type=Path, help="has the tokenizer (default: data/built/RECIPE/model)")
+    add_option("--train", type=Path, help="rows of data.tiny (default: data/built/RECIPE/train.jsonl)")
+    add_option("--output", type=Path, help="folder to make (default: data/built/RECIPE_judge)")
+    add_option("--pairs", type=int, dest="num_pairs", help="training pairs (default: the recipe's)")
+    add_option("--steps", type=int, help="steps of training (default: the recipe's)")
+    add_option("--seed", type=int, help="for pairs and weights (default: the recipe's)")
     args = parser.parse_args()
     start = time.perf_counter()
-    recipe = Recipe(seed=args.seed, num_pairs=args.pairs, steps=args.steps)
-    made = build(recipe, args.model, args.train, args.output)
-    record = json.loads((args.output / "recipe.json").read_text())
+    names = ("num_pairs", "steps", "seed")
+    changed = {name: value for name in names if (value := getattr(args, name)) is not None}
+    recipe, folder = replace(RECIPES[args.recipe], **changed), BUILT / args.recipe
+    output = args.output or BUILT / f"{args.recipe}_judge"
+    made = build(recipe, args.model or folder / "model", args.train or folder / "train.jsonl", output)
+    record = json.loads((output / "recipe.json").read_text())
     print(
-        f"{args.output}: on {record['num_held_out']} problems held out, prefers the right answer in "
+        f"{output}: on {record['num_held_out']} problems held out, prefers the right completion in "
         f"{record['pairwise_agreement']:.1%} of pairs; group normalisation inverts the advantage of "
         f"{record['inverted_frac']:.1%} of completions in mixed groups of 8 "
         + (f"(made in {time.perf_counter() - start:.0f} s)" if made else "(already there)"),

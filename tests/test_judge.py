@@ -6,6 +6,8 @@ import random
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from helpers import FakeRanks, make_prompts
 
 import train_rl
 from data import tiny, tiny_judge
+from data.chains import Chains, habits, sample_sets
 from experiments.bench import preloaded
 from reward import (
     GenerativeJudge,
@@ -68,7 +71,7 @@ def tiny_judge_folder(tiny_folder):
 
 @pytest.fixture(scope="module")
 def problems(tiny_folder):
-    return tiny_judge.read_problems(tiny_folder / "train.jsonl")
+    return tiny_judge.read_problems(tiny_folder / "train.jsonl", "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -570,6 +573,87 @@ def test_the_build_is_deterministic_and_cached(tiny_folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 
 
+@pytest.fixture(scope="module")
+def chains_folder(tmp_path_factory):
+    """model (its tokenizer alone) and train.jsonl, as data.tiny makes them of short chains."""
+    folder = tmp_path_factory.mktemp("chains")
+    tiny.build_tokenizer().save_pretrained(folder / "model")
+    rows = sample_sets(Chains(long_steps=(5, 9), num_train=200, num_test=0, num_longer=0), seed=0)["train"]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_wrong_chains_miss_steps_by_their_habits(chains_folder):
+    """Step by step by hand: a step is missed by its habitual amount, and the chain goes on from it."""
+    import numpy as np
+
+    rng, recipe, wrong = np.random.default_rng(0), tiny_judge.RECIPES["chains"], habits(Chains(), 0)
+    missed, taken = Counter(), Counter()
+    for problem in tiny_judge.read_problems(chains_folder / "train.jsonl", "chains"):
+        before, num_missed = problem["prompt"].removesuffix(";"), 0
+        states = tiny_judge.mistake(problem, recipe, rng).split(";")
+        assert len(states) == problem["difficulty"] == len(problem["answer"].split(";"))
+        for state, reference in zip(states, problem["answer"].split(";")):
+            assert state[:-1] == reference[:-1]
+            operation, digit, value = before[1], int(before[2]), int(before[-1])
+            right = {"+": value + digit, "-": value - digit, "*": value * digit}[operation] % 10
+            is_missed = int(state[-1]) != right
+            assert not is_missed or int(state[-1]) == (right + wrong[before[1:3]][1]) % 10
+            num_missed += is_missed
+            missed[before[1:3]] += is_missed
+            taken[before[1:3]] += 1
+            before = state
+        assert num_missed >= 1
+    strong, never = (
+        sum(missed[name] for name in names) / sum(taken[name] for name in names)
+        for names in (
+            [name for name, (frac, _) in wrong.items() if frac > 0.5],
+            [name for name, (frac, _) in wrong.items() if frac == 0],
+        )
+    )
+    assert strong > 0.6 and 0.1 < never < 0.4, "one step is missed whatever its operation"
+
+
+@pytest.mark.parametrize("task", ["tiny", "chains"])
+def test_the_loss_of_pairs_is_that_of_scores_of_their_beginnings(task, tiny_folder, chains_folder, tmp_path):
+    """ScalarJudge scores each beginning of a text alone; a pair counts at ends of steps once it differs."""
+    import numpy as np
+
+    recipe = replace(tiny_judge.RECIPES[task], steps=3, num_pairs=100, num_held_out=10, hidden_size=16)
+    folder = chains_folder if task == "chains" else tiny_folder
+    assert tiny_judge.build(recipe, folder / "model", folder / "train.jsonl", tmp_path / "judge")
+    judge, rng, losses = ScalarJudge(tmp_path / "judge"), np.random.default_rng(1), []
+    problems = tiny_judge.read_problems(folder / "train.jsonl", task)[:6]
+    pairs = [(p["prompt"] + p["answer"], p["prompt"] + tiny_judge.mistake(p, recipe, rng)) for p in problems]
+    for right, wrong in pairs:
+        for end in range(1, len(right) + 1):
+            if right[:end] != wrong[:end] and right[end : end + 1] in (";", ""):
+                chosen, rejected = judge.scores([right[:end], wrong[:end]], ["", ""])
+                losses.append(math.log1p(math.exp(rejected - chosen)))
+    assert len(losses) == 6 if task == "tiny" else len(losses) > 10
+    texts = [text for side in zip(*pairs) for text in side]
+    loss = tiny_judge.pair_loss(judge.model, tiny.build_tokenizer(), texts)
+    assert loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)  # float32
+
+
+def test_a_judge_of_chains_knows_short_chains_alone(chains_folder, tmp_path, monkeypatch):
+    seen = []
+    pair_loss = tiny_judge.pair_loss
+    monkeypatch.setattr(
+        tiny_judge, "pair_loss", lambda m, t, texts: seen.extend(texts) or pair_loss(m, t, texts)
+    )
+    recipe = replace(tiny_judge.RECIPES["chains"], steps=4, num_pairs=200, num_held_out=40, max_difficulty=4)
+    assert tiny_judge.build(
+        recipe, chains_folder / "model", chains_folder / "train.jsonl", tmp_path / "judge"
+    )
+    problems = tiny_judge.read_problems(chains_folder / "train.jsonl", "chains")
+    known = {problem["prompt"] for problem in problems[40:] if problem["difficulty"] <= 4}
+    assert {text.split(";")[0] + ";" for text in seen} <= known and len(seen) == 4 * 2 * recipe.batch_size
+    (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "b+3=4;", "answer": "7"}))
+    with pytest.raises(ValueError, match="row 1 is no chain"):
+        tiny_judge.read_problems(tmp_path / "bad.jsonl", "chains")
+
+
 @pytest.mark.slow
 def test_the_command_takes_wider_operands_and_names_bad_rows(tiny_folder, tmp_path):
     train, _ = tiny.sample_problems(tiny.Recipe(max_digits=7, train_per_difficulty=60, test_per_difficulty=5))
@@ -578,14 +662,14 @@ def test_the_command_takes_wider_operands_and_names_bad_rows(tiny_folder, tmp_pa
     command += ["--model", tiny_folder / "model", "--train", tmp_path / "wide.jsonl"]
     command += ["--output", tmp_path / "judge"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0 and "prefers the right answer in" in result.stderr, result.stderr
+    assert result.returncode == 0 and "prefers the right completion in" in result.stderr, result.stderr
     judge = build_judge("scalar", str(tmp_path / "judge"), no_folder)
     assert len(judge.scores(["1234567+7654321="], ["88888880"])) == 1
     with pytest.raises(ValueError, match="no such file"):
-        tiny_judge.read_problems(tmp_path / "nothing.jsonl")
+        tiny_judge.read_problems(tmp_path / "nothing.jsonl", "tiny")
     with pytest.raises(ValueError, match=r"nothing: holds no tokenizer\.json"):
         tiny_judge.build(RECIPE, tmp_path / "nothing", tmp_path / "wide.jsonl", tmp_path / "other")
     for prompt, answer in (("1-1=", "2"), ("12+1=", "13"), ("1+1=", "2"), ("What is 2?", "2")):
         (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": prompt, "answer": answer}))
         with pytest.raises(ValueError, match="row 1 is no addition"):
-            tiny_judge.read_problems(tmp_path / "bad.jsonl")
+            tiny_judge.read_problems(tmp_path / "bad.jsonl", "tiny")
