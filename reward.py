@@ -21,6 +21,7 @@ import difflib
 import functools
 import itertools
 import json
+import math
 import operator
 import os
 import pkgutil
@@ -450,7 +451,6 @@ class RewardPool(contextlib.AbstractContextManager):
         self.num_timeouts = self.num_errors = self.num_restarts = 0  # verdicts, verdicts, children replaced
         # {kind: {"fields": names it can take or None for all, "required": names, "async": bool}}, once met
         self.signatures: dict[str, dict] = {}
-        self._failures: list[str] = []  # reasons since they were last asked for
         self._tokenizer = os.memfd_create("tokenizer") if tokenizer else None  # a file that ends with us
         if tokenizer:
             with open(os.dup(self._tokenizer), "w") as file:
@@ -508,11 +508,6 @@ class RewardPool(contextlib.AbstractContextManager):
         kinds = ", ".join(dict.fromkeys(item.kind for item in items))
         num_waiting = sum(verdict is None for verdict in list(self._verdicts.values()))
         return f"{num_waiting} verdicts awaited" + (f", workers are busy with {kinds}" if items else "")
-
-    def take_failures(self) -> tuple[int, str]:
-        """Return the number of timeouts and errors since the last call, and the first one's reason."""
-        failures, self._failures = self._failures, []
-        return len(failures), failures[0] if failures else ""
 
     def close(self) -> None:
         """Kill the workers; items without verdict are dropped."""
@@ -655,8 +650,6 @@ class RewardPool(contextlib.AbstractContextManager):
         self.latencies.append(time.monotonic() - item.since)
         self.num_timeouts += verdict.status == "timeout"
         self.num_errors += verdict.status == "error"
-        if verdict.status in FAILED:
-            self._failures.append(f"{verdict.status}: {verdict.detail}")
 
     def _replace(self, worker: _Worker, is_silent: bool, is_wrong: bool) -> None:
         """Start another worker. The item that this one was busy with gets its verdict, the others wait again.
@@ -921,8 +914,7 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
         if verdict.status in FAILED or (verdict.status != "ok" and key[0] in RULES):
             reason = verdict.detail or f"{key[0]} does not find it equal to itself"
             reasons |= dict.fromkeys(asked[key], f"{key[1][:80]!r}: {verdict.status}: {reason}")
-    pool.take_failures()  # they are reported, and no training has begun
-    pool.latencies = []
+    pool.latencies = []  # no training has begun
     return dict(sorted(reasons.items()))
 
 
@@ -1049,9 +1041,16 @@ class ScalarJudge:
         return scores, torch.stack([found[text][1] for text in texts]) if texts else torch.zeros(0, 1)
 
     def compare(self, prompts, firsts, seconds) -> list[int]:
-        """Return +1 where the first completion scores over margin above the second, -1 below it, else 0."""
+        """Return +1 where the first completion scores over margin above the second, -1 below it, else 0.
+
+        NaN where one of the two scores is NaN.
+        """
         scores, margin = self.scores([*prompts, *prompts], [*firsts, *seconds]), self.margin
-        return [(a - b > margin) - (b - a > margin) for a, b in zip(scores, scores[len(prompts) :])]
+        pairs = zip(scores, scores[len(prompts) :])
+        return [
+            math.nan if math.isnan(a) or math.isnan(b) else (a - b > margin) - (b - a > margin)
+            for a, b in pairs
+        ]
 
 
 class GenerativeJudge:

@@ -538,6 +538,8 @@ def loss_contradictions(config: Config) -> dict[str, tuple]:
         "algorithm.covariance {!r} has no effect with algorithm.covariance_share {}": (
             algo.covariance, algo.covariance_share,
             algo.covariance != "clip" and algo.covariance_share == 0),
+        "algorithm.covariance_range {} to {} is empty: give the lower bound first": (
+            *algo.covariance_range, algo.covariance_range[0] > algo.covariance_range[1]),
         "algorithm.kl_form {!r} has no effect with algorithm.kl_coef {}": (
             algo.kl_form, algo.kl_coef, algo.kl_form != "k3" and algo.kl_coef == 0),
         "algorithm.rollout_correction_floor {} has no effect with algorithm.rollout_correction {!r}": (
@@ -712,6 +714,7 @@ class Group:
             slot=self.slot,
             prompt_index=self.prompt_index,
             solved=sum(v.status == "ok" for v in valid),
+            unsolved=sum(score == 0 for score in scores),
             valid=len(valid),
             score_sum=sum(scores),
             tokens=sum(len(c.token_ids) for c in self.completions),
@@ -727,7 +730,8 @@ class GroupOutcome:
 
     slot: int
     prompt_index: int
-    solved: int
+    solved: int  # completions that are right as a whole
+    unsolved: int  # those of which no part is right: all others, if the verifier gives no fractions
     valid: int  # verdicts that are neither timeouts nor errors
     score_sum: float  # over the valid ones
     tokens: int
@@ -939,7 +943,7 @@ class Rollouts:
                 temperature=settings.temperature,
                 max_new_tokens=settings.max_new_tokens,
                 group=group.slot,
-                expected_tokens=group.expected_tokens or 1.0,
+                expected_tokens=group.expected_tokens,
                 guessed=group.guessed,
                 **dict(zip(("latency_tokens", "work_tokens"), costs.get(prompt.kind, ()))),
             )
@@ -2262,8 +2266,10 @@ def load_data(
     kinds = [source.kind for own in data for source in (*own.train, *own.eval) if source.kind]
     check_functions([*functions, *kinds], rows, config.reward)
     drop_impossible(loaded, pool, config, checkpoint)
-    zero = [own.zero_variance for own in configs]
-    windows = [Window(own.offline_scores, own.offline_pass_rate) for own in zero]
+    windows = [
+        Window(own.zero_variance.offline_scores, own.zero_variance.offline_pass_rate, own.reward.binary)
+        for own in configs
+    ]
     offers, scores = offers_of(loaded, sets, windows, places)
     for stage, own in zip(stages, offers):
         loaded.notes.append(f"stage {stage.name}: {len(own.indices):,} training prompts")
@@ -2273,8 +2279,8 @@ def load_data(
 def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkpoint: Path | None) -> None:
     """Leave out prompts whose reference answer is not right by its own verifier. Collective.
 
-    Each rank asks its reward workers about a part of them. For training prompts a resumed run goes by the
-    list of its first start; held-out sets may have changed.
+    Each rank asks its reward workers about a part of them. For training prompts a run that goes on where it
+    was goes by the list of its first start; held-out sets may have changed.
     """
     file = Path(config.run.dir) / "dropped_rows.jsonl"
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -2282,7 +2288,10 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
         leave_out(loaded, {(r["prompt_sha"], r.get("kind")): r["detail"] for r in rows if "prompt_sha" in r})
     held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
-    mine = (held_out if checkpoint else loaded.everyone())[rank::world_size]
+    goes_on = (
+        checkpoint and config.checkpoint.resume == "auto"
+    )  # from weights alone with other prompts, maybe
+    mine = (held_out if goes_on else loaded.everyone())[rank::world_size]
     found = impossible_references(pool, [(p.kind, p.answer, p.fields) for p in mine])
     parts = [None] * world_size
     reasons = {(prompt_sha(mine[i]), mine[i].kind): reason for i, reason in found.items()}
@@ -2520,10 +2529,19 @@ def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
 def resume(
     checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
 ) -> PromptHistory:
-    """Load what a checkpoint holds besides the weights; return the record of the prompts."""
+    """Load what a checkpoint holds besides the weights; return the record of the prompts.
+
+    ValueError where a run would go on (checkpoint.resume=auto) with other training prompts.
+    """
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
     is_exact = config.checkpoint.resume == "auto"
+    if is_exact and not same_prompts:
+        raise ValueError(
+            f"{checkpoint}: was trained on other prompts than the settings give now: a file of data.train, "
+            "zero_variance.offline_scores or dropped_rows.jsonl of run.dir has changed. Put it back, or take "
+            "the weights alone with checkpoint.resume=weights"
+        )
     dropped = "" if same_prompts else "; the record of other prompts is dropped"
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
     say(f"resumed from {checkpoint}{dropped}{fresh}")

@@ -30,15 +30,18 @@ LEAST_EXPLORATION, EXPLORATION_STEP, EXPLORATION_RANGE = 0.01, 0.01, (0.05, 0.95
 class PromptHistory:
     """What has been seen of each training prompt; the same on all ranks, part of every checkpoint."""
 
-    solved: Tensor  # [prompts] float64, decayed sum of scores: each is 0 or 1 where rewards have no fractions
+    solved: Tensor  # [prompts] float64, decayed number of completions that were right as a whole
     tried: Tensor  # [prompts] float64, decayed number of verdicts
     mean_tokens: Tensor  # [prompts] float64, length of completions at the last visit, 0: not known
     last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled
     streak: Tensor | None = None  # [prompts] int64, latest visits in a row all right; below 0: all wrong
     explore: Tensor | None = None  # [2] float64, GRESO's exploration of prompts all right, and all wrong
+    unsolved: Tensor | None = None  # [prompts] float64, as solved, of completions with no part right
 
     def __post_init__(self):
-        """Start without a streak, and with GRESO's first exploration probabilities."""
+        """Start without a streak or fractions, and with GRESO's first exploration probabilities."""
+        if self.unsolved is None:
+            self.unsolved = self.tried - self.solved
         if self.streak is None:
             self.streak = torch.zeros_like(self.last_step)
         if self.explore is None:
@@ -48,9 +51,13 @@ class PromptHistory:
     def from_offline(cls, scores: list[OfflineScore | None], group_size: int) -> "PromptHistory":
         """Make the record before the first step; an offline score counts as one visit [ours]."""
         seen = torch.tensor([score is not None for score in scores])
-        rates = torch.tensor([score.pass_rate if score else 0.0 for score in scores], dtype=torch.float64)
-        tokens = torch.tensor([score.mean_tokens if score else 0.0 for score in scores], dtype=torch.float64)
-        return cls(rates * group_size, seen.double() * group_size, tokens, seen.long() - 1)
+        rates, wrong, tokens = (
+            torch.tensor([getattr(score, name) if score else 0.0 for score in scores], dtype=torch.float64)
+            for name in ("pass_rate", "wrong_rate", "mean_tokens")
+        )
+        record = cls(rates * group_size, seen.double() * group_size, tokens, seen.long() - 1)
+        record.unsolved = wrong * group_size
+        return record
 
     def expected_lengths(self, indices: list[int], prompts: list[Prompt]) -> list[tuple[float, bool]]:
         """Return (tokens, guessed) of the completions of these prompts, at least 1 token.
@@ -75,7 +82,8 @@ class PromptHistory:
         for o in outcomes:
             if o.valid:
                 i = o.prompt_index
-                self.solved[i] = decay * self.solved[i] + o.score_sum
+                self.solved[i] = decay * self.solved[i] + o.solved
+                self.unsolved[i] = decay * self.unsolved[i] + o.unsolved
                 self.tried[i] = decay * self.tried[i] + o.valid
                 self.mean_tokens[i] = o.tokens / o.completions
                 self.last_step[i] = step
@@ -113,29 +121,31 @@ class PromptHistory:
         self, prompt: int, step: int, group_size: int, *, prior: float, retest_steps: int,
         explore_solved: float, explore_unsolved: float,
     ) -> float:  # fmt: skip
-        """Return E[p^G] + E[(1 - p)^G], each at most 1 - explore; 0 if never tried or due for a re-test.
+        """Return E[p^G] + E[q^G], each at most 1 - explore; 0 if never tried or due for a re-test.
 
-        Stage 1b [ours, after GRESO, arXiv 2506.02177, which also explores hard prompts more than easy ones].
-        The expectation is over what the record says of p.
+        p is the probability of a completion that is right as a whole, q that of one with no part right: 1 - p
+        where the verifier gives no fractions. Stage 1b [ours, after GRESO, arXiv 2506.02177, which also
+        explores hard prompts more than easy ones]. The expectations are over what the record says of p and q.
         """
         age = step - int(self.last_step[prompt])
         due = retest_steps > 0 and age >= retest_steps
         if self.last_step[prompt] < 0 or due:
             return 0.0
-        hits = float(self.solved[prompt])
-        misses = float(self.tried[prompt]) - hits
-        all_right = prob_all(hits, misses, group_size, prior)
-        all_wrong = prob_all(misses, hits, group_size, prior)
+        right, wrong = float(self.solved[prompt]), float(self.unsolved[prompt])
+        tried = float(self.tried[prompt])
+        all_right = prob_all(right, tried - right, group_size, prior)
+        all_wrong = prob_all(wrong, tried - wrong, group_size, prior)
         return min(all_right, 1 - explore_solved) + min(all_wrong, 1 - explore_unsolved)
 
     def zero_variance_after(self, probe, group_size: int, prior: float) -> float:
         """Return the probability that a probed group ends with zero variance: 0 if the probe already differs.
 
-        Stage 1c [ours]: the rest must all come out as the probe and, by the record, as before.
+        Stage 1c [ours]: the rest must all come out as the probe and, by the record, as before. Of a probe
+        whose scores are one and the same fraction nothing is known, and it goes on: 0.
         """
-        if probe.has_variance or not probe.valid:
+        i, is_right, is_wrong = probe.prompt_index, probe.solved == probe.valid, probe.unsolved == probe.valid
+        if probe.has_variance or not probe.valid or not (is_right or is_wrong):
             return 0.0
-        solved, tried = float(self.solved[probe.prompt_index]), float(self.tried[probe.prompt_index])
-        hits, misses = solved + probe.score_sum, tried - solved + probe.valid - probe.score_sum
-        same, different = (hits, misses) if 2 * probe.score_sum > probe.valid else (misses, hits)
-        return prob_all(same, different, group_size - probe.completions, prior)
+        same = float((self.solved if is_right else self.unsolved)[i]) + probe.valid
+        tried = float(self.tried[i]) + probe.valid
+        return prob_all(same, tried - same, group_size - probe.completions, prior)

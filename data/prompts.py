@@ -502,10 +502,11 @@ def prompt_sha(prompt: Prompt) -> str:
 
 
 class OfflineScore(NamedTuple):
-    """The pass rate and length that data/score.py found for a prompt."""
+    """The rates and the length that data/score.py found for a prompt."""
 
-    pass_rate: float  # in [0, 1]
+    pass_rate: float  # in [0, 1], share of completions that are right as a whole
     mean_tokens: float  # mean length of its completions
+    wrong_rate: float  # in [0, 1], share of completions with no part right
 
 
 def load_scores(path) -> dict[str, OfflineScore | None]:
@@ -540,5 +541,11 @@ def load_scores(path) -> dict[str, OfflineScore | None]:
             )
         if sha in scores:
             raise ValueError(f"{path}: row {number}: prompt {sha} for the second time; remove one of them")
-        scores[sha] = None if rate is None else OfflineScore(rate, tokens)
+        wrong = row.get("wrong_rate")
+        if rate is not None and (type(wrong) not in (int, float) or not 0 <= wrong <= 1 - rate + 1e-9):
+            raise ValueError(
+                f"{path}: row {number}: wrong_rate must be in [0, 1 - pass_rate], found {repr(wrong)[:80]}; "
+                "make a file without it anew"
+            )
+        scores[sha] = None if rate is None else OfflineScore(rate, tokens, wrong)
     return scores

@@ -9,16 +9,19 @@
 
 Prompts are read and rendered as in training, with the options that section data of the settings has: the same
 text, template and chat template included, is the same prompt to zero_variance.offline_scores. Settings of
-section reward may follow the options: reward.num_workers=8 reward.sandbox=rlimits.
+section reward and rollout.stop may follow the options: reward.num_workers=8 reward.functions=[mine.py:score].
 
 A prompt solved with probability p gives a group of G equal rewards, and so no gradient, with probability
 p^G + (1 - p)^G. Prompts that smaller models always solve can be dropped before any rollout [secondary: the
 stage, reported of arXiv 2512.07710; ours: how it is measured].
 
-The output is JSONL. Its first row is {model, samples, temperature, max_new_tokens, seed, dtype, kinds}; then
-comes one row per distinct prompt, in the order of the set, which load_scores of data/prompts.py reads:
+The output is JSONL. Its first row is {model, samples, temperature, max_new_tokens, seed, dtype, kinds, stop,
+reward}; then comes one row per distinct prompt, in the order of the set, which load_scores of data/prompts.py
+reads:
     prompt_sha   SHA-256 of the text, template included, a zero byte and the answer
-    pass_rate    share of solved completions (status ok) among those with a verdict; null if there are none
+    pass_rate    share of completions that are right as a whole (status ok) among those with a verdict; null
+                 if there are none
+    wrong_rate   share of those with no part right (reward 0): 1 - pass_rate where rewards are 0 or 1
     num_samples  completions with a verdict: neither a timeout nor an error
     mean_tokens  mean length of all its completions
 
@@ -51,13 +54,14 @@ from data.chat import load_tokenizer
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
 from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set_lines
 from moe_model import checkpoint_shards
-from reward import KINDS, RewardSettings, Verdict, check_functions, functions_of, start_pool
+from reward import RewardSettings, Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.config import explain, merge, read_override
 from runtime.launch import check_gpus, leave, one_line, run
 from runtime.schedule import from_rank_0
 
 GROUP_SIZE = 8  # G of the summary
+VERDICT_SETTINGS = ("timeout_s", "memory_gib", "sandbox", "code_timeout_s", "code_memory_gib")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -144,12 +148,10 @@ def read_prompts(args) -> tuple[list[Prompt], list[list[int]], object, list[str]
     Returns also the tokenizer, and lines to print. ValueError for a kind without a verifier.
     """
     data, (source,) = args.data, args.data.eval
-    if source.kind and functions_of(source.kind):
-        raise ValueError(f"--kind {source.kind!r} is none of {', '.join(KINDS)}")
     tokenizer = load_tokenizer(args.model)
     model_config = AutoConfig.from_pretrained(args.model, local_files_only=True, trust_remote_code=False)
     context = model_config.max_position_embeddings
-    found = load_set(source, data, tokenizer)
+    found = load_set(source, data, tokenizer, args.reward.functions)
     limit = f"the model's context of {context} less --max-new-tokens"
     kept = drop_overlong(found, data, tokenizer, context - args.max_new_tokens, limit)
     if not kept:
@@ -173,8 +175,9 @@ def weights_of(folder: Path):
 def build_engine(args, longest_prompt: int) -> RolloutEngine:
     """Start vLLM with the weights of the model's folder."""
     settings = RolloutSettings(
-        max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, capture_routes="off"
-    )
+        max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, stop=args.stop,
+        capture_routes="off",
+    )  # fmt: skip
     engine = RolloutEngine(args.model, longest_prompt + args.max_new_tokens, settings)
     engine.sync(weights_of(args.model), policy_version=0)
     return engine
@@ -215,6 +218,7 @@ def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
     return {
         "prompt_sha": sha,
         "pass_rate": solved / len(valid) if valid else None,
+        "wrong_rate": sum(verdict.reward == 0 for verdict in valid) / len(valid) if valid else None,
         "num_samples": len(valid),
         "mean_tokens": sum(num_tokens) / len(num_tokens),
     }
@@ -258,19 +262,24 @@ def summary(rows: list[dict]) -> str:
     if rates:
         num_tokens = sum(row["mean_tokens"] for row in rows) / len(rows)
         lines.append(f"mean {sum(rates) / len(rates):.3f}; {num_tokens:.1f} tokens a completion")
-        share = sum(p**GROUP_SIZE + (1 - p) ** GROUP_SIZE for p in rates) / len(rates)
-        lines.append(f"zero-variance groups expected at G = {GROUP_SIZE}: {share:.3f}, mean of p^G + (1-p)^G")
+        both = [rate for row in rows if row["pass_rate"] is not None for rate in rates_of(row)]
+        share = sum(rate**GROUP_SIZE for rate in both) / len(rates)
+        lines.append(f"zero-variance groups expected at G = {GROUP_SIZE}: {share:.3f}, mean of p^G + q^G")
     large = [row for row in rows if row["num_samples"] >= GROUP_SIZE]
     if large:  # p^G is convex: with the measured p in it, the mean above is too high
-        drawn = [zero_variance_of_draws(row["pass_rate"], row["num_samples"]) for row in large]
+        drawn = [zero_variance_of_draws(*rates_of(row), row["num_samples"]) for row in large]
         lines.append(f"  {sum(drawn) / len(drawn):.3f} without bias: drawing G of each prompt's completions")
     return "\n".join(lines)
 
 
-def zero_variance_of_draws(pass_rate: float, num_samples: int) -> float:
-    """Return the share of subsets of G completions whose verdicts are equal; unbiased for p^G + (1 - p)^G."""
-    solved = round(pass_rate * num_samples)
-    equal = math.comb(solved, GROUP_SIZE) + math.comb(num_samples - solved, GROUP_SIZE)
+def rates_of(row: dict) -> tuple[float, float]:
+    """Return the shares of completions that are right as a whole, and with no part right."""
+    return row["pass_rate"], row["wrong_rate"]
+
+
+def zero_variance_of_draws(pass_rate: float, wrong_rate: float, num_samples: int) -> float:
+    """Return the share of subsets of G completions all right or all wrong; unbiased for p^G + q^G."""
+    equal = sum(math.comb(round(rate * num_samples), GROUP_SIZE) for rate in (pass_rate, wrong_rate))
     return equal / math.comb(num_samples, GROUP_SIZE)
 
 
@@ -293,9 +302,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of vLLM (default: %(default)s)")
     add("--kv-cache-gib", type=float, help="keys and values per rank; without it vLLM decides")
     add("--max-num-seqs", type=int, default=256, help="completions at once per rank (default: %(default)s)")
-    add("settings", nargs="*", metavar="reward.key=value", help="settings of section reward of the settings")
+    add(
+        "settings", nargs="*", metavar="reward.key=value", help="settings of section reward, and rollout.stop"
+    )
     args = parser.parse_intermixed_args(argv)
-    args.data, args.reward = data_settings(args), reward_settings(args)
+    args.data, (args.reward, args.stop) = data_settings(args), settings_behind(args)
     for name in ("samples", "max_new_tokens", "chunk", "max_num_seqs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -346,19 +357,24 @@ def data_settings(args: argparse.Namespace) -> DataSettings:
     return settings
 
 
-def reward_settings(args: argparse.Namespace) -> RewardSettings:
-    """Make section reward of the settings behind the options; ValueError names a wrong one."""
+def settings_behind(args: argparse.Namespace) -> tuple[RewardSettings, list[str]]:
+    """Return section reward and rollout.stop, given behind the options; ValueError names a wrong setting."""
     values: dict = {}
     for text in args.settings:
         values = merge(values, read_override(text))
-    if unknown := values.keys() - {"reward"}:
+    others = values.keys() - {"reward", "rollout"} | {f"rollout.{key}" for key in values.get("rollout", {})}
+    if unknown := others - {"rollout.stop"}:
         raise ValueError(
-            f"{min(unknown)}: only settings of section reward may follow, as reward.timeout_s=30"
+            f"{min(unknown)}: only settings of section reward and rollout.stop may follow, such as "
+            "reward.timeout_s=30"
         )
-    try:
-        return RewardSettings.model_validate(values.get("reward", {}))
-    except ValidationError as error:
-        raise ValueError(f"reward.{explain(error, RewardSettings, {}, {})}") from error
+    found = []
+    for section, settings in (("reward", RewardSettings), ("rollout", RolloutSettings)):
+        try:
+            found.append(settings.model_validate(values.get(section, {})))
+        except ValidationError as error:
+            raise ValueError(f"{section}.{explain(error, settings, {}, {})}") from error
+    return found[0], found[1].stop
 
 
 def main(args: argparse.Namespace) -> None:
@@ -373,6 +389,7 @@ def main(args: argparse.Namespace) -> None:
     settings = ("samples", "temperature", "max_new_tokens", "seed", "dtype")
     header |= {name: getattr(args, name) for name in settings}
     header["kinds"] = sorted({prompt.kind for prompt in prompts})
+    header |= {"stop": args.stop, "reward": {name: getattr(args.reward, name) for name in VERDICT_SETTINGS}}
 
     # A rank may wait long for another's completions; torchrun notices one that died.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
@@ -384,7 +401,7 @@ def main(args: argparse.Namespace) -> None:
             done = f"{num_done} of {len(prompts)} prompts done"
             print(f"{args.output}: {done}; starting vLLM", file=sys.stderr)
         rows_of_kinds = [(prompt.kind, prompt.answer, prompt.fields) for prompt in prompts]
-        check_functions([], rows_of_kinds, args.reward)
+        check_functions(args.reward.functions, rows_of_kinds, args.reward)
         engine = build_engine(args, max(map(len, prompt_ids)))
         rows += score_all(engine, tokenizer, prompts, prompt_ids, args, num_done, file)
     if dist.get_rank() == 0:

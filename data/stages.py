@@ -13,6 +13,7 @@ from data.stream import (
     LoadedSets,
     Mixture,
     epoch_length,
+    foreign_kinds,
     keep_by_offline_scores,
     load_sets,
     mixture_of,
@@ -44,6 +45,7 @@ class Window:
 
     offline_scores: str | None  # a file of data/score.py; None: everything is kept
     offline_pass_rate: tuple[float, float]  # closed range
+    binary: bool = False  # reward.binary: a completion is right as a whole or wrong
 
 
 def load_stages(
@@ -150,6 +152,11 @@ def offers_of(
             mixture = mixture_of([prompt for _, prompt in own], one.train_weights)
         except ValueError as error:
             raise ValueError(f"{place}: {error}" if len(sets) > 1 else str(error)) from error
+        if foreign := foreign_kinds([prompt for _, prompt in own], window.offline_scores):
+            of_stage = f"{place}: " if len(sets) > 1 else ""
+            whole.notes.append(
+                f"{of_stage}zero_variance.offline_scores were measured by another verifier than {foreign}"
+            )
         chosen.append(([name for name, _ in own], mixture))
         for (name, _), score in zip(own, scores):
             score_of[name] = score_of.get(name) or score
@@ -172,5 +179,6 @@ def in_window(
     if not window.offline_scores:
         return own, [None] * len(own)
     prompts = [prompt for _, prompt in own]
-    kept, scores = keep_by_offline_scores(prompts, window.offline_scores, *window.offline_pass_rate)
+    path, (low, high) = window.offline_scores, window.offline_pass_rate
+    kept, scores = keep_by_offline_scores(prompts, path, low, high, window.binary)
     return [own[i] for i in kept], scores

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,26 +27,44 @@ from data.prompts import (
     prompt_sha,
 )
 
+ROUNDING = 1e-9  # 1 - a rate is off by less
+
 
 def keep_by_offline_scores(
-    prompts: list[Prompt], path: str, low: float, high: float
+    prompts: list[Prompt], path: str, low: float, high: float, binary: bool
 ) -> tuple[list[int], list[OfflineScore | None]]:
     """Keep prompts with an offline pass rate in the range or without one; return their indices and scores.
 
+    A prompt of whose completions parts are right is as far from all wrong as one that is solved: from below
+    the share with any part right counts, from above that of the right ones. binary: parts count as nothing.
     This is stage 1 of zero-variance elimination [secondary: prompts that smaller models already solve are
     dropped before training; ours: the range]
     """
     score_of = load_scores(path)
     scores = [score_of.get(prompt_sha(prompt)) for prompt in prompts]
+    if binary:
+        scores = [score and score._replace(wrong_rate=1 - score.pass_rate) for score in scores]
     if all(score is None for score in scores):
         raise ValueError(
             f"zero_variance.offline_scores: {path} holds no pass rate of any training "
             "prompt: score these prompts, with the same template, by data/score.py"
         )
-    kept = [i for i, score in enumerate(scores) if score is None or low <= score.pass_rate <= high]
+    kept = [
+        i for i, score in enumerate(scores)
+        if score is None or low <= 1 - score.wrong_rate + ROUNDING and score.pass_rate <= high
+    ]  # fmt: skip
     if not kept:
         raise ValueError(f"zero_variance.offline_pass_rate: no pass rate lies in {low:g} to {high:g}")
     return kept, [scores[i] for i in kept]
+
+
+def foreign_kinds(prompts: list[Prompt], path: str | None) -> str:
+    """Name the verifiers of prompts by which the scores of a file were not measured."""
+    if path is None:
+        return ""
+    with open(path, encoding="utf-8") as file:
+        kinds = json.loads(file.readline()).get("kinds", [])
+    return ", ".join(sorted({prompt.kind for prompt in prompts} - set(kinds)))
 
 
 def digest_of(prompts: list[Prompt]) -> str:

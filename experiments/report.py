@@ -27,12 +27,17 @@ COLUMNS. Without --columns the table has those from `row` to `seconds`.
                     Holm's correction over all rows of the table that have one.
   tokens_to_target  Generated tokens until the mean curve of the row's runs, linear between its points, first
                     reaches the target: the parent's final mean, or --target. A mean over the runs' own
-                    crossings would leave out those that never reach it.
+                    crossings would leave out those that never reach it. A run that ended before others keeps
+                    its last value, so a rising parent is at its own final mean when its longest run ends.
+                    n/a where a run has a start and an end alone: a line between them tells no more than the
+                    final metric.
   speedup           The parent's tokens to that target over the row's; in brackets the 2.5 and 97.5
                     percentiles of resampling the runs of both rows, where all resampled curves cross it.
+                    Intervals from 5 to 10 runs are too narrow.
   at_equal_tokens   The metric interpolated at the most generated tokens that every run here has reached.
   gradient_tokens   Sum of gradient_tokens_total over the sum of tokens_total.
-  inverted          Share of the trained completions whose advantage contradicts the verifier.
+  inverted          Share of the trained completions whose advantage contradicts the verifier: the mean of
+                    all steps.
   seconds           Sum of seconds_per_step: the steps alone, without start-up.
   parent            The row that this one is compared with.
   seconds_to_target As tokens_to_target, over the seconds of the steps.
@@ -94,6 +99,7 @@ RECORDED = (  # patterns of the metrics of a step that are kept where they are t
 SMOOTHING_STEPS = 10  # width of moving sums and means
 TRAINING = "train/"  # before the name of a metric of the steps
 LINE_STYLES = ("-", "--", ":")
+MIN_POINTS = 3  # a run needs these to say where its curve crosses a target
 RESAMPLES = 2000  # draws of runs for the interval of a ratio
 NONE = "n/a"
 
@@ -413,6 +419,11 @@ def curve_of(runs: list[Run], over: str = "tokens") -> tuple[np.ndarray, np.ndar
     return grid, np.array([np.interp(grid, getattr(run, over), run.values) for run in runs])
 
 
+def is_curve(runs: list[Run]) -> bool:
+    """Tell whether all runs have as many points as a crossing of a target needs."""
+    return min(len(run.values) for run in runs) >= MIN_POINTS
+
+
 def first_crossing(target: float, grid: np.ndarray, values: np.ndarray) -> float | None:
     """Return where a curve, linear between the points of the grid, first reaches the target, or None."""
     reached = np.flatnonzero(values >= target - 1e-9)  # a mean of equal values may be larger by rounding
@@ -507,8 +518,10 @@ def make_table(
         to_target = {}
         for over in ("tokens", "seconds"):
             grid, values = curve_of(runs, over)
-            to_target[f"{over}_to_target"] = first_crossing(goal, grid, values.mean(axis=0))
-        speedups = speedups_of(runs, rows[parent], target) if parent != name else {}
+            reached = first_crossing(goal, grid, values.mean(axis=0)) if is_curve(runs) else None
+            to_target[f"{over}_to_target"] = reached
+        are_curves = parent != name and is_curve(runs + rows[parent])
+        speedups = speedups_of(runs, rows[parent], target) if are_curves else {}
         shares = [r.steps["gradient_tokens_total"].sum() / r.steps["tokens_total"].sum() for r in runs]
         table.append(
             {
@@ -520,6 +533,7 @@ def make_table(
                 "minus_parent": None if parent == name else float(final[name].mean() - final[parent].mean()),
                 "p_value": p,
                 "p_value_holm": p_holm,
+                "is_curve": is_curve(runs),
                 **to_target,
                 **dict.fromkeys(SPEEDUPS),
                 **speedups,
@@ -567,9 +581,10 @@ def show_speedup(row: dict, name: str = "speedup") -> str:
     return show(row[name], ".2f") + (f" ({show_interval(interval, '.2f')})" if interval else "")
 
 
-def show_reached(number: float | None) -> str:
-    """Format a number of tokens or seconds; None: the target was not reached."""
-    return "not reached" if number is None else f"{number:,.0f}"
+def show_reached(row: dict, over: str) -> str:
+    """Format the tokens or seconds to the target; None: the row did not reach it."""
+    number = row[f"{over}_to_target"]
+    return NONE if not row["is_curve"] else "not reached" if number is None else f"{number:,.0f}"
 
 
 def show_ratios(ratios: list[float]) -> str:
@@ -592,14 +607,14 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
     "minus_parent": ("minus parent", lambda row: show(row["minus_parent"], "+.4f")),
     "p": ("p", lambda row: show_p(row["p_value"])),
     "p_holm": ("p, Holm", lambda row: show_p(row["p_value_holm"])),
-    "tokens_to_target": ("tokens to target", lambda row: show_reached(row["tokens_to_target"])),
-    "speedup": ("parent's / row's", show_speedup),
+    "tokens_to_target": ("tokens to target", lambda row: show_reached(row, "tokens")),
+    "speedup": ("times fewer tokens", show_speedup),
     "at_equal_tokens": ("at {equal_tokens:,} tokens", lambda row: f"{row['mean_at_equal_tokens']:.4f}"),
     "gradient_tokens": ("gradient tokens", lambda row: f"{row['gradient_token_share']:.3f}"),
     "inverted": ("inverted", lambda row: show(row["inversion_rate"], ".3f")),
     "seconds": ("seconds", lambda row: f"{row['seconds']:.1f}"),
     "parent": ("parent", lambda row: row["parent"]),
-    "seconds_to_target": ("seconds to target", lambda row: show_reached(row["seconds_to_target"])),
+    "seconds_to_target": ("seconds to target", lambda row: show_reached(row, "seconds")),
     "times_faster": ("times faster", lambda row: show_ratios(row["times_faster"])),
     "runs": ("each run", lambda row: ", ".join(f"{value:.2f}" for value in row["finals"])),
     "offline_tokens": ("tokens of scoring", lambda row: show(row["offline_tokens"], ",.0f")),
@@ -650,24 +665,26 @@ def footnotes(table: list[dict], target: float | None) -> list[str]:
 
 
 def starts_of(runs: list[Run]) -> set[str]:
-    """Return the digests of the weights that runs started from, of those that say so."""
+    """Return the digests of the weights that runs started from; "" for those that do not say it."""
     starts = set()
     for run in runs:
         versions = run.record.get("versions", {})
         if run.folder and (run.folder / "versions.json").is_file():
             versions = parse_object((run.folder / "versions.json").read_text(), f"{run.folder}/versions.json")
-        starts |= {versions["weights"]} if versions.get("weights") else set()
+        starts.add(versions.get("weights") or "")
     return starts
 
 
 def other_starts(table: list[dict], rows: dict[str, list[Run]]) -> list[str]:
     """Name the rows that did not all start from the same weights as their parent's runs."""
-    names = [row["row"] for row in table if len(starts_of(rows[row["row"]] + rows[row["parent"]])) > 1]
+    starts = {row["row"]: starts_of(rows[row["row"]] + rows[row["parent"]]) for row in table}
+    names = [name for name, found in starts.items() if len(found) > 1]
     if not names:
         return []
+    unknown = ", or do not say from which" if any("" in starts[name] for name in names) else ""
     return [
-        f"WARNING: {', '.join(names)}: not all runs start from the parent's weights; a warm start that was "
-        "made on another machine is another one, and its own effect is in the difference"
+        f"WARNING: {', '.join(names)}: not all runs start from the parent's weights{unknown}; a warm start "
+        "that was made on another machine is another one, and its own effect is in the difference"
     ]
 
 

@@ -100,7 +100,7 @@ class TrainState:
     consumed_prompts: int = 0  # prompts offered so far, sampled or skipped: the position in the data
     generated_tokens: int = 0  # over all ranks, training rollouts only
     gradient_tokens: int = 0  # those of generated_tokens with a non-zero advantage
-    trained_tokens: int = 0  # tokens of completions that were not dropped
+    trained_tokens: int = 0  # tokens of completions that were not dropped, in steps that measured abs_dlogp
     abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
     evaluated_step: int = -1  # step of the latest evaluation
     steps_above_gate: int = 0  # steps in a row with a trainer-engine mismatch above algorithm.mismatch_gate
@@ -131,8 +131,9 @@ class TrainState:
         trained = metrics["tokens_total"] - metrics["account/wasted_dropped_tokens"]
         self.generated_tokens += int(metrics["tokens_total"])
         self.gradient_tokens += int(metrics["gradient_tokens_total"])
-        self.trained_tokens += int(trained)
-        self.abs_dlogp_sum += metrics.get("abs_dlogp", 0.0) * trained
+        if math.isfinite(metrics.get("abs_dlogp", math.nan)):
+            self.trained_tokens += int(trained)
+            self.abs_dlogp_sum += metrics["abs_dlogp"] * trained
         for name, value in metrics.items():
             if name.startswith("account/"):
                 name = name.removeprefix("account/").removesuffix("_total")

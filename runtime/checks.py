@@ -1,6 +1,6 @@
 """Stop a run, or warn: failed verdicts, values that are not finite, an engine that is not the policy.
 
-Each error says what to change. All checks but check_verdicts() and check_routes() are collective.
+Each error says what to change. All checks are collective.
 """
 
 from pathlib import Path
@@ -21,22 +21,33 @@ if TYPE_CHECKING:
 
 
 def check_verdicts(verdicts: "list[Verdict]", max_failed_frac: float, where: str) -> None:
-    """Warn of timeouts and errors among the verdicts of a step; RuntimeError if there are too many.
+    """Warn of timeouts and errors among a step's verdicts; RuntimeError if there are too many. Collective.
 
-    where: what the verdicts are of, for messages. Each rank speaks for its own.
+    verdicts: this rank's; those of all ranks count. where: what they are of, for messages.
     """
     failed = [v for v in verdicts if v.status in ("timeout", "error")]
-    if not failed:
+    first = failed[0].detail or "raise reward.timeout_s or reward.memory_gib" if failed else ""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (len(failed), len(verdicts), failed and f"{failed[0].status}: {first}"))
+    num_failed, num = (sum(part[i] for part in parts) for i in (0, 1))
+    if not num_failed:
         return
-    reason = failed[0].detail or "raise reward.timeout_s or reward.memory_gib"
-    message = f"{len(failed)} of {len(verdicts)} verdicts failed; first: {failed[0].status}: {reason}"
-    if len(failed) > max_failed_frac * len(verdicts):
+    first = next(part[2] for part in parts if part[2])
+    message = f"{num_failed} of {num} verdicts failed; first: {first}"
+    if num_failed > max_failed_frac * num:
         raise RuntimeError(f"{where}: {message} (reward.max_failed_frac {max_failed_frac})")
-    tqdm.write(one_line(f"warning: {where}: {message}"))
+    if dist.get_rank() == 0:
+        tqdm.write(one_line(f"warning: {where}: {message}"))
 
 
 def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
-    """Raise RuntimeError if too many rows of captured routes are invalid (rollout.validate_routes)."""
+    """Raise RuntimeError if too many rows of routes are invalid (rollout.validate_routes). Collective.
+
+    invalid, total: of this rank; those of all ranks count.
+    """
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (invalid, total))
+    invalid, total = map(sum, zip(*parts))
     if invalid > max_invalid_frac * total:
         raise RuntimeError(
             f"{invalid} of {total} rows of routed experts are invalid: missing, with an expert twice in a "
@@ -67,9 +78,14 @@ def check_parity(old_logprobs: Tensor, batch: "RolloutBatch", config: "Config", 
 
 
 def mismatch_gate(metrics: dict[str, float], state: "TrainState", config: "Config") -> str | None:
-    """Count steps in a row with a k3 KL of trainer and engine above the gate; return why to stop or None."""
+    """Count steps in a row with a k3 KL of trainer and engine above the gate; return why to stop or None.
+
+    A step that did not measure it, for lack of rows with gradient, neither counts nor ends the row.
+    """
     limit, patience = config.algorithm.mismatch_gate, config.algorithm.mismatch_patience
-    above = limit > 0 and metrics.get("mismatch_k3", 0.0) > limit
+    if limit <= 0 or "mismatch_k3" not in metrics:
+        return None
+    above = not metrics["mismatch_k3"] <= limit  # NaN is above
     state.steps_above_gate = state.steps_above_gate + 1 if above else 0
     if not above:
         return None

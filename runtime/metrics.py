@@ -77,7 +77,8 @@ def rollout_metrics(
     lengths = [len(c.token_ids) for c in completions]
     statuses, num = Counter(v.status for v in verdicts), len(verdicts)
     of_part = defaultdict(list)
-    for part, reward in (item for v in verdicts for item in v.parts.items()):
+    valid = [v for v in verdicts if v.status not in ("timeout", "error")]
+    for part, reward in (item for v in valid for item in v.parts.items()):
         of_part[part].append(reward)
     routes = [c.routed_experts for c in completions if c.routed_experts is not None]
     invalid = sum(int((ids[:, 0, 0] == invalid_route).sum()) for ids in routes)

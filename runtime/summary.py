@@ -72,9 +72,7 @@ def print_summary(run_dir: Path) -> None:
         print(f"    difficulty {name.rpartition(DIFFICULTY)[2]:<16} {before:6.3f} -> {after:.3f}")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
     print_account(summary["account"], summary["generated_tokens"])
-    print(
-        f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over generated tokens"
-    )
+    print(f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over trained tokens")
     if summary["mean_mismatch_k3"] is not None:
         routes = summary["mean_mismatch_routes"]
         ess = f"effective sample size {summary['mean_mismatch_ess']:.4f}"

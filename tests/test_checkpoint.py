@@ -97,6 +97,9 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, monkeypatch, caps
     assert "the record of other prompts is dropped" not in capsys.readouterr().out
     assert resumed(make_prompts(2)[::-1]) == [0.0, 0.0]
     assert "the record of other prompts is dropped" in capsys.readouterr().out
+    config = make_config()
+    with pytest.raises(ValueError, match="step_000003: was trained on other prompts.*resume=weights"):
+        resumed(make_prompts(2)[::-1])
 
 
 def test_a_checkpoint_that_cannot_be_written_is_an_error_and_the_earlier_ones_stay(run, monkeypatch):

@@ -381,6 +381,7 @@ REFUSED = [
     ("algorithm.clip_cap=3 algorithm.clip_mode=none", "algorithm.clip_cap 3.0", "algorithm.clip_mode 'none'"),
     ("algorithm.clip_cap=1.1", "algorithm.clip_cap 1.1", "1 + algorithm.clip_eps_high 0.2"),
     ("algorithm.covariance=kl", "algorithm.covariance 'kl'", "algorithm.covariance_share 0.0"),
+    ("algorithm.covariance_range=[5,1]", "algorithm.covariance_range 5.0 to 1.0", "is empty"),
     ("algorithm.kl_form=unbiased", "algorithm.kl_form 'unbiased'", "algorithm.kl_coef 0.0"),
     (
         "algorithm.rollout_correction_floor=0.5",

@@ -93,7 +93,7 @@ ROWS = [
 ]
 SCORES = [
     {"model": "m", "samples": 2},
-    {"prompt_sha": "0" * 64, "pass_rate": 0.5, "mean_tokens": 3.0},
+    {"prompt_sha": "0" * 64, "pass_rate": 0.5, "wrong_rate": 0.25, "mean_tokens": 3.0},
     {"prompt_sha": "1" * 64, "pass_rate": None, "mean_tokens": 3},
 ]
 

@@ -74,7 +74,7 @@ def write_scores(path: Path) -> None:
     rows = [{"model": "golden"}]
     for prompt in load_prompts(ROOT / TINY / "train.jsonl", limit=200):
         rate = int(prompt_sha(prompt)[:4], 16) % 9 / 8
-        score = {"pass_rate": rate, "num_samples": 8, "mean_tokens": 4.0}
+        score = {"pass_rate": rate, "wrong_rate": 1 - rate, "num_samples": 8, "mean_tokens": 4.0}
         rows.append({"prompt_sha": prompt_sha(prompt)} | score)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -476,7 +476,9 @@ def test_minibatches_are_whole_groups_as_many_as_there_are_for_all_ranks(monkeyp
     FakeRanks(1).install(monkeypatch)
 
     def split(num_groups, num_minibatches):
-        outcomes = {slot: train_rl.GroupOutcome(slot, 0, 1, 2, 1.0, 4, 2, True) for slot in range(num_groups)}
+        outcomes = {
+            slot: train_rl.GroupOutcome(slot, 0, 1, 1, 2, 1.0, 4, 2, True) for slot in range(num_groups)
+        }
         groups = [train_rl.Group(slot, 0) for slot in reversed(outcomes)]
         config = make_config("rollout.prompts_per_step=12", f"train.minibatches_per_step={num_minibatches}")
         groups, kept = train_rl.drop_and_deal(groups, outcomes, config)

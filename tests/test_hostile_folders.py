@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, save_small_moe
-from helpers import make_prompts
+from helpers import FakeRanks, make_prompts
 
 import moe_model
 from data.chat import load_tokenizer, read_messages
@@ -105,7 +105,8 @@ def test_half_a_character_in_a_message_is_a_bad_row(role):
         read_messages(messages, "x: row 3")
 
 
-def test_what_a_reward_function_says_cannot_move_the_cursor(capsys):
+def test_what_a_reward_function_says_cannot_move_the_cursor(capsys, monkeypatch):
+    FakeRanks(1).install(monkeypatch)
     verdicts = [Verdict(0.0, "error", "KeyError: '\x1b[2J\rall is well\n'"), Verdict(1.0, "ok")]
     check_verdicts(verdicts, 0.5, "step 1")
     printed = "".join(capsys.readouterr())

@@ -275,7 +275,9 @@ def test_a_gap_of_exactly_the_margin_ties_and_not_finite_scores_are_handed_on(ju
     judge.margin = 0.5
     assert judge.compare(["p"] * 4, "aaab", "bbba") == [0, 0, 0, 0]
     judge.margin = 0.25
-    assert judge.compare(["p"] * 4, "acda", "bacd") == [1, 1, 0, 0]
+    assert judge.compare(["p"] * 2, "ac", "ba") == [1, 1]
+    assert all(map(math.isnan, judge.compare(["p"] * 2, "da", "cd"))), "a score that is none makes no tie"
+    assert math.isnan(round_robin(judge, ["p"] * 3, "abd", [0, 0, 0])[0])
     del judge.scores
     judge.model.score.weight.fill_(math.inf)
     assert not any(map(math.isfinite, judge.scores(["1+1=", "1+1="], ["2", "3"])))

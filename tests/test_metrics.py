@@ -8,7 +8,7 @@ from helpers import FakeRanks
 
 from reward import Verdict
 from rollout import Completion
-from runtime.checks import check_verdicts
+from runtime.checks import check_routes, check_verdicts
 from runtime.metrics import batch_metrics, reduce_metrics, rollout_metrics, schedule_metrics, straggler
 from train_rl import Group
 
@@ -106,7 +106,8 @@ def test_what_is_trained_on_counted_by_hand():
     }  # fmt: skip
 
 
-def test_verdicts_that_fail_too_often_end_the_run(capsys):
+def test_verdicts_that_fail_too_often_end_the_run(capsys, monkeypatch):
+    FakeRanks(1).install(monkeypatch)
     failed, right = Verdict(0.0, "timeout"), Verdict(1.0, "ok")
     with pytest.raises(RuntimeError, match=r"step 3: 2 of 3 verdicts failed.*reward.max_failed_frac 0.5"):
         check_verdicts([failed, Verdict(0.0, "error", "KeyError"), right], 0.5, "step 3")
@@ -114,3 +115,31 @@ def test_verdicts_that_fail_too_often_end_the_run(capsys):
     assert capsys.readouterr() == ("", "")
     check_verdicts([failed, right], 0.5, "step 3")
     assert "warning: step 3: 1 of 2 verdicts failed" in "".join(capsys.readouterr())
+
+
+def test_verdicts_and_routes_are_judged_over_all_ranks(capsys, monkeypatch):
+    """One of one fails on a rank, none of nineteen on another: that is a twentieth, not all."""
+    ranks, failed, right = (
+        FakeRanks(2).install(monkeypatch),
+        Verdict(0.0, "timeout", "late"),
+        Verdict(1.0, "ok"),
+    )
+    verdicts = [[failed], [right] * 19]
+    ranks.run(lambda rank: check_verdicts(verdicts[rank], 0.05, "step 3"))
+    assert (
+        "".join(capsys.readouterr()).count("warning: step 3: 1 of 20 verdicts failed; first: timeout: late")
+        == 1
+    )
+    ranks.run(lambda rank: check_routes(rank, 10, 0.05))
+    for check in (
+        lambda rank: check_verdicts(verdicts[rank], 0.04, "step 3"),
+        lambda rank: check_routes(rank, 10, 0.04),
+    ):
+        said = ranks.run(lambda rank, check=check: error_of(check, rank))
+        assert said[0] == said[1] and said[0].startswith(("step 3: 1 of 20", "1 of 20 rows")), "on both ranks"
+
+
+def error_of(check, rank: int) -> str:
+    with pytest.raises(RuntimeError) as error:
+        check(rank)
+    return str(error.value)

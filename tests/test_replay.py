@@ -637,9 +637,11 @@ def test_gate_can_warn_for_ever_or_be_off(one_process, capsys):
     said, counts = gate_steps([0.1, None, 0.3], limit=0.2, patience=1)
     assert not capsys.readouterr().out
     assert said[:2] == [None, None] and "1 steps in a row" in said[2] and counts == [0, 0, 1]
+    said, counts = gate_steps([0.3, None, math.nan], limit=0.2, patience=2)
+    assert counts == [1, 1, 2] and "2 steps in a row" in said[2], "a step that measured nothing says nothing"
 
 
-def test_invalid_routes_are_tolerated_up_to_the_threshold():
+def test_invalid_routes_are_tolerated_up_to_the_threshold(one_process):
     for invalid, total, limit in ((0, 0, 0.0), (0, 100, 0.0), (2, 200, 0.01), (50, 200, 0.25)):
         check_routes(invalid, total, limit)
         with pytest.raises(RuntimeError, match=f"{invalid + 1} of {total} rows") as error:

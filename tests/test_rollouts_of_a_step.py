@@ -38,7 +38,7 @@ def test_expectations_are_the_record_or_a_mean_over_the_set_or_over_all(seed):
     rng = random.Random(seed)
     sources = rng.choice([["a"], ["a", "b"], ["a", "b", "c"]])
     prompts = [Prompt(str(i), "1", "exact", rng.choice(sources)) for i in range(rng.randint(1, 12))]
-    scores = [OfflineScore(0.5, rng.randint(1, 40)) if rng.random() < 0.3 else None for _ in prompts]
+    scores = [OfflineScore(0.5, rng.randint(1, 40), 0.5) if rng.random() < 0.3 else None for _ in prompts]
     history, visited = PromptHistory.from_offline(scores, 4), {}
     for step in range(rng.choice([0, 3])):
         i, lengths = rng.randrange(len(prompts)), [rng.randint(1, 40) for _ in range(4)]
@@ -109,7 +109,7 @@ def test_a_request_holds_what_its_completion_depends_on():
         assert prompt.text == f"prompt {group.slot}"
         assert request == Request(
             [group.slot], seed_of(3, 6, group.slot, sample), 0.7, 9, group=group.slot,
-            expected_tokens=7.0 if group.slot == 3 else 1.0, guessed=group.slot == 3,
+            expected_tokens=7.0 if group.slot == 3 else 0.0, guessed=group.slot == 3,
             latency_tokens=2.0, work_tokens=3.0,
         )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import subprocess
 import sys
 
@@ -33,8 +32,11 @@ HEADER = {"model": "m 0", "samples": 4, "temperature": 1.0}
 SHAS = [prompt_sha(Prompt(f"{i}=", "1", "exact", "set")) for i in range(3)]
 
 
-def row(sha, pass_rate=0.5, mean_tokens=3.0):
-    return {"prompt_sha": sha, "pass_rate": pass_rate, "num_samples": 4, "mean_tokens": mean_tokens}
+def row(sha, pass_rate=0.5, mean_tokens=3.0, wrong_rate=None):
+    if wrong_rate is None and isinstance(pass_rate, float | int):
+        wrong_rate = 1 - pass_rate
+    rates = {"pass_rate": pass_rate, "wrong_rate": wrong_rate}
+    return {"prompt_sha": sha, **rates, "num_samples": 4, "mean_tokens": mean_tokens}
 
 
 def write(path, rows, tail=""):
@@ -114,7 +116,9 @@ def test_file_and_summary(scored, prompts_file):
     model = f"model {model_digest(TINY / 'model')}"
     assert header == {
         "model": model, "samples": SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": 16, "seed": 0,
-        "dtype": "float32", "kinds": ["exact", "numeric"],
+        "dtype": "float32", "kinds": ["exact", "numeric"], "stop": [],
+        "reward": {"timeout_s": 10.0, "memory_gib": 4.0, "sandbox": "bubblewrap", "code_timeout_s": 10.0,
+                   "code_memory_gib": 1.0},
     }  # fmt: skip
     prompts = load_prompts(prompts_file)
     assert [r["prompt_sha"] for r in rows] == list(dict.fromkeys(map(prompt_sha, prompts)))
@@ -202,7 +206,8 @@ def test_failed_verdicts_enter_no_pass_rate():
     assert row_of("a", [1, 2, 3, 6], verdicts) == row("a", 0.5) | {"num_samples": 2}
     assert row_of("a", [1, 5], verdicts[1::2]) == row("a", None) | {"num_samples": 0}
     sums = [Verdict(0.5, "ok", parts={"math": 1.0, "rewards.py:brevity": 0.0}), Verdict(0.9, "wrong")]
-    assert row_of("a", [3, 3], sums) == row("a", 0.5) | {"num_samples": 2}, "the status says what is solved"
+    expected = row("a", 0.5, wrong_rate=0.0) | {"num_samples": 2}
+    assert row_of("a", [3, 3], sums) == expected, "the status says what is solved"
 
 
 def test_summary_counts_every_rate_once_and_expects_what_the_formula_says():
@@ -218,7 +223,7 @@ def test_zero_variance_of_draws_has_no_bias():
     """Exact mean over the binomial of 16 samples; the plug-in estimate is off by more than a tenth."""
     for p in (0.1, 0.3, 0.9):
         weights = [math.comb(16, k) * p**k * (1 - p) ** (16 - k) for k in range(17)]
-        mean = sum(w * zero_variance_of_draws(k / 16, 16) for k, w in enumerate(weights))
+        mean = sum(w * zero_variance_of_draws(k / 16, 1 - k / 16, 16) for k, w in enumerate(weights))
         assert mean == pytest.approx(p**8 + (1 - p) ** 8, rel=1e-12)
         assert sum(w * ((k / 16) ** 8 + (1 - k / 16) ** 8) for k, w in enumerate(weights)) > 1.05 * mean
 
@@ -250,7 +255,8 @@ def test_digest_and_weights_follow_the_folder(tmp_path):
         (["--temperature", "-1"], "--temperature -1"),
         (["--model", "no/such/folder"], "--model no/such/folder must be a folder with config.json"),
         (["reward.sandbocks=rlimits"], "reward.sandbocks: unknown setting, did you mean sandbox"),
-        (["train.num_steps=2"], "train: only settings of section reward may follow, as reward.timeout_s=30"),
+        (["train.num_steps=2"], "train: only settings of section reward and rollout.stop may follow"),
+        (["rollout.temperature=2"], "rollout.temperature: only settings of section reward and rollout.stop"),
     ],
 )
 def test_bad_options(options, message):
@@ -344,16 +350,19 @@ def test_bad_options_for_prompts(chat_model, options, message):
         options_for(chat_model[0], "set.jsonl", *options)
 
 
-def test_neither_a_row_nor_the_command_line_may_name_a_function(chat_model, tmp_path):
-    rows = [{"prompt": "q", "answer": "1", "kind": kind} for kind in ("exact", "timeit:timeit")]
+def test_a_row_may_name_a_function_of_ones_own_only_where_the_command_does(chat_model, tmp_path):
+    rows = [{"prompt": f"q {kind}", "answer": "1", "kind": kind} for kind in ("exact", "timeit:timeit")]
     path = write(tmp_path / "prompts.jsonl", rows)
     with pytest.raises(ValueError, match=r"prompts\.jsonl: row 2: kind 'timeit:timeit' would run code"):
         read_prompts(options_for(chat_model[0], path))
     with pytest.raises(ValueError, match="--kind: unknown kind 'maths'"):
         options_for(chat_model[0], path, "--kind", "maths")
-    for kind in ("timeit:timeit", "0.5*math + 0.5*timeit:timeit"):
-        with pytest.raises(ValueError, match=f"--kind {re.escape(repr(kind))} is none of exact, .*math"):
-            read_prompts(options_for(chat_model[0], path, "--kind", kind))
+    options = options_for(chat_model[0], path, "reward.functions=[timeit:timeit]", 'rollout.stop=["x"]')
+    assert [prompt.kind for prompt in read_prompts(options)[0]] == ["exact", "timeit:timeit"]
+    assert options.stop == ["x"]
+    path = write(tmp_path / "other.jsonl", [{"prompt": "q", "answer": "1"}])
+    (prompt,), *_ = read_prompts(options_for(chat_model[0], path, "--kind", "0.5*math + 0.5*timeit:timeit"))
+    assert prompt.kind == "0.5*math + 0.5*timeit:timeit"
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_file_and_row(chat_model, tmp_path):
@@ -366,7 +375,8 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_file_and_row(chat_model, t
 # ---- load_scores -------------------------------------------------------------------------------------------
 def test_load_scores(tmp_path):
     path = write(tmp_path / "s.jsonl", [HEADER, row(SHAS[0], 0.25), row(SHAS[1], None), row(SHAS[2], 1, 7)])
-    assert load_scores(path) == {SHAS[0]: OfflineScore(0.25, 3.0), SHAS[1]: None, SHAS[2]: OfflineScore(1, 7)}
+    found = {SHAS[0]: OfflineScore(0.25, 3.0, 0.75), SHAS[1]: None, SHAS[2]: OfflineScore(1, 7, 0)}
+    assert load_scores(path) == found
     assert prompt_sha(Prompt("a", "b", "exact", "s")) == prompt_sha(Prompt("a", "b", "math", "t", 3.0))
     assert prompt_sha(Prompt("1=", "12", "exact", "s")) != prompt_sha(Prompt("1=1", "2", "exact", "s"))
 
@@ -386,6 +396,8 @@ def test_load_scores(tmp_path):
         ([HEADER, row(SHAS[0], float("nan"))], "", "row 2: pass_rate must be in .* found nan"),
         ([HEADER, row(SHAS[0], "1")], "", "row 2: pass_rate must be in .* found '1'"),
         ([HEADER, row(SHAS[0], True)], "", "row 2: pass_rate must be in .* found True"),
+        ([HEADER, row(SHAS[0], 0.5, 3, 0.6)], "", "row 2: wrong_rate must be in .*, found 0.6"),
+        ([HEADER, row(SHAS[0], 0.5, 3, "a")], "", "row 2: wrong_rate must be in .*, found 'a'"),
         ([HEADER, row(SHAS[0], 0.5, None)], "", "row 2: mean_tokens must be 0 or more, found None"),
         ([HEADER, row(SHAS[0], 0.5, -1)], "", "row 2: mean_tokens must be 0 or more, found -1"),
         ([HEADER, row(SHAS[0], 0.5, float("nan"))], "", "row 2: mean_tokens must be 0 or more, found nan"),

@@ -345,7 +345,7 @@ def test_a_window_of_measured_pass_rates_is_the_stages_own(sums):
     whole, *_ = load_all([sums()])
     rows = [{"model": "m"}]
     for i, prompt in enumerate(whole.train[:10]):
-        score = {"pass_rate": i / 10, "num_samples": 8, "mean_tokens": 4.0}
+        score = {"pass_rate": i / 10, "wrong_rate": 1 - i / 10, "num_samples": 8, "mean_tokens": 4.0}
         rows.append({"prompt_sha": prompt_sha(prompt)} | score)
     sums.scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
     window = lambda low, high: Window(str(sums.scores), (low, high))

@@ -288,27 +288,29 @@ def test_the_first_crossing_of_a_curve_that_falls_again(target, tokens, tmp_path
 def test_the_target_is_crossed_by_the_mean_curve(tmp_path, capsys):
     root = tmp_path / "runs"
     for seed, final in enumerate((0.4, 0.6)):
-        write_run(root, "grpo", seed, [0.2, final])  # mean 0.5 at 200 tokens, although one run never has it
-        write_run(root, "good", seed, [0.2, 0.8])  # crossed at 100
-        write_run(root, "bad", seed, [0.2, 0.3])
+        write_run(
+            root, "grpo", seed, [0.2, 0.2, final]
+        )  # mean 0.5 at 400 tokens, although one run never has it
+        write_run(root, "good", seed, [0.2, 0.5, 0.8])  # crossed at 200
+        write_run(root, "bad", seed, [0.2, 0.2, 0.3])
     table, printed = make(root, "--parent", "grpo", capsys=capsys)
     shown = {row: (line[7], line[8]) for row, line in cells(printed).items()}
-    assert shown["grpo"] == ("200", "n/a")
+    assert shown["grpo"] == ("400", "n/a")
     assert shown["bad"] == ("not reached", "n/a")
     found = {entry["row"]: (entry["tokens_to_target"], entry["speedup"]) for entry in table}
-    assert found["grpo"] == (pytest.approx(200), None) and found["bad"] == (None, None)
-    assert found["good"] == (pytest.approx(100), pytest.approx(2.0))
+    assert found["grpo"] == (pytest.approx(400), None) and found["bad"] == (None, None)
+    assert found["good"] == (pytest.approx(200), pytest.approx(2.0))
     (good,) = [entry for entry in table if entry["row"] == "good"]
     # Resampling draws both runs of grpo, or one of them twice: targets 0.4, 0.5, 0.6, ratios 3, 2, 1.5.
     assert good["speedup_interval"] == [pytest.approx(1.5), pytest.approx(3.0)]
-    assert shown["good"] == ("100", "2.00 (1.50 to 3.00)")
+    assert shown["good"] == ("200", "2.00 (1.50 to 3.00)")
 
 
 def test_equal_finals_reach_their_own_mean(tmp_path, capsys):
     for seed in range(3):
-        write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.1 + 0.7])
+        write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.3, 0.1 + 0.7])
     ((entry,), printed) = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
-    assert entry["tokens_to_target"] == pytest.approx(200)
+    assert entry["tokens_to_target"] == pytest.approx(400)
 
 
 def test_equal_tokens_are_the_most_that_the_shortest_run_has(tmp_path, capsys):
@@ -1288,16 +1290,31 @@ def test_seconds_are_compared_seed_by_seed(tmp_path, capsys):
 
 
 def test_rows_that_start_from_other_weights_are_named(tmp_path, capsys):
-    """Records without a digest say nothing; those of folders and of files are compared."""
+    """A record without a digest may be of any start; those of folders and of files are compared."""
     root = tmp_path / "runs"
     for row, weights in [("grpo", "aa"), ("same", "aa"), ("old", None), ("moved", "bb")]:
         folder = write_run(root, row, 0, [0.2, 0.4])
         (folder / "versions.json").write_text(json.dumps({"python": "3", "weights": weights}))
     options = ("--parent", "grpo")
     _, printed = make(root, *options, capsys=capsys)
-    assert "WARNING: moved: not all runs start from the parent's weights" in printed
+    assert "WARNING: moved, old: not all runs start from the parent's weights, or do not say" in printed
     make(root, *options, "--export", tmp_path / "runs.jsonl", capsys=capsys)
     _, again = make(tmp_path / "runs.jsonl", *options, capsys=capsys)
     assert again == printed
-    _, printed = make(root, *options, "--rows", "grpo", "same", "old", capsys=capsys)
-    assert "WARNING" not in printed
+    _, printed = make(root, *options, "--rows", "grpo", "moved", capsys=capsys)
+    assert "WARNING: moved: not all runs start from the parent's weights;" in printed
+    for alike in (["grpo", "same"], ["old"]):
+        _, printed = make(root, "--parent", alike[0], "--rows", *alike, capsys=capsys)
+        assert "WARNING" not in printed
+
+
+def test_a_start_and_an_end_are_no_curve(tmp_path, capsys):
+    """A line between two evaluations would turn the final metric into tokens to a target."""
+    for row, finals in [("grpo", [0.2, 0.4]), ("two", [0.2, 0.6]), ("three", [0.2, 0.5, 0.6])]:
+        write_run(tmp_path / "runs", row, 0, finals)
+    columns = ("--columns", "row", "tokens_to_target", "seconds_to_target", "speedup")
+    table, printed = make(tmp_path / "runs", "--parent", "grpo", *columns, capsys=capsys)
+    rows = {row["row"]: row for row in table}
+    assert rows["three"]["tokens_to_target"] is not None and rows["two"]["tokens_to_target"] is None
+    assert "| two | n/a | n/a | n/a |" in printed
+    assert [rows[name]["speedup"] for name in ("two", "three")] == [None, None], "the parent is no curve"

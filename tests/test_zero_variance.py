@@ -48,8 +48,8 @@ from rank_worker import sample_steps
 
 import train_rl
 from data.history import PromptHistory, prob_all
-from data.prompts import OfflineScore
-from data.stream import prompts_of_step, seed_of
+from data.prompts import OfflineScore, prompt_sha
+from data.stream import foreign_kinds, keep_by_offline_scores, prompts_of_step, seed_of
 from reward import Verdict
 from runtime.metrics import batch_metrics, exact_sum, prompt_account, reduce_metrics, rollout_metrics
 
@@ -195,7 +195,8 @@ def test_the_record_is_a_sum_of_visits_that_count_less_the_older_they_are(decay)
 
 def test_an_offline_pass_rate_is_a_visit_and_none_is_not():
     """From the first step on: a prompt that a smaller model never solves is skipped and its probe stopped."""
-    scores = [OfflineScore(0.0, 3.5), None, OfflineScore(0.25, 4.0), OfflineScore(1.0, 0.5)]
+    rates = ((0.0, 3.5), None, (0.25, 4.0), (1.0, 0.5))
+    scores = [rate and OfflineScore(*rate, 1 - rate[0]) for rate in rates]
     history = PromptHistory.from_offline(scores, 8)
     config = config_of(history=True, explore_solved=0.0, explore_unsolved=0.0, retest_steps=5)
     assert history.tried.tolist() == [8, 0, 8, 8] and history.solved.tolist() == [0, 0, 2, 8]
@@ -263,8 +264,8 @@ def test_variance_is_of_two_valid_verdicts_of_the_correctness_part():
 
 def test_an_outcome_counts_what_is_in_the_group():
     group = make_group(3, 7, (2, 0, 5, 1), (True, None, False, False), (0, 0, 0.25, 0))
-    assert group.outcome(False) == train_rl.GroupOutcome(3, 7, 1, 3, 1.25, 8, 4, True)
-    assert group.outcome(True) == train_rl.GroupOutcome(3, 7, 1, 3, 1.0, 8, 4, True)
+    assert group.outcome(False) == train_rl.GroupOutcome(3, 7, 1, 1, 3, 1.25, 8, 4, True)
+    assert group.outcome(True) == train_rl.GroupOutcome(3, 7, 1, 2, 3, 1.0, 8, 4, True)
 
 
 # ---- the description, written a second time ----------------------------------------------------------------
@@ -370,7 +371,7 @@ class Real:
 
     def __init__(self, offline: list[float | None], config: train_rl.Config, answer):
         self.config, self.state = config, train_rl.TrainState()
-        scores = [None if rate is None else OfflineScore(rate, 3.0) for rate in offline]
+        scores = [None if rate is None else OfflineScore(rate, 3.0, 1 - rate) for rate in offline]
         self.history = PromptHistory.from_offline(scores, config.rollout.group_size)
         self.rollouts = make_rollouts(config, lambda *where: (answer(*where), 3), len(offline))
 
@@ -925,8 +926,8 @@ def assert_ranks_agree(steps_of_ranks: list[list[dict]], alone: list[dict], resh
     for key in ("sampled", "trained"):
         assert sampled_by_all(steps_of_ranks, key) == sampled_by_all([alone], key)
     for steps in zip(*steps_of_ranks):
-        tokens = dict((slot, outcome[5]) for slot, outcome in steps[0]["outcomes"])
-        varied = {slot for slot, outcome in steps[0]["outcomes"] if outcome[7]}
+        tokens = dict((slot, outcome[6]) for slot, outcome in steps[0]["outcomes"])
+        varied = {slot for slot, outcome in steps[0]["outcomes"] if outcome[8]}
         slots = [[group[0] for group in step["trained"]] for step in steps]
         sizes = {slot: tokens[slot] for slot in steps[0]["kept"]}
         apart = set(sizes) if reshaped else varied
@@ -1322,16 +1323,62 @@ def test_drop_and_refill_run_on_two_ranks(demo_model, tmp_path):
         assert row["abs_dlogp"] < 1e-4 and row["gradient_tokens_total"] > 0
 
 
-def test_a_dense_record_is_one_of_scores():
-    """Eight answers that are partly right, none wholly: the group has variance and must not be skipped."""
-    config = config_of(history=True)
-    history = PromptHistory.from_offline([None] * 2, group_size=8)
-    common = {"solved": 0, "valid": 8, "tokens": 40, "completions": 8}
-    partly = train_rl.GroupOutcome(slot=0, prompt_index=0, score_sum=4.0, has_variance=True, **common)
-    wrong = train_rl.GroupOutcome(slot=1, prompt_index=1, score_sum=0.0, has_variance=False, **common)
-    history.update([partly, wrong], step=0, decay=0.1)
-    skip = [skip_prob(history, i, 1, config) for i in range(2)]
-    assert skip[0] < 0.05 and skip[1] > 0.85
-    common |= {"valid": 4, "completions": 4}
-    probe = train_rl.GroupOutcome(slot=0, prompt_index=0, score_sum=2.0, has_variance=False, **common)
-    assert history.zero_variance_after(probe, 8, config.zero_variance.prior) < 0.2
+def dense_group(shares: list[float], prompt: int) -> train_rl.GroupOutcome:
+    """The outcome of a group whose completions are right by these shares."""
+    verdicts = [Verdict(share, "ok" if share == 1 else "wrong") for share in shares]
+    return train_rl.Group(prompt, prompt, [make_completion(3)] * len(shares), verdicts).outcome(False)
+
+
+@pytest.mark.parametrize("digits, right", [(3, 0.9), (10, 0.95), (20, 0.97), (10, 0.05)])
+def test_a_record_of_fractions_skips_no_more_than_has_no_variance(digits, right):
+    """Completions with the share of right digits as their score, 2000 prompts, two visits each.
+
+    A prompt whose groups nearly always differ is rarely skipped, however near 0 or 1 its mean score is. The
+    rest is what the prior makes of 12 verdicts; by the mean score it would be 0.4 to 0.7 more.
+    """
+    rng, config = np.random.default_rng(0), config_of(history=True)
+    shares = rng.binomial(digits, right, size=(2000, 3, 8)) / digits
+    history = no_history(2000)
+    for step in (0, 1):
+        history.update([dense_group(list(shares[i, step]), i) for i in range(2000)], step, 0.5)
+    skipped = np.mean([skip_prob(history, i, 2, config) for i in range(2000)])
+    alike = np.mean(shares[:, 2].max(axis=1) - shares[:, 2].min(axis=1) == 0)
+    assert skipped < alike + 0.15
+
+
+def test_a_record_of_fractions_counts_what_is_right_and_what_is_wrong_as_a_whole():
+    config, history = config_of(history=True), no_history(3)
+    history.update([dense_group([0.5] * 4 + [1.0] * 3 + [0.0], 0)], step=0, decay=0.1)
+    assert (history.solved[0], history.unsolved[0], history.tried[0]) == (3, 1, 8)
+    beta = [scipy.stats.betabinom(8, n + 0.2, 8 - n + 0.2).pmf(8) for n in (3, 1)]
+    assert skip_prob(history, 0, 1, config) == pytest.approx(sum(beta))
+    prior = config.zero_variance.prior
+    same_fraction = dense_group([0.5] * 4, 1)
+    assert not same_fraction.has_variance and history.zero_variance_after(same_fraction, 8, prior) == 0
+    assert history.zero_variance_after(dense_group([0.0] * 4, 1), 8, prior) > 0.5
+    history.update([dense_group([0.9] * 8, 2)], step=0, decay=0.1)
+    assert skip_prob(history, 2, 1, config) < 0.01, "neither all right nor all wrong"
+    of_old = {name: value for name, value in vars(no_history(1)).items() if name != "unsolved"}
+    assert (
+        PromptHistory(**of_old | {"tried": torch.tensor([5.0]), "solved": torch.tensor([2.0])}).unsolved == 3
+    )
+
+
+def test_offline_scores_of_fractions_seed_the_record_and_bound_the_window(tmp_path):
+    """Half of a prompt's completions are partly right, none wholly: that is not a prompt never solved."""
+    prompts = make_prompts(3)
+    rows = [{"prompt_sha": prompt_sha(prompt), "num_samples": 8, "mean_tokens": 3.0} for prompt in prompts]
+    rates = [(0.0, 0.5), (0.0, 1.0), (1.0, 0.0)]
+    rows = [row | {"pass_rate": rate, "wrong_rate": wrong} for row, (rate, wrong) in zip(rows, rates)]
+    file = tmp_path / "scores.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [{"model": "m", "kinds": ["math"]}, *rows]))
+    kept, scores = keep_by_offline_scores(prompts, str(file), 0.1, 0.9, binary=False)
+    assert kept == [0]
+    record = PromptHistory.from_offline(scores, 8)
+    assert (record.solved[0], record.unsolved[0], record.tried[0]) == (0, 4, 8)
+    with pytest.raises(ValueError, match="no pass rate lies in"):
+        keep_by_offline_scores(prompts, str(file), 0.1, 0.9, binary=True)
+    kinds = {prompt.kind for prompt in prompts}
+    assert (
+        foreign_kinds(prompts, str(file)) == ", ".join(sorted(kinds)) and foreign_kinds(prompts, None) == ""
+    )
