@@ -14,6 +14,7 @@ normalisation of its scores then gives many completions an advantage of the wron
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
@@ -248,7 +249,18 @@ def inverted_frac(judge, problems: list[dict], recipe: Recipe, group_size: int =
 
 
 def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) -> bool:
-    """Make the folder unless it already holds what this recipe makes; return True if something was made."""
+    """Make the folder unless it already holds what this recipe makes; return True if something was made.
+
+    A second process that asks for the same folder waits for the first.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.with_name(f".{output.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return build_locked(recipe, model_folder, train_file, output)
+
+
+def build_locked(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) -> bool:
+    """Do what build() says, while nobody else does."""
     from data.chat import load_tokenizer
     from reward import ScalarJudge
 
@@ -304,9 +316,15 @@ def main() -> None:
     start = time.perf_counter()
     names = ("num_pairs", "steps", "seed")
     changed = {name: value for name in names if (value := getattr(args, name)) is not None}
-    recipe, folder = replace(RECIPES[args.recipe], **changed), BUILT / args.recipe
-    output = args.output or BUILT / f"{args.recipe}_judge"
-    made = build(recipe, args.model or folder / "model", args.train or folder / "train.jsonl", output)
+    folder, output = BUILT / args.recipe, args.output or BUILT / f"{args.recipe}_judge"
+    model, rows = args.model or folder / "model", args.train or folder / "train.jsonl"
+    made_by = model.parent / "recipe.json"  # written by data.tiny
+    if made_by.is_file():
+        changed["corpus_seed"] = json.loads(made_by.read_text())["recipe"]["seed"]
+    try:
+        made = build(replace(RECIPES[args.recipe], **changed), model, rows, output)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
     record = json.loads((output / "recipe.json").read_text())
     print(
         f"{output}: on {record['num_held_out']} problems held out, prefers the right completion in "

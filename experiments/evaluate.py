@@ -460,6 +460,8 @@ def samples_page(run_dir: Path) -> str:
     The run may go on meanwhile: a last line that is not whole yet is left out. Tokens are shown where rows
     have token_ids.
     """
+    if not run_dir.is_dir():
+        raise ValueError(f"--run {run_dir}: no such folder")
     file = run_dir / "samples.jsonl"
     *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
     rows = [json.loads(line) for line in lines]
@@ -642,6 +644,7 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     """Evaluate the model in a folder and write what was asked for. Collective."""
     from data.chat import load_tokenizer
     from moe_model import is_moe_layer, load_config, num_experts_of
+    from runtime.checkpoint import digest_of_weights
 
     hf_config = load_config(folder)
     settings = read_settings(args, hf_config.max_position_embeddings)
@@ -654,7 +657,8 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     mine = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
     engine, rows, completions = generate(args, settings, folder, tokenizer, tasks, mine)
     seconds["engine"] = time.perf_counter() - start
-    result = {"model": name, "settings": settings_of(args, settings), "seconds": seconds}
+    result = {"model": name, "weights": digest_of_weights(folder)}
+    result |= {"settings": settings_of(args, settings), "seconds": seconds}
     write_results(args, result, gather(rows)[0])  # the trainer may yet fail: these are kept
 
     prompt_ids = {task.prompt_index: task.prompt_ids for task in mine}
@@ -745,12 +749,16 @@ def build_trainer(folder: Path, settings):
 
 
 def settings_of(args: argparse.Namespace, settings) -> dict:
-    """Return the settings that the figures depend on, for the JSON and the page."""
+    """Return the settings that the figures depend on, for the JSON and the page.
+
+    changed: those of sections data, rollout and reward that differ from the defaults.
+    """
     rollout = settings.rollout
     return {
         "samples": args.samples, "temperature": rollout.temperature, "max_new_tokens": rollout.max_new_tokens,
         "dtype": rollout.dtype, "seed": args.seed, "chat": settings.data.chat,
         "data": settings.model_dump(mode="json")["data"]["eval"],
+        "changed": settings.model_dump(mode="json", exclude_defaults=True),
     }  # fmt: skip
 
 

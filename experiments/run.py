@@ -10,11 +10,13 @@ to OUT/ROW/seed_S, and its console, since its latest start, to OUT/ROW/seed_S.lo
 before any gets the second, so that an early table compares all of them.
 
 The same command again goes on: finished runs are skipped, others resume from their checkpoints. A folder made
-with other settings or by a script of another name is refused, with --redo removed and redone. Ctrl-C and
-SIGTERM end all runs. On a GPU machine use --jobs 1: every run takes the first GPUs, as many as --ranks.
+with other settings or by a script of another name is refused, with --redo removed and redone; a folder that
+another run writes to is refused. Ctrl-C and SIGTERM end all runs. On a GPU machine use --jobs 1: every run
+takes the first GPUs, as many as --ranks.
 """
 
 import argparse
+import fcntl
 import functools
 import importlib.util
 import json
@@ -35,7 +37,7 @@ import yaml
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE_S = 10.0  # between SIGTERM to torchrun, which ends its ranks, and SIGKILL to what is left
+GRACE_S = 60.0  # between SIGTERM to torchrun, which ends its ranks, and SIGKILL to what is left
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,12 @@ def changed_settings(run: Run) -> list[str]:
 
 
 def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:
-    """List the runs to do. A folder made with other settings is a ValueError, or with redo is removed."""
+    """List the runs to do. A folder made with other settings is a ValueError, or with redo is removed.
+
+    ValueError also for a folder whose lock another run holds.
+    """
+    for run in runs:
+        refuse_locked(run.folder)
     changes = {run: changed_settings(run) for run in runs}
     changed = [f"{run.folder}: {'; '.join(names)}" for run, names in changes.items() if names]
     if changed and not redo:
@@ -133,6 +140,18 @@ def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:
         if changes[run] and not dry_run:
             shutil.rmtree(run.folder)
     return [run for run in runs if changes[run] or not (run.folder / "summary.json").is_file()]
+
+
+def refuse_locked(folder: Path) -> None:
+    """Raise ValueError if a run writes to the folder now: starting another would cut its log off."""
+    if (folder / "lock").is_file():
+        with (folder / "lock").open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(
+                    f"{folder}: a run is writing to it; wait for it or choose another --out"
+                ) from None
 
 
 def start(run: Run, ranks: int) -> subprocess.Popen:
@@ -260,7 +279,8 @@ def main(argv: list[str]) -> int:
         failed = run_all(todo, args.jobs, args.ranks)
     except KeyboardInterrupt:
         print(
-            "interrupted: all runs are ended; the same command goes on from their checkpoints",
+            "interrupted: all runs are ended; with the same command finished ones are skipped, those with a "
+            "checkpoint go on, and the others start anew",
             file=sys.stderr,
         )
         return 130

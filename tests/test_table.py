@@ -1198,6 +1198,21 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+def test_a_folder_that_a_run_writes_to_is_refused(table, tmp_path, capsys):
+    """The log of the run that goes on is not cut off, and its folder not removed, with --redo or without."""
+    from runtime.checkpoint import lock_run_dir
+
+    row, folder = tmp_path / "a.yaml", tmp_path / "out" / "a" / "seed_0"
+    lock, log = lock_run_dir(folder), folder.with_name("seed_0.log")
+    log.write_text("goes on")
+    for more in ([], ["--redo"]):
+        assert run.main(["--rows", str(row), "--seeds", "0", "--out", str(tmp_path / "out"), *more]) == 2
+        assert f"{folder}: a run is writing to it" in capsys.readouterr().err
+    assert log.read_text() == "goes on" and (folder / "lock").is_file()
+    lock.close()
+    run.refuse_locked(folder)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path):

@@ -55,7 +55,14 @@ def main() -> int:
     path = parser.parse_args().completions
     try:
         figures = describe([json.loads(line) for line in path.read_text().splitlines()])
-    except (OSError, ValueError, KeyError) as error:
+    except KeyError as error:
+        print(
+            f"error: {path}: its rows hold no {error}; make them with experiments/evaluate.py, and without "
+            "--no-trainer-logprobs",
+            file=sys.stderr,
+        )
+        return 1
+    except (OSError, ValueError) as error:
         print(f"error: {path}: no completions of experiments/evaluate.py: {error}", file=sys.stderr)
         return 1
     print("| figure | value |\n|---|---|")
