@@ -55,7 +55,8 @@ COLUMNS. Without --columns the table has those from `row` to `seconds`.
 
 RECORDS. --export writes one JSON line per run that has ended, and --runs reads it back. Metrics have seven
 digits, as many as float32 has:
-  {"row", "seed", "commit", "versions": {package: version},  # and "weights": a digest of those at the start
+  {"row", "seed", "commit", "versions": {package: version},  # and "weights": a digest of those at the start;
+                                                     # "earlier": the same of earlier starts, if they differ
    "settings": {dotted name: value},                  # those that differ from the defaults
    "steps": {metric: [value of step 1, 2, ...]},      # among them step and generated_tokens; null: not there
    "evaluations": {metric: [value of each]},          # step and generated_tokens, then eval/SET/METRIC

@@ -220,7 +220,8 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     """Write what makes the run, and drop the metrics that come after the checkpoint resumed from.
 
     record: the state.json of that checkpoint; None for a start from the beginning, which keeps the record of
-    an earlier one aside.
+    an earlier one aside. versions.json keeps in `earlier` what earlier starts were made with, if that
+    was something else.
     """
     aside = None if record else keep_earlier_record(run_dir)
     if aside:
@@ -233,6 +234,8 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     with writing(run_dir / "source"):
         versions |= {"python": platform.python_version()} | save_source(run_dir / "source")
         versions["weights"] = digest_of_weights(Path(config.model.path))
+        earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
+        versions |= {"earlier": earlier} if earlier else {}
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
     (run_dir / "summary.json").unlink(missing_ok=True)  # a shorter run may have left one
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
@@ -246,6 +249,16 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
         with writing(file):
             partial.write_text("".join(line + "\n" for line in kept))
             partial.replace(file)  # a kill in between loses no row
+
+
+def earlier_starts(file: Path, versions: dict) -> list[dict]:
+    """Return what earlier starts of a run were made with, as far as it was something else than now."""
+    try:
+        before = json.loads(file.read_text())
+    except (OSError, ValueError):  # a kill may have cut it off
+        return []
+    earlier = before.pop("earlier", [])
+    return earlier + [before] if before != versions else earlier
 
 
 def step_row(line: str) -> dict | None:

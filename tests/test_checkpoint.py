@@ -257,6 +257,24 @@ def test_a_broken_line_of_the_metrics_is_left_out_and_named(run, tmp_path, capsy
     assert not list(folder.glob("*.partial"))
 
 
+def test_versions_keep_what_earlier_starts_were_made_with(run, tmp_path, monkeypatch):
+    """Three starts of one commit and a fourth of another: the record says both."""
+    folder, resumed = tmp_path / "run", {"state": {"step": 2, "evaluated_step": -1}}
+    read = lambda: json.loads((folder / "versions.json").read_text())
+    folder.mkdir(exist_ok=True)
+    for record in (None, resumed, resumed):
+        prepare_run_dir(folder, run.config, record)
+        assert "earlier" not in read()
+    first = read()
+    monkeypatch.setattr(checkpoint, "digest_of_weights", lambda folder: "other weights")
+    prepare_run_dir(folder, run.config, resumed)
+    prepare_run_dir(folder, run.config, resumed)
+    assert read() == first | {"weights": "other weights", "earlier": [first]}
+    (folder / "versions.json").write_text('{"torch": ')
+    prepare_run_dir(folder, run.config, resumed)
+    assert read() == first | {"weights": "other weights"}, "a file that is cut off says nothing"
+
+
 def test_a_rewrite_of_the_metrics_that_ends_half_way_loses_no_row(run, tmp_path):
     """The file that is written aside is on a full disk, where a kill would leave it half written as well."""
     rows = "".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3))
