@@ -1870,8 +1870,13 @@ def split_lengths(batch: RolloutBatch, config: Config) -> list[int]:
 
 
 @torch.no_grad()
-def forward_batch(policy, batch: RolloutBatch, config: Config, replay: bool = True) -> PolicyOutputs:
-    """Call forward_rows() on all rows without gradient and return its outputs on the CPU. Collective."""
+def forward_batch(
+    policy, batch: RolloutBatch, config: Config, replay: bool = True, keep_routes: bool = False
+) -> PolicyOutputs:
+    """Call forward_rows() on all rows without gradient and return its outputs on the CPU. Collective.
+
+    keep_routes: return the routes of each row, too.
+    """
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
     routes, train = [None] * len(batch.prompts), config.train
     micro_batches = split_micro_batches(
@@ -1881,7 +1886,7 @@ def forward_batch(policy, batch: RolloutBatch, config: Config, replay: bool = Tr
         part = forward_rows(policy, batch, rows, config, replay)
         if rows:
             logprobs[rows], entropy[rows] = part.logprobs.float().cpu(), part.entropy.float().cpu()
-        for row, ids in zip(rows, part.routes or []):
+        for row, ids in zip(rows, part.routes if keep_routes and part.routes else []):
             routes[row] = ids.cpu()
         if part.route_mismatch is not None:
             mismatch[rows] = part.route_mismatch.float().cpu()
@@ -2692,7 +2697,8 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
     a check must not change an update.
     """
     if needs_old_pass(run.config) or run.parity_is_due:
-        outputs = forward_batch(run.policy, batch, run.config)
+        is_replayed = run.config.algorithm.router_replay == "r2"  # nobody else reads the routes
+        outputs = forward_batch(run.policy, batch, run.config, keep_routes=is_replayed)
         if run.parity_is_due:
             check_parity(outputs.logprobs, batch, run.config, run.state.step)
             run.parity_is_due = False

@@ -72,11 +72,11 @@ def run_update(case: dict, completions: list[dict], folder: Path, group, seen: l
         batch.ref_logprobs = None
     if case["ids"] == "own":
         live = make_config(*case["settings"], "algorithm.router_replay=off")
-        batch.routed_experts = train_rl.forward_batch(policy, batch, live).routes
+        batch.routed_experts = train_rl.forward_batch(policy, batch, live, keep_routes=True).routes
     elif case["ids"] == "given":
         batch.routed_experts = [completions[row]["routes"][case["model"]] for row in rows]
     if case["old"] == "computed":
-        outputs = train_rl.forward_batch(policy, batch, config)
+        outputs = train_rl.forward_batch(policy, batch, config, keep_routes=True)
         batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch = outputs
     elif case["old"] == "none":
         batch.old_logprobs = None

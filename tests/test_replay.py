@@ -347,7 +347,7 @@ def run_old_pass(folder, model, routes, *overrides, rows=EVERYTHING, **options):
     policy = moe_model.build_policy(config.model, folder / model, None, torch.device("cpu"))
     batch = batch_of_rows(make_completions(), rows, padding=1)
     batch.routed_experts = None if routes is None else [routes[row] for row in rows]
-    return train_rl.forward_batch(policy, batch, config, **options)
+    return train_rl.forward_batch(policy, batch, config, **({"keep_routes": True} | options))
 
 
 @pytest.mark.parametrize("model", ["small", "mixed"])
@@ -406,6 +406,8 @@ def test_route_mismatch_against_a_loop_over_tokens(micro_batch_tokens, folder, o
     outputs = run_old_pass(folder, "mixed", sampled, *split, rows=SHUFFLED)
     expected = [slow_mismatch(live[row], sampled[row], completions[row]) for row in SHUFFLED]
     assert all(torch.equal(ids, live[row]) for ids, row in zip(outputs.routes, SHUFFLED))
+    without = run_old_pass(folder, "mixed", sampled, *split, rows=SHUFFLED, keep_routes=False)
+    assert without.routes is None and torch.equal(without.logprobs, outputs.logprobs)
     for got, values in zip(outputs.route_mismatch, expected):
         assert got.tolist() == values + [0.0] * (len(got) - len(values))
     assert 0.1 < sum(map(sum, expected)) / sum(map(len, expected)) < 0.6

@@ -81,10 +81,10 @@ def measure(trainer: ModuleType, policy, batch, config, replay: str) -> dict[str
     """Return the mismatch report of a batch, and what truncation makes of it."""
     settings = {"algorithm": config.algorithm.model_copy(update={"router_replay": replay})}
     config, batch = config.model_copy(update=settings), copy.copy(batch)
-    outputs = trainer.forward_batch(policy, batch, config)
+    outputs = trainer.forward_batch(policy, batch, config, keep_routes=True)
     if replay == "r2":  # the updates' forward: the routes that the old pass has just recorded
         batch.old_routes = outputs.routes
-        outputs = trainer.forward_batch(policy, batch, config)
+        outputs = trainer.forward_batch(policy, batch, config, keep_routes=True)
     values = mismatch_statistics(outputs.logprobs, batch.rollout_logprobs)
     weight = values["mismatch_weight"]
     truncated = weight.clamp(max=TIS_CAP)
