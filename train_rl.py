@@ -2697,8 +2697,12 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
     a check must not change an update.
     """
     if needs_old_pass(run.config) or run.parity_is_due:
-        is_replayed = run.config.algorithm.router_replay == "r2"  # nobody else reads the routes
-        outputs = forward_batch(run.policy, batch, run.config, keep_routes=is_replayed)
+        match run.config.algorithm.router_replay:
+            case "r2":
+                keep_routes = True
+            case "off" | "r3":
+                keep_routes = False  # nobody reads them
+        outputs = forward_batch(run.policy, batch, run.config, keep_routes=keep_routes)
         if run.parity_is_due:
             check_parity(outputs.logprobs, batch, run.config, run.state.step)
             run.parity_is_due = False

@@ -1240,7 +1240,7 @@ def branches_of(source: str, axes: dict[str, tuple[str, ...]]) -> dict[str, list
 BRANCHED = AXES | {"judge_mode": axes_of(RewardSettings)["judge_mode"]}
 PLACES = {
     "old_policy": 2,  # the loss, and the pass over the batch that it does without
-    "router_replay": 2,  # the routes of a forward, and whether the engine must capture them
+    "router_replay": 3,  # the routes of a forward; whether the engine captures them; whether they are kept
     "part_norm": 2,  # advantages, and whether equal scores mean that there is no gradient
 }
 READERS = (

@@ -525,7 +525,7 @@ def test_ten_thousand_hostile_completions():
         assert {1250, 3750, 6250, 8750} <= set(hung)
         assert len(hung) == pool.num_timeouts == pool.num_restarts < 50  # no child was lost in another way
         assert pool.num_errors == sum(verdict.status == "error" for verdict in verdicts.values())
-        assert len(children(os.getpid())) == 2
+        assert len(children(os.getpid())) <= 2, "of the killed ones none is left; one may be about to start"
         for key in range(50):
             pool.submit(key, "math", r"\boxed{\frac{10}{2}}", "5")
         assert set(pool.collect().values()) == {OK}

@@ -117,7 +117,7 @@ def test_file_and_summary(scored, prompts_file):
     assert header == {
         "model": model, "samples": SAMPLES, "temperature": TEMPERATURE, "max_new_tokens": 16, "seed": 0,
         "dtype": "float32", "kinds": ["exact", "numeric"], "stop": [],
-        "reward": {"timeout_s": 10.0, "memory_gib": 4.0, "sandbox": "bubblewrap", "code_timeout_s": 10.0,
+        "reward": {"timeout_s": 10.0, "memory_gib": 2.0, "sandbox": "bubblewrap", "code_timeout_s": 3.0,
                    "code_memory_gib": 1.0},
     }  # fmt: skip
     prompts = load_prompts(prompts_file)
