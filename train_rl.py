@@ -2293,9 +2293,7 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
         rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
         leave_out(loaded, {(r["prompt_sha"], r.get("kind")): r["detail"] for r in rows if "prompt_sha" in r})
     held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
-    goes_on = (
-        checkpoint and config.checkpoint.resume == "auto"
-    )  # from weights alone with other prompts, maybe
+    goes_on = checkpoint and config.checkpoint.resume == "auto"  # with weights alone prompts may be others
     mine = (held_out if goes_on else loaded.everyone())[rank::world_size]
     found = impossible_references(pool, [(p.kind, p.answer, p.fields) for p in mine])
     parts = [None] * world_size

@@ -55,9 +55,8 @@ class PromptHistory:
             torch.tensor([getattr(score, name) if score else 0.0 for score in scores], dtype=torch.float64)
             for name in ("pass_rate", "wrong_rate", "mean_tokens")
         )
-        record = cls(rates * group_size, seen.double() * group_size, tokens, seen.long() - 1)
-        record.unsolved = wrong * group_size
-        return record
+        tried = seen.double() * group_size
+        return cls(rates * group_size, tried, tokens, seen.long() - 1, unsolved=wrong * group_size)
 
     def expected_lengths(self, indices: list[int], prompts: list[Prompt]) -> list[tuple[float, bool]]:
         """Return (tokens, guessed) of the completions of these prompts, at least 1 token.

@@ -125,9 +125,9 @@ def changed_settings(run: Run) -> list[str]:
 def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:
     """List the runs to do. A folder made with other settings is a ValueError, or with redo is removed.
 
-    ValueError also for a folder whose lock another run holds.
+    ValueError also for a folder whose lock another run holds, unless the list is only printed.
     """
-    for run in runs:
+    for run in [] if dry_run else runs:
         refuse_locked(run.folder)
     changes = {run: changed_settings(run) for run in runs}
     changed = [f"{run.folder}: {'; '.join(names)}" for run, names in changes.items() if names]
