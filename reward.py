@@ -83,7 +83,7 @@ class RewardSettings(Section):
     sandbox: Literal["bubblewrap", "rlimits"] = setting(
         "bubblewrap",
         "what holds programs of kind code. bubblewrap: Linux namespaces, without network and without this "
-        "machine's files. rlimits: limits of time, memory and output only, for programs that you trust.",
+        "machine's files. rlimits: limits of time, memory, output and system calls, for programs you trust.",
     )
     code_timeout_s: float = setting(
         3.0,

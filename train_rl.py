@@ -462,139 +462,120 @@ def check_config(config: Config) -> None:
     if not shares or min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
         raise ValueError(f"algorithm.entropy_groups: {list(shares)} must be positive and sum to 1")
     refuse_contradictions(
-        algorithm_contradictions(config) | loss_contradictions(config) | rollout_contradictions(config)
+        config,
+        algorithm_contradictions(config) | loss_contradictions(config) | rollout_contradictions(config),
     )
     learning_rate(config, 0)  # it refuses what the schedule does not take
 
 
-def algorithm_contradictions(config: Config) -> dict[str, tuple]:
+def algorithm_contradictions(config: Config) -> dict[str, bool]:
     """List contradictions in rewards, zero-variance elimination and loss, for refuse_contradictions()."""
     rollout, reward, zero, algo = config.rollout, config.reward, config.zero_variance, config.algorithm
-    explore = min(zero.explore_solved, zero.explore_unsolved)
+    is_scalar, by_score = reward.judge == "scalar", reward.judge_mode == "score"
+    explores_all = zero.explore_solved > 0 and zero.explore_unsolved > 0
     return {
-        "zero_variance.refill {} needs zero_variance.drop, which is {}": (
-            zero.refill, zero.drop, zero.refill and not zero.drop),
-        "zero_variance.round_size {!r} needs zero_variance.refill, which is {}": (
-            zero.round_size, zero.refill, zero.round_size != "missing" and not zero.refill),
-        "zero_variance.skip_rule {!r} needs zero_variance.history, which is {}": (
-            zero.skip_rule, zero.history, zero.skip_rule != "expected" and not zero.history),
-        "zero_variance.rl_zvp {} reshapes the groups that zero_variance.drop {} removes: choose one": (
-            zero.rl_zvp, zero.drop, zero.rl_zvp and zero.drop),
-        "zero_variance.explore_solved or _unsolved {} and retest_steps {} would lose prompts for ever": (
-            explore, zero.retest_steps, zero.history and zero.skip_rule == "expected"
-            and explore == 0 and zero.retest_steps == 0),
-        "reward.overlong_buffer {} must be at most rollout.max_new_tokens {}": (
-            reward.overlong_buffer, rollout.max_new_tokens, reward.overlong_buffer > rollout.max_new_tokens),
-        "reward.code_memory_gib {} must be at most reward.memory_gib {}, which holds for all in a worker": (
-            reward.code_memory_gib, reward.memory_gib, reward.code_memory_gib > reward.memory_gib),
-        "reward.judge {!r} and reward.judge_path {!r}: set both or neither": (
-            reward.judge, reward.judge_path, (reward.judge == "none") != (reward.judge_path is None)),
-        "reward.judge_mode {!r} needs a judge, reward.judge is {!r}": (
-            reward.judge_mode, reward.judge, reward.judge == "none" and reward.judge_mode != "score"),
-        "reward.judge_margin {} needs pairs and reward.judge scalar, not judge and judge_mode {!r}": (
-            reward.judge_margin, (reward.judge, reward.judge_mode),
-            reward.judge_margin > 0 and (reward.judge != "scalar" or reward.judge_mode == "score")),
-        "reward.judge_certainty {} needs the scores of a scalar judge, not judge and judge_mode {!r}": (
-            reward.judge_certainty, (reward.judge, reward.judge_mode),
-            reward.judge_certainty > 0 and (reward.judge, reward.judge_mode) != ("scalar", "score")),
-        "reward.judge {!r} gives verdicts on pairs only, not reward.judge_mode {!r}": (
-            reward.judge, reward.judge_mode, reward.judge == "generative" and reward.judge_mode == "score"),
-        "algorithm.clip_mode {!r} clips each token before the mean: algorithm.ratio_level {!r} has none": (
-            algo.clip_mode, algo.ratio_level,
-            algo.clip_mode == "before_mean" and algo.ratio_level == "token"),
-        "algorithm.entropy_clip_form {!r} has no effect with algorithm.clip_mode {!r}": (
-            algo.entropy_clip_form, algo.clip_mode,
-            algo.entropy_clip_form != "token_group_mean" and algo.clip_mode != "entropy_adaptive"),
-        "algorithm.old_policy {!r}: the ratio is the correction already, algorithm.rollout_correction {!r}": (
-            algo.old_policy, algo.rollout_correction,
-            algo.old_policy == "rollout" and algo.rollout_correction != "none"),
-        "algorithm.old_policy {!r} makes no old-logprob pass, algorithm.router_replay {!r} replays one": (
-            algo.old_policy, algo.router_replay, algo.old_policy == "rollout" and algo.router_replay == "r2"),
-        "algorithm.ratio_form {!r} has no effect with algorithm.ratio_level {!r}": (
-            algo.ratio_form, algo.ratio_level,
-            algo.ratio_form != "geometric" and algo.ratio_level == "token"),
+        "{zero_variance.refill} needs {zero_variance.drop}": zero.refill and not zero.drop,
+        "{zero_variance.round_size} needs {zero_variance.refill}":
+            zero.round_size != "missing" and not zero.refill,
+        "{zero_variance.skip_rule} needs {zero_variance.history}":
+            zero.skip_rule != "expected" and not zero.history,
+        "{zero_variance.rl_zvp} reshapes the groups that {zero_variance.drop} removes: choose one":
+            zero.rl_zvp and zero.drop,
+        "{zero_variance.explore_solved}, {zero_variance.explore_unsolved} and {zero_variance.retest_steps} "
+        "would lose prompts for ever":
+            zero.history and zero.skip_rule == "expected" and not explores_all and zero.retest_steps == 0,
+        "{reward.overlong_buffer} must be at most {rollout.max_new_tokens}":
+            reward.overlong_buffer > rollout.max_new_tokens,
+        "{reward.code_memory_gib} must be at most {reward.memory_gib}, which holds for all in a worker":
+            reward.code_memory_gib > reward.memory_gib,
+        "{reward.judge} and {reward.judge_path}: set both or neither":
+            (reward.judge == "none") != (reward.judge_path is None),
+        "{reward.judge_mode} needs a judge, not {reward.judge}": reward.judge == "none" and not by_score,
+        "{reward.judge_margin} needs pairs and a scalar judge, not {reward.judge} and {reward.judge_mode}":
+            reward.judge_margin > 0 and (not is_scalar or by_score),
+        "{reward.judge_certainty} needs the scores of a scalar judge, not {reward.judge} and "
+        "{reward.judge_mode}":
+            reward.judge_certainty > 0 and not (is_scalar and by_score),
+        "{reward.judge} gives verdicts on pairs only, not {reward.judge_mode}":
+            reward.judge == "generative" and by_score,
+        "{algorithm.clip_mode} clips each token before the mean: {algorithm.ratio_level} has none":
+            algo.clip_mode == "before_mean" and algo.ratio_level == "token",
+        "{algorithm.entropy_clip_form} has no effect with {algorithm.clip_mode}":
+            algo.entropy_clip_form != "token_group_mean" and algo.clip_mode != "entropy_adaptive",
+        "{algorithm.old_policy}: the ratio is the correction already, {algorithm.rollout_correction}":
+            algo.old_policy == "rollout" and algo.rollout_correction != "none",
+        "{algorithm.old_policy} makes no old-logprob pass, {algorithm.router_replay} replays one":
+            algo.old_policy == "rollout" and algo.router_replay == "r2",
+        "{algorithm.ratio_form} has no effect with {algorithm.ratio_level}":
+            algo.ratio_form != "geometric" and algo.ratio_level == "token",
     }  # fmt: skip
 
 
-def loss_contradictions(config: Config) -> dict[str, tuple]:
+def loss_contradictions(config: Config) -> dict[str, bool]:
     """List contradictions among clips, masks and normalisations, for refuse_contradictions()."""
     reward, algo = config.reward, config.algorithm
     of_tokens = algo.clip_mode in ("total_variation", "binary_kl", "gamma")
     is_capped = of_tokens and algo.clip_mode != "gamma" or algo.clip_mode in ("fixed", "entropy_adaptive")
     by_mean, by_part = algo.adv_norm == "group_mean", algo.part_norm == "before_sum"
-    penalties = {"overlong_buffer": reward.overlong_buffer, "repetition_coef": reward.repetition_coef}
     return {
-        "algorithm.clip_mode {!r} looks at tokens: algorithm.ratio_level {!r} has no effect": (
-            algo.clip_mode, algo.ratio_level, of_tokens and algo.ratio_level != "token"),
-        "algorithm.clip_mode {!r} weighs the old policy itself: algorithm.rollout_correction {!r}, "
-        "take algorithm.old_policy rollout instead": (
-            algo.clip_mode, algo.rollout_correction,
-            algo.clip_mode == "gamma" and algo.rollout_correction != "none"),
-        "algorithm.clip_cap {} has no effect with algorithm.clip_mode {!r}": (
-            algo.clip_cap, algo.clip_mode, algo.clip_cap is not None and not is_capped),
-        "algorithm.clip_cap {} must be above 1 + algorithm.clip_eps_high {}": (
-            algo.clip_cap, algo.clip_eps_high,
-            algo.clip_mode == "fixed" and (algo.clip_cap or math.inf) <= 1 + algo.clip_eps_high),
-        "algorithm.covariance {!r} has no effect with algorithm.covariance_share {}": (
-            algo.covariance, algo.covariance_share,
-            algo.covariance != "clip" and algo.covariance_share == 0),
-        "algorithm.covariance_range {} to {} is empty: give the lower bound first": (
-            *algo.covariance_range, algo.covariance_range[0] > algo.covariance_range[1]),
-        "algorithm.kl_form {!r} has no effect with algorithm.kl_coef {}": (
-            algo.kl_form, algo.kl_coef, algo.kl_form != "k3" and algo.kl_coef == 0),
-        "algorithm.rollout_correction_floor {} has no effect with algorithm.rollout_correction {!r}": (
-            algo.rollout_correction_floor, algo.rollout_correction,
-            algo.rollout_correction_floor > 0 and algo.rollout_correction == "none"),
-        "algorithm.rollout_correction_floor {} must be below algorithm.rollout_correction_cap {}": (
-            algo.rollout_correction_floor, algo.rollout_correction_cap,
-            algo.rollout_correction_floor >= algo.rollout_correction_cap),
-        "algorithm.adv_norm {!r} divides by the mean reward, reward.judge_mode {!r} gives negative ones": (
-            algo.adv_norm, reward.judge_mode, by_mean and reward.judge_mode == "pairwise_reference"),
-        "algorithm.part_norm {!r} divides by the std, algorithm.adv_norm {!r} does not": (
-            algo.part_norm, algo.adv_norm, by_part and algo.adv_norm != "group_std"),
-        "algorithm.part_norm {!r} takes verifiers' rewards as they are, not reward.binary {}": (
-            algo.part_norm, reward.binary, by_part and reward.binary),
-        "algorithm.part_norm {!r} takes verifiers' rewards as they are, not those of reward.judge {!r}": (
-            algo.part_norm, reward.judge, by_part and reward.judge != "none"),
+        "{algorithm.clip_mode} looks at tokens: {algorithm.ratio_level} has no effect":
+            of_tokens and algo.ratio_level != "token",
+        "{algorithm.clip_mode} weighs the old policy itself: {algorithm.rollout_correction}, "
+        "take algorithm.old_policy rollout instead":
+            algo.clip_mode == "gamma" and algo.rollout_correction != "none",
+        "{algorithm.clip_cap} has no effect with {algorithm.clip_mode}":
+            algo.clip_cap is not None and not is_capped,
+        "{algorithm.clip_cap} must be above 1 + {algorithm.clip_eps_high}":
+            algo.clip_mode == "fixed" and (algo.clip_cap or math.inf) <= 1 + algo.clip_eps_high,
+        "{algorithm.covariance} has no effect with {algorithm.covariance_share}":
+            algo.covariance != "clip" and algo.covariance_share == 0,
+        "{algorithm.covariance_range} is empty: give the lower bound first":
+            algo.covariance_range[0] > algo.covariance_range[1],
+        "{algorithm.kl_form} has no effect with {algorithm.kl_coef}":
+            algo.kl_form != "k3" and algo.kl_coef == 0,
+        "{algorithm.rollout_correction_floor} has no effect with {algorithm.rollout_correction}":
+            algo.rollout_correction_floor > 0 and algo.rollout_correction == "none",
+        "{algorithm.rollout_correction_floor} must be below {algorithm.rollout_correction_cap}":
+            algo.rollout_correction_floor >= algo.rollout_correction_cap,
+        "{algorithm.adv_norm} divides by the mean reward, {reward.judge_mode} gives negative ones":
+            by_mean and reward.judge_mode == "pairwise_reference",
+        "{algorithm.part_norm} divides by the std, {algorithm.adv_norm} does not":
+            by_part and algo.adv_norm != "group_std",
+        "{algorithm.part_norm} takes verifiers' rewards as they are, not {reward.binary}":
+            by_part and reward.binary,
+        "{algorithm.part_norm} takes verifiers' rewards as they are, not those of {reward.judge}":
+            by_part and reward.judge != "none",
         **{
-            f"algorithm.{name} {{!r}} takes rewards without penalties: reward.{penalty} {{}}": (
-                value, size, is_set and size > 0)
-            for name, value, is_set in (
-                ("adv_norm", algo.adv_norm, by_mean), ("part_norm", algo.part_norm, by_part))
-            for penalty, size in penalties.items()
+            f"{{algorithm.{norm}}} takes rewards without penalties: {{reward.{penalty}}}":
+                is_set and getattr(reward, penalty) > 0
+            for norm, is_set in (("adv_norm", by_mean), ("part_norm", by_part))
+            for penalty in ("overlong_buffer", "repetition_coef")
         },
     }  # fmt: skip
 
 
-def rollout_contradictions(config: Config) -> dict[str, tuple]:
+def rollout_contradictions(config: Config) -> dict[str, bool]:
     """List contradictions in the rollout, for refuse_contradictions()."""
-    rollout, zero, algo = config.rollout, config.zero_variance, config.algorithm
+    train, rollout, algo = config.train, config.rollout, config.algorithm
     return {
-        "train.minibatches_per_step {} must divide rollout.prompts_per_step {}": (
-            config.train.minibatches_per_step, rollout.prompts_per_step,
-            rollout.prompts_per_step % config.train.minibatches_per_step != 0),
-        "train.offload_optimizer {} needs train.zero_stage 2, which is {}: at 1 gradients stay on the GPU": (
-            config.train.offload_optimizer, config.train.zero_stage,
-            config.train.offload_optimizer and config.train.zero_stage == 1),
-        "train.lr_schedule_args {} are for another train.lr_schedule than {!r}, which takes none": (
-            config.train.lr_schedule_args, config.train.lr_schedule,
-            config.train.lr_schedule_args and config.train.lr_schedule == "constant_with_warmup"),
-        "zero_variance.probe_size {} must be below rollout.group_size {}": (
-            zero.probe_size, rollout.group_size, zero.probe_size >= rollout.group_size),
-        "algorithm.router_replay {!r} needs rollout.capture_routes, which is {!r}": (
-            algo.router_replay, rollout.capture_routes,
-            algo.router_replay == "r3" and rollout.capture_routes == "off"),
-        "rollout.expert_parallel {} needs rollout.tensor_parallel above 1, which is {}": (
-            rollout.expert_parallel, rollout.tensor_parallel,
-            rollout.expert_parallel and rollout.tensor_parallel == 1),
-        "rollout.simulate_format {!r} is what rollout.fp8 simulate rounds to, not {!r}": (
-            rollout.simulate_format, rollout.fp8,
-            rollout.simulate_format != "fp8" and rollout.fp8 != "simulate"),
-        "rollout.expert_parallel {} and rollout.fp8 {!r}: vLLM quantises on GPUs itself, set fp8 to on": (
-            rollout.expert_parallel, rollout.fp8,
-            rollout.expert_parallel and rollout.fp8 == "simulate"),
-        "rollout.fp8 {!r} needs rollout.dtype bfloat16, not {!r}": (
-            rollout.fp8, rollout.dtype, rollout.fp8 == "on" and rollout.dtype != "bfloat16"),
+        "{train.minibatches_per_step} must divide {rollout.prompts_per_step}":
+            rollout.prompts_per_step % train.minibatches_per_step != 0,
+        "{train.offload_optimizer} needs 2, not {train.zero_stage}: at 1 gradients stay on the GPU":
+            train.offload_optimizer and train.zero_stage == 1,
+        "{train.lr_schedule_args} are for another schedule than {train.lr_schedule}, which takes none":
+            len(train.lr_schedule_args) > 0 and train.lr_schedule == "constant_with_warmup",
+        "{zero_variance.probe_size} must be below {rollout.group_size}":
+            config.zero_variance.probe_size >= rollout.group_size,
+        "{algorithm.router_replay} needs routes, not {rollout.capture_routes}":
+            algo.router_replay == "r3" and rollout.capture_routes == "off",
+        "{rollout.expert_parallel} needs more than {rollout.tensor_parallel}":
+            rollout.expert_parallel and rollout.tensor_parallel == 1,
+        "{rollout.simulate_format} is what rollout.fp8 simulate rounds to, not {rollout.fp8}":
+            rollout.simulate_format != "fp8" and rollout.fp8 != "simulate",
+        "{rollout.expert_parallel} and {rollout.fp8}: vLLM quantises on GPUs itself, set fp8 to on":
+            rollout.expert_parallel and rollout.fp8 == "simulate",
+        "{rollout.fp8} needs bfloat16, not {rollout.dtype}":
+            rollout.fp8 == "on" and rollout.dtype != "bfloat16",
     }  # fmt: skip
 
 

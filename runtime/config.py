@@ -10,6 +10,8 @@ given twice, an unknown key and a wrong type are errors that name the setting an
 import argparse
 import difflib
 import json
+import operator
+import re
 import typing
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -297,14 +299,15 @@ def settings_help(schema: type[BaseModel]) -> str:
     return "\n".join(lines).replace("%", "%%")
 
 
-def refuse_contradictions(contradictions: dict[str, tuple]) -> None:
-    """Raise ValueError for the first pair of settings that contradict each other.
+def refuse_contradictions(config: BaseModel, contradictions: dict[str, bool]) -> None:
+    """Raise ValueError for the first contradiction between settings.
 
-    contradictions: {message with two {}: (one setting, the other, whether they contradict each other)}.
+    contradictions: {message: whether it holds}; a {section.key} of a message becomes the name and the value.
     """
-    for message, (one, other, refused) in contradictions.items():
+    named = lambda match: f"{match[1]} {operator.attrgetter(match[1])(config)!r}"
+    for message, refused in contradictions.items():
         if refused:
-            raise ValueError(message.format(one, other))
+            raise ValueError(re.sub(r"\{(.+?)\}", named, message))
 
 
 def complete(schema: type[BaseModel], saved: dict) -> dict:

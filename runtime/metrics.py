@@ -288,10 +288,10 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
         histograms = {name: metrics[name] for name in metrics if name.endswith("_hist")}
         metrics = {n: value for n, value in metrics.items() if n not in histograms and math.isfinite(value)}
         metrics |= {"stage": state.stage.number} if config.stages else {}
-        row = {"step": state.step, "generated_tokens": state.generated_tokens} | metrics
+        metrics = {"generated_tokens": state.generated_tokens} | metrics
         path = Path(config.run.dir) / "metrics.jsonl"
         with writing(path), path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps({"step": state.step} | metrics) + "\n")
         for tracker in accelerator.trackers:
             try:
                 tracker.log(metrics, step=state.step)

@@ -16,6 +16,7 @@ from conftest import ROOT
 from helpers import rows_of
 
 import train_rl
+from experiments import plan
 from experiments.bench import preloaded
 from runtime.config import free_on_resume, setting_fields
 from runtime.other_names import NAMES_ELSEWHERE
@@ -185,6 +186,20 @@ def test_our_job_is_read_and_theirs_are_programs():
         ("max_steps", config.train.num_steps),
     ):
         assert f"{name}={value}," in trl
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", FROM_OTHERS], ids=lambda page: page.stem)
+def test_the_job_of_a_page_fits_eight_gpus_of_80_gb(page):
+    """The planner refuses what does not fit; a kv_cache_gib of one's own would make that a warning."""
+    (block,) = [text for language, text in blocks_of(page) if language == "yaml"]
+    config = train_rl.Config.model_validate(yaml.safe_load(block))
+    assert config.rollout.kv_cache_gib is None
+    shape = plan.model_config(config.model.path)
+    task = plan.Task(config, shape, plan.MACHINES["h100"], 8, 256, 512)
+    assert plan.why_not(task) is None
+    if page == FROM_OTHERS:
+        without = task.with_settings({"model.activation_checkpointing": False})
+        assert plan.why_not(without), "the page says that it is needed"
 
 
 # ---- several nodes -----------------------------------------------------------------------------------------

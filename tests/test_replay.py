@@ -716,7 +716,7 @@ def test_unknown_replay_is_refused(text):
 
 def test_replay_of_routes_that_are_not_captured_is_refused():
     without = "rollout.capture_routes=false"
-    with pytest.raises(ValueError, match="router_replay 'r3' needs rollout.capture_routes, which is 'off'"):
+    with pytest.raises(ValueError, match="router_replay 'r3' needs routes, not rollout.capture_routes 'off'"):
         settings("algorithm.router_replay=r3", without)
     for replay in ("off", "r2"):
         assert settings(f"algorithm.router_replay={replay}", without).algorithm.router_replay == replay

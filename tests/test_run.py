@@ -451,11 +451,14 @@ BAD_INPUT = {
     "fp8": (["rollout.fp8=on", "rollout.dtype=bfloat16"], "rollout.fp8 on needs a GPU of compute capability"),
     "fp8 keys": (["rollout.kv_cache_fp8=true"], "rollout.kv_cache_fp8 needs a GPU of compute capability"),
     "shared engine": (["rollout.tensor_parallel=2"], "rollout.tensor_parallel 2 must divide the number of"),
-    "whole experts": (["rollout.expert_parallel=true"], "expert_parallel True needs rollout.tensor_parallel"),
+    "whole experts": (
+        ["rollout.expert_parallel=true"],
+        "expert_parallel True needs more than rollout.tensor_parallel 1",
+    ),
     "ranks": ([*SMALL[2:], "run.dir=FINISHED"], "another topology (world_size 2 -> 1, ep_size 2 -> 1)"),
     "replay without routes": (
         ["algorithm.router_replay=r3", "rollout.capture_routes=false"],
-        "algorithm.router_replay 'r3' needs rollout.capture_routes, which is 'off'",
+        "algorithm.router_replay 'r3' needs routes, not rollout.capture_routes 'off'",
     ),
 }
 

@@ -190,7 +190,7 @@ REFUSED = {
     "no name": ("[{until: {steps: 3}}]", [], "stages[0].name: field required"),
     "contradiction in a stage": (
         f"[{A}, {{name: b, zero_variance: {{refill: true}}}}]", [],
-        "stages[1] (b): zero_variance.refill True needs zero_variance.drop",
+        "stages[1] (b): zero_variance.refill True needs zero_variance.drop False",
     ),
     "two of a name": (f"[{A}, {A}, {B}]", [], "stages[1] (a): another stage has this name"),
     "the last one ends": (f"[{A}]", [], "stages[0] (a).until: the last stage ends with the run"),
