@@ -45,7 +45,7 @@ class RolloutSettings(Section):
     prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1, le=2**20)
     group_size: int = setting(8, "G, completions per prompt", ge=1, le=2**16)
     temperature: float = setting(
-        1.0, "temperature of sampling and of the trainer's log-probabilities", gt=0, le=2
+        1.0, "temperature of sampling and of the trainer's log-probabilities", ge=0.01, le=2
     )
     max_prompt_tokens: int = setting(1024, "longer prompts are an error at start", ge=1)
     max_new_tokens: int = setting(16384, "completions are cut here", ge=1)

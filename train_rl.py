@@ -110,6 +110,7 @@ from runtime.checkpoint import (
     lock_run_dir,
     prepare_run_dir,
     save_checkpoint,
+    state_of,
     writing,
 )
 from runtime.checks import (
@@ -603,6 +604,14 @@ def config_warnings(config: Config) -> list[str]:
             "algorithm.covariance 'kl' with train.minibatches_per_step 1 changes nothing: its term measures "
             "how far the policy has moved since it sampled"
         )
+    selects = algo.top_entropy < 1 or algo.covariance == "clip" and algo.covariance_share > 0
+    is_shared = algo.ratio_level != "token" and algo.ratio_form == "geometric" and algo.clip_mode != "weight"
+    if is_shared and (selects or algo.rollout_correction == "token_mask"):
+        warnings.append(
+            f"algorithm.ratio_form 'geometric' at algorithm.ratio_level {algo.ratio_level!r} spreads the "
+            "gradient over all tokens of a ratio, those without policy loss (top_entropy, covariance clip, "
+            "token_mask) too: take algorithm.ratio_form stop_gradient to leave them out"
+        )
     has_own_clip = algo.ratio_level != "token" or algo.clip_mode not in ("fixed", "none")
     if has_own_clip and num_updates == 1 and algo.old_policy == "trainer":
         warnings.append(
@@ -694,8 +703,8 @@ class Group:
         return GroupOutcome(
             slot=self.slot,
             prompt_index=self.prompt_index,
-            solved=sum(v.status == "ok" for v in valid),
-            unsolved=sum(score == 0 for score in scores),
+            solved=sum(v.reward == 1 for v in valid),
+            unsolved=sum(v.reward == 0 for v in valid),
             valid=len(valid),
             score_sum=sum(scores),
             tokens=sum(len(c.token_ids) for c in self.completions),
@@ -711,8 +720,8 @@ class GroupOutcome:
 
     slot: int
     prompt_index: int
-    solved: int  # completions that are right as a whole
-    unsolved: int  # those of which no part is right: all others, if the verifier gives no fractions
+    solved: int  # completions that are right as a whole: reward 1
+    unsolved: int  # those of which no part is right: reward 0, all others if the verifier gives no fractions
     valid: int  # verdicts that are neither timeouts nor errors
     score_sum: float  # over the valid ones
     tokens: int
@@ -755,8 +764,9 @@ def skip_prob_of(prompt: int, history: PromptHistory, step: int, config: Config)
     match zero.skip_rule:
         case "expected":
             return history.skip_prob(
-                prompt, step, config.rollout.group_size, prior=zero.prior, retest_steps=zero.retest_steps,
-                explore_solved=zero.explore_solved, explore_unsolved=zero.explore_unsolved,
+                prompt, step, config.rollout.group_size, binary=config.reward.binary, prior=zero.prior,
+                retest_steps=zero.retest_steps, explore_solved=zero.explore_solved,
+                explore_unsolved=zero.explore_unsolved,
             )  # fmt: skip
         case "consecutive":
             return history.consecutive_skip_prob(prompt)
@@ -865,7 +875,8 @@ class Rollouts:
                 outcome.slot
                 for outcome in found
                 if outcome.completions < group_size
-                and history.zero_variance_after(outcome, group_size, zero.prior) < zero.probe_stop_prob
+                and history.zero_variance_after(outcome, group_size, zero.prior, self.config.reward.binary)
+                < zero.probe_stop_prob
             ]
             last, is_over = [outcome.slot for outcome in found], account["rounds"] >= zero.max_rounds
             num_new = 0 if is_over else num_new_prompts(outcomes, last, probing, config)
@@ -1342,7 +1353,7 @@ def most_uncertain(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
 
 
 def treat_covariant_tokens(
-    advantages: Tensor, batch: RolloutBatch, mask: Tensor, config: Config
+    advantages: Tensor, batch: RolloutBatch, mask: Tensor, config: Config, step: int
 ) -> tuple[Tensor, Tensor]:
     """Treat tokens whose log-probability and advantage covary (arXiv 2505.22617). Collective.
 
@@ -1370,7 +1381,8 @@ def treat_covariant_tokens(
             keys = torch.zeros(mask.shape, dtype=torch.float64)  # drawn by a row's content, on any rank
             for row in eligible.any(dim=1).nonzero().flatten().tolist():
                 ids = batch.completion_ids[row]
-                draws = random.Random(seed_of(config.train.seed, "covariance", *batch.prompt_ids[row], *ids))
+                content = (*batch.prompt_ids[row], *ids)
+                draws = random.Random(seed_of(config.train.seed, "covariance", step, *content))
                 keys[row, : len(ids)] = torch.tensor([draws.random() for _ in ids], dtype=torch.float64)
             drawn = eligible & (keys >= largest_of_all(keys[eligible], num))
             return advantages.masked_fill(drawn, 0.0), torch.zeros_like(mask)
@@ -1378,7 +1390,9 @@ def treat_covariant_tokens(
             return advantages, mask & (covariance.double() >= largest_of_all(covariance[mask], num))
 
 
-def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config) -> tuple[Tensor, Tensor | None]:
+def select_tokens(
+    advantages: Tensor, batch: RolloutBatch, config: Config, step: int
+) -> tuple[Tensor, Tensor | None]:
     """Return the advantages with 0 for tokens without policy loss, and which have KL-Cov's term, both [B, T].
 
     Completions cut at the limit (leave_out_cut: DAPO, arXiv 2503.14476, section 3.4), tokens of low entropy
@@ -1397,7 +1411,7 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config) -> tu
             keep = most_uncertain(batch.entropy, mask, algorithm.top_entropy)
             advantages = advantages.masked_fill(mask & ~keep, 0.0)
         if algorithm.covariance_share > 0:
-            advantages, chosen = treat_covariant_tokens(advantages, batch, mask, config)
+            advantages, chosen = treat_covariant_tokens(advantages, batch, mask, config, step)
             penalised = penalised | chosen
     return advantages, penalised if penalised.any() else None
 
@@ -1687,7 +1701,9 @@ def token_gain(
         case "before_mean":
             inside = log_ratio.clamp(math.log(low) if low > 0 else -math.inf, math.log(high))
             lower, upper = torch.minimum(log_ratio, inside), torch.maximum(log_ratio, inside)
-            worse = torch.where(advantages > 0, lower, upper)
+            of_group = token_group_sum(advantages, token_groups, mask)  # for tokens that are masked
+            is_good = torch.where(advantages == 0, of_group, advantages) > 0
+            worse = torch.where(is_good, lower, upper)
             gain = importance_ratio(worse, token_groups, mask, algorithm.ratio_form) * advantages
             clipped = worse != log_ratio
         case "soft":
@@ -1729,7 +1745,7 @@ def policy_loss(
         log_ratio, logprobs, old_logprobs, advantages, token_groups, entropy, mask, log_vocab, algorithm
     )
     if algorithm.kl_coef > 0:
-        log_ref_ratio = ref_logprobs - logprobs
+        log_ref_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
         statistics["ref_kl_k3"] = log_ref_ratio.expm1() - log_ref_ratio  # >= 0, unbiased under pi
         match algorithm.kl_form:
             case "k3":
@@ -2211,8 +2227,8 @@ def check_model(config: Config, hf_config) -> None:
     context = max_model_len(config)
     if context > hf_config.max_position_embeddings:
         raise ValueError(
-            f"rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval is {context}, "
-            f"the model's context is {hf_config.max_position_embeddings}: lower one of them"
+            "rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval, each the largest of "
+            f"all stages, is {context}, the model's context {hf_config.max_position_embeddings}: lower one"
         )
     width = hf_config.num_attention_heads * moe_model.head_dim(hf_config)
     sizes = {"hidden size": hf_config.hidden_size, "heads x head size": width}
@@ -2298,7 +2314,7 @@ def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState]:
     dist.barrier()
     check_run_dir_is_shared(run_dir)
     checkpoint, record = find_checkpoint(config) or (None, None)
-    state = TrainState(**record["state"]) if record else TrainState()
+    state = state_of(record, config) if record else TrainState()
     if rank == 0 and not is_finished(config, checkpoint, state):
         prepare_run_dir(run_dir, config, record)
     return lock, checkpoint, state
@@ -2571,7 +2587,7 @@ def main(config: Config) -> None:
         with run.clock("judge"):
             add_rewards(run, batch)
         advantages = token_advantages(batch, config)
-        batch.advantages, batch.penalised = select_tokens(advantages, batch, config)  # [B, T]
+        batch.advantages, batch.penalised = select_tokens(advantages, batch, config, state.step)
 
         # Update
         with run.clock("update"):

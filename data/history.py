@@ -117,34 +117,39 @@ class PromptHistory:
             self.explore[kind] = (self.explore[kind] + step).clamp(*EXPLORATION_RANGE)
 
     def skip_prob(
-        self, prompt: int, step: int, group_size: int, *, prior: float, retest_steps: int,
+        self, prompt: int, step: int, group_size: int, *, binary: bool, prior: float, retest_steps: int,
         explore_solved: float, explore_unsolved: float,
     ) -> float:  # fmt: skip
         """Return E[p^G] + E[q^G], each at most 1 - explore; 0 if never tried or due for a re-test.
 
         p is the probability of a completion that is right as a whole, q that of one with no part right: 1 - p
-        where the verifier gives no fractions. Stage 1b [ours, after GRESO, arXiv 2506.02177, which also
-        explores hard prompts more than easy ones]. The expectations are over what the record says of p and q.
+        where the verifier gives no fractions or they do not count (binary). Stage 1b [ours, after GRESO
+        (arXiv 2506.02177), which also explores hard prompts more than easy ones]. The expectations are over
+        what the record says of p and q.
         """
         age = step - int(self.last_step[prompt])
         due = retest_steps > 0 and age >= retest_steps
         if self.last_step[prompt] < 0 or due:
             return 0.0
-        right, wrong = float(self.solved[prompt]), float(self.unsolved[prompt])
-        tried = float(self.tried[prompt])
+        right, wrong, tried = self.counts(prompt, binary)
         all_right = prob_all(right, tried - right, group_size, prior)
         all_wrong = prob_all(wrong, tried - wrong, group_size, prior)
         return min(all_right, 1 - explore_solved) + min(all_wrong, 1 - explore_unsolved)
 
-    def zero_variance_after(self, probe, group_size: int, prior: float) -> float:
+    def counts(self, prompt: int, binary: bool) -> tuple[float, float, float]:
+        """Return the decayed numbers of right completions, of those that count as all wrong, and of all."""
+        right, tried = float(self.solved[prompt]), float(self.tried[prompt])
+        return right, tried - right if binary else float(self.unsolved[prompt]), tried
+
+    def zero_variance_after(self, probe, group_size: int, prior: float, binary: bool) -> float:
         """Return the probability that a probed group ends with zero variance: 0 if the probe already differs.
 
         Stage 1c [ours]: the rest must all come out as the probe and, by the record, as before. Of a probe
         whose scores are one and the same fraction nothing is known, and it goes on: 0.
         """
-        i, is_right, is_wrong = probe.prompt_index, probe.solved == probe.valid, probe.unsolved == probe.valid
+        is_right, is_wrong = probe.solved == probe.valid, probe.score_sum == 0
         if probe.has_variance or not probe.valid or not (is_right or is_wrong):
             return 0.0
-        same = float((self.solved if is_right else self.unsolved)[i]) + probe.valid
-        tried = float(self.tried[i]) + probe.valid
+        right, wrong, tried = self.counts(probe.prompt_index, binary)
+        same, tried = (right if is_right else wrong) + probe.valid, tried + probe.valid
         return prob_all(same, tried - same, group_size - probe.completions, prior)

@@ -19,8 +19,8 @@ The output is JSONL. Its first row is {model, samples, temperature, max_new_toke
 reward}; then comes one row per distinct prompt, in the order of the set, which load_scores of data/prompts.py
 reads:
     prompt_sha   SHA-256 of the text, template included, a zero byte and the answer
-    pass_rate    share of completions that are right as a whole (status ok) among those with a verdict; null
-                 if there are none
+    pass_rate    share of completions that are right as a whole (reward 1) among those with a verdict; null if
+                 there are none
     wrong_rate   share of those with no part right (reward 0): 1 - pass_rate where rewards are 0 or 1
     num_samples  completions with a verdict: neither a timeout nor an error
     mean_tokens  mean length of all its completions
@@ -214,7 +214,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
 def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
     """Make the row of a prompt, given the lengths and verdicts of its completions."""
     valid = [verdict for verdict in verdicts if verdict.status not in ("timeout", "error")]
-    solved = sum(verdict.status == "ok" for verdict in valid)
+    solved = sum(verdict.reward == 1 for verdict in valid)
     return {
         "prompt_sha": sha,
         "pass_rate": solved / len(valid) if valid else None,

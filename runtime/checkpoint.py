@@ -483,6 +483,14 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
     return record, problems
 
 
+def state_of(record: dict, config) -> TrainState:
+    """Return the counters of a checkpoint; if the stages have changed (resume=weights), its stage begins."""
+    state, stages = TrainState(**record["state"]), config.model_dump(mode="json")["stages"]
+    if complete(type(config), record["config"])["stages"] != stages:
+        state.stage = StagePosition(state.stage.number, first_prompt=state.stage.first_prompt)
+    return state
+
+
 def check_fits(config, checkpoint: Path, record: dict) -> None:
     """Raise ValueError if a run with these settings cannot go on exactly from a checkpoint."""
     if config.checkpoint.resume != "auto":

@@ -691,11 +691,13 @@ def term(t, tau, groups, logprobs, old_logprobs, advantages, entropies, settings
         slope = cispo_objective_slope(ratio, advantage, low, high)
         return Term(ratio, clip(ratio, 1.0 - low, 1.0 + high) != ratio, value, {t: slope})
     if settings["clip_mode"] == "before_mean":
-        bounded = [gmpo_log_ratio(x, a, low, high) for x, a in zip(log_ratios, advantages)]
+        of_group = sum(advantages[u] for u in tau)  # its sign is that of tokens that a mask has set to 0
+        signs = [a or of_group for a in advantages]
+        bounded = [gmpo_log_ratio(x, sign, low, high) for x, sign in zip(log_ratios, signs)]
         value = group_ratio(bounded, tau, t, form) * advantage
         slopes = {
             u: group_ratio_slope(bounded, tau, t, u, form)
-            * gmpo_log_ratio_slope(log_ratios[u], advantages[u], low, high)
+            * gmpo_log_ratio_slope(log_ratios[u], signs[u], low, high)
             * advantage
             for u in tau
         }

@@ -508,6 +508,12 @@ def test_unusual_settings_are_warned_about_with_both_names():
     assert "algorithm.loss_agg" in warning and "algorithm.ratio_level 'token'" in warning
     (warning,) = config_warnings(load("algorithm.covariance=kl", "algorithm.covariance_share=0.002"))
     assert "algorithm.covariance 'kl'" in warning and "train.minibatches_per_step 1" in warning
+    for selects in ("top_entropy=0.2", "covariance_share=0.01", "rollout_correction=token_mask"):
+        gspo = ("algorithm.ratio_level=sequence", *narrow, several, f"algorithm.{selects}")
+        (warning,) = config_warnings(load(*gspo))
+        assert "algorithm.ratio_form 'geometric' at algorithm.ratio_level 'sequence'" in warning
+        for leaves_out in ("algorithm.ratio_form=stop_gradient", "algorithm.clip_mode=weight"):
+            assert config_warnings(load(*gspo, leaves_out)) == []
     (warning,) = config_warnings(load("rollout.group_size=1"))
     assert "rollout.group_size 1" in warning
 

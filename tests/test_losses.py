@@ -345,6 +345,22 @@ def test_each_token_on_the_edge_of_gmpo_and_one_ulp_beside_it(ratio_form, beyond
     assert clipped == [float(beyond == 1 and (advantage > 0) == (edge > 0))] * 3
 
 
+def test_a_masked_token_is_clipped_in_gmpo_as_its_completion(float64):
+    """A mask sets advantages to 0, whose sign says nothing; the bound is that of the unmasked tokens."""
+    config = config_of(ratio_level="sequence", clip_mode="before_mean", clip_eps_low=0.2, clip_eps_high=0.2)
+    old, mask = torch.full((1, 6), -1.0), torch.ones(1, 6, dtype=torch.bool)
+    groups = train_rl.token_groups_of(None, mask, config.algorithm)
+    for sign in (1.0, -1.0):
+        moved = sign * torch.tensor([[0.0, 0.0, 0.8, 0.8, 0.8, 0.8]])
+        gains = []
+        for kept in (6, 2):
+            advantages = sign * (torch.arange(6) < kept).double().unsqueeze(0)
+            args = (moved, old + moved, old, advantages, groups, None, mask, 1.0, config.algorithm)
+            gains.append(train_rl.token_gain(*args)[0][0, :2].tolist())
+        expected = sign * (1 + sign * 0.2) ** (4 / 6)
+        assert gains == [pytest.approx([expected] * 2)] * 2
+
+
 def test_gmpo_without_a_lower_bound(float64):
     config = config_of(ratio_level="sequence", clip_mode="before_mean", clip_eps_low=1.0)
     for seed in range(4):
@@ -618,7 +634,7 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, num_completions, kl_coef
     clipped_ratio = ratio.clamp(1 - 0.2, 1 + 0.2)
     objective = torch.minimum(ratio * advantages, clipped_ratio * advantages)
     if kl_coef > 0:
-        log_ref_ratio = ref_logprobs - logprobs
+        log_ref_ratio = (ref_logprobs - logprobs).clamp(max=80)
         objective = objective - kl_coef * (log_ref_ratio.expm1() - log_ref_ratio)
     return -(weights * objective).sum()
 
@@ -879,6 +895,33 @@ def test_rl_zvp_pushes_a_group_up_that_is_tied_above_zero(binary, float64):
     assert ((advantages[:2] > 0) != binary).all() or binary and (advantages[:2] <= 0).all()
 
 
+def test_clip_cov_draws_other_tokens_at_another_step(float64):
+    completions = completions_to_select_from(20, share_of_zeros=0.0)
+    config = config_of(covariance_share=0.3, covariance_range=(-9.0, 9.0))
+    batch = batch_of({
+        **{name: [one[name] for one in completions] for name in ("old_logprobs", "advantages", "entropies")},
+        **{f"{name}_logprobs": [one["old_logprobs"] for one in completions] for name in ("rollout", "ref")},
+    }, 1)  # fmt: skip
+    batch.prompt_ids = [one["prompt_ids"] for one in completions]
+    batch.completion_ids = [one["completion_ids"] for one in completions]
+    batch.finish_reason, batch.minibatch = ["stop"] * 20, torch.zeros(20, dtype=torch.int64)
+    masked = batch.advantages * batch.response_mask
+    drawn = [train_rl.select_tokens(masked, batch, config, step)[0] == 0 for step in (0, 0, 1)]
+    assert (drawn[0] == drawn[1]).all() and (drawn[0] != drawn[2]).any()
+
+
+def test_a_reference_that_gives_a_token_no_chance_leaves_the_loss_finite():
+    logprobs = torch.full((1, 3), -300.0, requires_grad=True)
+    mask, config = torch.ones(1, 3, dtype=torch.bool), config_of(kl_coef=0.1)
+    groups, zeros = train_rl.token_groups_of(None, mask, config.algorithm), torch.zeros(1, 3)
+    weights = torch.full((1, 3), 1 / 3)
+    loss, _ = train_rl.policy_loss(
+        logprobs, logprobs.detach(), zeros, weights, groups, None, mask, 1.0, config.algorithm, zeros
+    )
+    loss.backward()
+    assert loss.isfinite() and logprobs.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("clip_mode", ["none", "before_mean"])
 @pytest.mark.parametrize("num_tokens", [256, 4096, 16384])
 def test_the_float32_gradient_of_a_geometric_ratio_keeps_its_digits(num_tokens, clip_mode):
@@ -913,7 +956,7 @@ def test_a_batch_without_rows_has_no_advantages():
 def test_a_step_in_which_no_group_is_kept_selects_no_tokens(settings):
     """Then there is no pass for old log-probabilities and entropies on any rank."""
     batch = train_rl.collate([], [], [])
-    advantages, penalised = train_rl.select_tokens(torch.zeros(0, 1), batch, config_of(**settings))
+    advantages, penalised = train_rl.select_tokens(torch.zeros(0, 1), batch, config_of(**settings), 0)
     assert advantages.shape == (0, 1) and penalised is None
 
 
@@ -945,7 +988,7 @@ def selected_by_rank(config: Config, cases: list[list[dict]], monkeypatch) -> li
         batch.finish_reason = [one["finish_reason"] for one in cases[rank]]
         batch.minibatch = torch.tensor([one["minibatch"] for one in cases[rank]], dtype=torch.int64)
         masked = batch.advantages * batch.response_mask
-        advantages, penalised = train_rl.select_tokens(masked, batch, config)
+        advantages, penalised = train_rl.select_tokens(masked, batch, config, 0)
         penalised = torch.zeros_like(batch.response_mask) if penalised is None else penalised
         assert not penalised[~batch.response_mask].any() and not advantages[~batch.response_mask].any()
         lists = [
@@ -1154,7 +1197,7 @@ def outcome_of(**algorithm) -> torch.Tensor:
     batch.rewards = torch.tensor([1.0, 0.0, 0.4, 0.1, 0.6, 0.2] * 2)  # 0.1: a right one with many penalties
     config = config_of(**algorithm)
     advantages = train_rl.token_advantages(batch, config)
-    batch.advantages, batch.penalised = train_rl.select_tokens(advantages, batch, config)
+    batch.advantages, batch.penalised = train_rl.select_tokens(advantages, batch, config, 0)
     logprobs = (batch.old_logprobs + noise(1.5)).requires_grad_()
     rows, counts = list(range(12)), torch.tensor([12, int(batch.response_mask.sum())])
     loss, _ = train_rl.micro_batch_loss(logprobs, batch.entropy, batch, rows, counts, LOG_VOCAB, config)

@@ -133,9 +133,10 @@ def test_a_score_that_rounding_has_moved_is_right_or_nothing(own):
         "1.0000001",
         "-1e-9",
         "0.3 - 0.1 - 0.2",
+        "0.1 + 0.2 - 0.3",
     ]
     verdicts = scored(*(("own_rewards:given", "x", text) for text in texts))
-    assert verdicts == [OK] * 4 + [WRONG] * 2
+    assert verdicts == [OK] * 4 + [WRONG] * 3
 
 
 BROKEN = [  # (function, reference answer, what its verdict says)

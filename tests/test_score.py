@@ -206,8 +206,10 @@ def test_failed_verdicts_enter_no_pass_rate():
     assert row_of("a", [1, 2, 3, 6], verdicts) == row("a", 0.5) | {"num_samples": 2}
     assert row_of("a", [1, 5], verdicts[1::2]) == row("a", None) | {"num_samples": 0}
     sums = [Verdict(0.5, "ok", parts={"math": 1.0, "rewards.py:brevity": 0.0}), Verdict(0.9, "wrong")]
-    expected = row("a", 0.5, wrong_rate=0.0) | {"num_samples": 2}
-    assert row_of("a", [3, 3], sums) == expected, "the status says what is solved"
+    expected = row("a", 0.0, wrong_rate=0.0) | {"num_samples": 2}
+    assert row_of("a", [3, 3], sums) == expected, (
+        "right by its first kind, which its status says, but not as a whole"
+    )
 
 
 def test_summary_counts_every_rate_once_and_expects_what_the_formula_says():

@@ -84,7 +84,7 @@ def random_batch(seed: int) -> tuple[train_rl.RolloutBatch, torch.Tensor]:
 def our_loss(batch: train_rl.RolloutBatch, logprobs: torch.Tensor, settings: dict) -> torch.Tensor:
     names = {f"algorithm__{name}": list(v) if isinstance(v, tuple) else v for name, v in settings.items()}
     config = make_config(rollout__max_new_tokens=MAX_NEW_TOKENS, **names)
-    batch.advantages, batch.penalised = train_rl.select_tokens(batch.advantages, batch, config)
+    batch.advantages, batch.penalised = train_rl.select_tokens(batch.advantages, batch, config, 0)
     rows, counts = list(range(len(logprobs))), torch.tensor([len(logprobs), int(batch.response_mask.sum())])
     arguments = (logprobs, batch.entropy, batch, rows, counts, 1.0, config)
     return train_rl.micro_batch_loss(*arguments)[0]

@@ -22,7 +22,7 @@ import train_rl
 from data.prompts import DataSettings, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, refuse_holdouts, unite
 from data.stream import prompts_of_step
-from runtime.checkpoint import check_fits, topology
+from runtime.checkpoint import check_fits, state_of, topology
 from runtime.config import flat_settings, setting_fields
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step, end_of_stage
 from train_rl import STAGE_SETTINGS, Config, load_config, stage_configs
@@ -273,6 +273,16 @@ def test_a_checkpoint_of_a_stage_that_is_gone_gives_no_weights_to_go_on_with(mon
     check_fits(load(f"[{A}, {B}]", "checkpoint.resume=weights"), tmp_path, record)
     with pytest.raises(ValueError, match=re.escape("written in stages[1], the settings have 0 stages")):
         check_fits(load("[]", "checkpoint.resume=weights"), tmp_path, record)
+
+
+def test_counters_of_other_stages_do_not_end_the_stage_that_weights_go_on_in():
+    earlier, position = load(f"[{A}, {B}]"), StagePosition(1, steps=100, recent=[0.9], first_prompt=7)
+    record = {"state": asdict(train_rl.TrainState(step=140, stage=position))}
+    record = json.loads(json.dumps(record | {"config": earlier.model_dump(mode="json")}))
+    assert state_of(record, earlier).stage == position
+    changed = load(f"[{A}, {{name: b, train: {{learning_rate: 1.0e-3}}}}]")
+    state = state_of(record, changed)
+    assert (state.step, state.stage) == (140, StagePosition(1, first_prompt=7))
 
 
 # ---- prompts -----------------------------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def config_of(**settings) -> train_rl.Config:
 def skip_prob(history: PromptHistory, prompt: int, step: int, config: train_rl.Config) -> float:
     names = ("prior", "retest_steps", "explore_solved", "explore_unsolved")
     settings = {name: getattr(config.zero_variance, name) for name in names}
-    return history.skip_prob(prompt, step, config.rollout.group_size, **settings)
+    group_size, binary = config.rollout.group_size, config.reward.binary
+    return history.skip_prob(prompt, step, group_size, binary=binary, **settings)
 
 
 def history_of(*records: tuple[float, float, int]) -> PromptHistory:
@@ -209,7 +210,7 @@ def test_an_offline_pass_rate_is_a_visit_and_none_is_not():
     history.update([group_of(True, True, False, slot=2).outcome(False)], 3, 0.5)
     assert history.solved[2] == 2 / 2 + 2 and history.tried[2] == 8 / 2 + 3
     probes = [group_of(False, False, slot=slot).outcome(False) for slot in (0, 1)]
-    known, unknown = (history.zero_variance_after(probe, 8, 0.2) for probe in probes)
+    known, unknown = (history.zero_variance_after(probe, 8, 0.2, False) for probe in probes)
     assert known == pytest.approx(moment(8, 0, 8, 0.2) / moment(8, 0, 2, 0.2), rel=1e-5) and known > unknown
 
 
@@ -221,7 +222,9 @@ def test_zero_variance_after_a_probe_is_the_ratio_of_moments(hits, misses, group
     history = history_of((hits, hits + misses, 0))
     for right, (one, other) in ((True, (hits, misses)), (False, (misses, hits))):
         expected = moment(one, other, group_size, prior) / moment(one, other, probe, prior)
-        actual = history.zero_variance_after(group_of(*[right] * probe).outcome(False), group_size, prior)
+        actual = history.zero_variance_after(
+            group_of(*[right] * probe).outcome(False), group_size, prior, False
+        )
         assert actual == pytest.approx(expected, rel=1e-5)
 
 
@@ -233,13 +236,13 @@ def test_zero_variance_after_a_probe_by_monte_carlo():
     alike = ~right[:, :3].any(axis=1)
     share, count = (~right[alike]).all(axis=1).mean(), alike.sum()
     probe = group_of(False, False, False).outcome(False)
-    expected = history_of((hits, hits + misses, 0)).zero_variance_after(probe, 8, prior)
+    expected = history_of((hits, hits + misses, 0)).zero_variance_after(probe, 8, prior, False)
     assert abs(share - expected) < Z_BOUND * math.sqrt(expected * (1 - expected) / count)
 
 
 def test_zero_variance_after_a_probe_with_timeouts():
     history = history_of((2.0, 3.0, 0))
-    after = lambda *rights: history.zero_variance_after(group_of(*rights).outcome(False), 8, 0.5)
+    after = lambda *rights: history.zero_variance_after(group_of(*rights).outcome(False), 8, 0.5, False)
     ratio = lambda *record, seen, all_alike: moment(*record, all_alike, 0.5) / moment(*record, seen, 0.5)
     # a timeout says nothing of p, and its place is taken: 8 - 3 completions are left
     assert after(True, None, True) == pytest.approx(ratio(2, 1, seen=2, all_alike=7), rel=1e-5)
@@ -265,7 +268,32 @@ def test_variance_is_of_two_valid_verdicts_of_the_correctness_part():
 def test_an_outcome_counts_what_is_in_the_group():
     group = make_group(3, 7, (2, 0, 5, 1), (True, None, False, False), (0, 0, 0.25, 0))
     assert group.outcome(False) == train_rl.GroupOutcome(3, 7, 1, 1, 3, 1.25, 8, 4, True)
-    assert group.outcome(True) == train_rl.GroupOutcome(3, 7, 1, 2, 3, 1.0, 8, 4, True)
+    assert group.outcome(True) == train_rl.GroupOutcome(3, 7, 1, 1, 3, 1.0, 8, 4, True)
+
+
+def test_a_sum_of_kinds_is_right_as_a_whole_if_all_its_parts_are():
+    """Its status is that of its first kind, which says nothing of the others."""
+    verdicts = [Verdict(0.8, "ok"), Verdict(1.0, "ok"), Verdict(0.2, "wrong"), Verdict(0.0, "wrong")]
+    group = train_rl.Group(0, 0, [make_completion(1)] * 4, verdicts)
+    for binary in (False, True):
+        assert (group.outcome(binary).solved, group.outcome(binary).unsolved) == (1, 1)
+    first_right, config = train_rl.Group(0, 0, [make_completion(1)] * 8, [Verdict(0.8, "ok")] * 8), None
+    for binary, expected in ((False, 0.01), (True, 0.868)):
+        config, history = config_of(history=True, reward__binary=binary), no_history(1)
+        history.update([first_right.outcome(binary)], 0, 0.5)
+        assert skip_prob(history, 0, 1, config) == pytest.approx(expected, abs=0.01), "all of them are wrong"
+
+
+def test_a_record_of_fractions_is_read_by_the_reward_of_the_stage():
+    """Fractions that a stage with reward.binary took for wrong have variance in the next one."""
+    group = train_rl.Group(0, 0, [make_completion(1)] * 8, [Verdict(i / 10, "wrong") for i in range(1, 9)])
+    history = no_history(1)
+    history.update([group.outcome(True)], 0, 0.5)
+    assert skip_prob(history, 0, 1, config_of(history=True, reward__binary=True)) > 0.8
+    assert skip_prob(history, 0, 1, config_of(history=True)) < 0.01
+    probe = train_rl.Group(0, 0, [make_completion(1)] * 4, [Verdict(0.0, "wrong")] * 4)
+    after = lambda binary: history.zero_variance_after(probe.outcome(binary), 8, 0.2, binary)
+    assert after(True) > 0.9 > after(False)
 
 
 # ---- the description, written a second time ----------------------------------------------------------------
@@ -1354,8 +1382,8 @@ def test_a_record_of_fractions_counts_what_is_right_and_what_is_wrong_as_a_whole
     assert skip_prob(history, 0, 1, config) == pytest.approx(sum(beta))
     prior = config.zero_variance.prior
     same_fraction = dense_group([0.5] * 4, 1)
-    assert not same_fraction.has_variance and history.zero_variance_after(same_fraction, 8, prior) == 0
-    assert history.zero_variance_after(dense_group([0.0] * 4, 1), 8, prior) > 0.5
+    assert not same_fraction.has_variance and history.zero_variance_after(same_fraction, 8, prior, False) == 0
+    assert history.zero_variance_after(dense_group([0.0] * 4, 1), 8, prior, False) > 0.5
     history.update([dense_group([0.9] * 8, 2)], step=0, decay=0.1)
     assert skip_prob(history, 2, 1, config) < 0.01, "neither all right nor all wrong"
     of_old = {name: value for name, value in vars(no_history(1)).items() if name != "unsolved"}

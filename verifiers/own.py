@@ -119,7 +119,7 @@ def check_score(result) -> float:
         score = None
     if score is None or not -ROUNDING <= score <= 1 + ROUNDING:
         raise ValueError(f"it gave {printable(repr(result))}, not a number in [0, 1]")
-    return 1.0 if score >= 1 - ROUNDING else max(0.0, score)
+    return 1.0 if score >= 1 - ROUNDING else 0.0 if score <= ROUNDING else score
 
 
 def explain(error: Exception) -> str:
