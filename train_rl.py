@@ -2228,7 +2228,7 @@ def check_model(config: Config, hf_config) -> None:
     if context > hf_config.max_position_embeddings:
         raise ValueError(
             "rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval, each the largest of "
-            f"all stages, is {context}, the model's context {hf_config.max_position_embeddings}: lower one"
+            f"all stages, is {context}, the model's context is {hf_config.max_position_embeddings}"
         )
     width = hf_config.num_attention_heads * moe_model.head_dim(hf_config)
     sizes = {"hidden size": hf_config.hidden_size, "heads x head size": width}
