@@ -132,7 +132,7 @@ class PackedSequences:
     predictor_index: Tensor  # [N] int64, place in [T] whose output predicts target n
     target_ids: Tensor  # [N] int64, the completion tokens, sequence after sequence
     repeats: tuple[tuple[Tensor, Tensor], ...] = ()  # (token in [T], its other place in the grid) if shared
-    kept: Tensor | None = None  # [T] int64, place of each token if nothing were shared; None: nothing is
+    kept: Tensor | None = None  # [T] int64, its place if no prompt were shared; None where none is
     spread: Tensor | None = None  # [sum of p + c - 1] int64, the token in [T] of each such place
 
 

@@ -142,6 +142,11 @@ class Verdict:
     detail: str = ""  # the reason of a timeout or an error, at most 200 printable characters
     parts: dict[str, float] = field(default_factory=dict, hash=False)  # {kind: its own reward} of a sum
 
+    @property
+    def failed(self) -> bool:
+        """Tell whether nothing is known of the completion: its verifier timed out or raised."""
+        return self.status in FAILED
+
 
 def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     r"""Score one completion against the reference answer, in this process and without a time limit.
@@ -177,7 +182,7 @@ async def _verify(kind: str, completion: str, answer: str, fields: dict) -> Verd
         return verdicts.popitem()[1]
     rewards = {part: verdict.reward for part, verdict in verdicts.items()}
     for part, verdict in verdicts.items():
-        if verdict.status in FAILED:
+        if verdict.failed:
             return Verdict(0.0, verdict.status, f"{part}: {verdict.detail}"[:200], rewards)
     weights = [weight for weight, _ in parts_of(kind)]
     mean = sum(map(operator.mul, weights, rewards.values())) / sum(weights)
@@ -911,7 +916,7 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
         fields = {} if part in RULES else rows[indices[0]][2]
         pool.submit(key, part, completion.get(part, answer), answer, fields)
     for key, verdict in pool.collect().items():
-        if verdict.status in FAILED or (verdict.status != "ok" and key[0] in RULES):
+        if verdict.failed or (verdict.status != "ok" and key[0] in RULES):
             reason = verdict.detail or f"{key[0]} does not find it equal to itself"
             reasons |= dict.fromkeys(asked[key], f"{key[1][:80]!r}: {verdict.status}: {reason}")
     pool.latencies = []  # no training has begun
@@ -943,7 +948,7 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardS
         verdicts = pool.collect()
     for name, verdict in verdicts.items():
         answer, _ = first.get(names[name], rows[0][1:])
-        if verdict.status in FAILED:
+        if verdict.failed:
             raise ValueError(
                 f"reward function {name}: {verdict.detail}. It was called with the reference answer "
                 f"{answer[:80]!r} as the completion"

@@ -385,7 +385,7 @@ class RolloutEngine:
     def check_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Compare what the engine holds with the tensors of the last sync, by checksum in its own dtype.
 
-        The engine's weights are awake. RuntimeError names what differs. What vLLM holds in FP8
+        Call it while the engine's weights are awake. RuntimeError names what differs. What vLLM holds in FP8
         or splits over ranks is left out: the parity of log-probabilities alone proves it.
         """
         tensors = quantise_for_engine(named_tensors, self.settings.fp8, self.settings.simulate_format)

@@ -43,7 +43,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Annotated, Literal, NamedTuple
 
-from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, one_line, run
+from runtime.launch import Signals, Stopped, check_gpus, die_with_torchrun, leave, run
 
 if __name__ == "__main__":  # before the imports that take seconds
     die_with_torchrun()
@@ -121,6 +121,7 @@ from runtime.checks import (
     mismatch_gate,
     refuse_nonfinite_rewards,
     refuse_nonfinite_weights,
+    say,
 )
 from runtime.config import (
     Section,
@@ -389,6 +390,11 @@ class TrainSettings(Section):
     )
     seed: int = setting(0, "seed of prompt order and sampling", ge=0, lt=2**32)
 
+    @property
+    def num_updates(self) -> int:
+        """Return the updates of a step: minibatches, times passes over them."""
+        return self.minibatches_per_step * self.passes_per_rollout
+
 
 class EvalSettings(Section):
     """When and how held-out sets are evaluated."""
@@ -593,7 +599,7 @@ def config_warnings(config: Config) -> list[str]:
             f"algorithm.loss_agg 'token_group_mean' without entropy groups (algorithm.ratio_level "
             f"{algo.ratio_level!r}) is the mean over tokens"
         )
-    num_updates = config.train.minibatches_per_step * config.train.passes_per_rollout
+    num_updates = config.train.num_updates
     if algo.router_replay == "r2" and num_updates == 1:
         warnings.append(
             "algorithm.router_replay 'r2' with train.minibatches_per_step 1 changes nothing: the only update "
@@ -698,7 +704,7 @@ class Group:
 
     def outcome(self, binary: bool) -> "GroupOutcome":
         """Sum up the group for the other ranks."""
-        valid = [v for v in self.verdicts if v.status not in ("timeout", "error")]
+        valid = [v for v in self.verdicts if not v.failed]
         scores = [score_of(v, binary) for v in valid]
         return GroupOutcome(
             slot=self.slot,
@@ -744,7 +750,8 @@ def choose_prompts(
     """Return the next prompts that their record does not rule out, and how many were offered for them.
 
     This is stage 1b. After a full epoch of offers skipping is switched off, so that the loop always ends.
-    offers: the prompts of the stage, None for all alike; first: of `consumed` those before its stream began.
+    offers: the prompts of the stage, None for all alike; first: how many of `consumed` were offered before
+    the stream of this stage's prompts began.
     """
     offers = offers or Offers(range(len(history.tried)))
     zero, chosen, offered, set_size = config.zero_variance, [], 0, len(offers.indices)
@@ -906,7 +913,7 @@ class Rollouts:
         """
         rank, world_size = dist.get_rank(), dist.get_world_size()
         costs = self.verdict_costs()
-        work_of = lambda group: costs.get(self.prompts[group.prompt_index].kind, (0.0, 0.0))[1]
+        work_of = lambda group: costs[self.prompts[group.prompt_index].kind][1]
         tokens = [len(samples) * (group.expected_tokens or 1.0) for group, samples in jobs]
         work = [len(samples) * work_of(group) for group, samples in jobs]
         load = [[0.0, 0.0] for _ in range(world_size)]
@@ -937,7 +944,8 @@ class Rollouts:
                 group=group.slot,
                 expected_tokens=group.expected_tokens,
                 guessed=group.guessed,
-                **dict(zip(("latency_tokens", "work_tokens"), costs.get(prompt.kind, ()))),
+                latency_tokens=costs[prompt.kind][0],
+                work_tokens=costs[prompt.kind][1],
             )
             for (group, sample), prompt in zip(samples_of(jobs), prompts)
         ]
@@ -946,12 +954,13 @@ class Rollouts:
     def verdict_costs(self) -> dict[str, tuple[float, float]]:
         """Return latency_tokens and work_tokens of a verdict by kind, the means over ranks. Collective.
 
-        A rank that has not met a kind has no part in its mean. {}: verdicts do not count
-        (rollout.count_reward_time).
+        A rank that has not met a kind has no part in its mean. A kind that no rank has met costs 0, and so do
+        all without rollout.count_reward_time.
         """
         settings, pool, engine = self.config.rollout, self.pool, self.engine
+        costs = defaultdict(lambda: (0.0, 0.0))
         if not settings.count_reward_time or settings.schedule == "arrival":
-            return {}
+            return costs
         rate = engine.tokens_per_second / settings.tensor_parallel
         own = {
             kind: verdict_tokens(seconds, engine.seconds_per_step, rate, pool.at_once(kind))
@@ -959,9 +968,10 @@ class Rollouts:
         }
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
-        of_kind = lambda kind: [costs[kind] for costs in everyone if kind in costs]
-        kinds = sorted(set().union(*everyone))
-        return {kind: tuple(map(statistics.fmean, zip(*of_kind(kind)))) for kind in kinds}
+        for kind in sorted(set().union(*everyone)):
+            of_ranks = [of_rank[kind] for of_rank in everyone if kind in of_rank]
+            costs[kind] = tuple(map(statistics.fmean, zip(*of_ranks)))
+        return costs
 
     def generate(
         self, requests: list[Request], prompts: list[Prompt], version: int, label: str
@@ -997,7 +1007,7 @@ class Rollouts:
         return completions, [verdicts[index] for index in range(len(requests))]
 
     def submit(self, key: Hashable, prompt: Prompt, completion: Completion) -> None:
-        """Hand a completion to the reward workers, where reward.decode says as text or as tokens."""
+        """Hand a completion to the reward workers as tokens, or with reward.decode engine as text."""
         match self.config.reward.decode:
             case "workers":
                 text = completion.token_ids
@@ -1161,7 +1171,7 @@ def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config
 
 def has_verdict(verdicts: list[Verdict]) -> Tensor:
     """Return [B] bool, False where the verifier timed out or failed."""
-    return torch.tensor([v.status not in ("timeout", "error") for v in verdicts], dtype=torch.bool)
+    return torch.tensor([not v.failed for v in verdicts], dtype=torch.bool)
 
 
 def sum_over_ranks(*values: float) -> list[float]:
@@ -1709,11 +1719,8 @@ def token_gain(
         case "soft":
             tau = torch.where(advantages > 0, *map(ratio.new_tensor, algorithm.soft_temperatures))
             gain = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantages
-        case "total_variation":
-            clipped = moved_too_far(logprobs, old_logprobs, advantages, "total_variation", algorithm)
-            gain = capped * advantages * logprobs * ~clipped
-        case "binary_kl":
-            clipped = moved_too_far(logprobs, old_logprobs, advantages, "binary_kl", algorithm)
+        case "total_variation" | "binary_kl" as distance:
+            clipped = moved_too_far(logprobs, old_logprobs, advantages, distance, algorithm)
             gain = capped * advantages * logprobs * ~clipped
         case "gamma":
             gain = sequence_gamma(log_ratio, advantages, mask, algorithm) * advantages * logprobs
@@ -1893,7 +1900,7 @@ def forward_batch(
 
 def needs_old_pass(config: Config) -> bool:
     """Tell whether the update needs old log-probabilities or entropies before its own forward gives them."""
-    num_updates = config.train.minibatches_per_step * config.train.passes_per_rollout
+    num_updates = config.train.num_updates
     is_off_policy = num_updates > 1 and config.algorithm.old_policy == "trainer"
     selects_tokens = config.algorithm.top_entropy < 1 or config.algorithm.covariance_share > 0
     return config.zero_variance.rl_zvp or is_off_policy or selects_tokens
@@ -2158,7 +2165,7 @@ def evaluation_metrics(
             sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
         num_tokens = sum(len(c.token_ids) for c in completions[part])
         sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(own))
-        failed = sum(v.status in ("timeout", "error") for v in own)
+        failed = sum(v.failed for v in own)
         sums[f"eval/{name}/failed_frac"] = (failed, len(own))
     return reduce_metrics(sums)
 
@@ -2200,12 +2207,6 @@ class Run:
         """Return when the stage ends; never by a rule of its own where there are no stages."""
         stages = self.given.stages
         return stages[self.state.stage.number].until if stages else HandOver()
-
-
-def say(line: str) -> None:
-    """Print a line on rank 0, above the progress bar."""
-    if dist.get_rank() == 0:
-        tqdm.write(one_line(line))
 
 
 def check_ranks(config: Config, world_size: int) -> None:
@@ -2418,7 +2419,7 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
 
 
 def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
-    """Return the bytes of the trainer on a GPU, by part; a row longer than a micro-batch goes alone.
+    """Return the bytes of the trainer on a GPU, by part; a forward holds at least one row of full length.
 
     train.share_prompts saves nothing of the largest micro-batch, whose rows may have the shortest prompts.
     """

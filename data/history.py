@@ -35,7 +35,7 @@ class PromptHistory:
     mean_tokens: Tensor  # [prompts] float64, length of completions at the last visit, 0: not known
     last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled
     streak: Tensor | None = None  # [prompts] int64, latest visits in a row all right; below 0: all wrong
-    explore: Tensor | None = None  # [2] float64, GRESO's exploration of prompts all right, and all wrong
+    explore: Tensor | None = None  # [2] float64, GRESO's p_e of prompts that were all right, and all wrong
     unsolved: Tensor | None = None  # [prompts] float64, as solved, of completions with no part right
 
     def __post_init__(self):

@@ -49,7 +49,7 @@ KNOWN_COLUMNS = {
     "kind": ("kind",),
     "difficulty": ("difficulty",),
 }
-# A verifier gets something else by these names than the columns that may be called so.
+# Columns of these names are not handed to a verifier, which gets values of its own by them.
 NOT_PASSED_ON = ("kind", "completion", "answer", "prompt", "messages")
 LATEX_WORDS = set(  # commands with which LaTeX in a template may begin after its backslash
     "nabla ne neq newline newpage ngeq ni nleq nmid noindent not notin nsubseteq nu tag tan tanh tau tbinom "

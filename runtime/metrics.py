@@ -1,7 +1,7 @@
 """Measure a step: (sum, count) pairs on each rank, reduced once a step, written once.
 
 docs/metrics.md lists names, estimators and units. A name that ends in _total is a sum over ranks, one that
-ends in _max a maximum; all others are means over what they count.
+ends in _max a maximum, _p99 a quantile, _hist a histogram; all others are means over what they count.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def rollout_metrics(
     lengths = [len(c.token_ids) for c in completions]
     statuses, num = Counter(v.status for v in verdicts), len(verdicts)
     of_part = defaultdict(list)
-    valid = [v for v in verdicts if v.status not in ("timeout", "error")]
+    valid = [v for v in verdicts if not v.failed]
     for part, reward in (item for v in valid for item in v.parts.items()):
         of_part[part].append(reward)
     routes = [c.routed_experts for c in completions if c.routed_experts is not None]

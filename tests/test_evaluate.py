@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 from conftest import ROOT
 
 from experiments import evaluate as evaluate_py
@@ -37,6 +38,7 @@ from experiments.evaluate import (
     refuse_overwriting,
     samples_page,
     table_text,
+    training_warnings,
     values_of_k,
 )
 from experiments.page.build import (
@@ -441,12 +443,28 @@ def test_options_become_settings_and_settings_go_before_them():
         settings_of("--data", "{path: a.jsonl")
     with pytest.raises(ValueError, match="--columns prompt: expected {name: value"):
         settings_of("--data", "a.jsonl", "--columns", "prompt")
-    with pytest.raises(ValueError, match="rollout.temperature: input should be greater than 0"):
+    with pytest.raises(ValueError, match="rollout.temperature: input should be .* or equal to 0.01"):
         settings_of("--data", "a.jsonl", "--temperature", "0")
     with pytest.raises(ValueError, match="--max-new-tokens 512 leaves no room for a prompt in the .* of 512"):
         settings_of("--data", "a.jsonl")
     with pytest.raises(ValueError, match="exceed the model's context of 512 tokens"):
         settings_of("--data", "a.jsonl", "--max-new-tokens", "100", "rollout.max_prompt_tokens=500")
+
+
+def test_prompts_and_ends_unlike_those_of_the_run_are_warned_of(tmp_path):
+    from train_rl import load_config
+
+    trained = load_config(["data.train=[{path: x}]", "data.system_prompt=Be brief.", 'rollout.stop=["\\n"]'])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(trained.model_dump(mode="json")))
+    options = ("--data", "a.jsonl", "--max-new-tokens", "9")
+    same = (*options, "--system-prompt", "Be brief.", 'rollout.stop=["\\n"]')
+    for place in (".", "model", "checkpoints/step_000004", "checkpoints/step_000004/model"):
+        assert training_warnings(tmp_path / place, settings_of(*same)) == []
+        (warning,) = training_warnings(tmp_path / place, settings_of(*same[:-1]))
+        assert r"rollout.stop was ['\n'] and is []" in warning and "system_prompt" not in warning
+    (tmp_path / "config.yaml").write_text("name: of another program\n")
+    assert training_warnings(tmp_path, settings_of(*options)) == []
+    assert training_warnings(tmp_path / "a/b/c/d", settings_of(*options)) == []
 
 
 def test_completions_lie_beside_the_figures(tmp_path):

@@ -139,7 +139,7 @@ def test_any_file_of_rows_is_read_or_refused_by_its_name(read, rows, seed, tmp_p
 # ---- what a resumed run reads ------------------------------------------------------------------------------
 def test_any_metrics_lose_their_bad_lines_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "save_source", lambda folder: {})
-    monkeypatch.setattr(checkpoint.importlib.metadata, "distributions", lambda: [])
+    monkeypatch.setattr(checkpoint, "versions_of", dict)
     config, file, rng = make_config(f"run.dir={tmp_path}"), tmp_path / "metrics.jsonl", random.Random("rows")
     good = [{"step": step, "score": 0.5, "name": "x" * step} for step in range(1, 6)]
     for _ in range(40):
