@@ -96,6 +96,7 @@ RECORDED = (  # patterns of the metrics of a step that are kept where they are t
     INVERSION, "score", "reward", "verdict/ok_frac", "completion_tokens", "abs_dlogp", "mismatch_k3",
     "mismatch_routes", "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps",
     "entropy/entropy_group_*", "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
+    "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of moving sums and means
 TRAINING = "train/"  # before the name of a metric of the steps
