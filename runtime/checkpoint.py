@@ -487,7 +487,7 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
 
 
 def state_of(record: dict, config) -> TrainState:
-    """Return the counters of a checkpoint; if the stages have changed (resume=weights), its stage begins."""
+    """Return the counters of a checkpoint; those of its stage begin anew if the stages have changed."""
     state, stages = TrainState(**record["state"]), config.model_dump(mode="json")["stages"]
     if complete(type(config), record["config"])["stages"] != stages:
         state.stage = StagePosition(state.stage.number, first_prompt=state.stage.first_prompt)

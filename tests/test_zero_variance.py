@@ -277,11 +277,11 @@ def test_a_sum_of_kinds_is_right_as_a_whole_if_all_its_parts_are():
     group = train_rl.Group(0, 0, [make_completion(1)] * 4, verdicts)
     for binary in (False, True):
         assert (group.outcome(binary).solved, group.outcome(binary).unsolved) == (1, 1)
-    first_right, config = train_rl.Group(0, 0, [make_completion(1)] * 8, [Verdict(0.8, "ok")] * 8), None
+    first_right = train_rl.Group(0, 0, [make_completion(1)] * 8, [Verdict(0.8, "ok")] * 8)
     for binary, expected in ((False, 0.01), (True, 0.868)):
         config, history = config_of(history=True, reward__binary=binary), no_history(1)
         history.update([first_right.outcome(binary)], 0, 0.5)
-        assert skip_prob(history, 0, 1, config) == pytest.approx(expected, abs=0.01), "all of them are wrong"
+        assert skip_prob(history, 0, 1, config) == pytest.approx(expected, abs=0.01)
 
 
 def test_a_record_of_fractions_is_read_by_the_reward_of_the_stage():
