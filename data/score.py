@@ -365,6 +365,7 @@ def settings_behind(args: argparse.Namespace) -> tuple[RewardSettings, list[str]
 
 def main(args: argparse.Namespace) -> None:
     """Score all prompts that the output does not hold yet, and print a summary of the file."""
+    join_ranks()
     prompts, prompt_ids, tokenizer, notes = read_prompts(args)
     shas = [prompt_sha(prompt) for prompt in prompts]
     header = {"model": f"{args.model.resolve().name} {model_digest(args.model)}"}
@@ -373,7 +374,6 @@ def main(args: argparse.Namespace) -> None:
     header["kinds"] = sorted({prompt.kind for prompt in prompts})
     header |= {"stop": args.stop, "reward": {name: getattr(args.reward, name) for name in VERDICT_SETTINGS}}
 
-    join_ranks()
     rows, file = open_output(args.output, header, shas) if dist.get_rank() == 0 else ([], None)
     num_done = from_rank_0(len(rows))
     if num_done < len(prompts):

@@ -93,3 +93,12 @@ def test_runs_are_added_to_a_file(runs, tmp_path, monkeypatch, capsys):
         window.main()
     assert f"{more}: espo at 0.001, seed 101, is there twice" in capsys.readouterr().err
     assert json.loads(file.read_text()) == after
+
+
+def test_a_run_without_the_longer_chains_is_named(runs, monkeypatch, capsys):
+    log = runs / "0.001" / "espo" / "seed_100" / "metrics.jsonl"
+    log.write_text(log.read_text().replace("eval/longer/", "eval/other/"))
+    monkeypatch.setattr(sys, "argv", ["window", str(runs)])
+    with pytest.raises(SystemExit):
+        window.main()
+    assert f"{log.parent}: no evaluation on a set `longer`" in capsys.readouterr().err

@@ -31,6 +31,8 @@ def read_window(folder: Path) -> list[dict]:
     for rate in sorted(path for path in folder.iterdir() if path.is_dir()):
         for run in read_folder(rate, None, "chains/avg_at_4")[0]:
             evaluations, settings = run.record["evaluations"], (run.folder / "config.yaml").read_text()
+            if "eval/longer/avg_at_4" not in evaluations:
+                raise ValueError(f"{run.folder}: no evaluation on a set `longer`, as the environment has it")
             last = {name: run.steps[name][-LAST_STEPS:] for name in ("entropy", "clipped")}
             found.append({
                 "row": run.record["row"], "seed": run.record["seed"],
