@@ -62,7 +62,7 @@ def small_recipe(tmp_path_factory) -> Path:
 def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     options = ("--repeats", 1, "--steps", 6, "--json", tmp_path / "step.json")
     copy = changed_trainer(tmp_path, '"sync_bytes": report.num_bytes,', '"sync_bytes": 12345678,')
-    settings = ("rollout.prompts_per_step=4", "--workloads", "256 new tokens")
+    settings = ("rollout.prompts_per_step=4", "rollout.max_new_tokens=96", "--workloads", "256 new tokens")
     done = bench("step", *options, "--script", copy, *settings)
     assert "| bytes per sync | 12,345,678 |" in done.stdout
     ((name, workload),) = json.loads((tmp_path / "step.json").read_text()).items()
@@ -73,7 +73,7 @@ def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
         (row,) = re.findall(rf"^\| {phase} \|(.*)\|$", done.stdout, re.M)
         assert f"{workload[phase]['median']:.3f}" in row
     tokens = workload["tokens_per_s"]["median"] * workload["step"]["median"]
-    assert 0.75 * 32 * 256 < tokens <= 32 * 256 + 1, "most of 4 x 8 completions are cut at 256"
+    assert 0.75 * 32 * 96 < tokens <= 32 * 96 + 1, "most of 4 x 8 completions are cut at the setting"
 
 
 @pytest.mark.slow(process="others")

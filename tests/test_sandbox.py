@@ -142,7 +142,7 @@ def test_a_program_does_not_get_out(isolation, name, tmp_path, monkeypatch):
     other.kill()
     other.wait()
     assert re.fullmatch(expected, result.reason or result.stdout.strip()), result
-    assert seconds < SMALL.wall_s + 0.6 and is_alive
+    assert seconds < SMALL.wall_s + 3 and is_alive  # a busy machine takes its time; a program left alone, 9 s
     assert not [place for place in (ROOT, Path.home(), Path("/dev/shm")) if (place / "new").exists()]
 
 
@@ -295,13 +295,17 @@ run_program("while True: pass", "", Limits(wall_s=60), {isolation!r})
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert [worker.stdout.readline() for _ in range(2)] == ["MemoryError\n", "looping\n"]
+    deadline = time.monotonic() + 10
+    while len(psutil.Process(worker.pid).children(recursive=True)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     time.sleep(0.15)
     inside = psutil.Process(worker.pid).children(recursive=True)
     assert len(inside) >= 2
     worker.kill()
     worker.wait()
     worker.stdout.close()
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 10
     while any(lives(process) for process in inside):
         assert time.monotonic() < deadline
         time.sleep(0.01)
