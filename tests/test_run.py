@@ -6,6 +6,7 @@ A start takes seconds, so tests share runs, and go on from copies of them, where
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -509,11 +510,12 @@ def test_code_in_training_data_is_refused_and_the_message_comes_last_under_torch
     done = train(*SMALL, f"data.train=[{{path: {code}}}]", f"run.dir={tmp_path / 'run'}", start=torchrun)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    message = f"error on rank 0: {code}: row 2: kind 'timeit:timeit' would run code"
-    assert lines[0].startswith(message)
-    assert lines[-1].startswith("=====") and lines[-2].split(" : ", 1)[1].startswith(message)
-    stack = tmp_path / "run" / "error_rank_0.txt"
-    assert f"the stack is in {stack}" in lines[-2] and "Traceback" in stack.read_text()
+    message = f"{code}: row 2: kind 'timeit:timeit' would run code"
+    assert lines[0].startswith(f"error on rank 0: {message}")
+    rank, said = re.search(r" : error on rank ([01]): (.*)", lines[-2]).groups()  # torchrun names the first
+    assert lines[-1].startswith("=====") and said.startswith(message)
+    stack = tmp_path / "run" / f"error_rank_{rank}.txt"
+    assert f"the stack is in {stack}" in said and "Traceback" in stack.read_text()
     assert not trace.exists()
 
 
