@@ -373,6 +373,7 @@ ASYNC_CALLS = 64
 # A child that is silent for this long past the limit did not even stop at its own timer: it is killed.
 START_GRACE_S = 120.0  # while it starts, or imports what a kind needs
 GRACE_S = 5.0
+LOOK_S = 0.1  # between looks at workers that say nothing
 STOP_S = 5.0  # a guard ends all processes of its worker in a few hundredths of this
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
 MAX_REPLY_BYTES = 1 << 20
@@ -413,6 +414,7 @@ class _Worker:
         return bool(self.sent) and not _is_rule(self.current().kind)
 
 
+@functools.cache
 def _is_rule(kind: str) -> bool:
     return all(part in RULES for _, part in parts_of(kind))
 
@@ -462,6 +464,7 @@ class RewardPool(contextlib.AbstractContextManager):
                 file.write(tokenizer)
         self._rules, self._slow = deque(), deque()  # items that are not yet sent
         self._verdicts: dict[Hashable, Verdict | None] = {}  # in submit order; None while outstanding
+        self._look_at = 0.0  # when all workers are looked at again, of time.monotonic()
         self._workers = [self._start() for _ in range(num_workers)]
 
     def at_once(self, kind: str) -> int:
@@ -485,7 +488,7 @@ class RewardPool(contextlib.AbstractContextManager):
         if isinstance(completion, list) and self._tokenizer is None:
             raise ValueError("token ids need a pool with a tokenizer")
         while self.poll() >= self.max_backlog:
-            self._wait()
+            self._ready(1000)
         self._verdicts[key] = None
         queue = self._rules if _is_rule(kind) else self._slow
         queue.append(_Item(key, kind, completion, answer, fields or {}))
@@ -493,8 +496,12 @@ class RewardPool(contextlib.AbstractContextManager):
 
     def poll(self) -> int:
         """Move what the pipes take and hold, without waiting; return how many items still lack a verdict."""
-        self._send()  # first, so that nobody is called silent who waited for the rest of a long item
-        for worker in list(self._workers):
+        workers = self._ready(0)
+        if time.monotonic() >= self._look_at:  # also at those that say nothing, or ended and leave a pipe open
+            self._look_at = time.monotonic() + LOOK_S
+            self._send()  # first, so that nobody is called silent who waited for the rest of a long item
+            workers = list(self._workers)
+        for worker in workers:
             self._receive(worker)
         self._send()
         sent = sum(len(line) for worker in self._workers for line in worker.sent)
@@ -503,7 +510,7 @@ class RewardPool(contextlib.AbstractContextManager):
     def collect(self) -> dict[Hashable, Verdict]:
         """Wait for all items submitted since the last collect; return their verdicts, in submit order."""
         while self.poll():
-            self._wait()
+            self._ready(1000)
         verdicts, self._verdicts = self._verdicts, {}
         return verdicts
 
@@ -526,14 +533,15 @@ class RewardPool(contextlib.AbstractContextManager):
     def __exit__(self, *exc_info) -> None:
         self.close()
 
-    def _wait(self) -> None:
-        """Wait until a pipe moves, at most a second: then poll looks for silent workers."""
-        poller = select.poll()  # select.select refuses file descriptors above 1023
+    def _ready(self, wait_ms: int) -> list[_Worker]:
+        """Return the workers with something to read, after waiting at most so long until any pipe moves."""
+        poller, readers = select.poll(), {}  # select.select refuses file descriptors above 1023
         for worker in self._workers:
+            readers[worker.process.stdout.fileno()] = worker
             poller.register(worker.process.stdout, select.POLLIN)
             if worker.unwritten:
                 poller.register(worker.process.stdin, select.POLLOUT)
-        poller.poll(1000)  # ms
+        return [readers[pipe] for pipe, _ in poller.poll(wait_ms) if pipe in readers]
 
     def _start(self) -> _Worker:
         # No LD_PRELOAD, no PYTHON* switches of the caller. sympy's order of terms can follow the hash seed.
