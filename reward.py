@@ -497,7 +497,7 @@ class RewardPool(contextlib.AbstractContextManager):
     def poll(self) -> int:
         """Move what the pipes take and hold, without waiting; return how many items still lack a verdict."""
         workers = self._ready(0)
-        if time.monotonic() >= self._look_at:  # also at those that say nothing, or ended and leave a pipe open
+        if time.monotonic() >= self._look_at:  # the silent ones too, and who has ended with its pipe open
             self._look_at = time.monotonic() + LOOK_S
             self._send()  # first, so that nobody is called silent who waited for the rest of a long item
             workers = list(self._workers)

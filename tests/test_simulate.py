@@ -282,7 +282,7 @@ def bench_file(tmp_path):
         for schedule, overlap, decode, counts in product(SCHEDULES, (True, False), PLACES, (True, False))
     ]  # fmt: skip
     model = {name: value for name, value in asdict(engine).items() if name != "sibling_prefill"}
-    case = {"ratio": 0.5, "recipe": asdict(workload.recipe), "rows": rows}
+    case = {"ratio": 0.5, "recipes": [asdict(workload.recipe)], "rows": rows}
     record = {"engine": model, "cases": [case]}
     (tmp_path / "bench.json").write_text(json.dumps(record))
     return tmp_path / "bench.json", record
@@ -330,12 +330,17 @@ def test_fit_prints_measured_and_simulated_seconds(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize(
     "where, name",
-    [("engine", "c"), ("cases[0]", "ratio"), ("cases[0].recipe", "seed"), ("cases[0].rows[1]", "overlap")],
+    [
+        ("engine", "c"),
+        ("cases[0]", "ratio"),
+        ("cases[0].recipes[0]", "seed"),
+        ("cases[0].rows[1]", "overlap"),
+    ],
 )
 def test_fit_names_what_is_missing(tmp_path, monkeypatch, capsys, where, name):
     path, record = bench_file(tmp_path)
     case = record["cases"][0]
-    parts = {"engine": record["engine"], "cases[0]": case, "cases[0].recipe": case["recipe"]}
+    parts = {"engine": record["engine"], "cases[0]": case, "cases[0].recipes[0]": case["recipes"][0]}
     (parts | {"cases[0].rows[1]": case["rows"][1]})[where].pop(name)
     path.write_text(json.dumps(record))
     with pytest.raises(SystemExit) as exit:
@@ -345,7 +350,7 @@ def test_fit_names_what_is_missing(tmp_path, monkeypatch, capsys, where, name):
 
 def test_fit_names_a_field_that_no_recipe_has(tmp_path, monkeypatch, capsys):
     path, record = bench_file(tmp_path)
-    record["cases"][0]["recipe"]["sede"] = 1
+    record["cases"][0]["recipes"][0]["sede"] = 1
     path.write_text(json.dumps(record))
     with pytest.raises(SystemExit) as exit:
         run_main(monkeypatch, capsys, "--fit", path)

@@ -1,22 +1,23 @@
 """Measure what overlapped rewards and length-aware scheduling save in a rollout.
 
-    python -m experiments.bench.rollout                       # two ranks, tiny MoE, three rounds of all rows
+    python -m experiments.bench.rollout                       # two ranks, tiny MoE, five rounds of all rows
     python -m experiments.bench.rollout --json rollout.json --plot rollout.png
     python -m experiments.bench.rollout --script changed.py   # with a changed copy of train_rl.py
 
-The workload is fixed and heavy-tailed (experiments.bench.workload): the length of every completion is given,
-so that all rows do the same work, and sampling is greedy, so that it can be checked that all rows give the
-same completions and rewards. Rewards are stated at the engine's own pace, for machines differ: the ratio is
-the seconds of a reward worker over those of an engine at its best rate. At 0 a rule scores all prompts; else
-a function that sleeps, as long as a sandbox or a remote judge would take, scores half of them. Engine, reward
-workers and Rollouts are those of training; there is no update in between.
+The workload is heavy-tailed (experiments.bench.workload): the length of every completion is given, so that
+all rows of a round do the same work, and sampling is greedy, so that it can be checked that they give the
+same completions and rewards. Each round has lengths of its own, by the next seed. Rewards are stated at the
+engine's own pace, for machines differ: the ratio is the seconds of a reward worker over those of an engine at
+its best rate. At 0 a rule scores all prompts; else a function that sleeps, as long as a sandbox or a remote
+judge would take, scores half of them. Engine, reward workers and Rollouts are those of training; there is no
+update in between.
 
-Rows take turns within a round; ratios of rows are taken within a round, and the table shows medians over
-rounds. Each row of the stack adds to the one before; contrasts differ from the whole stack in one thing.
-bubble = 1 - sum(busy) / (ranks x makespan), busy being the seconds in which an engine has something to
-generate. bound = max(all work / ranks, longest completion alone with its reward, all rewards / workers): work
-is a completion's tokens at the engine's best rate, by the cost of a step t(b) = a + c b with b sequences,
-fitted in the same run.
+Rows take turns within a round; ratios, of rows and over the bound, are taken within a round, and the table
+shows medians over rounds. Each row of the stack adds to the one before; contrasts differ from the whole stack
+in one thing. bubble = 1 - sum(busy) / (ranks x makespan), busy being the seconds in which an engine has
+something to generate. bound = max(all work / ranks, longest completion alone with its reward, all rewards /
+workers): work is a completion's tokens at the engine's best rate, by the cost of a step t(b) = a + c b with b
+sequences, fitted to the very run that the bound stands beside: the machine's pace drifts.
 """
 
 import dataclasses
@@ -193,9 +194,9 @@ class Rank:
         history = PromptHistory.from_offline([None] * recipe.num_prompts, recipe.group_size)
         self.pool.seconds.clear()
         found = {"seconds": [], "busy": [], "digest": [], "latencies": []}
+        self.steps.clear()
         while state.step < recipe.num_steps:
             dist.barrier()
-            self.steps.clear()
             start = time.perf_counter()
             groups, outcomes, _ = rollouts.sample_step(state, history)
             found["seconds"].append(time.perf_counter() - start)  # the slowest rank has its last verdict
@@ -209,17 +210,17 @@ class Rank:
             found["digest"].append(hashlib.sha256(repr(results).encode()).hexdigest())
             history.update(list(outcomes.values()), state.step, rollouts.config.zero_variance.history_decay)
             state.step += 1
-        return found
+        return found | {"engine": fit_engine(self.steps, recipe.prompt_tokens)}
 
     def calibrate(self) -> dict[str, float]:
-        """Return the cost of an engine's step, fitted over all ranks. Collective."""
+        """Return the cost of an engine's step, the mean over ranks. Collective."""
         import torch.distributed as dist
 
         for _ in range(2):  # the first is a warm-up
-            self.run(*list(STACK.values())[-1])
+            found = self.run(*list(STACK.values())[-1])
         everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.steps)
-        return fit_engine(sum(everyone, []), self.workload.recipe.prompt_tokens) | {"slots": self.slots}
+        dist.all_gather_object(everyone, found["engine"])
+        return mean_engine(everyone) | {"slots": self.slots}
 
 
 def work(args) -> None:
@@ -231,21 +232,21 @@ def work(args) -> None:
     rank = Rank(load_trainer(args.script), recipe, args.slots, args.workers, args.model)
     rank.take(Workload.make(recipe_at(0.0, recipe, {}, args.workers)))
     engine = rank.calibrate()
-    workloads = [Workload.make(recipe_at(ratio, recipe, engine, args.workers)) for ratio in args.ratios]
-    steps, rounds = [], [[] for _ in workloads]  # for each workload {row: what was found} by round
-    total = args.repeats * len(ROWS) * len(workloads)
+    cases = [{"recipes": [], "rounds": []} for _ in args.ratios]  # a recipe and {row: found} of each round
+    total = args.repeats * len(ROWS) * len(cases)
     progress = tqdm(total=total, desc="bench", unit="row", disable=dist.get_rank() > 0)
     for repeat in range(args.repeats):
         names = list(ROWS)[repeat % len(ROWS) :] + list(ROWS)[: repeat % len(ROWS)]
-        for workload, found in zip(workloads, rounds):
+        of_round = dataclasses.replace(recipe, seed=recipe.seed + repeat)
+        for ratio, case in zip(args.ratios, cases):
+            workload, found = Workload.make(recipe_at(ratio, of_round, engine, args.workers)), {}
             rank.take(workload)
-            found.append({})
+            case["recipes"].append(dataclasses.asdict(workload.recipe))
+            case["rounds"].append(found)
             for name in names:
-                found[-1][name] = rank.run(*ROWS[name])
-                steps += rank.steps  # engine steps of the row's last rollout
+                found[name] = rank.run(*ROWS[name])
                 progress.update()
-    of_rank = {"rounds": rounds, "steps": steps, "decode": rank.decode_seconds()}
-    of_rank["recipes"] = [dataclasses.asdict(workload.recipe) for workload in workloads]
+    of_rank = {"cases": cases, "decode": rank.decode_seconds()}
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, of_rank)
     if dist.get_rank() == 0:
@@ -271,6 +272,11 @@ def fit_engine(steps: list[tuple[int, int, float]], prompt_tokens: int) -> dict[
     (a, c), *_ = np.linalg.lstsq(matrix * weight[:, None], np.array(list(plain.values())) * weight)
     extra = [(t - a - c * b) / n for (b, n), found in by_kind.items() if n for t in found]
     return {"a": float(a), "c": float(c), "p": max(0.0, statistics.median(extra)) / prompt_tokens}
+
+
+def mean_engine(engines: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean cost of what fit_engine() found."""
+    return {name: statistics.fmean(engine[name] for engine in engines) for name in ("a", "c", "p")}
 
 
 def engine_seconds(workload: Workload, step: int, engine: dict) -> float:
@@ -301,70 +307,70 @@ def recipe_at(ratio: float, recipe: Recipe, engine: dict, workers: int) -> Recip
 
 
 def make_record(ranks: list[dict], ratios: list[float], slots: int, workers: int) -> dict:
-    """Sum up what the ranks measured: of each ratio rows with medians over rounds, and the engine's cost."""
-    recipes = [Recipe.of(recipe) for recipe in ranks[0]["recipes"]]
-    engine = fit_engine([tuple(s) for of_rank in ranks for s in of_rank["steps"]], recipes[0].prompt_tokens)
-    engine |= {"slots": slots, "ranks": len(ranks), "workers": workers, "decode": ranks[0]["decode"]}
-    cases = []
-    for number, (ratio, recipe) in enumerate(zip(ratios, recipes)):
-        rounds = [of_rank["rounds"][number] for of_rank in ranks]
-        cases.append({"ratio": ratio, "recipe": dataclasses.asdict(recipe)})
-        cases[-1]["rows"] = make_rows(rounds, Workload.make(recipe), engine)
-    return {"cases": cases, "engine": engine, "rounds": len(ranks[0]["rounds"][0])}
+    """Sum up what the ranks measured: of each ratio medians over rounds, and the engine's mean cost."""
+    common = {"slots": slots, "ranks": len(ranks), "workers": workers, "decode": ranks[0]["decode"]}
+    cases, engines = [], []
+    for number, ratio in enumerate(ratios):
+        recipes = ranks[0]["cases"][number]["recipes"]
+        rounds = [of_rank["cases"][number]["rounds"] for of_rank in ranks]
+        cases.append({"ratio": ratio, "recipes": recipes, "rows": make_rows(rounds, recipes, common)})
+        engines += [found["engine"] for of_rank in rounds for rows in of_rank for found in rows.values()]
+    return {"cases": cases, "engine": mean_engine(engines) | common, "rounds": len(rounds[0])}
 
 
-def make_rows(rounds: list[list[dict]], workload: Workload, engine: dict) -> list[dict]:
-    """Sum up the rows of one ratio."""
-    bounds = [lower_bound(workload, step, engine) for step in range(workload.recipe.num_steps)]
-    digests = {json.dumps(found["digest"]) for of_rank in rounds for r in of_rank for found in r.values()}
-    if len(digests) != 1:
-        sys.exit("the rows do not give the same completions and rewards: scheduling has changed a result")
-    rows, before = [], None
+def make_rows(rounds: list[list[dict]], recipes: list[dict], common: dict) -> list[dict]:
+    """Sum up the rows of one ratio; rounds: by rank and round; common: what all engines have alike."""
+    for of_ranks in zip(*rounds):
+        if len({json.dumps(found["digest"]) for rows in of_ranks for found in rows.values()}) != 1:
+            sys.exit("the rows do not give the same completions and rewards: scheduling has changed a result")
+    rows, before, works = [], None, [Workload.make(Recipe.of(recipe)) for recipe in recipes]
     for name in ROWS:
-        rows.append(make_row(name, before, rounds, bounds, int(workload.lengths.sum())))
+        engines = [
+            mean_engine([rows[name]["engine"] for rows in of_ranks]) | common for of_ranks in zip(*rounds)
+        ]
+        bounds = [
+            [lower_bound(workload, step, engine) for step in range(workload.recipe.num_steps)]
+            for workload, engine in zip(works, engines)
+        ]
+        rows.append(make_row(name, before, rounds, bounds))
         before = name if name in STACK else before
     return rows
 
 
-def make_row(
-    name: str, before: str | None, rounds: list[list[dict]], bounds: list[float], num_tokens: int
-) -> dict:
-    """Sum a row up: medians over rounds; a gain is over the row before it in the stack."""
-    seconds, bubbles, speedups, gains = [], [], [], []
-    for of_ranks in zip(*rounds):  # the same round on every rank
-        makespans = {
-            other: sum(map(max, zip(*(of_rank[other]["seconds"] for of_rank in of_ranks)))) for other in ROWS
-        }
-        seconds.append(makespans[name])
-        busy = sum(sum(of_rank[name]["busy"]) for of_rank in of_ranks)
-        bubbles.append(1 - busy / (len(of_ranks) * seconds[-1]))
-        speedups.append(makespans[next(iter(ROWS))] / seconds[-1])
-        gains.append(makespans[before or name] / seconds[-1])
-    latencies = sorted(x for of_rank in rounds for r in of_rank for x in r[name]["latencies"])
+def make_row(name: str, before: str | None, rounds: list[list[dict]], bounds: list[list[float]]) -> dict:
+    """Sum a row up: medians over rounds; a gain is over the row before it in the stack.
+
+    rounds: by rank and round; bounds: by round and step.
+    """
+    steps = {other: seconds_of_steps(rounds, other) for other in ROWS}  # [round][step]
+    seconds, first, previous = (
+        [sum(of_round) for of_round in steps[other]] for other in (name, next(iter(ROWS)), before or name)
+    )
+    busy = [sum(sum(rows[name]["busy"]) for rows in of_ranks) for of_ranks in zip(*rounds)]
+    latencies = sorted(x for of_rank in rounds for rows in of_rank for x in rows[name]["latencies"])
     decode, overlap, schedule, count_reward_time = ROWS[name]
-    by_step = seconds_by_step(rounds, name)
-    return {
-        "name": name, "decode": decode, "overlap": overlap, "schedule": schedule,
-        "count_reward_time": count_reward_time, "seconds": statistics.median(seconds),
-        "seconds_min": min(seconds), "seconds_max": max(seconds), "speedup": statistics.median(speedups),
-        "speedup_min": min(speedups), "speedup_max": max(speedups), "gain": statistics.median(gains),
-        "gain_min": min(gains), "gain_max": max(gains),
-        "seconds_by_step": by_step, "bubble": statistics.median(bubbles), "bound": sum(bounds),
-        "over_bound": statistics.median(seconds) / sum(bounds),
-        "over_bound_later": sum(by_step[1:]) / sum(bounds[1:]),
-        "tokens_per_s": num_tokens / statistics.median(seconds),
-        "latency_median": statistics.median(latencies),
-        "latency_p99": latencies[int(0.99 * len(latencies))],
-    }  # fmt: skip
+    figures = {
+        "seconds": seconds,
+        "speedup": [f / s for f, s in zip(first, seconds)],
+        "gain": [p / s for p, s in zip(previous, seconds)],
+        "over_bound": [s / sum(bound) for s, bound in zip(seconds, bounds)],
+        "over_bound_later": [sum(s[1:]) / sum(b[1:]) for s, b in zip(steps[name], bounds)],
+    }
+    row = {"name": name, "decode": decode, "overlap": overlap, "schedule": schedule}
+    row["count_reward_time"] = count_reward_time
+    for figure, found in figures.items():
+        row |= {figure: statistics.median(found), f"{figure}_min": min(found), f"{figure}_max": max(found)}
+    row["seconds_by_step"] = [statistics.median(of_step) for of_step in zip(*steps[name])]
+    row["bubble"] = statistics.median(1 - b / (len(rounds) * s) for b, s in zip(busy, seconds))
+    row["bound"] = statistics.median(map(sum, bounds))
+    row["latency_median"] = statistics.median(latencies)
+    row["latency_p99"] = latencies[int(0.99 * len(latencies))]
+    return row
 
 
-def seconds_by_step(rounds: list[list[dict]], name: str) -> list[float]:
-    """Return the seconds of each step of a row, median over rounds."""
-    makespans = [
-        [max(part) for part in zip(*(of_rank[name]["seconds"] for of_rank in of_ranks))]
-        for of_ranks in zip(*rounds)
-    ]
-    return [statistics.median(of_step) for of_step in zip(*makespans)]
+def seconds_of_steps(rounds: list[list[dict]], name: str) -> list[list[float]]:
+    """Return the seconds of a row's steps, those of the slowest rank, by round."""
+    return [list(map(max, zip(*(rows[name]["seconds"] for rows in of_ranks)))) for of_ranks in zip(*rounds)]
 
 
 def table_lines(data: dict) -> list[str]:
@@ -373,18 +379,18 @@ def table_lines(data: dict) -> list[str]:
         [
             f"{case['ratio']:g}",
             r["name"],
-            f"{r['seconds']:.2f} ({r['seconds_min']:.2f}-{r['seconds_max']:.2f})",
-            f"{r['speedup']:.2f} ({r['speedup_min']:.2f}-{r['speedup_max']:.2f})",
-            f"{r['gain']:.2f} ({r['gain_min']:.2f}-{r['gain_max']:.2f})",
+            *(
+                f"{r[figure]:.2f} ({r[f'{figure}_min']:.2f}-{r[f'{figure}_max']:.2f})"
+                for figure in ("seconds", "speedup", "gain", "over_bound", "over_bound_later")
+            ),
             f"{r['bubble']:.3f}",
-            f"{r['over_bound']:.2f}, {r['over_bound_later']:.2f}",
             f"{r['latency_median']:.3f}, {r['latency_p99']:.2f}",
         ]
         for case in data["cases"]
         for r in case["rows"]
     ]
-    names = ["rewards", "row", "seconds", "speed-up", "over the stack before", "bubble"]
-    names += ["over the bound, from the second step on", "reward latency, p99, s"]
+    names = ["rewards", "row", "seconds", "speed-up", "over the stack before", "over the bound"]
+    names += ["from the second step on", "bubble", "reward latency, p99, s"]
     return markdown(names, rows)
 
 
@@ -397,14 +403,14 @@ def print_record(record: dict) -> None:
         f"{engine['p'] * 1e3:.3f} ms per token of a new prompt; median (range) of {record['rounds']} rounds"
     )
     for case in record["cases"]:
-        described = Workload.make(Recipe.of(case["recipe"])).describe()
-        print(f"rewards {case['ratio']:g}: {described}; lower bound {case['rows'][0]['bound']:.2f} s")
+        described = Workload.make(Recipe.of(case["recipes"][0])).describe()
+        print(f"rewards {case['ratio']:g}: in the first round {described}")
     print("\n".join(table_lines(record)))
     print("all rows of a ratio gave the same completions and rewards")
 
 
 def plot_record(record: dict, path: Path) -> None:
-    """Draw the seconds of each row beside the lower bound, busy and idle, a panel per ratio."""
+    """Draw the seconds of each row beside its lower bound, busy and idle, a panel per ratio."""
     plt, cases = pyplot(), record["cases"]
     size = (2 + 3.2 * len(cases), 2.8)
     figure, axes = plt.subplots(1, len(cases), figsize=size, layout="constrained", sharey=True, squeeze=False)
@@ -414,11 +420,13 @@ def plot_record(record: dict, path: Path) -> None:
         idle = seconds * np.array([r["bubble"] for r in rows])
         axis.barh(names, seconds - idle, label="engines busy, mean over ranks")
         axis.barh(names, idle, left=seconds - idle, alpha=0.4, label="idle (bubble)")
-        axis.axvline(rows[0]["bound"], color="black", linestyle="--", label="lower bound")
+        bounds = [r["bound"] for r in rows]
+        axis.scatter(bounds, names, marker="|", s=250, color="black", label="lower bound at the row's pace")
         for i, r in enumerate(rows):
             axis.text(seconds[i], i, f" {r['speedup']:.2f}x", va="center", fontsize=8)
         axis.set(
-            xlabel=f"seconds of {case['recipe']['num_steps']} rollouts", title=f"rewards {case['ratio']:g}"
+            xlabel=f"seconds of {case['recipes'][0]['num_steps']} rollouts",
+            title=f"rewards {case['ratio']:g}",
         )
         axis.margins(x=0.2)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
@@ -432,9 +440,9 @@ def main() -> None:
     add = parser.add_argument
     add("--workload", type=Path, metavar="FILE", help="a recipe, see experiments.bench.workload")
     add("--ratios", type=float, nargs="+", default=RATIOS, help="seconds of a worker over an engine's")
-    add("--repeats", type=int, default=3, help="rounds of all rows (default: %(default)s)")
+    add("--repeats", type=int, default=5, help="rounds of all rows (default: %(default)s)")
     add("--slots", type=int, default=16, help="sequences an engine works on at once (default: %(default)s)")
-    add("--workers", type=int, default=8, help="reward workers per rank (default: %(default)s)")
+    add("--workers", type=int, default=2, help="reward workers per rank (default: %(default)s)")
     add("--ranks", type=int, default=2, help="engines (default: %(default)s)")
     add("--model", type=Path, default=TINY, help="folder of the model")
     add("--result", type=Path, help="set by the benchmark itself in its ranks")

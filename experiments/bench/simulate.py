@@ -316,7 +316,7 @@ def plot_rows(rows: list[dict], path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------
 NEEDED = {
     "engine": ("a", "c", "p", "slots", "ranks", "workers", "decode"),
-    "cases": ("ratio", "recipe", "rows"),
+    "cases": ("ratio", "recipes", "rows"),
     "recipe": ("seed", "num_steps", "num_prompts", "group_size"),
     "rows": ("name", "overlap", "decode", "schedule", "count_reward_time", "seconds"),
 }
@@ -329,7 +329,8 @@ def check_record(record: dict) -> None:
     parts = {("engine", "engine"): record.get("engine", {})}
     for i, case in enumerate(record.get("cases") or [{}]):
         parts["cases", f"cases[{i}]"] = case
-        parts["recipe", f"cases[{i}].recipe"] = case.get("recipe", {})
+        for k, recipe in enumerate(case.get("recipes") or [{}]):
+            parts["recipe", f"cases[{i}].recipes[{k}]"] = recipe
         for k, row in enumerate(case.get("rows") or [{}]):
             parts["rows", f"cases[{i}].rows[{k}]"] = row
     lacks = [f"{p}.{name}" for (kind, p), part in parts.items() for name in NEEDED[kind] if name not in part]
@@ -338,14 +339,18 @@ def check_record(record: dict) -> None:
 
 
 def fit(record: dict) -> list[dict]:
-    """Return the rows of a benchmark with the seconds of all steps, measured, simulated, and the error."""
+    """Return the rows of a benchmark with the seconds of all steps, measured, simulated, and the error.
+
+    Seconds are medians over the benchmark's rounds.
+    """
     check_record(record)
     known = {field.name for field in fields(EngineModel)}
     engine = EngineModel(**{name: value for name, value in record["engine"].items() if name in known})
     rows, measured = [], [(case, row) for case in record["cases"] for row in case["rows"]]
     for case, row in tqdm(measured, "simulate", leave=False, disable=None):
         settings = {name: row[name] for name in ("schedule", "overlap", "decode", "count_reward_time")}
-        found = simulate(Workload.make(Recipe.of(case["recipe"])), engine, **settings).seconds
+        works = [Workload.make(Recipe.of(recipe)) for recipe in case["recipes"]]
+        found = float(np.median([simulate(workload, engine, **settings).seconds for workload in works]))
         numbers = {"seconds": row["seconds"], "simulated": found, "error": found / row["seconds"] - 1}
         rows.append({"ratio": case["ratio"], "name": row["name"]} | settings | rounded(numbers))
     return rows
