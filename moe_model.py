@@ -48,29 +48,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
 from kernels.linear_logprob_entropy import BLOCK_ELEMENTS, choose_backend, linear_logprob_entropy
-from runtime.config import Section, setting
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Settings
-# ------------------------------------------------------------------------------------------------------------
-class ModelSettings(Section):
-    """Which policy is trained, and how it is computed."""
-
-    path: str = setting(
-        "data/built/tiny/model",
-        "folder of a Hugging Face checkpoint: Qwen3, or a MoE of Qwen3, OLMoE, Mixtral or GLM-4.5",
-    )
-    ep_size: int = setting(1, "ranks that share one copy of the experts (expert parallelism)", ge=1)
-    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the policy's; the optimizer keeps float32")
-    freeze_router: bool = setting(False, "the routers of a MoE keep the weights that they start with")
-    activation_checkpointing: bool = setting(False, "recompute layers in backward to save memory", True)
-    logprob_kernel: Literal["auto", "naive", "chunked", "triton"] = setting(
-        "auto",
-        "how log-probabilities and entropies are computed. naive: from whole logits. chunked: by blocks of "
-        "the vocabulary in torch. triton: by kernels (NVIDIA GPUs). auto: triton where it runs, or chunked.",
-        True,
-    )
+from settings import ModelSettings, TrainSettings
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ exception reaches. So the kernel kills a child at its limit, and "timeout" and "
 child is this file run as a script: a caller with a CUDA context and threads cannot safely fork.
 
 The kinds that are more than a few lines live in verifiers/, which is also where functions of one's own are
-found. Judges (section 6) are reward models; they are asked in the trainer's process, after a rollout. torch
+found. Judges (section 5) are reward models; they are asked in the trainer's process, after a rollout. torch
 is imported there only, so that a child starts quickly.
 """
 
@@ -41,92 +41,13 @@ from typing import Literal
 
 import verifiers.chain
 import verifiers.math
-from runtime.config import Section, setting
+from settings import RewardSettings
+from verifiers.kinds import KINDS, RULE_KINDS, SLOW_KINDS, functions_of, is_kind, parts_of
 from verifiers.own import FUNCTION, check_score, explain, load_function
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 1 Settings
-# ------------------------------------------------------------------------------------------------------------
-class RewardSettings(Section):
-    """Verdicts, the processes that make them, penalties and judges."""
-
-    functions: list[str] = setting(
-        [],
-        "kinds with functions of your own that rows may name: module:function, path/file.py:function, or a "
-        "weighted sum such as 0.8*math + 0.2*rewards.py:brevity",
-        True,
-    )
-    env: list[str] = setting([], "names of environment variables that scoring processes get, too", True)
-    num_workers: int = setting(1, "scoring processes per rank", True, ge=1)
-    timeout_s: float = setting(
-        10.0, "seconds; a verdict that takes longer is a timeout", True, gt=0, le=86400
-    )
-    memory_gib: float = setting(
-        2.0, "GiB of address space per scoring process and what it starts", True, ge=0.125, le=65536
-    )
-    max_failed_frac: float = setting(
-        0.5, "stop if more verdicts of a step time out or crash", True, gt=0, le=1
-    )
-    overlap: bool = setting(
-        True, "true: score each completion while others are generated. false: score all at the end.", True
-    )
-    decode: Literal["workers", "engine"] = setting(
-        "workers",
-        "where tokens become text. workers: in the scoring processes. engine: between two engine steps.",
-        True,
-    )
-    max_backlog: int = setting(
-        4096, "completions waiting for a verdict before the engine has to wait", True, ge=1
-    )
-    binary: bool = setting(False, "true: only a reward of 1 counts, everything below is 0")
-    sandbox: Literal["bubblewrap", "rlimits"] = setting(
-        "bubblewrap",
-        "what holds programs of kind code. bubblewrap: Linux namespaces, without network and without this "
-        "machine's files. rlimits: limits of time, memory, output and system calls, for programs you trust.",
-    )
-    code_timeout_s: float = setting(
-        3.0,
-        "seconds of one test of a program of kind code; all its tests together get three times as much",
-        gt=0,
-        le=86400,
-    )
-    code_memory_gib: float = setting(
-        1.0, "GiB of address space of a program of kind code, at most memory_gib", gt=0, le=65536
-    )
-    overlong_buffer: int = setting(0, "last tokens before max_new_tokens that are penalised; 0: off", ge=0)
-    overlong_coef: float = setting(1.0, "penalty of a completion that is max_new_tokens long", ge=0)
-    repetition_coef: float = setting(0.0, "penalty of a completion that only repeats itself; 0: off", ge=0)
-    repetition_ngram: int = setting(4, "tokens; repeated n-grams of this size are counted", ge=1)
-    judge: Literal["none", "scalar", "generative"] = setting(
-        "none",
-        "reward model mixed with the verifier. scalar: a model that gives a score. generative: one that "
-        "writes a verdict.",
-    )
-    judge_path: str | None = setting(None, "folder of the judge, or module:function; null: no judge")
-    judge_weight: float = setting(0.5, "w of reward = (1 - w) verifier + w judge", gt=0, le=1)
-    judge_margin: float = setting(
-        0.0,
-        "largest difference of a scalar judge's scores at which a pair ties; 0: equal ones alone do",
-        ge=0,
-    )
-    judge_certainty: float = setting(
-        0.0,
-        "share of a step's completions without loss: those whose advantage changes its sign under the "
-        "smallest change of a scalar judge's head. The larger that change is, the more the others weigh "
-        "(SignCert-PO). 0: off",
-        ge=0,
-        lt=1,
-    )
-    judge_mode: Literal["score", "pairwise_reference", "round_robin"] = setting(
-        "score",
-        "score: the judge's score of the completion alone. pairwise_reference: comparison with the reference "
-        "answer. round_robin: comparison with the group's other completions.",
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 2 Verdicts: one matcher per kind
+# 1 Verdicts: one matcher per kind
 # ------------------------------------------------------------------------------------------------------------
 
 NUMERIC_RTOL = Decimal("1e-6")  # relative, for numbers that are not both whole
@@ -210,50 +131,6 @@ def _event_loop():
     import asyncio
 
     return asyncio.Runner()
-
-
-# ---- names of kinds ----
-_TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S.*?)\s*")  # weight*kind
-
-
-@functools.lru_cache(maxsize=1024)
-def parts_of(kind: str) -> tuple[tuple[float, str], ...]:
-    """Split a kind into its (weight, kind) parts; one that is no sum is its own only part.
-
-    ValueError says what is wrong with a kind that verify() does not know.
-    """
-    terms = re.split(r"\+(?=\s*[\d.]+\s*\*)", kind)  # a path may hold a +
-    matches = [_TERM.fullmatch(term) for term in terms]
-    parts = tuple((float(match[1]), match[2]) for match in matches if match)
-    if len(parts) < len(terms):
-        parts = ((1.0, kind),)
-    for _, part in parts:
-        if part in KINDS or FUNCTION.fullmatch(part):
-            continue
-        inside = "" if part == kind else f" in {kind!r}"
-        inside += ": each part of a sum has a weight, as in 0.8*math + 0.2*exact" if " + " in part else ""
-        if ":" in part or part.endswith(".py"):
-            raise ValueError(f"unknown kind {part!r}{inside}: no module:function or path/file.py:function")
-        nearest, *others = difflib.get_close_matches(part, KINDS, n=len(KINDS), cutoff=0.0)
-        raise ValueError(
-            f"unknown kind {part!r}{inside}: did you mean {nearest!r}? Others: {', '.join(others)}"
-        )
-    if len(dict(map(reversed, parts))) < len(parts) or not sum(weight for weight, _ in parts):
-        raise ValueError(f"kind {kind!r}: each part must be another one, and some weight more than 0")
-    return parts
-
-
-def is_kind(kind: str) -> bool:
-    """Tell whether verify() knows this kind: one of KINDS, a function's name, or a weighted sum of them."""
-    try:
-        return isinstance(kind, str) and bool(parts_of(kind))
-    except ValueError:
-        return False
-
-
-def functions_of(kind: str) -> list[str]:
-    """List the functions of one's own in a kind: it runs code unless the list is empty."""
-    return [part for _, part in parts_of(kind) if part not in KINDS]
 
 
 def _is_async(kind: str) -> bool:
@@ -358,11 +235,9 @@ RULES = {
     "math": _math,
 }  # fmt: skip
 _SLOW = {"code": _code, "instructions": _instructions}
-KINDS: tuple[str, ...] = (*RULES, *_SLOW)
-
-
+assert tuple(RULES) == RULE_KINDS and tuple(_SLOW) == SLOW_KINDS
 # ------------------------------------------------------------------------------------------------------------
-# 3 The pool: the caller's side
+# 2 The pool: the caller's side
 # ------------------------------------------------------------------------------------------------------------
 
 # Items sent ahead to one worker. More saves wake-ups on tiny items; fewer strand less work behind a slow one.
@@ -746,7 +621,7 @@ def decoder_json(tokenizer) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4 The pool: the child's side
+# 3 The pool: the child's side
 # ------------------------------------------------------------------------------------------------------------
 def main() -> None:
     """Answer lines [seconds, [[number, kind, completion, answer, fields], ...]] on stdin by lines on stdout.
@@ -892,7 +767,7 @@ def _decoder(tokenizer_fd: int | None) -> Callable:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 5 Checks before a run: can every reference answer be right, does every function of one's own work?
+# 4 Checks before a run: can every reference answer be right, does every function of one's own work?
 # ------------------------------------------------------------------------------------------------------------
 Row = tuple[str, str, dict]  # kind, reference answer, fields
 
@@ -972,7 +847,7 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardS
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 6 Judges: reward models, asked in the trainer's process after a rollout
+# 5 Judges: reward models, asked in the trainer's process after a rollout
 # ------------------------------------------------------------------------------------------------------------
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
 Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the

@@ -31,109 +31,13 @@ from torch import Tensor
 
 from kernels.fp8_block import BLOCK, fp8_round
 from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
-from runtime.config import Section, Switch, setting
 from runtime.memory import GIB
 from runtime.schedule import CacheRoom, WaitingLine
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Settings
-# ------------------------------------------------------------------------------------------------------------
-class RolloutSettings(Section):
-    """What is sampled in a step, in which order, and by which engine."""
-
-    prompts_per_step: int = setting(128, "prompts per step over all ranks", ge=1, le=2**20)
-    group_size: int = setting(8, "G, completions per prompt", ge=1, le=2**16)
-    temperature: float = setting(
-        1.0, "temperature of sampling and of the trainer's log-probabilities", ge=0.01, le=2
-    )
-    max_prompt_tokens: int = setting(1024, "longer prompts are an error at start", ge=1)
-    max_new_tokens: int = setting(16384, "completions are cut here", ge=1)
-    stop: list[int | str] = setting(
-        [],
-        "token ids and texts that end a completion, besides the end-of-sequence tokens of the model folder",
-    )
-    dtype: Literal["float32", "bfloat16"] = setting("bfloat16", "the engine's weights and activations")
-    max_num_seqs: int = setting(256, "completions an engine works on at once", True, ge=1, le=2**16)
-    schedule: Literal["arrival", "longest_first"] = setting(
-        "longest_first",
-        "order of prompts over and in engines. arrival: as they come. longest_first: by expected length.",
-        True,
-    )
-    count_reward_time: bool = setting(
-        True, "longest_first counts the seconds of slow verifiers as tokens", True
-    )
-    kv_cache_gib: float | None = setting(
-        None, "GiB of keys and values per rank; null: what trainer and weights leave", True, gt=0, le=2**16
-    )
-    prefix_caching: bool = setting(True, "share the prompt's keys and values within a group", True)
-    sleep_level: Literal[0, 2] = setting(
-        0,
-        "GPU memory that the engine frees while the trainer works. 0: none. 2: weights, keys and values; the "
-        "next sync brings them back.",
-        True,
-    )
-    enforce_eager: bool = setting(
-        False, "no CUDA graphs and no compilation on GPUs, to tell their errors from others", True
-    )
-    fp8: Switch[Literal["off", "simulate", "on"]] = setting(
-        "off",
-        "block-wise FP8 rollouts. on: vLLM quantises weights and activations (GPUs). simulate: weights are "
-        "rounded at each sync to simulate_format, products are in dtype (anywhere). off: none.",
-    )
-    simulate_format: Literal["fp8", "mxfp4"] = setting(
-        "fp8", "fp8: as vLLM's FP8 does. mxfp4: 4 bits (E2M1), a power of two as scale of 32 neighbours."
-    )
-    tensor_parallel: int = setting(1, "neighbouring ranks that share an engine, for large models", ge=1)
-    expert_parallel: bool = setting(False, "these ranks hold whole experts, not a part of each (GPUs)")
-    kv_cache_fp8: bool = setting(False, "keys and values in FP8, scale 1 (GPUs)")
-    capture_routes: Switch[Literal["auto", "on", "off"]] = setting(
-        "auto",
-        "the engine returns the experts of each token. auto: for router_replay r3, else at the steps whose "
-        "weights are checked. on: at every step. off: never.",
-    )
-    max_invalid_routes: float = setting(
-        0.01, "stop if a larger share of captured rows is invalid", True, ge=0
-    )
-    check_every: int = setting(
-        50, "steps between checks of the engine's weights and parity, besides the first; 0: never", True, ge=0
-    )
-    parity_mean: float = setting(0.1, "nats; a check stops the run if mean |dlogp| is above", True, gt=0)
-    parity_p99: float = setting(
-        1e-3, "nats; the same of the 99th percentile, float32 on both sides", True, gt=0
-    )
-
-
-# ------------------------------------------------------------------------------------------------------------
 # The engine
 # ------------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Completion:
-    """One sampled completion. What ended it, an end-of-sequence token or a stop text, is part of it."""
-
-    token_ids: list[int]
-    logprobs: list[float]  # nats, of each token under the engine's policy at the request's temperature
-    finish_reason: str  # "stop": the policy ended it; "length": it was cut at max_new_tokens
-    seconds: float  # from the start of generate() to its last token
-    routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see validate_routes()
-
-
-@dataclass(frozen=True)
-class Request:
-    """One completion to sample."""
-
-    prompt_ids: list[int]
-    seed: int  # it has random numbers of its own: other requests do not change its sample
-    temperature: float  # 0 takes the most likely token
-    max_new_tokens: int
-    min_new_tokens: int = 0  # no end of sequence before
-    group: int = 0  # completions of one prompt have the same
-    expected_tokens: float = 0.0  # they and the next three set the order, see runtime.schedule.WaitingLine
-    guessed: bool = False  # nothing is known of this prompt: its first completions tell what to expect
-    latency_tokens: float = 0.0  # its verdict's time in tokens of one completion, see verdict_tokens()
-    work_tokens: float = 0.0  # tokens of the whole engine in the workers' time for its verdict
-
-
 @dataclass(frozen=True)
 class SyncReport:
     """What one weight sync moved."""

@@ -37,8 +37,8 @@ from data.formats import (
     stem_of,
     text_from,
 )
-from reward import KINDS, RULES, functions_of, is_kind, parts_of
-from runtime.config import Section, setting
+from settings import DataSettings, PromptSource
+from verifiers.kinds import KINDS, RULE_KINDS, functions_of, is_kind, parts_of
 from verifiers.math import last_boxed
 
 COLUMNS = ("prompt", "answer", "kind", "difficulty")
@@ -51,125 +51,6 @@ KNOWN_COLUMNS = {
 }
 # Columns of these names are not handed to a verifier, which gets values of its own by them.
 NOT_PASSED_ON = ("kind", "completion", "answer", "prompt", "messages")
-LATEX_WORDS = set(  # commands with which LaTeX in a template may begin after its backslash
-    "nabla ne neq newline newpage ngeq ni nleq nmid noindent not notin nsubseteq nu tag tan tanh tau tbinom "
-    "text textbf textit textrm texttt tfrac therefore theta thickapprox tilde times to top triangle".split()
-)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Settings
-# ------------------------------------------------------------------------------------------------------------
-def kind_of_mapping(value):
-    """Write a mapping {kind: weight} as the kind "0.8*math + 0.2*my.py:brevity"; leave other values."""
-    if not isinstance(value, dict):
-        return value
-    for kind, weight in value.items():
-        if not isinstance(kind, str) or type(weight) not in (int, float) or not weight > 0:
-            raise ValueError(
-                f"each kind needs a weight above 0, as in {{math: 0.8, exact: 0.2}}; not {kind}: {weight}"
-            )
-    plain = lambda weight: f"{weight:f}".rstrip("0").rstrip(".")
-    return " + ".join(f"{plain(weight)}*{kind}" for kind, weight in value.items()) or None
-
-
-def with_known_kinds(kind: str | None) -> str | None:
-    """Return the kind; ValueError if reward.verify() does not know it, or a kind in its sum."""
-    if kind is not None:
-        parts_of(kind)
-    return kind
-
-
-def without_written_escapes(text: str | None) -> str | None:
-    """Return a text of the settings; ValueError if a line break or tab in it is a backslash and a letter."""
-    for command in re.findall(r"\\([nt][a-z]*)", text or ""):
-        if command not in LATEX_WORDS:
-            raise ValueError(
-                f"holds a backslash followed by {command!r}, not a line break or a tab: write it in double "
-                'quotes in YAML ("{prompt}\\n"), or as a block after |'
-            )
-    return text
-
-
-def with_place_of_prompt(template: str) -> str:
-    """Return the template; ValueError if the prompt has no place in it."""
-    if "{prompt}" not in template:
-        raise ValueError(f"template {template!r} does not contain {{prompt}}, the place of the prompt")
-    return template
-
-
-Text = Annotated[str, AfterValidator(without_written_escapes)]
-
-
-class PromptSource(Section):
-    """One prompt set of a run."""
-
-    path: str = setting(
-        ...,
-        ".jsonl, .json, .csv or .parquet file (also .gz), a pattern or a folder of such files, a folder of "
-        "save_to_disk, or the name of a hub dataset",
-    )
-    name: str | None = setting(None, "name in logs; null: the file's name")
-    subset: str | None = setting(None, "configuration of a hub dataset, e.g. main; null: its default")
-    split: str = setting(
-        "train", "split of a hub dataset or of a folder with several; files and patterns are taken whole"
-    )
-    kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
-        None,
-        "verifier of rows without their own; null: gsm8k where the answers hold #### or data_source is "
-        f"openai/gsm8k, else math. One of {', '.join(KINDS)}, a function (module:name, path/file.py:name), "
-        "or several with weights, {math: 0.8, my.py:brevity: 0.2}. A set with a column kind goes by it: "
-        "columns {kind: null} ignores that column",
-    )
-    columns: dict[str, str | None] = setting(
-        {},
-        "column of prompt, answer, difficulty, kind where named otherwise; a.b is b inside a; null: none, "
-        "for answer with functions that need no reference",
-    )
-    template: Annotated[Text, AfterValidator(with_place_of_prompt)] = setting(
-        "{prompt}", "text around each prompt, or around the last message of the user"
-    )
-    limit: int | None = setting(None, "take the first rows only, after the difficulty range; null: all", ge=1)
-    difficulty: tuple[float, float] | None = setting(None, "keep this closed range; null: all")
-    weight: float = setting(
-        1.0, "how often a prompt of this training set is offered, relative to those of weight 1", gt=0
-    )
-    holdout: float = setting(
-        0, "rows split off this training set as an eval set of its name; below 1: share of the rows", ge=0
-    )
-
-    @property
-    def label(self) -> str:
-        """Return the name of the set in the metrics."""
-        return self.name or stem_of(self.path)
-
-    @property
-    def place(self) -> str:
-        """Return the path, with the name where there is one, for messages."""
-        return f"{self.name} ({self.path})" if self.name else self.path
-
-
-class DataSettings(Section):
-    """What is trained on, what is held out, and how rows become prompts."""
-
-    train: list[PromptSource] = setting([], "prompt sets to train on, concatenated")
-    eval: list[PromptSource] = setting([], "held-out prompt sets, reported one by one", True)
-    chat: Literal["auto", "always", "never"] = setting(
-        "auto",
-        "what the tokenizer's chat template renders. auto: prompts that are lists of messages; text stays as "
-        "it is. always: text, too, as a message of the user. never: nothing, messages are an error.",
-    )
-    system_prompt: Text | None = setting(
-        None, "system message of rendered prompts that have none; null: none"
-    )
-    chat_template_args: dict[str, Any] = setting(
-        {}, "arguments of the chat template, e.g. {enable_thinking: false}"
-    )
-    on_bad_row: Literal["stop", "drop"] = setting(
-        "stop",
-        "rows without a prompt or an answer, that cannot be rendered or are too long. stop: the first is an "
-        "error. drop: they are left out, counted and listed.",
-    )
 
 
 def check_data(data: DataSettings) -> None:
@@ -392,12 +273,12 @@ class PromptMaker:
         """Return the gold answer: for kinds that read structure as JSON, of a whole solution its last box."""
         column, parts = self.columns["answer"], {part for _, part in parts_of(kind)}
         if column is None:
-            if parts & RULES.keys():
+            if parts & set(RULE_KINDS):
                 raise ValueError(f"{where}: kind {kind} compares with an answer: name it in columns.answer")
             return ""
         value = field_of(row, column)
         if isinstance(value, (list, dict)) and value:
-            if not parts & RULES.keys():
+            if not parts & set(RULE_KINDS):
                 value = json.dumps(json_value(value), ensure_ascii=False)
                 return text_from(value, column, where, "without an answer")
             if isinstance(value, list) and len(value) == 1:
@@ -441,7 +322,7 @@ def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str 
         expected = ", ".join(COLUMNS)
         raise ValueError(f"{source.path}: columns.{min(unknown)} is unknown, expected one of {expected}")
     optional = {"kind", "difficulty"}
-    if source.kind and not any(part in RULES for _, part in parts_of(source.kind)):
+    if source.kind and not any(part in RULE_KINDS for _, part in parts_of(source.kind)):
         optional.add("answer")  # no rule compares with it
     has = lambda column: any(has_field(row, column) for row in rows_of(tables))
     resolved = {}

@@ -36,62 +36,6 @@ from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
 
 
-class RunSettings(Section):
-    """The folder of a run, where it reports, and when it gives up."""
-
-    dir: str = setting("runs/default", "folder of everything the run writes", True, pattern=r"^[^\x00]+$")
-    log_every: int = setting(10, "steps between lines on the console and in samples.jsonl", True, ge=1)
-    trackers: list[str] = setting(
-        ["tensorboard"],
-        "where metrics go besides metrics.jsonl: accelerate's names, e.g. wandb, mlflow",
-        True,
-    )
-    warn_s: float = setting(
-        300.0,
-        "seconds a rank waits for another before it says for whom, then after twice as many",
-        True,
-        gt=0,
-        le=2e6,
-    )
-    timeout_s: float = setting(
-        1800.0,
-        "seconds a rank waits for another before it ends the run with that one's stacks",
-        True,
-        gt=0,
-        le=2e6,
-    )
-    on_signal: Literal["checkpoint", "stop"] = setting(
-        "checkpoint",
-        "SIGTERM or Ctrl-C. checkpoint: finish the step, write a checkpoint, end; a second one ends at once. "
-        "stop: end at once.",
-        True,
-    )
-    on_nonfinite: Literal["stop", "skip"] = setting(
-        "stop",
-        "NaN or infinite reward or gradient. stop: end the run. skip: go on without that update.",
-        True,
-    )
-
-
-class CheckpointSettings(Section):
-    """When checkpoints are written, and what a start does with those it finds."""
-
-    every: int = setting(50, "steps between checkpoints, besides the last; 0: only the last", True, ge=0)
-    keep: int = setting(2, "newest checkpoints kept", True, ge=1)
-    resume: Literal["auto", "weights", "never"] = setting(
-        "auto",
-        "auto: go on exactly from run.dir's newest checkpoint. weights: the same with a fresh optimizer, for "
-        "another number of ranks. never: refuse a run.dir that has one.",
-        True,
-    )
-    on_damage: Literal["stop", "older"] = setting(
-        "stop",
-        "the newest checkpoint is damaged. stop: end with its name. older: set it aside and go on from the "
-        "newest whole one.",
-        True,
-    )
-
-
 @dataclass
 class TrainState:
     """Counters that the next step or the summary reads; part of every checkpoint."""

@@ -21,43 +21,6 @@ from runtime.config import Section, differences, merge, setting
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Settings
-# ------------------------------------------------------------------------------------------------------------
-class HandOver(Section):
-    """When a stage hands over to the next: as soon as one of these is reached."""
-
-    steps: int | None = setting(None, "after so many steps of the stage; null: any number", ge=1)
-    tokens: int | None = setting(None, "after so many tokens generated in the stage; null: any number", ge=1)
-    accuracy: float | None = setting(
-        None, "when the metric's value is at least this; null: whatever it is", gt=0, le=1
-    )
-    plateau: int | None = setting(
-        None, "after so many values in a row that are no rise above the stage's best; null: any number", ge=1
-    )
-    metric: str = setting(
-        "score",
-        "what accuracy and plateau look at: score (of each step), or a figure of each evaluation, "
-        "eval/SET/accuracy, eval/SET/avg_at_K or eval/SET/pass_at_K",
-    )
-    window: int = setting(1, "latest measurements of the metric whose mean is its value", ge=1)
-    min_rise: float = setting(0.0, "plateau: a value that exceeds the best by no more is no rise", ge=0)
-
-    def measurements(self) -> list[int]:
-        """List how many measurements accuracy and plateau need at least, of those that are set."""
-        by_plateau = [self.window + self.plateau] if self.plateau is not None else []
-        return by_plateau + ([self.window] if self.accuracy is not None else [])
-
-
-class Stage(Section):
-    """A part of a run. Besides these it takes sections of settings, such as `rollout:`, as a run does."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str = setting(..., "name of the stage in messages", min_length=1)
-    until: HandOver = HandOver()
-
-
-# ------------------------------------------------------------------------------------------------------------
 # The hand-over
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)

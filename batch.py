@@ -1,0 +1,223 @@
+"""The types that flow through a step, in the order in which they are made.
+
+    Request -> Completion -> Group -> GroupOutcome -> RolloutBatch -> PolicyOutputs -> LossInputs
+
+rollout.py makes completions of requests. train_rl.py collects them in groups, one per prompt, makes the
+batch of a rank, and takes the inputs of the loss from it, one micro-batch at a time.
+
+Shapes: B completions on this rank, b rows of a micro-batch, T tokens of the longest completion (padded right),
+L MoE layers, K experts per token. Log-probabilities and entropies are in nats.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from data.prompts import Prompt
+from reward import Verdict, score_of
+from settings import AlgorithmSettings
+
+# Scores of a group that differ by no more than this are equal, so that rounding does not become an advantage.
+ZERO_VARIANCE = 1e-6
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Sampling
+# ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Request:
+    """One completion to sample. The last four fields decide the order (runtime.schedule.WaitingLine)."""
+
+    prompt_ids: list[int]
+    seed: int  # of this request's own random numbers, so that other requests do not change the sample
+    temperature: float  # 0: take the most likely token
+    max_new_tokens: int
+    min_new_tokens: int = 0  # suppress the end of sequence before this length
+    group: int = 0  # number shared by the completions of one prompt
+    expected_tokens: float = 0.0  # expected length of the completion
+    guessed: bool = False  # expected_tokens is a guess, because this prompt was never sampled
+    latency_tokens: float = 0.0  # time of the verdict, in tokens of one completion (verdict_tokens())
+    work_tokens: float = 0.0  # time of the verdict, in tokens of the whole engine
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion, including the end-of-sequence token or stop text that ended it."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each token, under the engine's policy at the request's temperature
+    finish_reason: str  # "stop": ended by the policy; "length": cut at max_new_tokens
+    seconds: float  # from the start of generate() to the last token
+    routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see validate_routes()
+
+
+@dataclass
+class Group:
+    """One prompt of a step with its completions so far."""
+
+    slot: int  # number of the group in this step, counted over all ranks
+    prompt_index: int  # of the prompt in the training set
+    completions: list[Completion] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    minibatch: int = 0  # the update of the step that trains on the group
+    expected_tokens: float = 0.0  # expected length of each completion; 0: not used (rollout.schedule arrival)
+    guessed: bool = False  # expected_tokens is a guess, because this prompt was never sampled
+
+    def outcome(self, binary: bool) -> "GroupOutcome":
+        """Summarise the group for the other ranks; binary: rewards below 1 count as 0."""
+        valid = [verdict for verdict in self.verdicts if not verdict.failed]
+        scores = [score_of(verdict, binary) for verdict in valid]
+        return GroupOutcome(
+            slot=self.slot,
+            prompt_index=self.prompt_index,
+            solved=sum(verdict.reward == 1 for verdict in valid),
+            unsolved=sum(verdict.reward == 0 for verdict in valid),
+            valid=len(valid),
+            score_sum=sum(scores),
+            tokens=sum(len(completion.token_ids) for completion in self.completions),
+            completions=len(self.verdicts),
+            # [ours] only the verifier's score decides: penalties would hide that a group teaches nothing
+            has_variance=len(scores) >= 2 and max(scores) - min(scores) > ZERO_VARIANCE,
+        )
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """The part of a group that all ranks know."""
+
+    slot: int
+    prompt_index: int
+    solved: int  # completions with reward 1
+    unsolved: int  # completions with reward 0, which is all wrong ones if the verifier gives no fractions
+    valid: int  # verdicts that are neither timeouts nor errors
+    score_sum: float  # over the valid verdicts
+    tokens: int  # of all completions together
+    completions: int
+    has_variance: bool
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Training
+# ------------------------------------------------------------------------------------------------------------
+@dataclass
+class RolloutBatch:
+    """The completions of one rank, group after group. Later phases fill in the fields that start as None."""
+
+    prompts: list[Prompt]  # [B]
+    prompt_ids: list[list[int]]  # [B] ragged
+    completion_ids: list[list[int]]  # [B] ragged
+    finish_reason: list[str]  # [B] "stop" or "length"
+    verdicts: list[Verdict]  # [B]
+    response_mask: Tensor  # [B, T] bool, tokens of completions, on which the loss is computed
+    rollout_logprobs: Tensor  # [B, T] by the engine
+    group_index: Tensor  # [B] int64, number of the prompt on this rank
+    minibatch: Tensor  # [B] int64, update of the step
+    routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids by the engine
+    old_logprobs: Tensor | None = None  # [B, T] by the trainer before the update
+    entropy: Tensor | None = None  # [B, T] full vocabulary, of the trainer's policy before the update
+    old_routes: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] by the trainer before the update
+    route_mismatch: Tensor | None = None  # [B, T] 1 if old_routes differ from the engine's, else 0
+    ref_logprobs: Tensor | None = None  # [B, T] by the initial policy; None without a KL penalty
+    rewards: Tensor | None = None  # [B]
+    valid: Tensor | None = None  # [B] bool, False without a verdict or with a reward that is not finite
+    advantages: Tensor | None = None  # [B, T]
+
+
+def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]]) -> RolloutBatch:
+    """Make the batch of one rank's groups, log-probabilities padded right with 0.
+
+    prompts, prompt_ids: the training set, which Group.prompt_index points into.
+    """
+    rows = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.completions))]
+    completions = [group.completions[i] for _, group, i in rows]
+    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
+    longest = max([1, *lengths.tolist()])
+    response_mask = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
+    rollout_logprobs = torch.zeros(response_mask.shape)
+    rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
+    routes = [c.routed_experts for c in completions]
+    return RolloutBatch(
+        prompts=[prompts[group.prompt_index] for _, group, _ in rows],
+        prompt_ids=[prompt_ids[group.prompt_index] for _, group, _ in rows],
+        completion_ids=[c.token_ids for c in completions],
+        finish_reason=[c.finish_reason for c in completions],
+        verdicts=[group.verdicts[i] for _, group, i in rows],
+        response_mask=response_mask,
+        rollout_logprobs=rollout_logprobs,
+        group_index=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
+        minibatch=torch.tensor([group.minibatch for _, group, _ in rows], dtype=torch.int64),
+        routed_experts=None if all(ids is None for ids in routes) else routes,
+    )
+
+
+class PolicyOutputs(NamedTuple):
+    """Outputs of a forward pass for the completions of b rows; 0 on padding."""
+
+    logprobs: Tensor  # [b, T]
+    entropy: Tensor  # [b, T] detached
+    routes: list[Tensor] | None  # [b] of [p + c - 1, L, K] ids of the experts used; None: a dense model
+    route_mismatch: Tensor | None  # [b, T] 1 if these differ from the engine's; None: the engine gave none
+
+
+@dataclass
+class LossInputs:
+    """Inputs of the loss of one micro-batch, which `algorithm.gain` plug-ins receive as well.
+
+    All tensors are [b, T]. Corrections and masks (algorithm.rollout_correction) are factors of the
+    advantages already; the weights of loss_agg are applied to the gain afterwards.
+    """
+
+    logprobs: Tensor  # of the current policy, with gradient
+    old_logprobs: Tensor  # denominator of the ratio (algorithm.old_policy), without gradient
+    rollout_logprobs: Tensor  # of the engine
+    ref_logprobs: Tensor | None  # of the initial policy; None without a KL penalty
+    advantages: Tensor
+    entropy: Tensor  # of the old policy, over the full vocabulary
+    token_groups: Tensor  # int64, tokens of a row with equal numbers share a ratio (algorithm.ratio_level)
+    mask: Tensor  # bool, tokens of completions
+    log_vocab: float  # log of the vocabulary's size
+    settings: AlgorithmSettings
+    log_ratio: Tensor = field(init=False)  # log pi - log pi_old of each token, with gradient
+
+    def __post_init__(self):
+        """Compute the log-ratio once, so that all users share one node of the autograd graph."""
+        self.log_ratio = self.logprobs - self.old_logprobs
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Inputs of the other two hooks
+# ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Collectives:
+    """Sums and order statistics over all ranks, for plug-ins. Every rank has to make the same calls."""
+
+    sum: Callable[..., list[float]]  # sum(*values): the sum of each value over all ranks, in float64
+    kth_largest: Callable[[Tensor, int], float]  # kth_largest(values [n], k): of the values of all ranks
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """Inputs of an `algorithm.advantage` plug-in: the rewards of this rank's completions."""
+
+    rewards: Tensor  # [B] verifier, judge and penalties together
+    parts: list[dict[str, tuple[float, float]]]  # [B] {kind: (weight, reward)} of a weighted sum of kinds
+    valid: Tensor  # [B] bool, False without a verdict
+    group_index: Tensor  # [B] int64, completions of a prompt have the same number; groups are never split
+    ranks: Collectives
+
+
+@dataclass(frozen=True)
+class SelectInputs:
+    """Inputs of an `algorithm.select` plug-in: the completions of one update on this rank."""
+
+    advantages: Tensor  # [B, T]
+    old_logprobs: Tensor  # [B, T]
+    entropy: Tensor  # [B, T] of the old policy
+    mask: Tensor  # [B, T] bool, tokens of this update
+    group_index: Tensor  # [B] int64
+    generators: list[Random]  # [B] seeded by the row's tokens and the step: the same on whichever rank
+    ranks: Collectives

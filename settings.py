@@ -1,0 +1,779 @@
+"""Every setting of a run, with its default and its meaning.
+
+    torchrun --nproc-per-node=2 train_rl.py --config exp.yaml algorithm.clip_eps_high=0.28
+    python train_rl.py --help algorithm        # the texts below, for one section
+
+A section is a frozen pydantic model: `algorithm.clip_eps_high` is the field clip_eps_high of
+AlgorithmSettings. configure.py reads the command line and checks settings against each other. With every
+setting at its default a run is plain GRPO.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+
+from data.formats import stem_of
+from runtime.config import Section, Switch, setting
+from verifiers.kinds import KINDS, parts_of
+
+Positive = Annotated[float, Field(gt=0)]
+FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
+
+
+# ============================================================================================================
+# The method
+# ============================================================================================================
+MAX_ENTROPY_GROUPS = 16  # the paper uses 2
+
+
+class ZeroVarianceSettings(Section):
+    """Multi-stage zero-variance elimination (arXiv 2512.07710), stage by stage."""
+
+    offline_scores: str | None = setting(
+        None, "stage 1: file of pass rates written by data/score.py, for example scores.jsonl; null: off"
+    )
+    offline_pass_rate: tuple[float, float] = setting(
+        (0.0, 0.9), "stage 1: keep the prompts whose offline pass rate lies in this closed range"
+    )
+    history: bool = setting(
+        False, "stage 1b: skip prompts whose record makes a group without variance likely"
+    )
+    history_decay: float = setting(
+        0.1, "weight of a prompt's earlier verdicts after a new visit; 0: remember the last visit", ge=0, le=1
+    )
+    prior: float = setting(
+        0.2,
+        "pseudo-counts of right and of wrong verdicts added to a record (Beta prior); below 0.5, most prompts "
+        "are assumed to be nearly always or nearly never solved",
+        gt=0,
+    )
+    explore_solved: float = setting(
+        0.1, "smallest probability of sampling a prompt whose record has right verdicts only", ge=0, le=1
+    )
+    explore_unsolved: float = setting(
+        0.1, "smallest probability of sampling a prompt whose record has wrong verdicts only", ge=0, le=1
+    )
+    retest_steps: int = setting(
+        200,
+        "expire a prompt's record after this many steps, so that the prompt is sampled again; 0: records "
+        "never expire",
+        ge=0,
+    )
+    skip_rule: Literal["expected", "consecutive"] = setting(
+        "expected",
+        "rule by which history skips a prompt. expected: by the probability that the next group has zero "
+        "variance. consecutive: by the number of consecutive visits with zero variance (GRESO).",
+    )
+    target_solved: float = setting(
+        1 / 12, "GRESO: target fraction of groups in which all completions are right", ge=0, le=1
+    )
+    target_unsolved: float = setting(
+        1 / 6, "GRESO: target fraction of groups in which all completions are wrong", ge=0, le=1
+    )
+    probe_size: int = setting(
+        0, "stage 1c: completions of each group that are sampled first, for example 4 of 8; 0: no probe", ge=0
+    )
+    probe_stop_prob: float = setting(
+        0.9, "stage 1c: stop a group after its probe if zero variance is at least this probable", gt=0
+    )
+    rl_zvp: bool = setting(False, "stage 3: give groups without variance RL-ZVP advantages")
+    rl_zvp_coef: float = setting(0.1, "stage 3: alpha of RL-ZVP", gt=0)
+    drop: bool = setting(
+        False, "for comparison: leave groups without variance out of the update (DAPO's filter)"
+    )
+    refill: bool = setting(
+        False, "for comparison: sample new prompts in place of dropped groups (DAPO's dynamic sampling)"
+    )
+    round_size: Literal["missing", "adaptive"] = setting(
+        "missing",
+        "number of prompts in a round of refill. missing: one per missing group. adaptive: more, in "
+        "proportion to the last round's zero-variance fraction; surplus groups are dropped (GRESO).",
+    )
+    max_rounds: int = setting(
+        4, "sampling rounds of a step; after the last round the batch may be short", ge=1
+    )
+
+
+PluginArgs = dict[str, bool | int | float | str | list[float]]
+
+
+class AlgorithmSettings(Section):
+    """The policy-gradient loss: ratio, clip, weights, advantages, corrections, and hooks for your own."""
+
+    ratio_level: Literal["token", "sequence", "entropy_group"] = setting(
+        "token",
+        "tokens that share an importance ratio. token: every token has a ratio of its own. sequence: all "
+        "tokens of a completion (GSPO). entropy_group: the tokens of one entropy group (ESPO).",
+    )
+    ratio_form: Literal["geometric", "stop_gradient", "literal"] = setting(
+        "geometric",
+        "gradient of a shared ratio. geometric: through the mean over the tokens. stop_gradient: each token "
+        "has its own gradient. literal: ESPO eq. 9 as printed.",
+    )
+    entropy_groups: tuple[float, ...] = setting(
+        (0.2, 0.8),
+        "fraction of a completion's tokens in each entropy group, most uncertain group first, for example "
+        "[0.2, 0.8]; must sum to 1",
+        max_length=MAX_ENTROPY_GROUPS,
+    )
+    clip_mode: Literal["fixed", "entropy_adaptive", "weight", "before_mean", "none"] = setting(
+        "fixed",
+        "clip of the ratio. fixed: the interval [1 - clip_eps_low, 1 + clip_eps_high] (PPO, DAPO). "
+        "entropy_adaptive: an interval that is wider for uncertain tokens (ESPO eq. 8). weight: the clipped "
+        "ratio is a constant factor of log pi (CISPO). before_mean: clip each token's ratio, then average "
+        "(GMPO). none: no clip.",
+    )
+    clip_eps_low: float = setting(0.2, "clip ratios below 1 - clip_eps_low", gt=0, le=1)
+    clip_eps_high: float = setting(0.2, "clip ratios above 1 + clip_eps_high", gt=0)
+    clip_cap: float | None = setting(
+        None, "upper bound on the ratio for tokens with A < 0 (dual clip); null: no bound", gt=1
+    )
+    entropy_clip_coef: float = setting(0.02, "alpha of ESPO's entropy-adaptive clip", gt=0)
+    entropy_clip_form: Literal["token_group_mean", "over_token_groups", "over_tokens"] = setting(
+        "token_group_mean",
+        "reading of ESPO eq. 8. token_group_mean: the mean entropy of the token group. over_token_groups: "
+        "the token's entropy divided by the number of groups of the completion. over_tokens: the token's "
+        "entropy divided by the number of tokens of the group.",
+    )
+    loss_agg: Literal[
+        "sequence_mean", "token_mean", "token_group_mean", "sequence_sum", "fixed_length"
+    ] = setting(
+        "sequence_mean",
+        "weight of a token in the loss. sequence_mean: mean over the tokens of a completion, then over "
+        "completions. token_mean: mean over all tokens. token_group_mean: mean over token groups, then over "
+        "completions. sequence_sum: sum over the tokens, mean over completions (LUSPO). fixed_length: sum "
+        "over the tokens divided by max_new_tokens (Dr.GRPO).",
+    )  # fmt: skip
+    leave_out_cut: bool = setting(
+        False, "completions that were cut at max_new_tokens have no policy loss (DAPO)"
+    )
+    adv_norm: Literal["group_std", "mean_only"] = setting(
+        "group_std",
+        "group_std: divide centred rewards by the standard deviation of the group. mean_only: only subtract "
+        "the mean of the group (Dr.GRPO).",
+    )
+    tie_band: float = setting(
+        0.0, "treat rewards that are this close to the group's mean as ties with advantage 0; 0: off", ge=0
+    )
+    correctness_guard: bool = setting(
+        False, "wrong completions get no positive advantage and right completions no negative one"
+    )
+    rollout_correction: Literal[
+        "none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
+    ] = setting(
+        "none",
+        "importance weight pi_trainer / pi_engine. none: 1. token_tis: truncated per token. sequence_tis: "
+        "product over the completion, truncated. token_mask, sequence_mask: the weight is 0 outside of "
+        "[floor, cap]. geometric_mask: 0 if the completion's geometric mean lies outside, else 1.",
+    )  # fmt: skip
+    rollout_correction_cap: float = setting(2.0, "upper bound of the importance weight", gt=0)
+    rollout_correction_floor: float = setting(0.0, "lower bound of the importance weight", ge=0)
+    old_policy: Literal["trainer", "rollout"] = setting(
+        "trainer",
+        "denominator of the ratio. trainer: the trainer's policy before the update. rollout: the engine's "
+        "log-probabilities, which saves a forward pass (bypass).",
+    )
+    router_replay: Switch[Literal["off", "r2", "r3"]] = setting(
+        "off",
+        "experts that the trainer's forward pass uses. off: the live router's choice. r2: replay the routes "
+        "recorded in the old-logprob pass (that pass uses the live router). r3: replay the engine's routes.",
+    )
+    mismatch_gate: float = setting(
+        0.015,
+        "warn if the k3 KL between trainer and engine exceeds this threshold, in nats; 0: no gate",
+        True,
+        ge=0,
+    )
+    mismatch_patience: int = setting(
+        10, "stop the run after this many consecutive steps above mismatch_gate; 0: never stop", True, ge=0
+    )
+    kl_coef: float = setting(
+        0.0, "beta of the KL penalty (k3) to the initial policy; 0: no reference model is loaded", ge=0
+    )
+    gain: str | None = setting(
+        None,
+        "path/file.py:function that computes the gain of each token in place of clip_mode, for example "
+        "plugins/sapo.py:sapo; a path in a YAML is relative to that YAML; null: clip_mode",
+        is_path=True,
+    )
+    gain_args: PluginArgs = setting({}, "keyword arguments of the gain function, for example {tau: 1.0}")
+    advantage: str | None = setting(
+        None,
+        "path/file.py:function that computes advantages in place of adv_norm and tie_band, for example "
+        "plugins/rloo.py:rloo; null: adv_norm",
+        is_path=True,
+    )
+    advantage_args: PluginArgs = setting({}, "keyword arguments of the advantage function")
+    select: str | None = setting(
+        None,
+        "path/file.py:function that changes token advantages before an update, for example "
+        "plugins/top_entropy.py:top_entropy; null: all tokens keep their advantages",
+        is_path=True,
+    )
+    select_args: PluginArgs = setting({}, "keyword arguments of the select function")
+
+
+class TrainSettings(Section):
+    """Length of a run, optimizer, and the composition of an update."""
+
+    num_steps: int = setting(
+        200, "number of steps; a step is one rollout and minibatches_per_step updates", True, ge=1
+    )
+    max_generated_tokens: int | None = setting(
+        None, "stop after this many generated tokens, over all ranks; null: no limit", True, ge=1
+    )
+    minibatches_per_step: int = setting(
+        1, "updates per rollout; with more than 1, later updates are off-policy", ge=1
+    )
+    micro_batch_tokens: int | None = setting(
+        None,
+        "padded tokens per forward pass and rank; a longer row has a forward pass of its own. null: 32768 on "
+        "GPUs, 4096 on CPUs",
+        True,
+        ge=1,
+    )
+    balance: bool = setting(
+        True,
+        "true: give every rank and micro-batch about the same number of tokens. false: the same number of "
+        "rows, in their order.",
+        True,
+    )
+    skip_zero_gradient: bool = setting(
+        True,
+        "true: completions whose advantages are all 0 skip the forward and backward passes of updates. "
+        "false: compute them, with the same result.",
+        True,
+    )
+    share_prompts: bool = setting(
+        True,
+        "true: the completions of a micro-batch that have the same prompt share one pass over the prompt. "
+        "false: every completion repeats its prompt.",
+        True,
+    )
+    passes_per_rollout: int = setting(1, "epochs: passes of a step's updates over its completions", ge=1)
+    learning_rate: float = setting(1e-6, "highest learning rate of AdamW", True, gt=0)
+    lr_schedule: Literal[
+        "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+        "polynomial", "inverse_sqrt",
+    ] = setting(
+        "constant_with_warmup",
+        "learning rate schedule, by the name in transformers; decaying schedules decay over num_steps",
+        True,
+    )  # fmt: skip
+    lr_schedule_args: dict[str, float] = setting(
+        {},
+        "arguments of the schedule for transformers' get_scheduler(), for example {min_lr_rate: 0.1} or "
+        "{num_cycles: 2}",
+        True,
+    )
+    warmup_steps: int = setting(0, "steps of linear warm-up", True, ge=0)
+    betas: tuple[FractionBelow1, FractionBelow1] = setting(
+        (0.9, 0.95), "decay rates of AdamW's two moving averages"
+    )
+    weight_decay: float = setting(0.0, "weight decay of AdamW", True, ge=0)
+    max_grad_norm: float = setting(1.0, "clip gradients to this global norm", gt=0)
+    zero_stage: Literal[1, 2] = setting(
+        1, "ZeRO stage of DeepSpeed. 1: shard optimizer states. 2: shard gradients as well."
+    )
+    offload_optimizer: bool = setting(
+        False,
+        "true: keep float32 weights and optimizer states in host memory and run the optimizer step there; "
+        "saves GPU memory on few GPUs, needs zero_stage 2. false: keep them on the GPU.",
+        True,
+    )
+    seed: int = setting(0, "seed of the prompt order and of sampling", ge=0, lt=2**32)
+
+    @property
+    def num_updates(self) -> int:
+        """Return the number of updates of a step: minibatches times passes."""
+        return self.minibatches_per_step * self.passes_per_rollout
+
+
+class EvalSettings(Section):
+    """When and how held-out sets are evaluated."""
+
+    every: int = setting(
+        50,
+        "evaluate every N steps, and always at the first and last step; 0: only at the first and last",
+        True,
+        ge=0,
+    )
+    num_samples: int = setting(
+        8, "k sampled completions per prompt for avg@k and pass@k; 0: greedy only", True, ge=0
+    )
+    max_new_tokens: int | None = setting(
+        None, "cut completions of evaluations at this length; null: rollout.max_new_tokens", True, ge=1
+    )
+
+
+# ============================================================================================================
+# The policy and the engine
+# ============================================================================================================
+class ModelSettings(Section):
+    """The policy and how it is computed."""
+
+    path: str = setting(
+        "data/built/tiny/model",
+        "folder of a Hugging Face checkpoint: Qwen3, or a MoE of Qwen3, OLMoE, Mixtral or GLM-4.5",
+    )
+    ep_size: int = setting(
+        1, "expert parallelism: number of ranks that share one copy of the experts", ge=1
+    )
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "bfloat16", "precision of the policy; the optimizer keeps float32 weights"
+    )
+    freeze_router: bool = setting(False, "keep the initial weights of the MoE's routers")
+    activation_checkpointing: bool = setting(
+        False, "recompute layers in the backward pass to save memory", True
+    )
+    logprob_kernel: Literal["auto", "naive", "chunked", "triton"] = setting(
+        "auto",
+        "computation of log-probabilities and entropies. naive: from the full logits. chunked: over blocks "
+        "of the vocabulary, in torch. triton: by kernels (NVIDIA GPUs). auto: triton if available, else "
+        "chunked.",
+        True,
+    )
+
+
+class RolloutSettings(Section):
+    """Sampling: how much, in which order, and by which engine."""
+
+    prompts_per_step: int = setting(128, "prompts per step, over all ranks", ge=1, le=2**20)
+    group_size: int = setting(8, "G: completions per prompt", ge=1, le=2**16)
+    temperature: float = setting(
+        1.0, "temperature of sampling and of the trainer's log-probabilities", ge=0.01, le=2
+    )
+    max_prompt_tokens: int = setting(1024, "longest prompt; a longer one raises an error at the start", ge=1)
+    max_new_tokens: int = setting(16384, "cut completions at this length", ge=1)
+    stop: list[int | str] = setting(
+        [],
+        "token ids and texts that end a completion, in addition to the model's end-of-sequence tokens, for "
+        'example ["</answer>"]',
+    )
+    dtype: Literal["float32", "bfloat16"] = setting(
+        "bfloat16", "precision of the engine's weights and activations"
+    )
+    max_num_seqs: int = setting(256, "completions that an engine generates at once", True, ge=1, le=2**16)
+    schedule: Literal["arrival", "longest_first"] = setting(
+        "longest_first",
+        "order of prompts across and within engines. arrival: the order of the data. longest_first: by "
+        "expected length.",
+        True,
+    )
+    count_reward_time: bool = setting(
+        True, "longest_first: count the seconds of slow verifiers as additional tokens", True
+    )
+    kv_cache_gib: float | None = setting(
+        None,
+        "size of the KV cache per rank, in GiB; null: the memory that trainer and weights leave free",
+        True,
+        gt=0,
+        le=2**16,
+    )
+    prefix_caching: bool = setting(True, "share the prompt's KV cache within a group", True)
+    sleep_level: Literal[0, 2] = setting(
+        0,
+        "GPU memory that the engine frees during updates. 0: none. 2: weights and KV cache, which the next "
+        "sync restores.",
+        True,
+    )
+    enforce_eager: bool = setting(
+        False, "disable CUDA graphs and compilation on GPUs, for example to debug an error", True
+    )
+    fp8: Switch[Literal["off", "simulate", "on"]] = setting(
+        "off",
+        "block-wise FP8 rollouts. off: none. on: vLLM quantises weights and activations (GPUs). simulate: "
+        "round weights to simulate_format at each sync and compute in dtype (any device).",
+    )
+    simulate_format: Literal["fp8", "mxfp4"] = setting(
+        "fp8",
+        "number format of fp8 simulate. fp8: E4M3 in blocks, as in vLLM. mxfp4: 4 bits (E2M1) with a power "
+        "of two as the scale of 32 values.",
+    )
+    tensor_parallel: int = setting(
+        1, "consecutive ranks that share one engine, for models that exceed one GPU", ge=1
+    )
+    expert_parallel: bool = setting(
+        False, "the ranks of an engine hold whole experts instead of slices of every expert (GPUs)"
+    )
+    kv_cache_fp8: bool = setting(False, "store the KV cache in FP8 with scale 1 (GPUs)")
+    capture_routes: Switch[Literal["auto", "on", "off"]] = setting(
+        "auto",
+        "return the experts of each token from the engine. auto: for router_replay r3, else at the steps "
+        "whose weights are checked. on: at every step. off: never.",
+    )
+    max_invalid_routes: float = setting(
+        0.01, "stop the run if a larger fraction of the captured routes is invalid", True, ge=0
+    )
+    check_every: int = setting(
+        50,
+        "check the engine's weights and parity every N steps, and always at the first; 0: never",
+        True,
+        ge=0,
+    )
+    parity_mean: float = setting(
+        0.1, "threshold of a check: stop the run if mean |dlogp| exceeds this, in nats", True, gt=0
+    )
+    parity_p99: float = setting(
+        1e-3,
+        "threshold of a check if policy and engine are float32: 99th percentile of |dlogp|, in nats",
+        True,
+        gt=0,
+    )
+
+
+# ============================================================================================================
+# Data and rewards
+# ============================================================================================================
+LATEX_WORDS = set(  # LaTeX commands that begin with \n or \t, which a template may contain
+    "nabla ne neq newline newpage ngeq ni nleq nmid noindent not notin nsubseteq nu tag tan tanh tau tbinom "
+    "text textbf textit textrm texttt tfrac therefore theta thickapprox tilde times to top triangle".split()
+)
+
+
+def kind_of_mapping(value):
+    """Write a mapping {kind: weight} as the kind "0.8*math + 0.2*my.py:brevity"; return other values as is."""
+    if not isinstance(value, dict):
+        return value
+    for kind, weight in value.items():
+        if not isinstance(kind, str) or type(weight) not in (int, float) or not weight > 0:
+            raise ValueError(
+                f"each kind needs a weight above 0, for example {{math: 0.8, exact: 0.2}}; "
+                f"not {kind}: {weight}"
+            )
+    terms = [f"{f'{weight:f}'.rstrip('0').rstrip('.')}*{kind}" for kind, weight in value.items()]
+    return " + ".join(terms) or None
+
+
+def with_known_kinds(kind: str | None) -> str | None:
+    """Return the kind; ValueError if reward.verify() does not know the kind or a term of the sum."""
+    if kind is not None:
+        parts_of(kind)
+    return kind
+
+
+def without_written_escapes(text: str | None) -> str | None:
+    """Return a text; ValueError if it contains a line break or tab written as backslash and letter."""
+    for command in re.findall(r"\\([nt][a-z]*)", text or ""):
+        if command not in LATEX_WORDS:
+            raise ValueError(
+                f"contains a backslash followed by {command!r} instead of a line break or a tab: write the "
+                'text in double quotes in YAML ("{prompt}\\n"), or as a block after |'
+            )
+    return text
+
+
+def with_place_of_prompt(template: str) -> str:
+    """Return the template; ValueError if it lacks the placeholder {prompt}."""
+    if "{prompt}" not in template:
+        raise ValueError(f"template {template!r} does not contain {{prompt}}, the place of the prompt")
+    return template
+
+
+Text = Annotated[str, AfterValidator(without_written_escapes)]
+
+
+class PromptSource(Section):
+    """One prompt set of a run."""
+
+    path: str = setting(
+        ...,
+        ".jsonl, .json, .csv or .parquet file (also .gz), a glob pattern or a folder of such files, a "
+        "save_to_disk folder, or the name of a dataset on the hub",
+    )
+    name: str | None = setting(None, "name in logs and metrics; null: the file name")
+    subset: str | None = setting(None, "configuration of a hub dataset, for example main; null: its default")
+    split: str = setting(
+        "train", "split of a hub dataset or of a folder with several splits; files are read completely"
+    )
+    kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
+        None,
+        "verifier of rows without a kind of their own. null: gsm8k if the answers contain #### or data_source "
+        f"is openai/gsm8k, else math. One of {', '.join(KINDS)}, a function (module:name or "
+        "path/file.py:name), or a weighted sum, for example {math: 0.8, my.py:brevity: 0.2}. A column named "
+        "kind takes precedence; columns {kind: null} ignores that column",
+    )
+    columns: dict[str, str | None] = setting(
+        {},
+        "columns of prompt, answer, difficulty and kind, if their names differ, for example {prompt: "
+        "question, answer: info.gold}; a.b is field b inside of a. null: the set has no such column (answer: "
+        "for functions that need no reference)",
+    )
+    template: Annotated[Text, AfterValidator(with_place_of_prompt)] = setting(
+        "{prompt}", "text around each prompt, or around the last user message of a chat"
+    )
+    limit: int | None = setting(
+        None, "use only the first N rows, counted after the difficulty range; null: all", ge=1
+    )
+    difficulty: tuple[float, float] | None = setting(
+        None, "keep rows whose difficulty lies in this closed range, for example [2, 4]; null: all"
+    )
+    weight: float = setting(
+        1.0, "how often a prompt of this training set is offered, relative to sets of weight 1", gt=0
+    )
+    holdout: float = setting(
+        0,
+        "rows split off this training set as an evaluation set with the same name: a fraction below 1, or a "
+        "number of rows",
+        ge=0,
+    )
+
+    @property
+    def label(self) -> str:
+        """Return the name of the set in the metrics."""
+        return self.name or stem_of(self.path)
+
+    @property
+    def place(self) -> str:
+        """Return the path, preceded by the name if there is one, for messages."""
+        return f"{self.name} ({self.path})" if self.name else self.path
+
+
+class DataSettings(Section):
+    """Training sets, held-out sets, and how rows become prompts."""
+
+    train: list[PromptSource] = setting([], "prompt sets to train on, concatenated")
+    eval: list[PromptSource] = setting([], "held-out prompt sets, each with metrics of its own", True)
+    chat: Literal["auto", "always", "never"] = setting(
+        "auto",
+        "prompts that the tokenizer's chat template renders. auto: lists of messages; plain text is left as "
+        "is. always: plain text as well, as a user message. never: none, lists of messages raise an error.",
+    )
+    system_prompt: Text | None = setting(
+        None, "system message of rendered prompts that have no system message; null: none"
+    )
+    chat_template_args: dict[str, Any] = setting(
+        {}, "arguments of the chat template, for example {enable_thinking: false}"
+    )
+    on_bad_row: Literal["stop", "drop"] = setting(
+        "stop",
+        "rows that lack a prompt or an answer, cannot be rendered or are too long. stop: raise an error at "
+        "the first. drop: leave them out, count and list them.",
+    )
+
+
+class RewardSettings(Section):
+    """Verdicts, the worker processes that compute them, penalties and judges."""
+
+    functions: list[str] = setting(
+        [],
+        "kinds with functions of your own that rows may name, for example rewards.py:brevity, "
+        "my_module:score or 0.8*math + 0.2*rewards.py:brevity",
+        True,
+    )
+    env: list[str] = setting(
+        [], "environment variables that worker processes receive, for example [JUDGE_API_KEY]", True
+    )
+    num_workers: int = setting(1, "worker processes per rank", True, ge=1)
+    timeout_s: float = setting(
+        10.0, "seconds after which a verdict counts as a timeout", True, gt=0, le=86400
+    )
+    memory_gib: float = setting(
+        2.0,
+        "address space of a worker process and its children, in GiB",
+        True,
+        ge=0.125,
+        le=65536,
+    )
+    max_failed_frac: float = setting(
+        0.5, "stop the run if a larger fraction of a step's verdicts times out or crashes", True, gt=0, le=1
+    )
+    overlap: bool = setting(
+        True,
+        "true: score each completion as soon as it ends, during generation. false: score all completions "
+        "after generation.",
+        True,
+    )
+    decode: Literal["workers", "engine"] = setting(
+        "workers",
+        "process that turns tokens into text. workers: the worker processes. engine: the engine's process, "
+        "between two engine steps.",
+        True,
+    )
+    max_backlog: int = setting(
+        4096, "completions that may wait for a verdict; the engine pauses if the backlog is full", True, ge=1
+    )
+    binary: bool = setting(False, "true: rewards below 1 count as 0. false: fractions count.")
+    sandbox: Literal["bubblewrap", "rlimits"] = setting(
+        "bubblewrap",
+        "isolation of programs of kind code. bubblewrap: Linux namespaces without network and without this "
+        "machine's files. rlimits: limits of time, memory, output and system calls, for trusted programs.",
+    )
+    code_timeout_s: float = setting(
+        3.0,
+        "seconds for one test of a program of kind code; all tests of a program together get three times as "
+        "much",
+        gt=0,
+        le=86400,
+    )
+    code_memory_gib: float = setting(
+        1.0,
+        "address space of a program of kind code, in GiB; at most memory_gib",
+        gt=0,
+        le=65536,
+    )
+    overlong_buffer: int = setting(
+        0, "length of the range before max_new_tokens in which the soft overlong penalty grows; 0: off", ge=0
+    )
+    overlong_coef: float = setting(1.0, "penalty of a completion that is max_new_tokens long", ge=0)
+    repetition_coef: float = setting(
+        0.0, "penalty of a completion that consists of repetitions only; 0: off", ge=0
+    )
+    repetition_ngram: int = setting(4, "length of the n-grams whose repetitions are counted, in tokens", ge=1)
+    judge: Literal["none", "scalar", "generative"] = setting(
+        "none",
+        "reward model that is mixed with the verifier. scalar: a model with a score head. generative: a "
+        "language model that writes a verdict.",
+    )
+    judge_path: str | None = setting(
+        None, "folder of the judge, or module:function that returns one; null: no judge"
+    )
+    judge_weight: float = setting(0.5, "w in reward = (1 - w) verifier + w judge", gt=0, le=1)
+    judge_margin: float = setting(
+        0.0,
+        "largest difference of a scalar judge's scores that counts as a tie; 0: only equal scores tie",
+        ge=0,
+    )
+    judge_mode: Literal["score", "pairwise_reference", "round_robin"] = setting(
+        "score",
+        "question to the judge. score: score of the completion by itself. pairwise_reference: comparison "
+        "with the reference answer. round_robin: comparison with every other completion of the group.",
+    )
+
+
+# ============================================================================================================
+# The run: checkpoints, folder, stages
+# ============================================================================================================
+class CheckpointSettings(Section):
+    """When checkpoints are written, and how a run resumes from them."""
+
+    every: int = setting(
+        50, "write a checkpoint every N steps, and always at the last; 0: only at the last", True, ge=0
+    )
+    keep: int = setting(2, "number of newest checkpoints to keep", True, ge=1)
+    resume: Literal["auto", "weights", "never"] = setting(
+        "auto",
+        "use of the newest checkpoint in run.dir. auto: resume exactly. weights: resume with a fresh "
+        "optimizer, for example on another number of ranks. never: raise an error if there is a checkpoint.",
+        True,
+    )
+    on_damage: Literal["stop", "older"] = setting(
+        "stop",
+        "reaction to a damaged newest checkpoint. stop: raise an error that names it. older: set it aside "
+        "and resume from the newest intact one.",
+        True,
+    )
+
+
+class RunSettings(Section):
+    """Folder of a run, reports, and limits of waiting."""
+
+    dir: str = setting("runs/default", "folder of all files that the run writes", True, pattern=r"^[^\x00]+$")
+    log_every: int = setting(10, "steps between two lines on the console and in samples.jsonl", True, ge=1)
+    trackers: list[str] = setting(
+        ["tensorboard"],
+        "trackers that receive the metrics in addition to metrics.jsonl, by accelerate's names, for example "
+        "wandb or mlflow",
+        True,
+    )
+    warn_s: float = setting(
+        300.0,
+        "warn after a rank has waited this many seconds for another rank, naming it; then double the "
+        "interval",
+        True,
+        gt=0,
+        le=2e6,
+    )
+    timeout_s: float = setting(
+        1800.0,
+        "abort after a rank has waited this many seconds, printing the stack of the rank it waits for",
+        True,
+        gt=0,
+        le=2e6,
+    )
+    on_signal: Literal["checkpoint", "stop"] = setting(
+        "checkpoint",
+        "reaction to SIGTERM or Ctrl-C. checkpoint: finish the step, write a checkpoint, exit; a second "
+        "signal exits at once. stop: exit at once.",
+        True,
+    )
+    on_nonfinite: Literal["stop", "skip"] = setting(
+        "stop",
+        "reaction to a NaN or infinite reward or gradient. stop: end the run. skip: continue without that "
+        "update.",
+        True,
+    )
+
+
+class HandOver(Section):
+    """The rule that ends a stage: the next stage begins when the first of these limits is reached."""
+
+    steps: int | None = setting(None, "end the stage after this many steps; null: no limit", ge=1)
+    tokens: int | None = setting(
+        None, "end the stage after this many tokens were generated in it; null: no limit", ge=1
+    )
+    accuracy: float | None = setting(
+        None, "end the stage when the metric reaches this value; null: no limit", gt=0, le=1
+    )
+    plateau: int | None = setting(
+        None,
+        "end the stage after this many consecutive values of the metric without a new best; null: no limit",
+        ge=1,
+    )
+    metric: str = setting(
+        "score",
+        "metric of accuracy and plateau: score (of each step), or a metric of evaluations, for example "
+        "eval/SET/accuracy, eval/SET/avg_at_K or eval/SET/pass_at_K",
+    )
+
+    def measurements(self) -> list[int]:
+        """List the smallest numbers of measurements after which accuracy and plateau, if set, can end it."""
+        by_accuracy = [1] if self.accuracy is not None else []
+        by_plateau = [1 + self.plateau] if self.plateau is not None else []
+        return by_plateau + by_accuracy
+
+
+class Stage(Section):
+    """A part of a run. Besides these fields a stage takes sections of settings, for example `rollout:`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = setting(..., "name of the stage in messages", min_length=1)
+    until: HandOver = HandOver()
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    reward: RewardSettings = RewardSettings()
+    zero_variance: ZeroVarianceSettings = ZeroVarianceSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    train: TrainSettings = TrainSettings()
+    eval: EvalSettings = EvalSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    run: RunSettings = RunSettings()
+    stages: list[Stage] = setting(
+        [],
+        "parts of the run, in their order, each with settings of its own (docs/stages.md); []: one stage",
+    )
+
+
+# Sections and settings that a stage may change, because every step reads them. The other settings configure
+# the engine, policy, optimizer, judge and reward workers, which are built once per run.
+STAGE_SETTINGS = frozenset(
+    {
+        "data.train", "zero_variance", "algorithm", "eval",
+        "rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.max_prompt_tokens",
+        "rollout.max_new_tokens", "rollout.schedule", "rollout.count_reward_time", "rollout.check_every",
+        "rollout.parity_mean", "rollout.parity_p99",
+        "reward.max_failed_frac", "reward.overlap", "reward.binary", "reward.overlong_buffer",
+        "reward.overlong_coef", "reward.repetition_coef", "reward.repetition_ngram", "reward.judge_weight",
+        "reward.judge_mode",
+        "train.minibatches_per_step", "train.passes_per_rollout", "train.micro_batch_tokens", "train.balance",
+        "train.skip_zero_gradient", "train.share_prompts", "train.learning_rate",
+    }
+)  # fmt: skip
