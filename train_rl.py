@@ -441,22 +441,6 @@ STAGE_SETTINGS = frozenset(
 )  # fmt: skip
 
 
-RENAMED = {  # {a setting or a choice that an older YAML may hold: the end of the sentence that refuses it}
-    "model.head": "is called model.logprob_kernel",
-    "rollout.reward_aware": "is called rollout.count_reward_time",
-    "algorithm.loss_agg=group_mean": "is called token_group_mean",
-    "algorithm.entropy_clip_form=group_mean": "is called token_group_mean",
-    "algorithm.entropy_clip_form=literal": "is called over_tokens",
-    "rollout.sleep_level=1": "was removed, a sync overwrote what it kept (2 frees as much): leave it out",
-    "rollout.schedule=oracle": "is a part of experiments.bench.rollout only: set longest_first",
-    "rollout.overprovision": "was removed, see experiments/README.md, what did not pay: leave it out",
-    "eval.overlap": "was removed, evaluations have a phase of their own: leave it out",
-    "checkpoint.overlap": "was removed, the run waits for its checkpoints: leave it out",
-    "reward.dense": "was removed, fractions count unless reward.binary is set (the verifier `characters` "
-    "gives the share of characters in place): leave it out",
-}
-
-
 def check_config(config: Config) -> None:
     """Check settings against each other; ValueError names both."""
     if not config.data.train:
@@ -631,7 +615,7 @@ def config_warnings(config: Config) -> list[str]:
 
 def load_config(argv: list[str], description: str = "") -> Config:
     """Read a command line: defaults < YAMLs of --config < section.key=value; ValueError names the setting."""
-    config = read_config(Config, argv, "train_rl.py", description, RENAMED, NAMES_ELSEWHERE)
+    config = read_config(Config, argv, "train_rl.py", description, NAMES_ELSEWHERE)
     check_stages(config)
     return config
 
@@ -650,7 +634,7 @@ def check_stages(config: Config) -> None:
 
 def stage_configs(config: Config) -> list[Config]:
     """Return the whole settings of each stage; those of the run alone where it has no stages."""
-    words = lambda error, prefix: explain(error, Config, RENAMED, NAMES_ELSEWHERE, prefix)
+    words = lambda error, prefix: explain(error, Config, NAMES_ELSEWHERE, prefix)
     return settings_of_stages(config, STAGE_SETTINGS, words)
 
 

@@ -337,7 +337,7 @@ def data_settings(args: argparse.Namespace) -> DataSettings:
     except yaml.YAMLError as error:
         raise ValueError(f"--chat-template-args: {' '.join(str(error).split())}") from error
     except ValidationError as error:
-        name, _, why = explain(error, PromptSource, {}, {}).partition(":")
+        name, _, why = explain(error, PromptSource).partition(":")
         raise ValueError(f"--{name.replace('_', '-')}:{why}") from error
     check_data(settings)
     return settings
@@ -359,7 +359,7 @@ def settings_behind(args: argparse.Namespace) -> tuple[RewardSettings, list[str]
         try:
             found.append(settings.model_validate(values.get(section, {})))
         except ValidationError as error:
-            raise ValueError(f"{section}.{explain(error, settings, {}, {})}") from error
+            raise ValueError(f"{section}.{explain(error, settings)}") from error
     return found[0], found[1].stop
 
 

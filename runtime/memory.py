@@ -1,67 +1,69 @@
-"""Add up what a rank holds of its GPU in each phase of a step, and say what does not fit.
+"""Estimate a rank's GPU memory in each phase of a step, and name the phase that does not fit.
 
-The parts come from moe_model.memory_by_part() (trainer) and rollout.engine_memory() (vLLM), as {name: bytes}.
-train_rl.py asks before anything is loaded, experiments/plan.py without a GPU: both say the same.
+The parts come from moe_model.memory_by_part() (trainer) and rollout.engine_memory() (vLLM), as {name: bytes},
+for example {"weights": ..., "KV cache": ...}. train_rl.py checks the estimate before it loads a model, and
+experiments/plan.py makes the same estimate without a GPU.
 """
 
 GIB = 2**30
-CONTEXT_BYTES = 4 * GIB  # CUDA context, NCCL's buffers, fragments of the allocator: a guess
-STANDING = ("weights", "gradients", "master weights", "AdamW", "reference")  # held at all times
+CONTEXT_BYTES = 4 * GIB  # a guess: CUDA context, NCCL buffers, fragmentation of the allocator
+STANDING = ("weights", "gradients", "master weights", "AdamW", "reference")  # allocated at all times
 
 
 def standing_bytes(parts: dict[str, int]) -> int:
-    """Return what the trainer holds at all times."""
+    """Return the bytes that the trainer holds at all times."""
     return sum(parts[name] for name in STANDING)
 
 
 def extra_bytes(parts: dict[str, int]) -> dict[str, int]:
-    """Return what the trainer takes besides in each of its phases, which never meet."""
-    summed = parts["gradients in an update"]
+    """Return the additional bytes of each phase of the trainer; the phases follow one another."""
+    gradients = parts["gradients in an update"]
     return {
-        "update": summed + parts["activations"] + parts["on the way back"],
-        "optimizer step": summed + parts["optimizer step"],
+        "update": gradients + parts["activations"] + parts["on the way back"],
+        "optimizer step": gradients + parts["optimizer step"],
         "sync": parts["sync buffers"],
     }
 
 
 def peak_bytes(parts: dict[str, int]) -> int:
-    """Return the most that the trainer holds at any time."""
+    """Return the trainer's peak, over all phases."""
     return standing_bytes(parts) + max(extra_bytes(parts).values())
 
 
 def trainer_bytes(parts: dict[str, int], engine_sleeps: bool) -> int:
-    """Return what the trainer takes of a GPU beside an engine that is awake.
+    """Return the bytes of a GPU that the trainer needs while the engine is awake.
 
-    An engine that sleeps during updates shares the GPU with what stands between them only.
+    An engine that sleeps during updates wakes up for rollouts only, when the trainer is down to its standing
+    bytes. Otherwise the engine has to fit beside the trainer's peak.
     """
     return CONTEXT_BYTES + (standing_bytes(parts) if engine_sleeps else peak_bytes(parts))
 
 
 def bytes_by_phase(parts: dict[str, int], engine_sleeps: bool) -> dict[str, int]:
-    """Return the bytes of a GPU in each phase; graphs and workspaces of an engine stay when it sleeps."""
+    """Return the bytes of a GPU in each phase. A sleeping engine keeps its CUDA graphs and workspaces."""
     standing = standing_bytes(parts) + CONTEXT_BYTES + parts["engine workspace"]
     engine = parts["engine weights"] + max(0, parts["KV cache"])
     beside_update = 0 if engine_sleeps else engine
-    beside_sync = parts["engine weights"] if engine_sleeps else engine  # keys and values wake up last
+    beside_sync = parts["engine weights"] if engine_sleeps else engine  # the KV cache wakes up last
     beside = {"update": beside_update, "optimizer step": beside_update, "sync": beside_sync}
-    extra = {phase: standing + beside[phase] + own for phase, own in extra_bytes(parts).items()}
-    return {"rollout": standing + engine} | extra
+    of_trainer = {phase: standing + beside[phase] + extra for phase, extra in extra_bytes(parts).items()}
+    return {"rollout": standing + engine} | of_trainer
 
 
 def why_too_small(parts: dict[str, int], engine_sleeps: bool, total: int, needed: int) -> str | None:
-    """Say which phase does not fit into a GPU of `total` bytes; None if all fit.
+    """Explain why the run does not fit into a GPU of `total` bytes; None if all phases fit.
 
-    needed: bytes of keys and values of one completion of full length, the least that an engine works with.
+    needed: KV cache of one completion of full length, in bytes, the minimum for an engine.
     """
     phases = bytes_by_phase(parts | {"KV cache": max(parts["KV cache"], needed)}, engine_sleeps)
     phase, most = max(phases.items(), key=lambda item: item[1])
     if most > total:
         has_cache = phase == "rollout" or not engine_sleeps
-        cache = ", with keys and values of one completion of full length," if has_cache else ""
-        return f"phase {phase} needs {most / GIB:.1f} GiB of a GPU{cache} and a GPU has {total / GIB:.1f}"
+        cache = " (with the KV cache of one completion of full length)" if has_cache else ""
+        return f"phase {phase} needs {most / GIB:.1f} GiB{cache}, but the GPU has {total / GIB:.1f} GiB"
     if parts["KV cache"] < needed:
         return (
-            f"keys and values have {max(0, parts['KV cache']) / GIB:.1f} GiB, one completion of full length "
-            f"needs {needed / GIB:.1f}"
+            f"the KV cache has {max(0, parts['KV cache']) / GIB:.1f} GiB, but one completion of full length "
+            f"needs {needed / GIB:.1f} GiB"
         )
     return None

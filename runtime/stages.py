@@ -10,14 +10,14 @@ that a resumed run decides as an undisturbed one. docs/stages.md explains the wh
 """
 
 import math
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from runtime.config import Section, differences, merge, setting
+from runtime.config import differences, merge
+from settings import HandOver, Stage
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -25,53 +25,46 @@ from runtime.config import Section, differences, merge, setting
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class StagePosition:
-    """Where a run stands in its stages."""
+    """The position of a run in its list of stages."""
 
-    number: int = 0  # the stage, counted from 0
+    number: int = 0  # index of the current stage, from 0
     steps: int = 0  # finished in this stage
     tokens: int = 0  # generated in this stage, over all ranks
-    recent: list[float] = field(default_factory=list)  # latest measurements of the metric, at most `window`
-    best: float | None = None  # highest value so far; a value is the mean of a full window
-    num_since_best: int = 0  # values since then
-    first_prompt: int = 0  # prompts that the run had offered when the stream of this stage's prompts began
+    latest: float | None = None  # latest measurement of the stage's metric
+    best: float | None = None  # highest measurement in this stage
+    num_since_best: int = 0  # measurements since the best one
+    first_prompt: int = 0  # prompts that the run had offered when the current order of prompts began
 
 
 def after_measurement(position: StagePosition, rule: HandOver, metrics: dict[str, float]) -> StagePosition:
-    """Return the position after metrics that may hold the rule's; a value that is not finite is none."""
-    measured = metrics.get(rule.metric, math.nan)
-    if not math.isfinite(measured):
+    """Return the position after a measurement of the rule's metric.
+
+    Without a finite value of this metric in `metrics`, the position stays as it is.
+    """
+    value = metrics.get(rule.metric, math.nan)
+    if not math.isfinite(value):
         return position
-    position = replace(position, recent=[*position.recent, measured][-rule.window :])
-    value = value_of(position, rule)
-    if value is None:
-        return position
-    if position.best is None or value > position.best + rule.min_rise:
-        return replace(position, best=value, num_since_best=0)
-    return replace(position, num_since_best=position.num_since_best + 1)
+    if position.best is None or value > position.best:
+        return replace(position, latest=value, best=value, num_since_best=0)
+    return replace(position, latest=value, num_since_best=position.num_since_best + 1)
 
 
 def after_step(
     position: StagePosition, rule: HandOver, tokens: int, metrics: dict[str, float]
 ) -> StagePosition:
-    """Return the position after a step that generated so many tokens over all ranks."""
+    """Return the position after a step that generated `tokens` tokens over all ranks."""
     position = replace(position, steps=position.steps + 1, tokens=position.tokens + tokens)
     return after_measurement(position, rule, metrics)
 
 
-def value_of(position: StagePosition, rule: HandOver) -> float | None:
-    """Return the mean of the metric's window, None as long as it is not full."""
-    return statistics.fmean(position.recent) if len(position.recent) == rule.window else None
-
-
 def end_of_stage(position: StagePosition, rule: HandOver) -> str | None:
-    """Return what of the rule is reached, in words, and None while the stage goes on."""
-    value = value_of(position, rule)
+    """Return the reason why the stage ends, for example "800 steps", or None while the stage continues."""
     if rule.steps is not None and position.steps >= rule.steps:
         return f"{position.steps} steps"
     if rule.tokens is not None and position.tokens >= rule.tokens:
         return f"{position.tokens:,} tokens"
-    if rule.accuracy is not None and value is not None and value >= rule.accuracy:
-        return f"{rule.metric} {value:.3f}, at least {rule.accuracy:g}"
+    if rule.accuracy is not None and position.latest is not None and position.latest >= rule.accuracy:
+        return f"{rule.metric} {position.latest:.3f}, at least {rule.accuracy:g}"
     if rule.plateau is not None and position.num_since_best >= rule.plateau:
         return f"{rule.metric} did not rise above {position.best:.3f} in {position.num_since_best} values"
     return None

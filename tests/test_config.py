@@ -21,7 +21,7 @@ import train_rl
 from data import tiny
 from data.prompts import PromptSource
 from runtime.config import complete, differences, free_on_resume, setting_fields
-from train_rl import RENAMED, Config, config_warnings, load_config
+from train_rl import Config, config_warnings, load_config
 
 TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
 SETTINGS = setting_fields(Config)
@@ -246,24 +246,6 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(setting, name, near, wr
         value = f"{{{part}: {value}}}"
     write(value, "base.yaml")
     assert error_of(file=write(value)) == error_of(file=write("base: base.yaml")) == expected
-
-
-@pytest.mark.parametrize("name", RENAMED)
-def test_a_setting_of_an_earlier_version_is_refused_with_what_replaces_it(name, write):
-    setting, is_choice, old = name.partition("=")
-    section, _, key = setting.partition(".")
-    value = old or "1"
-    expected = f"{name} {RENAMED[name]}"
-    assert error_of(f"{setting}={value}") == expected
-    write(f"{section}: {{{key}: {value}}}", "base.yaml")
-    assert error_of(file=write("base: base.yaml")) == error_of(file=write(f"{section}: {{{key}: {value}}}"))
-    assert error_of(file=write(f"{section}: {{{key}: {value}}}")) == expected
-    assert (setting in SETTINGS) == bool(is_choice) and old not in CHOICES.get(setting, ())
-    replacement = re.search(r"(?:is called|set) ([\w.]+)$", RENAMED[name])
-    if replacement:
-        assert replacement[1] in (CHOICES[setting] if is_choice else SETTINGS)
-    else:
-        assert RENAMED[name].endswith(": leave it out")
 
 
 def test_all_wrong_settings_are_named_at_once():

@@ -86,8 +86,8 @@ def test_ctrl_c_is_one_line(capsys):
                 "This is typically caused by a remote worker hanging. Check the logs."
             ),
             "another rank has ended, or its node is lost (Read error [10.0.0.2]:50890: Connection reset by "
-            "peer). What that rank says is the cause. Checkpoints are whole: the same command goes on from "
-            "the newest",
+            "peer). See the message of that rank for the cause. Checkpoints are intact: the same command "
+            "resumes from the newest",
         ),
     ],
 )

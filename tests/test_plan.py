@@ -217,10 +217,10 @@ def test_phases_share_a_gpu():
     "total, needed, sleeps, words",
     [
         (41 + 1 + 41, 30, True, None),
-        (41 + 1 + 41 - 1, 30, True, "phase rollout needs 4.0 GiB of a GPU, with keys and values"),
+        (41 + 1 + 41 - 1, 30, True, "phase rollout needs 4.0 GiB (with the KV cache"),
         (41 + 1 + 41, 30, False, "phase update needs"),
         (41 + 1 + 41, 31, True, "phase rollout needs"),  # one completion more than there are keys and values
-        (41 + 1 + 60, 31, True, "keys and values have 0.0 GiB, one completion of full length needs 0.0"),
+        (41 + 1 + 60, 31, True, "the KV cache has 0.0 GiB"),
     ],
 )
 def test_what_does_not_fit_is_named(total, needed, sleeps, words):
@@ -230,8 +230,8 @@ def test_what_does_not_fit_is_named(total, needed, sleeps, words):
 
 def test_a_phase_without_keys_and_values_does_not_speak_of_them():
     large = PARTS | {"activations": 10**12}
-    assert "needs 935.3 GiB of a GPU and a GPU has" in why_too_small(large, True, CONTEXT_BYTES, 30)
-    assert "of a GPU, with keys and values" in why_too_small(large, False, CONTEXT_BYTES, 30)
+    assert "needs 935.3 GiB, but the GPU has" in why_too_small(large, True, CONTEXT_BYTES, 30)
+    assert "KV cache" in why_too_small(large, False, CONTEXT_BYTES, 30)
 
 
 def test_keys_and_values_take_what_the_engine_is_given():
