@@ -182,6 +182,7 @@ class LossInputs:
     log_vocab: float  # log of the vocabulary's size
     settings: AlgorithmSettings
     log_ratio: Tensor = field(init=False)  # log pi - log pi_old of each token, with gradient
+    ratio: Tensor = field(init=False)  # of the token's group, with gradient; set by token_gain()
 
     def __post_init__(self):
         """Compute the log-ratio once, so that all users share one node of the autograd graph."""

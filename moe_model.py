@@ -48,7 +48,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
 from kernels.linear_logprob_entropy import BLOCK_ELEMENTS, choose_backend, linear_logprob_entropy
-from settings import ModelSettings, TrainSettings
+from settings import ModelSettings
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -69,6 +69,11 @@ class Verdict:
         return self.status in FAILED
 
 
+def score_of(verdict: Verdict, binary: bool) -> float:
+    """Return the verifier's part of the reward in [0, 1]; binary: rewards below 1 count as 0."""
+    return float(verdict.reward == 1) if binary else verdict.reward
+
+
 def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     r"""Score one completion against the reference answer, in this process and without a time limit.
 

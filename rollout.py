@@ -29,10 +29,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from batch import Completion, Request
 from kernels.fp8_block import BLOCK, fp8_round
 from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
 from runtime.memory import GIB
 from runtime.schedule import CacheRoom, WaitingLine
+from settings import RolloutSettings
 
 
 # ------------------------------------------------------------------------------------------------------------

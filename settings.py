@@ -289,6 +289,10 @@ class TrainSettings(Section):
         """Return the number of updates of a step: minibatches times passes."""
         return self.minibatches_per_step * self.passes_per_rollout
 
+    def tokens_per_forward(self, on_gpu: bool) -> int:
+        """Return the padded tokens of a micro-batch: micro_batch_tokens, or the default of the device."""
+        return self.micro_batch_tokens or (32768 if on_gpu else 4096)
+
 
 class EvalSettings(Section):
     """When and how held-out sets are evaluated."""

@@ -1,0 +1,216 @@
+"""Read the settings of a run from the command line, and check them against each other.
+
+    config = load_config(["--config", "exp.yaml", "train.seed=1"])    # defaults < YAMLs < section.key=value
+
+A wrong value raises ValueError before anything is loaded. The message names the setting and the remedy.
+"""
+
+import math
+
+import plugins
+from data.prompts import check_data
+from runtime.config import explain, read_config, refuse_contradictions
+from runtime.learning_rate import learning_rate
+from runtime.other_names import NAMES_ELSEWHERE
+from runtime.stages import check_hand_overs, place_of, settings_of_stages
+from settings import STAGE_SETTINGS, Config
+from verifiers.kinds import functions_of, is_kind
+
+
+def load_config(argv: list[str], description: str = "") -> Config:
+    """Read a command line: defaults < YAMLs of --config < section.key=value; ValueError names the setting."""
+    config = read_config(Config, argv, "train_rl.py", description, NAMES_ELSEWHERE)
+    check_stages(config)
+    return config
+
+
+def check_stages(config: Config) -> None:
+    """Check the settings of each stage and the rule that ends it; ValueError names the stage."""
+    configs = stage_configs(config)
+    for number, stage_config in enumerate(configs):
+        try:
+            check_config(stage_config)
+        except ValueError as error:
+            prefix = f"{place_of(config.stages, number)}: " if config.stages else ""
+            raise ValueError(f"{prefix}{error}") from error
+    check_hand_overs(config.stages, configs, [hand_over_metrics(stage_config) for stage_config in configs])
+
+
+def stage_configs(config: Config) -> list[Config]:
+    """Return the complete settings of each stage; a run without `stages` is a single stage."""
+
+    def explain_error(error, prefix: str) -> str:
+        return explain(error, Config, NAMES_ELSEWHERE, prefix)
+
+    return settings_of_stages(config, STAGE_SETTINGS, explain_error)
+
+
+def hand_over_metrics(config: Config) -> set[str]:
+    """List the metrics that can end a stage with these settings: the score and metrics of evaluations."""
+    held_out = [*config.data.eval, *(source for source in config.data.train if source.holdout)]
+    k = config.eval.num_samples
+    names = ["accuracy", *([f"avg_at_{k}", f"pass_at_{k}"] if k else [])]
+    return {"score", *(f"eval/{source.label}/{name}" for source in held_out for name in names)}
+
+
+def check_config(config: Config) -> None:
+    """Check settings against each other; ValueError names both settings of a contradiction."""
+    if not config.data.train:
+        raise ValueError("data.train: no prompt set to train on; see experiments/environments/demo.yaml")
+    check_data(config.data)
+    for function in config.reward.functions:
+        if not is_kind(function) or not functions_of(function):
+            raise ValueError(
+                f"reward.functions: {function!r} is neither module:function nor path/file.py:function"
+            )
+    fractions = config.algorithm.entropy_groups
+    if not fractions or min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-6:
+        raise ValueError(f"algorithm.entropy_groups: {list(fractions)} must be positive and sum to 1")
+    for contradictions in (
+        zero_variance_contradictions, reward_contradictions, loss_contradictions, rollout_contradictions,
+    ):  # fmt: skip
+        refuse_contradictions(config, contradictions(config))
+    learning_rate(config.train, 0)  # raises if the schedule does not accept its arguments
+    plugins.check_plugins(config)
+
+
+def zero_variance_contradictions(config: Config) -> dict[str, bool]:
+    """List contradictions in zero-variance elimination, for refuse_contradictions()."""
+    zero = config.zero_variance
+    explores_all = zero.explore_solved > 0 and zero.explore_unsolved > 0
+    loses_prompts = zero.skip_rule == "expected" and not explores_all and zero.retest_steps == 0
+    return {
+        "{zero_variance.refill} needs {zero_variance.drop}": zero.refill and not zero.drop,
+        "{zero_variance.round_size} needs {zero_variance.refill}":
+            zero.round_size != "missing" and not zero.refill,
+        "{zero_variance.skip_rule} needs {zero_variance.history}":
+            zero.skip_rule != "expected" and not zero.history,
+        "{zero_variance.rl_zvp} reshapes the groups that {zero_variance.drop} removes: choose one":
+            zero.rl_zvp and zero.drop,
+        "{zero_variance.explore_solved}, {zero_variance.explore_unsolved} and {zero_variance.retest_steps} "
+        "would skip some prompts for ever: set one of them above 0": zero.history and loses_prompts,
+        "{zero_variance.probe_size} must be below {rollout.group_size}":
+            zero.probe_size >= config.rollout.group_size,
+    }  # fmt: skip
+
+
+def reward_contradictions(config: Config) -> dict[str, bool]:
+    """List contradictions in rewards and judges, for refuse_contradictions()."""
+    rollout = config.rollout
+    reward = config.reward
+    is_scalar = reward.judge == "scalar"
+    by_score = reward.judge_mode == "score"
+    return {
+        "{reward.overlong_buffer} must be at most {rollout.max_new_tokens}":
+            reward.overlong_buffer > rollout.max_new_tokens,
+        "{reward.code_memory_gib} must be at most {reward.memory_gib}, the limit of the whole worker":
+            reward.code_memory_gib > reward.memory_gib,
+        "{reward.judge} and {reward.judge_path}: set both or neither":
+            (reward.judge == "none") != (reward.judge_path is None),
+        "{reward.judge_mode} needs a judge, not {reward.judge}": reward.judge == "none" and not by_score,
+        "{reward.judge_margin} needs pairs and a scalar judge, not {reward.judge} and {reward.judge_mode}":
+            reward.judge_margin > 0 and (not is_scalar or by_score),
+        "{reward.judge} compares pairs only: choose another mode than {reward.judge_mode}":
+            reward.judge == "generative" and by_score,
+    }  # fmt: skip
+
+
+def loss_contradictions(config: Config) -> dict[str, bool]:
+    """List contradictions among ratio, clips, corrections and hooks, for refuse_contradictions()."""
+    algo = config.algorithm
+    is_capped = algo.clip_mode in ("fixed", "entropy_adaptive")
+    return {
+        "{algorithm.clip_mode} clips each token before the mean: {algorithm.ratio_level} has no mean":
+            algo.clip_mode == "before_mean" and algo.ratio_level == "token",
+        "{algorithm.entropy_clip_form} has no effect with {algorithm.clip_mode}":
+            algo.entropy_clip_form != "token_group_mean" and algo.clip_mode != "entropy_adaptive",
+        "{algorithm.ratio_form} has no effect with {algorithm.ratio_level}":
+            algo.ratio_form != "geometric" and algo.ratio_level == "token",
+        "{algorithm.clip_cap} has no effect with {algorithm.clip_mode}":
+            algo.clip_cap is not None and not is_capped,
+        "{algorithm.clip_cap} must be above 1 + {algorithm.clip_eps_high}":
+            algo.clip_mode == "fixed" and (algo.clip_cap or math.inf) <= 1 + algo.clip_eps_high,
+        "{algorithm.gain} replaces {algorithm.clip_mode}: leave clip_mode at fixed":
+            algo.gain is not None and algo.clip_mode != "fixed",
+        "{algorithm.gain} replaces the clip of {algorithm.clip_cap}: pass a bound by gain_args":
+            algo.gain is not None and algo.clip_cap is not None,
+        "{algorithm.advantage} replaces {algorithm.adv_norm}: leave adv_norm at group_std":
+            algo.advantage is not None and algo.adv_norm != "group_std",
+        "{algorithm.advantage} replaces {algorithm.tie_band}: pass a band by advantage_args":
+            algo.advantage is not None and algo.tie_band > 0,
+        "{algorithm.old_policy}: the ratio is the correction already, {algorithm.rollout_correction}":
+            algo.old_policy == "rollout" and algo.rollout_correction != "none",
+        "{algorithm.old_policy} makes no old-logprob pass, {algorithm.router_replay} replays one":
+            algo.old_policy == "rollout" and algo.router_replay == "r2",
+        "{algorithm.rollout_correction_floor} has no effect with {algorithm.rollout_correction}":
+            algo.rollout_correction_floor > 0 and algo.rollout_correction == "none",
+        "{algorithm.rollout_correction_floor} must be below {algorithm.rollout_correction_cap}":
+            algo.rollout_correction_floor >= algo.rollout_correction_cap,
+        **{
+            f"{{algorithm.{hook}_args}} has no effect without algorithm.{hook}":
+                len(getattr(algo, f"{hook}_args")) > 0 and getattr(algo, hook) is None
+            for hook in plugins.HOOKS
+        },
+    }  # fmt: skip
+
+
+def rollout_contradictions(config: Config) -> dict[str, bool]:
+    """List contradictions in the optimizer and the rollout, for refuse_contradictions()."""
+    train = config.train
+    rollout = config.rollout
+    return {
+        "{train.minibatches_per_step} must divide {rollout.prompts_per_step}":
+            rollout.prompts_per_step % train.minibatches_per_step != 0,
+        "{train.offload_optimizer} needs 2, not {train.zero_stage}: at 1 gradients stay on the GPU":
+            train.offload_optimizer and train.zero_stage == 1,
+        "{train.lr_schedule_args} belong to another schedule than {train.lr_schedule}, which takes none":
+            len(train.lr_schedule_args) > 0 and train.lr_schedule == "constant_with_warmup",
+        "{algorithm.router_replay} needs routes, not {rollout.capture_routes}":
+            config.algorithm.router_replay == "r3" and rollout.capture_routes == "off",
+        "{rollout.expert_parallel} needs more than {rollout.tensor_parallel}":
+            rollout.expert_parallel and rollout.tensor_parallel == 1,
+        "{rollout.simulate_format} is the format of rollout.fp8 simulate, not of {rollout.fp8}":
+            rollout.simulate_format != "fp8" and rollout.fp8 != "simulate",
+        "{rollout.expert_parallel} and {rollout.fp8}: vLLM quantises on GPUs itself, set fp8 to on":
+            rollout.expert_parallel and rollout.fp8 == "simulate",
+        "{rollout.fp8} needs bfloat16, not {rollout.dtype}":
+            rollout.fp8 == "on" and rollout.dtype != "bfloat16",
+    }  # fmt: skip
+
+
+def config_warnings(config: Config) -> list[str]:
+    """List legitimate but unusual combinations, to be printed once at the start."""
+    algo = config.algorithm
+    warnings = []
+    if algo.ratio_level != "token" and algo.clip_mode == "fixed" and algo.clip_eps_high >= 0.1:
+        warnings.append(
+            f"algorithm.clip_eps_high {algo.clip_eps_high} is wide for algorithm.ratio_level "
+            f"{algo.ratio_level!r}: GSPO uses 3e-4 and 4e-4"
+        )
+    if algo.loss_agg == "token_group_mean" and algo.ratio_level != "entropy_group":
+        warnings.append(
+            f"algorithm.loss_agg 'token_group_mean' without entropy groups (algorithm.ratio_level "
+            f"{algo.ratio_level!r}) is the mean over tokens"
+        )
+    num_updates = config.train.num_updates
+    if algo.router_replay == "r2" and num_updates == 1:
+        warnings.append(
+            "algorithm.router_replay 'r2' with train.minibatches_per_step 1 changes nothing: the only update "
+            "uses the routes of the old policy anyway"
+        )
+    is_shared = algo.ratio_level != "token" and algo.ratio_form == "geometric" and algo.clip_mode != "weight"
+    if is_shared and (algo.select is not None or algo.rollout_correction == "token_mask"):
+        warnings.append(
+            f"algorithm.ratio_form 'geometric' at algorithm.ratio_level {algo.ratio_level!r} spreads the "
+            "gradient over all tokens of a ratio, also over tokens without policy loss (algorithm.select, "
+            "token_mask): take algorithm.ratio_form stop_gradient to exclude them"
+        )
+    has_own_clip = algo.ratio_level != "token" or algo.clip_mode not in ("fixed", "none")
+    if has_own_clip and num_updates == 1 and algo.old_policy == "trainer":
+        warnings.append(
+            f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "
+            "acts at train.minibatches_per_step 1, because every ratio of the only update is 1; GSPO takes 4"
+        )
+    if config.rollout.group_size == 1:
+        warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
+    return warnings

@@ -1,0 +1,744 @@
+"""The work around the method: set-up, resume, evaluation, logging, saving, finishing.
+
+train_rl.main() calls these functions in this order:
+
+    set_up()                                  settings, data, engine, policy, or a checkpoint's state
+    evaluation_is_due() ... log_evaluation()  held-out sets
+    next_stage_if_due()                       hand-over to the next stage
+    measure_rollout() ... log_step()          metrics of a step
+    save_if_due()                             checkpoints, signals, the mismatch gate
+    finish()                                  export, summary
+
+A function marked Collective must be called by all ranks.
+"""
+
+import json
+import resource
+import signal
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+from tqdm import tqdm
+
+import moe_model
+from batch import Completion, Group, Request, RolloutBatch
+from configure import config_warnings, stage_configs
+from data.chat import load_tokenizer
+from data.history import PromptHistory
+from data.prompts import OfflineScore, Prompt, prompt_sha
+from data.stages import Offers, Window, load_stages, offers_of, unite
+from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
+from moe_model import num_experts_of
+from reward import (
+    RewardPool,
+    Verdict,
+    build_judge,
+    check_functions,
+    impossible_references,
+    score_of,
+    start_pool,
+)
+from rollout import (
+    RolloutEngine,
+    SyncReport,
+    engine_memory,
+    invalid_route,
+    kv_bytes_per_token,
+    load_greedy_chat,
+    stops_of,
+)
+from runtime.agreement import check_ranks_agree, wait_for_ranks
+from runtime.checkpoint import (
+    TrainState,
+    check_run_dir_is_shared,
+    find_checkpoint,
+    lock_run_dir,
+    prepare_run_dir,
+    save_checkpoint,
+    state_of,
+    writing,
+)
+from runtime.checks import check_routes, check_verdicts, mismatch_gate, refuse_nonfinite_weights, say
+from runtime.config import flat_settings
+from runtime.launch import Signals, Stopped, check_gpus
+from runtime.memory import GIB, trainer_bytes, why_too_small
+from runtime.metrics import (
+    Clock,
+    console_line,
+    effective_sample_size,
+    log_metrics,
+    log_samples,
+    reduce_metrics,
+    rollout_metrics,
+    schedule_metrics,
+    straggler,
+)
+from runtime.stages import StagePosition, end_of_stage, place_of
+from runtime.summary import plot_curves, print_summary, write_summary
+from runtime.watchdog import MARGIN_S, Watchdog
+from settings import Config, HandOver, RewardSettings
+
+
+@dataclass
+class Run:
+    """A running job: everything that main() and its functions work with."""
+
+    config: Config  # settings of the current stage
+    run_config: Config  # settings of the run as read, with all stages; equal to config without stages
+    stage_configs: list[Config]  # settings of each stage
+    offers: Offers  # prompts of the current stage
+    stage_offers: list[Offers]  # prompts of each stage
+    lock: IO | None  # lock of run.dir, held by rank 0 for the lifetime of the run
+    accelerator: Accelerator
+    clock: Clock
+    watchdog: Watchdog
+    state: TrainState
+    history: PromptHistory
+    tokenizer: object
+    prompts: list[Prompt]  # the training set
+    prompt_ids: list[list[int]]  # token ids of the training set
+    eval_sets: EvalSets
+    engine: RolloutEngine
+    pool: RewardPool
+    trainer: object  # DeepSpeed's engine around the policy
+    reference: moe_model.Policy | None  # the initial policy, for a KL penalty
+    judge: object | None
+    generation_config: str | None  # text of generation_config.json, which may list more end-of-sequence ids
+    signals: Signals
+    progress: tqdm
+    parity_is_due: bool = True  # at the first step, then every rollout.check_every steps
+
+    @property
+    def policy(self) -> moe_model.Policy:
+        """Return the trained model without DeepSpeed's wrapper."""
+        return self.trainer.module
+
+    @property
+    def rule(self) -> HandOver:
+        """Return the rule that ends the current stage; a run without stages has an empty rule."""
+        stages = self.run_config.stages
+        return stages[self.state.stage.number].until if stages else HandOver()
+
+
+# ============================================================================================================
+# Set-up
+# ============================================================================================================
+def set_up(config: Config) -> Run | None:
+    """Build everything a run needs, from the start or from its newest checkpoint. Collective.
+
+    Returns None if the run in run.dir is finished; then its summary has been printed.
+    """
+    accelerator, clock, watchdog = connect_ranks(config)
+    configs = stage_configs(config)
+    for stage_config in configs:
+        check_ranks(stage_config, dist.get_world_size())
+    lock, checkpoint, state = open_run_dir(config)
+    if is_finished(config, checkpoint, state):
+        say(f"{checkpoint}: this run is finished; raise train.num_steps to resume, or choose another run.dir")
+        if dist.get_rank() == 0:
+            print_summary(Path(config.run.dir))
+        return None
+    clock.total = state.seconds
+    watchdog.follow(state, Path(config.run.dir))
+
+    # ---- prompts, reward workers ----
+    model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
+    hf_config = moe_model.load_config(model_dir)
+    ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
+    largest = widest(configs)
+    for stage_config in (largest, *configs):
+        check_model(stage_config, hf_config)
+    check_memory(largest, hf_config, dist.get_world_size())
+    tokenizer = load_tokenizer(model_dir)
+    worker_log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
+    pool = start_pool(config.reward, tokenizer, worker_log)
+    loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
+    refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
+    announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device)
+
+    # ---- engine, policy ----
+    with clock("setup"):
+        # A scalar judge is loaded first, because the engine takes the GPU memory that is free then.
+        scalar_judge = load_judge(config.reward) if config.reward.judge == "scalar" else None
+        engine = start_engine(largest, hf_config, model_dir)
+        judge = scalar_judge or load_judge(config.reward)
+        dist.barrier()
+        policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
+        refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
+        trainer = moe_model.deepspeed_engine(policy, config.train)
+        moe_model.set_group_timeouts(config.run.timeout_s + MARGIN_S)
+        reference = None
+        if largest.algorithm.kl_coef > 0:
+            reference = moe_model.build_policy(config.model, config.model.path, ep_group, accelerator.device)
+        history = PromptHistory.from_offline(offline_scores, configs[0].rollout.group_size)
+        if checkpoint:
+            history = resume(checkpoint, trainer, history, loaded.train, config)
+    start_trackers(accelerator, config, state.step)
+    return Run(
+        config=configs[state.stage.number], run_config=config, stage_configs=configs,
+        offers=offers[state.stage.number], stage_offers=offers, lock=lock, accelerator=accelerator,
+        clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=tokenizer,
+        prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, engine=engine,
+        pool=pool, trainer=trainer, reference=reference, judge=judge, signals=listen(config),
+        generation_config=read_generation_config(model_dir), progress=progress_bar(config, state),
+    )  # fmt: skip
+
+
+def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
+    """Connect and watch the ranks, and refuse ranks with different settings or code. Collective."""
+    check_trackers(config)
+    wait_for_ranks(config.run.warn_s, config.run.timeout_s)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(), log_with=config.run.trackers, project_dir=config.run.dir,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s + MARGIN_S))],
+    )  # fmt: skip
+    clock = Clock({})
+    watchdog = Watchdog(clock, config.run.warn_s, config.run.timeout_s).start()
+    moe_model.init_deepspeed()
+    check_ranks_agree(config)
+    set_seed(config.train.seed)
+    return accelerator, clock, watchdog
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """Raise ValueError if the settings do not fit the number of ranks."""
+    check_gpus()
+    prompts_per_step = config.rollout.prompts_per_step
+    num_minibatches = config.train.minibatches_per_step
+    if prompts_per_step % (world_size * num_minibatches):
+        raise ValueError(
+            f"rollout.prompts_per_step {prompts_per_step} must be a multiple of ranks x "
+            f"train.minibatches_per_step ({world_size} x {num_minibatches})"
+        )
+    if world_size % config.rollout.tensor_parallel:
+        raise ValueError(
+            f"rollout.tensor_parallel {config.rollout.tensor_parallel} must divide the number of ranks, "
+            f"{world_size}"
+        )
+
+
+def widest(configs: list[Config]) -> Config:
+    """Return settings with the largest sizes of all stages, for which engine and policy are built."""
+    if len(configs) == 1:
+        return configs[0]
+    first = configs[0]
+    sections = {}
+    for section, keys in {
+        "rollout": ("max_prompt_tokens", "max_new_tokens"), "eval": ("max_new_tokens",),
+        "algorithm": ("kl_coef",),
+    }.items():  # fmt: skip
+        values = {key: [getattr(getattr(config, section), key) for config in configs] for key in keys}
+        largest = {key: max(of_stages, key=lambda value: value or 0) for key, of_stages in values.items()}
+        sections[section] = getattr(first, section).model_copy(update=largest)
+    on_gpu = torch.cuda.is_available()
+    tokens = max(config.train.tokens_per_forward(on_gpu) for config in configs)
+    sections["train"] = first.train.model_copy(update={"micro_batch_tokens": tokens})
+    return first.model_copy(update=sections)
+
+
+def max_model_len(config: Config) -> int:
+    """Return the longest prompt + completion, in tokens, that the engine must hold."""
+    longest = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    return config.rollout.max_prompt_tokens + longest
+
+
+def check_model(config: Config, hf_config) -> None:
+    """Raise ValueError if the settings do not fit the model."""
+    context = max_model_len(config)
+    if context > hf_config.max_position_embeddings:
+        raise ValueError(
+            "rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval, each the largest of "
+            f"all stages, is {context}, but the model's context is {hf_config.max_position_embeddings}"
+        )
+    attention_width = hf_config.num_attention_heads * moe_model.head_dim(hf_config)
+    sizes = {"hidden size": hf_config.hidden_size, "heads x head size": attention_width}
+    odd_sizes = [f"{name} {size}" for name, size in sizes.items() if size % 128]
+    if config.rollout.fp8 == "on" and odd_sizes:
+        raise ValueError(
+            "rollout.fp8 on: vLLM quantises activations in blocks of 128 values, the model has "
+            f"{' and '.join(odd_sizes)}: set it to simulate or off"
+        )
+    replay = config.algorithm.router_replay
+    if replay != "off" and num_experts_of(hf_config) == 0:
+        raise ValueError(f"algorithm.router_replay {replay}: the model is dense and has no router; set off")
+
+
+# ---- memory ----
+def syncs_own_experts(config: Config) -> bool:
+    """Tell whether a rank's engine holds exactly the experts that the rank trains, so that none are gathered."""
+    return config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
+
+
+def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
+    """Return the bytes of the trainer on a GPU, by part; a forward pass holds at least one full-length row.
+
+    train.share_prompts does not reduce the largest micro-batch, whose rows may have short prompts.
+    """
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return moe_model.memory_by_part(
+        hf_config, config.model, config.train.zero_stage, num_ranks,
+        tokens=max(config.train.tokens_per_forward(on_gpu=True), longest),
+        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
+        offload_optimizer=config.train.offload_optimizer,
+    )  # fmt: skip
+
+
+def plan_memory(config: Config, hf_config, num_ranks: int, total: int) -> tuple[dict[str, int], str | None]:
+    """Return the bytes of a GPU by part, trainer and engine, and the reason if `total` bytes are too few."""
+    parts = trainer_memory(config, hf_config, num_ranks)
+    engine_sleeps = config.rollout.sleep_level > 0
+    parts |= engine_memory(hf_config, config.rollout, trainer_bytes(parts, engine_sleeps), total)
+    needed = max_model_len(config) * kv_bytes_per_token(hf_config, config.rollout)
+    return parts, why_too_small(parts, engine_sleeps, total, needed)
+
+
+def check_memory(config: Config, hf_config, num_ranks: int) -> None:
+    """Refuse a run that cannot fit into the GPUs, before anything is loaded; ValueError gives the reason.
+
+    With rollout.kv_cache_gib, which overrides the estimate, print a warning instead.
+    """
+    if not torch.cuda.is_available():
+        return
+    total = torch.cuda.mem_get_info()[1]
+    _, reason = plan_memory(config, hf_config, num_ranks, total)
+    if reason is None:
+        return
+    if config.rollout.kv_cache_gib is not None:
+        say(f"warning: by the planner's arithmetic this run does not fit: {reason}")
+        return
+    raise ValueError(
+        f"this run does not fit: {reason}; python experiments/plan.py --config FILE --gpus {num_ranks} "
+        f"--gpu-memory-gib {total / GIB:.1f} lists settings that fit, and rollout.kv_cache_gib overrides this "
+        "estimate"
+    )
+
+
+# ---- data ----
+def load_data(
+    configs: list[Config], tokenizer, pool: RewardPool, checkpoint: Path | None
+) -> tuple[LoadedSets, list[OfflineScore | None], list[Offers]]:
+    """Load the sets of a run, the offline scores of its training prompts, and each stage's offers. Collective.
+
+    configs: settings of each stage. Rows whose reference answer cannot be scored are left out;
+    run.dir/dropped_rows.jsonl lists them. ValueError if the data do not fit the settings.
+    """
+    config = configs[0]
+    stages = config.stages
+    places = [place_of(stages, number) for number in range(len(stages))] or [""]
+    functions = config.reward.functions
+    data = [stage_config.data for stage_config in configs]
+    max_tokens = [stage_config.rollout.max_prompt_tokens for stage_config in configs]
+    sets = load_stages(data, max_tokens, tokenizer, functions, places)
+    loaded = unite(sets)
+    rows = [(prompt.kind, prompt.answer, prompt.fields) for prompt in loaded.everyone()]
+    sources = [source for of_stage in data for source in (*of_stage.train, *of_stage.eval)]
+    kinds = [source.kind for source in sources if source.kind]
+    check_functions([*functions, *kinds], rows, config.reward)
+    drop_impossible(loaded, pool, config, checkpoint)
+    windows = [
+        Window(c.zero_variance.offline_scores, c.zero_variance.offline_pass_rate, c.reward.binary)
+        for c in configs
+    ]
+    offers, scores = offers_of(loaded, sets, windows, places)
+    for stage, of_stage in zip(stages, offers):
+        loaded.notes.append(f"stage {stage.name}: {len(of_stage.indices):,} training prompts")
+    return loaded, scores, offers
+
+
+def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkpoint: Path | None) -> None:
+    """Leave out prompts whose reference answer is wrong by their own verifier. Collective.
+
+    Each rank checks a share of the prompts with its reward workers. A resumed run reuses the list of dropped
+    training prompts from its first launch. Held-out sets are checked again, because they may have changed.
+    """
+    file = Path(config.run.dir) / "dropped_rows.jsonl"
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    if checkpoint:
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        leave_out(loaded, {(r["prompt_sha"], r.get("kind")): r["detail"] for r in rows if "prompt_sha" in r})
+    is_resumed = checkpoint and config.checkpoint.resume == "auto"  # with weights alone, prompts may differ
+    held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
+    local_prompts = (held_out if is_resumed else loaded.everyone())[rank::world_size]
+    impossible = impossible_references(pool, [(p.kind, p.answer, p.fields) for p in local_prompts])
+    reasons = {
+        (prompt_sha(local_prompts[i]), local_prompts[i].kind): reason for i, reason in impossible.items()
+    }
+    gathered = [None] * world_size
+    dist.all_gather_object(gathered, reasons)
+    leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
+    if rank == 0:
+        file.unlink(missing_ok=True)
+        if loaded.dropped:
+            file.write_text("".join(json.dumps(row) + "\n" for row in loaded.dropped))
+            loaded.notes.append(f"{file} lists the rows left out")
+
+
+# ---- the folder of the run ----
+def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState]:
+    """Lock run.dir and prepare it for a new or a resumed run. Collective.
+
+    Returns the lock (on rank 0), the folder of the newest checkpoint, and the counters to start from.
+    """
+    run_dir = Path(config.run.dir)
+    rank = dist.get_rank()
+    lock = lock_run_dir(run_dir) if rank == 0 else None
+    dist.barrier()
+    check_run_dir_is_shared(run_dir)
+    checkpoint, record = find_checkpoint(config) or (None, None)
+    state = state_of(record, config) if record else TrainState()
+    if rank == 0 and not is_finished(config, checkpoint, state):
+        prepare_run_dir(run_dir, config, record)
+    return lock, checkpoint, state
+
+
+def is_finished(config: Config, checkpoint: Path | None, state: TrainState) -> bool:
+    """Tell whether run.dir contains a finished run that asks for no further steps."""
+    has_summary = (Path(config.run.dir) / "summary.json").is_file()
+    return checkpoint is not None and state.is_last(config) and has_summary
+
+
+def resume(
+    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
+) -> PromptHistory:
+    """Load the parts of a checkpoint besides the weights; return the record of the prompts.
+
+    ValueError if an exact resume (checkpoint.resume=auto) would train on other prompts.
+    """
+    saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
+    same_prompts = saved.pop("prompts") == digest_of(prompts)
+    is_exact = config.checkpoint.resume == "auto"
+    if is_exact and not same_prompts:
+        raise ValueError(
+            f"{checkpoint} was trained on other prompts than the settings now select: a file of data.train, "
+            "zero_variance.offline_scores or dropped_rows.jsonl of run.dir has changed. Restore it, or resume "
+            "from the weights alone with checkpoint.resume=weights"
+        )
+    dropped = "" if same_prompts else "; the record of other prompts is dropped"
+    fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
+    say(f"resumed from {checkpoint}{dropped}{fresh}")
+    if is_exact:
+        shard_file = checkpoint / f"rank_{dist.get_rank():05d}.pt"
+        shard = torch.load(shard_file, map_location="cpu", weights_only=True)
+        moe_model.load_optimizer_shard(trainer, shard["optimizer"])
+        torch.set_rng_state(shard["torch_rng"])
+    return PromptHistory(**saved) if same_prompts else history
+
+
+# ---- judge, engine, trackers, signals ----
+def load_judge(settings: RewardSettings):
+    """Load the judge; None without one. A generative judge is a second engine, built after the first."""
+    return build_judge(settings.judge, settings.judge_path, load_greedy_chat, margin=settings.judge_margin)
+
+
+def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
+    """Start vLLM in the GPU memory that policy, optimizer and update leave free, and print its capacity."""
+    parts = trainer_memory(config, hf_config, dist.get_world_size())
+    reserved = trainer_bytes(parts, engine_sleeps=config.rollout.sleep_level > 0)
+    timeout_s = config.run.timeout_s + MARGIN_S
+    engine = RolloutEngine(model_dir, max_model_len(config), config.rollout, reserved, timeout_s)
+    say(engine.describe())
+    return engine
+
+
+def announce(
+    configs: list[Config], hf_config, loaded: LoadedSets, model_dir: Path, tokenizer, device: torch.device
+) -> None:
+    """Print warnings about the settings of the stages, and the composition of the run."""
+    config = configs[0]
+    warnings = [f"warning: {warning}" for stage_config in configs for warning in config_warnings(stage_config)]
+    for line in [*dict.fromkeys(warnings), *loaded.notes]:
+        say(line)
+    stop_ids, stop_texts = stops_of(model_dir, tokenizer, config.rollout.stop)
+    tokens = [f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stop_ids]
+    say(f"a completion ends at {', '.join([*tokens, *map(repr, stop_texts)]) or 'its length limit only'}")
+    num_held_out = sum(len(prompts) for prompts, _ in loaded.eval_sets.values())
+    kernel = moe_model.choose_logprob_kernel(config.model, hf_config, device)
+    say(
+        f"{len(loaded.train)} training prompts, {num_held_out} held out; {dist.get_world_size()} ranks, "
+        f"expert parallel {config.model.ep_size}, ZeRO {config.train.zero_stage}, policy "
+        f"{config.model.dtype}, log-probabilities {kernel}, engine {config.rollout.dtype}; "
+        "starting vLLM and DeepSpeed"
+    )
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ValueError for a tracker that accelerate does not know or that is not installed."""
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for name in config.run.trackers:
+        if name not in available:
+            raise ValueError(
+                f"run.trackers: {name} is not installed, or accelerate has no such tracker; available: "
+                f"{', '.join(available)}"
+            )
+
+
+def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
+    """Start the trackers of run.trackers; TensorBoard discards its records of later steps than `step`."""
+    settings = {name: str(value) for name, value in flat_settings(config.model_dump(mode="json")).items()}
+    started = []
+    for name in config.run.trackers:  # one by one: TensorBoard uses the project's name as its folder
+        accelerator.log_with = [name]
+        if name == "tensorboard":
+            accelerator.init_trackers(name, init_kwargs={name: {"purge_step": step + 1}})
+        else:
+            accelerator.init_trackers(Path(config.run.dir).name, config=settings)
+        started += accelerator.trackers
+    accelerator.trackers = started
+
+
+def progress_bar(config: Config, state: TrainState) -> tqdm:
+    """Return the progress bar over the steps of the run, visible on rank 0 only."""
+    return tqdm(
+        total=config.train.num_steps, initial=state.step, desc="train", unit="step",
+        disable=None if dist.get_rank() == 0 else True, mininterval=0.5,
+    )  # fmt: skip
+
+
+def read_generation_config(model_dir: Path) -> str | None:
+    """Return the text of generation_config.json; None if the folder has none."""
+    file = model_dir / "generation_config.json"
+    return file.read_text() if file.is_file() else None
+
+
+def listen(config: Config) -> Signals:
+    """Return the record of received signals, with handlers installed if run.on_signal is checkpoint."""
+    signals = Signals()
+    if config.run.on_signal == "checkpoint":
+        signals.listen()
+    return signals
+
+
+# ============================================================================================================
+# Evaluation on held-out sets
+# ============================================================================================================
+def evaluation_is_due(state: TrainState, config: Config) -> bool:
+    """Tell whether to evaluate the policy of this step: the first, every eval.every steps, the last."""
+    every = config.eval.every
+    is_scheduled = state.step == 0 or (every > 0 and state.step % every == 0)
+    return state.evaluated_step < state.step and (is_scheduled or state.is_last(config))
+
+
+def evaluation_requests(eval_sets: EvalSets, config: Config) -> tuple[list[Request], list[Prompt]]:
+    """Return this rank's requests of an evaluation, and the prompt of each.
+
+    The order is set by set and prompt by prompt; a rank takes every world_size-th prompt of a set. Each prompt
+    has one greedy request, then k samples. Samples use the same random numbers at each evaluation.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    max_new_tokens = config.eval.max_new_tokens or config.rollout.max_new_tokens
+    temperatures = [0.0] + [config.rollout.temperature] * config.eval.num_samples
+    requests = []
+    request_prompts = []
+    for name, (prompts, prompt_ids) in eval_sets.items():
+        for i in range(rank, len(prompts), world_size):
+            for sample, temperature in enumerate(temperatures):
+                seed = seed_of(config.train.seed, "eval", name, i, sample)
+                requests.append(Request(prompt_ids[i], seed, temperature, max_new_tokens))
+                request_prompts.append(prompts[i])
+    return requests, request_prompts
+
+
+def evaluation_metrics(
+    completions: list[Completion], verdicts: list[Verdict], eval_sets: EvalSets, config: Config
+) -> dict[str, float]:
+    """Return accuracy (mean greedy score), avg@k and pass@k (at least one right) of each set. Collective.
+
+    completions, verdicts: of the requests by evaluation_requests().
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    k = config.eval.num_samples
+    check_verdicts(verdicts, config.reward.max_failed_frac, "evaluation")
+    sums = {}
+    start = 0
+    for name, (prompts, _) in eval_sets.items():
+        indices = range(rank, len(prompts), world_size)
+        end = start + len(indices) * (1 + k)
+        set_completions = completions[start:end]
+        set_verdicts = verdicts[start:end]
+        start = end
+        scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in set_verdicts])
+        scores = scores.view(-1, 1 + k)  # [prompts, 1 + k]
+        sums[f"eval/{name}/accuracy"] = (scores[:, 0].sum().item(), len(indices))
+        if k:
+            right = torch.tensor([v.status == "ok" for v in set_verdicts]).view(-1, 1 + k)[:, 1:]  # [prompts, k]
+            sums[f"eval/{name}/avg_at_{k}"] = (scores[:, 1:].mean(1).sum().item(), len(indices))
+            sums[f"eval/{name}/pass_at_{k}"] = (right.any(1).sum().item(), len(indices))
+        for level in sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]:
+            greedy = [scores[row, 0].item() for row, i in enumerate(indices) if prompts[i].difficulty == level]
+            sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
+        num_tokens = sum(len(completion.token_ids) for completion in set_completions)
+        sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(set_verdicts))
+        num_failed = sum(verdict.failed for verdict in set_verdicts)
+        sums[f"eval/{name}/failed_frac"] = (num_failed, len(set_verdicts))
+    return reduce_metrics(sums)
+
+
+def log_evaluation(run: Run, completions: list[Completion], verdicts: list[Verdict]) -> None:
+    """Record and log the result of an evaluation. Collective."""
+    run.pool.latencies = []  # only latencies of training are reported
+    metrics = evaluation_metrics(completions, verdicts, run.eval_sets, run.config)
+    run.state.add_evaluation(metrics, run.rule)
+    log_metrics(run.accelerator, run.config, run.state, metrics)
+
+
+# ============================================================================================================
+# Stages
+# ============================================================================================================
+def next_stage_if_due(run: Run) -> Config:
+    """Switch to the next stage if the current one is over; return the settings of the current stage.
+
+    The record of prompts, the optimizer and all counters carry over. A stage with other prompts starts a new
+    stream of prompts; a stage with the same prompts continues the stream.
+    """
+    state = run.state
+    position = state.stage
+    reason = end_of_stage(position, run.rule)
+    if reason is None:
+        return run.config
+    number = position.number + 1
+    same_prompts = run.stage_offers[number] == run.stage_offers[position.number]
+    first_prompt = position.first_prompt if same_prompts else state.consumed_prompts
+    state.stage = StagePosition(number, first_prompt=first_prompt)
+    run.config = run.stage_configs[number]
+    run.offers = run.stage_offers[number]
+    ended = place_of(run.run_config.stages, number - 1)
+    begun = place_of(run.run_config.stages, number)
+    say(f"step {state.step}: {ended} ends ({reason}); {begun} begins")
+    return run.config
+
+
+# ============================================================================================================
+# Metrics and logs of a step
+# ============================================================================================================
+def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str, tuple[float, float]]:
+    """Return the metrics of a step's rollout as (sum, count); RuntimeError for bad verdicts or routes.
+
+    sampled: this rank's groups; seconds: until the slowest rank had its last verdict.
+    """
+    config = run.config
+    num_experts = num_experts_of(run.policy.config)
+    metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts))
+    metrics |= schedule_metrics(sampled, run.pool, run.clock.step["rollout"], seconds)
+    verdicts = [verdict for group in sampled for verdict in group.verdicts]
+    check_verdicts(verdicts, config.reward.max_failed_frac, f"step {run.state.step + 1}")
+    check_routes(*metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
+    return metrics | {"reward_worker_restarts_total": (run.pool.num_restarts, 1)}
+
+
+def refuse_broken_policy(run: Run) -> None:
+    """Stop the run if the update left a weight that is NaN or infinite. Collective."""
+    refuse_nonfinite_weights(
+        run.policy,
+        f"step {run.state.step + 1}: after the update",
+        "these weights were not saved, earlier checkpoints are intact; lower train.learning_rate "
+        f"({run.config.train.learning_rate:g}), then start the same command again",
+    )
+
+
+def reduce_step_metrics(
+    metrics: dict[str, tuple[float, float]], account: dict[str, float]
+) -> dict[str, float]:
+    """Reduce a step's metrics over the ranks and add derived metrics. Collective."""
+    reduced = reduce_metrics(metrics)
+    derived = effective_sample_size(reduced) | straggler(reduced)  # both remove their sums from reduced
+    return reduced | derived | account
+
+
+def log_step(
+    run: Run, batch: RolloutBatch, metrics: dict[str, float], report: SyncReport, step_start: float
+) -> None:
+    """Complete the metrics of a finished step and write them to files, trackers and console."""
+    state = run.state
+    config = run.config
+    metrics |= {
+        "learning_rate": run.trainer.optimizer.param_groups[0]["lr"],
+        "sync_bytes": report.num_bytes,
+        "sync_tensors": report.num_tensors,
+        "seconds_per_step": time.perf_counter() - step_start,
+    }
+    metrics |= run.clock.take_step()
+    run.progress.set_postfix(score=f"{metrics['score']:.3f}", refresh=False)
+    run.progress.update()
+    is_shown = state.step % config.run.log_every == 0
+    if is_shown:
+        say(console_line(state, metrics))
+    with run.clock("log"):
+        log_metrics(run.accelerator, config, state, metrics)
+        if is_shown and dist.get_rank() == 0:
+            log_samples(config, state, batch, run.tokenizer)
+
+
+# ============================================================================================================
+# Checkpoints, end
+# ============================================================================================================
+def save_if_due(run: Run, metrics: dict[str, float]) -> None:
+    """Write a checkpoint if one is due or a signal was received. Collective.
+
+    RuntimeError if trainer and engine drift apart, Stopped after a signal.
+    """
+    state = run.state
+    every = run.config.checkpoint.every
+    mismatch_problem = mismatch_gate(metrics, state, run.config)
+    signal_number = int(reduce_metrics({"signal_max": (run.signals.received, 1)})["signal_max"])
+    is_due = state.is_last(run.config) or bool(every and state.step % every == 0)
+    if is_due or mismatch_problem or signal_number:
+        with run.clock("checkpoint"):
+            save_checkpoint(run.run_config, asdict(state), lambda folder: write_rank(run, folder))
+    if mismatch_problem:
+        raise RuntimeError(mismatch_problem)
+    if signal_number and not state.is_last(run.config):
+        name = signal.Signals(signal_number).name
+        checkpoint = f"{run.config.run.dir}/checkpoints/step_{state.step:06d}"
+        raise Stopped(
+            f"stopped by {name} after step {state.step}: the same command resumes from {checkpoint}",
+            signal_number,
+        )
+
+
+def write_rank(run: Run, folder: Path) -> None:
+    """Write this rank's files of a checkpoint, which resume() and load_hf() read. No collective calls."""
+    rank = dist.get_rank()
+    write_model(run, folder / "model")
+    shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
+    torch.save(shard, folder / f"rank_{rank:05d}.pt")
+    if rank == 0:
+        torch.save(vars(run.history) | {"prompts": digest_of(run.prompts)}, folder / "history.pt")
+
+
+def write_model(run: Run, folder: Path) -> None:
+    """Write this rank's part of a model folder for transformers and vLLM. No collective calls."""
+    moe_model.save_hf(run.policy, folder)
+    if dist.get_rank() == 0:
+        run.tokenizer.save_pretrained(folder)
+        if run.generation_config is not None:
+            (folder / "generation_config.json").write_text(run.generation_config)
+
+
+def finish(run: Run) -> None:
+    """Export the policy, write and print the summary. Collective."""
+    run.progress.close()
+    run.pool.close()
+    run_dir = Path(run.config.run.dir)
+    with writing(run_dir / "model"):
+        write_model(run, run_dir / "model")
+    peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
+    peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
+    if dist.get_rank() == 0:
+        with writing(run_dir / "summary.json"):
+            write_summary(run_dir, run.state, peak_rss_bytes)
+            plot_curves(run_dir)
+        print_summary(run_dir)
+    dist.barrier()
+    run.watchdog.stop()
+    run.accelerator.end_training()

@@ -1,0 +1,172 @@
+"""Hooks for losses, advantages and selections of your own: algorithm.gain, algorithm.advantage, algorithm.select.
+
+    algorithm: {gain: plugins/sapo.py:sapo, gain_args: {tau_positive: 1.0}}     # relative to this YAML
+
+    def sapo(inputs: LossInputs, tau_positive: float = 1.0, tau_negative: float = 1.05):
+        ...
+        return gain, {}                                                         # [b, T], statistics [b, T]
+
+| hook | receives | returns | called |
+|---|---|---|---|
+| gain | batch.LossInputs | gain [b, T] with gradient, {name: statistic [b, T]} | once per micro-batch |
+| advantage | batch.AdvantageInputs | advantages [B] or [B, T] | once per step |
+| select | batch.SelectInputs | advantages [B, T] | once per update of a step |
+
+A plug-in is named in YAML or on the command line only, never by data. At the start it is imported, its
+arguments are checked against its signature, and it is called with a small batch. The digest of its file is
+part of the run's record and of every checkpoint. docs/plugins.md has a complete example.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from random import Random
+
+import torch
+from torch import Tensor
+
+from batch import AdvantageInputs, Collectives, LossInputs, SelectInputs
+from settings import AlgorithmSettings, Config
+from verifiers.own import explain, load_function
+
+HOOKS = ("gain", "advantage", "select")
+
+
+def load_plugin(algorithm: AlgorithmSettings, hook: str) -> Callable:
+    """Return the function of a hook with its arguments bound; ValueError explains what is wrong with it."""
+    name = getattr(algorithm, hook)
+    arguments = getattr(algorithm, f"{hook}_args")
+    if not name.rpartition(":")[0].endswith(".py"):
+        raise ValueError(f"algorithm.{hook}: {name!r} must be path/file.py:function")
+    try:
+        function = load_function(name).call
+    except Exception as error:  # the file may raise anything
+        raise ValueError(f"algorithm.{hook}: {name} cannot be loaded: {explain(error)}") from error
+    signature = inspect.signature(function)
+    try:
+        signature.bind(object(), **arguments)
+    except TypeError as error:
+        raise ValueError(
+            f"algorithm.{hook}: {name}{signature} must take the inputs of the hook and the arguments of "
+            f"algorithm.{hook}_args ({', '.join(arguments) or 'none'}): {error}"
+        ) from error
+    return functools.partial(function, **arguments)
+
+
+def check_plugins(config: Config) -> None:
+    """Call each plug-in of the settings with a small batch; ValueError if a result has a wrong type or shape."""
+    checks = {"gain": check_gain, "advantage": check_advantage, "select": check_select}
+    for hook, check in checks.items():
+        name = getattr(config.algorithm, hook)
+        if name is None:
+            continue
+        plugin = load_plugin(config.algorithm, hook)
+        try:
+            problem = check(plugin, config)
+        except Exception as error:
+            raise ValueError(
+                f"algorithm.{hook}: {name} fails on a small batch: {explain(error)}"
+            ) from error
+        if problem:
+            raise ValueError(f"algorithm.{hook}: {name} {problem}")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The small batch: two completions of three and two tokens, of one prompt
+# ------------------------------------------------------------------------------------------------------------
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+ONE_RANK = Collectives(
+    sum=lambda *values: [float(value) for value in values],
+    kth_largest=lambda values, k: (
+        values.double().topk(min(k, len(values))).values[-1].item() if len(values) else math.inf
+    ),
+)
+
+
+def small_loss_inputs(algorithm: AlgorithmSettings, advantage: float) -> LossInputs:
+    """Return the inputs of a loss for the small batch, with advantages +-advantage."""
+    old_logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-1.5, -0.25, 0.0]])
+    logprobs = (old_logprobs + torch.tensor([[0.1, -0.2, 0.05], [-0.1, 0.3, 0.0]])).requires_grad_()
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        rollout_logprobs=old_logprobs + 0.01,
+        ref_logprobs=old_logprobs if algorithm.kl_coef > 0 else None,
+        advantages=advantage * torch.tensor([[1.0], [-1.0]]) * MASK,
+        entropy=torch.tensor([[1.0, 0.5, 2.0], [0.1, 1.5, 0.0]]),
+        token_groups=torch.arange(3).expand(2, 3),
+        mask=MASK,
+        log_vocab=math.log(100),
+        settings=algorithm,
+    )
+    inputs.ratio = inputs.log_ratio.exp()
+    return inputs
+
+
+def is_tensor(value: object, shapes: list[torch.Size]) -> bool:
+    """Tell whether a value is a tensor of floats with one of these shapes."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape in shapes
+
+
+def describe(value: object) -> str:
+    """Describe a result by its type and, for a tensor, by its dtype and shape."""
+    if isinstance(value, Tensor):
+        return f"a tensor {value.dtype} {list(value.shape)}".replace("torch.", "")
+    return f"a {type(value).__name__}"
+
+
+def check_gain(gain: Callable, config: Config) -> str | None:
+    """Return the problem of a gain plug-in's result, None if there is none."""
+    result = gain(small_loss_inputs(config.algorithm, 1.0))
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
+        return f"must return (gain [b, T], {{name: statistic [b, T]}}), it returned {describe(result)}"
+    values, statistics = result
+    if not is_tensor(values, [MASK.shape]):
+        return f"must return a gain of floats [b, T] = [2, 3], it returned {describe(values)}"
+    if not values.requires_grad:
+        return "returned a gain without gradient: compute it from inputs.logprobs, log_ratio or ratio"
+    for name, value in statistics.items():
+        if not isinstance(value, Tensor) or value.shape != MASK.shape:
+            return f"must return statistics [b, T] = [2, 3], {name!r} is {describe(value)}"
+    if config.train.skip_zero_gradient and config.algorithm.kl_coef == 0:
+        values, _ = gain(small_loss_inputs(config.algorithm, 0.0))
+        if (values[MASK] != 0).any():
+            return (
+                "has a gain for tokens with advantage 0, which updates skip: set train.skip_zero_gradient=false"
+            )
+    return None
+
+
+def check_advantage(advantage: Callable, config: Config) -> str | None:
+    """Return the problem of an advantage plug-in's result, None if there is none."""
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([1.0, 0.0]),
+        parts=[{"exact": (1.0, 1.0)}, {"exact": (1.0, 0.0)}],
+        valid=torch.tensor([True, True]),
+        group_index=torch.tensor([0, 0]),
+        ranks=ONE_RANK,
+    )
+    result = advantage(inputs)
+    if not isinstance(result, Tensor) or not result.is_floating_point() or result.shape[:1] != (2,):
+        return f"must return advantages of floats [B] = [2] or [B, T], it returned {describe(result)}"
+    if result.dim() > 2:
+        return f"must return advantages of floats [B] = [2] or [B, T], it returned {describe(result)}"
+    return None
+
+
+def check_select(select: Callable, config: Config) -> str | None:
+    """Return the problem of a select plug-in's result, None if there is none."""
+    inputs = SelectInputs(
+        advantages=torch.tensor([[1.0], [-1.0]]) * MASK,
+        old_logprobs=torch.tensor([[-0.5, -1.0, -2.0], [-1.5, -0.25, 0.0]]),
+        entropy=torch.tensor([[1.0, 0.5, 2.0], [0.1, 1.5, 0.0]]),
+        mask=MASK,
+        group_index=torch.tensor([0, 0]),
+        generators=[Random(0), Random(1)],
+        ranks=ONE_RANK,
+    )
+    result = select(inputs)
+    if not is_tensor(result, [MASK.shape]):
+        return f"must return advantages of floats [B, T] = [2, 3], it returned {describe(result)}"
+    return None
