@@ -70,9 +70,11 @@ def text_of(content) -> str | None:
     """Return the text of a message, joining a list of text parts; None for other content, such as images."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) and content else [None]
-    if all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
-        return "".join(part["text"] for part in parts)
+    pieces = content if isinstance(content, list) and content else [None]
+    if all(
+        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in pieces
+    ):
+        return "".join(piece["text"] for piece in pieces)
     return None
 
 
