@@ -179,8 +179,8 @@ def leave_out(loaded: LoadedSets, reasons: dict[tuple[str, str | None], str]) ->
         lost = [(prompt, reason) for prompt, reason in zip(prompts, verdicts) if reason is not None]
         if not valid:
             raise ValueError(
-                f"{label}: no reference answer can be right, the first is {lost[0][1]}; set data.train[].kind "
-                "or data.eval[].kind"
+                f"{label}: no reference answer can be right, the first is {lost[0][1]}; set "
+                "data.train[].kind or data.eval[].kind"
             )
         if lost:
             loaded.notes.append(

@@ -32,8 +32,8 @@ def verify(completion: str, answer: str, **columns) -> tuple[float, str, str]:
     """Return the share of constraints met, the status, and the names of the violated constraints.
 
     answer: JSON, either [{"id": name, argument: value, ...}, ...] or IFEval's {"instruction_id_list": [name,
-    ...], "kwargs": [{argument: value, ...}, ...]}. Otherwise the columns instruction_id_list and kwargs of the
-    row are used. Text up to </think> is skipped. Status "error": the answer cannot be parsed.
+    ...], "kwargs": [{argument: value, ...}, ...]}. Otherwise the columns instruction_id_list and kwargs of
+    the row are used. Text up to </think> is skipped. Status "error": the answer cannot be parsed.
     """
     try:
         constraints = read_constraints(answer, columns)
@@ -48,7 +48,7 @@ def verify(completion: str, answer: str, **columns) -> tuple[float, str, str]:
 
 
 def read_constraints(answer: str, columns: dict) -> list[tuple[str, Callable[[str], bool]]]:
-    """Return (name, function that checks a text) for each constraint; ValueError describes a bad constraint."""
+    """Return (name, function that checks a text) for each constraint; ValueError for a bad constraint."""
     try:
         rows = json.loads(answer) if answer.strip() else None
     except ValueError as error:
@@ -152,7 +152,7 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 
 def _is_language(text: str, language: str) -> bool:
-    """Tell whether a text is in a language, by the script of most letters, or by py3langid (e.g. for "de")."""
+    """Tell whether a text is in a language: by the script of most letters if possible, else by py3langid."""
     scripts = Counter(
         unicodedata.name(letter, "").split(" ")[0].split("-")[0] for letter in text if letter.isalpha()
     )

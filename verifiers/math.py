@@ -49,16 +49,14 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
 # Escaped braces (\{) are skipped. A brace after pairs of backslashes (\\ is a line break) is not escaped.
 _BRACE = re.compile(r"(?<!\\)(?:\\\\)+(?=[{}])|\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}")
 _TEXT = r"\\(?:text(?:rm|bf|it|normal|up)?|math(?:rm|bf|it|normal)|mbox|hbox|operatorname)\s*"
-_JOINT = (
-    re.compile(  # the text between two boxes of a list; the quantifier is possessive against backtracking
-        rf"(?:[\s,;&$~*_]|\\[,;:!()\[\]\s]|\\\\|\\q?quad(?![a-z])|{_TEXT}\{{\s*,?\s*(?:and|or)?\s*,?\s*\}}"
-        r"|(?<![a-z])(?:and|or)(?![a-z]))*+"
-    )
+_JOINT = re.compile(  # the text between two boxes of a list; possessive, so that it never backtracks
+    rf"(?:[\s,;&$~*_]|\\[,;:!()\[\]\s]|\\\\|\\q?quad(?![a-z])|{_TEXT}\{{\s*,?\s*(?:and|or)?\s*,?\s*\}}"
+    r"|(?<![a-z])(?:and|or)(?![a-z]))*+"
 )
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""List (start, end, content) of each complete \boxed{...} and \fbox{...}; boxes inside boxes are skipped."""
+    r"""List (start, end, content) of each complete \boxed{...} and \fbox{...}, skipping boxes in boxes."""
     boxes_so_far = []
     open_braces = []  # the regex match of every open box, None for every other open brace
     for match in _BRACE.finditer(text):
@@ -78,7 +76,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[str]:
-    r"""Return the distinct contents of the last list of boxes, for example [2, 3] for \boxed{2} and \boxed{3}."""
+    r"""Return the distinct contents of the last list of boxes: ["2", "3"] for \boxed{2} and \boxed{3}."""
     all_boxes = boxes(text)
     first = len(all_boxes) - 1
     while first > 0 and _JOINT.fullmatch(text, all_boxes[first - 1][1], all_boxes[first][0]):
@@ -158,7 +156,7 @@ def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Text: answers that math-verify cannot parse, such as p \to q, x \equiv 3 \pmod 7 or systems of equations [ours]
+# Text: answers that math-verify cannot parse, for example p \to q or x \equiv 3 \pmod 7 [ours]
 # ------------------------------------------------------------------------------------------------------------
 _SIGNS = str.maketrans(
     {

@@ -53,7 +53,7 @@ class OwnFunction:
         """Select the arguments of the function; ValueError names required parameters that are missing."""
         if missing := [name for name in self.required if name not in available]:
             raise ValueError(
-                f"its parameters {', '.join(missing)} are no columns of the row; available: "
+                f"its parameters {', '.join(missing)} are not columns of the row; available: "
                 f"{', '.join(available)}"
             )
         names = available if self.takes_all else [n for n in self.required + self.optional if n in available]
@@ -121,13 +121,15 @@ def check_score(result) -> float:
     """
     if inspect.iscoroutine(result):
         result.close()  # prevents the warning "coroutine was never awaited"
-        raise ValueError("it gave a coroutine: define the function with `async def`, so that it is awaited")
+        raise ValueError(
+            "it returned a coroutine: define the function with `async def`, so that it is awaited"
+        )
     try:
         score = None if isinstance(result, (str, bytes)) else float(result)
     except (TypeError, ValueError):
         score = None
     if score is None or not -ROUNDING <= score <= 1 + ROUNDING:
-        raise ValueError(f"it gave {printable(repr(result))}, not a number in [0, 1]")
+        raise ValueError(f"it returned {printable(repr(result))}, not a number in [0, 1]")
     return 1.0 if score >= 1 - ROUNDING else 0.0 if score <= ROUNDING else score
 
 
@@ -141,5 +143,5 @@ def explain(error: Exception) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape line breaks and control characters, which could move the cursor of a terminal or change colours."""
+    """Escape line breaks and control characters, which could move a terminal's cursor or change colours."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
