@@ -1,4 +1,4 @@
-"""Turn lists of messages into the text that the policy continues, by the tokenizer's chat template."""
+"""Render lists of messages with the tokenizer's chat template, as the text that the policy continues."""
 
 import json
 import re
@@ -9,33 +9,36 @@ from runtime.launch import one_line
 
 ROLES = ("system", "user", "assistant")
 NOT_RENDERED = "whose messages cannot be rendered"
-OWN_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
+LOADER_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
 
 
 def load_tokenizer(folder):
-    """Load the tokenizer of a model folder without running code that lies there; ValueError without one."""
+    """Load the tokenizer of a model folder; code in the folder is never run. ValueError if loading fails."""
     from transformers import AutoTokenizer
 
-    advice = "put the tokenizer's files of the model there, such as tokenizer.json and tokenizer_config.json"
+    advice = "copy the model's tokenizer files there, for example tokenizer.json and tokenizer_config.json"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever its files make transformers raise
+    except Exception as error:  # broken files make transformers raise errors of many types
         reason = one_line(str(error))[:300]
         raise ValueError(f"{folder}: the tokenizer cannot be loaded ({reason}); {advice}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # transformers makes one of nothing
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # an empty folder gives a default tokenizer
         raise ValueError(f"{folder} holds no tokenizer; {advice}")
     return tokenizer
 
 
 def is_messages(value) -> bool:
-    """Tell whether a field holds messages and no text: a list, or the JSON text of a list of messages."""
+    """Tell whether a field holds messages: a list, or a list of messages written as JSON text."""
     starts = r"""\s*\[\s*\{\s*["'](role|content)["']"""
     return isinstance(value, list) or (isinstance(value, str) and re.match(starts, value) is not None)
 
 
 def read_messages(value, where: str) -> list[dict]:
-    """Return messages as {role, content} with text contents; BadRow if a prompt cannot be made of them."""
-    refuse = lambda why: BadRow(where, NOT_RENDERED, why)
+    """Return messages as {role, content} with text contents; BadRow if the messages do not form a prompt."""
+
+    def refuse(detail: str) -> BadRow:
+        return BadRow(where, NOT_RENDERED, detail)
+
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -51,8 +54,8 @@ def read_messages(value, where: str) -> list[dict]:
             raise refuse(f"message {number} has role {message['role']!r}; expected {', '.join(ROLES)}")
         content = text_of(message.get("content"))
         if content is None:
-            found = repr(message.get("content"))[:80]
-            raise refuse(f"message {number}: only text can be rendered, found the content {found}")
+            shown = repr(message.get("content"))[:80]
+            raise refuse(f"message {number}: only text can be rendered, found the content {shown}")
         if half_a_character(content):
             raise refuse(f"message {number} holds half a character (a surrogate): {content[:80]!a}")
         messages.append({"role": message["role"], "content": content})
@@ -64,17 +67,22 @@ def read_messages(value, where: str) -> list[dict]:
 
 
 def text_of(content) -> str | None:
-    """Return the text of a message's content, with its parts of text joined; None if it is anything else."""
+    """Return the text of a message, joining a list of text parts; None for other content, such as images."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) and content else [None]
-    if all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts):
-        return "".join(part["text"] for part in parts)
+    pieces = content if isinstance(content, list) and content else [None]
+    if all(
+        isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in pieces
+    ):
+        return "".join(piece["text"] for piece in pieces)
     return None
 
 
 def wrong_order(roles: list[str]) -> str | None:
-    """Say why roles are not: one system message or none, then user and assistant in turns, the user last."""
+    """Return the problem with the order of roles, or None.
+
+    Expected: an optional system message, then user and assistant in turns, ending with the user.
+    """
     turns = roles[1:] if roles[0] == "system" else roles
     for number, role in enumerate(turns, start=1 + len(roles) - len(turns)):
         expected = ("assistant", "user")[(number - len(roles) + len(turns)) % 2]
@@ -90,11 +98,11 @@ def wrong_order(roles: list[str]) -> str | None:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The tokenizer's chat template with the settings that fill it."""
+    """The tokenizer's chat template with the settings data.system_prompt and data.chat_template_args."""
 
     tokenizer: object
-    system_prompt: str | None = None  # put first where messages have no system message
-    args: dict = field(default_factory=dict)  # arguments of the template, such as enable_thinking
+    system_prompt: str | None = None  # inserted if the messages have no system message
+    args: dict = field(default_factory=dict)  # arguments of the template, for example enable_thinking
 
     @property
     def exists(self) -> bool:
@@ -102,27 +110,31 @@ class ChatTemplate:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def check(self, where: str) -> None:
-        """Raise ValueError if the tokenizer has no template, or one that does not read the arguments."""
+        """Raise ValueError if the tokenizer has no template, or if the template ignores an argument."""
         if not self.exists:
             raise ValueError(
-                f"{where}: prompts are to be rendered, but the tokenizer has no chat template; use that of a "
-                "chat model, put a chat_template.jinja into the model's folder, or give prompts that are text"
+                f"{where}: the prompts have to be rendered, but the tokenizer has no chat template; use the "
+                "tokenizer of a chat model, put a chat_template.jinja into the model's folder, or use text "
+                "prompts"
             )
         text = self.tokenizer.get_chat_template()
         for name in self.args:
-            if name in OWN_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", text):
-                why = "is set by the loader" if name in OWN_ARGUMENTS else "is not read by the chat template"
-                raise ValueError(f"data.chat_template_args.{name} {why}; check its spelling or leave it out")
+            if name in LOADER_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", text):
+                is_loaders = name in LOADER_ARGUMENTS
+                why = "is set by the loader" if is_loaders else "is not read by the chat template"
+                raise ValueError(
+                    f"data.chat_template_args.{name} {why}; check the spelling or remove the argument"
+                )
 
     def render(self, messages: list[dict], where: str) -> tuple[list[dict], str]:
-        """Return the messages, system prompt included, and their text with the opening of a completion."""
+        """Return the messages with the system prompt, and the rendered text that the policy continues."""
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True, **self.args
             )
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template can raise errors of any type
             why = f"the chat template failed: {type(error).__name__}: {error}"
             raise BadRow(where, NOT_RENDERED, why) from error
         return messages, text

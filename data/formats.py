@@ -1,12 +1,12 @@
-"""Read the rows of a data set from the files people have, or from the hub.
+"""Load the rows of a dataset from local files or from the hub.
 
-    load_rows("train.jsonl")             # also .json, .csv, .parquet, and each of them with .gz behind it
-    load_rows("shards/train-*.parquet")  # a pattern; a folder of such files; a folder of save_to_disk
-    load_rows("openai/gsm8k", "main")    # a data set of the hub
+    load_rows("train.jsonl")             # also .json, .csv and .parquet, each with or without .gz
+    load_rows("shards/train-*.parquet")  # a glob pattern, a folder of data files, or a save_to_disk folder
+    load_rows("openai/gsm8k", "main")    # a hub dataset
 
-A row is a dict of JSON values. JSON and CSV are parsed here, because the types that `datasets` infers rewrite
-gold answers: 1 beside 2.5 becomes 1.0, long integers lose digits, "2020-01-01" becomes a datetime. A field of
-a CSV file is text, and an empty one is None.
+A row is a dict of JSON values. JSON and CSV files are parsed here and not by `datasets`, whose type inference
+rewrites gold answers: for example, 1 in a column with 2.5 becomes 1.0, long integers lose digits, and
+"2020-01-01" becomes a datetime. All fields of a CSV file are text; an empty field is None.
 """
 
 import csv
@@ -28,16 +28,16 @@ FILE_SUFFIXES = (*SUFFIXES, *(f"{suffix}.gz" for suffix in SUFFIXES))
 OTHER_SUFFIXES = (".txt", ".tsv", ".arrow", ".gz", ".zip", ".zst", ".xz", ".bz2", ".xlsx", ".ndjson", ".pkl")
 HUB_NAME = r"\w[\w.-]*(/[\w.-]+)?"
 
-Table = tuple[str, list[dict]]  # (file or hub set, for messages; its rows)
+Table = tuple[str, list[dict]]  # (name of the file or hub dataset, for error messages; rows)
 
 
 def is_data_path(path: str) -> bool:
-    """Tell whether a path names data files: by the suffix of a file or pattern, or as a folder."""
+    """Tell whether a path names data files: a file or pattern with a known suffix, or a folder."""
     return path.endswith(FILE_SUFFIXES) or os.path.isdir(path)
 
 
 def stem_of(path: str) -> str:
-    """Return a short name: of a file or pattern without suffix and wildcards, of a hub set without owner."""
+    """Return a short name, for example "math" for data/math-*.jsonl.gz and for the hub dataset owner/math."""
     name = os.path.basename(path.rstrip("/"))
     suffix = next((suffix for suffix in sorted(FILE_SUFFIXES, key=len)[::-1] if name.endswith(suffix)), "")
     name = re.sub(r"\[.*?\]|[*?]", "", name.removesuffix(suffix)).strip("-_.")
@@ -50,11 +50,11 @@ def load_rows(path: str, subset: str | None = None, split: str = "train") -> lis
 
 
 def load_tables(path: str, subset: str | None = None, split: str = "train") -> list[Table]:
-    """Load the rows of a path, by file; ValueError names the file. What is a file never needs the network.
+    """Load the rows of a path, file by file. ValueError names the file. Local files need no network.
 
-    subset, split: configuration and split of a hub data set. A folder of save_to_disk with several splits
-    gives that split; of a folder of files, those are taken whose names begin with the split, or all if none
-    does.
+    subset, split: configuration and split of a hub dataset. In a save_to_disk folder with several splits,
+    `split` selects one of the splits. In a folder of files, `split` selects the files whose names begin with
+    the split, for example train-00.parquet; if no name matches, all files are loaded.
     """
     local = os.path.expanduser(path)
     if is_saved_to_disk(local):
@@ -70,44 +70,44 @@ def load_tables(path: str, subset: str | None = None, split: str = "train") -> l
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What a path means
+# From a path to files
 # ------------------------------------------------------------------------------------------------------------
 def find_files(path: str, local: str, split: str) -> list[str]:
-    """List the files of a path in the order of their names; [] for a hub name."""
+    """List the files of a path, sorted by name; [] if the path is the name of a hub dataset."""
     if os.path.isdir(local):
         return files_of_folder(path, local, split)
     if os.path.isfile(local):
         if local.endswith(FILE_SUFFIXES):
             return [local]
-        raise ValueError(f"{path}: not a data file; expected one of {', '.join(SUFFIXES)}, or these with .gz")
+        raise ValueError(f"{path}: not a data file; expected {', '.join(SUFFIXES)}, optionally with .gz")
     if glob.has_magic(path):
         files = sorted(file for file in glob.glob(local, recursive=True) if file.endswith(FILE_SUFFIXES))
         if files:
             return files
         raise ValueError(
-            f"{path}: the pattern matches no {', '.join(SUFFIXES)} file, seen from {os.getcwd()}"
+            f"{path}: the pattern matches no {', '.join(SUFFIXES)} file, relative to {os.getcwd()}"
         )
     parent = os.path.dirname(local)
     looks_like_path = local.endswith((*FILE_SUFFIXES, *OTHER_SUFFIXES)) or (parent and os.path.isdir(parent))
     if looks_like_path or not re.fullmatch(HUB_NAME, path):
         raise ValueError(
             f"{path}: no such file or folder, seen from {os.getcwd()}; check data.train[].path or "
-            "data.eval[].path, or make it with a script in data/. A hub data set is named owner/set"
+            "data.eval[].path, or create the file with a script in data/. A hub dataset is named owner/set"
         )
     return []
 
 
 def files_of_folder(path: str, folder: str, split: str) -> list[str]:
-    """List the data files of a folder: those whose names begin with the split, or all if none does."""
+    """List the data files of a folder whose names begin with the split; all data files if no name does."""
     files = sorted(file for file in os.listdir(folder) if file.endswith(FILE_SUFFIXES) and file[0] != ".")
     if not files:
-        raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file, also not with .gz")
-    of_split = [file for file in files if re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file)]
-    return [os.path.join(folder, file) for file in of_split or files]
+        raise ValueError(f"{path}: the folder holds no {', '.join(SUFFIXES)} file, with or without .gz")
+    split_files = [file for file in files if re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file)]
+    return [os.path.join(folder, file) for file in split_files or files]
 
 
 def is_saved_to_disk(folder: str) -> bool:
-    """Tell whether `datasets` wrote this folder by save_to_disk."""
+    """Tell whether the folder was written by save_to_disk of `datasets`."""
     names = ("dataset_dict.json", "state.json")
     return any(os.path.isfile(os.path.join(folder, name)) for name in names)
 
@@ -116,7 +116,7 @@ def is_saved_to_disk(folder: str) -> bool:
 # Files
 # ------------------------------------------------------------------------------------------------------------
 def read_file(path: str) -> list[dict]:
-    """Read one data file; its suffix says how."""
+    """Read one data file in the format of the suffix."""
     kind = Path(path.removesuffix(".gz")).suffix
     if kind == ".parquet":
         return read_parquet(path)
@@ -124,12 +124,12 @@ def read_file(path: str) -> list[dict]:
 
 
 def read_bytes(path: str) -> bytes:
-    """Read a file whole, unpacked if it is a .gz."""
+    """Read the bytes of a file, and decompress a .gz file."""
     try:
         content = Path(path).read_bytes()
         return gzip.decompress(content) if path.endswith(".gz") else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: not a whole gzip file: {error}") from None
+        raise ValueError(f"{path}: not a complete gzip file: {error}") from None
 
 
 def read_text(path: str) -> str:
@@ -148,11 +148,11 @@ def read_json(path: str) -> list[dict]:
     for number, document in enumerate([content] if is_list else content.split("\n"), start=1):
         try:
             if document.strip():
-                parsed = json.loads(document, object_pairs_hook=without_doubles)
+                parsed = json.loads(document, object_pairs_hook=object_without_duplicates)
                 rows.extend(parsed if is_list else [parsed])
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: line {number + error.lineno - 1} is not JSON: {error.msg}") from None
-        except (ValueError, RecursionError) as error:  # a key twice, thousands of digits or of brackets
+        except (ValueError, RecursionError) as error:  # a duplicate key, or thousands of digits or brackets
             raise ValueError(f"{path}: line {number} cannot be read: {error}") from None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
@@ -160,8 +160,8 @@ def read_json(path: str) -> list[dict]:
     return rows
 
 
-def without_doubles(pairs: list[tuple[str, object]]) -> dict:
-    """Make a JSON object of its pairs; ValueError if a key is given twice, since one value would be lost."""
+def object_without_duplicates(pairs: list[tuple[str, object]]) -> dict:
+    """Build a JSON object; ValueError for a duplicate key, because json would silently drop one value."""
     row = dict(pairs)
     if len(row) < len(pairs):
         names = [name for name, _ in pairs]
@@ -170,15 +170,15 @@ def without_doubles(pairs: list[tuple[str, object]]) -> dict:
 
 
 def read_csv(path: str) -> list[dict]:
-    """Read comma-separated values with the names of the columns in the first line."""
-    csv.field_size_limit(sys.maxsize)  # the library's own limit is shorter than a long prompt
+    """Read comma-separated values; the first line names the columns."""
+    csv.field_size_limit(sys.maxsize)  # the library's default limit is shorter than a long prompt
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         header, *records = [record for record in reader if record] or [[]]
     except csv.Error as error:
         raise ValueError(f"{path}: line {reader.line_num} is not CSV: {error}") from None
     if len(set(header)) < len(header):
-        raise ValueError(f"{path}: two columns of one name in the first line: {', '.join(header)}")
+        raise ValueError(f"{path}: duplicate column names in the first line: {', '.join(header)}")
     for number, record in enumerate(records, start=1):
         if len(record) != len(header):
             raise ValueError(f"{path}: row {number} has {len(record)} fields, the first line {len(header)}")
@@ -186,8 +186,8 @@ def read_csv(path: str) -> list[dict]:
 
 
 def read_parquet(path: str) -> list[dict]:
-    """Read a parquet file by pyarrow, which keeps types and makes no copy in a cache."""
-    import pyarrow.parquet  # slow, and not needed for JSON
+    """Read a parquet file with pyarrow, which preserves types and writes no cache."""
+    import pyarrow.parquet  # imported here because the import is slow and JSON files do not need pyarrow
 
     try:
         source = io.BytesIO(read_bytes(path)) if path.endswith(".gz") else path
@@ -197,14 +197,15 @@ def read_parquet(path: str) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What `datasets` reads
+# Folders and hub datasets, read with `datasets`
 # ------------------------------------------------------------------------------------------------------------
 @contextmanager
 def silent_datasets():
-    """Import `datasets`, silent within the block and as before after it."""
-    import datasets  # slow, and not needed for files
+    """Import `datasets` and silence its progress bars and log inside the with block."""
+    import datasets  # imported here because the import is slow and plain files do not need `datasets`
 
-    show_bars, verbosity = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    show_bars = not datasets.are_progress_bars_disabled()
+    verbosity = datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     try:
@@ -216,7 +217,7 @@ def silent_datasets():
 
 
 def read_saved_to_disk(path: str, folder: str, split: str) -> list[dict]:
-    """Read a folder that save_to_disk wrote; ValueError names its splits where it lacks the wanted one."""
+    """Read one split of a save_to_disk folder; if the split is missing, ValueError lists the splits."""
     with silent_datasets() as datasets:
         try:
             saved = datasets.load_from_disk(folder)
@@ -234,12 +235,12 @@ def read_saved_to_disk(path: str, folder: str, split: str) -> list[dict]:
 
 
 def read_hub(name: str, subset: str | None, split: str) -> list[dict]:
-    """Load one split of a hub data set."""
+    """Load one split of a hub dataset."""
     with silent_datasets() as datasets:
         try:
             return datasets.load_dataset(name, subset, split=split).to_list()
-        except OSError as error:  # no such set, no network
-            raise ValueError(f"{name}: no file here, and no hub set that can be reached: {error}") from error
+        except OSError as error:  # the dataset does not exist, or there is no network
+            raise ValueError(f"{name}: neither a local file nor a reachable hub dataset: {error}") from error
         except (ValueError, datasets.exceptions.DatasetGenerationError) as error:
             raise ValueError(f"{name}: cannot be read from the hub: {error.__cause__ or error}") from error
 
@@ -248,31 +249,37 @@ def read_hub(name: str, subset: str | None, split: str) -> list[dict]:
 # Fields
 # ------------------------------------------------------------------------------------------------------------
 class BadRow(ValueError):
-    """A row that makes no prompt: where it is, why ("without an answer"), and what was found."""
+    """A row that cannot become a prompt.
+
+    where: file and row. reason: category for counting, for example "without an answer". detail: the value
+    that was read, and the remedy.
+    """
 
     def __init__(self, where: str, reason: str, detail: str):
         super().__init__(f"{where}: {detail}")
-        self.where, self.reason, self.detail = where, reason, detail
+        self.where = where
+        self.reason = reason
+        self.detail = detail
 
 
 def field_of(row: dict, column: str):
-    """Return a field, or None; a.b is field b of field a, unless a column has that very name."""
+    """Return a field, or None. "a.b" is the column "a.b" if it exists, else field b of field a."""
     if column in row:
         return row[column]
-    for part in column.split("."):
-        row = row.get(part) if isinstance(row, dict) else None
+    for name in column.split("."):
+        row = row.get(name) if isinstance(row, dict) else None
     return row
 
 
 def has_field(row: dict, column: str) -> bool:
-    """Tell whether a row has a column, whose field may be None."""
-    parent, _, name = column.rpartition(".")
-    inside = field_of(row, parent)
-    return column in row or (isinstance(inside, dict) and name in inside)
+    """Tell whether a row has a column, even if the field is None."""
+    parent_column, _, name = column.rpartition(".")
+    parent = field_of(row, parent_column)
+    return column in row or (isinstance(parent, dict) and name in parent)
 
 
 def column_names(rows: list[dict]) -> list[str]:
-    """List the columns of all rows, those inside others by dots."""
+    """List the columns of all rows; nested columns are written with dots, for example reward_model.style."""
     names = {}
     for row in rows:
         for name, value in row.items():
@@ -283,19 +290,18 @@ def column_names(rows: list[dict]) -> list[str]:
 
 
 def field_text(row: dict, column: str, where: str, reason: str = "without text") -> str:
-    """Return a field as text. Whole floats become integers, since tables often store integers as floats."""
+    """Return a field as text. The float 3.0 becomes "3", because tables often store integers as floats."""
     return text_from(field_of(row, column), column, where, reason)
 
 
 def text_from(value, column: str, where: str, reason: str) -> str:
-    """Return a value of a column as text, see field_text; BadRow if it is neither text nor a number."""
+    """Return a value of a column as text (see field_text); BadRow unless the value is text or a number."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     is_number = is_whole or (isinstance(value, (float, Decimal)) and math.isfinite(value))
     if not (isinstance(value, str) or is_number) or not str(value).strip():
-        found = repr(value)[:80]
-        raise BadRow(where, reason, f"column {column!r} must hold text or a number, found {found}")
+        raise BadRow(where, reason, f"column {column!r} must hold text or a number, found {repr(value)[:80]}")
     text = str(value)
     if half_a_character(text):
         raise BadRow(where, reason, f"column {column!r} holds half a character (a surrogate): {text[:80]!a}")
@@ -303,23 +309,23 @@ def text_from(value, column: str, where: str, reason: str) -> str:
 
 
 def half_a_character(text: str) -> bool:
-    """Tell whether a text holds a lone surrogate, which no tokenizer and no file takes."""
+    """Tell whether a text holds a lone surrogate, which can neither be tokenized nor written to a file."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def field_number(row: dict, column: str, where: str) -> float | None:
-    """Return a field as a number; None where the row has none."""
+    """Return a field as a number, or None if the row lacks the field; BadRow for other values."""
     value = field_of(row, column)
     try:
         return None if value is None else float(value)
     except (TypeError, ValueError):
         detail = f"column {column!r} must hold a number, found {repr(value)[:80]}; "
-        detail += "set columns.difficulty to another column, or to null for none"
+        detail += "set columns.difficulty to another column, or to null to load prompts without difficulties"
         raise BadRow(where, "whose difficulty is no number", detail) from None
 
 
 def json_value(value):
-    """Return a field as a value that JSON knows: dates and the like as text, bytes as their number."""
+    """Convert a field to JSON: other types, for example dates, become text; bytes become "123 bytes"."""
     if isinstance(value, dict):
         return {str(name): json_value(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -4,10 +4,12 @@ r"""GSM8K (Cobbe et al. 2021): grade-school word problems whose answer is one nu
     python -m data.gsm8k --train raw/train.jsonl --test raw/test.jsonl  # columns question and answer
 
 Writes train.jsonl, validation.jsonl and test.jsonl with the columns prompt, answer (the number after ####),
-kind and difficulty (reasoning steps, counted as the << >> annotations of the solution).
+kind and difficulty (number of reasoning steps, counted as the << >> annotations of the solution, for example
+"48/2 = <<48/2=24>>24 clips" is one step).
 
-Validation is about one training question in twenty, chosen by a hash of the question: the choice depends
-neither on a seed nor on the order of the rows, and equal questions stay on one side.
+About one training question in twenty is moved to the validation set. The choice is made by a hash of the
+question, so that it is independent of seeds and of the order of the rows, and copies of a question stay
+together.
 """
 
 import argparse
@@ -23,7 +25,7 @@ VALIDATION_ONE_IN = 20
 
 
 def read_split(source: str, split: str) -> list[Prompt]:
-    """Read bare questions of a file or a hub split; answers are final numbers, difficulties steps."""
+    """Read the questions of a file or a hub split; answer: the final number, difficulty: number of steps."""
     columns = {"prompt": "question", "answer": "answer", "kind": None, "difficulty": None}
     prompts = []
     rows = load_prompts(source, subset="main", split=split, kind="gsm8k", columns=columns)
@@ -34,7 +36,7 @@ def read_split(source: str, split: str) -> list[Prompt]:
 
 
 def final_number(solution: str, where: str) -> str:
-    """Return the number after the last ####, without thousands separators; ValueError without one."""
+    """Return the number after ####, for example "1200" for "#### 1,200"; ValueError if there is none."""
     match = re.search(r"####\s*\$?(-?\d[\d,]*(?:\.\d+)?)\s*$", solution)
     if match is None:
         raise ValueError(f"{where}: column 'answer' must end in '#### number', found {solution[-80:]!r}")
@@ -42,13 +44,13 @@ def final_number(solution: str, where: str) -> str:
 
 
 def in_validation(question: str) -> bool:
-    """Tell whether a question is held out, by its words alone; spacing does not count."""
+    """Tell whether a question belongs to the validation set, by a hash of its words (spacing is ignored)."""
     digest = hashlib.blake2b(" ".join(question.split()).encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % VALIDATION_ONE_IN == 0
 
 
 def main(argv=None) -> None:
-    """Read the command line and write the three files."""
+    """Read the command line and write the files of the three splits."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep_lines)
     parser.add_argument("--train", default="openai/gsm8k", help="file or hub dataset (default: %(default)s)")

@@ -1,6 +1,7 @@
-"""Record what has been seen of each training prompt: how often it was solved, how long completions were.
+"""The record of each training prompt: how often the prompt was solved, and how long the completions were.
 
-Stages 1b and 1c of zero-variance elimination (arXiv 2512.07710) and the length-aware schedule read it.
+The record is used by stages 1b and 1c of zero-variance elimination (arXiv 2512.07710), which skip prompts and
+stop groups, and by the length-aware schedule, which balances expected tokens over ranks.
 """
 
 import math
@@ -13,12 +14,13 @@ from data.prompts import OfflineScore, Prompt
 
 
 def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
-    """Return the probability that the next num verdicts are all hits.
+    """Return the probability that the next num verdicts are all hits: E[p^num], a Beta-binomial estimate.
 
-    It is E[p^num] for p ~ Beta(hits + prior, misses + prior).
+        p ~ Beta(hits + prior, misses + prior)
 
-    With many verdicts this is p^num of the observed rate, with few it trusts it less [ours]. A prior below
-    1/2 says that most prompts are nearly always or nearly never solved.
+    With many verdicts the result approaches p^num of the observed rate p; with few verdicts the prior counts
+    more [ours]. A prior below 1/2 expresses that most prompts are nearly always or nearly never solved.
+    Example: 16 hits, 0 misses and prior 0.5 give 0.82 for num = 8.
     """
     return math.prod((hits + prior + j) / (hits + misses + 2 * prior + j) for j in range(num))
 
@@ -28,15 +30,15 @@ LEAST_EXPLORATION, EXPLORATION_STEP, EXPLORATION_RANGE = 0.01, 0.01, (0.05, 0.95
 
 @dataclass
 class PromptHistory:
-    """What has been seen of each training prompt; the same on all ranks, part of every checkpoint."""
+    """The record of all training prompts; identical on all ranks, saved in every checkpoint."""
 
-    solved: Tensor  # [prompts] float64, decayed number of completions that were right as a whole
+    solved: Tensor  # [prompts] float64, decayed number of fully right completions
     tried: Tensor  # [prompts] float64, decayed number of verdicts
-    mean_tokens: Tensor  # [prompts] float64, length of completions at the last visit, 0: not known
+    mean_tokens: Tensor  # [prompts] float64, mean completion length at the last visit, 0: unknown
     last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled
     streak: Tensor | None = None  # [prompts] int64, latest visits in a row all right; below 0: all wrong
     explore: Tensor | None = None  # [2] float64, GRESO's p_e of prompts that were all right, and all wrong
-    unsolved: Tensor | None = None  # [prompts] float64, as solved, of completions with no part right
+    unsolved: Tensor | None = None  # [prompts] float64, decayed number of fully wrong completions
 
     def __post_init__(self):
         """Start without a streak or fractions, and with GRESO's first exploration probabilities."""
@@ -49,35 +51,37 @@ class PromptHistory:
 
     @classmethod
     def from_offline(cls, scores: list[OfflineScore | None], group_size: int) -> "PromptHistory":
-        """Make the record before the first step; an offline score counts as one visit [ours]."""
-        seen = torch.tensor([score is not None for score in scores])
+        """Make the record of step 0; an offline score counts like one visit with G completions [ours]."""
+        is_scored = torch.tensor([score is not None for score in scores])
         rates, wrong, tokens = (
             torch.tensor([getattr(score, name) if score else 0.0 for score in scores], dtype=torch.float64)
             for name in ("pass_rate", "wrong_rate", "mean_tokens")
         )
-        tried = seen.double() * group_size
-        return cls(rates * group_size, tried, tokens, seen.long() - 1, unsolved=wrong * group_size)
+        tried = is_scored.double() * group_size
+        last_step = is_scored.long() - 1
+        return cls(rates * group_size, tried, tokens, last_step, unsolved=wrong * group_size)
 
     def expected_lengths(self, indices: list[int], prompts: list[Prompt]) -> list[tuple[float, bool]]:
-        """Return (tokens, guessed) of the completions of these prompts, at least 1 token.
+        """Return (expected completion length in tokens, whether the length is a guess) of each prompt.
 
-        It is the mean length at the prompt's last visit or its offline scoring. Where there is none it is a
-        guess: the mean over the set's prompts that have one, or over all [ours].
+        The expected length is the mean length at the prompt's last visit or in the offline scores. For a
+        prompt with neither, the guess is the mean over the prompts of the same dataset that have a length, or
+        else over all prompts [ours]. At least 1 token.
         """
-        known: dict[str, list[float]] = {}
+        lengths_of_set: dict[str, list[float]] = {}
         for prompt, tokens in zip(prompts, self.mean_tokens.tolist()):
             for name in (prompt.source, "all") if tokens else ():
-                known.setdefault(name, []).append(tokens)
-        guess = {name: sum(tokens) / len(tokens) for name, tokens in known.items()}
+                lengths_of_set.setdefault(name, []).append(tokens)
+        guess = {name: sum(tokens) / len(tokens) for name, tokens in lengths_of_set.items()}
         lengths = []
         for index in indices:
-            tokens, source = float(self.mean_tokens[index]), prompts[index].source
-            expected = tokens or guess.get(source, guess.get("all", 1.0))
+            tokens = float(self.mean_tokens[index])
+            expected = tokens or guess.get(prompts[index].source, guess.get("all", 1.0))
             lengths.append((max(1.0, expected), not tokens))
         return lengths
 
     def update(self, outcomes: list, step: int, decay: float) -> None:
-        """Enter the outcomes of a step's groups; decay weighs what was known before."""
+        """Add the outcomes of a step's groups; the old counts are multiplied by `decay` first."""
         for o in outcomes:
             if o.valid:
                 i = o.prompt_index
@@ -120,16 +124,19 @@ class PromptHistory:
         self, prompt: int, step: int, group_size: int, *, binary: bool, prior: float, retest_steps: int,
         explore_solved: float, explore_unsolved: float,
     ) -> float:  # fmt: skip
-        """Return E[p^G] + E[q^G], each at most 1 - explore; 0 if never tried or due for a re-test.
+        """Return the probability of skipping a prompt, because its next group would have no variance.
 
-        p is the probability of a completion that is right as a whole, q that of one with no part right: 1 - p
-        where the verifier gives no fractions or they do not count (binary). Stage 1b [ours, after GRESO
-        (arXiv 2506.02177), which also explores hard prompts more than easy ones]. The expectations are over
-        what the record says of p and q.
+            min(E[p^G], 1 - explore_solved) + min(E[q^G], 1 - explore_unsolved)
+
+        p is the probability that a completion is fully right, q that a completion is fully wrong. For
+        verifiers that return 0 or 1, and with binary, q = 1 - p. The expectations are over the posterior of p
+        and q given the record, see prob_all(). 0 for a prompt that was never tried, or whose record is
+        retest_steps old. Stage 1b [ours, after GRESO (arXiv 2506.02177), which also explores hard prompts
+        more than easy prompts].
         """
         age = step - int(self.last_step[prompt])
-        due = retest_steps > 0 and age >= retest_steps
-        if self.last_step[prompt] < 0 or due:
+        is_expired = retest_steps > 0 and age >= retest_steps
+        if self.last_step[prompt] < 0 or is_expired:
             return 0.0
         right, wrong, tried = self.counts(prompt, binary)
         all_right = prob_all(right, tried - right, group_size, prior)
@@ -137,19 +144,24 @@ class PromptHistory:
         return min(all_right, 1 - explore_solved) + min(all_wrong, 1 - explore_unsolved)
 
     def counts(self, prompt: int, binary: bool) -> tuple[float, float, float]:
-        """Return the decayed numbers of right completions, of those that count as all wrong, and of all."""
-        right, tried = float(self.solved[prompt]), float(self.tried[prompt])
-        return right, tried - right if binary else float(self.unsolved[prompt]), tried
+        """Return the decayed counts (fully right, fully wrong, all); with binary, wrong = all - right."""
+        right = float(self.solved[prompt])
+        tried = float(self.tried[prompt])
+        wrong = tried - right if binary else float(self.unsolved[prompt])
+        return right, wrong, tried
 
     def zero_variance_after(self, probe, group_size: int, prior: float, binary: bool) -> float:
-        """Return the probability that a probed group ends with zero variance: 0 if the probe already differs.
+        """Return the probability that a probed group ends with zero variance. Stage 1c [ours].
 
-        Stage 1c [ours]: the rest must all come out as the probe and, by the record, as before. Of a probe
-        whose scores are one and the same fraction nothing is known, and it goes on: 0.
+        The remaining completions would all have to get the score of the probe. Their probability is estimated
+        from the record and the probe together. 0 if the probe has variance already, and if all scores of the
+        probe are the same fraction, for example 0.5, because the record does not count fractions.
         """
-        is_right, is_wrong = probe.solved == probe.valid, probe.score_sum == 0
+        is_right = probe.solved == probe.valid
+        is_wrong = probe.score_sum == 0
         if probe.has_variance or not probe.valid or not (is_right or is_wrong):
             return 0.0
         right, wrong, tried = self.counts(probe.prompt_index, binary)
-        same, tried = (right if is_right else wrong) + probe.valid, tried + probe.valid
-        return prob_all(same, tried - same, group_size - probe.completions, prior)
+        num_same = (right if is_right else wrong) + probe.valid
+        num_other = tried + probe.valid - num_same
+        return prob_all(num_same, num_other, group_size - probe.completions, prior)

@@ -1,11 +1,11 @@
-r"""Make prompt files of sets whose answer is compared as mathematics: MATH-500, AIME24, AMC23 and their like.
+r"""Make prompt files from datasets of competition mathematics, for example MATH-500, AIME24 and AMC23.
 
     python -m data.math_sets --input HuggingFaceH4/MATH-500 --output data/built/math500/test.jsonl
     python -m data.math_sets --input aime24.jsonl --output data/built/aime24/test.jsonl
 
-Writes one file with the columns prompt, answer, kind and difficulty. Without an answer column, the answer is
-the content of the last \boxed{...} in the solution column. The difficulty is the number in the level column
-("Level 5" is 5), and null where there is none.
+Writes one file with the columns prompt, answer, kind and difficulty. If the dataset has no answer column, the
+answer is the content of the last \boxed{...} in the solution column. The difficulty is the number in the
+level column, for example 5 for "Level 5", and null if the row has no level.
 """
 
 import argparse
@@ -19,7 +19,7 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 
 
 def read_set(source: str, subset, split: str, prompt_column: str, answer_column: str | None) -> list[Prompt]:
-    """Read a file or a hub split; ValueError names the column, or the row that lacks its text."""
+    """Read a file or a hub split; ValueError names the missing column, or the row with an empty field."""
     rows = load_rows(source, subset, split)
     available = list(dict.fromkeys(column for row in rows for column in row))
     if answer_column is None:
@@ -35,7 +35,7 @@ def read_set(source: str, subset, split: str, prompt_column: str, answer_column:
         if answer_column == "solution":
             answer = (last_boxed(answer) or "").strip()
             if not answer:
-                raise ValueError(f"{where}: column 'solution' has no filled \\boxed{{...}} at its end")
+                raise ValueError(f"{where}: column 'solution' has no \\boxed{{...}} or an empty one")
         level = re.search(r"\d+(\.\d+)?", str(row.get("level", "")))
         difficulty = float(level[0]) if level else None
         prompts.append(Prompt(f"{problem}\n{INSTRUCTION}", answer, "math", source, difficulty))
@@ -43,15 +43,17 @@ def read_set(source: str, subset, split: str, prompt_column: str, answer_column:
 
 
 def main(argv=None) -> None:
-    """Read the command line and write the file."""
+    """Read the command line and write the prompt file."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep_lines)
     parser.add_argument("--input", required=True, help="file or hub dataset")
     parser.add_argument("--output", required=True, help=".jsonl file to write")
     parser.add_argument("--subset", help="configuration of a hub dataset (default: its only one)")
     parser.add_argument("--split", default="test", help="split of a hub dataset (default: %(default)s)")
-    parser.add_argument("--prompt-column", default="problem", help="column (default: %(default)s)")
-    parser.add_argument("--answer-column", help="column (default: answer, or else solution)")
+    parser.add_argument(
+        "--prompt-column", default="problem", help="column of the problem (default: %(default)s)"
+    )
+    parser.add_argument("--answer-column", help="column of the answer (default: answer, or else solution)")
     args = parser.parse_args(argv)
 
     prompts = read_set(args.input, args.subset, args.split, args.prompt_column, args.answer_column)

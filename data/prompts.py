@@ -1,14 +1,14 @@
-"""Make prompts of the rows that people have: plain text or messages, by their own columns, verl's or TRL's.
+"""Turn the rows of a dataset into prompts: plain text or messages, in the columns of verl, TRL or your own.
 
     load_prompts("data/built/gsm8k/train.jsonl", difficulty=(2, 4))
     load_prompts("HuggingFaceH4/MATH-500", split="test", columns={"prompt": "problem", "difficulty": "level"})
     load_prompts("verl/train.parquet", tokenizer=tokenizer)     # messages, rendered by the chat template
-    load_scores("scores.jsonl")[prompt_sha(prompt)]             # what data/score.py measured of one prompt
+    load_scores("scores.jsonl")[prompt_sha(prompt)]             # pass rate of a prompt, from data/score.py
 
-A set is a file, a pattern, a folder or a hub name, see data/formats.py. Its columns are found by name: the
-prompt in `prompt`, `question`, `problem` or `messages`; the answer in `reward_model.ground_truth` (verl,
-DAPO-17k), `answer`, `ground_truth` or `solution` (TRL); `columns` of the settings names others. The sets of a
-run are put together in data/stream.py.
+A dataset is a file, a pattern, a folder or a hub name, see data/formats.py. Columns are recognised by name:
+the prompt is in `prompt`, `question`, `problem` or `messages`; the answer is in `reward_model.ground_truth`
+(verl, DAPO-17k), `answer`, `ground_truth` or `solution` (TRL). The setting `columns` names other columns.
+data/stream.py combines the datasets of a run.
 """
 
 import hashlib
@@ -42,14 +42,14 @@ from verifiers.kinds import KINDS, RULE_KINDS, functions_of, is_kind, parts_of
 from verifiers.math import last_boxed
 
 COLUMNS = ("prompt", "answer", "kind", "difficulty")
-# Where the settings name no column, the first of these that a set has is taken for the role.
+# Used for roles that the settings leave open: the first column in the list that the dataset has.
 KNOWN_COLUMNS = {
     "prompt": ("prompt", "question", "problem", "messages"),
     "answer": ("reward_model.ground_truth", "answer", "ground_truth", "solution"),
     "kind": ("kind",),
     "difficulty": ("difficulty",),
 }
-# Columns of these names are not handed to a verifier, which gets values of its own by them.
+# Columns that are not passed to a verifier: the loader passes values of its own under the same names.
 NOT_PASSED_ON = ("kind", "completion", "answer", "prompt", "messages")
 
 
@@ -84,66 +84,67 @@ def check_data(data: DataSettings) -> None:
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Prompt:
-    """One task with its reference answer."""
+    """One task with a reference answer."""
 
-    text: str  # the template around the question, or the rendered messages: the policy continues it
-    answer: str  # gold answer, handed to reward.verify
-    kind: str  # verifier of reward.py: one of KINDS, a function of the settings, or a weighted sum of these
-    source: str  # name of the set, for messages
-    difficulty: float | None = None  # the set's own measure (digits, steps, level), None if it has none
+    text: str  # text that the policy continues: the question in the template, or the rendered messages
+    answer: str  # gold answer, passed to reward.verify
+    kind: str  # verifier of reward.py: one of KINDS, a function named in the settings, or a weighted sum
+    source: str  # name of the dataset, for messages
+    difficulty: float | None = None  # in the dataset's own unit, for example digits, steps or level
     messages: list[dict] | None = field(default=None, hash=False)  # {role, content} each; None for plain text
-    columns: dict = field(default_factory=dict, hash=False)  # the other columns of the row, for own verifiers
-    is_chat: bool = False  # the text is the chat template's, which has put in special tokens itself
+    columns: dict = field(default_factory=dict, hash=False)  # other columns of the row, for custom verifiers
+    is_chat: bool = False  # rendered by the chat template, so the text already contains the special tokens
 
     @property
     def fields(self) -> dict:
-        """Return what a verifier may ask for besides completion and answer."""
+        """Return the values that a verifier can request besides completion and answer."""
         return {**self.columns, "prompt": self.text, "messages": self.messages}
 
 
 class Row(NamedTuple):
-    """A prompt, and the row that it was made of."""
+    """A prompt and the row that the prompt was made from."""
 
     file: str
-    number: int  # in the file, from 1
-    question: str  # the prompt without template and system prompt: what tells equal tasks
+    number: int  # row in the file, from 1
+    question: str  # the prompt without template and system prompt; equal questions are the same task
     prompt: Prompt
 
     @property
     def where(self) -> str:
-        """Return file and row, for messages."""
+        """Return file and row, for error messages."""
         return f"{self.file}: row {self.number}"
 
 
 @dataclass
 class PromptSet:
-    """The rows of one set that made prompts, and what is to be said of it."""
+    """The prompts of one dataset, with a description and the dropped rows."""
 
     source: PromptSource
     rows: list[Row]
-    description: str  # columns, kinds and rendering, for a line at the start
-    dropped: list[dict]  # {set, file, row, reason, detail} of each row that on_bad_row drop left out
+    description: str  # columns, verifiers and rendering, for the log at the start
+    dropped: list[dict]  # {set, file, row, reason, detail} of each row dropped by data.on_bad_row
 
 
 def load_prompts(path, *, tokenizer=None, functions=(), **options) -> list[Prompt]:
-    """Load the prompts of one set in file order; ValueError names file, row (from 1) and the key to change.
+    """Load the prompts of one dataset in file order; ValueError names file, row (from 1) and key to change.
 
-    tokenizer: its chat template renders messages; prompts that are text need none.
-    functions: kinds that run code and that a row may name besides those of reward.KINDS and `kind`. Only the
-        caller may introduce one, never the data.
-    options: settings of PromptSource and of DataSettings, such as columns, limit or chat.
+    tokenizer: needed to render messages with its chat template; None for text prompts.
+    functions: custom verifiers that rows may name, besides reward.KINDS and `kind`. A function that is
+        missing here is refused, because otherwise a data file could run arbitrary code.
+    options: settings of PromptSource and of DataSettings, for example columns, limit or chat.
     """
-    of_source = {name: value for name, value in options.items() if name in PromptSource.model_fields}
-    of_data = {name: value for name, value in options.items() if name not in PromptSource.model_fields}
-    source = PromptSource(path=str(path), **of_source)
-    return [row.prompt for row in load_set(source, DataSettings(**of_data), tokenizer, functions).rows]
+    source_options = {name: value for name, value in options.items() if name in PromptSource.model_fields}
+    data_options = {name: value for name, value in options.items() if name not in PromptSource.model_fields}
+    source = PromptSource(path=str(path), **source_options)
+    return [row.prompt for row in load_set(source, DataSettings(**data_options), tokenizer, functions).rows]
 
 
 def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions=()) -> PromptSet:
-    """Load one set in file order: all rows that make prompts, of the wanted difficulty, up to the limit."""
+    """Load one dataset in file order: drop bad rows, then filter by difficulty, then apply the limit."""
     tables = load_tables(source.path, source.subset, source.split)
     maker = PromptMaker.of(source, data, tokenizer, {*functions, source.kind}, tables)
-    rows, dropped = [], []
+    rows = []
+    dropped = []
     for file, fields in tables:
         for number, row in enumerate(fields, start=1):
             try:
@@ -160,37 +161,37 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
 def drop_or_stop(
     error: BadRow, data: DataSettings, source: PromptSource, file: str, number: int, dropped: list[dict]
 ) -> None:
-    """Enter a bad row into `dropped`, or raise ValueError, as data.on_bad_row says."""
+    """Handle a bad row: raise ValueError for data.on_bad_row=stop, add the row to `dropped` for drop."""
     if data.on_bad_row == "stop":
-        raise ValueError(f"{error}; data.on_bad_row=drop leaves such rows out") from error
+        raise ValueError(f"{error}; data.on_bad_row=drop skips bad rows") from error
     place = {"set": source.label, "file": file, "row": number}
     dropped.append({**place, "reason": error.reason, "detail": error.detail})
 
 
 def in_difficulty_range(rows: list[Row], source: PromptSource) -> list[Row]:
-    """Return the rows in the difficulty range of the settings; ValueError if there is none."""
+    """Return the rows in the difficulty range of the settings; ValueError if the range is empty."""
     if source.difficulty is None:
         return rows
     low, high = source.difficulty
-    known = [row for row in rows if row.prompt.difficulty is not None]
-    kept = [row for row in known if low <= row.prompt.difficulty <= high]
-    if not kept:
-        levels = [row.prompt.difficulty for row in known]
-        available = f"{min(levels):g} to {max(levels):g}" if known else "none, set columns.difficulty"
+    graded = [row for row in rows if row.prompt.difficulty is not None]
+    matching = [row for row in graded if low <= row.prompt.difficulty <= high]
+    if not matching:
+        levels = [row.prompt.difficulty for row in graded]
+        available = f"{min(levels):g} to {max(levels):g}" if levels else "none, set columns.difficulty"
         raise ValueError(
             f"{source.path}: no prompt has difficulty {low:g} to {high:g}; available: {available}"
         )
-    return kept
+    return matching
 
 
 def refuse_unused_kind(source: PromptSource, columns: dict, rows: list[Row]) -> None:
-    """Raise ValueError if a kind of the settings decides nothing, because the rows of the set name theirs."""
+    """Raise ValueError if the setting `kind` has no effect, because every row names another verifier."""
     kinds = {row.prompt.kind for row in rows}
     if source.kind and columns["kind"] and source.kind not in kinds:
         raise ValueError(
             f"{source.path}: kind {source.kind!r} of the settings is not used, because the column "
             f"{columns['kind']!r} says {', '.join(sorted(kinds))}; set columns: {{kind: null}} to ignore the "
-            "column, or leave out the setting"
+            "column, or remove the setting"
         )
 
 
@@ -199,23 +200,24 @@ def refuse_unused_kind(source: PromptSource, columns: dict, rows: list[Row]) -> 
 # ------------------------------------------------------------------------------------------------------------
 @dataclass
 class PromptMaker:
-    """Makes prompts of the rows of one set."""
+    """Makes prompts from the rows of one dataset."""
 
     source: PromptSource
     chat: str  # data.chat
     renderer: ChatTemplate
     columns: dict[str, str | None]  # {role: column} for each role in COLUMNS
-    kind: str | None  # verifier of rows that say nothing else; None: by data_source
+    kind: str | None  # verifier of rows that name none; None: gsm8k or math, depending on data_source
     allowed: set[str]  # functions that rows may name
 
     @classmethod
     def of(cls, source: PromptSource, data: DataSettings, tokenizer, allowed: set, tables: list[Table]):
-        """Find the columns of a set; ValueError if a role has none."""
+        """Resolve the columns and the default verifier of a dataset; ValueError if a column is missing."""
         columns = resolve_columns(source, tables)
         renderer = ChatTemplate(tokenizer, data.system_prompt, data.chat_template_args)
         if data.chat == "always":
             renderer.check(source.path)
-        kind, column = source.kind, columns["answer"]
+        kind = source.kind
+        column = columns["answer"]
         answers = [answer for row in rows_of(tables) if column and (answer := field_of(row, column))]
         if kind is None and answers and all("####" in str(answer) for answer in answers):
             kind = "gsm8k"
@@ -223,7 +225,7 @@ class PromptMaker:
         return cls(source, data.chat, renderer, columns, kind, allowed)
 
     def make(self, row: dict, where: str) -> tuple[str, Prompt]:
-        """Return the question and the prompt of a row; BadRow if it makes none."""
+        """Return the question and the prompt of a row; BadRow if the row cannot become a prompt."""
         kind = self.kind_of(row, where)
         question, text, messages = self.text_of(row, where)
         answer = self.answer_of(row, kind, where)
@@ -235,7 +237,7 @@ class PromptMaker:
         return question, Prompt(text, answer, kind, self.source.label, difficulty, messages, columns, is_chat)
 
     def kind_of(self, row: dict, where: str) -> str:
-        """Return the verifier of a row; ValueError if the row names a function that the settings do not."""
+        """Return the verifier of a row; ValueError if the row names a function outside of the settings."""
         column = self.columns["kind"]
         if column and not (self.kind and field_of(row, column) is None):
             kind = field_text(row, column, where, "without a kind")
@@ -246,68 +248,80 @@ class PromptMaker:
         return self.kind or ("gsm8k" if is_gsm8k else "math")
 
     def text_of(self, row: dict, where: str) -> tuple[str, str, list[dict] | None]:
-        """Return the question, the text that the policy continues, and its messages if it was rendered."""
+        """Return the question, the text that the policy continues, and the messages (None for plain text)."""
         column = self.columns["prompt"]
-        value, in_template = field_of(row, column), self.source.template.replace
+        value = field_of(row, column)
+        template = self.source.template
         if not is_messages(value):
             question = text_from(value, column, where, "without a prompt")
-            text = in_template("{prompt}", question)
+            text = template.replace("{prompt}", question)
             if self.chat != "always":
                 return question, text, None
             messages = [{"role": "user", "content": text}]
         else:
             if self.chat == "never":
                 raise ValueError(
-                    f"{where}: column {column!r} is a list of messages, which data.chat never does not "
-                    "render; set it to auto"
+                    f"{where}: column {column!r} is a list of messages, but data.chat=never renders none; "
+                    "set data.chat=auto"
                 )
             messages = read_messages(value, where)
             question = json.dumps(messages, ensure_ascii=False)
-            last = {"role": "user", "content": in_template("{prompt}", messages[-1]["content"])}
+            last = {"role": "user", "content": template.replace("{prompt}", messages[-1]["content"])}
             messages = [*messages[:-1], last]
             self.renderer.check(where)
         messages, text = self.renderer.render(messages, where)
         return question, text, messages
 
     def answer_of(self, row: dict, kind: str, where: str) -> str:
-        """Return the gold answer: for kinds that read structure as JSON, of a whole solution its last box."""
-        column, parts = self.columns["answer"], {part for _, part in parts_of(kind)}
+        """Return the gold answer as text.
+
+        A list or object becomes JSON for verifiers that read structured answers (for example code). From a
+        column of full solutions, math takes the content of the last box.
+        """
+        column = self.columns["answer"]
+        verifiers = {verifier for _, verifier in parts_of(kind)}
+        compares_answer = bool(verifiers & set(RULE_KINDS))
         if column is None:
-            if parts & set(RULE_KINDS):
-                raise ValueError(f"{where}: kind {kind} compares with an answer: name it in columns.answer")
+            if compares_answer:
+                raise ValueError(
+                    f"{where}: kind {kind} needs a reference answer: name its column in columns.answer"
+                )
             return ""
         value = field_of(row, column)
         if isinstance(value, (list, dict)) and value:
-            if not parts & set(RULE_KINDS):
+            if not compares_answer:
                 value = json.dumps(json_value(value), ensure_ascii=False)
                 return text_from(value, column, where, "without an answer")
             if isinstance(value, list) and len(value) == 1:
                 (value,) = value
         text = text_from(value, column, where, "without an answer")
-        boxed = last_boxed(text) if "math" in parts and column.endswith("solution") else None
+        boxed = last_boxed(text) if "math" in verifiers and column.endswith("solution") else None
         return boxed.strip() if boxed and boxed.strip() else text
 
     def describe(self, prompts: list[Prompt]) -> str:
-        """Say which columns were taken for what, which verifiers judge, and how prompts become text."""
-        prompt, answer = self.columns["prompt"], self.columns["answer"]
-        num_chat = sum(one.is_chat for one in prompts)
+        """Describe the columns, the verifiers and the rendering of the dataset in one line for the log."""
+        prompt_column = self.columns["prompt"]
+        answer_column = self.columns["answer"]
+        num_chat = sum(prompt.is_chat for prompt in prompts)
         is_conversation = num_chat > 0 and self.chat != "always"
         shape = "columns"
-        if answer == "reward_model.ground_truth":
+        if answer_column == "reward_model.ground_truth":
             shape = "verl's columns"
-        elif prompt == "question" and self.kind == "gsm8k":
+        elif prompt_column == "question" and self.kind == "gsm8k":
             shape = "GSM8K's columns"
-        elif prompt == "prompt" and (is_conversation or answer in ("ground_truth", "solution")):
+        elif prompt_column == "prompt" and (is_conversation or answer_column in ("ground_truth", "solution")):
             shape = f"TRL's {'conversational' if is_conversation else 'standard'} columns"
-        taken = [f"{prompt}: messages" if is_conversation else prompt, answer or "no answer"]
-        taken += [self.columns[role] for role in ("kind", "difficulty") if self.columns[role]]
-        kinds = sorted({one.kind for one in prompts})
+        columns = [
+            f"{prompt_column}: messages" if is_conversation else prompt_column, answer_column or "no answer"
+        ]  # fmt: skip
+        columns += [self.columns[role] for role in ("kind", "difficulty") if self.columns[role]]
+        kinds = sorted({prompt.kind for prompt in prompts})
         if not self.kind and not self.columns["kind"] and "gsm8k" in kinds:
-            taken.append("data_source")  # it alone can have said so
-        how = "rendered by the chat template" if num_chat else "plain text"
+            columns.append("data_source")  # the only column that can have selected gsm8k, see kind_of()
+        rendering = "rendered by the chat template" if num_chat else "plain text"
         if 0 < num_chat < len(prompts):
-            how = f"{num_chat:,} rendered by the chat template, the others plain text"
-        return f"{shape} ({', '.join(taken)}), verified by {', '.join(kinds)}, {how}"
+            rendering = f"{num_chat:,} rendered by the chat template, the others plain text"
+        return f"{shape} ({', '.join(columns)}), verified by {', '.join(kinds)}, {rendering}"
 
 
 def rows_of(tables: list[Table]) -> Iterator[dict]:
@@ -317,46 +331,50 @@ def rows_of(tables: list[Table]) -> Iterator[dict]:
 
 
 def resolve_columns(source: PromptSource, tables: list[Table]) -> dict[str, str | None]:
-    """Return the column of each role in COLUMNS; None for a kind, difficulty or answer that the set lacks."""
+    """Return the column of each role in COLUMNS; None if the dataset has no column for an optional role."""
     if unknown := set(source.columns) - set(COLUMNS):
         expected = ", ".join(COLUMNS)
         raise ValueError(f"{source.path}: columns.{min(unknown)} is unknown, expected one of {expected}")
     optional = {"kind", "difficulty"}
-    if source.kind and not any(part in RULE_KINDS for _, part in parts_of(source.kind)):
-        optional.add("answer")  # no rule compares with it
-    has = lambda column: any(has_field(row, column) for row in rows_of(tables))
+    if source.kind and not any(verifier in RULE_KINDS for _, verifier in parts_of(source.kind)):
+        optional.add("answer")  # custom functions may judge a completion by itself
     resolved = {}
     for role in COLUMNS:
         named = source.columns.get(role)
         candidates = (named,) if named else () if role in source.columns else KNOWN_COLUMNS[role]
-        resolved[role] = next(filter(has, candidates), None)
+        resolved[role] = next((column for column in candidates if has_column(tables, column)), None)
         if resolved[role] or (role in optional and not named) or (role == "answer" and not candidates):
             continue
         names = ", ".join(column_names([row for _, rows in tables for row in rows[:100]]))
-        lacking = f"no column {named!r} for columns.{role}" if named else f"no column for the {role}"
-        looked = f" (looked for {', '.join(candidates)})" if candidates and not named else ""
+        missing = f"no column {named!r} for columns.{role}" if named else f"no column for the {role}"
+        tried = f" (looked for {', '.join(candidates)})" if candidates and not named else ""
         raise ValueError(
-            f"{source.path}: {lacking}{looked} among {names}; name it in the settings, "
+            f"{source.path}: {missing}{tried} among {names}; name it in the settings, "
             f"columns: {{{role}: ...}}, or --columns of data.score"
         )
     return resolved
 
 
+def has_column(tables: list[Table], column: str) -> bool:
+    """Tell whether any row of the dataset has a column."""
+    return any(has_field(row, column) for row in rows_of(tables))
+
+
 def unknown_kind(kind: str, where: str) -> str:
-    """Say why a row's kind is refused, and where a function of one's own is to be named."""
+    """Return the error message for a row with an unknown or not permitted verifier."""
     if ":" not in kind:
-        ignored = "if the column is no verifier, set columns: {kind: null}"
-        return f"{where}: kind {kind!r} is none of {', '.join(KINDS)}; {ignored}"
+        remedy = "if the column does not name verifiers, set columns: {kind: null}"
+        return f"{where}: kind {kind!r} is none of {', '.join(KINDS)}; {remedy}"
     return (
-        f"{where}: kind {kind!r} would run code that a data file names. If it is yours, name it in the "
-        "settings: in data.train[].kind, data.eval[].kind or reward.functions"
+        f"{where}: kind {kind!r} would run code that a data file names. If you trust the function, name it "
+        "in the settings: in data.train[].kind, data.eval[].kind or reward.functions"
     )
 
 
 def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
-    """Raise ValueError when a text of `evaluation`, template included, is also in `train`."""
-    trained = {prompt.text for prompt in train}
-    shared = [prompt for prompt in evaluation if prompt.text in trained]
+    """Raise ValueError if a prompt text (with template) is in both `evaluation` and `train`."""
+    train_texts = {prompt.text for prompt in train}
+    shared = [prompt for prompt in evaluation if prompt.text in train_texts]
     if shared:
         example = shared[0]
         raise ValueError(
@@ -366,7 +384,7 @@ def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
 
 
 def save_prompts(path, prompts: list[Prompt]) -> None:
-    """Write JSONL for load_prompts, aside first, so that no reader ever sees half a file."""
+    """Write JSONL for load_prompts, through a .partial file and a rename, so that readers see whole files."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -378,55 +396,52 @@ def save_prompts(path, prompts: list[Prompt]) -> None:
 
 
 def prompt_sha(prompt: Prompt) -> str:
-    """Name a prompt in a file of scores: its text, template included, and its answer, in SHA-256."""
+    """Return the key of a prompt in a score file: SHA-256 of the text (with template) and the answer."""
     return hashlib.sha256(f"{prompt.text}\0{prompt.answer}".encode()).hexdigest()
 
 
 class OfflineScore(NamedTuple):
-    """The rates and the length that data/score.py found for a prompt."""
+    """The pass rate and the completion length of a prompt, measured by data/score.py."""
 
-    pass_rate: float  # in [0, 1], share of completions that are right as a whole
-    mean_tokens: float  # mean length of its completions
-    wrong_rate: float  # in [0, 1], share of completions with no part right
+    pass_rate: float  # in [0, 1], share of fully right completions
+    mean_tokens: float  # mean completion length
+    wrong_rate: float  # in [0, 1], share of fully wrong completions
 
 
 def load_scores(path) -> dict[str, OfflineScore | None]:
-    """Load {prompt_sha: score} of a file that data/score.py wrote; None where no verdict came back.
+    """Load {prompt_sha: score} from a file of data/score.py; the score is None if every verdict failed.
 
-    The file may be unfinished: a prompt that is not in it has not been scored. ValueError names the file and
-    the row, counted from 1 for the header.
+    The file may be unfinished; prompts that have not been scored yet are missing from the result. ValueError
+    names the file and the row (the header is row 1).
     """
     path = str(path)
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such file; make it with `python -m data.score --output {path}`")
     try:
         header, *rows = read_json(path) or [{}]
-    except ValueError as error:  # the last line of a killed run
-        raise ValueError(f"{error}; the command that made the file repairs a cut last line") from None
+    except ValueError as error:  # the last line of a killed run is incomplete
+        raise ValueError(f"{error}; rerun the data.score command to repair an incomplete last line") from None
     if "model" not in header or "prompt_sha" in header:
         raise ValueError(f"{path}: row 1 is no header of data/score.py, found {repr(header)[:80]}")
     scores = {}
     for number, row in enumerate(rows, start=2):
-        sha, rate, tokens = row.get("prompt_sha"), row.get("pass_rate", "nothing"), row.get("mean_tokens")
-        if not isinstance(sha, str) or not re.fullmatch("[0-9a-f]{64}", sha):
-            raise ValueError(
-                f"{path}: row {number}: prompt_sha must be 64 hex digits, found {repr(sha)[:80]}"
-            )
-        if rate is not None and (type(rate) not in (int, float) or not 0 <= rate <= 1):
-            raise ValueError(
-                f"{path}: row {number}: pass_rate must be in [0, 1] or null, found {repr(rate)[:80]}"
-            )
-        if type(tokens) not in (int, float) or not tokens >= 0:
-            raise ValueError(
-                f"{path}: row {number}: mean_tokens must be 0 or more, found {repr(tokens)[:80]}"
-            )
-        if sha in scores:
-            raise ValueError(f"{path}: row {number}: prompt {sha} for the second time; remove one of them")
+        where = f"{path}: row {number}"
+        sha = row.get("prompt_sha")
+        rate = row.get("pass_rate", "nothing")
         wrong = row.get("wrong_rate")
+        tokens = row.get("mean_tokens")
+        if not isinstance(sha, str) or not re.fullmatch("[0-9a-f]{64}", sha):
+            raise ValueError(f"{where}: prompt_sha must be 64 hex digits, found {repr(sha)[:80]}")
+        if rate is not None and (type(rate) not in (int, float) or not 0 <= rate <= 1):
+            raise ValueError(f"{where}: pass_rate must be in [0, 1] or null, found {repr(rate)[:80]}")
+        if type(tokens) not in (int, float) or not tokens >= 0:
+            raise ValueError(f"{where}: mean_tokens must be 0 or more, found {repr(tokens)[:80]}")
+        if sha in scores:
+            raise ValueError(f"{where}: prompt {sha} for the second time; remove one of the two rows")
         if rate is not None and (type(wrong) not in (int, float) or not 0 <= wrong <= 1 - rate + 1e-9):
             raise ValueError(
-                f"{path}: row {number}: wrong_rate must be in [0, 1 - pass_rate], found {repr(wrong)[:80]}; "
-                "make a file without it anew"
+                f"{where}: wrong_rate must be in [0, 1 - pass_rate], found {repr(wrong)[:80]}; if the column "
+                "is missing, score the prompts again with `python -m data.score`"
             )
         scores[sha] = None if rate is None else OfflineScore(rate, tokens, wrong)
     return scores

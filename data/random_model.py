@@ -1,15 +1,15 @@
-r"""Make a small random Qwen3-MoE and its tokenizer, to try data and rewards before a model is at hand.
+r"""Make a small random Qwen3-MoE and a tokenizer, to try out data and rewards before downloading a model.
 
     python -m data.random_model --output data/built/random --text train.jsonl
     python -m data.random_model --output data/built/random --text a.jsonl --text notes.md --layers 8
 
-The folder looks like that of a released chat model: config.json, safetensors, a byte-level BPE tokenizer with
+The folder has the layout of a released chat model: config.json, safetensors, a byte-level BPE tokenizer with
 <|endoftext|>, <|im_start|>, <|im_end|>, <think> and </think>, a ChatML template with a system prompt and
-enable_thinking, and a generation_config.json that ends completions at <|im_end|> or <|endoftext|>. Nothing is
-trained but the tokenizer, so that completions are noise; the default has about 15 million parameters.
+enable_thinking, and a generation_config.json that ends completions at <|im_end|> or <|endoftext|>. Only the
+tokenizer is trained, so completions are noise. The default model has about 15 million parameters.
 
-The tokenizer learns its merges from all strings in the rows of data files (.jsonl, .csv, .parquet, ...), and
-from other files as plain text. The same texts, options and seed give the same folder.
+The tokenizer learns merges from all strings in the rows of data files (.jsonl, .csv, .parquet, ...), and from
+other files as plain text. Equal texts, options and seed give an identical folder.
 """
 
 import argparse
@@ -18,11 +18,11 @@ from pathlib import Path
 from data.formats import is_data_path, load_rows
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-THINK_TOKENS = ("<think>", "</think>")  # they stay in decoded text, as Qwen3's do
+THINK_TOKENS = ("<think>", "</think>")  # ordinary tokens that stay in decoded text, as in Qwen3
 HEAD_DIM = 64
 MAX_POSITION_EMBEDDINGS = 4096
 
-# The turns of ChatML; the last line opens the policy's turn. enable_thinking=false fills in an empty thought.
+# ChatML: the last lines open the policy's turn, with an empty thought if enable_thinking is false.
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = """\
 
 
 def strings_of(value):
-    """Yield every string in a JSON value, however deep it lies."""
+    """Yield every string in a JSON value, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, tuple, dict)):
@@ -45,7 +45,7 @@ def strings_of(value):
 
 
 def read_texts(path: str):
-    """Yield the texts of a data file, or the whole of any other file."""
+    """Yield the strings of a data file, or the content of any other file as a single text."""
     if is_data_path(path):
         for row in load_rows(path):
             yield from strings_of(row)
@@ -57,7 +57,7 @@ def read_texts(path: str):
 
 
 def build_tokenizer(texts, vocab_size: int):
-    """Train a byte-level BPE tokenizer with at most vocab_size tokens; any text survives a round trip."""
+    """Train a byte-level BPE tokenizer with at most vocab_size tokens; encoding is lossless for any text."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,10 +68,11 @@ def build_tokenizer(texts, vocab_size: int):
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     added = (*SPECIAL_TOKENS, *THINK_TOKENS)
-    least = len(alphabet) + len(added)
-    if vocab_size < least:
+    min_vocab_size = len(alphabet) + len(added)
+    if vocab_size < min_vocab_size:
         raise ValueError(
-            f"--vocab {vocab_size} must be at least {least}: one token per byte and the special ones"
+            f"--vocab {vocab_size} must be at least {min_vocab_size}: one token per byte and {len(added)} "
+            "special tokens"
         )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(added), initial_alphabet=alphabet, show_progress=False
@@ -93,7 +94,7 @@ def build_tokenizer(texts, vocab_size: int):
 
 
 def build_model(args: argparse.Namespace, tokenizer):
-    """Draw the weights of a Qwen3-MoE from the seed, with an output head that is not the embedding."""
+    """Make a Qwen3-MoE with random weights from --seed; the output head is not tied to the embedding."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig
 
@@ -126,27 +127,27 @@ def build_model(args: argparse.Namespace, tokenizer):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line; ValueError names an option that is wrong."""
+    """Parse the command line; ValueError names an invalid option."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="python -m data.random_model", description=__doc__, formatter_class=keep_lines
     )
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="folder to make")
-    add("--text", action="append", required=True, help="file that the tokenizer learns from; may be repeated")
-    add("--vocab", type=int, default=4096, help="tokens at most (default: %(default)s)")
-    add("--hidden", type=int, default=256, help=f"hidden size, in steps of {HEAD_DIM} (default: %(default)s)")
+    add("--output", type=Path, required=True, help="folder to create")
+    add("--text", action="append", required=True, help="training text of the tokenizer; may be repeated")
+    add("--vocab", type=int, default=4096, help="maximum vocabulary size (default: %(default)s)")
+    add("--hidden", type=int, default=256, help=f"hidden size, multiple of {HEAD_DIM} (default: %(default)s)")
     add("--layers", type=int, default=4, help="decoder layers (default: %(default)s)")
     add("--experts", type=int, default=16, help="experts per layer (default: %(default)s)")
-    add("--top-k", type=int, default=2, help="experts that a token uses (default: %(default)s)")
+    add("--top-k", type=int, default=2, help="active experts per token (default: %(default)s)")
     add("--expert-width", type=int, default=256, help="hidden size of an expert (default: %(default)s)")
     add(
         "--dtype",
         choices=["float32", "bfloat16"],
         default="float32",
-        help="of weights (default: %(default)s)",
+        help="dtype of the weights (default: %(default)s)",
     )
-    add("--seed", type=int, default=0, help="of the weights (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of the weights (default: %(default)s)")
     args = parser.parse_args(argv)
     for name in ("layers", "experts", "top_k", "expert_width"):
         if getattr(args, name) < 1:
@@ -160,13 +161,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def refuse_to_overwrite(output: Path) -> None:
-    """Raise ValueError if the folder of --output holds something."""
+    """Raise ValueError if --output exists and is not an empty folder."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"--output {output} exists and is not empty; remove it or choose another folder")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Read the command line, make the folder and say how large the model is."""
+    """Read the command line, create the folder and print the size of the model."""
     args = parse_args(argv)
     texts = [text for path in args.text for text in read_texts(path)]
     tokenizer = build_tokenizer(texts, args.vocab)

@@ -1,4 +1,4 @@
-"""Measure pass rates of a prompt set under a given model, offline: stage 1 of zero-variance elimination.
+"""Measure the pass rate of every prompt in a dataset offline: stage 1 of zero-variance elimination.
 
     torchrun --nproc-per-node=8 -m data.score --model FOLDER --prompts FILE --output scores.jsonl
     python -m data.score --model data/built/tiny/model --prompts data/built/tiny/test.jsonl \\
@@ -7,27 +7,27 @@
         --system-prompt "Be brief." --chat-template-args "{enable_thinking: false}" --on-bad-row drop
     python -m data.score --help
 
-Prompts are read and rendered as in training, with the options that section data of the settings has: the same
-text, template and chat template included, is the same prompt to zero_variance.offline_scores. Settings of
-section reward and rollout.stop may follow the options: reward.num_workers=8 reward.functions=[mine.py:score].
+Prompts are loaded and rendered as in training, with the options of the settings' section `data`.
+zero_variance.offline_scores matches prompts by their final text, so pass the template and the chat settings
+of the training run. Settings of section reward and rollout.stop may follow the options, for example
+reward.num_workers=8 reward.functions=[mine.py:score].
 
-A prompt solved with probability p gives a group of G equal rewards, and so no gradient, with probability
-p^G + (1 - p)^G. Prompts that smaller models always solve can be dropped before any rollout [secondary: the
-stage, reported of arXiv 2512.07710; ours: how it is measured].
+Why: a prompt that is solved with probability p gives a group of G equal rewards, and therefore no gradient,
+with probability p^G + (1 - p)^G. Prompts that smaller models always solve can be dropped before any rollout
+[secondary: the stage, reported of arXiv 2512.07710; ours: how the pass rates are measured].
 
-The output is JSONL. Its first row is {model, samples, temperature, max_new_tokens, seed, dtype, kinds, stop,
-reward}; then comes one row per distinct prompt, in the order of the set, which load_scores of data/prompts.py
-reads:
-    prompt_sha   SHA-256 of the text, template included, a zero byte and the answer
-    pass_rate    share of completions that are right as a whole (reward 1) among those with a verdict; null if
-                 there are none
-    wrong_rate   share of those with no part right (reward 0): 1 - pass_rate where rewards are 0 or 1
-    num_samples  completions with a verdict: neither a timeout nor an error
-    mean_tokens  mean length of all its completions
+The output is JSONL, read by load_scores of data/prompts.py. The first row is a header {model, samples,
+temperature, max_new_tokens, seed, dtype, kinds, stop, reward}. Then follows one row per distinct prompt, in
+the order of the dataset:
+    prompt_sha   SHA-256 of the text (with template), a zero byte and the answer
+    pass_rate    share of fully right completions (reward 1) among the num_samples; null if num_samples is 0
+    wrong_rate   share of fully wrong completions (reward 0); 1 - pass_rate if all rewards are 0 or 1
+    num_samples  number of completions with a verdict, excluding timeouts and errors
+    mean_tokens  mean length of all completions of the prompt
 
-The same command goes on where it was stopped and does nothing once the file is whole. Every completion has a
-seed of its own, from (seed, prompt, sample): the order of prompts and the number of ranks do not matter, but
-for rounding that depends on what vLLM computes together.
+Rerun the same command to resume an interrupted run; on a complete file, the command only prints the summary.
+The seed of a completion is derived from (seed, prompt, sample), so that scores are independent of the order
+of prompts and of the number of ranks, up to rounding that depends on how vLLM batches the requests.
 """
 
 import argparse
@@ -63,55 +63,59 @@ VERDICT_SETTINGS = ("timeout_s", "memory_gib", "sandbox", "code_timeout_s", "cod
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What is measured, and how far an earlier run came
+# The output file, and resuming
 # ------------------------------------------------------------------------------------------------------------
 def model_digest(folder: Path) -> str:
-    """Hash the files of config, tokenizer and weights, see digest_of_files()."""
+    """Hash the files of config, tokenizer and weights with digest_of_files()."""
     names = ("config.json", "tokenizer.json", "generation_config.json", "*.safetensors")
     return digest_of_files(sorted(path for name in names for path in folder.glob(name)))
 
 
 def finished_rows(path: Path, header: dict, shas: list[str]) -> tuple[list[dict], int]:
-    """Return the rows of an earlier run without the header, and the bytes of its whole lines.
+    """Return the rows of an earlier run (excluding the header), and the size of its complete lines in bytes.
 
-    A cut last line is left out. ValueError if the file is not of this header and of these prompts in order.
+    An incomplete last line is ignored. ValueError if the file has another header or other prompts.
     """
     content = path.read_bytes() if path.is_file() else b""
-    if (json.dumps(header) + "\n").encode().startswith(content):  # nothing, or a part of the header
+    if (json.dumps(header) + "\n").encode().startswith(content):  # an empty file, or an incomplete header
         return [], 0
-    aside = "choose another --output, or remove the file"
+    remedy = "choose another --output, or remove the file"
     *lines, _ = content.split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(json.loads(line))
         except ValueError:
-            raise ValueError(f"{path}: line {number} is not JSON; {aside}") from None
+            raise ValueError(f"{path}: line {number} is not JSON; {remedy}") from None
     if not rows or not isinstance(rows[0], dict) or rows[0].keys() != header.keys():
-        raise ValueError(f"{path}: no file of scores; {aside}")
-    found = rows.pop(0)
+        raise ValueError(f"{path}: no file of scores; {remedy}")
+    old_header = rows.pop(0)
     if not rows:
-        return [], 0  # nothing to lose
-    differing = [f"{key} {found[key]!r}, now {header[key]!r}" for key in header if found[key] != header[key]]
+        return [], 0  # a file with only a header may be overwritten
+    differing = [
+        f"{key} {old_header[key]!r}, now {header[key]!r}" for key in header if old_header[key] != header[key]
+    ]
     if differing:
-        raise ValueError(f"{path}: made with {'; '.join(differing)}; {aside}")
+        raise ValueError(f"{path}: made with {'; '.join(differing)}; {remedy}")
     for number, (row, sha) in enumerate(zip(rows, [*shas, None])):
         if not isinstance(row, dict) or row.get("prompt_sha") != sha:
             raise ValueError(
-                f"{path}: row {number + 2} is not of prompt {number + 1} of the set: other --prompts, or "
-                f"other options for them; {aside}"
+                f"{path}: row {number + 2} is not of prompt {number + 1} of the set: --prompts or an option "
+                f"for prompts differs from the earlier run; {remedy}"
             )
     return rows, sum(len(line) + 1 for line in lines)
 
 
 def open_output(path: Path, header: dict, shas: list[str]):
-    """Return the finished rows, and the file locked and open behind them."""
+    """Lock the output file; return the finished rows, and the file opened for appending."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until the process ends
     except BlockingIOError:
-        raise ValueError(f"{path}: another process is writing it; wait for it or choose another") from None
+        raise ValueError(
+            f"{path}: another process is writing it; wait for the process or choose another --output"
+        ) from None
     rows, num_bytes = finished_rows(path, header, shas)
     file.truncate(num_bytes)
     if num_bytes == 0:
@@ -120,38 +124,40 @@ def open_output(path: Path, header: dict, shas: list[str]):
 
 
 def append_rows(file, rows: list[dict]) -> None:
-    """Write rows at the end of the file, for good."""
+    """Append rows to the file and flush, so that finished rows survive a killed process."""
     file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
     file.flush()
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Prompts, model
+# Prompts and model
 # ------------------------------------------------------------------------------------------------------------
 def read_prompts(args) -> tuple[list[Prompt], list[list[int]], object, list[str]]:
-    """Load the distinct prompts of the set in file order, with their token ids.
+    """Return (distinct prompts in file order, their token ids, tokenizer, lines to print).
 
-    Returns also the tokenizer, and lines to print. ValueError for a kind without a verifier.
+    ValueError names a row with an unknown verifier.
     """
-    data, (source,) = args.data, args.data.eval
+    data = args.data
+    (source,) = data.eval
     tokenizer = load_tokenizer(args.model)
     model_config = AutoConfig.from_pretrained(args.model, local_files_only=True, trust_remote_code=False)
     context = model_config.max_position_embeddings
-    found = load_set(source, data, tokenizer, args.reward.functions)
+    prompt_set = load_set(source, data, tokenizer, args.reward.functions)
     limit = f"the model's context of {context} less --max-new-tokens"
-    kept = drop_overlong(found, data, tokenizer, context - args.max_new_tokens, limit)
-    if not kept:
-        raise ValueError(f"{source.path}: no row is left; {dropped_line(source.label, found.dropped)}")
+    rows = drop_overlong(prompt_set, data, tokenizer, context - args.max_new_tokens, limit)
+    if not rows:
+        dropped = dropped_line(source.label, prompt_set.dropped)
+        raise ValueError(f"{source.path}: every row was dropped; {dropped}")
     distinct = {}
-    for row, ids in kept:
+    for row, ids in rows:
         distinct.setdefault(prompt_sha(row.prompt), (row.prompt, ids))
     prompts, prompt_ids = map(list, zip(*distinct.values()))
-    notes = set_lines(found, len(kept)) + chat_warnings(data, tokenizer, [prompts])
+    notes = set_lines(prompt_set, len(rows)) + chat_warnings(data, tokenizer, [prompts])
     return prompts, prompt_ids, tokenizer, notes
 
 
 def weights_of(folder: Path):
-    """Yield (name, tensor) of every weight of a Hugging Face checkpoint; one at a time is in memory."""
+    """Yield (name, tensor) for every weight of a Hugging Face checkpoint, loading one tensor at a time."""
     for shard in checkpoint_shards(folder):
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():
@@ -159,7 +165,7 @@ def weights_of(folder: Path):
 
 
 def build_engine(args, longest_prompt: int) -> RolloutEngine:
-    """Start vLLM with the weights of the model's folder."""
+    """Start vLLM and load the weights of --model."""
     settings = RolloutSettings(
         max_num_seqs=args.max_num_seqs, dtype=args.dtype, kv_cache_gib=args.kv_cache_gib, stop=args.stop,
         capture_routes="off",
@@ -173,7 +179,7 @@ def build_engine(args, longest_prompt: int) -> RolloutEngine:
 # Scores
 # ------------------------------------------------------------------------------------------------------------
 def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, progress) -> list[dict]:
-    """Return one row per prompt; a completion goes to the reward workers the moment it ends."""
+    """Return one row per prompt; each completion is submitted to the reward workers as soon as it ends."""
     shas = [prompt_sha(prompt) for prompt in prompts]
     requests = [
         Request(ids, seed_of(args.seed, sha, sample), args.temperature, args.max_new_tokens)
@@ -186,7 +192,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
         text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         pool.submit(index, prompt.kind, text, prompt.answer, prompt.fields)
         pool.poll()
-        progress.update(dist.get_world_size())  # the other ranks are about as far
+        progress.update(dist.get_world_size())  # estimate: the other ranks progress at the same speed
 
     completions = engine.generate(requests, 0, submit)
     verdicts = pool.collect()
@@ -198,7 +204,7 @@ def score(engine, pool, tokenizer, prompts: list[Prompt], prompt_ids, args, prog
 
 
 def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
-    """Make the row of a prompt, given the lengths and verdicts of its completions."""
+    """Make the row of a prompt from the lengths and verdicts of the completions."""
     valid = [verdict for verdict in verdicts if not verdict.failed]
     solved = sum(verdict.reward == 1 for verdict in valid)
     return {
@@ -211,8 +217,9 @@ def row_of(sha: str, num_tokens: list[int], verdicts: list[Verdict]) -> dict:
 
 
 def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file) -> list[dict]:
-    """Score the prompts from num_done on, by chunks; rank 0 writes the rows and returns them. Collective."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    """Score prompts[num_done:] in chunks; rank 0 writes and returns the new rows. Collective."""
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     progress = tqdm(
         total=len(prompts) * args.samples, initial=num_done * args.samples, desc="score", unit="completion",
         disable=None if rank == 0 else True, mininterval=0.5,
@@ -221,8 +228,8 @@ def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file)
     with start_pool(args.reward, None) as pool, progress:
         for start in range(num_done, len(prompts), args.chunk):
             stop = min(start + args.chunk, len(prompts))
-            mine = slice(start + rank, stop, world_size)
-            rows = score(engine, pool, tokenizer, prompts[mine], prompt_ids[mine], args, progress)
+            share = slice(start + rank, stop, world_size)  # the prompts of this rank
+            rows = score(engine, pool, tokenizer, prompts[share], prompt_ids[share], args, progress)
             gathered = [None] * world_size if rank == 0 else None
             dist.gather_object(rows, gathered)
             if rank == 0:
@@ -234,7 +241,7 @@ def score_all(engine, tokenizer, prompts, prompt_ids, args, num_done: int, file)
 
 
 def summary(rows: list[dict]) -> str:
-    """Draw a histogram of the pass rates, and say what share of groups without gradient they promise."""
+    """Return a histogram of the pass rates, and the expected share of zero-variance groups, as text."""
     rates = [row["pass_rate"] for row in rows if row["pass_rate"] is not None]
     edges = (0, 0.2, 0.4, 0.6, 0.8, 1)
     bins = {"0": sum(p == 0 for p in rates)}
@@ -248,23 +255,28 @@ def summary(rows: list[dict]) -> str:
     if rates:
         num_tokens = sum(row["mean_tokens"] for row in rows) / len(rows)
         lines.append(f"mean {sum(rates) / len(rates):.3f}; {num_tokens:.1f} tokens a completion")
-        both = [rate for row in rows if row["pass_rate"] is not None for rate in rates_of(row)]
-        share = sum(rate**GROUP_SIZE for rate in both) / len(rates)
+        all_rates = [rate for row in rows if row["pass_rate"] is not None for rate in rates_of(row)]
+        share = sum(rate**GROUP_SIZE for rate in all_rates) / len(rates)
         lines.append(f"zero-variance groups expected at G = {GROUP_SIZE}: {share:.3f}, mean of p^G + q^G")
     large = [row for row in rows if row["num_samples"] >= GROUP_SIZE]
-    if large:  # p^G is convex: with the measured p in it, the mean above is too high
+    if large:  # p^G is convex in p, so that the mean above, over noisy measured p, is too high
         drawn = [zero_variance_of_draws(*rates_of(row), row["num_samples"]) for row in large]
         lines.append(f"  {sum(drawn) / len(drawn):.3f} without bias: drawing G of each prompt's completions")
     return "\n".join(lines)
 
 
 def rates_of(row: dict) -> tuple[float, float]:
-    """Return the shares of completions that are right as a whole, and with no part right."""
+    """Return the share of fully right and of fully wrong completions."""
     return row["pass_rate"], row["wrong_rate"]
 
 
 def zero_variance_of_draws(pass_rate: float, wrong_rate: float, num_samples: int) -> float:
-    """Return the share of subsets of G completions all right or all wrong; unbiased for p^G + q^G."""
+    """Return the share of subsets of G completions that are all right or all wrong.
+
+        (C(right, G) + C(wrong, G)) / C(num_samples, G)
+
+    An unbiased estimate of p^G + q^G.
+    """
     equal = sum(math.comb(round(rate * num_samples), GROUP_SIZE) for rate in (pass_rate, wrong_rate))
     return equal / math.comb(num_samples, GROUP_SIZE)
 
@@ -273,26 +285,32 @@ def zero_variance_of_draws(pass_rate: float, wrong_rate: float, num_samples: int
 # Command line
 # ------------------------------------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line; ValueError names an option that is wrong."""
+    """Parse the command line; ValueError names an invalid option."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="data/score.py", description=__doc__, formatter_class=keep_lines)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of a Hugging Face checkpoint in safetensors")
-    add("--output", type=Path, required=True, help="file of scores to make or to go on with")
+    add("--output", type=Path, required=True, help="score file to create or to resume")
     add_prompt_options(parser)
     add("--samples", type=int, default=16, help="completions per prompt (default: %(default)s)")
-    add("--max-new-tokens", type=int, default=512, help="completions are cut here (default: %(default)s)")
-    add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=512, help="maximum completion length (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
     add("--seed", type=int, default=0, help="of sampling (default: %(default)s)")
-    add("--chunk", type=int, default=256, help="prompts between two writes (default: %(default)s)")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of vLLM (default: %(default)s)")
-    add("--kv-cache-gib", type=float, help="keys and values per rank; without it vLLM decides")
-    add("--max-num-seqs", type=int, default=256, help="completions at once per rank (default: %(default)s)")
+    add("--chunk", type=int, default=256, help="prompts per write to --output (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="dtype of vLLM (default: %(default)s)",
+    )
+    add("--kv-cache-gib", type=float, help="memory for keys and values per rank (default: vLLM decides)")
+    add("--max-num-seqs", type=int, default=256, help="parallel completions per rank (default: %(default)s)")
     add(
         "settings", nargs="*", metavar="reward.key=value", help="settings of section reward, and rollout.stop"
     )
     args = parser.parse_intermixed_args(argv)
-    args.data, (args.reward, args.stop) = data_settings(args), settings_behind(args)
+    args.data = data_settings(args)
+    args.reward, args.stop = settings_behind(args)
     for name in ("samples", "max_new_tokens", "chunk", "max_num_seqs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -305,28 +323,28 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which prompts are read and how, named as in section data of the settings."""
+    """Add the options for loading prompts, with the names of the settings in section data."""
     add = parser.add_argument_group("prompts, as in section data of the settings").add_argument
     add("--prompts", required=True, help="file, pattern, folder or hub name; see data.train[].path")
-    add("--subset", help="configuration of a hub dataset (default: its own)")
+    add("--subset", help="configuration of a hub dataset (default: the dataset's default)")
     add("--split", help="split of a hub dataset (default: train)")
-    add("--kind", help="verifier of rows without a kind (default: gsm8k by the answers, else math)")
+    add("--kind", help="verifier of rows without a kind (default: gsm8k if answers hold ####, else math)")
     add("--columns", nargs="+", metavar="ROLE=COLUMN", help="column of prompt, answer, kind or difficulty; "
         "null: none")  # fmt: skip
     add("--template", help="text around each prompt (default: {prompt})")
-    add("--difficulty", nargs=2, type=float, metavar=("LOW", "HIGH"), help="keep this closed range")
-    add("--limit", type=int, help="take the first rows only")
-    add("--chat", choices=["auto", "always", "never"], help="what is rendered (default: auto)")
-    add("--system-prompt", help="system message of rendered prompts that have none")
-    add("--chat-template-args", metavar="YAML", help='e.g. "{enable_thinking: false}"')
-    add("--on-bad-row", choices=["stop", "drop"], help="what becomes of them (default: stop)")
+    add("--difficulty", nargs=2, type=float, metavar=("LOW", "HIGH"), help="load only this closed range")
+    add("--limit", type=int, help="load only the first rows")
+    add("--chat", choices=["auto", "always", "never"], help="render with the chat template (default: auto)")
+    add("--system-prompt", help="system message for rendered prompts that lack one")
+    add("--chat-template-args", metavar="YAML", help='for example "{enable_thinking: false}"')
+    add("--on-bad-row", choices=["stop", "drop"], help="stop at a bad row, or drop it (default: stop)")
 
 
 def data_settings(args: argparse.Namespace) -> DataSettings:
-    """Make section data of the options, with the set in its eval; ValueError names a wrong option."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    source = {name: given[name] for name in PromptSource.model_fields if name in given}
-    data = {name: given[name] for name in DataSettings.model_fields if name in given}
+    """Build section data from the options, with --prompts as data.eval; ValueError names a wrong option."""
+    options = {name: value for name, value in vars(args).items() if value is not None}
+    source = {name: options[name] for name in PromptSource.model_fields if name in options}
+    data = {name: options[name] for name in DataSettings.model_fields if name in options}
     if "columns" in source:
         pairs = [column.partition("=") for column in source["columns"]]
         source["columns"] = {role: None if column == "null" else column for role, _, column in pairs}
@@ -344,27 +362,27 @@ def data_settings(args: argparse.Namespace) -> DataSettings:
 
 
 def settings_behind(args: argparse.Namespace) -> tuple[RewardSettings, list[str]]:
-    """Return section reward and rollout.stop, given behind the options; ValueError names a wrong setting."""
+    """Return section reward and rollout.stop from the settings that follow the options."""
     values: dict = {}
     for text in args.settings:
         values = merge(values, read_override(text))
-    others = values.keys() - {"reward", "rollout"} | {f"rollout.{key}" for key in values.get("rollout", {})}
-    if unknown := others - {"rollout.stop"}:
+    rollout_keys = {f"rollout.{key}" for key in values.get("rollout", {})}
+    if unknown := (values.keys() - {"reward", "rollout"} | rollout_keys) - {"rollout.stop"}:
         raise ValueError(
-            f"{min(unknown)}: only settings of section reward and rollout.stop may follow, such as "
-            "reward.timeout_s=30"
+            f"{min(unknown)}: only settings of section reward and rollout.stop may follow the options, for "
+            "example reward.timeout_s=30"
         )
-    found = []
+    sections = {}
     for section, settings in (("reward", RewardSettings), ("rollout", RolloutSettings)):
         try:
-            found.append(settings.model_validate(values.get(section, {})))
+            sections[section] = settings.model_validate(values.get(section, {}))
         except ValidationError as error:
             raise ValueError(f"{section}.{explain(error, settings)}") from error
-    return found[0], found[1].stop
+    return sections["reward"], sections["rollout"].stop
 
 
 def main(args: argparse.Namespace) -> None:
-    """Score all prompts that the output does not hold yet, and print a summary of the file."""
+    """Score all prompts that are missing in the output, and print a summary of the file."""
     join_ranks()
     prompts, prompt_ids, tokenizer, notes = read_prompts(args)
     shas = [prompt_sha(prompt) for prompt in prompts]

@@ -1,7 +1,7 @@
-"""Put the prompts of all stages of a run together, so that what is known of a prompt stays with it.
+"""Combine the prompts of all stages of a run, so that the record of a prompt carries over between stages.
 
-A stage has a data mix of its own. The record of prompts (data/history.py) is over the prompts of all stages,
-each of which stands in it once however many stages offer it.
+Each stage has its own data mix. The record of prompts (data/history.py) covers the union of all stages. A
+prompt that several stages offer has a single entry: for example, a pass rate from stage 0 is used in stage 1.
 """
 
 from collections import Counter
@@ -23,48 +23,49 @@ from data.stream import (
 
 @dataclass(frozen=True)
 class Offers:
-    """Which of a run's training prompts a stage offers."""
+    """The training prompts that a stage offers, as indices into the prompts of the run."""
 
-    indices: Sequence[int]  # in the training prompts of the run
-    mixture: Mixture | None = None  # sizes and weights of the stage's sets, if they have weights
+    indices: Sequence[int]  # into the training prompts of the run
+    mixture: Mixture | None = None  # sizes and weights of the stage's datasets; None if all weights are 1
 
     def prompt(self, consumed: int, seed: int) -> int:
-        """Return the index of the prompt that comes after `consumed` others of this stage."""
+        """Return the index of the next prompt after `consumed` prompts of this stage."""
         (place,) = prompts_of_step(len(self.indices), 1, consumed, seed, self.mixture)
         return self.indices[place]
 
     @property
     def epoch_length(self) -> int:
-        """Return how many prompts of this stage are offered until one round of them is over."""
+        """Return the number of prompts in an epoch of this stage."""
         return epoch_length(len(self.indices), self.mixture)
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a stage keeps of its prompts by their measured pass rates."""
+    """The filter of a stage by offline pass rate."""
 
-    offline_scores: str | None  # a file of data/score.py; None: everything is kept
-    offline_pass_rate: tuple[float, float]  # closed range
-    binary: bool = False  # reward.binary: a completion is right as a whole or wrong
+    offline_scores: str | None  # output file of data/score.py; None: no filter
+    offline_pass_rate: tuple[float, float]  # closed range of pass rates
+    binary: bool = False  # reward.binary: a partly right completion counts as wrong
 
 
 def load_stages(
     data: list[DataSettings], max_prompt_tokens: list[int], tokenizer, functions: list[str], places: list[str]
 ) -> list[LoadedSets]:
-    """Load the training prompts of each stage, and the held-out sets with the first of them.
+    """Load the training prompts of every stage; the held-out sets are attached to the first stage.
 
-    data, max_prompt_tokens: of each stage; places: what a message calls it. Stages of one and the same data
-    share what is loaded. functions: see load_sets(). ValueError names the stage.
+    data, max_prompt_tokens, places: one entry per stage; places are names for messages, such as "stages[1]".
+    Stages with equal data share one LoadedSets object. functions: see load_sets(). ValueError names the
+    stage.
     """
     if len(data) == 1:
         return [load_sets(data[0], tokenizer, max_prompt_tokens[0], functions, seed=0)]
     refuse_holdouts(data, max_prompt_tokens, places)
-    kinds = {source.kind for one in data for source in (*one.train, *one.eval) if source.kind}
+    kinds = {source.kind for stage in data for source in (*stage.train, *stage.eval) if source.kind}
     functions = sorted({*functions, *kinds})
     loaded: dict[str, LoadedSets] = {}
-    keys = [f"{one.model_dump_json()} {tokens}" for one, tokens in zip(data, max_prompt_tokens)]
-    for key, one, tokens, place in zip(keys, data, max_prompt_tokens, places):
-        train = one.model_copy(update={"eval": []})
+    keys = [f"{stage.model_dump_json()} {tokens}" for stage, tokens in zip(data, max_prompt_tokens)]
+    for key, stage, tokens, place in zip(keys, data, max_prompt_tokens, places):
+        train = stage.model_copy(update={"eval": []})
         if key not in loaded:
             try:
                 loaded[key] = load_sets(train, tokenizer, tokens, functions, seed=0)
@@ -81,104 +82,115 @@ def load_stages(
 
 
 def refuse_holdouts(data: list[DataSettings], max_prompt_tokens: list[int], places: list[str]) -> None:
-    """Raise ValueError for a holdout where stages have different prompts: what is held out must not depend
-    on the stage.
+    """Raise ValueError for a holdout if stages have different prompts.
+
+    A prompt could otherwise be held out in one stage and trained on in another.
     """
-    drops_overlong = len(set(max_prompt_tokens)) > 1 and any(one.on_bad_row == "drop" for one in data)
-    for one, place in zip(data, places):
-        if drops_overlong and any(source.holdout for source in one.train):
+    drops_overlong = len(set(max_prompt_tokens)) > 1 and any(stage.on_bad_row == "drop" for stage in data)
+    for stage, place in zip(data, places):
+        if not any(source.holdout for source in stage.train):
+            continue
+        if drops_overlong:
             raise ValueError(
-                f"{place}: data.train[].holdout where stages drop prompts at different "
-                "rollout.max_prompt_tokens; name held-out rows as data.eval"
+                f"{place}: data.train[].holdout cannot be used if stages drop prompts at different "
+                "rollout.max_prompt_tokens; put held-out rows into a file and name the file in data.eval"
             )
-        if any(source.holdout for source in one.train) and any(one.train != other.train for other in data):
+        if any(stage.train != other.train for other in data):
             raise ValueError(
-                f"{place}: data.train[].holdout where stages train on different sets; name held-out rows as "
-                "data.eval"
+                f"{place}: data.train[].holdout cannot be used if stages train on different sets; put "
+                "held-out rows into a file and name the file in data.eval"
             )
 
 
 def unite(sets: list[LoadedSets]) -> LoadedSets:
-    """Put the sets of all stages together; a prompt that several have is there once.
+    """Return the union of the sets of all stages; prompts shared by several stages appear once.
 
-    ValueError on an overlap with a held-out set.
+    ValueError if a training prompt of any stage is in a held-out set.
     """
     if len(sets) == 1:
-        return sets[0]  # its overlap has been looked for
-    distinct = list({id(one): one for one in sets}.values())
-    united, known = LoadedSets([], [], None, {}, [], []), set()
-    for one in distinct:
-        for name, prompt, ids in zip(names_of(one.train), one.train, one.train_ids):
-            if name not in known:
-                known.add(name)
+        return sets[0]  # load_sets() has checked the overlap
+    distinct = list({id(loaded): loaded for loaded in sets}.values())
+    united = LoadedSets([], [], None, {}, [], [])
+    names = set()
+    for loaded in distinct:
+        for name, prompt, ids in zip(names_of(loaded.train), loaded.train, loaded.train_ids):
+            if name not in names:
+                names.add(name)
                 united.train.append(prompt)
                 united.train_ids.append(ids)
-        united.eval_sets |= one.eval_sets
-        united.notes += one.notes
-        united.dropped += one.dropped
+        united.eval_sets |= loaded.eval_sets
+        united.notes += loaded.notes
+        united.dropped += loaded.dropped
     for prompts, _ in united.eval_sets.values():
         check_disjoint(united.train, prompts)
     return united
 
 
 def names_of(prompts: list[Prompt]) -> list[Hashable]:
-    """Name each prompt so that equal ones of two sets have one name, and equal ones of one set have two.
+    """Return an identity for each prompt: equal prompts of two stages share a name, copies within one do not.
 
-    Text, answer, verifier and the row's columns make a prompt; the set that it is from does not.
+    Prompts are equal if text, answer, verifier and columns are equal; source and difficulty are ignored. The
+    n-th copy of a prompt in a stage is named (prompt, n), which keeps the copies apart.
     """
-    seen, names = Counter(), []
+    copies = Counter()
+    names = []
     for prompt in prompts:
-        same = replace(prompt, source="", difficulty=None)
-        names.append((same, seen[same]))
-        seen[same] += 1
+        identity = replace(prompt, source="", difficulty=None)
+        names.append((identity, copies[identity]))
+        copies[identity] += 1
     return names
 
 
 def offers_of(
-    whole: LoadedSets, sets: list[LoadedSets], windows: list[Window], places: list[str]
+    union: LoadedSets, sets: list[LoadedSets], windows: list[Window], places: list[str]
 ) -> tuple[list[Offers], list[OfflineScore | None]]:
-    """Return what each stage offers of the whole, and the offline score of each prompt of the whole.
+    """Return the offers of each stage, and the offline score of each remaining prompt of the union.
 
-    whole: unite(sets), from which prompts may have been left out since; those that no stage offers are taken
-    out of it. The first stage that has a score of a prompt decides. ValueError names a stage that would have
-    no prompt.
+    union: unite(sets), possibly after leave_out(). Changed in place: prompts that no stage offers are
+    removed. If several stages have a score for a prompt, the score of the first stage is returned. ValueError
+    names a stage that would have no prompts.
     """
-    names = names_of(whole.train)
-    known, chosen, score_of = set(names), [], {}
-    for one, window, place in zip(sets, windows, places):
-        own = [(name, prompt) for name, prompt in zip(names_of(one.train), one.train) if name in known]
+    names = names_of(union.train)
+    name_set = set(names)
+    stage_names = []  # per stage: (names of the offered prompts, mixture)
+    score_of = {}  # {name: offline score}
+    for loaded, window, place in zip(sets, windows, places):
+        pairs = zip(names_of(loaded.train), loaded.train)
+        candidates = [(name, prompt) for name, prompt in pairs if name in name_set]
         try:
-            own, scores = in_window(own, window)
-            mixture = mixture_of([prompt for _, prompt in own], one.train_weights)
+            offered, scores = in_window(candidates, window)
+            prompts = [prompt for _, prompt in offered]
+            mixture = mixture_of(prompts, loaded.train_weights)
         except ValueError as error:
             raise ValueError(f"{place}: {error}" if len(sets) > 1 else str(error)) from error
-        if foreign := foreign_kinds([prompt for _, prompt in own], window.offline_scores):
-            of_stage = f"{place}: " if len(sets) > 1 else ""
-            whole.notes.append(
-                f"{of_stage}zero_variance.offline_scores were measured by another verifier than {foreign}"
+        if foreign := foreign_kinds(prompts, window.offline_scores):
+            prefix = f"{place}: " if len(sets) > 1 else ""
+            union.notes.append(
+                f"{prefix}zero_variance.offline_scores were measured by another verifier than {foreign}"
             )
-        chosen.append(([name for name, _ in own], mixture))
-        for (name, _), score in zip(own, scores):
+        stage_names.append(([name for name, _ in offered], mixture))
+        for (name, _), score in zip(offered, scores):
             score_of[name] = score_of.get(name) or score
-    kept = [i for i, name in enumerate(names) if name in score_of]
-    if len(kept) < len(names):
-        num_dropped = f"{len(names) - len(kept):,} training prompts dropped by their offline pass rate"
-        whole.notes.append(num_dropped)
-    place_of = {names[i]: place for place, i in enumerate(kept)}
-    whole.train, whole.train_ids = [whole.train[i] for i in kept], [whole.train_ids[i] for i in kept]
-    offers = [Offers([place_of[name] for name in own], mixture) for own, mixture in chosen]
-    return offers, [score_of[names[i]] for i in kept]
+    remaining = [i for i, name in enumerate(names) if name in score_of]
+    if len(remaining) < len(names):
+        num_dropped = len(names) - len(remaining)
+        union.notes.append(f"{num_dropped:,} training prompts dropped by their offline pass rate")
+    index_of = {names[i]: index for index, i in enumerate(remaining)}
+    union.train = [union.train[i] for i in remaining]
+    union.train_ids = [union.train_ids[i] for i in remaining]
+    offers = [Offers([index_of[name] for name in offered], mixture) for offered, mixture in stage_names]
+    return offers, [score_of[names[i]] for i in remaining]
 
 
 def in_window(
-    own: list[tuple[Hashable, Prompt]], window: Window
+    candidates: list[tuple[Hashable, Prompt]], window: Window
 ) -> tuple[list[tuple[Hashable, Prompt]], list[OfflineScore | None]]:
-    """Return the prompts of a stage that are in its window, and the offline score of each."""
-    if not own:
-        raise ValueError("no training prompt is left")
+    """Return the candidates whose offline pass rate is in the window, and their offline scores."""
+    if not candidates:
+        raise ValueError("the stage has no training prompts")
     if not window.offline_scores:
-        return own, [None] * len(own)
-    prompts = [prompt for _, prompt in own]
-    path, (low, high) = window.offline_scores, window.offline_pass_rate
-    kept, scores = keep_by_offline_scores(prompts, path, low, high, window.binary)
-    return [own[i] for i in kept], scores
+        return candidates, [None] * len(candidates)
+    prompts = [prompt for _, prompt in candidates]
+    low, high = window.offline_pass_rate
+    indices, scores = keep_by_offline_scores(prompts, window.offline_scores, low, high, window.binary)
+    return [candidates[i] for i in indices], scores

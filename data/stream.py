@@ -1,4 +1,4 @@
-"""Choose the prompts of a run: which are kept, their tokens, and their order, reproducible from a seed."""
+"""Select the prompts of a run, tokenize the prompts, and define their order, reproducibly from a seed."""
 
 import functools
 import hashlib
@@ -27,18 +27,19 @@ from data.prompts import (
     prompt_sha,
 )
 
-ROUNDING = 1e-9  # 1 - a rate is off by less
+ROUNDING = 1e-9  # tolerance for the rounding error of 1 - rate
 
 
 def keep_by_offline_scores(
     prompts: list[Prompt], path: str, low: float, high: float, binary: bool
 ) -> tuple[list[int], list[OfflineScore | None]]:
-    """Keep prompts with an offline pass rate in the range or without one; return their indices and scores.
+    """Return the indices and scores of the prompts in the range [low, high] of offline pass rates.
 
-    A prompt of whose completions parts are right is as far from all wrong as one that is solved: from below
-    the share with any part right counts, from above that of the right ones. binary: parts count as nothing.
-    This is stage 1 of zero-variance elimination [secondary: prompts that smaller models already solve are
-    dropped before training; ours: the range]
+    Prompts that have no score stay. The lower bound applies to the share of completions with any credit
+    (1 - wrong_rate), the upper bound to the share of fully right completions (pass_rate), because partly
+    right completions also give a group variance. With binary, partly right completions count as wrong. Stage
+    1 of zero-variance elimination [secondary: prompts that smaller models already solve are dropped before
+    training; ours: the range].
     """
     score_of = load_scores(path)
     scores = [score_of.get(prompt_sha(prompt)) for prompt in prompts]
@@ -46,20 +47,20 @@ def keep_by_offline_scores(
         scores = [score and score._replace(wrong_rate=1 - score.pass_rate) for score in scores]
     if all(score is None for score in scores):
         raise ValueError(
-            f"zero_variance.offline_scores: {path} holds no pass rate of any training "
-            "prompt: score these prompts, with the same template, by data/score.py"
+            f"zero_variance.offline_scores: {path} holds no pass rate of any training prompt: score the "
+            "training prompts with data/score.py, using the template of the training run"
         )
-    kept = [
+    indices = [
         i for i, score in enumerate(scores)
         if score is None or low <= 1 - score.wrong_rate + ROUNDING and score.pass_rate <= high
     ]  # fmt: skip
-    if not kept:
+    if not indices:
         raise ValueError(f"zero_variance.offline_pass_rate: no pass rate lies in {low:g} to {high:g}")
-    return kept, [scores[i] for i in kept]
+    return indices, [scores[i] for i in indices]
 
 
 def foreign_kinds(prompts: list[Prompt], path: str | None) -> str:
-    """Name the verifiers of prompts by which the scores of a file were not measured."""
+    """List the verifiers of the prompts that are missing in the header of a score file, as text."""
     if path is None:
         return ""
     with open(path, encoding="utf-8") as file:
@@ -68,23 +69,23 @@ def foreign_kinds(prompts: list[Prompt], path: str | None) -> str:
 
 
 def digest_of(prompts: list[Prompt]) -> str:
-    """Hash the prompts and answers in their order: it names what a saved record of them belongs to."""
+    """Hash the prompts and answers in order. A resumed run uses the saved record if the digest is equal."""
     return hashlib.sha256("".join(prompt_sha(prompt) for prompt in prompts).encode()).hexdigest()
 
 
 def tokenize(prompts: list[Prompt], tokenizer) -> list[list[int]]:
-    """Return the token ids of each prompt; special tokens are added to plain text only."""
+    """Return the token ids of each prompt; special tokens (BOS) are added to plain text only."""
     prompt_ids: list = [None] * len(prompts)
     for is_chat in (False, True):
-        part = [i for i, prompt in enumerate(prompts) if prompt.is_chat == is_chat]
-        texts = [prompts[i].text for i in part]
-        ids = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
-        for i, row in zip(part, ids):
+        indices = [i for i, prompt in enumerate(prompts) if prompt.is_chat == is_chat]
+        texts = [prompts[i].text for i in indices]
+        rows = tokenizer(texts, add_special_tokens=not is_chat)["input_ids"] if texts else []
+        for i, row in zip(indices, rows):
             prompt_ids[i] = row
     return prompt_ids
 
 
-EvalSets = dict[str, tuple[list[Prompt], list[list[int]]]]  # {name: (prompts, their token ids)}
+EvalSets = dict[str, tuple[list[Prompt], list[list[int]]]]  # {name: (prompts, token ids)}
 
 
 @dataclass
@@ -93,47 +94,52 @@ class LoadedSets:
 
     train: list[Prompt]
     train_ids: list[list[int]]  # token ids of each training prompt
-    train_weights: dict[str, float] | None  # {name of a training set: weight}; None if all are 1
+    train_weights: dict[str, float] | None  # {name of a training set: weight}; None if all weights are 1
     eval_sets: EvalSets
-    notes: list[str]  # lines to print: what each set is, what was dropped, warnings
-    dropped: list[dict]  # {set, file, row, reason, detail} of each row that was left out
+    notes: list[str]  # lines to print: a description of each dataset, dropped rows, warnings
+    dropped: list[dict]  # {set, file, row, reason, detail} of each dropped row
 
     def by_name(self) -> dict[str, tuple[list[Prompt], list[list[int]]]]:
-        """Return all sets with their token ids, what is trained on as one of them under the name ""."""
+        """Return {name: (prompts, token ids)} of the held-out sets, and of the training prompts as ""."""
         return {"": (self.train, self.train_ids), **self.eval_sets}
 
     def everyone(self) -> list[Prompt]:
-        """Return the prompts of all sets."""
+        """Return the training prompts and all held-out prompts."""
         return [prompt for prompts, _ in self.by_name().values() for prompt in prompts]
 
 
 def load_sets(
     data: DataSettings, tokenizer, max_prompt_tokens: int, functions: list[str], seed: int
 ) -> LoadedSets:
-    """Load the training prompts and the held-out sets; ValueError on an overlap of the two.
+    """Load the training prompts and the held-out sets; ValueError if a prompt is in both.
 
-    functions: kinds that run code and that rows may name. Those that a source itself names are added: they
-    come from the settings, too. seed: decides which rows a holdout splits off.
+    functions: custom verifiers that rows may name; functions in the `kind` of a source are allowed as well,
+    because they also come from the settings. seed: selects the rows of a holdout.
     """
     check_data(data)
     sources = [*data.train, *data.eval]
     allowed = {*functions, *(source.kind for source in sources if source.kind)}
     loaded = LoadedSets([], [], None, {}, [], [])
     for number, source in enumerate(sources):
-        one = load_set(source, data, tokenizer, allowed)
-        kept = drop_overlong(one, data, tokenizer, max_prompt_tokens)
-        if not kept:
-            raise ValueError(f"{source.place}: no row is left; {dropped_line(source.label, one.dropped)}")
+        prompt_set = load_set(source, data, tokenizer, allowed)
+        pairs = drop_overlong(prompt_set, data, tokenizer, max_prompt_tokens)
+        if not pairs:
+            dropped = dropped_line(source.label, prompt_set.dropped)
+            raise ValueError(f"{source.place}: every row was dropped; {dropped}")
         is_train = number < len(data.train)
-        held_out = split_holdout([row for row, _ in kept], source, seed) if is_train else [True] * len(kept)
-        train = [pair for pair, is_held_out in zip(kept, held_out) if not is_held_out]
-        loaded.train += [row.prompt for row, _ in train]
-        loaded.train_ids += [ids for _, ids in train]
-        if any(held_out):
-            rest = [pair for pair, is_held_out in zip(kept, held_out) if is_held_out]
-            loaded.eval_sets[source.label] = ([row.prompt for row, _ in rest], [ids for _, ids in rest])
-        loaded.dropped += one.dropped
-        loaded.notes += set_lines(one, len(kept), sum(held_out) if is_train else 0)
+        held_out = [True] * len(pairs)
+        if is_train:
+            held_out = split_holdout([row for row, _ in pairs], source, seed)
+        for (row, ids), is_held_out in zip(pairs, held_out):
+            if is_held_out:
+                eval_prompts, eval_ids = loaded.eval_sets.setdefault(source.label, ([], []))
+                eval_prompts.append(row.prompt)
+                eval_ids.append(ids)
+            else:
+                loaded.train.append(row.prompt)
+                loaded.train_ids.append(ids)
+        loaded.dropped += prompt_set.dropped
+        loaded.notes += set_lines(prompt_set, len(pairs), sum(held_out) if is_train else 0)
     for prompts, _ in loaded.eval_sets.values():
         check_disjoint(loaded.train, prompts)
     if any(source.weight != 1 for source in data.train):
@@ -145,19 +151,22 @@ def load_sets(
 
 
 def refuse_unknown_tokens(loaded: LoadedSets, vocab_size: int, model: str | Path) -> None:
-    """Raise ValueError if the tokenizer gives a prompt an id that the model's vocabulary does not have."""
+    """Raise ValueError if a prompt has a token id outside of the model's vocabulary."""
     for prompts, prompt_ids in loaded.by_name().values():
         for prompt, ids in zip(prompts, prompt_ids):
             if max(ids) >= vocab_size:
                 raise ValueError(
                     f"model.path: the tokenizer in {model} gives token {max(ids)} in the prompt "
-                    f"{prompt.text[:80]!r}, the vocab_size of its config.json is {vocab_size}: tokenizer and "
-                    "weights are of two models"
+                    f"{prompt.text[:80]!r}, but the vocab_size in config.json is {vocab_size}: tokenizer and "
+                    "weights belong to different models; replace one of the two"
                 )
 
 
 def leave_out(loaded: LoadedSets, reasons: dict[tuple[str, str | None], str]) -> None:
-    """Drop the prompts of {(prompt_sha, kind or None for any): reason}; ValueError if a set loses all."""
+    """Drop the prompts in {(prompt_sha, kind, or None for any kind): reason}.
+
+    ValueError if a dataset would lose all prompts.
+    """
 
     def reason_of(prompt: Prompt) -> str | None:
         sha = prompt_sha(prompt)
@@ -165,12 +174,13 @@ def leave_out(loaded: LoadedSets, reasons: dict[tuple[str, str | None], str]) ->
 
     for name, (prompts, prompt_ids) in loaded.by_name().items():
         label = name or "training"
-        found = [reason_of(prompt) for prompt in prompts]
-        kept = [i for i, reason in enumerate(found) if reason is None]
-        lost = [(prompt, reason) for prompt, reason in zip(prompts, found) if reason is not None]
-        if not kept:
+        verdicts = [reason_of(prompt) for prompt in prompts]
+        valid = [i for i, reason in enumerate(verdicts) if reason is None]
+        lost = [(prompt, reason) for prompt, reason in zip(prompts, verdicts) if reason is not None]
+        if not valid:
             raise ValueError(
-                f"{label}: no reference answer can be right, the first is {lost[0][1]}; set its kind"
+                f"{label}: no reference answer can be right, the first is {lost[0][1]}; set "
+                "data.train[].kind or data.eval[].kind"
             )
         if lost:
             loaded.notes.append(
@@ -182,81 +192,88 @@ def leave_out(loaded: LoadedSets, reasons: dict[tuple[str, str | None], str]) ->
             | {"prompt_sha": prompt_sha(prompt), "kind": prompt.kind, "prompt": prompt.text[:200]}
             for prompt, reason in lost
         ]
-        prompts[:], prompt_ids[:] = [prompts[i] for i in kept], [prompt_ids[i] for i in kept]
+        prompts[:] = [prompts[i] for i in valid]
+        prompt_ids[:] = [prompt_ids[i] for i in valid]
 
 
 def drop_overlong(
-    one: PromptSet,
+    prompt_set: PromptSet,
     data: DataSettings,
     tokenizer,
     max_prompt_tokens: int,
     name: str = "rollout.max_prompt_tokens",
 ) -> list[tuple[Row, list[int]]]:
-    """Return the rows with at most so many tokens, and these; the others are dropped, or ValueError.
+    """Return (row, token ids) of the prompts with 1 to max_prompt_tokens tokens.
 
-    name: what limits the tokens, for messages.
+    Other rows are bad rows: they are dropped or raise ValueError, see data.on_bad_row. name: the setting or
+    option that sets the limit, for messages.
     """
-    kept = []
-    prompt_ids = tokenize([row.prompt for row in one.rows], tokenizer)
-    for row, ids in zip(one.rows, prompt_ids):
+    pairs = []
+    prompt_ids = tokenize([row.prompt for row in prompt_set.rows], tokenizer)
+    for row, ids in zip(prompt_set.rows, prompt_ids):
         if 1 <= len(ids) <= max_prompt_tokens:
-            kept.append((row, ids))
+            pairs.append((row, ids))
             continue
         limit = f"{name} {max_prompt_tokens}"
         reason = f"longer than {limit}" if ids else "without a token"
-        found = f"the prompt has {len(ids)} tokens, {limit}: {row.prompt.text[:80]!r}"
-        detail = f"{found}; raise the limit or remove the row"
+        detail = (
+            f"the prompt has {len(ids)} tokens, {limit}: {row.prompt.text[:80]!r}; raise the limit or remove "
+            "the row"
+        )
         error = BadRow(row.where, reason, detail)
-        drop_or_stop(error, data, one.source, row.file, row.number, one.dropped)
-    return kept
+        drop_or_stop(error, data, prompt_set.source, row.file, row.number, prompt_set.dropped)
+    return pairs
 
 
 def split_holdout(rows: list[Row], source: PromptSource, seed: int) -> list[bool]:
-    """Tell of each row of a training set whether it is held out: decided by seed and question alone.
+    """Tell for each row of a training set whether the row is held out, by a hash of seed and question.
 
-    Rows of equal questions stay on one side, so that a few more may be held out than asked for.
+    Copies of a question stay together, so that slightly more rows than data.train[].holdout may be held out.
     """
     if not source.holdout:
         return [False] * len(rows)
-    wanted = round(source.holdout * len(rows)) if source.holdout < 1 else int(source.holdout)
+    target = round(source.holdout * len(rows)) if source.holdout < 1 else int(source.holdout)
     questions = [" ".join(row.question.split()) for row in rows]
-    copies, held_out, num = Counter(questions), set(), 0
+    copies = Counter(questions)
+    held_out = set()
+    num_held_out = 0
     for question in sorted(copies, key=lambda question: (seed_of(seed, "holdout", question), question)):
-        if num >= wanted:
+        if num_held_out >= target:
             break
         held_out.add(question)
-        num += copies[question]
-    if not 0 < num < len(rows):
+        num_held_out += copies[question]
+    if not 0 < num_held_out < len(rows):
         raise ValueError(
-            f"data.train[].holdout {source.holdout:g} of {source.place}: {num} of its {len(rows)} rows would "
-            "be held out; at least one must be, and one must be left to train on"
+            f"data.train[].holdout {source.holdout:g} of {source.place}: {num_held_out} of {len(rows)} rows "
+            "would be held out; hold out at least one row, and leave at least one row for training"
         )
     return [question in held_out for question in questions]
 
 
-def set_lines(one: PromptSet, num_kept: int, num_held_out: int = 0) -> list[str]:
-    """Say in a line what a set is, and in another what was dropped of it, if anything was."""
+def set_lines(prompt_set: PromptSet, num_prompts: int, num_held_out: int = 0) -> list[str]:
+    """Describe a dataset in one line, and the dropped rows in a second line if there are any."""
+    source = prompt_set.source
     held_out = f" ({num_held_out:,} of them held out)" if num_held_out else ""
-    weight = f", weight {one.source.weight:g}" if one.source.weight != 1 else ""
-    line = f"{one.source.place}: {num_kept:,} prompts{held_out}{weight}, {one.description}"
-    return [line, dropped_line(one.source.label, one.dropped)] if one.dropped else [line]
+    weight = f", weight {source.weight:g}" if source.weight != 1 else ""
+    line = f"{source.place}: {num_prompts:,} prompts{held_out}{weight}, {prompt_set.description}"
+    return [line, dropped_line(source.label, prompt_set.dropped)] if prompt_set.dropped else [line]
 
 
 def dropped_line(label: str, dropped: list[dict]) -> str:
-    """Count the dropped rows of a set by reason."""
+    """Count the dropped rows of a dataset by reason."""
     reasons = Counter(row["reason"] for row in dropped).most_common()
     return f"{label}: {len(dropped):,} rows dropped: " + ", ".join(f"{n:,} {reason}" for reason, n in reasons)
 
 
 def chat_warnings(data: DataSettings, tokenizer, sets: list[list[Prompt]]) -> list[str]:
-    """Warn where a chat model gets plain text, and where settings of the chat template change nothing."""
+    """Warn if a chat model gets plain text, and if settings of the chat template have no effect."""
     plain = sorted({prompt.source for prompts in sets for prompt in prompts if not prompt.is_chat})
     any_chat = any(prompt.is_chat for prompts in sets for prompt in prompts)
     warnings = []
     if data.chat == "auto" and plain and ChatTemplate(tokenizer).exists:
         warnings.append(
             f"warning: the prompts of {', '.join(plain)} are plain text, though the tokenizer has a chat "
-            "template; data.chat=always renders them, data.chat=never says that plain text is meant"
+            "template; set data.chat=always to render the text, or data.chat=never if plain text is intended"
         )
     unused = [name for name in ("system_prompt", "chat_template_args") if getattr(data, name)]
     if unused and not any_chat:
@@ -265,21 +282,22 @@ def chat_warnings(data: DataSettings, tokenizer, sets: list[list[Prompt]]) -> li
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Their order
+# The order of the prompts
 # ------------------------------------------------------------------------------------------------------------
 def seed_of(*parts: int | str) -> int:
-    """Derive the 63-bit seed of a random decision from all it depends on, e.g. seed, step, prompt, sample."""
+    """Derive the 63-bit seed of a random choice from its inputs, for example seed, step, prompt, sample."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-Mixture = tuple[tuple[int, float], ...]  # (number of prompts, weight) of each training set, in their order
+Mixture = tuple[tuple[int, float], ...]  # (number of prompts, weight) of each training set, in order
 
 
 def mixture_of(prompts: list[Prompt], weights: dict[str, float] | None) -> Mixture | None:
-    """Return what prompts_of_step takes for sets with weights; prompts of a set stand together.
+    """Return the mixture of weighted training sets, for prompts_of_step; None if all weights are 1.
 
-    weights: {name of a set: weight}, None for all 1. ValueError for a set that would never be offered.
+    prompts: ordered by set. weights: {name of a set: weight}. ValueError if the weight of a set is so small
+    that an epoch offers none of its prompts.
     """
     if weights is None:
         return None
@@ -295,24 +313,30 @@ def mixture_of(prompts: list[Prompt], weights: dict[str, float] | None) -> Mixtu
 
 
 def offers_per_epoch(num_prompts: int, weight: float) -> int:
-    """Return how many prompts of a set an epoch offers: weight x its prompts, to the nearest whole number."""
+    """Return the number of prompts of a set that an epoch offers: weight x num_prompts, rounded."""
     return round(num_prompts * weight)
 
 
 def epoch_length(num_prompts: int, mixture: Mixture | None = None) -> int:
-    """Return how many prompts an epoch offers; mixture: sets with weights, see mixture_of."""
-    return sum(offers_per_epoch(*one) for one in mixture) if mixture else num_prompts
+    """Return the number of prompts in an epoch; mixture: weighted sets, see mixture_of."""
+    return sum(offers_per_epoch(size, weight) for size, weight in mixture) if mixture else num_prompts
 
 
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_prompts: int, epoch: int, seed: int, mixture: Mixture | None = None) -> list[int]:
-    """Shuffle the prompts of an epoch; sets with weights first add the next of their own shuffled rounds."""
+    """Return the shuffled prompt indices of an epoch.
+
+    A weighted set contributes the next offers_per_epoch() prompts of its own shuffled rounds: for example,
+    with weight 0.5, the first half of a round in epoch 0 and the second half in epoch 1.
+    """
     offered = range(num_prompts)
     if mixture is not None:
-        offered, first = [], 0
+        offered = []
+        first = 0  # index of the first prompt of the set
         for number, (size, weight) in enumerate(mixture):
-            count, own_seed = offers_per_epoch(size, weight), seed_of(seed, "set", number)
-            offered += [first + i for i in prompts_of_step(size, count, epoch * count, own_seed)]
+            count = offers_per_epoch(size, weight)
+            set_seed = seed_of(seed, "set", number)
+            offered += [first + i for i in prompts_of_step(size, count, epoch * count, set_seed)]
             first += size
     generator = torch.Generator().manual_seed(seed_of(seed, "epoch", epoch))
     return [offered[i] for i in torch.randperm(len(offered), generator=generator).tolist()]
@@ -321,13 +345,14 @@ def epoch_order(num_prompts: int, epoch: int, seed: int, mixture: Mixture | None
 def prompts_of_step(
     num_prompts: int, per_step: int, consumed: int, seed: int, mixture: Mixture | None = None
 ) -> list[int]:
-    """Return the indices of the next per_step prompts after `consumed`: shuffled epochs, one after another.
+    """Return the indices of the next per_step prompts after `consumed` prompts, in shuffled epochs.
 
-    The result depends on the number consumed and the seed alone, so that resuming needs no sampler state.
-    mixture: sets with weights, see mixture_of; a prompt of weight 2 stands twice in an epoch, one of weight
-    0.5 in every other.
+    The result depends only on the number of consumed prompts and the seed, so that resuming needs no sampler
+    state. mixture: weighted sets, see mixture_of. A prompt of weight 2 appears twice per epoch, a prompt of
+    weight 0.5 in every second epoch.
     """
-    length, indices = epoch_length(num_prompts, mixture), []
+    length = epoch_length(num_prompts, mixture)
+    indices = []
     while len(indices) < per_step:
         epoch, offset = divmod(consumed + len(indices), length)
         indices += epoch_order(num_prompts, epoch, seed, mixture)[offset : offset + per_step - len(indices)]

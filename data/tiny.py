@@ -1,36 +1,39 @@
-"""Make the embedded default: a character tokenizer, graded additions, a tiny Qwen3-MoE that half knows them.
+"""Make the built-in tasks: a character tokenizer, prompts, and a tiny Qwen3-MoE with a warm start.
 
-    python -m data.tiny                   # makes data/built/tiny/{model,train.jsonl,test.jsonl}; not twice
+    python -m data.tiny                   # makes data/built/tiny/{model,train.jsonl,test.jsonl}
     python -m data.tiny --recipe habits   # makes data/built/habits/..., for the ablation table
     python -m data.tiny --recipe deep     # makes data/built/deep/..., for router replay
     python -m data.tiny --recipe chains   # makes data/built/chains/..., for long chains of thought
 
-Task. "21   +43   =" -> "640": both numbers have the same number of digits, 1 to 5, which is the difficulty.
-They are written with the least significant digit first, so that a carry is known when it is needed, and
-padded to one width, so that a digit always stands at the same place. The sum has one digit more than the
-operands.
+A folder that is up to date is not rebuilt.
 
-Warm start. A tiny model has no latent knowledge for RL to amplify, so it is trained on a corpus of mixed
-quality, as the corpus of a base model is: most answers forget every carry. It then answers wrongly by habit
-and rightly now and then (pass@8 far above pass@1). Longer numbers are rarer in the corpus and a sum of many
-digits has more places to go wrong: some prompts are solved from the start, some are out of reach, and both
-kinds of zero-variance groups occur.
+Task. Additions, for example "21   +43   =" -> "640" (12 + 34 = 046). Both numbers have the same number of
+digits, from 1 to 5, which is the difficulty. The least significant digit comes first, so that a carry is
+known when the next digit is written. Numbers are padded to one width, so that a digit always has the same
+position. The sum has one digit more than the operands.
 
-Recipe "habits". Forgetting carries is one habit, and RL turns it within 25 steps: too easy to tell methods
-apart that differ in how they waste rollouts. Here the habits are many. Of the 100 digit pairs the corpus adds
-40 always rightly; each of the other 60 it misses in its column by an amount of its own and with a probability
-of its own, from 0.3 to 0.8. Each has to be unlearnt by itself, so that accuracy rises slowly. The training
-set is what a pool of prompts is to a large model, with 0.7 to 0.8 of groups without variance: 0.3 of it are
-sums without a bad pair, solved from the start; 0.4 are products, which the corpus never shows and RL never
-reaches; 0.3 are sums with bad pairs, from which there is something to learn. The held-out sums have no such
-mix. The model is smaller and the sums shorter, for a run of about a minute on one core.
+Warm start. RL amplifies the latent knowledge of a base model, and a randomly initialised model has none. The
+tiny model is therefore trained on a corpus of mixed quality, like the corpus of a base model: most answers
+forget every carry. The model then answers wrongly by habit and rightly now and then (pass@8 far above
+pass@1). Longer numbers are rarer in the corpus, and sums of many digits have more chances for a mistake. Some
+prompts are therefore solved from the start and some are out of reach, and both kinds of zero-variance groups
+occur.
 
-Recipe "deep". The additions of "habits" for a model of 8 layers and 32 experts of which 4 are used: 32
-experts are chosen for a token, where the others choose 4, so trainer and engine disagree as in large
-models.
+Recipe "habits". Forgetting carries is a single habit, which RL unlearns within 25 steps: too easy to compare
+methods that differ in wasted rollouts. This recipe has many habits. Of the 100 digit pairs, the corpus always
+adds 40 correctly. Each of the other 60 pairs is added with a fixed wrong offset and with an error rate from
+0.3 to 0.8. RL has to unlearn every pair separately, so that accuracy rises slowly. The training set imitates
+the prompt pool of a large model, with 0.7 to 0.8 of the groups without variance: 0.3 of the prompts are sums
+of correct pairs, solved from the start; 0.4 are products, which are missing in the corpus and out of reach;
+0.3 are sums with bad pairs, which RL can learn. The held-out set has sums only. Model and sums are small, for
+a run of about a minute on one core.
 
-Recipe "chains". Another task, data/chains.py: chains of 125 tokens in the mean. Recipe "chains_gpu" is the
-same for one GPU: a model of 8 layers and 13 million parameters, and longer programs.
+Recipe "deep". The additions of "habits" for a model with 8 layers and 4 active of 32 experts. A token is
+routed to 32 experts in total (4 in each of 8 layers) instead of 4, so that trainer and engine disagree about
+routes as often as in large models.
+
+Recipe "chains". Another task, see data/chains.py: chains of 125 tokens on average. "chains_gpu" is the same
+task for one GPU, with longer programs and a model of 8 layers and 13 million parameters.
 """
 
 import argparse
@@ -56,16 +59,16 @@ OUTPUT = Path("data/built")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hold all that decides the built files; its hash, with that of this file's text, is the cache key."""
+    """All parameters of the built files; the cache key hashes the recipe and the source code of this file."""
 
     seed: int = 0
     max_digits: int = 5  # difficulty range of train.jsonl and test.jsonl
-    train_per_difficulty: int = 2000  # distinct problems; 1 digit has only 100 in all
+    train_per_difficulty: int = 2000  # distinct problems; there are only 100 with 1 digit
     test_per_difficulty: int = 100
     corpus_weights: tuple[float, ...] = (0.1, 0.25, 0.3, 0.25, 0.1)  # share of each difficulty in the corpus
-    forget_carry_frac: float = 0.65  # share of corpus answers that add digit by digit without any carry
-    num_bad_pairs: int = 0  # digit pairs, of 100, that the corpus tends to add wrongly
-    right_frac: tuple[float, float] = (1.0, 1.0)  # rightly added share of the worst and of the best of these
+    forget_carry_frac: float = 0.65  # share of corpus answers that ignore all carries
+    num_bad_pairs: int = 0  # number of digit pairs, out of 100, that the corpus tends to add wrongly
+    right_frac: tuple[float, float] = (1.0, 1.0)  # range of the accuracy on bad pairs, geometrically spaced
     pool: tuple[int, int, int] | None = None  # training prompts: solved sums, sums with bad pairs, products
     steps: int = 600
     batch_size: int = 128  # problems per warm-start step
@@ -77,7 +80,7 @@ class Recipe:
     expert_width: int = 128
     initializer_range: float = 0.09  # 1 / sqrt(hidden_size); the usual 0.02 learns nothing in 600 steps
     max_positions: int = 512  # tokens of a prompt and its completion together
-    chains: Chains | None = None  # if given, the task; the settings of additions then do not count
+    chains: Chains | None = None  # the task, replacing additions and ignoring their parameters
 
 
 HABITS = Recipe(
@@ -128,7 +131,7 @@ RECIPES = {
 # Tokenizer and task
 # ------------------------------------------------------------------------------------------------------------
 def build_tokenizer():
-    """Make a tokenizer with one token per printable ASCII character, as any Hugging Face tokenizer."""
+    """Make a Hugging Face tokenizer with one token per printable ASCII character."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -146,29 +149,30 @@ def build_tokenizer():
 
 
 def problem(a: int, b: int, digits: int, width: int) -> dict:
-    """Write the addition of two numbers of `digits` digits as a row of the prompt files."""
-    left, right = (f"{n:0{digits}d}"[::-1].ljust(width) for n in (a, b))
+    """Return the prompt row of an addition of two numbers with `digits` digits."""
+    operands = [f"{n:0{digits}d}"[::-1].ljust(width) for n in (a, b)]
     answer = f"{a + b:0{digits + 1}d}"[::-1]
-    return {"prompt": f"{left}+{right}=", "answer": answer, "kind": "exact", "difficulty": digits}
+    return {"prompt": "+".join(operands) + "=", "answer": answer, "kind": "exact", "difficulty": digits}
 
 
 def answer_without_carry(a: int, b: int, digits: int) -> str:
-    """Return the sum digit by digit modulo 10: the mistake that most of the corpus makes."""
+    """Return the sum of the digits of each column modulo 10: the common mistake in the corpus."""
     columns = zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1])
     return "".join(str((int(x) + int(y)) % 10) for x, y in columns) + "0"
 
 
 def pair_habits(recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Draw for each digit pair how often the corpus adds it wrongly, and by how much; both [10, 10]."""
+    """Draw the error rate and the wrong offset of each digit pair in the corpus, both [10, 10]."""
     rng = np.random.default_rng([recipe.seed, 2_000])
-    wrong_frac, offset = np.zeros(100), rng.integers(1, 10, size=100)
-    bad = rng.permutation(100)[: recipe.num_bad_pairs]
-    wrong_frac[bad] = 1 - np.geomspace(*recipe.right_frac, recipe.num_bad_pairs)
+    wrong_frac = np.zeros(100)
+    offset = rng.integers(1, 10, size=100)
+    bad_pairs = rng.permutation(100)[: recipe.num_bad_pairs]
+    wrong_frac[bad_pairs] = 1 - np.geomspace(*recipe.right_frac, recipe.num_bad_pairs)
     return wrong_frac.reshape(10, 10), offset.reshape(10, 10)
 
 
 def answer_by_pairs(a: int, b: int, digits: int, wrong_frac, offset, rng) -> str:
-    """Return the sum with each column's digit wrong as often as its pair says; the carries stay right."""
+    """Return the sum with random wrong digits, at the error rates of the pairs; carries stay right."""
     written = [int(digit) for digit in f"{a + b:0{digits + 1}d}"[::-1]]
     columns = zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1])
     for i, (x, y) in enumerate(columns):
@@ -178,35 +182,38 @@ def answer_by_pairs(a: int, b: int, digits: int, wrong_frac, offset, rng) -> str
 
 
 def pool_of(recipe: Recipe, sums: list[dict]) -> list[dict]:
-    """Choose solved, learnable and hopeless training prompts, as many of each as recipe.pool says."""
+    """Choose solved, learnable and hopeless training prompts, in the numbers of recipe.pool."""
     wrong_frac, _ = pair_habits(recipe)
     rng = np.random.default_rng([recipe.seed, 3_000])
-    solved, learnable = [], []
+    solved = []
+    learnable = []
     for i in rng.permutation(len(sums)):
-        left, right = sums[i]["prompt"].rstrip("=").split("+")
-        bad = any(wrong_frac[int(x), int(y)] for x, y in zip(left.strip(), right.strip()))
-        (learnable if bad else solved).append(sums[i])
+        operand_a, operand_b = sums[i]["prompt"].rstrip("=").split("+")
+        pairs = zip(operand_a.strip(), operand_b.strip())
+        has_bad_pair = any(wrong_frac[int(x), int(y)] for x, y in pairs)
+        (learnable if has_bad_pair else solved).append(sums[i])
     products = {}
     for a, b in rng.integers(10, 100, size=(4 * recipe.pool[2], 2)).tolist():
         row = problem(a, b, 2, recipe.max_digits)
         row |= {"prompt": row["prompt"].replace("+", "*"), "answer": f"{a * b:04d}"[::-1]}
         products.setdefault(row["prompt"], row)
     kinds = zip((solved, learnable, list(products.values())), recipe.pool)
-    return [row for rows, wanted in kinds for row in rows[:wanted]]
+    return [row for rows, size in kinds for row in rows[:size]]
 
 
 def sample_problems(recipe: Recipe) -> tuple[list[dict], list[dict]]:
-    """Return disjoint (train, test) rows, shuffled, the same for the same recipe."""
-    train, test = [], []
+    """Return disjoint, shuffled rows (train, test), determined by the recipe."""
+    train = []
+    test = []
     for digits in range(1, recipe.max_digits + 1):
         rng = np.random.default_rng([recipe.seed, digits])
-        wanted = recipe.train_per_difficulty + recipe.test_per_difficulty
-        rows = {}
-        # Pairs of few digits repeat: four times as many draws meet nearly all that there are.
-        for a, b in rng.integers(10**digits, size=(4 * wanted, 2)).tolist():
+        num_rows = recipe.train_per_difficulty + recipe.test_per_difficulty
+        distinct = {}
+        # Draws of few digits repeat, for example 1-digit pairs; 4 x num_rows draws cover nearly all pairs.
+        for a, b in rng.integers(10**digits, size=(4 * num_rows, 2)).tolist():
             row = problem(a, b, digits, recipe.max_digits)
-            rows.setdefault(row["prompt"], row)
-        rows = list(rows.values())[:wanted]
+            distinct.setdefault(row["prompt"], row)
+        rows = list(distinct.values())[:num_rows]
         num_test = min(recipe.test_per_difficulty, len(rows) // 4)
         test += rows[:num_test]
         train += rows[num_test:]
@@ -249,9 +256,10 @@ def build_policy(recipe: Recipe, vocab_size: int):
 
 
 def additions_batch(recipe: Recipe, rng, held_out: set[str]) -> tuple[list[str], list[str]]:
-    """Draw the prompts and answers of a step of the warm start; the answers have the corpus's mistakes."""
+    """Draw the prompts and answers of a warm-start step, with the mistakes of the corpus."""
     wrong_frac, offset = pair_habits(recipe)
-    prompts, answers = [], []
+    prompts = []
+    answers = []
     while len(prompts) < recipe.batch_size:
         digits = int(rng.choice(recipe.max_digits, p=recipe.corpus_weights)) + 1
         a, b = rng.integers(10**digits, size=2).tolist()
@@ -268,13 +276,13 @@ def additions_batch(recipe: Recipe, rng, held_out: set[str]) -> tuple[list[str],
 
 
 def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
-    """Train the policy on the corpus of mixed quality; return the last loss (nats per token)."""
+    """Train the policy on the corpus of mixed quality; return the last loss in nats per token."""
     import torch
 
     from moe_model import pack
 
     rng = np.random.default_rng([recipe.seed, 1_000])
-    policy.logprob_kernel = "naive"  # these weights must not depend on how a kernel rounds
+    policy.logprob_kernel = "naive"  # the weights must not depend on the rounding of a kernel
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
@@ -282,12 +290,12 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
     progress = tqdm(range(recipe.steps), desc="warm start", unit="step", mininterval=1.0, disable=None)
     for step in progress:
         if recipe.chains:
-            done = step / recipe.steps
-            prompts, answers = corpus_batch(recipe.chains, recipe.seed, done, rng, held_out)
+            fraction_done = step / recipe.steps
+            prompts, answers = corpus_batch(recipe.chains, recipe.seed, fraction_done, rng, held_out)
         else:
             prompts, answers = additions_batch(recipe, rng, held_out)
         completions = [
-            ids if answer.endswith(";") else [*ids, tokenizer.eos_token_id]  # a chain that was cut has no end
+            ids if answer.endswith(";") else [*ids, tokenizer.eos_token_id]  # no EOS after a cut chain
             for answer, ids in zip(answers, tokenizer(answers)["input_ids"])
         ]
         for group in optimizer.param_groups:
@@ -303,9 +311,9 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
 
 
 def build(recipe: Recipe, output: Path) -> bool:
-    """Make the folder unless it already holds what this recipe makes; return True if something was made.
+    """Build the folder unless it is up to date; return True if it was built.
 
-    A second process that asks for the same folder waits for the first.
+    Processes that build the same folder wait for each other.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.with_name(f".{output.name}.lock").open("w") as lock:
@@ -314,63 +322,63 @@ def build(recipe: Recipe, output: Path) -> bool:
 
 
 def build_locked(recipe: Recipe, output: Path) -> bool:
-    """Do what build() says, while nobody else does."""
+    """Build the folder while holding the lock, see build()."""
     files = (Path(__file__), Path(data.chains.__file__), Path(verifiers.chain.__file__))
     source = b"".join(file.read_bytes() for file in (files if recipe.chains else files[:1]))
     key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
-    made = output / "recipe.json"
-    if made.is_file() and json.loads(made.read_text())["key"] == key:
+    record_file = output / "recipe.json"
+    if record_file.is_file() and json.loads(record_file.read_text())["key"] == key:
         return False
     from moe_model import save_hf
 
-    aside = output.with_name(f"{output.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    partial = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     if recipe.chains:
         sets = sample_sets(recipe.chains, recipe.seed)
     else:
         sets = dict(zip(("train", "test"), sample_problems(recipe)))
     for name, rows in sets.items():
-        (aside / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = build_tokenizer()
     policy = build_policy(recipe, len(tokenizer))
     held_out = {row["prompt"] for name, rows in sets.items() if name != "train" for row in rows}
     loss = warm_start(policy, tokenizer, recipe, held_out)
-    save_hf(policy, aside / "model")
-    tokenizer.save_pretrained(aside / "model")
+    save_hf(policy, partial / "model")
+    tokenizer.save_pretrained(partial / "model")
     record = {
         "key": key,
         "recipe": asdict(recipe),
         "loss": loss,
         **{f"num_{name}": len(rows) for name, rows in sets.items()},
     }
-    (aside / "recipe.json").write_text(json.dumps(record, indent=1))
+    (partial / "recipe.json").write_text(json.dumps(record, indent=1))
     shutil.rmtree(output, ignore_errors=True)
-    aside.rename(output)  # a killed build leaves no folder that looks finished
+    partial.rename(output)  # renamed last, so that the folder of a killed build is not taken for complete
     return True
 
 
 def main() -> None:
-    """Read the command line, make the folder of a recipe, and say what is in it."""
+    """Read the command line, build the folder of a recipe, and print a summary."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--recipe", choices=RECIPES, default="tiny", help="what to make (default: %(default)s)"
+        "--recipe", choices=RECIPES, default="tiny", help="task to make (default: %(default)s)"
     )
-    parser.add_argument("--output", type=Path, help=f"folder to make (default: {OUTPUT}/RECIPE)")
+    parser.add_argument("--output", type=Path, help=f"folder to create (default: {OUTPUT}/RECIPE)")
     parser.add_argument("--steps", type=int, help="warm-start steps (default: the recipe's)")
     parser.add_argument("--seed", type=int, help="seed of tasks and weights (default: the recipe's)")
     args = parser.parse_args()
-    changed = {name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None}
+    overrides = {name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None}
     output = args.output or OUTPUT / args.recipe
     start = time.perf_counter()
-    made = build(replace(RECIPES[args.recipe], **changed), output)
+    is_new = build(replace(RECIPES[args.recipe], **overrides), output)
     record = json.loads((output / "recipe.json").read_text())
     print(
         f"{output}: {record['num_train']} train and {record['num_test']} test problems, "
         f"warm-start loss {record['loss']:.3f} "
-        + (f"(made in {time.perf_counter() - start:.0f} s)" if made else "(already there)"),
+        + (f"(made in {time.perf_counter() - start:.0f} s)" if is_new else "(already there)"),
         file=sys.stderr,
     )
 

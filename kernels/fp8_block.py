@@ -1,18 +1,21 @@
-"""Block-wise FP8 (E4M3): 8-bit codes and float32 scales, vLLM's format and arithmetic.
+"""Block-wise FP8 (E4M3) quantisation: 8-bit codes and float32 scales, in the format and arithmetic of vLLM.
 
     weights      a scale per 128 x 128 block    s = max(1e-4, max |w|) (1 / 448),    code = E4M3(w (1 / s))
     activations  a scale per row of 128         s = max(1e-10, max |x|) / 448,       code = E4M3(x / s)
 
-448 is the largest E4M3 value. Every operation rounds to float32 as vLLM's does on a GPU: for weights torch
-there multiplies by reciprocals, for activations vLLM's CUDA kernel divides. On a CPU vLLM's scales of weights
-may differ in the last bit; here they are the same everywhere, so that a simulation on a CPU and an engine on
-a GPU agree. (vLLM compiles its function for weights; if its 1 / s is off by a last bit there, single weights
-between two codes may take the other one: `formats` of experiments/bench/gpu.py counts them.) Edges have
-blocks of their own. Infinite values get the largest code and do not enter the maximum (in vLLM they turn the
-whole block into NaN); NaN stays NaN, alone. Zeros stay zeros.
+448 is the largest E4M3 value. Every operation rounds to float32 like vLLM on a GPU: weights are multiplied by
+reciprocals (torch on a GPU), activations are divided (vLLM's CUDA kernel). The result is equal on CPU and
+GPU, so that a simulation on a CPU agrees with an engine on a GPU. vLLM itself may differ in two ways: on a
+CPU in the last bit of a weight scale, and on a GPU, because vLLM compiles the function for weights, in the
+last bit of 1 / s. A weight right between two codes may then get the other code; `formats` of
+experiments/bench/gpu.py counts the affected weights.
 
-Tensors on GPUs that know FP8 (compute capability 8.9) go through Triton, others through torch; `use_triton`
-says otherwise.
+Blocks at the edges may be smaller than 128. Infinite values get the largest code and are excluded from the
+maximum (vLLM turns the whole block into NaN). NaN stays NaN and leaves the other values of the block
+unchanged. Zeros stay zeros.
+
+Tensors on GPUs with FP8 (compute capability 8.9) are quantised by Triton, all other tensors by torch;
+`use_triton` overrides the choice.
 """
 
 import math
@@ -25,7 +28,8 @@ from torch import Tensor
 
 BLOCK = 128  # rows and columns that share a scale
 E4M3_MAX = 448.0
-MIN_AMAX_WEIGHT, MIN_AMAX_ACTIVATION = 1e-4, 1e-10  # smallest maximum that a scale is made for
+MIN_AMAX_WEIGHT = 1e-4  # lower bound on the maximum of a block of weights
+MIN_AMAX_ACTIVATION = 1e-10  # lower bound on the maximum of a row of activations
 ROWS = 32  # rows of activations per Triton program
 WARPS = {True: 8, False: 4}  # warps of a program, by ONE_SCALE
 
@@ -33,7 +37,8 @@ WARPS = {True: 8, False: 4}  # warps of a program, by ONE_SCALE
 def quantise_weight(weight: Tensor, use_triton: bool | None = None) -> tuple[Tensor, Tensor]:
     """Quantise [..., M, N]; return codes of that shape and scales [..., ceil(M/128), ceil(N/128)]."""
     *batch, m, n = weight.shape
-    rows, columns = triton.cdiv(m, BLOCK), triton.cdiv(n, BLOCK)
+    rows = triton.cdiv(m, BLOCK)
+    columns = triton.cdiv(n, BLOCK)
     if has_fp8(weight) if use_triton is None else use_triton:
         codes, scales = launch(weight.reshape(math.prod(batch), m, n), BLOCK, MIN_AMAX_WEIGHT)
         return codes.view(weight.shape), scales.view(*batch, rows, columns)
@@ -49,19 +54,22 @@ def quantise_activation(
 ) -> tuple[Tensor, Tensor]:
     """Quantise [..., N]; return codes of that shape and scales [..., ceil(N/128)].
 
-    column_major, for x [M, N]: neighbouring rows of the scales lie side by side, columns 4 ceil(M/4) apart,
-    which is how DeepGEMM's kernels read them (vLLM's column_major_scales with tma_aligned_scales).
+    column_major, for x [M, N]: return scales with strides (1, 4 ceil(M/4)), the layout that DeepGEMM's
+    kernels read (vLLM's column_major_scales with tma_aligned_scales).
     """
     *batch, n = x.shape
     columns = triton.cdiv(n, BLOCK)
     if has_fp8(x) if use_triton is None else use_triton:
         codes, scales = launch(x.reshape(1, math.prod(batch), n), 1, MIN_AMAX_ACTIVATION)
-        codes, scales = codes.view(x.shape), scales.view(*batch, columns)
+        codes = codes.view(x.shape)
+        scales = scales.view(*batch, columns)
     else:
         groups = F.pad(x.float(), (0, -n % BLOCK)).view(*batch, columns, BLOCK)
         amax = finite_amax(groups, (-1,), MIN_AMAX_ACTIVATION)
-        scales = amax / torch.full_like(amax, E4M3_MAX)  # a division by a number is a product on a GPU
-        codes, scales = to_e4m3(groups / scales).flatten(-2)[..., :n].contiguous(), scales.squeeze(-1)
+        # Divide by a tensor: torch turns a division by a Python number into a product on a GPU.
+        scales = amax / torch.full_like(amax, E4M3_MAX)
+        codes = to_e4m3(groups / scales).flatten(-2)[..., :n].contiguous()
+        scales = scales.squeeze(-1)
     if column_major:
         strides = (1, triton.cdiv(len(x), 4) * 4)
         scales = torch.empty_strided(scales.shape, strides, device=x.device).copy_(scales)
@@ -76,27 +84,28 @@ def dequantise(codes: Tensor, scales: Tensor, block_rows: int) -> Tensor:
 
 
 def fp8_round(weight: Tensor) -> Tensor:
-    """Quantise weights [..., M, N] and return what is left of them, float32 of the same shape.
+    """Round weights [..., M, N] to FP8 and return float32 of the same shape.
 
-    What is quantised is the bfloat16-rounded weight, which is what a bfloat16 trainer computes with.
-    Activations are not rounded here: products with the result are those of 8-bit weights, 16-bit activations.
+    The weights are rounded to bfloat16 first, because a bfloat16 trainer computes with bfloat16 weights.
+    Activations stay unrounded, so that a matrix product with the result simulates 8-bit weights with 16-bit
+    activations.
     """
     return dequantise(*quantise_weight(weight.bfloat16()), BLOCK)
 
 
 def has_fp8(x: Tensor) -> bool:
-    """Tell whether a tensor is on a GPU that knows FP8."""
+    """Tell whether a tensor is on a GPU that supports FP8."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
 
 
 def finite_amax(blocks: Tensor, dims: tuple[int, ...], floor: float) -> Tensor:
-    """Return the largest finite absolute value over dims (kept), at least floor."""
+    """Return the largest finite absolute value over dims (keepdim), at least floor."""
     sizes = blocks.abs()
     return sizes.where(sizes < torch.inf, 0.0).amax(dim=dims, keepdim=True).clamp(min=floor)
 
 
 def to_e4m3(scaled: Tensor) -> Tensor:
-    """Round to E4M3; what is too large gets the largest code."""
+    """Round to E4M3; values beyond the range get the largest code."""
     return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
@@ -105,14 +114,15 @@ def quantise_kernel(
     x, codes, scales, M, N, num_columns, floor, E4M3_MAX: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Quantise ROWS x BLOCK values, with ONE_SCALE by one scale (weights), else by one per row."""
+    """Quantise ROWS x BLOCK values, with a single scale if ONE_SCALE (weights), else with a scale per row."""
     matrix = tl.program_id(1).to(tl.int64)
-    block_row, block_column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
+    block_row = tl.program_id(0) // num_columns
+    block_column = tl.program_id(0) % num_columns
     row = block_row * ROWS + tl.arange(0, ROWS)
     column = block_column * BLOCK + tl.arange(0, BLOCK)
-    at = (matrix * M + row[:, None]) * N + column[None, :]
-    inside = (row[:, None] < M) & (column[None, :] < N)
-    values = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    offsets = (matrix * M + row[:, None]) * N + column[None, :]
+    in_bounds = (row[:, None] < M) & (column[None, :] < N)
+    values = tl.load(x + offsets, mask=in_bounds, other=0.0).to(tl.float32)
     sizes = tl.abs(values)
     amax = tl.max(tl.where(sizes < float("inf"), sizes, 0.0), axis=1)
     if ONE_SCALE:
@@ -125,13 +135,14 @@ def quantise_kernel(
         tl.store(scales + (matrix * M + row) * num_columns + block_column, scale, mask=row < M)
     limited = tl.minimum(tl.maximum(scaled, -E4M3_MAX), E4M3_MAX)
     limited = tl.where(scaled != scaled, scaled, limited)
-    tl.store(codes + at, limited.to(tl.float8e4nv), mask=inside)
+    tl.store(codes + offsets, limited.to(tl.float8e4nv), mask=in_bounds)
 
 
 def launch(x: Tensor, scale_rows: int, floor: float) -> tuple[Tensor, Tensor]:
     """Run the kernel on x [B, M, N]; return codes and scales [B, ceil(M / scale_rows), ceil(N/128)]."""
     batch, m, n = x.shape
-    num_columns, rows = triton.cdiv(n, BLOCK), ROWS if scale_rows == 1 else BLOCK
+    num_columns = triton.cdiv(n, BLOCK)
+    rows = ROWS if scale_rows == 1 else BLOCK
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(batch, triton.cdiv(m, scale_rows), num_columns, device=x.device)
     if x.numel():

@@ -1,23 +1,26 @@
-"""Log-probabilities of targets and entropies of softmax(x W^T / temperature), without the [N, V] logits.
+"""Log-probabilities of targets and entropies of softmax(x W^T / temperature), in blocks of the logits [N, V].
 
     z_nv = x_n . w_v / temperature                 lse_n = log sum_v exp z_nv,   p_nv = exp(z_nv - lse_n)
     logprob_n = z_nt - lse_n,  t the target of n   entropy_n = - sum_v p_nv log p_nv                (nats)
 
-Forward goes over blocks of the vocabulary with a running maximum m and sums (online softmax, 1805.02867)
+Forward: loop over blocks of the vocabulary with a running maximum m and running sums s and a (online softmax,
+arXiv 1805.02867)
 
     s = sum_v exp(z - m),   a = sum_v (z - m) exp(z - m):   lse = m + log s,   entropy = log s - a / s
 
-and logprob = (z_t - m) - log s: no two large numbers are subtracted but z and m, so logits may have any size.
-When the maximum moves to m', with d = m - m' <= 0: a becomes (a + s d) exp d, s becomes s exp d. Only m,
-log s and entropy are kept, [N] each. Backward computes the logits again, block by block, with g and h the
-gradients of logprob and entropy:
+and logprob = (z_t - m) - log s. Large logits are harmless, because z - m is the only difference of large
+numbers. If a block raises the maximum to m', with d = m - m' <= 0, then a becomes (a + s d) exp d and s
+becomes s exp d. Only m, log s and entropy are saved for backward, [N] each.
+
+Backward: recompute the logits block by block, with g and h the gradients of logprob and entropy:
 
     dz_nv = g_n (1[v = t] - p_nv) - h_n p_nv (log p_nv + entropy_n)
     dx = dz W / temperature,   dW = dz^T x / temperature
 
-Four matrix products instead of the three of autograd through whole logits; alive at a time are at most two
-blocks of BLOCK_ELEMENTS of them. Three versions: naive() holds all logits, to compare with; "chunked" is
-torch, for any device and dtype; "triton" keeps the logits of a tile in registers and writes only dz.
+Cost: four matrix products instead of three for autograd through all logits. Memory: at most two blocks of
+BLOCK_ELEMENTS logits at a time. Three versions: naive() holds all logits and is the reference for tests;
+"chunked" is written in torch, for any device and dtype; "triton" keeps the logits of a tile in registers and
+writes only dz.
 
 Shape suffixes: N rows, D hidden size, V vocabulary, C columns of a block, S splits of the vocabulary.
 """
@@ -30,48 +33,51 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits [N, C] of a block: cache-sized; enough to fill a GPU
-MIN_COLUMNS = 128  # width of a block, however many rows
-SPLITS = 8  # parts of the vocabulary in the Triton forward: programs that share rows run side by side
+BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}  # logits [N, C] per block: fits a CPU cache; fills a GPU
+MIN_COLUMNS = 128  # minimum width of a block, for any number of rows
+SPLITS = 8  # splits of the vocabulary in the Triton forward; programs of the same rows run side by side
 TILES = {  # {bytes per operand: rows, columns and depth of a tile, warps, pipeline stages}
     2: {"BN": 128, "BC": 256, "BD": 64, "num_warps": 8, "num_stages": 3},
     4: {"BN": 64, "BC": 64, "BD": 32, "num_warps": 4, "num_stages": 2},
 }
-TILE_BYTES = 160 * 1024  # shared memory that a GPU must have for the first of them
+TILE_BYTES = 160 * 1024  # shared memory that the tile for 2-byte operands requires
 
 
 def linear_logprob_entropy(
     x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float = 1.0, backend: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each target [N] and its entropy [N], both differentiable in x and W.
+    """Return the log-probability of each target [N] and the entropy of each row [N], in nats.
 
-    float32, of float64 operands float64; nats. Logits are accumulated in float32 and, except by naive, never
-    rounded to bfloat16. backend: "naive", "chunked", "triton" or "auto", see choose_backend(). ValueError for
-    any other, and for operands that the kernels do not take (8 bytes a value, rows or a W not aligned to 16).
+    Both are differentiable in x and W, and are float32 (float64 for float64 operands). Logits are accumulated
+    in float32; only naive rounds logits to bfloat16. backend: "naive", "chunked", "triton" or "auto", see
+    choose_backend(). ValueError for an unknown backend, and for operands that triton does not support
+    (8 bytes per value, or rows or W not aligned to 16 bytes).
     """
     match choose_backend(x_ND) if backend == "auto" else backend:
         case "naive":
             return naive(x_ND, weight_VD, target_ids_N, temperature)
         case "chunked" | "triton" as version:
-            x_ND, weight_VD = x_ND.contiguous(), weight_VD.contiguous()
-            return LinearLogprobEntropy.apply(x_ND, weight_VD, target_ids_N, temperature, version == "triton")
+            use_triton = version == "triton"
+            return LinearLogprobEntropy.apply(
+                x_ND.contiguous(), weight_VD.contiguous(), target_ids_N, temperature, use_triton
+            )
     raise ValueError(f"head {backend!r}: known are auto, naive, chunked and triton")
 
 
 def choose_backend(x_ND: Tensor) -> str:
-    """Return the fastest version that can run here.
+    """Return the fastest version for the device, dtype and shape of x.
 
-    "triton" for bfloat16 and float16 on NVIDIA GPUs with room for its tiles (A100, H100 and later) where rows
-    begin at multiples of 16 bytes, which tensor descriptors need; else "chunked".
+    "triton" for bfloat16 and float16 on NVIDIA GPUs with enough shared memory (A100, H100 and later), if the
+    rows begin at multiples of 16 bytes, which tensor descriptors require; else "chunked".
     """
     if not x_ND.is_cuda or torch.version.hip or x_ND.element_size() != 2 or x_ND.shape[1] % 8:
         return "chunked"
-    room = torch.cuda.get_device_properties(x_ND.device).shared_memory_per_block_optin
-    return "triton" if room >= TILE_BYTES else "chunked"
+    shared_memory = torch.cuda.get_device_properties(x_ND.device).shared_memory_per_block_optin
+    return "triton" if shared_memory >= TILE_BYTES else "chunked"
 
 
 def naive(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float = 1.0):
-    """Compute the same from whole logits with torch's own log-softmax and derivatives."""
+    """Compute logprobs and entropy from all logits [N, V], with torch's log-softmax and autograd."""
     logits_NV = F.linear(x_ND, weight_VD)
     logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
     logp_NV = (logits_NV / temperature).log_softmax(dim=-1)
@@ -80,16 +86,17 @@ def naive(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: fl
 
 
 class LinearLogprobEntropy(torch.autograd.Function):
-    """Go over blocks of the vocabulary, forward and backward, by chunked or Triton versions of both."""
+    """Forward and backward in blocks of the vocabulary, with the chunked or the Triton functions."""
 
     @staticmethod
     def forward(ctx, x_ND, weight_VD, target_ids_N, temperature: float, use_triton: bool):
-        ctx.set_materialize_grads(False)  # None for an output that no loss uses
-        ctx.temperature, ctx.use_triton = temperature, use_triton
+        ctx.set_materialize_grads(False)  # the gradient of an unused output is None instead of zeros
+        ctx.temperature = temperature
+        ctx.use_triton = use_triton
         statistics = triton_statistics if use_triton else chunked_statistics
         target, m, log_s, entropy = statistics(x_ND, weight_VD, target_ids_N, temperature)
         ctx.save_for_backward(x_ND, weight_VD, target_ids_N, m, log_s, entropy)
-        # Where target and m come from different products, rounding may leave a certain token above 0.
+        # Clamp: target and m come from different matrix products, so rounding may give a logprob above 0.
         return ((target - m) - log_s).clamp(max=0), entropy
 
     @staticmethod
@@ -97,30 +104,31 @@ class LinearLogprobEntropy(torch.autograd.Function):
     def backward(ctx, grad_logprob, grad_entropy):
         x_ND, weight_VD, target_ids_N, m, log_s, entropy = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
-        of_logits = triton_grad_logits if ctx.use_triton else chunked_grad_logits
+        grad_logits = triton_grad_logits if ctx.use_triton else chunked_grad_logits
         grad_logprob = torch.zeros_like(m) if grad_logprob is None else grad_logprob
-        dx_ND = torch.zeros_like(x_ND, dtype=m.dtype) if needs_x else None  # a sum over blocks: float32
+        dx_ND = torch.zeros_like(x_ND, dtype=m.dtype) if needs_x else None  # float32: accumulated over blocks
         dw_VD = torch.empty_like(weight_VD) if needs_w else None
         per_row = (target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy)
         for columns in column_blocks(x_ND, weight_VD):
-            dz_NC = of_logits(x_ND, weight_VD, columns, *per_row, ctx.temperature)
+            dz_NC = grad_logits(x_ND, weight_VD, columns, *per_row, ctx.temperature)
             if needs_x:
                 add_product(dx_ND, dz_NC, weight_VD[columns])
             if needs_w:
                 torch.mm(dz_NC.T, x_ND, out=dw_VD[columns])
-            del dz_NC  # before the next one is made
+            del dz_NC  # free the memory before the next block is allocated
         return dx_ND.to(x_ND.dtype) if needs_x else None, dw_VD, None, None, None
 
 
 def block_elements(x_ND: Tensor) -> int:
-    """Return how many logits a block has on the device of x."""
+    """Return the number of logits per block on the device of x."""
     return BLOCK_ELEMENTS["cpu" if x_ND.device.type == "cpu" else "cuda"]
 
 
 def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
     """Cut the vocabulary into blocks of BLOCK_ELEMENTS logits, at least MIN_COLUMNS wide."""
-    vocab, most = len(weight_VD), block_elements(x_ND) // max(1, len(x_ND))
-    width = max(MIN_COLUMNS, most // MIN_COLUMNS * MIN_COLUMNS)
+    vocab = len(weight_VD)
+    max_columns = block_elements(x_ND) // max(1, len(x_ND))
+    width = max(MIN_COLUMNS, max_columns // MIN_COLUMNS * MIN_COLUMNS)
     return [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
 
 
@@ -128,14 +136,14 @@ def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
 # torch
 # ------------------------------------------------------------------------------------------------------------
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b, accumulated in float32 (float64 if they are)."""
+    """Return a @ b, accumulated in float32 (float64 for float64 operands)."""
     if a.dtype.itemsize >= 4:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to total; the product is not rounded to the dtype of a and b."""
+    """Add a @ b to total in the dtype of total, which may be wider than the dtype of a and b."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
@@ -143,7 +151,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def chunked_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tuple[Tensor, ...]:
-    """Return z at the target, m, log s and entropy, [N] each."""
+    """Return the target's z, m, log s and entropy, [N] each."""
     dtype = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
     target, m, s, a = torch.zeros(4, len(x_ND), dtype=dtype, device=x_ND.device)
     m.fill_(torch.finfo(dtype).min)
@@ -164,7 +172,7 @@ def chunked_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tup
 
 
 def targets_within(target_ids_N: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return the rows whose targets are in a block of columns, and where in it."""
+    """Return the rows whose targets are in a block of columns, and the target columns in the block."""
     place = target_ids_N - columns.start
     rows = ((place >= 0) & (place < columns.stop - columns.start)).nonzero().squeeze(1)
     return rows, place[rows]
@@ -191,12 +199,12 @@ def chunked_grad_logits(
 # ------------------------------------------------------------------------------------------------------------
 @triton.jit
 def logits_tile(x, w, row, column, V, D, scale, BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr):
-    """Return z of BN rows x BC columns from (row, column) on, float32; very small beyond V.
+    """Return z [BN, BC] of the tile that begins at (row, column), float32; -1e30 in columns beyond V.
 
     x, w: tensor descriptors with tiles [BN, BD] and [BC, BD], zero beyond the edges.
     """
     z = tl.zeros((BN, BC), tl.float32)
-    for depth in range(0, D, BD):  # float32 operands are not rounded to TF32
+    for depth in range(0, D, BD):  # "ieee": do not round float32 operands to TF32
         z = tl.dot(x.load([row, depth]), w.load([column, depth]).T, z, input_precision="ieee")
     return tl.where((column + tl.arange(0, BC))[None, :] < V, z * scale, -1e30)
 
@@ -206,9 +214,9 @@ def statistics_kernel(
     x, w, sums, N, V, D, width, scale,
     BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Write m, s and a of BN rows over one of SPLITS parts of the vocabulary to sums [3, SPLITS, N].
+    """Write m, s and a of BN rows over one split of the vocabulary to sums [3, SPLITS, N].
 
-    A part has `width` columns, a multiple of BC; the last ones may lie beyond V.
+    A split has `width` columns, a multiple of BC; the last split may extend beyond V.
     """
     split = tl.program_id(0) % SPLITS
     row = tl.program_id(0) // SPLITS * BN
@@ -225,10 +233,10 @@ def statistics_kernel(
         s = s * shrink + tl.sum(p, axis=1)
         m = new_m
     rows = row + tl.arange(0, BN)
-    at = sums + split * N + rows
-    tl.store(at, m, mask=rows < N)
-    tl.store(at + SPLITS * N, s, mask=rows < N)
-    tl.store(at + 2 * SPLITS * N, a, mask=rows < N)
+    pointers = sums + split * N + rows
+    tl.store(pointers, m, mask=rows < N)
+    tl.store(pointers + SPLITS * N, s, mask=rows < N)
+    tl.store(pointers + 2 * SPLITS * N, a, mask=rows < N)
 
 
 @triton.jit
@@ -237,7 +245,7 @@ def grad_logits_kernel(
     BN: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, WITH_ENTROPY: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write dz * scale of a tile of the columns first ... first + C - 1 to dz [N, C]."""
-    # GROUP blocks of rows pass the same columns one after another, so that both stay in the L2 cache.
+    # Programs are ordered so that GROUP blocks of rows use the same columns in turn: both stay in L2 cache.
     column_tiles = tl.cdiv(C, BC)
     group = tl.program_id(0) // (GROUP * column_tiles)
     in_group = tl.program_id(0) % (GROUP * column_tiles)
@@ -245,29 +253,30 @@ def grad_logits_kernel(
     row = (group * GROUP + in_group % rows_of_group) * BN
     place = in_group // rows_of_group * BC
     z = logits_tile(x, w, row, first + place, V, D, scale, BN, BC, BD)
-    rows, places = row + tl.arange(0, BN), place + tl.arange(0, BC)
-    here = rows < N
-    logp = z - tl.load(m + rows, mask=here, other=0.0)[:, None]
-    logp -= tl.load(log_s + rows, mask=here, other=0.0)[:, None]
-    g = tl.load(grad_logprob + rows, mask=here, other=0.0)[:, None]
+    rows = row + tl.arange(0, BN)
+    places = place + tl.arange(0, BC)
+    in_bounds = rows < N
+    logp = z - tl.load(m + rows, mask=in_bounds, other=0.0)[:, None]
+    logp -= tl.load(log_s + rows, mask=in_bounds, other=0.0)[:, None]
+    g = tl.load(grad_logprob + rows, mask=in_bounds, other=0.0)[:, None]
     factor = -g
     if WITH_ENTROPY:
-        h = tl.load(grad_entropy + rows, mask=here, other=0.0)[:, None]
-        factor -= h * (logp + tl.load(entropy + rows, mask=here, other=0.0)[:, None])
-    target = tl.load(targets + rows, mask=here, other=-1).to(tl.int32) - first
+        h = tl.load(grad_entropy + rows, mask=in_bounds, other=0.0)[:, None]
+        factor -= h * (logp + tl.load(entropy + rows, mask=in_bounds, other=0.0)[:, None])
+    target = tl.load(targets + rows, mask=in_bounds, other=-1).to(tl.int32) - first
     value = (factor * tl.exp(logp) + tl.where(places[None, :] == target[:, None], g, 0.0)) * scale
-    at = dz + rows.to(tl.int64)[:, None] * C + places[None, :]
-    tl.store(at, value.to(dz.dtype.element_ty), mask=here[:, None] & (places[None, :] < C))
+    pointers = dz + rows.to(tl.int64)[:, None] * C + places[None, :]
+    tl.store(pointers, value.to(dz.dtype.element_ty), mask=in_bounds[:, None] & (places[None, :] < C))
 
 
 def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, TensorDescriptor, dict]:
-    """Return x and W as the kernels read them, tile by tile, and the tile."""
+    """Return tensor descriptors of x and W, and the tile sizes."""
     size = x_ND.element_size()
     aligned = all(t.data_ptr() % 16 == 0 for t in (x_ND, weight_VD)) and x_ND.shape[1] * size % 16 == 0
     if size not in TILES or not aligned:
         raise ValueError(
-            f"head triton: operands of 2 or 4 bytes at and in multiples of 16, not rows of {x_ND.shape[1]} x "
-            f"{size} bytes: choose chunked"
+            "head triton: operands must have 2 or 4 bytes per value and rows aligned to 16 bytes, not rows "
+            f"of {x_ND.shape[1]} x {size} bytes; choose chunked"
         )
     tile = TILES[size]
     x = TensorDescriptor.from_tensor(x_ND, [tile["BN"], tile["BD"]])
@@ -275,8 +284,8 @@ def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, Tens
 
 
 def target_logits(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, temperature: float) -> Tensor:
-    """Return z at the target, [N] float32; computed in the kernel it would make registers spill."""
-    rows = max(1, block_elements(x_ND) // (8 * x_ND.shape[1]))  # both sides, widened
+    """Return the target's z, [N] float32, computed outside of the kernel, where registers would spill."""
+    rows = max(1, block_elements(x_ND) // (8 * x_ND.shape[1]))  # 8 bytes per value: x and W in float32
     parts = [
         torch.linalg.vecdot(x.float(), weight_VD[targets].float())
         for x, targets in zip(x_ND.split(rows), target_ids_N.split(rows))
@@ -285,8 +294,9 @@ def target_logits(x_ND: Tensor, weight_VD: Tensor, target_ids_N: Tensor, tempera
 
 
 def triton_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tuple[Tensor, ...]:
-    """Return z at the target, m, log s and entropy, [N] float32 each."""
-    (num_rows, depth), vocab = x_ND.shape, len(weight_VD)
+    """Return the target's z, m, log s and entropy, [N] float32 each."""
+    num_rows, depth = x_ND.shape
+    vocab = len(weight_VD)
     if num_rows == 0:
         return tuple(torch.zeros(4, 0, device=x_ND.device))
     x, w, tile = descriptors(x_ND, weight_VD)
@@ -295,12 +305,13 @@ def triton_statistics(x_ND, weight_VD, target_ids_N, temperature: float) -> tupl
     statistics_kernel[(triton.cdiv(num_rows, tile["BN"]) * SPLITS,)](
         x, w, sums, num_rows, vocab, depth, width, 1.0 / temperature, SPLITS=SPLITS, **tile
     )
-    m, s, a = sums  # [S, N]; a part beyond the vocabulary has s = 0
+    m, s, a = sums  # [S, N]; a split beyond the vocabulary has s = 0
     highest = m.amax(dim=0)
     lowered = m - highest
     total = (s * lowered.exp()).sum(dim=0)
     mean = ((a + s * lowered) * lowered.exp()).sum(dim=0) / total
-    log_s, target = total.log(), target_logits(x_ND, weight_VD, target_ids_N, temperature)
+    log_s = total.log()
+    target = target_logits(x_ND, weight_VD, target_ids_N, temperature)
     return target, highest, log_s, log_s - mean
 
 
@@ -308,7 +319,8 @@ def triton_grad_logits(
     x_ND, weight_VD, columns: slice, target_ids_N, m, log_s, entropy, grad_logprob, grad_entropy, temperature
 ) -> Tensor:
     """Return dz / temperature of a block of columns [N, C], in the dtype of x."""
-    (num_rows, depth), num_columns = x_ND.shape, columns.stop - columns.start
+    num_rows, depth = x_ND.shape
+    num_columns = columns.stop - columns.start
     dz_NC = torch.empty(num_rows, num_columns, dtype=x_ND.dtype, device=x_ND.device)
     if num_rows == 0:
         return dz_NC

@@ -1,1 +1,1 @@
-"""What decides whether a completion is right: one module per kind that is more than a few lines."""
+"""Verifiers: they decide whether a completion is right. One module per kind; short rules are in reward.py."""

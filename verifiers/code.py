@@ -1,16 +1,17 @@
-r"""Judge a completion by running the program in it: the reward is the share of tests that it passes.
+r"""Verify a completion by running the program in the completion; the reward is the share of passed tests.
 
     verify("```python\nprint(int(input()) + 1)\n```", '{"inputs": ["1", "5"], "outputs": ["2", "7"]}')
     # (0.5, "wrong", "1 of 2 tests passed; test 2 gave '6'")
 
 The answer is JSON in one of three forms:
     {"inputs": [text, ...], "outputs": [text, ...]}      a script: stdin, stdout (APPS, TACO, PRIME, verl)
-    {"inputs": ..., "outputs": ..., "fn_name": "add"}    a function: its arguments and its result, as JSON
-    {"asserts": ["assert add(1, 2) == 3", ...], "setup": code}, or the list of asserts alone (MBPP)
+    {"inputs": ..., "outputs": ..., "fn_name": "add"}    a function: arguments and result, as JSON
+    {"asserts": ["assert add(1, 2) == 3", ...], "setup": code}, or only the list of asserts (MBPP)
 
-Expected outputs stay outside the sandbox: what a program prints or gives back is compared here, where it
-cannot reach. That holds for asserts, too, if they compare with a constant, `f(x) == constant`; others are
-judged in the program's own process, and a program that sets out to can forge those.
+Expected outputs never enter the sandbox: the output of the program is compared in this process, so that a
+program cannot read or forge the comparison. The same holds for an assert that compares with a constant, for
+example `assert f(x) == 3`. Other asserts, for example `assert is_sorted(f(x))`, are evaluated in the
+program's process, and a malicious program can forge their results.
 """
 
 import ast
@@ -27,13 +28,11 @@ from dataclasses import dataclass
 
 from runtime.sandbox import Isolation, Limits, Result, Sandbox
 
-TOTAL_LIMITS = 3  # all tests of a program together get so many times the limit of one [ours]
-MAX_VALUE_CHARS = 1 << 18  # a longer result of a function is wrong; one so long is read in 0.7 s
-FLOAT_TOLERANCE = (
-    1e-6  # relative or absolute, where an expected output is written with a point or an exponent
-)
+TOTAL_LIMITS = 3  # time limit of all tests of a program together, as a multiple of the limit per test [ours]
+MAX_VALUE_CHARS = 1 << 18  # a longer result of a function is wrong; parsing this length takes 0.7 s
+FLOAT_TOLERANCE = 1e-6  # relative or absolute, for expected outputs with a decimal point or an exponent
 CONSTRUCTORS = {kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, sorted, float, int, str)}
-FENCE = re.compile(  # fences of a block marked as Python need no lines of their own
+FENCE = re.compile(  # the fences of a block marked as Python may share a line with other text
     r"(?:^[ \t]*```[ \t]*(\w*)|```[ \t]*(python3?|py)\b)[^\n`]*\n"
     r"(.*?)(?:^[ \t]*```|```(?=[ \t]*(?:$|</))|\Z)",
     re.MULTILINE | re.DOTALL | re.IGNORECASE,
@@ -42,7 +41,7 @@ FENCE = re.compile(  # fences of a block marked as Python need no lines of their
 
 @dataclass(frozen=True)
 class Test:
-    """One test: what the program is given and who judges what comes of it."""
+    """One test: the input of the program, and a function that checks the result."""
 
     passes: Callable[[Result], bool]
     stdin: str = ""
@@ -57,42 +56,38 @@ def verify(
     timeout_s: float = 3.0,
     memory_bytes: int = 1 << 30,
 ) -> tuple[float, str, str]:
-    """Return the share of tests passed, the status, and what became of the first test that failed.
+    """Return the share of passed tests, the status, and a description of the first failed test.
 
-    timeout_s: seconds of one test; all of them together get TOTAL_LIMITS times as much, and tests that are
-    not reached have failed. memory_bytes: address space of the program. Status "error": the tests cannot be
-    read, or the sandbox does not start.
+    timeout_s: time limit per test; all tests together have TOTAL_LIMITS * timeout_s, and tests beyond that
+    limit count as failed. memory_bytes: address space of the program. Status "error": the tests cannot be
+    parsed, or the sandbox does not start.
     """
     program = extract_program(completion)
     try:
         setup, tests = read_tests(answer, program or "")
         if program is None:
-            return 0.0, "no_answer", "there is no program"
+            return 0.0, "no_answer", "the completion holds no program"
         failed = _run_tests(_join(setup, program), tests, Limits(timeout_s, memory_bytes), isolation)
     except (ValueError, RuntimeError) as error:
         return 0.0, "error", str(error)[:200]
     if not failed:
         return 1.0, "ok", ""
     num_passed = len(tests) - len(failed)
-    number, what = next(iter(failed.items()))
-    return (
-        num_passed / len(tests),
-        "wrong",
-        f"{num_passed} of {len(tests)} tests passed; test {number} {what}"[:200],
-    )
+    number, failure = next(iter(failed.items()))
+    detail = f"{num_passed} of {len(tests)} tests passed; test {number} {failure}"
+    return num_passed / len(tests), "wrong", detail[:200]
 
 
 def extract_program(completion: str) -> str | None:
-    """Return the last ```python block, else the last block, else the whole text if that is Python.
+    """Return the last ```python block, else the last block, else the full text if the text is Python.
 
-    Text up to </think> is left out. A block that is not closed ends with the text, as in verl. A text counts
-    as Python if it can be parsed and calls, assigns or defines something.
+    Text up to </think> is skipped. An unclosed block extends to the end of the text, as in verl. Text counts
+    as Python if it parses and has a call, an assignment, a function or a class.
     """
     text = completion.rpartition("</think>")[2]
-    blocks = [((match[1] or match[2] or "").lower(), match[3]) for match in FENCE.finditer(text)]
-    blocks = [code for tag, code in blocks if tag in ("python", "py", "python3")] or [
-        code for _, code in blocks
-    ]
+    tagged_blocks = [((match[1] or match[2] or "").lower(), match[3]) for match in FENCE.finditer(text)]
+    python_blocks = [code for tag, code in tagged_blocks if tag in ("python", "py", "python3")]
+    blocks = python_blocks or [code for _, code in tagged_blocks]
     if blocks:
         return textwrap.dedent(blocks[-1]) if blocks[-1].strip() else None
     try:
@@ -104,142 +99,156 @@ def extract_program(completion: str) -> str | None:
 
 
 def read_tests(answer: str, program: str) -> tuple[str, list[Test]]:
-    """Return (code that goes before the program, tests); ValueError names what is wrong with the answer."""
+    """Return (code to run before the program, tests); ValueError describes the problem with the answer."""
     try:
-        given = json.loads(answer)
+        spec = json.loads(answer)
     except ValueError as error:
         raise ValueError(f"the answer of a code row must be JSON ({error}): {answer[:60]!r}") from error
-    given = {"asserts": given} if isinstance(given, list) else given
-    if isinstance(given, dict) and "asserts" in given:
-        return given.get("setup") or "", [_assert_test(text) for text in _list(given, "asserts")]
-    if not isinstance(given, dict) or not {"inputs", "outputs"} <= given.keys():
+    spec = {"asserts": spec} if isinstance(spec, list) else spec
+    if isinstance(spec, dict) and "asserts" in spec:
+        return spec.get("setup") or "", [_assert_test(text) for text in _list(spec, "asserts")]
+    if not isinstance(spec, dict) or not {"inputs", "outputs"} <= spec.keys():
         raise ValueError('the answer of a code row needs "inputs" and "outputs", or "asserts"')
-    inputs, outputs, function = _list(given, "inputs"), _list(given, "outputs"), given.get("fn_name")
+    inputs = _list(spec, "inputs")
+    outputs = _list(spec, "outputs")
+    function = spec.get("fn_name")
     if len(inputs) != len(outputs):
         raise ValueError(f"the answer of a code row has {len(inputs)} inputs and {len(outputs)} outputs")
     if function is None:
         return "", [_script_test(*pair) for pair in zip(inputs, outputs)]
     if not isinstance(function, str) or not function.isidentifier():
         raise ValueError(f"fn_name must be the name of a function, not {function!r}")
-    function = (
-        f"Solution().{function}" if re.search(r"^class Solution\b", program, re.MULTILINE) else function
-    )
-    # LeetCode's frame imports these names, so programs use them without an import.
+    if re.search(r"^class Solution\b", program, re.MULTILINE):
+        function = f"Solution().{function}"
+    # LeetCode provides the names of typing, so that programs use List and Optional without an import.
     return "from typing import *", [_function_test(function, *pair) for pair in zip(inputs, outputs)]
 
 
-def _list(given: dict, name: str) -> list:
-    if not isinstance(given[name], list) or not given[name]:
-        raise ValueError(
-            f"{name} of a code row must be a list that is not empty, not {str(given[name])[:60]!r}"
-        )
-    return given[name]
+def _list(spec: dict, name: str) -> list:
+    if not isinstance(spec[name], list) or not spec[name]:
+        raise ValueError(f"{name} of a code row must be a non-empty list, not {str(spec[name])[:60]!r}")
+    return spec[name]
 
 
 def _join(setup: str, program: str) -> str:
-    """Put the setup before a program, or behind its imports from __future__, which have to come first."""
-    lines, first = program.split("\n"), 0
+    """Put the setup before the program, but after imports from __future__, which must be the first lines."""
+    lines = program.split("\n")
+    start = 0
     with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         if "__future__" in program:
             imports = [node for node in ast.parse(program).body if isinstance(node, ast.ImportFrom)]
-            first = max((node.end_lineno for node in imports if node.module == "__future__"), default=0)
-    return "\n".join([*lines[:first], setup, *lines[first:]])
+            start = max((node.end_lineno for node in imports if node.module == "__future__"), default=0)
+    return "\n".join([*lines[:start], setup, *lines[start:]])
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Kinds of tests
 # ------------------------------------------------------------------------------------------------------------
-def _script_test(given: str | list, expected: str | list) -> Test:
-    stdin, stdout = ("\n".join(map(str, v)) if isinstance(v, list) else v for v in (given, expected))
+def _script_test(script_input: str | list, expected: str | list) -> Test:
+    stdin, stdout = ("\n".join(map(str, v)) if isinstance(v, list) else v for v in (script_input, expected))
     if not isinstance(stdin, str) or not isinstance(stdout, str):
         raise ValueError(
-            f"inputs and outputs of a script are text or lists of lines, not {str(given)[:60]!r}"
+            f"inputs and outputs of a script must be text or lists of lines, not {str(script_input)[:60]!r}"
         )
     return Test(lambda result: result.exit == 0 and same_output(result.stdout, stdout), stdin=stdin)
 
 
-def same_output(found: str, expected: str) -> bool:
-    """Compare two outputs word by word and line by line; blank lines at the end do not count.
+def same_output(output: str, expected: str) -> bool:
+    """Compare two outputs word by word and line by line, ignoring blank lines at the end.
 
-    Where an expected word is a number with a point or an exponent, FLOAT_TOLERANCE applies.
+    FLOAT_TOLERANCE applies to expected words that are numbers with a point or an exponent, for example 0.50.
     """
-    found_lines, lines = ([line.split() for line in text.rstrip().splitlines()] for text in (found, expected))
-    return len(found_lines) == len(lines) and all(
-        len(words) == len(others) and all(map(_same_word, words, others))
-        for words, others in zip(found_lines, lines)
+    output_lines, expected_lines = (
+        [line.split() for line in text.rstrip().splitlines()] for text in (output, expected)
+    )
+    return len(output_lines) == len(expected_lines) and all(
+        len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
+        for words, expected_words in zip(output_lines, expected_lines)
     )
 
 
-def _same_word(found: str, expected: str) -> bool:
-    if found == expected or not re.fullmatch(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", expected):
-        return found == expected
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected or not re.fullmatch(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", expected):
+        return word == expected
     try:
-        return math.isclose(float(found), float(expected), rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+        return math.isclose(float(word), float(expected), rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
     except ValueError:
         return False
 
 
-def _function_test(function: str, given: str | list, expected: object) -> Test:
-    arguments = given
-    if isinstance(given, str):
-        arguments = [json.loads(line) for line in given.split("\n") if line.strip()]
+def _function_test(function: str, function_input: str | list, expected: object) -> Test:
+    arguments = function_input
+    if isinstance(function_input, str):
+        arguments = [json.loads(line) for line in function_input.split("\n") if line.strip()]
     expected = json.loads(expected) if isinstance(expected, str) else expected
     if not isinstance(arguments, list):
-        raise ValueError(f"the inputs of a function are a list of arguments, not {str(given)[:60]!r}")
-    # APPS puts a result into a list of one.
+        raise ValueError(
+            f"the inputs of a function must be a list of arguments, not {str(function_input)[:60]!r}"
+        )
+    # APPS wraps a result into a list of length 1, so that both [3] and 3 are accepted.
     results = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
     return Test(
-        lambda result: json.loads(json.dumps(_value(result))) in results,  # tuples are lists, keys are text
-        # JSON is read ten times as fast as literals.
+        lambda result: (
+            json.loads(json.dumps(_value(result))) in results
+        ),  # as JSON: tuples become lists, keys text
+        # The arguments are passed as JSON, which is parsed ten times as fast as Python literals.
         expression=f"{function}(*__import__('json').loads({json.dumps(arguments)!r}))",
     )
 
 
 def _assert_test(text: str) -> Test:
-    """Make the test of an assert; where one side is constant, only the other goes into the sandbox."""
+    """Make the test of an assert; if one side is a constant, only the other side enters the sandbox."""
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"an assert must be text, not {str(text)[:60]!r}")
     try:
-        *before, last = ast.parse(text).body or [None]
+        *statements, last = ast.parse(text).body or [None]
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"an assert is not Python ({error}): {text[:60]!r}") from error
     if not isinstance(last, ast.Assert):
         return Test(lambda result: _value(result) is True, expression=f"exec({text!r}) is None")
-    first = ast.unparse(ast.Module(before, []))
-    test, sides, same = last.test, [], operator.eq
+    setup = ast.unparse(ast.Module(statements, []))
+    test = last.test
+    sides = []  # pairs (computed, constant) to try
+    relation = operator.eq
     match test:
-        case ast.Compare(left, [ast.Eq()], [right]):
-            sides = [(left, right), (right, left)]
-        case ast.Compare(left, [ast.Is()], [right]):
-            sides, same = [(left, right)], operator.is_
-        case ast.Call(ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [left, right], given):
-            keywords = [key for key in given if key.arg in ("rel_tol", "abs_tol")]  # numpy's has others
-            if len(keywords) == len(given) and all(isinstance(key.value, ast.Constant) for key in keywords):
-                sides = [(left, right), (right, left)]
-                same = functools.partial(math.isclose, **{key.arg: key.value.value for key in keywords})
+        case ast.Compare(a, [ast.Eq()], [b]):
+            sides = [(a, b), (b, a)]
+        case ast.Compare(a, [ast.Is()], [b]):
+            sides = [(a, b)]
+            relation = operator.is_
+        case ast.Call(ast.Name("isclose") | ast.Attribute(ast.Name("math"), "isclose"), [a, b], keywords):
+            tolerances = [
+                key for key in keywords if key.arg in ("rel_tol", "abs_tol")
+            ]  # numpy has rtol, atol
+            is_constant = all(isinstance(key.value, ast.Constant) for key in tolerances)
+            if len(tolerances) == len(keywords) and is_constant:
+                sides = [(a, b), (b, a)]
+                relation = functools.partial(math.isclose, **{key.arg: key.value.value for key in tolerances})
     for computed, constant in sides:
         with contextlib.suppress(ValueError):
-            compare = functools.partial(same, _constant(constant))
-            return Test(functools.partial(_holds, compare), expression=_after(first, computed))
-    return Test(lambda result: _value(result) is True, expression=f"bool({_after(first, test)})")
+            compare = functools.partial(relation, _constant(constant))
+            return Test(functools.partial(_holds, compare), expression=_after(setup, computed))
+    return Test(lambda result: _value(result) is True, expression=f"bool({_after(setup, test)})")
 
 
 def _holds(compare: Callable[[object], bool], result: Result) -> bool:
     return bool(compare(_value(result)))
 
 
-def _after(first: str, node: ast.expr) -> str:
-    return f"(exec({first!r}), {ast.unparse(node)})[1]" if first else ast.unparse(node)
+def _after(setup: str, node: ast.expr) -> str:
+    return f"(exec({setup!r}), {ast.unparse(node)})[1]" if setup else ast.unparse(node)
 
 
 def _constant(node: ast.expr) -> object:
-    """Evaluate an expression without names but those of CONSTRUCTORS; ValueError for any other."""
-    match node:
-        case ast.Call(ast.Name(name), [argument], []) if name in CONSTRUCTORS:
-            try:
-                return CONSTRUCTORS[name](_constant(argument))
-            except TypeError as error:
-                raise ValueError(str(error)) from error
+    """Evaluate a literal, or a call of one of CONSTRUCTORS, for example set([1, 2]); ValueError otherwise."""
+    if (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CONSTRUCTORS
+        and len(node.args) == 1 and not node.keywords
+    ):  # fmt: skip
+        try:
+            return CONSTRUCTORS[node.func.id](_constant(node.args[0]))
+        except TypeError as error:
+            raise ValueError(str(error)) from error
     try:
         return ast.literal_eval(node)
     except (TypeError, SyntaxError, MemoryError, RecursionError) as error:
@@ -248,7 +257,7 @@ def _constant(node: ast.expr) -> object:
 
 def _value(result: Result) -> object:
     if len(result.value) > MAX_VALUE_CHARS:
-        raise ValueError("the value is too long")
+        raise ValueError(f"the value has more than {MAX_VALUE_CHARS} characters")
     return ast.literal_eval(result.value)
 
 
@@ -256,8 +265,9 @@ def _value(result: Result) -> object:
 # Running and judging
 # ------------------------------------------------------------------------------------------------------------
 def _run_tests(source: str, tests: list[Test], limits: Limits, isolation: Isolation) -> dict[int, str]:
-    """Run a program's tests; return {number of a test that failed, from 1: what happened}."""
-    failed, end = {}, time.monotonic() + TOTAL_LIMITS * limits.wall_s
+    """Run the tests; return {number of the failed test, from 1: description of the failure}."""
+    failed = {}
+    end = time.monotonic() + TOTAL_LIMITS * limits.wall_s
     with Sandbox(source, limits, isolation) as sandbox:
         for number, test in enumerate(tests, start=1):
             seconds = min(limits.wall_s, end - time.monotonic())
@@ -266,7 +276,7 @@ def _run_tests(source: str, tests: list[Test], limits: Limits, isolation: Isolat
                 continue
             result = sandbox.run(test.stdin, test.expression, seconds)
             if not _passes(test, result):
-                failed[number] = _what_happened(result, seconds)
+                failed[number] = _describe_failure(result, seconds)
     return failed
 
 
@@ -274,10 +284,10 @@ def _passes(test: Test, result: Result) -> bool:
     try:
         return result.exit == 0 and not result.reason and test.passes(result)
     except (ValueError, TypeError, SyntaxError, OverflowError, RecursionError, MemoryError):
-        return False  # the value is untrusted text
+        return False  # the value is untrusted text, and parsing it may raise any of these
 
 
-def _what_happened(result: Result, seconds: float) -> str:
+def _describe_failure(result: Result, seconds: float) -> str:
     if result.reason == "time":
         return f"was killed after {seconds:.3g} s"
     if result.reason:

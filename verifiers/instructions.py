@@ -1,12 +1,13 @@
-"""Check what a rule can decide about a completion: length, keywords, format, language; with IFEval's names.
+"""Verify constraints that a rule can decide, with the names of IFEval: length, keywords, format, language.
 
     verify("YES, IT IS.", '[{"id": "change_case:english_capital"}, {"id": "punctuation:no_comma"}]')
     # (0.5, "wrong", "not met: punctuation:no_comma")
 
 Names, arguments and meanings: Zhou et al., Instruction-Following Evaluation for Large Language Models
-(arXiv 2311.07911) and google-research/instruction_following_eval, in its strict form. [ours]: keywords are
-literal text where IFEval reads them as regular expressions, sentences are split by a rule instead of NLTK's
-trained model, and a language is told by its script where one script is enough, else by py3langid.
+(arXiv 2311.07911) and google-research/instruction_following_eval, strict version. Three differences [ours]:
+keywords are literal text and not regular expressions, sentences are split by a rule instead of NLTK's trained
+model, and languages with their own script (for example Thai) are recognised by the script, all other
+languages by py3langid.
 """
 
 import difflib
@@ -21,18 +22,18 @@ from collections.abc import Callable
 RELATIONS = {"less than": operator.lt, "at least": operator.ge}
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 ABBREVIATIONS = frozenset("mr mrs ms dr prof st jr sr inc ltd co vs etc e.g i.e".split())
-SCRIPTS = {  # languages that have a script of their own, and how Unicode's names of its letters begin
+SCRIPTS = {  # {language with its own script: first word of the Unicode names of the letters}
     "bn": "BENGALI", "gu": "GUJARATI", "he": "HEBREW", "kn": "KANNADA", "ko": "HANGUL", "ml": "MALAYALAM",
     "pa": "GURMUKHI", "ta": "TAMIL", "te": "TELUGU", "th": "THAI", "zh": "CJK",
 }  # fmt: skip
 
 
 def verify(completion: str, answer: str, **columns) -> tuple[float, str, str]:
-    """Return the share of constraints met, the status, and the names of those that are not met.
+    """Return the share of constraints met, the status, and the names of the violated constraints.
 
-    answer: JSON, [{"id": name, argument: value, ...}, ...] or IFEval's {"instruction_id_list": [name, ...],
-    "kwargs": [{argument: value, ...}, ...]}; where it is neither, the row's columns of these two names count.
-    Text up to </think> is left out. An answer that cannot be read gives status "error".
+    answer: JSON, either [{"id": name, argument: value, ...}, ...] or IFEval's {"instruction_id_list": [name,
+    ...], "kwargs": [{argument: value, ...}, ...]}. Otherwise the columns instruction_id_list and kwargs of
+    the row are used. Text up to </think> is skipped. Status "error": the answer cannot be parsed.
     """
     try:
         constraints = read_constraints(answer, columns)
@@ -47,14 +48,15 @@ def verify(completion: str, answer: str, **columns) -> tuple[float, str, str]:
 
 
 def read_constraints(answer: str, columns: dict) -> list[tuple[str, Callable[[str], bool]]]:
-    """Return (name, check of a text) for each constraint; ValueError names what is wrong with one."""
+    """Return (name, function that checks a text) for each constraint; ValueError for a bad constraint."""
     try:
         rows = json.loads(answer) if answer.strip() else None
     except ValueError as error:
         raise ValueError(f"the answer is not JSON ({error}): {answer[:99]!r}") from error
     if not isinstance(rows, list):
-        given = rows if isinstance(rows, dict) and "instruction_id_list" in rows else columns
-        names, arguments = given.get("instruction_id_list"), given.get("kwargs")
+        source = rows if isinstance(rows, dict) and "instruction_id_list" in rows else columns
+        names = source.get("instruction_id_list")
+        arguments = source.get("kwargs")
         if not isinstance(names, list) or not isinstance(arguments, list) or len(names) != len(arguments):
             raise ValueError(
                 'the answer must be a list of {"id": name, ...}, or there must be instruction_id_list and '
@@ -69,24 +71,25 @@ def read_constraints(answer: str, columns: dict) -> list[tuple[str, Callable[[st
 def _read_constraint(row: dict) -> tuple[str, Callable[[str], bool]]:
     if not isinstance(row, dict) or not isinstance(row.get("id"), str):
         raise ValueError(f'a constraint must be an object with an "id", not {str(row)[:99]}')
-    name, check = row["id"], CHECKS.get(row["id"])
+    name = row["id"]
+    check = CHECKS.get(name)
     if check is None:
         nearest = difflib.get_close_matches(name, CHECKS, n=1, cutoff=0.0)[0]
         raise ValueError(f"unknown constraint {name!r}: did you mean {nearest!r}?")
-    # IFEval's own rows give every argument of every check, null where it does not belong to this one.
+    # In IFEval's dataset every row has the arguments of all checks; the irrelevant arguments are null.
     arguments = {key: value for key, value in row.items() if key != "id" and value is not None}
     if any(isinstance(arguments.get(key), str) for key in ("keywords", "forbidden_words")):
         raise ValueError(f"constraint {name!r}: the words must be a list")
     try:
         inspect.signature(check).bind("", **arguments)
-        check("Some text.", **arguments)  # wrong types and unknown relations show here
+        check("Some text.", **arguments)  # raises for arguments of wrong types and for unknown relations
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(f"constraint {name!r}: {error}") from error
     return name, lambda text: check(text, **arguments)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Checks: each is true where the text meets the constraint. The arguments have IFEval's names.
+# Checks: True if the text meets the constraint. The arguments have the names of IFEval.
 # ------------------------------------------------------------------------------------------------------------
 def _compare(count: int, relation: str, limit: int) -> bool:
     if relation not in RELATIONS:
@@ -95,14 +98,16 @@ def _compare(count: int, relation: str, limit: int) -> bool:
 
 
 def _sentences(text: str) -> int:
-    """Count sentences: they end at . ! ? before white space, but not after an abbreviation or an initial."""
-    count, start = 0, 0
+    """Count sentences, which end at . ! or ? before white space, except after an abbreviation or initial."""
+    count = 0
+    start = 0
     for end in re.finditer(r"(?<![.!?])[.!?]++[\"'\u201d)\]*]*+(?=\s|$)|[\u3002\uff01\uff1f]++", text):
         words = text[start : end.start()].rsplit(maxsplit=1)
         last = words[-1].lower().lstrip("(\"'") if words else ""
         is_dot = end[0] == "." and end.end() < len(text)
         if words and not (is_dot and (last in ABBREVIATIONS or len(last) == 1 and last.isalpha())):
-            count, start = count + 1, end.end()
+            count += 1
+            start = end.end()
     return count + bool(re.search(r"\w", text[start:]))
 
 
@@ -115,10 +120,10 @@ def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_wor
 
 
 def _divided(text: str, divider: str) -> list[str]:
-    """Return the parts between dividers, without blank ones at the ends; [] if one in between is blank."""
-    parts = [part.strip() for part in text.split(divider)]
-    parts = parts[not parts[0] : len(parts) - (not parts[-1])]
-    return parts if all(parts) else []
+    """Return the sections between dividers; blank sections at the ends are dropped, others give []."""
+    sections = [section.strip() for section in text.split(divider)]
+    sections = sections[not sections[0] : len(sections) - (not sections[-1])]
+    return sections if all(sections) else []
 
 
 def _is_json(text: str) -> bool:
@@ -136,8 +141,8 @@ def _has_title(text: str) -> bool:
 
 
 def _highlights(text: str) -> int:
-    single = [found.strip("*").strip() for found in re.findall(r"\*[^\n*]*\*", text)]
-    double = [found.strip() for found in re.findall(r"\*\*([^\n*]*+)\*\*", text)]
+    single = [highlight.strip("*").strip() for highlight in re.findall(r"\*[^\n*]*\*", text)]
+    double = [highlight.strip() for highlight in re.findall(r"\*\*([^\n*]*+)\*\*", text)]
     return sum(map(bool, single)) + sum(map(bool, double))
 
 
@@ -147,7 +152,7 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 
 def _is_language(text: str, language: str) -> bool:
-    """Tell the language by the script of most letters where that is enough, else ask py3langid."""
+    """Tell whether a text is in a language: by the script of most letters if possible, else by py3langid."""
     scripts = Counter(
         unicodedata.name(letter, "").split(" ")[0].split("-")[0] for letter in text if letter.isalpha()
     )
@@ -160,7 +165,7 @@ def _is_language(text: str, language: str) -> bool:
         import py3langid
     except ImportError as error:
         raise ValueError(
-            f"telling {language!r} from other languages needs `pip install py3langid`"
+            f"recognising the language {language!r} requires py3langid: run `pip install py3langid`"
         ) from error
     return py3langid.classify(text)[0] == language
 
@@ -209,7 +214,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     ),
     "detectable_format:json_format": _is_json,
     "detectable_format:title": _has_title,
-    "combination:two_responses": lambda text: len(parts := _divided(text, "******")) == 2 == len(set(parts)),
+    "combination:two_responses": lambda text: len(texts := _divided(text, "******")) == 2 == len(set(texts)),
     "combination:repeat_prompt": lambda text, prompt_to_repeat: text.lower().startswith(
         prompt_to_repeat.strip().lower()
     ),

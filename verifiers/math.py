@@ -1,9 +1,9 @@
-r"""Compare the boxed answer of a completion with a reference answer, as mathematics or else as text.
+r"""Compare the boxed answer of a completion with the reference answer, as mathematics or else as text.
 
     verify(r"so $\boxed{(2, 2)}$ and $\boxed{(6, 2)}$", "(6, 2), (2, 2)")  # (1.0, "ok", "")
-    verify(r"\boxed{k \in \mathbb{Z}}", r"$k\in\mathbb Z$")             # text: math-verify reads no \in Z
+    verify(r"\boxed{k \in \mathbb{Z}}", r"$k\in\mathbb Z$")             # text: math-verify cannot parse \in Z
 
-Reading order: boxes() finds the answer, _matches_math() and _matches_text() compare it.
+Reading order: boxes() extracts the answer; _matches_math() and _matches_text() compare the answer.
 """
 
 import dataclasses
@@ -11,114 +11,118 @@ import functools
 import logging
 import re
 
-MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; the longest answer of MATH-500 has 53
+MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
 
 
 def verify(completion: str, answer: str) -> tuple[float, str, str]:
-    r"""Return reward (0 or 1), status and detail of a completion; answer is LaTeX, a number or a text.
+    r"""Return reward (0 or 1), status and detail of a completion; answer is LaTeX, a number or text.
 
-    The last \boxed{...} counts; boxes that only "and", "or", punctuation or spaces separate are one list, or
-    repetitions that must all be right. Without a box, math-verify's last expression in the last
-    MAX_PARSED_CHARS characters counts. An answer that math-verify does not read is compared as text, and then
-    a box is needed.
+    The last \boxed{...} is compared. Boxes that are separated only by "and", "or", punctuation or spaces form
+    a list, for example \boxed{1} and \boxed{2} for "1, 2", or repeat an answer, in which case all must be
+    right. If a completion has no box, the last expression that math-verify extracts from the last
+    MAX_PARSED_CHARS characters is compared. Answers that math-verify cannot parse are compared as text, and
+    require a box.
     """
     gold = _parse_box(answer, whole=True)
     is_math = _is_math(gold)
     if not is_math and not _is_text(answer):
-        return 0.0, "error", f"the reference answer {answer[:99]!r} says nothing, or its braces do not match"
+        return 0.0, "error", f"the reference answer {answer[:99]!r} is blank, or the braces do not match"
     contents = last_boxes(completion)
     if not contents:
         return _unboxed(completion, gold) if is_math else (0.0, "no_answer", "")
-    whole = ", ".join(contents)
-    if len(whole) > MAX_PARSED_CHARS:
+    joined = ", ".join(contents)
+    if len(joined) > MAX_PARSED_CHARS:
         return 0.0, "wrong", ""
     if not any(content.strip(" .") for content in contents):
         return 0.0, "no_answer", ""
-    matches = (
-        (lambda content: _matches_math(content, gold)) if is_math else (lambda c: _matches_text(c, answer))
-    )
-    is_right = matches(whole) or (len(contents) > 1 and all(map(matches, contents)))
+
+    def matches(content: str) -> bool:
+        return _matches_math(content, gold) if is_math else _matches_text(content, answer)
+
+    is_right = matches(joined) or (len(contents) > 1 and all(map(matches, contents)))
     return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The answer in a completion
 # ------------------------------------------------------------------------------------------------------------
-# Escaped braces are skipped; a brace after whole pairs of backslashes (line breaks) is none of these.
+# Escaped braces (\{) are skipped. A brace after pairs of backslashes (\\ is a line break) is not escaped.
 _BRACE = re.compile(r"(?<!\\)(?:\\\\)+(?=[{}])|\\(?:(boxed|fbox)\s*\{|[{}])|\{|\}")
 _TEXT = r"\\(?:text(?:rm|bf|it|normal|up)?|math(?:rm|bf|it|normal)|mbox|hbox|operatorname)\s*"
-_JOINT = re.compile(  # between the boxes of one list; possessive, so that it never backtracks
+_JOINT = re.compile(  # the text between two boxes of a list; possessive, so that it never backtracks
     rf"(?:[\s,;&$~*_]|\\[,;:!()\[\]\s]|\\\\|\\q?quad(?![a-z])|{_TEXT}\{{\s*,?\s*(?:and|or)?\s*,?\s*\}}"
     r"|(?<![a-z])(?:and|or)(?![a-z]))*+"
 )
 
 
 def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""List (start, end, content) of each \boxed{...} and \fbox{...} whose braces close; no inner ones."""
-    found, open_braces = [], []  # per open brace: its match if it is a box's, None for other braces
+    r"""List (start, end, content) of each complete \boxed{...} and \fbox{...}, skipping boxes in boxes."""
+    boxes_so_far = []
+    open_braces = []  # the regex match of every open box, None for every other open brace
     for match in _BRACE.finditer(text):
         if match[1] or match[0] == "{":
             open_braces.append(match if match[1] else None)
         elif match[0] == "}" and open_braces and (opening := open_braces.pop()) is not None:
-            while found and found[-1][0] > opening.start():
-                found.pop()
-            found.append((opening.start(), match.end(), text[opening.end() : match.start()]))
-    return found
+            while boxes_so_far and boxes_so_far[-1][0] > opening.start():
+                boxes_so_far.pop()
+            boxes_so_far.append((opening.start(), match.end(), text[opening.end() : match.start()]))
+    return boxes_so_far
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last box; None without one."""
-    found = boxes(text)
-    return found[-1][2] if found else None
+    """Return the content of the last box, or None if the text has no box."""
+    all_boxes = boxes(text)
+    return all_boxes[-1][2] if all_boxes else None
 
 
 def last_boxes(text: str) -> list[str]:
-    """Return the different contents of the last box and of those that it continues as a list."""
-    found = boxes(text)
-    first = len(found) - 1
-    while first > 0 and _JOINT.fullmatch(text, found[first - 1][1], found[first][0]):
+    r"""Return the distinct contents of the last list of boxes: ["2", "3"] for \boxed{2} and \boxed{3}."""
+    all_boxes = boxes(text)
+    first = len(all_boxes) - 1
+    while first > 0 and _JOINT.fullmatch(text, all_boxes[first - 1][1], all_boxes[first][0]):
         first -= 1
-    return list(dict.fromkeys(content for _, _, content in found[max(first, 0) :]))
+    return list(dict.fromkeys(content for _, _, content in all_boxes[max(first, 0) :]))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Mathematics
 # ------------------------------------------------------------------------------------------------------------
 def load_library():
-    """Import math-verify, which takes 0.4 s; the pool's limit replaces its own, the lack of which it logs."""
+    """Import math-verify (0.4 s), silencing a warning: its timeout is off because the reward pool has one."""
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     import math_verify
 
     return math_verify
 
 
-# What math-verify reads otherwise than it is meant: 1e-05 as a product with e, 10\,000 as 10 and 000.
+# Notations that math-verify misreads: 1e-05 as a product with e, 10\,000 as the numbers 10 and 000.
 _EXPONENT = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?![\w.]*\w)")
 _ROOT = re.compile(r"\u221a\s*(\d+(?:\.\d+)?|\w|\([^()]*\)|\{[^{}]*\})")
 _SPACED = re.compile(r"(?<![\w.])\d{1,3}(?:(?:\\[,;: ]|~)\d{3})+(?!\d)")
 
 
 def _in_latex(text: str) -> str:
-    """Write the signs of a box as the commands that math-verify reads, and its numbers in one piece."""
+    r"""Rewrite a box for math-verify: Unicode signs as LaTeX commands, and see _plain_numbers()."""
     text = _ROOT.sub(r"\\sqrt{\1}", text).translate(_SIGNS)
     return _plain_numbers(text.replace(r"\varnothing", r"\emptyset"))
 
 
 def _plain_numbers(text: str) -> str:
-    """Write numbers with an exponent as products with a power of ten, and those with spaces without."""
+    r"""Rewrite numbers with an exponent as products with a power of ten, and 10\,000 as 10000."""
     text = _EXPONENT.sub(lambda match: rf"{match[1]} \times 10^{{{int(match[2])}}}", text)
     return _SPACED.sub(lambda match: re.sub(r"\\[,;: ]|~", "", match[0]), text)
 
 
 @functools.lru_cache(maxsize=256)  # the completions of a group share their reference answer
 def _parse_box(content: str, whole: bool = False, units: bool = True) -> list:
-    """Return [expression, normalised text] of a boxed answer; [text] if it is no mathematics; [] if empty.
+    """Return [expression, normalised text] of a boxed answer, [text] if it cannot be parsed, or [] if empty.
 
-    whole: do not take a fraction out of what cannot be read as a whole. units: take them, and letters that
-    may be one, off the end.
+    whole: parse all of the content; do not fall back to a fraction inside the content. units: remove units,
+    and letters that may be units, at the end.
     """
     library = load_library()
-    # LaTeX only, else it picks a number out of a box that it cannot parse: 10 from \boxed{7^{7^7} \bmod 10}.
+    # LaTeX only: math-verify's other parsers pick a number out of a box that cannot be parsed, for example
+    # 10 from \boxed{7^{7^7} \bmod 10}.
     config = library.LatexExtractionConfig(try_extract_without_anchor=not whole)
     if not units:
         normal = dataclasses.replace(config.normalization_config, units=False)
@@ -135,24 +139,24 @@ def _matches_math(content: str, gold: list) -> bool:
     return _equal(gold, _parse_box(content))
 
 
-def _equal(gold: list, found: list) -> bool:
-    return load_library().verify(gold, found, timeout_seconds=None, raise_on_error=True)
+def _equal(gold: list, answer: list) -> bool:
+    return load_library().verify(gold, answer, timeout_seconds=None, raise_on_error=True)
 
 
 def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:
-    """Judge the last expression of a completion without a box."""
+    """Verify the last expression of a completion that has no box."""
     tail = completion[-MAX_PARSED_CHARS:]
-    if len(tail) < len(completion):  # drop the word that was cut: half a number is another number
+    if len(tail) < len(completion):  # drop the first word, which may be cut: half a number is another number
         tail = "".join(tail.split(maxsplit=1)[1:])
     tail = _plain_numbers(tail.replace("\u2212", "-"))
-    found = load_library().parse(tail, parsing_timeout=None, raise_on_error=True)
-    if not found:
+    answer = load_library().parse(tail, parsing_timeout=None, raise_on_error=True)
+    if not answer:
         return 0.0, "no_answer", ""
-    return (1.0, "ok", "") if _equal(gold, found) else (0.0, "wrong", "")
+    return (1.0, "ok", "") if _equal(gold, answer) else (0.0, "wrong", "")
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Text: what math-verify does not read, such as p \to q, x \equiv 3 \pmod 7 or a system of equations [ours]
+# Text: answers that math-verify cannot parse, for example p \to q or x \equiv 3 \pmod 7 [ours]
 # ------------------------------------------------------------------------------------------------------------
 _SIGNS = str.maketrans(
     {
@@ -191,7 +195,7 @@ _REWRITES = tuple(
         (r"\\frac\s*([0-9])\s*([0-9])", r"\\frac{\1}{\2}"),
         (r"([_^])\s*\{\s*([A-Za-z0-9]|\\[a-zA-Z]+)\s*\}", r"\1\2"),
         (r"(?<![\\a-zA-Z])[A-Za-z]{2,}", lambda match: _fold(match[0])),
-        # A space is needed in \pi k and 1 2 only.
+        # Remove spaces, except in \pi k and 1 2.
         (r"(\\[a-zA-Z]+(?= [A-Za-z])|[0-9](?= [0-9])) | ", lambda match: f"{match[1]} " if match[1] else ""),
         (r"^[.,;]+|[.,;]+$", ""),
     )
@@ -199,12 +203,12 @@ _REWRITES = tuple(
 
 
 def _fold(word: str) -> str:
-    """Write a word in small letters unless it is short and all capitals: AB is a segment, ABC a triangle."""
+    """Lowercase a word, except up to three capitals: AB can be a segment and ABC a triangle."""
     return word if word.isupper() and len(word) <= 3 else word.lower()
 
 
 def normal_text(text: str) -> str:
-    """Return a text without what does not change its meaning: spaces, $, text commands, capitals of words."""
+    """Normalise a text: remove spaces, $ and text commands, lowercase words, and unify LaTeX synonyms."""
     text = text.translate(_SIGNS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -212,17 +216,21 @@ def normal_text(text: str) -> str:
 
 
 def _is_text(answer: str) -> bool:
-    """Tell whether a text can be the content of a box, and says something."""
-    found = boxes(rf"\boxed{{{answer}}}")
-    return len(found) == 1 and found[0][2] == answer and re.search(r"\w", normal_text(answer)) is not None
+    """Tell whether a text has matching braces and at least one letter or digit."""
+    all_boxes = boxes(rf"\boxed{{{answer}}}")
+    is_whole = len(all_boxes) == 1 and all_boxes[0][2] == answer
+    return is_whole and re.search(r"\w", normal_text(answer)) is not None
 
 
-_OPEN, _CLOSE = ("begin", "langle", "(", "{", "["), ("end", "rangle", ")", "}", "]")
+_OPEN = ("begin", "langle", "(", "{", "[")
+_CLOSE = ("end", "rangle", ")", "}", "]")
 
 
 def _pieces(text: str) -> list[str]:
-    r"""Split a list at its commas, semicolons, "and" and "or"; not inside brackets and environments."""
-    pieces, depth, start = [], 0, 0
+    r"""Split a list at commas, semicolons, "and" and "or" that are outside of brackets and environments."""
+    pieces = []
+    depth = 0
+    start = 0
     for match in re.finditer(
         r"\\(?:begin|end|langle|rangle)|\\?[({\[\])}]|[,;]|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])", text
     ):
@@ -236,33 +244,35 @@ def _pieces(text: str) -> list[str]:
 
 
 def _matches_text(content: str, answer: str) -> bool:
-    """Tell whether two texts are equal, or two lists of equal pieces in any order."""
+    """Tell whether two texts are equal, or are lists of equal pieces in any order."""
     if normal_text(content) == normal_text(answer):
         return True
     texts = [re.sub(_TEXT + r"\{\s*,?\s*(and|or)\s*,?\s*\}", r" \1 ", text) for text in (content, answer)]
-    found, gold = map(_pieces, texts)
-    if len(found) != len(gold):
+    pieces, gold_pieces = map(_pieces, texts)
+    if len(pieces) != len(gold_pieces):
         return False
-    for piece in gold:
-        same = next((other for other in found if _same_piece(other, piece)), None)
-        if same is None:
+    for gold in gold_pieces:
+        match = next((piece for piece in pieces if _same_piece(piece, gold)), None)
+        if match is None:
             return False
-        found.remove(same)
+        pieces.remove(match)
     return True
 
 
-_NAME = re.compile(r"[A-Za-z](\([A-Za-z]\))?=(?=[^=]+$)")  # y= or f(x)=, which a completion may leave out
+_NAME = re.compile(r"[A-Za-z](\([A-Za-z]\))?=(?=[^=]+$)")  # y= or f(x)=, which a completion may omit
 
 
-def _same_piece(found: str, gold: str) -> bool:
-    found, gold = normal_text(found), normal_text(gold)
-    if bool(_NAME.match(found)) != bool(_NAME.match(gold)):
-        found, gold = _NAME.sub("", found, count=1), _NAME.sub("", gold, count=1)
-    if found == gold:
+def _same_piece(piece: str, gold: str) -> bool:
+    piece = normal_text(piece)
+    gold = normal_text(gold)
+    if bool(_NAME.match(piece)) != bool(_NAME.match(gold)):
+        piece = _NAME.sub("", piece, count=1)
+        gold = _NAME.sub("", gold, count=1)
+    if piece == gold:
         return True
-    has_words = any(re.search(r"[A-Za-z]{2}", re.sub(r"\\[a-zA-Z]+", "", text)) for text in (found, gold))
-    sets = [text.count(r"\{") for text in (found, gold)]  # math-verify takes a set for a tuple
-    if has_words or sets[0] != sets[1] or re.search(r"[0-9] [0-9]", f"{found}, {gold}"):
+    has_words = any(re.search(r"[A-Za-z]{2}", re.sub(r"\\[a-zA-Z]+", "", text)) for text in (piece, gold))
+    num_sets = [text.count(r"\{") for text in (piece, gold)]  # math-verify takes a set for a tuple
+    if has_words or num_sets[0] != num_sets[1] or re.search(r"[0-9] [0-9]", f"{piece}, {gold}"):
         return False
-    parsed = [_parse_box(text, whole=True, units=False) for text in (gold, found)]
+    parsed = [_parse_box(text, whole=True, units=False) for text in (gold, piece)]
     return all(map(_is_math, parsed)) and _equal(*parsed)
