@@ -319,7 +319,7 @@ def test_a_tracker_that_fails_is_named_once_and_costs_no_step(run, tmp_path, cap
         log_metrics(accelerator, run.config, train_rl.TrainState(step=step), {"score": step / 2})
     assert logged == [(1, 0.5), (2, 1.0)]
     assert [row["score"] for row in rows_of(tmp_path / "run")] == [0.5, 1.0]
-    assert capsys.readouterr().out.count("tracker mlflow does not take metrics: ZeroDivisionError") == 1
+    assert capsys.readouterr().out.count("tracker mlflow") == 1
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "config.yaml"])
