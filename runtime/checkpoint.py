@@ -242,7 +242,7 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
-    (run_dir / "summary.json").unlink(missing_ok=True)  # of an earlier, shorter run
+    (run_dir / "summary.json").unlink(missing_ok=True)  # an earlier, shorter run may have written one
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
         lines = file.read_text(errors="replace").splitlines() if file.is_file() and record else []
         rows = [(line, step_row(line)) for line in lines]
@@ -360,7 +360,7 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
     name = f"step_{state['step']:06d}"
     partial = checkpoints / f"{name}.tmp"
     if rank == 0:
-        for unfinished in checkpoints.glob("step_*.tmp"):  # of killed runs
+        for unfinished in checkpoints.glob("step_*.tmp"):  # from killed runs
             shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()
 
