@@ -1,9 +1,9 @@
-"""Keep the folder of a run: one run at a time, what made it, its checkpoints.
+"""Manage the folder of a run: lock it, record settings and source code, write and find checkpoints.
 
     config.yaml  versions.json  source/  metrics.jsonl  samples.jsonl  tensorboard/  checkpoints/step_N/
 
-This file knows no model. Who saves hands over a function that writes one rank's files into a folder, and who
-resumes reads the folder that find_checkpoint() returns.
+This file is independent of the model. To save, pass a function that writes one rank's files into a folder; to
+resume, read the folder that find_checkpoint() returns.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ from runtime.stages import HandOver, StagePosition, after_measurement, after_ste
 
 @dataclass
 class TrainState:
-    """Counters that the next step or the summary reads; part of every checkpoint."""
+    """Counters of the run that the next step or the summary reads; part of every checkpoint."""
 
-    step: int = 0  # steps finished, the version of the policy
-    consumed_prompts: int = 0  # prompts offered so far, sampled or skipped: the position in the data
+    step: int = 0  # finished steps, which is also the version of the policy
+    consumed_prompts: int = 0  # prompts offered so far, sampled or skipped: the position in the dataset
     generated_tokens: int = 0  # over all ranks, training rollouts only
-    gradient_tokens: int = 0  # those of generated_tokens with a non-zero advantage
-    trained_tokens: int = 0  # tokens of completions that were not dropped, in steps that measured abs_dlogp
+    gradient_tokens: int = 0  # generated tokens with a non-zero advantage
+    trained_tokens: int = 0  # tokens of groups that were not dropped, in steps that measured abs_dlogp
     abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
     evaluated_step: int = -1  # step of the latest evaluation
     steps_above_gate: int = 0  # steps in a row with a trainer-engine mismatch above algorithm.mismatch_gate
@@ -55,22 +55,24 @@ class TrainState:
     stage: StagePosition = field(default_factory=StagePosition)
 
     def __post_init__(self):
-        if isinstance(self.stage, dict):  # read from state.json
+        if isinstance(self.stage, dict):  # as read from state.json
             self.stage = StagePosition(**self.stage)
 
     def is_last(self, config) -> bool:
-        """Tell whether the run is over, by steps or by generated tokens."""
+        """Tell whether the run has reached train.num_steps or train.max_generated_tokens."""
         budget = config.train.max_generated_tokens or math.inf
         return self.step >= config.train.num_steps or self.generated_tokens >= budget
 
     def add_evaluation(self, metrics: dict[str, float], rule: HandOver) -> None:
-        """Take the metrics of an evaluation of the policy at this step; rule: of the stage's end."""
+        """Record the metrics of an evaluation at this step; rule: the hand-over of the current stage."""
         self.stage = after_measurement(self.stage, rule, metrics)
-        self.first_eval, self.last_eval = metrics if self.step == 0 else self.first_eval, metrics
+        if self.step == 0:
+            self.first_eval = metrics
+        self.last_eval = metrics
         self.evaluated_step = self.step
 
     def add_step(self, metrics: dict[str, float], rule: HandOver) -> None:
-        """Count the tokens and the account of a finished step; rule: of the stage's end."""
+        """Add the tokens and the account/ metrics of a finished step; rule: the current stage's hand-over."""
         self.stage = after_step(self.stage, rule, int(metrics["tokens_total"]), metrics)
         trained = metrics["tokens_total"] - metrics["account/wasted_dropped_tokens"]
         self.generated_tokens += int(metrics["tokens_total"])
@@ -88,7 +90,7 @@ class TrainState:
 # The folder
 # ------------------------------------------------------------------------------------------------------------
 def lock_run_dir(run_dir: Path) -> IO:
-    """Create run.dir and return the open file whose lock keeps a second run out until it is closed."""
+    """Create run.dir and lock it; a second run is refused until the returned file is closed."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         refuse_links(run_dir)
@@ -102,33 +104,34 @@ def lock_run_dir(run_dir: Path) -> IO:
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Raise ValueError if run.dir holds a symbolic link: a run would write through it into another folder."""
+    """Raise ValueError for a symbolic link in run.dir, because writing would change another folder."""
     for path in [*run_dir.iterdir(), *(run_dir / "model").glob("*")]:
         if path.is_symlink():
             raise ValueError(
-                f"run.dir: {path} is a symbolic link, and a run writes through none: remove it, or choose "
-                "another folder (run.dir itself may be a link)"
+                f"run.dir: {path} is a symbolic link, and a run writes only inside its folder: remove the "
+                "link, or choose another run.dir (run.dir itself may be a link)"
             )
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file in the error of what could not be written: RuntimeError, with what to do."""
+    """Turn an error of writing `path` into a RuntimeError that names the file and the remedy."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for a full disk
         raise RuntimeError(
-            f"{path} could not be written ({one_line(str(error))[:300]}); checkpoints are whole. Free space, "
-            "then start the same command again"
+            f"{path} could not be written ({one_line(str(error))[:300]}); checkpoints are intact. Free disk "
+            "space, then start the same command again"
         ) from error
 
 
 def check_run_dir_is_shared(run_dir: Path, patience_s: float = 10.0) -> None:
-    """Raise ValueError on all ranks if one of them does not see the files that rank 0 writes. Collective.
+    """Raise ValueError on all ranks if any rank cannot see the files that rank 0 writes. Collective.
 
-    patience_s: seconds that a network's file system may take to show a new file on another node.
+    patience_s: seconds that a network file system may take to show a new file on another node.
     """
-    host, file = platform.node(), run_dir / from_rank_0(f".seen_{uuid.uuid4().hex}")
+    host = platform.node()
+    file = run_dir / from_rank_0(f".seen_{uuid.uuid4().hex}")
     if dist.get_rank() == 0:
         file.write_text(host)
     dist.barrier()
@@ -143,33 +146,38 @@ def check_run_dir_is_shared(run_dir: Path, patience_s: float = 10.0) -> None:
     if blind:
         raise ValueError(
             f"run.dir: {run_dir.resolve()} is not the same folder on all nodes: {', '.join(blind[:4])} "
-            f"does not see what rank 0 on {reports[0][0]} writes. Choose a folder of a shared file system"
+            f"cannot see the files that rank 0 on {reports[0][0]} writes. Choose a folder on a shared file "
+            "system"
         )
 
 
 def keep_earlier_record(run_dir: Path) -> Path | None:
-    """Move the record of a start that left no checkpoint into a folder earlier_N; return it, None without."""
+    """Move the files of a launch that died before its first checkpoint to earlier_N; return that folder.
+
+    None if run.dir has no metrics of an earlier launch.
+    """
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file() or metrics.stat().st_size == 0:
         return None
-    aside = next(p for number in itertools.count(1) if not (p := run_dir / f"earlier_{number}").exists())
-    aside.mkdir()
+    folders = (run_dir / f"earlier_{number}" for number in itertools.count(1))
+    backup = next(folder for folder in folders if not folder.exists())
+    backup.mkdir()
     for name in ("metrics.jsonl", "samples.jsonl", "config.yaml", "versions.json", "source", "tensorboard"):
         if (run_dir / name).exists():
-            (run_dir / name).rename(aside / name)
-    return aside
+            (run_dir / name).rename(backup / name)
+    return backup
 
 
 def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
-    """Write what makes the run, and drop the metrics that come after the checkpoint resumed from.
+    """Write settings, source code and versions, and drop metrics of steps after the checkpoint.
 
-    record: the state.json of that checkpoint; None for a start from the beginning, which keeps the record of
-    an earlier one aside. versions.json keeps in `earlier` what earlier starts were made with, if that
-    was something else.
+    record: the state.json of the checkpoint to resume from; None for a start from step 0, which moves the
+    files of an earlier launch to earlier_N. If settings of the environment changed between launches, for
+    example the version of torch or the commit, versions.json lists the earlier environments under `earlier`.
     """
-    aside = None if record else keep_earlier_record(run_dir)
-    if aside:
-        print(f"run.dir: an earlier start left no checkpoint; what it had logged is kept in {aside}")
+    backup = None if record else keep_earlier_record(run_dir)
+    if backup:
+        print(f"run.dir: an earlier launch ended before its first checkpoint; its logs are kept in {backup}")
     with writing(run_dir / "config.yaml"):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     with writing(run_dir / "source"):
@@ -178,32 +186,32 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
-    (run_dir / "summary.json").unlink(missing_ok=True)  # a shorter run may have left one
+    (run_dir / "summary.json").unlink(missing_ok=True)  # an earlier, shorter run may have written one
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
         lines = file.read_text(errors="replace").splitlines() if file.is_file() and record else []
         rows = [(line, step_row(line)) for line in lines]
         for number, (line, row) in enumerate(rows, start=1):
-            if row is None and (number < len(rows) or line.endswith("}")):  # the last one may be cut off
-                print(f"{file}: line {number} is no row of metrics and left out: {line[:80]!r}")
-        kept = [line for line, row in rows if row is not None and not is_redone(row, record["state"])]
+            if row is None and (number < len(rows) or line.endswith("}")):  # a kill may cut the last line
+                print(f"{file}: dropping line {number}, which is no row of metrics: {line[:80]!r}")
+        valid = [line for line, row in rows if row is not None and not is_redone(row, record["state"])]
         partial = file.with_name(file.name + ".partial")
         with writing(file):
-            partial.write_text("".join(line + "\n" for line in kept))
-            partial.replace(file)  # a kill in between loses no row
+            partial.write_text("".join(line + "\n" for line in valid))
+            partial.replace(file)  # atomic: a kill at any time loses no row
 
 
 def earlier_starts(file: Path, versions: dict) -> list[dict]:
-    """Return what earlier starts of a run were made with, as far as it was something else than now."""
+    """List the environments (versions, commit, weights) of earlier launches that differ from `versions`."""
     try:
-        before = json.loads(file.read_text())
-    except (OSError, ValueError):  # a kill may have cut it off
+        previous = json.loads(file.read_text())
+    except (OSError, ValueError):  # a kill may have cut the file off
         return []
-    earlier = before.pop("earlier", [])
-    return earlier + [before] if before != versions else earlier
+    earlier = previous.pop("earlier", [])
+    return earlier + [previous] if previous != versions else earlier
 
 
 def step_row(line: str) -> dict | None:
-    """Return a line of metrics.jsonl or samples.jsonl as a row with its step; None if it is none."""
+    """Parse a line of metrics.jsonl or samples.jsonl; None for anything but a mapping with a step."""
     try:
         row = json.loads(line)
         return row if isinstance(row, dict) and type(row.get("step")) is int else None
@@ -215,9 +223,10 @@ DIGESTED_BYTES = 2**20
 
 
 def digest_of_weights(folder: Path) -> str | None:
-    """Hash name, size, first and last mebibyte of each file of weights; None where there are none.
+    """Hash name, size, first and last mebibyte of each *.safetensors file; None for a folder without any.
 
-    It tells trained models apart without reading hundreds of gigabytes: the last mebibyte is of weights.
+    The last mebibyte consists of weights, so two trained models differ in it. Reading all files would take
+    minutes for a model of hundreds of gigabytes.
     """
     files = sorted(folder.glob("*.safetensors"))
     return digest_of_files(files) if files else None
@@ -237,11 +246,10 @@ def digest_of_files(files: list[Path]) -> str:
 
 
 def save_source(folder: Path) -> dict[str, str | bool | None]:
-    """Copy the script that runs, and what git says of the checkout that it stands in, into a folder.
+    """Copy the running script and all uncommitted changes (changes.diff, tracked files only) into a folder.
 
-    The folder gets the script and changes.diff: all tracked changes against the commit. Returns {"commit",
-    "dirty", "script"}; dirty also where Python files lie there that git does not track. Without git both are
-    None and only the script is kept.
+    Returns {"commit", "dirty", "script"}. dirty: True also if the checkout has untracked Python files. If git
+    is missing, commit and dirty are None, and the folder gets the script alone.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -255,7 +263,8 @@ def save_source(folder: Path) -> dict[str, str | bool | None]:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         return done.stdout if done.returncode == 0 else None
 
-    commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
+    commit = git("rev-parse", "HEAD")
+    changes = git("diff", "HEAD")
     untracked = git("ls-files", "--others", "--exclude-standard", "*.py")
     if changes:
         (folder / "changes.diff").write_text(changes)
@@ -264,7 +273,7 @@ def save_source(folder: Path) -> dict[str, str | bool | None]:
 
 
 def is_redone(row: dict, state: dict) -> bool:
-    """Tell whether a run that goes on from `state` writes this row of metrics anew."""
+    """Tell whether a run that resumes from `state` will write this row of metrics again."""
     is_evaluation = any(name.startswith("eval/") for name in row)
     return row["step"] > (state["evaluated_step"] if is_evaluation else state["step"])
 
@@ -273,7 +282,7 @@ def is_redone(row: dict, state: dict) -> bool:
 # Checkpoints
 # ------------------------------------------------------------------------------------------------------------
 def topology(config) -> dict:
-    """Name what a checkpoint's optimizer shards depend on."""
+    """Return the settings on which the optimizer shards of a checkpoint depend."""
     return {
         "world_size": dist.get_world_size(),
         "ep_size": config.model.ep_size,
@@ -283,58 +292,63 @@ def topology(config) -> dict:
 
 
 def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
-    """Write run.dir/checkpoints/step_N; a folder of that name is always whole. Collective.
+    """Write run.dir/checkpoints/step_N; a folder of that name is always complete. Collective.
 
     state: the counters as plain values, for state.json, which also holds settings, topology and the SHA-256
-    of each file. write(folder) writes this rank's files; it makes no collective call, because another rank's
-    may have failed. They lie in step_N.tmp until all ranks have written. RuntimeError on all ranks if one
-    could not (disk full): earlier checkpoints stay.
+    of each file. write(folder) writes this rank's files and must not call collectives, because it may raise
+    on one rank only. The files stay in step_N.tmp until all ranks have written. If any rank fails, for
+    example on a full disk, all ranks raise RuntimeError and earlier checkpoints stay.
     """
-    checkpoints, rank = Path(config.run.dir) / "checkpoints", dist.get_rank()
+    checkpoints = Path(config.run.dir) / "checkpoints"
+    rank = dist.get_rank()
     name = f"step_{state['step']:06d}"
-    aside = checkpoints / f"{name}.tmp"
+    partial = checkpoints / f"{name}.tmp"
     if rank == 0:
-        for unfinished in checkpoints.glob("step_*.tmp"):  # also those that a killed run has left
+        for unfinished in checkpoints.glob("step_*.tmp"):  # from killed runs
             shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()
 
-    def write_own() -> None:
-        aside.mkdir(parents=True, exist_ok=True)
-        write(aside)
+    def write_files() -> None:
+        partial.mkdir(parents=True, exist_ok=True)
+        write(partial)
 
     def write_record() -> None:
         if rank == 0:
             record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": state}
             record["files"] = digests
             record["sha256"] = digest_of_record(record)
-            (aside / "state.json").write_text(json.dumps(record, indent=1))
-        os.sync()  # a folder must not get its final name before its files are on the disk
+            (partial / "state.json").write_text(json.dumps(record, indent=1))
+        os.sync()  # the files have to be on the disk before the folder gets its final name
 
-    problems, digests = problems_of(write_own), {}
+    digests = {}
+    problems = problems_of(write_files)
     if not problems:
-        digests, problems = digests_of(aside)
+        digests, problems = digests_of(partial)
     problems = problems or problems_of(write_record)
     if rank == 0 and not problems:
         shutil.rmtree(checkpoints / name, ignore_errors=True)
-        aside.rename(checkpoints / name)
+        partial.rename(checkpoints / name)
         for old in list_checkpoints(checkpoints)[: -config.checkpoint.keep]:
-            shutil.rmtree(old.rename(f"{old}.tmp"))  # a kill in the midst leaves what the next one removes
+            shutil.rmtree(old.rename(f"{old}.tmp"))  # after a kill, the next checkpoint deletes the .tmp
     elif rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
     if problems:
         raise RuntimeError(
             f"checkpoint {checkpoints / name} could not be written ({problems[0]}); "
-            "earlier checkpoints are intact. Free space, then start the same command again"
+            "earlier checkpoints are intact. Free disk space, then start the same command again"
         )
 
 
 def problems_of(action: Callable[[], None]) -> list[str]:
-    """Call a function on every rank and return what went wrong on any of them, by rank. Collective."""
+    """Call a function on every rank and return the errors of all ranks, for example "rank 3: disk full".
+
+    Collective.
+    """
     problem = None
     try:
         action()
-    except Exception as error:  # torch and safetensors wrap a full disk in errors of their own
+    except Exception as error:  # torch and safetensors wrap the OSError of a full disk in other types
         problem = f"rank {dist.get_rank()}: {' '.join(str(error).split())[:300]}"
     problems = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
@@ -342,70 +356,74 @@ def problems_of(action: Callable[[], None]) -> list[str]:
 
 
 def digests_of(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Return the SHA-256 of each file of a folder but state.json, and what could not be read. Collective.
+    """Return the SHA-256 of each file of a folder except state.json, and the read errors. Collective.
 
-    Each rank reads about as many bytes.
+    The files are dealt to the ranks so that every rank reads about the same number of bytes.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "state.json")
-    owner = longest_first([path.stat().st_size for path in files], dist.get_world_size())
-    own = {}
+    owners = longest_first([path.stat().st_size for path in files], dist.get_world_size())
+    digests = {}
 
-    def read_own() -> None:
-        for path in (path for path, rank in zip(files, owner) if rank == dist.get_rank()):
+    def read_files() -> None:
+        for path in (path for path, rank in zip(files, owners) if rank == dist.get_rank()):
             with open(path, "rb") as file:
-                own[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+                digests[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
 
-    problems, parts = problems_of(read_own), [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
-    return dict(sorted(item for part in parts for item in part.items())), problems
+    problems = problems_of(read_files)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, digests)
+    return dict(sorted(item for of_rank in gathered for item in of_rank.items())), problems
 
 
 def digest_of_record(record: dict) -> str:
-    """Return the SHA-256 of a record's values, however they are written."""
+    """Return the SHA-256 of a record's values, independent of the order of keys and of indentation."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """List finished checkpoints, oldest first. Folders of other names, such as a copy of one, are none."""
-    found = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
-    found = [path for path in found if (path / "state.json").is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    """List finished checkpoints, oldest first. Other names, for example step_000100_copy, are ignored."""
+    folders = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", path.name)]
+    checkpoints = [path for path in folders if (path / "state.json").is_file()]
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 def find_checkpoint(config) -> tuple[Path, dict] | None:
     """Return the newest checkpoint of run.dir and its state.json, or None. Collective.
 
-    ValueError if it does not fit the settings or is damaged; with checkpoint.on_damage older a damaged one is
-    set aside and the one before is taken.
+    ValueError if the checkpoint is damaged or does not match the settings. With checkpoint.on_damage=older, a
+    damaged checkpoint is renamed to damaged_step_N and the next older one is tried.
     """
-    found = from_rank_0(list_checkpoints(Path(config.run.dir) / "checkpoints"))  # one may be set aside below
-    if not found:
+    # Rank 0 lists for all ranks, because a late rank could miss a checkpoint that is renamed below.
+    checkpoints = from_rank_0(list_checkpoints(Path(config.run.dir) / "checkpoints"))
+    if not checkpoints:
         return None
     if config.checkpoint.resume == "never":
         raise ValueError(
-            f"{found[-1]} exists and checkpoint.resume is never: remove it or choose another run.dir"
+            f"{checkpoints[-1]} exists and checkpoint.resume is never: remove the checkpoint or choose "
+            "another run.dir"
         )
-    while found:
-        record, problems = read_record(found[-1])
+    while checkpoints:
+        record, problems = read_record(checkpoints[-1])
         if not problems:
-            check_fits(config, found[-1], record)
-            return found[-1], record
-        damaged = found.pop()
-        earlier = f"the newest before it is {found[-1].name}" if found else "there is none before it"
-        if config.checkpoint.on_damage == "stop" or not found:
+            check_fits(config, checkpoints[-1], record)
+            return checkpoints[-1], record
+        damaged = checkpoints.pop()
+        older = f"the next older one is {checkpoints[-1].name}" if checkpoints else "no older one exists"
+        if config.checkpoint.on_damage == "stop" or not checkpoints:
             raise ValueError(
-                f"{damaged} is damaged: {problems[0]}; {earlier}. Restore the file, or set "
-                "checkpoint.on_damage=older to go on from an older checkpoint"
+                f"{damaged} is damaged: {problems[0]}; {older}. Restore the file, or set "
+                "checkpoint.on_damage=older to resume from an older checkpoint"
             )
         if dist.get_rank() == 0:
             damaged.rename(damaged.with_name(f"damaged_{damaged.name}"))
-            print(f"{damaged} is damaged ({problems[0]}) and set aside as damaged_{damaged.name}")
+            print(f"{damaged} is damaged ({problems[0]}); renamed to damaged_{damaged.name}")
         dist.barrier()
 
 
 def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
-    """Return state.json of a checkpoint, and what is wrong with it."""
-    record, problem = {}, []
+    """Return state.json of a checkpoint, and a list with the problem of this file, if any."""
+    record = {}
+    problem = []
     try:
         record = json.loads((checkpoint / "state.json").read_text())
         is_complete = record.keys() >= {"topology", "config", "state"}
@@ -414,7 +432,7 @@ def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         problem = [f"state.json cannot be read: {error}"]
     if not problem and "sha256" in record and record.pop("sha256") != digest_of_record(record):
-        problem = ["state.json has other content"]
+        problem = ["state.json has changed since it was written"]
     return record, problem
 
 
@@ -425,50 +443,60 @@ def unknown_counters(state: dict) -> set[str]:
 
 
 def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
-    """Return state.json of a checkpoint, and what is wrong with it and with the other files. Collective."""
+    """Return state.json of a checkpoint, and the problems of all files of the checkpoint. Collective."""
     record, problem = from_rank_0(read_state(checkpoint))
-    if problem or "files" not in record:  # a checkpoint of a version that kept no digests
+    if problem or "files" not in record:  # without digests the files cannot be checked
         return record, problem
-    found, problems = digests_of(checkpoint)
+    digests, problems = digests_of(checkpoint)
     for name, digest in record["files"].items():
-        if found.get(name) != digest:
-            problems.append(f"{name} {'has other content' if name in found else 'is missing'}")
+        if digests.get(name) != digest:
+            problems.append(f"{name} {'has other content' if name in digests else 'is missing'}")
     return record, problems
 
 
 def state_of(record: dict, config) -> TrainState:
-    """Return the counters of a checkpoint; those of its stage begin anew if the stages have changed."""
-    state, stages = TrainState(**record["state"]), config.model_dump(mode="json")["stages"]
+    """Return the counters of a checkpoint; after a change of stages, the stage counters restart."""
+    state = TrainState(**record["state"])
+    stages = config.model_dump(mode="json")["stages"]
     if complete(type(config), record["config"])["stages"] != stages:
         state.stage = StagePosition(state.stage.number, first_prompt=state.stage.first_prompt)
     return state
 
 
 def check_fits(config, checkpoint: Path, record: dict) -> None:
-    """Raise ValueError if a run with these settings cannot go on exactly from a checkpoint."""
+    """Raise ValueError if a run with these settings cannot resume from a checkpoint.
+
+    An exact resume needs the same topology and the same settings, except for settings that are free to change
+    on resume, such as run.log_every. With checkpoint.resume=weights only the stage has to exist.
+    """
     if config.checkpoint.resume != "auto":
-        number, num_stages = record["state"].get("stage", {}).get("number", 0), len(config.stages)
+        number = record["state"].get("stage", {}).get("number", 0)
+        num_stages = len(config.stages)
         if number >= max(1, num_stages):
             raise ValueError(
                 f"{checkpoint} was written in stages[{number}], the settings have {num_stages} stages: "
-                "restore them, or start a run of its own from these weights (model.path)"
+                "restore the list of stages, or start a new run from these weights (model.path)"
             )
         return
-    saved, present = record["topology"], topology(config)
-    changed = [f"{name} {saved[name]} -> {present[name]}" for name in present if saved[name] != present[name]]
+    saved_topology = record["topology"]
+    changed = [
+        f"{name} {saved_topology[name]} -> {value}"
+        for name, value in topology(config).items()
+        if saved_topology[name] != value
+    ]
     if changed:
         raise ValueError(
             f"{checkpoint} was written by another topology ({', '.join(changed)}): restore it, or set "
-            "checkpoint.resume=weights to go on with these weights and a fresh optimizer"
+            "checkpoint.resume=weights to continue with these weights and a fresh optimizer"
         )
-    free, saved = free_on_resume(type(config)), complete(type(config), record["config"])
+    changeable = free_on_resume(type(config))
     changed = [
         change
-        for change in differences(saved, config.model_dump(mode="json"))
-        if change.split(" ", 1)[0] not in free
+        for change in differences(complete(type(config), record["config"]), config.model_dump(mode="json"))
+        if change.split(" ", 1)[0] not in changeable
     ]
     if changed:
         raise ValueError(
             f"{checkpoint} was written with other settings ({'; '.join(sorted(changed))}): choose another "
-            "run.dir, or set checkpoint.resume=weights to go on from its weights"
+            "run.dir, or set checkpoint.resume=weights to continue from the weights of this checkpoint"
         )

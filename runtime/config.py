@@ -1,10 +1,13 @@
-"""Read settings: defaults < YAML files < section.key=value, as frozen pydantic models.
+"""Read settings into frozen pydantic models: defaults < YAML files < section.key=value.
 
-    base: [env.yaml, ../methods/espo.yaml]     # in a YAML: the files below it, the later above the earlier
+A YAML file may name other files as its base, and overrides their values:
 
-Each part of the project defines its own section beside the code that reads it, and train_rl.py composes them
-to one Config. This file knows none of them: it reads, explains what is wrong, and prints the help. A key
-given twice, an unknown key and a wrong type are errors that name the setting and the nearest one.
+    base: [env.yaml, ../methods/espo.yaml]     # espo.yaml overrides env.yaml, this file overrides both
+    train: {seed: 1}
+
+This file reads settings, explains errors and prints the help for any schema; the sections are defined in
+other files. A duplicate key, an unknown key and a wrong type are errors that name the setting; the error
+about an unknown key suggests the nearest name.
 """
 
 import argparse
@@ -30,7 +33,7 @@ from pydantic_core import to_json
 
 
 # ------------------------------------------------------------------------------------------------------------
-# To define settings
+# Define settings
 # ------------------------------------------------------------------------------------------------------------
 class Section(BaseModel):
     """A group of settings, one line per field."""
@@ -40,55 +43,59 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def refuse_true_as_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse true and false where a number is wanted: pydantic would take them as 1 and 0."""
-        kinds = {*typing.get_args(kind := cls.model_fields[info.field_name].annotation), kind}
+        """Refuse true and false as numbers, because pydantic would silently convert them to 1 and 0."""
+        annotation = cls.model_fields[info.field_name].annotation
+        kinds = {annotation, *typing.get_args(annotation)}
         if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
             raise ValueError("expected a number")
         return value
 
 
 def setting(default, description: str, free_on_resume: bool = False, **limits):
-    """Define a field with its meaning for --help; the default ... makes it required.
+    """Define a field with a description for --help; the default `...` makes the setting required.
 
-    free_on_resume: a run may go on from a checkpoint with another value, because the setting decides how fast
-    or how closely watched a run is and not what is learned.
+    free_on_resume: the value may change when a run resumes, because the setting affects speed or logging but
+    not the training result, for example run.log_every.
     """
     extra = {"free_on_resume": True} if free_on_resume else None
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
 def switch_name(value):
-    """Return "off" and "on" for the booleans that YAML reads them as; leave other values as they are."""
+    """Turn booleans back into "off" and "on", because YAML reads these two words as booleans."""
     return {False: "off", True: "on"}[value] if isinstance(value, bool) else value
 
 
 Choice = TypeVar("Choice")
-Switch = Annotated[Choice, BeforeValidator(switch_name)]  # for choices among which are "off" and "on"
+Switch = Annotated[Choice, BeforeValidator(switch_name)]  # for settings with the choices "off" and "on"
 
 
 # ------------------------------------------------------------------------------------------------------------
-# To read them
+# Read settings
 # ------------------------------------------------------------------------------------------------------------
 class StrictLoader(yaml.SafeLoader):
-    """safe_load that refuses a key given twice."""
+    """A safe YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node, deep=False):
-        """Read a mapping; ValueError names the line of a key that is given twice."""
-        mapping = super().construct_mapping(node, deep)  # first: it refuses keys that cannot be one
-        seen = set()
+        """Read a mapping; ValueError names the line of a duplicate key."""
+        mapping = super().construct_mapping(node, deep)  # called first, because it refuses unhashable keys
+        keys = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if key in seen:
+            if key in keys:
                 raise ValueError(f"line {key_node.start_mark.line + 1}: key {key!r} is given twice")
-            seen.add(key)
+            keys.add(key)
         return mapping
 
 
-MAX_VALUES = 100_000  # a YAML of a few hundred bytes can stand for billions, by aliases of aliases
+MAX_VALUES = 100_000  # aliases of aliases can expand a YAML of a few hundred bytes to billions of values
 
 
 def parse_yaml(text: str, where: str) -> object:
-    """Parse YAML; ValueError names the place of what cannot be read, is nested too deeply or too large."""
+    """Parse YAML; ValueError names the file and the line of a syntax error, or says which limit is exceeded.
+
+    where: for messages, the file or the setting.
+    """
     try:
         values = yaml.load(text, Loader=StrictLoader)
         num = num_values(values, {})
@@ -101,18 +108,24 @@ def parse_yaml(text: str, where: str) -> object:
     return values
 
 
-def num_values(values: object, known: dict[int, int]) -> int:
-    """Count the values in nested lists and mappings; what is used twice counts twice, and is walked once."""
+def num_values(values: object, counts: dict[int, int]) -> int:
+    """Count the values in nested lists and mappings. An aliased value counts each time but is visited once.
+
+    counts: {id of a visited value: its count}.
+    """
     inner = values.values() if isinstance(values, dict) else values if isinstance(values, list) else ()
-    if id(values) not in known:
-        known[id(values)] = 1 + sum(num_values(value, known) for value in inner)
-    return known[id(values)]
+    if id(values) not in counts:
+        counts[id(values)] = 1 + sum(num_values(value, counts) for value in inner)
+    return counts[id(values)]
 
 
 def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
-    """Read the settings of a YAML file over those of the files that its `base` names, relative to it."""
+    """Read a YAML file and the files that `base` names, relative to this file; this file's values win.
+
+    above: the files that led here through `base`, to detect a cycle.
+    """
     if path.resolve() in above:
-        raise ValueError(f"{path}: its `base` leads back to itself")
+        raise ValueError(f"{path}: `base` leads back to this file: remove one of the references")
     if not path.is_file():
         raise ValueError(f"config file {path} does not exist")
     values = parse_yaml(path.read_text(errors="replace"), str(path))
@@ -124,7 +137,7 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
     base = values.pop("base")
     bases = base if isinstance(base, list) else [base]
     if not all(isinstance(name, str) for name in bases):
-        raise ValueError(f"{path}: base must be the path of a YAML file or a list of them, found {base!r}")
+        raise ValueError(f"{path}: base must be the path of a YAML file or a list of paths, found {base!r}")
     below: dict = {}
     for name in bases:
         below = merge(below, read_yaml(path.parent / name, (*above, path.resolve())))
@@ -132,22 +145,22 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
 
 
 def merge(below: dict, above: dict) -> dict:
-    """Unite nested mappings; a value of `above` wins, lists are replaced whole."""
+    """Merge nested mappings. A value of `above` wins; a list replaces the entire list below."""
     merged = dict(below)
     for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(below.get(key), dict)
-        merged[key] = merge(below[key], value) if both else value
+        are_mappings = isinstance(value, dict) and isinstance(below.get(key), dict)
+        merged[key] = merge(below[key], value) if are_mappings else value
     return merged
 
 
 def read_override(text: str) -> dict:
-    """Read section.key=value of the command line as a nested mapping."""
+    """Parse section.key=value: "train.seed=1" gives {"train": {"seed": 1}}."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{text!r}: expected section.key=value")
     values = parse_yaml(value, name)
-    for part in reversed(name.split(".")):
-        values = {part: values}
+    for key in reversed(name.split(".")):
+        values = {key: values}
     return values
 
 
@@ -161,22 +174,29 @@ def read_config(
     description: str = "",
     names_elsewhere: dict[str, str] | None = None,
 ) -> Schema:
-    """Read a command line: defaults < YAMLs of --config, in their order < section.key=value.
+    """Read a command line: defaults < the YAML files of --config, in order < section.key=value.
 
-    names_elsewhere: {name in other libraries: setting}, see explain(). ValueError names setting and fix.
+    names_elsewhere: see explain(). ValueError names the setting and the remedy.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
-        epilog=settings_help(schema),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
     parser.add_argument(
-        "--config", type=Path, action="append", default=[],
-        help="YAML file of settings that differ from the defaults; given again: over the one before",
+        "-h", "--help", action=HelpAction, schema=schema, nargs="?", metavar="SECTION",
+        help="print this text and all settings, or only the settings of one section, for example "
+        f"--help {next(iter(schema.model_fields))}",
     )  # fmt: skip
-    overrides = {"nargs": "*", "metavar": "section.key=value", "help": "single settings, over the files'"}
-    parser.add_argument("settings", **overrides)
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[],
+        help="YAML file with settings that differ from the defaults; a later file overrides an earlier one",
+    )  # fmt: skip
+    parser.add_argument(
+        "settings", nargs="*", metavar="section.key=value",
+        help="single settings, which override the YAML files, for example train.seed=1",
+    )  # fmt: skip
     args = parser.parse_intermixed_args(argv)
     values: dict = {}
     for file in args.config:
@@ -190,37 +210,40 @@ def read_config(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# To name and explain them
+# Name and explain settings
 # ------------------------------------------------------------------------------------------------------------
 def is_section(annotation: object) -> bool:
-    """Tell whether a field's type is a section of settings."""
+    """Tell whether the type of a field is a section of settings."""
     is_class = isinstance(annotation, type) and typing.get_origin(annotation) is None
     return is_class and issubclass(annotation, BaseModel)
 
 
 def section_in_list(annotation: object) -> type[BaseModel] | None:
-    """Return the section that a field is a list of, or None."""
+    """Return the section class S of a field of type list[S], else None."""
     items = typing.get_args(annotation)[0] if typing.get_origin(annotation) is list else None
     return items if is_section(items) else None
 
 
 def setting_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, object]:
-    """List {dotted name: pydantic field} of every setting, with [] for the entries of a list of sections."""
-    names = {}
+    """Return {dotted name: pydantic field} of all settings.
+
+    A list of sections appears as itself and as its entries, for example data.train and data.train[].path.
+    """
+    fields = {}
     for name, info in schema.model_fields.items():
-        inner = info.annotation
-        if items := section_in_list(inner):
-            names[prefix + name] = info
-            inner, name = items, f"{name}[]"
-        if is_section(inner):
-            names |= setting_fields(inner, f"{prefix}{name}.")
+        annotation = info.annotation
+        if entry := section_in_list(annotation):
+            fields[prefix + name] = info
+            fields |= setting_fields(entry, f"{prefix}{name}[].")
+        elif is_section(annotation):
+            fields |= setting_fields(annotation, f"{prefix}{name}.")
         else:
-            names[prefix + name] = info
-    return names
+            fields[prefix + name] = info
+    return fields
 
 
 def free_on_resume(schema: type[BaseModel]) -> frozenset[str]:
-    """List the dotted names of the settings that may change between a checkpoint and its continuation."""
+    """List the dotted names of the settings that may change when a run resumes."""
     fields = setting_fields(schema).items()
     return frozenset(name for name, info in fields if (info.json_schema_extra or {}).get("free_on_resume"))
 
@@ -231,44 +254,52 @@ def explain(
     names_elsewhere: dict[str, str] | None = None,
     prefix: str = "",
 ) -> str:
-    """Say of each wrong setting its dotted name, what is wrong, and the nearest known name.
+    """Describe every wrong setting: the dotted name, the error, and for an unknown name the nearest one.
 
-    names_elsewhere: {last part of the name that another library
-    uses: our setting}; it goes before a name that is only spelt alike. prefix: stands before each name.
+    names_elsewhere: {last part of a name in another library: our setting}. A match wins over similar
+    spelling, for example num_generations suggests rollout.group_size. prefix: put in front of every name.
     """
-    lines, wrong = [], wrong_settings(error)
+    lines = []
+    wrong = wrong_settings(error)
     for name, item in wrong[:MAX_ERRORS]:
-        found = repr(item["input"])[:200]
         if item["type"] == "extra_forbidden":
-            known, leaf = [*setting_fields(schema), *schema.model_fields], name.rsplit(".", 1)[-1]
-            same_leaf = [k for k in known if k.rsplit(".", 1)[-1] == leaf]
-            (near,) = difflib.get_close_matches(name, same_leaf or known, n=1, cutoff=0.0)
-            near = near if same_leaf else (names_elsewhere or {}).get(leaf, near)
+            near = nearest_setting(name, schema, names_elsewhere or {})
             lines.append(f"{prefix}{name}: unknown setting, did you mean {near}?")
         else:
-            lines.append(
-                f"{prefix}{name}: {lowered(item['msg'].removeprefix('Value error, '))}, found {found}"
-            )
+            message = lowered(item["msg"].removeprefix("Value error, "))
+            lines.append(f"{prefix}{name}: {message}, found {repr(item['input'])[:200]}")
     more = [f"and {len(wrong) - MAX_ERRORS:,} more"] if len(wrong) > MAX_ERRORS else []
     return "; ".join(lines + more)
 
 
+def nearest_setting(name: str, schema: type[BaseModel], names_elsewhere: dict[str, str]) -> str:
+    """Return the setting or section with the most similar name; an equal last part wins."""
+    leaf = name.rsplit(".", 1)[-1]
+    names = [*setting_fields(schema), *schema.model_fields]
+    same_leaf = [candidate for candidate in names if candidate.rsplit(".", 1)[-1] == leaf]
+    (near,) = difflib.get_close_matches(name, same_leaf or names, n=1, cutoff=0.0)
+    return near if same_leaf else names_elsewhere.get(leaf, near)
+
+
 def lowered(message: str) -> str:
-    """Begin a message with a small letter."""
+    """Make the first letter of a message lower case."""
     return message[:1].lower() + message[1:]
 
 
-MAX_ERRORS = 10  # wrong settings that are named at once
+MAX_ERRORS = 10  # most wrong settings in one message
 
 
 def wrong_settings(error: ValidationError) -> list[tuple[str, dict]]:
-    """Return (dotted name, pydantic's item) of each wrong setting; of an unknown mapping those inside it."""
-    found = []
+    """Return (dotted name, pydantic's error item) of each wrong setting.
+
+    An unknown mapping is replaced by its entries: {"trian": {"seed": 1}} gives the name trian.seed.
+    """
+    wrong = []
     for item in error.errors():
-        parts = [str(part) for part in item["loc"]]
-        if any(isinstance(part, int) for part in item["loc"][1:2]):
-            parts[:2] = [f"{parts[0]}[{parts[1]}]"]  # an entry of a list at the top
-        name = ".".join(parts).replace(".0.", "[].")
+        keys = [str(key) for key in item["loc"]]
+        if any(isinstance(key, int) for key in item["loc"][1:2]):
+            keys[:2] = [f"{keys[0]}[{keys[1]}]"]  # an entry of a list at the top level, for example stages[1]
+        name = ".".join(keys).replace(".0.", "[].")
         leaves = [(name, item["input"])]
         while item["type"] == "extra_forbidden" and any(
             isinstance(value, dict) and value for _, value in leaves
@@ -278,39 +309,92 @@ def wrong_settings(error: ValidationError) -> list[tuple[str, dict]]:
                 for name, value in leaves
                 for key, inner in (value.items() if isinstance(value, dict) and value else [("", value)])
             ]
-        found += [(leaf, item | {"input": value}) for leaf, value in leaves]
-    return found
-
-
-def settings_help(schema: type[BaseModel]) -> str:
-    """Write every setting with its default and meaning, for --help."""
-    lines = ["settings (section.key=value, or in YAML):"]
-    for name, info in setting_fields(schema).items():
-        default = "required" if info.is_required() else f"default {info.default!r}"
-        lines.append(f"  {name}  ({default})\n      {info.description}")
-    return "\n".join(lines).replace("%", "%%")
+        wrong += [(leaf, item | {"input": value}) for leaf, value in leaves]
+    return wrong
 
 
 def refuse_contradictions(config: BaseModel, contradictions: dict[str, bool]) -> None:
     """Raise ValueError for the first contradiction between settings.
 
-    contradictions: {message: whether it holds}; a {section.key} of a message becomes the name and the value.
+    contradictions: {message: whether the settings contradict}. In a message, {section.key} is replaced by the
+    name and the value, for example "{model.ep_size} is too large" by "model.ep_size 8 is too large".
     """
-    named = lambda match: f"{match[1]} {operator.attrgetter(match[1])(config)!r}"
-    for message, refused in contradictions.items():
-        if refused:
-            raise ValueError(re.sub(r"\{(.+?)\}", named, message))
+
+    def name_and_value(match: re.Match) -> str:
+        return f"{match[1]} {operator.attrgetter(match[1])(config)!r}"
+
+    for message, is_contradiction in contradictions.items():
+        if is_contradiction:
+            raise ValueError(re.sub(r"\{(.+?)\}", name_and_value, message))
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Print the help
+# ------------------------------------------------------------------------------------------------------------
+class HelpAction(argparse.Action):
+    """--help [SECTION]: print usage, sections and settings, or the settings of one section, and exit."""
+
+    def __init__(self, *args, schema: type[BaseModel], **kwargs):
+        super().__init__(*args, **kwargs)
+        self.schema = schema
+
+    def __call__(self, parser, namespace, section, option_string=None):
+        if section is None:
+            print(parser.format_help(), sections_help(self.schema), settings_help(self.schema), sep="\n")
+        elif section in self.schema.model_fields:
+            print(settings_help(self.schema, section))
+        else:
+            sections = list(self.schema.model_fields)
+            (near,) = difflib.get_close_matches(section, sections, n=1, cutoff=0.0)
+            parser.error(
+                f"--help {section}: unknown section, did you mean {near}? Sections: {', '.join(sections)}"
+            )
+        parser.exit()
+
+
+def section_text(info) -> str:
+    """Return the first paragraph of a section's docstring; for any other field, the description."""
+    section = section_in_list(info.annotation) or info.annotation
+    text = section.__doc__ if is_section(section) else info.description
+    return " ".join(text.partition("\n\n")[0].split())
+
+
+def sections_help(schema: type[BaseModel]) -> str:
+    """List the sections with their docstrings, for --help."""
+    width = max(len(name) for name in schema.model_fields)
+    lines = ["sections (print the settings of one with --help SECTION):"]
+    lines += [f"  {name:<{width}}  {section_text(info)}" for name, info in schema.model_fields.items()]
+    return "\n".join([*lines, ""])
+
+
+def settings_help(schema: type[BaseModel], section: str | None = None) -> str:
+    """List all settings, or the settings of one section, with default and description, for --help."""
+    title = (
+        "settings"
+        if section is None
+        else f"{section}: {section_text(schema.model_fields[section])}\n\nsettings"
+    )
+    lines = [f"{title} (section.key=value, or in YAML):"]
+    for name, info in setting_fields(schema).items():
+        if section in (None, re.split(r"[.\[]", name)[0]):
+            default = "required" if info.is_required() else f"default {info.default!r}"
+            lines.append(f"  {name}  ({default})\n      {info.description}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Compare settings
+# ------------------------------------------------------------------------------------------------------------
 def complete(schema: type[BaseModel], saved: dict) -> dict:
-    """Return a dump of settings with the default of each setting that it lacks, also in lists of sections."""
+    """Fill a dump of settings with the defaults of missing settings, also inside lists of sections."""
     completed = {}
     for name, info in schema.model_fields.items():
-        value, items = saved.get(name), section_in_list(info.annotation)
+        value = saved.get(name)
+        entry = section_in_list(info.annotation)
         if is_section(info.annotation):
             completed[name] = complete(info.annotation, value or {})
-        elif name in saved and items:
-            completed[name] = [item | complete(items, item) for item in value]
+        elif name in saved and entry:
+            completed[name] = [item | complete(entry, item) for item in value]
         elif name in saved or info.is_required():
             completed[name] = value
         else:
@@ -319,7 +403,7 @@ def complete(schema: type[BaseModel], saved: dict) -> dict:
 
 
 def flat_settings(dump: dict, prefix: str = "") -> dict[str, object]:
-    """Return {"section.key": value} of a dump of settings; of a list of sections "list[0].section.key"."""
+    """Flatten a dump of settings to {"section.key": value}, for example {"stages[0].rollout.top_p": 1.0}."""
     flat = {}
     for section, values in dump.items():
         if isinstance(values, dict):
@@ -333,10 +417,8 @@ def flat_settings(dump: dict, prefix: str = "") -> dict[str, object]:
 
 
 def differences(saved: dict, present: dict) -> list[str]:
-    """List "section.key old -> new" for the settings that differ between two dumps of a Config.
-
-    A setting that one of them lacks counts as None.
-    """
-    old, new = flat_settings(saved), flat_settings(present)
+    """List "section.key old -> new" for the settings that differ between two dumps; a missing one is None."""
+    old = flat_settings(saved)
+    new = flat_settings(present)
     names = [*new, *(name for name in old if name not in new)]
     return [f"{n} {old.get(n)!r} -> {new.get(n)!r}" for n in names if old.get(n) != new.get(n)]

@@ -1,7 +1,8 @@
-"""Measure a step: (sum, count) pairs on each rank, reduced once a step, written once.
+"""Metrics of a step: (sum, count) pairs on each rank, reduced over ranks and written once per step.
 
-docs/metrics.md lists names, estimators and units. A name that ends in _total is a sum over ranks, one that
-ends in _max a maximum, _p99 a quantile, _hist a histogram; all others are means over what they count.
+docs/metrics.md lists names, estimators and units. The end of a name selects the reduction over ranks: _total
+is a sum, _max a maximum, _p99 a quantile, _hist a histogram. Any other name, for example "score", is a mean:
+sum / count over all ranks.
 """
 
 import contextlib
@@ -29,21 +30,22 @@ if TYPE_CHECKING:
     from runtime.checkpoint import TrainState
     from train_rl import Config, Group, GroupOutcome, RolloutBatch
 
-MAX_LOG_WEIGHT = 40.0  # above, the square of a weight would overflow float32
+MAX_LOG_WEIGHT = 40.0  # the square of a larger weight would overflow float32
 
 
 def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
     """Reduce (sum, count) pairs over all ranks to sum / count. Collective.
 
-    A name in _total gives the sum alone, one in _max the largest. For a name in _p99 the first of the pair is
-    a histogram() and the result its quantile, for one in _hist the histogram itself. A name may be missing on
-    some ranks.
+    _total gives the sum and _max the maximum of the first entries. For _p99 and _hist the first entry of a
+    pair is a histogram(): _p99 gives the quantile of the summed histograms, _hist the sum itself. A rank may
+    lack a name, for example a metric of completions on a rank without completions.
     """
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, metrics)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, metrics)
     reduced = {}
-    for name in {name: None for metrics_of_rank in everyone for name in metrics_of_rank}:
-        values, counts = zip(*(of_rank[name] for of_rank in everyone if name in of_rank))
+    for name in {name: None for metrics_of_rank in gathered for name in metrics_of_rank}:
+        pairs = (metrics_of_rank[name] for metrics_of_rank in gathered if name in metrics_of_rank)
+        values, counts = zip(*pairs)
         match name.rpartition("_")[2]:
             case "p99":
                 reduced[name] = quantile_of(sum(values, Counter()), 0.99)
@@ -59,9 +61,10 @@ def reduce_metrics(metrics: dict[str, tuple[float, float]]) -> dict[str, float]:
 
 
 def exact_sum(values: Iterable[float]) -> Fraction:
-    """Return the sum of values, each rounded to a multiple of 2^-60, without another rounding.
+    """Return the exact sum of values, after rounding each value to a multiple of 2^-60.
 
-    So the mean over all ranks does not depend on which rank has sampled what, nor in which order.
+    An exact sum is the same in any order, so a mean over all ranks is independent of how the prompts were
+    distributed over the ranks.
     """
     return Fraction(sum(round(value * 2**60) for value in values), 2**60)
 
@@ -69,17 +72,18 @@ def exact_sum(values: Iterable[float]) -> Fraction:
 def rollout_metrics(
     groups: "list[Group]", binary: bool, invalid_route: int
 ) -> dict[str, tuple[float, float]]:
-    """Measure all completions sampled on this rank, also those that will be dropped, as (sum, count)."""
+    """Measure all completions sampled on this rank, dropped groups included, as (sum, count)."""
     completions = [c for group in groups for c in group.completions]
     verdicts = [v for group in groups for v in group.verdicts]
     outcomes = [group.outcome(binary) for group in groups]
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [len(c.token_ids) for c in completions]
-    statuses, num = Counter(v.status for v in verdicts), len(verdicts)
-    of_part = defaultdict(list)
+    statuses = Counter(v.status for v in verdicts)
+    num = len(verdicts)
+    rewards_by_part = defaultdict(list)
     valid = [v for v in verdicts if not v.failed]
-    for part, reward in (item for v in valid for item in v.parts.items()):
-        of_part[part].append(reward)
+    for name, reward in (item for v in valid for item in v.parts.items()):
+        rewards_by_part[name].append(reward)
     routes = [c.routed_experts for c in completions if c.routed_experts is not None]
     invalid = sum(int((ids[:, 0, 0] == invalid_route).sum()) for ids in routes)
     return {
@@ -94,7 +98,7 @@ def rollout_metrics(
         "completion_seconds": (sum(c.seconds for c in completions), num),
         "completion_seconds_max": (max((c.seconds for c in completions), default=0.0), 1),
         "cut_at_limit_frac": (sum(c.finish_reason == "length" for c in completions), num),
-        **{f"part/{name}/mean": (exact_sum(rewards), len(rewards)) for name, rewards in of_part.items()},
+        **{f"part/{part}/mean": (exact_sum(r), len(r)) for part, r in rewards_by_part.items()},
         **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
     }
 
@@ -102,25 +106,27 @@ def rollout_metrics(
 def schedule_metrics(
     groups: "list[Group]", pool: "RewardPool", busy: float, seconds: float
 ) -> dict[str, tuple[float, float]]:
-    """Measure where the time of a rollout went on this rank, as (sum, count); empties the pool's latencies.
+    """Measure the use of time in a rollout on this rank, as (sum, count); empties pool.latencies.
 
-    busy: seconds in which this rank's engine was generating, of all `seconds` until the slowest rank had its
-    last verdict. length_error: difference between expected and found mean length of a group, relative to the
-    found one.
+    busy: seconds in which this rank's engine was generating. seconds: duration of the rollout, until the last
+    verdict of the slowest rank. length_error: |expected - actual| / actual tokens of a group.
     """
-    rank, ended = dist.get_rank(), sorted(c.seconds for group in groups for c in group.completions)
-    tail = ended[-1] - ended[int(0.9 * len(ended))] if ended else 0.0
+    rank = dist.get_rank()
+    finish_times = sorted(c.seconds for group in groups for c in group.completions)
+    last = finish_times[-1] if finish_times else 0.0
+    tail = last - finish_times[int(0.9 * len(finish_times))] if finish_times else 0.0
     errors = []
     for group in groups:
         if group.expected_tokens and not group.guessed:
-            found = sum(len(c.token_ids) for c in group.completions)
+            actual = sum(len(c.token_ids) for c in group.completions)
             expected = sum(group.expected_tokens for _ in group.completions)
-            errors.append(abs(expected - found) / max(1, found))
-    latencies, pool.latencies = torch.tensor(pool.latencies), []
+            errors.append(abs(expected - actual) / max(1, actual))
+    latencies = torch.tensor(pool.latencies)
+    pool.latencies = []
     bins = histogram(latencies)
     return {
         "rollout_bubble": (seconds - busy, seconds),
-        "rollout_tail_frac": (tail, ended[-1] if ended else 0.0),
+        "rollout_tail_frac": (tail, last),
         "straggler_max": ((busy, rank), 1),
         "length_error": (exact_sum(errors), len(errors)),
         "length_known_frac": (len(errors), len(groups)),
@@ -131,7 +137,7 @@ def schedule_metrics(
 
 
 def straggler(metrics: dict) -> dict[str, float]:
-    """Replace straggler_max by the seconds and the number of the rank whose engine worked longest."""
+    """Split straggler_max into the busy seconds and the rank number of the slowest engine."""
     seconds, rank = metrics.pop("straggler_max")
     return {"straggler_seconds": seconds, "straggler_rank": rank}
 
@@ -139,28 +145,35 @@ def straggler(metrics: dict) -> dict[str, float]:
 def batch_metrics(
     batch: "RolloutBatch", groups: "list[Group]", group_size: int
 ) -> dict[str, tuple[float, float]]:
-    """Measure what is trained on, as (sum, count): inversion, and tokens with and without gradient."""
+    """Measure the training batch, as (sum, count): reward, inversion, tokens with and without gradient.
+
+    inversion_frac: fraction of completions whose advantage has the wrong sign, for example a correct
+    completion with a negative advantage.
+    """
     correct = torch.tensor([v.status == "ok" for v in batch.verdicts], dtype=torch.bool)  # [B]
-    signs = batch.advantages.sum(dim=1).sign()  # [B]; all tokens of a completion have one sign
+    signs = batch.advantages.sum(dim=1).sign()  # [B]; all tokens of a completion share a sign
     inverted = torch.where(correct, signs < 0, signs > 0) & batch.valid
     with_gradient = (batch.advantages != 0).sum(dim=1)  # [B]
-    without = batch.response_mask.sum(dim=1) - with_gradient
-    is_probe = torch.tensor([len(g.completions) < group_size for g in groups], dtype=torch.bool)
+    without_gradient = batch.response_mask.sum(dim=1) - with_gradient  # [B]
+    is_probe = torch.tensor([len(g.completions) < group_size for g in groups], dtype=torch.bool)  # [groups]
     of_probe = is_probe[batch.group_index]  # [B]
     return {
         "reward": (batch.rewards[batch.valid].sum().item(), batch.valid.sum().item()),
         "inversion_frac": (inverted.sum().item(), batch.valid.sum().item()),
         "gradient_tokens_total": (with_gradient.sum().item(), 1),
-        "account/wasted_stopped_tokens_total": (without[of_probe].sum().item(), 1),
-        "account/wasted_kept_tokens_total": (without[~of_probe].sum().item(), 1),
+        "account/wasted_stopped_tokens_total": (without_gradient[of_probe].sum().item(), 1),
+        "account/wasted_kept_tokens_total": (without_gradient[~of_probe].sum().item(), 1),
     }
 
 
 def prompt_account(
-    account: Counter, outcomes: "dict[int, GroupOutcome]", kept: "dict[int, GroupOutcome]"
+    account: Counter, outcomes: "dict[int, GroupOutcome]", trained: "dict[int, GroupOutcome]"
 ) -> dict[str, float]:
-    """Count where the prompts and rollouts of a step went, over all ranks."""
-    dropped = [o for o in outcomes.values() if o.slot not in kept]
+    """Count the prompts of a step by fate (skipped, probed, dropped, ...) and the tokens of dropped groups.
+
+    outcomes: all groups sampled in the step, over all ranks, by slot; trained: the groups trained on.
+    """
+    dropped = [o for o in outcomes.values() if o.slot not in trained]
     return {
         "account/prompts_offered": account["offered"],
         "account/prompts_skipped": account["skipped"],
@@ -175,15 +188,18 @@ def prompt_account(
 
 
 def token_metrics(
-    batch: "RolloutBatch", seen: list[tuple[list[int], dict]], num_entropy_groups: int
+    batch: "RolloutBatch", micro_batches: list[tuple[list[int], dict]], num_entropy_groups: int
 ) -> dict[str, tuple[float, float]]:
-    """Measure the tokens of an update as (sum, count), some of them by entropy group; _max is the largest.
+    """Measure the tokens of an update as (sum, count); clipping, entropy and mismatch also by entropy group.
 
-    seen: (rows, {name: [b, T] values}) of every micro-batch, among them entropy_group, and ratio
-    if it is an update's.
+    micro_batches: (rows, {name: [b, T] values}) of every micro-batch. The names include entropy_group and, in
+    an update, ratio.
     """
-    sums, counts, largest, bins = Counter(), Counter(), Counter(), Counter()
-    for rows, statistics in seen:
+    sums = Counter()
+    counts = Counter()
+    maxima = Counter()
+    bins = Counter()
+    for rows, statistics in micro_batches:
         mask = batch.response_mask[rows]
         values = {name: value.cpu()[mask] for name, value in statistics.items()}  # [tokens]
         entropy_groups = values.pop("entropy_group")
@@ -197,21 +213,22 @@ def token_metrics(
                 sums[f"{name}/entropy_group_{k}"] += value[entropy_groups == k].sum().item()
                 counts[f"{name}/entropy_group_{k}"] += int((entropy_groups == k).sum())
             if name in ("abs_dlogp", "abs_log_ratio", "clip_eps") and len(value):
-                largest[f"{name}_max"] = max(largest[f"{name}_max"], value.max().item())
+                maxima[f"{name}_max"] = max(maxima[f"{name}_max"], value.max().item())
         bins.update(histogram(values["abs_dlogp"]) if "abs_dlogp" in values else ())
     means = {name: (sums[name], counts[name]) for name in sums}
-    return means | {n: (value, 1) for n, value in largest.items()} | {"abs_dlogp_p99": (bins, 1)}
+    return means | {name: (value, 1) for name, value in maxima.items()} | {"abs_dlogp_p99": (bins, 1)}
 
 
 def mismatch_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Measure how far the trainer is from the sampler that drew a token, [b, T].
+    """Measure the mismatch between trainer and engine on each sampled token, [b, T].
 
-    With d = log pi_old - log pi_rollout:
+    With d = log pi_old - log pi_rollout (trainer minus engine, nats):
 
-        abs_dlogp |d|,   mismatch_k3 exp(d) - 1 - d, whose mean is KL(pi_rollout, pi_old),
-        mismatch_extreme |d| > log 2,   mismatch_weight exp(d), mismatch_weight_sq its square
-
-    effective_sample_size() is made of the last two.
+        abs_dlogp           |d|
+        mismatch_k3         exp(d) - 1 - d; the mean estimates KL(pi_rollout, pi_old) (k3)
+        mismatch_extreme    1 if |d| > log 2, that is, if the probabilities differ by more than a factor of 2
+        mismatch_weight     exp(d), the importance weight w
+        mismatch_weight_sq  w^2, for effective_sample_size()
     """
     d = old_logprobs - rollout_logprobs
     weight = d.clamp(max=MAX_LOG_WEIGHT).exp()
@@ -225,12 +242,18 @@ def mismatch_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
 
 
 def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
-    """Replace the moments of the trainer-engine weights by (mean w)^2 / mean w^2, also by entropy group."""
+    """Replace the moments of the importance weights w by (mean w)^2 / mean w^2, also by entropy group.
+
+    1: all weights are equal; 0.5: the sampled tokens are worth half as many tokens of the trainer's policy.
+    """
     sizes = {}
     for name in [name for name in metrics if name.split("/")[0] == "mismatch_weight"]:
         suffix = name.removeprefix("mismatch_weight")
-        mean, mean_sq = metrics.pop(name), metrics.pop(f"mismatch_weight_sq{suffix}")
-        sizes[f"mismatch_ess{suffix}"] = mean * mean / mean_sq if mean_sq else math.nan  # it underflowed
+        mean = metrics.pop(name)
+        mean_sq = metrics.pop(f"mismatch_weight_sq{suffix}")
+        sizes[f"mismatch_ess{suffix}"] = (
+            mean * mean / mean_sq if mean_sq else math.nan
+        )  # underflow: mean_sq 0
     return sizes
 
 
@@ -238,13 +261,14 @@ BINS_PER_DECADE = 100  # a quantile of histogram() is at most 2.4 % too large
 
 
 def histogram(values: Tensor) -> Counter:
-    """Count non-negative values in logarithmic bins, {bin: count}; all below 1e-9 are in the first bin."""
+    """Count non-negative values in logarithmic bins, {bin: count}; the first bin holds all values <= 1e-9."""
     bins = (values.double().clamp(min=1e-9).log10() * BINS_PER_DECADE).floor()
-    return Counter(dict(zip(*(part.tolist() for part in bins.unique(return_counts=True)))))
+    edges, counts = bins.unique(return_counts=True)
+    return Counter(dict(zip(edges.tolist(), counts.tolist())))
 
 
 def quantile_of(bins: Counter, share: float) -> float:
-    """Return the upper edge of the bin that holds the quantile; NaN without values."""
+    """Return the upper edge of the bin that contains the quantile; NaN for an empty histogram."""
     remaining = share * sum(bins.values())
     for edge in sorted(bins):
         remaining -= bins[edge]
@@ -254,11 +278,15 @@ def quantile_of(bins: Counter, share: float) -> float:
 
 
 class Clock:
-    """Measure wall time by phase: `with clock("update"): ...`. A phase may be entered many times a step."""
+    """Measure wall time by phase: `with clock("update"): ...`. A phase may be entered many times per step.
+
+    total: seconds by phase over the whole run, updated in place.
+    """
 
     def __init__(self, total: dict[str, float]):
-        self.total, self.step = total, {}
-        self.now = ("start", str)  # phase, and what says what is in work; read by the watchdog's thread
+        self.total = total
+        self.step = {}  # seconds by phase in the current step
+        self.now = ("start", str)  # (phase, function that describes the work), read by the watchdog's thread
 
     @contextlib.contextmanager
     def __call__(self, phase: str, work: Callable[[], str] = str):
@@ -272,18 +300,19 @@ class Clock:
 
     def take_step(self) -> dict[str, float]:
         """Return the seconds by phase since the last call."""
-        taken, self.step = self.step, {}
-        return {f"seconds/{phase}": seconds for phase, seconds in taken.items()}
+        step = self.step
+        self.step = {}
+        return {f"seconds/{phase}": seconds for phase, seconds in step.items()}
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Print a warning that may come at every step."""
+    """Print a warning once, however often it is raised."""
     tqdm.write(f"warning: {text}")
 
 
 def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dict) -> None:
-    """Write one row of metrics.jsonl and the same scalars to the trackers."""
+    """Write one row of metrics.jsonl, and the same scalars to the trackers (for example, TensorBoard)."""
     if accelerator.is_main_process:
         histograms = {name: metrics[name] for name in metrics if name.endswith("_hist")}
         metrics = {n: value for n, value in metrics.items() if n not in histograms and math.isfinite(value)}
@@ -295,8 +324,8 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
         for tracker in accelerator.trackers:
             try:
                 tracker.log(metrics, step=state.step)
-            except Exception as error:  # its server may be gone; the row is in metrics.jsonl
-                warn_once(f"tracker {tracker.name} does not take metrics: {type(error).__name__}")
+            except Exception as error:  # for example, a server is down; metrics.jsonl has the row anyway
+                warn_once(f"tracker {tracker.name} refuses metrics: {type(error).__name__}")
         is_due = state.step % config.run.log_every == 0 and "tensorboard" in config.run.trackers
         for name, bins in histograms.items() if is_due else ():
             values = [10 ** ((edge + 0.5) / BINS_PER_DECADE) for edge in sorted(bins.elements())]
@@ -306,11 +335,12 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
 
 
 def log_samples(config: "Config", state: "TrainState", batch: "RolloutBatch", tokenizer) -> None:
-    """Write the first group of a step to samples.jsonl; experiments/evaluate.py --run makes a page of it."""
+    """Write the first group of a step to samples.jsonl; `experiments/evaluate.py --run` renders the file."""
     path = Path(config.run.dir) / "samples.jsonl"
     with writing(path), path.open("a") as file:
         for i in (batch.group_index == 0).nonzero().flatten().tolist():
-            prompt, token_ids = batch.prompts[i], batch.completion_ids[i]
+            prompt = batch.prompts[i]
+            token_ids = batch.completion_ids[i]
             num = len(token_ids)
             row = {"step": state.step, "prompt": prompt.text, "completion": tokenizer.decode(token_ids)}
             row |= asdict(batch.verdicts[i])
@@ -318,13 +348,13 @@ def log_samples(config: "Config", state: "TrainState", batch: "RolloutBatch", to
             row |= {"num_tokens": num, "finish_reason": batch.finish_reason[i], "token_ids": token_ids}
             nats = {"rollout_logprobs": batch.rollout_logprobs, "trainer_logprobs": batch.old_logprobs}
             for name, values in (nats | {"entropy": batch.entropy}).items():
-                if values is not None:  # the trainer's only where the update needs them beforehand
+                if values is not None:  # old_logprobs and entropy exist only if the update needs them
                     row[name] = values[i, :num].tolist()
             file.write(json.dumps(row) + "\n")
 
 
 def console_line(state: "TrainState", metrics: dict[str, float]) -> str:
-    """Write what the console shows of a step."""
+    """Return the console's line about a step."""
     share = metrics["gradient_tokens_total"] / max(1, metrics["tokens_total"])
     return (
         f"step {state.step:>5}  score {metrics['score']:.3f}  "

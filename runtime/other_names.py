@@ -1,9 +1,10 @@
-"""Say how settings are called in TRL, transformers and verl, so that an error can name ours.
+"""Names of settings in TRL, transformers and verl, so that the error about an unknown name can suggest ours.
 
-docs/from_trl_or_verl.md lists the same names with what differs in meaning.
+For example, `train.num_generations` gets "unknown setting, did you mean rollout.group_size?".
+docs/from_trl_or_verl.md lists the same names, with the differences in meaning.
 """
 
-# {last part of the name of a setting there: the name of ours}
+# {last part of the setting's name in the other library: our setting}
 NAMES_ELSEWHERE = {
     "model_name_or_path": "model.path",
     "expert_model_parallel_size": "model.ep_size",

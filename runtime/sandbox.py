@@ -1,17 +1,21 @@
-"""Run Python programs that nobody has read, such as those a model wrote, without network, files or rights.
+"""Run untrusted Python programs, for example completions of a model, without network, files or rights.
 
     check_sandbox("bubblewrap")                               # ValueError says what to install or to set
     run_program("print(int(input()) + 1)", "41").stdout       # "42\n"
     with Sandbox(source, Limits(wall_s=2)) as sandbox:        # one start for many tests of one program
         sandbox.run("1 2\n").stdout                           # each test in a fresh process
-        sandbox.run(expression="add(1, 2)").value             # "3": a literal of what the program gave back
+        sandbox.run(expression="add(1, 2)").value             # "3": the value of the expression, as a literal
 
-Two walls stand one behind the other. The first is the namespaces of bubblewrap (`bwrap`): the program sees
-/usr, the Python installation and an empty folder, no network, no other process. The second holds without
-bubblewrap, too: limits of the process (rlimits) and a filter of system calls (seccomp) that refuses to make
-processes, run files, open sockets, send signals, trace, mount and what else a script has no use for. A
-program is therefore one process with some threads, and its limit of memory is that of all it does.
-docs/code_rewards.md lists what was tried against them and what they do not stop.
+A program is confined in two layers:
+
+1. The namespaces of bubblewrap (`bwrap`). The program sees /usr, the Python installation and an empty folder,
+   but no network and no other process.
+2. Limits of the process (rlimits) and a filter of system calls (seccomp), also without bubblewrap. The filter
+   refuses system calls that a script should not need, for example creating processes, executing files,
+   opening sockets, sending signals, tracing and mounting. A program is therefore a single process with some
+   threads, and the memory limit of the process covers all of its work.
+
+docs/code_rewards.md lists the attacks that were tried, and the attacks that these layers do not stop.
 """
 
 import contextlib
@@ -35,50 +39,53 @@ from typing import Literal
 
 Isolation = Literal["bubblewrap", "rlimits"]
 INSIDE = Path(__file__).with_name("sandbox_inside.py")
-START_S = 20.0  # seconds; a sandbox that has not started by then will not
-# Modules that are imported before the first test if a program names them, so that its tests need not.
+START_S = 20.0  # seconds; a sandbox that takes longer to start counts as broken
+# Modules that are imported once, before the first test, if the program imports them: each test starts faster.
 SHARED_MODULES = frozenset(
     "bisect collections copy datetime decimal fractions functools heapq itertools json math numpy operator "
     "random re statistics string typing".split()
 )
-GRACE_S = 5.0  # seconds past a test's limit after which the process inside counts as lost
+GRACE_S = 5.0  # seconds beyond a test's time limit after which the process inside counts as lost
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one test may use."""
+    """The resources of one test."""
 
-    wall_s: float = 5.0  # seconds by the clock, and, rounded up, of all its threads together
-    memory_bytes: int = 1 << 30  # address space; never more than the calling process may use
-    output_bytes: int = 4 << 20  # stdout, stderr, and each file that it writes
+    wall_s: float = 5.0  # wall time; also the CPU time of all threads together, rounded up to full seconds
+    memory_bytes: int = 1 << 30  # address space; capped at the limit of the calling process
+    output_bytes: int = 4 << 20  # stdout, stderr, and each written file
     folder_bytes: int = 64 << 20  # all files together (bubblewrap only)
-    threads: int = 64  # bubblewrap only: elsewhere the kernel counts those of all the user's processes
+    threads: int = 64  # bubblewrap only: elsewhere the kernel counts the threads of all the user's processes
     open_files: int = 64
 
 
 @dataclass(frozen=True)
 class Result:
-    """How one test ended."""
+    """The outcome of one test."""
 
-    exit: int  # exit status, or minus the signal that ended it
-    reason: str  # "" | "time": killed at its limit | "output": it wrote too much | "lost": the sandbox ended
+    exit: int  # exit status, or minus the number of the fatal signal
+    reason: (
+        str  # "" | "time": killed at the time limit | "output": wrote too much | "lost": the sandbox ended
+    )
     stdout: str
-    stderr: str  # its end
-    value: str  # a literal of what the expression gave; "" without one
+    stderr: str  # the last 2,000 bytes
+    value: str  # value of the expression, as a literal; "" without an expression
 
 
 class Sandbox(contextlib.AbstractContextManager):
     """Run the tests of one program, each in a fresh process and an empty folder.
 
-    isolation: "bubblewrap" or "rlimits". "rlimits" does without namespaces. It does not keep a program from
-    reading every file that the user may read, environments in /proc included, nor from writing and deleting
-    the user's files, and it does not count threads. It is for machines that refuse namespaces and
-    hold nothing worth protecting. A caller that is killed leaves the folder behind. RuntimeError: the sandbox
-    does not start.
+    isolation: "bubblewrap" (both layers) or "rlimits" (the second layer only). With "rlimits" a program can
+    read every file that the user can read, environments in /proc included, can write and delete the user's
+    files, and can start any number of threads. Use this only on machines that refuse namespaces and hold
+    nothing worth protecting. If the caller is killed, the temporary folder stays behind. RuntimeError if the
+    sandbox does not start.
     """
 
     def __init__(self, source: str, limits: Limits = Limits(), isolation: Isolation = "bubblewrap"):
-        self.limits, self._folder = limits, None
+        self.limits = limits
+        self._folder = None
         command = inside_command()
         environment = {
             "PATH": "/usr/bin:/bin",
@@ -88,7 +95,7 @@ class Sandbox(contextlib.AbstractContextManager):
         }
         uid = 0
         if isolation == "bubblewrap":
-            # RLIMIT_NPROC does not hold for root, so each caller's programs run as a user of their own.
+            # RLIMIT_NPROC is ignored for root, so each caller's programs run under a separate user ID.
             uid = 0 if os.getuid() else 2**30 + os.getpid()
             if (program := shutil.which("bwrap")) is None:
                 raise RuntimeError("bubblewrap is not installed: `apt-get install bubblewrap`")
@@ -122,7 +129,7 @@ class Sandbox(contextlib.AbstractContextManager):
             raise RuntimeError(message) from error
 
     def run(self, stdin: str = "", expression: str = "", wall_s: float | None = None) -> Result:
-        """Run the program with this stdin, or, with an expression, as a module whose names it may use."""
+        """Run the program as a script with this stdin, or as a module, and evaluate an expression."""
         wall_s = self.limits.wall_s if wall_s is None else wall_s
         self._deadline = time.monotonic() + wall_s + GRACE_S
         if self._process.stdout.closed:
@@ -131,7 +138,7 @@ class Sandbox(contextlib.AbstractContextManager):
             self._send(stdin, expression, str(wall_s))
             exit_status, *texts = self._read_message(5)
         except (OSError, EOFError):
-            self._process.kill()  # a late answer must not become that of the next test
+            self._process.kill()  # otherwise a late answer would be read as the answer of the next test
             self._process.wait()
             self._process.stdout.close()
             return Result(-9, "lost", "", "", "")
@@ -147,15 +154,16 @@ class Sandbox(contextlib.AbstractContextManager):
         return [self._read(int.from_bytes(self._read(4), "big")) for _ in range(count)]
 
     def _read(self, size: int) -> bytes:
-        data, poller = bytearray(), select.poll()
+        data = bytearray()
+        poller = select.poll()
         poller.register(self._process.stdout, select.POLLIN)
         while len(data) < size:
             if not poller.poll(max(0, self._deadline - time.monotonic()) * 1000):
                 raise OSError(errno.ETIMEDOUT, "the process inside is silent")
-            part = self._process.stdout.read(size - len(data))
-            if not part:
+            chunk = self._process.stdout.read(size - len(data))
+            if not chunk:
                 raise EOFError("the process inside has ended")
-            data += part
+            data += chunk
         return bytes(data)
 
     def _last_words(self) -> str:
@@ -163,11 +171,10 @@ class Sandbox(contextlib.AbstractContextManager):
         return self._process.stderr.read().decode(errors="replace").strip()[-300:]
 
     def close(self) -> None:
-        """Kill all that runs inside and remove its folder."""
+        """Kill all processes of the sandbox and remove the temporary folder."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                self._process.pid, 9
-            )  # nothing inside can leave the group: setsid and setpgid are refused
+            # The filter refuses setsid and setpgid, so no program can leave the process group.
+            os.killpg(self._process.pid, 9)
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             pipe.close()
         self._process.wait()
@@ -187,7 +194,7 @@ def run_program(
 
 
 def check_sandbox(isolation: Isolation) -> None:
-    """Run a program to see whether this machine allows the isolation; ValueError says what to do if not."""
+    """Run a program to test whether this machine supports the isolation; ValueError names the remedy."""
     if isolation == "bubblewrap" and shutil.which("bwrap") is None:
         raise ValueError(
             "code rewards run programs in bubblewrap, which is not installed: `apt-get install bubblewrap`, "
@@ -200,16 +207,16 @@ def check_sandbox(isolation: Isolation) -> None:
     if result.stdout != "42\n":
         raise ValueError(
             f"programs cannot be run with reward.sandbox={isolation} "
-            f"({(result.stderr or result.reason).strip()}). bubblewrap needs a user who may make namespaces "
+            f"({(result.stderr or result.reason).strip()}). bubblewrap needs permission to create namespaces "
             "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; "
-            "--cap-add SYS_ADMIN for a container); reward.sandbox=rlimits does without, but does not protect "
-            "your files"
+            "--cap-add SYS_ADMIN for a container); reward.sandbox=rlimits works without namespaces, but does "
+            "not protect your files"
         )
 
 
 @functools.cache
 def inside_command() -> list[str]:
-    """Return the command line of the process inside: its code is compiled here, once."""
+    """Return the command line of the process inside. The code is compiled once, here, to start faster."""
     code = marshal.dumps(compile(INSIDE.read_text(), INSIDE.name, "exec")).hex()
     start = "import marshal, sys; exec(marshal.loads(bytes.fromhex(sys.argv[1])))"
     return [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-X", "utf8", "-c", start, code]
@@ -217,17 +224,17 @@ def inside_command() -> list[str]:
 
 @functools.cache
 def bubblewrap_arguments(folder_bytes: int, is_root: bool) -> list[str]:
-    """Return bwrap's arguments that give the command after them namespaces of its own.
+    """Return the arguments of bwrap that run the command after them in new namespaces.
 
-    Root needs no user namespace. It keeps the rights that the process inside needs to run the program as
-    another user, to kill it and to empty its folder; the program itself has none.
+    Under root, bwrap creates no user namespace, and the process inside keeps the capabilities to switch to
+    another user, to kill the program and to empty the folder. The program itself gets no capability.
     """
     command = "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try".split()
     command += ["--as-pid-1", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
     for right in ("SETUID", "SETGID", "KILL", "DAC_OVERRIDE") if is_root else ():
         command += ["--cap-add", f"CAP_{right}"]
     command += [] if is_root else ["--unshare-user"]
-    # Folders are made one by one because those that bwrap makes on the way are closed to other users.
+    # Create every folder explicitly, because bwrap creates missing parents without access for other users.
     command += ["--dir", "/etc", "--dir", "/dev"]
     command += ["--ro-bind", "/usr", "/usr", "--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     for folder in ("/bin", "/sbin", "/lib", "/lib64"):
@@ -235,13 +242,13 @@ def bubblewrap_arguments(folder_bytes: int, is_root: bool) -> list[str]:
             command += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             command += ["--ro-bind", folder, folder]
-    folders = sys.base_prefix, os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")
-    for folder in map(Path, dict.fromkeys(folders)):  # base_prefix may be a link, and is sought by both names
+    folders = [sys.base_prefix, os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")]
+    for folder in map(Path, dict.fromkeys(folders)):  # base_prefix may be a link, and Python uses both names
         if Path("/usr") not in [folder, *folder.parents]:
             for parent in list(folder.parents)[-2::-1]:
                 command += ["--dir", str(parent)]
             command += ["--ro-bind", str(folder), str(folder)]
-    for device in ("null", "zero", "random", "urandom"):  # no /dev/shm: it would have no limit
+    for device in ("null", "zero", "random", "urandom"):  # /dev/shm is left out, because no limit covers it
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     command += ["--size", str(folder_bytes), "--perms", "1777", "--tmpfs", "/tmp"]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp"]
@@ -250,15 +257,15 @@ def bubblewrap_arguments(folder_bytes: int, is_root: bool) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------
 # The filter of system calls
 # ------------------------------------------------------------------------------------------------------------
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # their AUDIT_ARCH
-REFUSED = {  # system call -> its number on x86_64 and on aarch64; None where there is none
-    # processes: none is made, none is signalled; clone3 hides its flags, so the C library has to use clone
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # AUDIT_ARCH of each
+REFUSED = {  # system call -> (number on x86_64, number on aarch64); None: does not exist there
+    # processes and signals; clone3 passes flags in memory, so ENOSYS makes libc fall back to clone
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281),
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
     "pidfd_getfd": (438, 438), "setsid": (112, 157), "setpgid": (109, 154), "ptrace": (101, 117),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    # network, and memory that no limit counts
+    # network, and memory outside of all limits
     "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447),
     "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
@@ -283,19 +290,27 @@ CLONE_THREAD = 0x10000
 
 @functools.cache
 def system_call_filter() -> bytes:
-    """Return the program for the kernel's filter (classic BPF) that refuses with EPERM what REFUSED lists.
+    """Return the kernel's filter program (classic BPF), which fails every call in REFUSED with EPERM.
 
-    clone is allowed for threads, prlimit64 for the caller itself. ValueError on other processors.
+    clone is allowed for threads only, and prlimit64 for the calling process only. ValueError on a processor
+    outside of ARCHITECTURES.
     """
     machine = platform.machine()
     if machine not in ARCHITECTURES:
-        raise ValueError(f"programs can be confined on {', '.join(ARCHITECTURES)}, not on {machine}")
+        raise ValueError(f"the sandbox supports {', '.join(ARCHITECTURES)}, not {machine}")
     column = list(ARCHITECTURES).index(machine)
-    load, equal, bits, at_least, give = 0x20, 0x15, 0x45, 0x35, 0x06  # LD W ABS, JEQ K, JSET K, JGE K, RET K
-    allow, kill, refuse, unknown = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+    load = 0x20  # LD W ABS
+    equal = 0x15  # JEQ K
+    bits = 0x45  # JSET K
+    at_least = 0x35  # JGE K
+    give = 0x06  # RET K
+    allow = 0x7FFF0000
+    kill = 0x80000000
+    refuse = 0x50000 | errno.EPERM
+    unknown = 0x50000 | errno.ENOSYS
     steps = [  # code, steps skipped if true, steps skipped if false, operand
         (load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill),
-        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, refuse),  # x32 has numbers of its own
+        (load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, refuse),  # x32 calls have other numbers
         (equal, 0, 1, CLONE3[column]), (give, 0, 0, unknown),
     ]  # fmt: skip
     for numbers in REFUSED.values():

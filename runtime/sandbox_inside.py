@@ -1,9 +1,9 @@
-"""Run one Python program again and again, a fresh process for each test: what goes on inside a sandbox.
+"""The process inside a sandbox: run one Python program repeatedly, with a forked child for each test.
 
-runtime/sandbox.py starts this file by `python -P -s -S -c`, so it imports only what it needs of the standard
-library: a start costs milliseconds, and a test costs a fork. This is the one process that talks to the
-outside. A program runs in a child that has neither this process' pipes nor the right to signal, trace or read
-it, and an expected answer never comes in here: what is sent out is what the program wrote or gave back.
+runtime/sandbox.py starts this file by `python -P -s -S -c`. Few modules are imported, so that a start takes
+milliseconds and a test only a fork. Only this process talks to the caller. A program runs in a child without
+access to these pipes, and without the right to signal, trace or read this process. Expected answers stay
+outside of the sandbox: this process sends back output and values, and the caller compares them.
 """
 
 import atexit
@@ -15,8 +15,9 @@ import resource
 import select
 import sys
 
-SIGINT, SIGKILL = 2, 9  # the module `signal` would take as long to import as a test takes
-STDERR_BYTES = 2000  # the end of what a program writes to stderr is sent out
+SIGINT = 2  # constants, because importing the module `signal` would take as long as a test
+SIGKILL = 9
+STDERR_BYTES = 2000  # of stderr, only the last bytes are sent back
 
 
 class FilterProgram(ctypes.Structure):
@@ -26,41 +27,42 @@ class FilterProgram(ctypes.Structure):
 
 
 def receive(count: int) -> list[bytes]:
-    """Read a message, byte strings with their lengths in front; EOFError where there is none."""
+    """Read a message: `count` byte strings, each after a 4-byte length. EOFError at the end of the input."""
 
     def read(size: int) -> bytes:
         data = b""
         while len(data) < size:
-            data += (part := os.read(0, size - len(data)))
-            if not part:
+            chunk = os.read(0, size - len(data))
+            if not chunk:
                 raise EOFError
+            data += chunk
         return data
 
     return [read(int.from_bytes(read(4), "big")) for _ in range(count)]
 
 
 def send(*fields: bytes) -> None:
-    """Write a message."""
+    """Write a message: each byte string after a 4-byte length."""
     data = memoryview(b"".join(len(field).to_bytes(4, "big") + field for field in fields))
     while data:
         data = data[os.write(1, data) :]
 
 
 def main() -> None:
-    """Answer each message (stdin, expression, seconds) by (exit status, reason, stdout, stderr, value)."""
+    """Answer every request (stdin, expression, seconds) with (exit status, reason, stdout, stderr, value)."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: end with the process outside
-    libc.signal(SIGINT, 1)  # SIG_IGN; process 1 of a namespace ignores all signals that it does not handle
+    libc.prctl(1, SIGKILL)  # PR_SET_PDEATHSIG: die together with the caller
+    libc.signal(SIGINT, 1)  # SIG_IGN; process 1 of a namespace ignores all other signals by default
     limits, bpf, packages, modules, source = receive(5)
     memory, output, threads, files, uid = map(int, limits.split())
     sys.path.append(packages.decode())
-    for name in modules.decode().split():  # once here instead of once a test
+    for name in modules.decode().split():  # imported once here instead of in every test
         try:
             __import__(name)
         except ImportError:
-            pass  # the program will say so
+            pass  # the program's own import will fail with the same error
     send(b"ready")
-    gc.freeze()  # a child need not look at, and so copy, what is there by now
+    gc.freeze()  # keep the child's garbage collector from touching, and so copying, all existing objects
     while True:
         try:
             stdin, expression, seconds = receive(3)
@@ -89,7 +91,7 @@ def main() -> None:
 
 
 def wait_for(child: int, seconds: float) -> tuple[int, str]:
-    """Wait for a child and kill what is left; return its exit status, or minus a signal, and a reason."""
+    """Wait for a child, then kill all other processes; return the exit status (or -signal) and a reason."""
     descriptor = os.pidfd_open(child)
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
@@ -103,7 +105,7 @@ def wait_for(child: int, seconds: float) -> tuple[int, str]:
 
 
 def empty_folder() -> None:
-    """Empty the working folder; an exception ends the sandbox, and with it the tests that are left."""
+    """Empty the working folder. An exception ends the sandbox: no test may see files of an earlier test."""
     if os.listdir("."):
         for folder, folders, files in os.walk(os.getcwd(), topdown=False):
             for name in files:
@@ -127,7 +129,7 @@ def confine(
     seconds: float,
     bpf: bytes,
 ) -> None:
-    """Give up, for good, whatever a program does not need."""
+    """Drop all rights and resources beyond the limits, irreversibly, before the program starts."""
     for number, pipe in enumerate(pipes):  # stdin, stdout, stderr, and 3 for the value of an expression
         os.dup2(pipe, number)
     os.closerange(4, 64)
@@ -160,8 +162,8 @@ def confine(
 
 
 def run_program(source: bytes, expression: bytes) -> None:
-    """Run a program as a script, or, with an expression, as a module, and send the expression's value."""
-    builtins.exit = builtins.quit = sys.exit  # the module `site`, which is not imported here, has them
+    """Run a program as a script; or import it as a module, evaluate an expression and send back the value."""
+    builtins.exit = builtins.quit = sys.exit  # usually defined by the module `site`, which -S leaves out
     name = "program" if expression else "__main__"
     module = sys.modules[name] = sys.modules["__main__"] = type(sys)(name)
     sys.argv = ["program.py"]
@@ -171,19 +173,20 @@ def run_program(source: bytes, expression: bytes) -> None:
 
 
 def run_and_exit(source: bytes, expression: bytes) -> None:
-    """Run a program and end this process as Python does, but for the milliseconds that tidying up takes."""
+    """Run a program and exit as Python would, but skip the interpreter's slow clean-up."""
     status = _status_of(run_program, source, expression)
     if "threading" in sys.modules:
-        status = _status_of(sys.modules["threading"]._shutdown) or status  # it waits for threads
+        status = _status_of(sys.modules["threading"]._shutdown) or status  # waits for threads
     atexit._run_exitfuncs()
-    status = _flush(sys.stdout, sys.__stdout__) or status  # a file of the program's own class needs its names
-    sys.modules["__main__"].__dict__.clear()  # files that the program left open are closed
+    # First of all flush, because a replacement of sys.stdout may use names of the program.
+    status = _flush(sys.stdout, sys.__stdout__) or status
+    sys.modules["__main__"].__dict__.clear()  # closes the files that the program left open
     gc.collect()
     os._exit(_flush(sys.__stdout__) or status)
 
 
 def _flush(*files) -> int:
-    """Flush what is there and open, and return the exit status."""
+    """Flush the open files among `files` and return the exit status."""
     open_files = [file for file in files if file is not None and not getattr(file, "closed", False)]
     return max([_status_of(file.flush) for file in open_files], default=0)
 
@@ -203,7 +206,7 @@ def _status_of(function, *arguments) -> int:
 
 
 def literal(value: object) -> str:
-    """Write a value of plain types as a literal, and one of their subclasses as its plain type."""
+    """Write a value as a literal of plain types, for example a NumPy array as a list."""
     if value is None or isinstance(value, (bool, complex)):
         return repr(value)
     if isinstance(value, float):
@@ -222,7 +225,7 @@ def literal(value: object) -> str:
             return start + ",".join(map(literal, value)) + end if value else empty
     if hasattr(value, "tolist"):  # numpy's arrays and numbers
         return literal(value.tolist())
-    return literal(float(value))  # Fraction, Decimal; TypeError for what is no number
+    return literal(float(value))  # Fraction, Decimal; TypeError for anything but a number
 
 
 if __name__ == "__main__":

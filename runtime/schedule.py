@@ -1,8 +1,8 @@
-"""Put work in order and spread it: requests into an engine, groups over ranks, rows over micro-batches.
+"""Order and distribute work: requests for an engine, groups over ranks, rows over micro-batches.
 
-Reading order: longest_first() and deal_groups() deal items to ranks or updates, WaitingLine feeds an engine
-as long as CacheRoom has room, exchange() moves groups between ranks, split_micro_batches() cuts the rows of
-an update.
+Reading order: longest_first() and deal_groups() assign items to ranks or updates, WaitingLine orders the
+requests of an engine and CacheRoom limits how many run at once, exchange() moves groups between ranks,
+split_micro_batches() splits the rows of an update.
 """
 
 import copyreg
@@ -26,82 +26,85 @@ if TYPE_CHECKING:
 # Order
 # ------------------------------------------------------------------------------------------------------------
 def longest_first(sizes: list[float], num_bins: int, load: list[float] | None = None) -> list[int]:
-    """Deal items to bins: the largest goes first, each to the bin that holds the least (LPT, Graham 1969).
+    """Assign items to bins, largest item first, each to the bin with the smallest load (LPT, Graham 1969).
 
-    load: what the bins hold already. Returns the bin of each item. Equal items go in their order, to equal
-    bins in theirs.
+    Example: sizes 5, 4, 3 and two bins give bins 0, 1, 1. load: initial load of each bin. Returns the bin of
+    each item. Ties go to the earlier item and the earlier bin.
     """
     bins = [0] * len(sizes)
-    heap = [(held, number) for number, held in enumerate(load or [0.0] * num_bins)]
+    heap = [(size, number) for number, size in enumerate(load or [0.0] * num_bins)]
     heapq.heapify(heap)
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
-        held, bins[item] = heapq.heappop(heap)
-        heapq.heappush(heap, (held + sizes[item], bins[item]))
+        size, bins[item] = heapq.heappop(heap)
+        heapq.heappush(heap, (size + sizes[item], bins[item]))
     return bins
 
 
 def deal_groups(
     tokens: list[float], work: list[float], num_ranks: int, load: Sequence[Sequence[float]] | None = None
 ) -> list[int]:
-    """Deal groups to ranks by the engine's work and by that of the reward workers; return each one's rank.
+    """Assign groups to ranks, balancing both the engines and the reward workers; return each group's rank.
 
-    tokens, work: a group's tokens, and its verdicts in the same unit (Request.work_tokens). The group with
-    most of either goes first, each to the rank whose larger sum stays the least; of equal ranks to the one
-    that holds less of both [ours]. Where verdicts take no time this is longest_first(). load: (tokens, work)
-    that ranks hold already.
+    tokens, work: tokens of a group, and the cost of its verdicts in the same unit (Request.work_tokens).
+    Groups are taken in descending order of the larger of the two numbers. Each goes to the rank where the
+    larger of the two sums stays smallest; ties go to the smaller total [ours]. If verdicts take no time, this
+    is longest_first(). load: initial (tokens, work) of each rank.
     """
     sizes = np.array([tokens, work], dtype=float)  # [2, groups]
-    held = np.array(load or [(0.0, 0.0)] * num_ranks).T  # [2, ranks]
+    loads = np.array(load or [(0.0, 0.0)] * num_ranks).T  # [2, ranks]
     ranks = [0] * len(tokens)
     for group in np.argsort(-sizes.max(0), kind="stable").tolist():
-        sums = held + sizes[:, group, None]
-        largest = sums.max(0)
-        equal = np.flatnonzero(largest == largest.min())
-        ranks[group] = rank = int(equal[sums.sum(0)[equal].argmin()])
-        held[:, rank] = sums[:, rank]
+        sums = loads + sizes[:, group, None]  # [2, ranks]
+        largest = sums.max(0)  # [ranks]
+        candidates = np.flatnonzero(largest == largest.min())
+        ranks[group] = rank = int(candidates[sums.sum(0)[candidates].argmin()])
+        loads[:, rank] = sums[:, rank]
     return ranks
 
 
 def verdict_tokens(
     seconds: float, seconds_per_step: float, tokens_per_second: float, at_once: int
 ) -> tuple[float, float]:
-    """Return what a verdict costs in tokens: latency_tokens and work_tokens of rollout.Request.
+    """Convert the cost of a verdict into tokens: latency_tokens and work_tokens of rollout.Request.
 
-    seconds: that a worker takes for it; the engine's seconds per step and tokens per second; at_once: how
-    many verdicts the workers find at the same time. The latency counts double [ours: in a
-    simulation without Johnson's rule this was better than once or four times; with that rule the factor
-    matters little].
+    seconds: a worker's time for the verdict; seconds_per_step, tokens_per_second: of the engine; at_once:
+    number of verdicts that the workers compute in parallel. The latency counts double [ours: in a simulation,
+    better than a factor of 1 or 4; with Johnson's rule, see WaitingLine, the factor matters little].
     """
     return 2 * seconds / seconds_per_step, seconds * tokens_per_second / at_once
 
 
-AHEAD = (0, 0.0)  # the place of a request that tells what to expect of its group
+AHEAD = (0, 0.0)  # the place of a request that measures the length of its group first
 
 
 class WaitingLine:
-    """Requests that an engine has not started yet, the next one first; equal ones in their order.
+    """Priority queue of the requests that an engine has not started yet; ties keep the order of arrival.
 
-    The longest expected goes first: a long completion that starts last runs alone at the end. So does a slow
-    verdict, and what it takes counts as length (latency_tokens). Requests whose verdicts take the workers
-    longer than they take the engine (work_tokens > expected tokens) go before these, the shortest ahead, by
-    Johnson's rule for two machines in a row (1954): workers that start late end late. That rule knows of no
-    machine with many places, so what is longer than all that waits behind, spread over the slots, goes before
-    them [ours].
+    A place in the queue has four classes:
 
-    Siblings, expected alike, stay next to each other and share their prompt's keys and values. Where nothing
-    is known of a group, one sibling goes ahead of all others, and the group counts as the longest until that
-    one has finished; then what its finished siblings took on average stands for the rest [ours: the best of
-    four rules simulated, see experiments/bench/README.md].
+    0. Scouts: of a group without any record, one request starts first, to measure the length. Until the scout
+       has finished, the group counts as the longest possible; then the mean length of the finished requests
+       is expected of the rest [ours: the best of four simulated rules, see experiments/bench/README.md].
+    1. Very long requests, if class 2 has any: longer than the tokens of classes 1 and 3, divided by the slots
+       [ours, because Johnson's rule assumes a single slot].
+    2. Requests that keep the reward workers busy longer than the engine (work_tokens > expected tokens),
+       shortest first, because workers that start late finish late (Johnson's rule for two machines, 1954).
+    3. All other requests, longest first, because a long completion that starts last runs alone at the end.
+       The latency of a verdict counts as length (latency_tokens).
+
+    Requests of one group have equal places, so they start together and share the KV cache of their prompt.
     """
 
     def __init__(self, requests: "list[Request]", slots: int):
-        self.requests, self.waiting = requests, set(range(len(requests)))
-        others = [r.expected_tokens for r in requests if r.work_tokens <= r.expected_tokens]
-        self.long = sum(others) / slots if len(others) < len(requests) else math.inf  # tokens
+        self.requests = requests
+        self.waiting = set(range(len(requests)))
+        of_engine = [r.expected_tokens for r in requests if r.work_tokens <= r.expected_tokens]
+        has_feeders = len(of_engine) < len(requests)
+        self.long = sum(of_engine) / slots if has_feeders else math.inf  # tokens; longer ones are in class 1
         self.place = [
             self.place_of(r, r.max_new_tokens if r.guessed else r.expected_tokens) for r in requests
         ]
-        self.siblings: dict[int, list[int]] = {}  # {group: requests}, of groups of which nothing is known
+        self.siblings: dict[int, list[int]] = {}  # {group: requests}, for groups without a record
         self.finished: dict[int, list[int]] = {}  # {group: tokens of finished siblings}
         for index, request in enumerate(requests):
             if request.guessed:
@@ -112,10 +115,7 @@ class WaitingLine:
         heapq.heapify(self.heap)
 
     def place_of(self, request: "Request", tokens: float) -> tuple[int, float]:
-        """Return the place of a request that is expected to have so many tokens; the least is next.
-
-        Behind AHEAD: 1 is too long to wait, 2 feeds the workers, 3 is all others.
-        """
+        """Return (class, rank within the class) of a request with this expected length; the least is next."""
         if request.work_tokens > tokens:
             return 2, tokens
         return 1 if tokens > self.long else 3, -(tokens + request.latency_tokens)
@@ -124,21 +124,21 @@ class WaitingLine:
         return len(self.waiting)
 
     def peek(self) -> int:
-        """Return the index of the next request; it stays in the line."""
+        """Return the index of the next request, which stays in the queue."""
         while True:
             place, index = self.heap[0]
-            if index in self.waiting and place == self.place[index]:  # the others were entered anew
+            if index in self.waiting and place == self.place[index]:  # else an outdated entry
                 return index
             heapq.heappop(self.heap)
 
     def pop(self) -> int:
-        """Take out the next request and return its index."""
+        """Remove the next request and return the index."""
         index = self.peek()
         self.waiting.remove(index)
         return index
 
     def record_length(self, index: int, num_tokens: int) -> None:
-        """Take note that a request has ended with num_tokens; its siblings are expected to be like it."""
+        """Record the length of a finished request, and re-rank the waiting requests of an unknown group."""
         group = self.requests[index].group
         if self.requests[index].guessed:
             lengths = self.finished.setdefault(group, [])
@@ -149,17 +149,19 @@ class WaitingLine:
 
 
 class CacheRoom:
-    """Count what running requests will hold of an engine's keys and values, and say if one more fits.
+    """Estimate the KV cache blocks that the running requests will need, and tell whether one more fits.
 
-    An engine that runs out of blocks throws a request out and later computes it again from its first token.
-    So a request counts from its start with the tokens that it is expected to end with, or with those that it
-    has where they are more. Expected are its own expected_tokens; where nothing is known of its prompt
-    (guessed, or 0), the tokens of all requests so far, running ones included, over the number of those that
-    have ended. That is the most likely mean of exponentially distributed lengths of which some are not seen
-    to their end [ours]; before the first has ended it is max_new_tokens. A full block of a prompt counts once
-    for all requests that share it. When nothing runs, anything fits.
+    Why: an engine that runs out of blocks preempts a request and later recomputes it from the first token. So
+    a running request counts with its final length: the expected tokens, or the tokens generated so far if
+    they exceed the expectation. If a prompt has no record (guessed, or expected_tokens 0), the expectation is
 
-    seen: (tokens, requests) that have ended in an earlier rollout; they count as the first ones of this one.
+        tokens of all requests so far, running ones included / number of finished requests,
+
+    the maximum-likelihood mean of exponentially distributed lengths of which some are censored [ours], and
+    max_new_tokens until the first request has finished. Full blocks of a shared prompt count once. An idle
+    engine accepts any request.
+
+    seen: (tokens, requests) finished in the previous rollout, added to numerator and denominator.
     """
 
     def __init__(
@@ -170,66 +172,79 @@ class CacheRoom:
         shares_prompts: bool,
         seen: tuple[int, int] = (0, 0),
     ):
-        self.requests, self.num_blocks, self.block_size, self.seen = requests, num_blocks, block_size, seen
+        self.requests = requests
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.seen_tokens, self.seen_requests = seen
         self.started: dict[int, int] = {}  # {running request: the step at which it started}
-        self.step, self.tokens, self.ended = 0, 0, 0  # steps so far; tokens and number of ended requests
-        self.is_full = False  # one did not fit, and none has ended since
-        self.prompts, self.shared = range(len(requests)), [0] * len(requests)
-        if shares_prompts:  # number of each request's prompt, and its blocks that all with this prompt share
+        self.step = 0  # steps of the engine so far
+        self.tokens = 0  # of finished requests
+        self.ended = 0  # number of finished requests
+        self.is_full = False  # a request did not fit, and none has finished since
+        self.prompts = range(len(requests))  # number of each request's prompt
+        self.shared = [0] * len(requests)  # full blocks of each request's prompt, shared by equal prompts
+        if shares_prompts:
             numbers: dict[tuple[int, ...], int] = {}
             self.prompts = [numbers.setdefault(tuple(r.prompt_ids), len(numbers)) for r in requests]
             self.shared = [(len(request.prompt_ids) - 1) // block_size for request in requests]
-        self.is_counted = False  # the next three hold until the next step or end
-        self.typical = math.inf  # tokens of a request of which nothing is known
-        self.blocks, self.sharing = 0, set()  # blocks and prompts (by number) of all that run
+        self.is_counted = False  # whether the next three attributes are up to date
+        self.typical = math.inf  # expected tokens of a request without a record
+        self.blocks = 0  # expected of all running requests
+        self.sharing = set()  # numbers of the running requests' prompts
 
     def take_step(self) -> None:
-        """Take note of a step of the engine: every running request has at most one token more."""
-        self.step, self.is_counted = self.step + 1, False
+        """Record a step of the engine, which adds at most one token to every running request."""
+        self.step += 1
+        self.is_counted = False
 
     def start(self, index: int) -> None:
-        """Take note that a request has started."""
+        """Record the start of a request."""
         self.started[index] = self.step
         if self.is_counted:
             self.count(index)
 
     def end(self, index: int, num_tokens: int) -> None:
-        """Take note that a request has ended with so many tokens."""
+        """Record the end of a request and the number of its tokens."""
         del self.started[index]
-        self.tokens, self.ended, self.is_full = self.tokens + num_tokens, self.ended + 1, False
+        self.tokens += num_tokens
+        self.ended += 1
+        self.is_full = False
         self.is_counted = False
 
     def typical_tokens(self) -> float:
-        """Return the expected length of a request of which nothing is known; infinite if none has ended."""
+        """Return the expected length of a request without a record; infinite until a request has finished."""
         running = sum(self.step - start for start in self.started.values())
-        ended = self.seen[1] + self.ended
-        return (self.seen[0] + self.tokens + running) / ended if ended else math.inf
+        ended = self.seen_requests + self.ended
+        return (self.seen_tokens + self.tokens + running) / ended if ended else math.inf
 
     def own_blocks(self, index: int, typical: float) -> int:
-        """Return the blocks that a request is expected to need for itself."""
+        """Return the blocks that a request is expected to need beside the shared blocks of the prompt."""
         request = self.requests[index]
-        known = request.expected_tokens > 0 and not request.guessed
+        has_record = request.expected_tokens > 0 and not request.guessed
         generated = self.step - self.started.get(index, self.step)
-        tokens = max(request.expected_tokens if known else typical, generated) + 1  # steps may overlap by one
-        tokens = len(request.prompt_ids) + min(tokens, request.max_new_tokens)
+        expected = request.expected_tokens if has_record else typical
+        new_tokens = max(expected, generated) + 1  # + 1: the engine may run one step ahead
+        tokens = len(request.prompt_ids) + min(new_tokens, request.max_new_tokens)
         return math.ceil(tokens / self.block_size) - self.shared[index]
 
     def more_blocks(self, index: int) -> int:
-        """Return the blocks that a request adds to those that are counted."""
+        """Return the blocks that a request would add to the running requests."""
         is_shared = self.prompts[index] in self.sharing
         return self.own_blocks(index, self.typical) + (0 if is_shared else self.shared[index])
 
     def count(self, index: int) -> None:
-        """Count the blocks of a request that runs."""
+        """Add the blocks of a running request."""
         self.blocks += self.more_blocks(index)
         self.sharing.add(self.prompts[index])
 
     def has_room_for(self, index: int) -> bool:
-        """Tell whether a request that waits fits beside the running ones."""
+        """Tell whether a waiting request fits beside the running requests."""
         if self.started and not self.is_full:
             if not self.is_counted:
-                self.is_counted, self.typical = True, self.typical_tokens()
-                self.blocks, self.sharing = 0, set()
+                self.is_counted = True
+                self.typical = self.typical_tokens()
+                self.blocks = 0
+                self.sharing = set()
                 for running in self.started:
                     self.count(running)
             self.is_full = self.blocks + self.more_blocks(index) > self.num_blocks
@@ -240,14 +255,14 @@ class CacheRoom:
 # Ranks
 # ------------------------------------------------------------------------------------------------------------
 def collective_device() -> torch.device:
-    """Return where a tensor has to lie for the process group: nccl takes GPU tensors, gloo CPU tensors."""
+    """Return the device of tensors in collectives: nccl needs GPU tensors, gloo CPU tensors."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def to_bytes(parcel: list) -> bytes:
-    """Pickle with tensors as NumPy arrays, which is 20 times faster for many small tensors.
+    """Pickle a list with its tensors as NumPy arrays, 20 times faster than torch for many small tensors.
 
-    Does not support bfloat16 and drops gradients.
+    Gradients are dropped; bfloat16 is not supported.
     """
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -257,38 +272,39 @@ def to_bytes(parcel: list) -> bytes:
 
 
 def from_rank_0(value: Any) -> Any:
-    """Return the value that rank 0 has. Collective."""
+    """Return rank 0's value on all ranks. Collective."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
 
 
 def exchange(parcels: list[list]) -> list:
-    """Send parcels[r] to rank r and return what came from all ranks. Collective.
+    """Send parcels[r] to rank r and return the items for this rank, from all ranks, as one list. Collective.
 
-    What stays on this rank is not copied.
+    Items that stay on this rank are not copied.
     """
-    rank, device = dist.get_rank(), collective_device()
-    data = [to_bytes(parcel) if parcel and r != rank else b"" for r, parcel in enumerate(parcels)]
-    sizes = torch.tensor([len(part) for part in data], device=device)
-    arriving = torch.empty_like(sizes)
-    dist.all_to_all_single(arriving, sizes)
-    sent = torch.frombuffer(bytearray(b"".join(data)) or bytearray(1), dtype=torch.uint8).to(device)
-    sent = sent[: int(sizes.sum())]
-    received = torch.empty(int(arriving.sum()), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(received, sent, arriving.tolist(), sizes.tolist())
-    parts = received.cpu().split(arriving.tolist())
-    others = [pickle.loads(part.numpy().tobytes()) for part in parts if len(part)]
-    return parcels[rank] + sum(others, [])
+    rank = dist.get_rank()
+    device = collective_device()
+    messages = [to_bytes(parcel) if parcel and r != rank else b"" for r, parcel in enumerate(parcels)]
+    send_sizes = torch.tensor([len(message) for message in messages], device=device)  # [ranks], bytes
+    receive_sizes = torch.empty_like(send_sizes)
+    dist.all_to_all_single(receive_sizes, send_sizes)
+    outgoing = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8).to(device)
+    outgoing = outgoing[: int(send_sizes.sum())]
+    incoming = torch.empty(int(receive_sizes.sum()), dtype=torch.uint8, device=device)
+    dist.all_to_all_single(incoming, outgoing, receive_sizes.tolist(), send_sizes.tolist())
+    chunks = incoming.cpu().split(receive_sizes.tolist())
+    received = [pickle.loads(chunk.numpy().tobytes()) for chunk in chunks if len(chunk)]
+    return parcels[rank] + sum(received, [])
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Micro-batches
 # ------------------------------------------------------------------------------------------------------------
 def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[list[int]]:
-    """Split rows, in their order, into micro-batches of at most max_tokens padded tokens.
+    """Split rows, in this order, into micro-batches of at most max_tokens padded tokens.
 
-    A row that is longer than that goes alone.
+    A row with more than max_tokens tokens gets a micro-batch of its own.
     """
     micro_batches: list[list[int]] = []
     longest = 0  # longest row of the last micro-batch
@@ -303,13 +319,16 @@ def split_rows(lengths: list[int], rows: list[int], max_tokens: int) -> list[lis
 
 
 def split_evenly(lengths: list[int], rows: list[int], max_micro_batches: int) -> list[list[int]]:
-    """Call split_rows() with the smallest limit that needs at most so many micro-batches."""
-    low, high = 0, max(lengths[row] for row in rows) * len(rows)
-    while high - low > 1:
-        middle = (low + high) // 2
-        fits = len(split_rows(lengths, rows, middle)) <= max_micro_batches
-        low, high = (low, middle) if fits else (middle, high)
-    return split_rows(lengths, rows, high)
+    """Call split_rows() with the smallest token limit that gives at most max_micro_batches micro-batches."""
+    too_small = 0
+    limit = max(lengths[row] for row in rows) * len(rows)
+    while limit - too_small > 1:  # bisection
+        middle = (too_small + limit) // 2
+        if len(split_rows(lengths, rows, middle)) <= max_micro_batches:
+            limit = middle
+        else:
+            too_small = middle
+    return split_rows(lengths, rows, limit)
 
 
 def split_micro_batches(
@@ -317,11 +336,12 @@ def split_micro_batches(
 ) -> list[list[int]]:
     """Split rows into micro-batches of at most max_tokens padded tokens. Collective.
 
-    lengths [B]: tokens that a forward computes of each row of the batch. Every rank gets the same number (a
-    forward is collective); ranks with fewer rows get empty ones. Attention works on a padded grid, so with
-    balance the longest rows go first: neighbours are about as long and little of the grid is padding. The
-    rank that needs most micro-batches then sets their number, and the others spread their tokens over as
-    many.
+    lengths [B]: tokens that a forward pass computes for each row of the batch. Every rank returns the same
+    number of micro-batches, some of them empty, because a forward pass is collective.
+
+    balance: sort the rows by length, so that rows of a micro-batch have similar lengths and little padding.
+    The rank that needs the most micro-batches sets the number, and every other rank spreads its tokens evenly
+    over this number.
     """
     if balance:
         rows = sorted(rows, key=lambda row: (-lengths[row], row))

@@ -1,6 +1,6 @@
-"""Sum up a finished run: summary.json, a summary for people, a plot.
+"""Summarise a finished run: summary.json, a printed summary, and a plot of the learning curves.
 
-python -m runtime.summary runs/demo        # print it again
+python -m runtime.summary runs/demo        # print the summary and draw the plot again
 """
 
 import json
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from runtime.checkpoint import TrainState
 
-DIFFICULTY = "accuracy_difficulty_"  # before the level, at the end of a metric's name
+DIFFICULTY = "accuracy_difficulty_"  # a metric's name ends in this and the level, for example _3
 
 
 def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> None:
-    """Write run_dir/summary.json; peak_rss_bytes is the sum of the ranks' peaks.
+    """Write run_dir/summary.json. Evaluation figures are means over the held-out sets.
 
-    Evaluation figures are means over the held-out sets.
+    peak_rss_bytes: peak resident memory, summed over the ranks.
     """
     summary = {"num_steps": state.step}
-    sampled = {key.split("/")[-1] for key in state.last_eval if "_at_" in key}  # avg_at_k and pass_at_k
+    sampled = {key.split("/")[-1] for key in state.last_eval if "_at_" in key}  # for example, pass_at_8
     for name in ("accuracy", *sorted(sampled | {"avg_at_8", "pass_at_8"})):
         for when, evaluation in (("before", state.first_eval), ("after", state.last_eval)):
             values = [value for key, value in evaluation.items() if key.split("/")[-1] == name]
@@ -42,7 +42,7 @@ def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> No
         summary[f"mean_{name}"] = sum(values) / len(values) if values else None
     waits = [(row["rollout_bubble"], row["straggler_rank"]) for row in rows if "rollout_bubble" in row]
     slowest = Counter(rank for _, rank in waits).most_common(1)
-    summary["seconds_waited"] = {  # with the phases' seconds: of time, not of the numbers of a run
+    summary["seconds_waited"] = {  # a measurement of time, so it varies between repetitions of a run
         "share_of_rollouts": sum(share for share, _ in waits) / len(waits) if waits else None,
         "slowest_rank": slowest[0][0] if slowest else None,
         "slowest_rank_share": slowest[0][1] / len(waits) if slowest else None,
@@ -51,25 +51,26 @@ def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> No
 
 
 def by_difficulty(evaluation: dict[str, float]) -> dict[str, float]:
-    """Return the figures of an evaluation that are of one difficulty: eval/SET/accuracy_difficulty_N."""
+    """Select the accuracies by difficulty from an evaluation: eval/SET/accuracy_difficulty_N."""
     return {name: value for name, value in evaluation.items() if f"/{DIFFICULTY}" in name}
 
 
 def print_summary(run_dir: Path) -> None:
-    """Print the summary of a finished run, for people."""
+    """Print the summary of a finished run, from run_dir/summary.json."""
     summary = json.loads((run_dir / "summary.json").read_text())
     print(f"\n{run_dir}: {summary['num_steps']} steps, {summary['generated_tokens']:,} generated tokens")
     for key in [key for key in summary if key.endswith("_after") and not key.startswith("accuracy_by")]:
         name = key.removesuffix("_after")
-        before, after = summary[f"{name}_before"], summary[key]
+        first = summary[f"{name}_before"]
+        last = summary[key]
         text = name.replace("avg_at_", "pass@1, mean of ").replace("pass_at_", "pass@")
         text = "accuracy, greedy" if name == "accuracy" else text
-        if before is not None and after is not None:
-            print(f"  {text:<28} {before:6.3f} -> {after:.3f}   held-out problems")
-    after_by_difficulty = summary["accuracy_by_difficulty_after"]
-    for name, before in summary["accuracy_by_difficulty_before"].items():
-        after = after_by_difficulty.get(name, float("nan"))
-        print(f"    difficulty {name.rpartition(DIFFICULTY)[2]:<16} {before:6.3f} -> {after:.3f}")
+        if first is not None and last is not None:
+            print(f"  {text:<28} {first:6.3f} -> {last:.3f}   held-out problems")
+    last_by_difficulty = summary["accuracy_by_difficulty_after"]
+    for name, first in summary["accuracy_by_difficulty_before"].items():
+        last = last_by_difficulty.get(name, float("nan"))
+        print(f"    difficulty {name.rpartition(DIFFICULTY)[2]:<16} {first:6.3f} -> {last:.3f}")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
     print_account(summary["account"], summary["generated_tokens"])
     print(f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over trained tokens")
@@ -78,12 +79,13 @@ def print_summary(run_dir: Path) -> None:
         ess = f"effective sample size {summary['mean_mismatch_ess']:.4f}"
         experts = "" if routes is None else f", other experts for {routes:.4f} of the tokens"
         print(f"  k3 KL engine, trainer        {summary['mean_mismatch_k3']:6.1e}   nats, {ess}{experts}")
-    waited, error = summary["seconds_waited"], summary["mean_length_error"]
-    if waited["share_of_rollouts"] is not None:
-        slowest = f"rank {waited['slowest_rank']} was last in {waited['slowest_rank_share']:.2f} of the steps"
+    waits = summary["seconds_waited"]
+    error = summary["mean_length_error"]
+    if waits["share_of_rollouts"] is not None:
+        slowest = f"rank {waits['slowest_rank']} was last in {waits['slowest_rank_share']:.2f} of the steps"
         off = "" if error is None else f"; expected lengths off by {error:.2f}"
         print(
-            f"  engines idle in rollouts     {waited['share_of_rollouts']:6.3f}   of the time; {slowest}{off}"
+            f"  engines idle in rollouts     {waits['share_of_rollouts']:6.3f}   of the time; {slowest}{off}"
         )
     total = sum(summary["seconds_by_phase"].values())
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in summary["seconds_by_phase"].items())
@@ -98,7 +100,7 @@ def print_summary(run_dir: Path) -> None:
 
 
 def print_account(account: dict[str, float], generated_tokens: int) -> None:
-    """Print where prompts and tokens went."""
+    """Print the number of prompts by fate, and the fractions of tokens without gradient."""
     kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
     prompts = ", ".join(f"{account[f'prompts_{kind}']:,.0f} {kind}" for kind in kinds)
     print(f"  prompts                      {prompts}")
@@ -110,9 +112,9 @@ def print_account(account: dict[str, float], generated_tokens: int) -> None:
 
 
 def plot_curves(run_dir: Path) -> Path:
-    """Draw run_dir/curves.png: score in training and held-out accuracy over generated tokens.
+    """Draw run_dir/curves.png: training score and held-out accuracy over generated tokens.
 
-    Dotted lines stand where one stage hands over to the next.
+    A dotted line marks each hand-over from one stage to the next.
     """
     import matplotlib
 
@@ -125,9 +127,9 @@ def plot_curves(run_dir: Path) -> Path:
     axes.plot(
         [r["generated_tokens"] / 1e3 for r in steps], [r["score"] for r in steps], alpha=0.35, label="score"
     )
-    for before, row in zip(steps, steps[1:]):
-        if row.get("stage") != before.get("stage"):
-            axes.axvline(before["generated_tokens"] / 1e3, color="gray", linestyle=":")
+    for previous, row in zip(steps, steps[1:]):
+        if row.get("stage") != previous.get("stage"):
+            axes.axvline(previous["generated_tokens"] / 1e3, color="gray", linestyle=":")
     names = sorted(
         {n for row in rows for n in row if n.startswith("eval/") and n.split("/")[-1].count("_at_")}
     )

@@ -647,6 +647,25 @@ def test_help_prints_every_setting_with_its_default_and_meaning(capsys):
         default = "required" if info.is_required() else f"default {info.default!r}"
         assert f" {name} ({default}) {' '.join(info.description.split())} " in text + " ", name
 
+    sections = printed.partition("sections (")[2].partition("settings (")[0]
+    assert [line.split()[0] for line in sections.splitlines()[1:] if line] == list(Config.model_fields)
+
+
+@pytest.mark.parametrize("section", Config.model_fields)
+def test_help_of_a_section_prints_the_settings_of_this_section_only(section, capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(["train.seed=1", "--help", section])
+    printed = capsys.readouterr().out
+    names = [name for name in SETTINGS if re.match(rf"{section}(\.|\[|$)", name)]
+    assert caught.value.code == 0 and re.findall(r"^  ([a-z_0-9.\[\]]+)  \(", printed, re.MULTILINE) == names
+    assert all(SETTINGS[name].description in printed for name in names)
+
+
+def test_help_of_an_unknown_section_names_the_nearest_one(capsys):
+    with pytest.raises(SystemExit) as caught:
+        load_config(["--help", "algoritm"])
+    assert caught.value.code == 2 and "did you mean algorithm?" in capsys.readouterr().err
+
 
 @pytest.mark.slow
 def test_the_command_prints_the_help_and_nothing_else():

@@ -679,7 +679,7 @@ def test_parity_of_float32_is_that_of_the_tail(one_process):
 @pytest.mark.parametrize("dtypes", [FLOAT32, ("model.dtype=bfloat16",)])
 def test_parity_of_the_mean(dtypes, one_process):
     for differences in ([0.11, -0.11] * 50, [0.0] * 99 + [12.0], [float("nan")] + [0.0] * 99):
-        with pytest.raises(RuntimeError, match="parity_mean 0.1.*does not hold the policy's weights"):
+        with pytest.raises(RuntimeError, match="parity_mean 0.1"):
             parity(differences, *dtypes)
     parity([0.0] * 99 + [-9.0], *dtypes)
 

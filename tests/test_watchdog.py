@@ -209,9 +209,7 @@ def store(monkeypatch) -> dist.Store:
 
 
 def test_ranks_that_do_not_come_are_named(store, capsys):
-    with pytest.raises(
-        RuntimeError, match=r"waited \d s for 1 of 2 ranks to start: \[1\]; .*run.timeout_s"
-    ):
+    with pytest.raises(RuntimeError, match=r"waited \d s for 1 of 2 ranks to start: \[1\]; .*run.timeout_s"):
         wait_for_ranks(0.1, 0.5)
     assert "for 1 of 2 ranks to start: [1]" in capsys.readouterr().err
 
