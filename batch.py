@@ -5,8 +5,8 @@
 rollout.py makes completions of requests. train_rl.py collects them in groups, one per prompt, makes the
 batch of a rank, and takes the inputs of the loss from it, one micro-batch at a time.
 
-Shapes: B completions on this rank, b rows of a micro-batch, T tokens of the longest completion (padded right),
-L MoE layers, K experts per token. Log-probabilities and entropies are in nats.
+Shapes: B completions on this rank, b rows of a micro-batch, T tokens of the longest completion (padded
+right), L MoE layers, K experts per token. Log-probabilities and entropies are in nats.
 """
 
 from collections.abc import Callable

@@ -273,7 +273,7 @@ def check_model(config: Config, hf_config) -> None:
 
 # ---- memory ----
 def syncs_own_experts(config: Config) -> bool:
-    """Tell whether a rank's engine holds exactly the experts that the rank trains, so that none are gathered."""
+    """Tell whether a rank's engine holds the experts that the rank trains, so that none are gathered."""
     return config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
 
 
@@ -316,8 +316,8 @@ def check_memory(config: Config, hf_config, num_ranks: int) -> None:
         return
     raise ValueError(
         f"this run does not fit: {reason}; python experiments/plan.py --config FILE --gpus {num_ranks} "
-        f"--gpu-memory-gib {total / GIB:.1f} lists settings that fit, and rollout.kv_cache_gib overrides this "
-        "estimate"
+        f"--gpu-memory-gib {total / GIB:.1f} lists settings that fit, and rollout.kv_cache_gib overrides "
+        "this estimate"
     )
 
 
@@ -325,7 +325,7 @@ def check_memory(config: Config, hf_config, num_ranks: int) -> None:
 def load_data(
     configs: list[Config], tokenizer, pool: RewardPool, checkpoint: Path | None
 ) -> tuple[LoadedSets, list[OfflineScore | None], list[Offers]]:
-    """Load the sets of a run, the offline scores of its training prompts, and each stage's offers. Collective.
+    """Load the sets of a run, offline scores of the training prompts, and each stage's offers. Collective.
 
     configs: settings of each stage. Rows whose reference answer cannot be scored are left out;
     run.dir/dropped_rows.jsonl lists them. ValueError if the data do not fit the settings.
@@ -418,9 +418,9 @@ def resume(
     is_exact = config.checkpoint.resume == "auto"
     if is_exact and not same_prompts:
         raise ValueError(
-            f"{checkpoint} was trained on other prompts than the settings now select: a file of data.train, "
-            "zero_variance.offline_scores or dropped_rows.jsonl of run.dir has changed. Restore it, or resume "
-            "from the weights alone with checkpoint.resume=weights"
+            f"{checkpoint} was trained on other prompts than the settings select: a file of data.train, "
+            "zero_variance.offline_scores or dropped_rows.jsonl of run.dir has changed. Restore it, or "
+            "resume from the weights alone with checkpoint.resume=weights"
         )
     dropped = "" if same_prompts else "; the record of other prompts is dropped"
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
@@ -454,8 +454,8 @@ def announce(
 ) -> None:
     """Print warnings about the settings of the stages, and the composition of the run."""
     config = configs[0]
-    warnings = [f"warning: {warning}" for stage_config in configs for warning in config_warnings(stage_config)]
-    for line in [*dict.fromkeys(warnings), *loaded.notes]:
+    warnings = [warning for stage_config in configs for warning in config_warnings(stage_config)]
+    for line in [*(f"warning: {warning}" for warning in dict.fromkeys(warnings)), *loaded.notes]:
         say(line)
     stop_ids, stop_texts = stops_of(model_dir, tokenizer, config.rollout.stop)
     tokens = [f"{tokenizer.convert_ids_to_tokens(i)} ({i})" for i in stop_ids]
@@ -530,8 +530,8 @@ def evaluation_is_due(state: TrainState, config: Config) -> bool:
 def evaluation_requests(eval_sets: EvalSets, config: Config) -> tuple[list[Request], list[Prompt]]:
     """Return this rank's requests of an evaluation, and the prompt of each.
 
-    The order is set by set and prompt by prompt; a rank takes every world_size-th prompt of a set. Each prompt
-    has one greedy request, then k samples. Samples use the same random numbers at each evaluation.
+    The order is set by set and prompt by prompt; a rank takes every world_size-th prompt of a set. Each
+    prompt has one greedy request, then k samples. Samples use the same random numbers at each evaluation.
     """
     rank = dist.get_rank()
     world_size = dist.get_world_size()
@@ -571,11 +571,13 @@ def evaluation_metrics(
         scores = scores.view(-1, 1 + k)  # [prompts, 1 + k]
         sums[f"eval/{name}/accuracy"] = (scores[:, 0].sum().item(), len(indices))
         if k:
-            right = torch.tensor([v.status == "ok" for v in set_verdicts]).view(-1, 1 + k)[:, 1:]  # [prompts, k]
+            right = torch.tensor([verdict.status == "ok" for verdict in set_verdicts])
+            right = right.view(-1, 1 + k)[:, 1:]  # [prompts, k]
             sums[f"eval/{name}/avg_at_{k}"] = (scores[:, 1:].mean(1).sum().item(), len(indices))
             sums[f"eval/{name}/pass_at_{k}"] = (right.any(1).sum().item(), len(indices))
         for level in sorted({p.difficulty for p in prompts if p.difficulty is not None})[:12]:
-            greedy = [scores[row, 0].item() for row, i in enumerate(indices) if prompts[i].difficulty == level]
+            rows = [row for row, i in enumerate(indices) if prompts[i].difficulty == level]
+            greedy = [scores[row, 0].item() for row in rows]
             sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
         num_tokens = sum(len(completion.token_ids) for completion in set_completions)
         sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(set_verdicts))

@@ -1,4 +1,4 @@
-"""Hooks for losses, advantages and selections of your own: algorithm.gain, algorithm.advantage, algorithm.select.
+"""Hooks for a loss, advantages and a selection of your own: algorithm.gain, .advantage and .select.
 
     algorithm: {gain: plugins/sapo.py:sapo, gain_args: {tau_positive: 1.0}}     # relative to this YAML
 
@@ -55,7 +55,7 @@ def load_plugin(algorithm: AlgorithmSettings, hook: str) -> Callable:
 
 
 def check_plugins(config: Config) -> None:
-    """Call each plug-in of the settings with a small batch; ValueError if a result has a wrong type or shape."""
+    """Call each plug-in with a small batch; ValueError if a result has a wrong type or shape."""
     checks = {"gain": check_gain, "advantage": check_advantage, "select": check_select}
     for hook, check in checks.items():
         name = getattr(config.algorithm, hook)
@@ -65,9 +65,7 @@ def check_plugins(config: Config) -> None:
         try:
             problem = check(plugin, config)
         except Exception as error:
-            raise ValueError(
-                f"algorithm.{hook}: {name} fails on a small batch: {explain(error)}"
-            ) from error
+            raise ValueError(f"algorithm.{hook}: {name} fails on a small batch: {explain(error)}") from error
         if problem:
             raise ValueError(f"algorithm.{hook}: {name} {problem}")
 
@@ -133,7 +131,8 @@ def check_gain(gain: Callable, config: Config) -> str | None:
         values, _ = gain(small_loss_inputs(config.algorithm, 0.0))
         if (values[MASK] != 0).any():
             return (
-                "has a gain for tokens with advantage 0, which updates skip: set train.skip_zero_gradient=false"
+                "has a gain for tokens with advantage 0, which updates skip: set "
+                "train.skip_zero_gradient=false"
             )
     return None
 

@@ -17,7 +17,6 @@ is imported there only, so that a child starts quickly.
 
 import contextlib
 import ctypes
-import difflib
 import functools
 import itertools
 import json
@@ -37,14 +36,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
-from typing import Literal
 
 import verifiers.chain
 import verifiers.math
 from settings import RewardSettings
-from verifiers.kinds import KINDS, RULE_KINDS, SLOW_KINDS, functions_of, is_kind, parts_of
-from verifiers.own import FUNCTION, check_score, explain, load_function
-
+from verifiers.kinds import RULE_KINDS, SLOW_KINDS, functions_of, parts_of
+from verifiers.own import check_score, explain, load_function
 
 # ------------------------------------------------------------------------------------------------------------
 # 1 Verdicts: one matcher per kind

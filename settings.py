@@ -44,8 +44,8 @@ class ZeroVarianceSettings(Section):
     )
     prior: float = setting(
         0.2,
-        "pseudo-counts of right and of wrong verdicts added to a record (Beta prior); below 0.5, most prompts "
-        "are assumed to be nearly always or nearly never solved",
+        "pseudo-counts of right and of wrong verdicts added to a record (Beta prior); below 0.5, most "
+        "prompts are assumed to be nearly always or nearly never solved",
         gt=0,
     )
     explore_solved: float = setting(
@@ -321,9 +321,7 @@ class ModelSettings(Section):
         "data/built/tiny/model",
         "folder of a Hugging Face checkpoint: Qwen3, or a MoE of Qwen3, OLMoE, Mixtral or GLM-4.5",
     )
-    ep_size: int = setting(
-        1, "expert parallelism: number of ranks that share one copy of the experts", ge=1
-    )
+    ep_size: int = setting(1, "expert parallelism: number of ranks that share one copy of the experts", ge=1)
     dtype: Literal["float32", "bfloat16"] = setting(
         "bfloat16", "precision of the policy; the optimizer keeps float32 weights"
     )
@@ -437,7 +435,7 @@ LATEX_WORDS = set(  # LaTeX commands that begin with \n or \t, which a template 
 
 
 def kind_of_mapping(value):
-    """Write a mapping {kind: weight} as the kind "0.8*math + 0.2*my.py:brevity"; return other values as is."""
+    """Write a mapping {kind: weight} as the kind "0.8*math + 0.2*my.py:brevity"; keep other values."""
     if not isinstance(value, dict):
         return value
     for kind, weight in value.items():
@@ -493,8 +491,8 @@ class PromptSource(Section):
     )
     kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
         None,
-        "verifier of rows without a kind of their own. null: gsm8k if the answers contain #### or data_source "
-        f"is openai/gsm8k, else math. One of {', '.join(KINDS)}, a function (module:name or "
+        "verifier of rows without a kind of their own. null: gsm8k if the answers contain #### or "
+        f"data_source is openai/gsm8k, else math. One of {', '.join(KINDS)}, a function (module:name or "
         "path/file.py:name), or a weighted sum, for example {math: 0.8, my.py:brevity: 0.2}. A column named "
         "kind takes precedence; columns {kind: null} ignores that column",
     )

@@ -20,10 +20,10 @@ loss, 5 forward pass and update, 6 main loop. main() names one phase per line. s
 batch.py the types, lifecycle.py the work around the method: set-up, evaluation, logging, saving.
 
 Vocabulary: G = group_size completions per prompt, B completions on this rank, T tokens of the longest one.
-`logprobs` carry gradient, `old_logprobs` are the trainer's before the update, `rollout_logprobs` the engine's;
-all are in nats. A verifier gives a score, training uses a reward. Every rank must call a function marked
-Collective. Sources of choices: [paper] printed in the named source, [secondary] reported by others, [ours] the
-sources are silent.
+`logprobs` carry gradient, `old_logprobs` are the trainer's before the update, `rollout_logprobs` the
+engine's; all are in nats. A verifier gives a score, training uses a reward. Every rank must call a function
+marked Collective. Sources of choices: [paper] printed in the named source, [secondary] reported by others,
+[ours] the sources are silent.
 """
 
 import math
@@ -560,10 +560,10 @@ def rl_zvp_advantages(entropy: Tensor, mask: Tensor, rewarded: Tensor, coef: flo
 
     entropy [B, T] nats, detached; mask [B, T] bool; rewarded [B] bool, True if the score is above 0. Returns
     [B, T], 0 on padding. In a completion with R = 0 the most uncertain token gets 0 and certain tokens are
-    pushed down most. The paper branches on the sign of the reward and has binary rewards only; a group tied at
-    one half counts as rewarded as well [ours: the letter of eq. 5]. The paper's H is the current policy's in
-    every update, ours is the old policy's [ours: one advantage for all updates of a step]; in the first update
-    both are equal.
+    pushed down most. The paper branches on the sign of the reward and has binary rewards only; a group tied
+    at one half counts as rewarded as well [ours: the letter of eq. 5]. The paper's H is the current policy's
+    in every update, ours is the old policy's [ours: one advantage for all updates of a step]; in the first
+    update both are equal.
     """
     highest = entropy.masked_fill(~mask, 0).amax(dim=1, keepdim=True)  # [B, 1], entropies are >= 0
     return torch.where(rewarded.unsqueeze(1), coef * entropy, coef * (entropy - highest)) * mask
@@ -831,7 +831,7 @@ def correction_weights(
 
 
 def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None) -> tuple[Tensor, Tensor]:
-    """Return min( min(s, cap) A, clip(s, low, high) A ), and the tokens that have lost their gradient, [B, T].
+    """Return min( min(s, cap) A, clip(s, low, high) A ), and the tokens without gradient, both [B, T].
 
     On an edge of the interval the gradient is the unclipped one. cap bounds the cost of a token with A < 0:
     dual clip (arXiv 1912.09729) with c = cap, which equals the two-sided clip of INTELLECT-2 (arXiv
@@ -1089,7 +1089,9 @@ def micro_batch_loss(
     algorithm = config.algorithm
     mask = batch.response_mask[rows].to(device)  # [b, T]
     rollout_logprobs = batch.rollout_logprobs[rows].to(device)
-    trainer_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows].to(device)
+    trainer_logprobs = logprobs.detach()
+    if batch.old_logprobs is not None:
+        trainer_logprobs = batch.old_logprobs[rows].to(device)
     old_logprobs = trainer_logprobs if algorithm.old_policy == "trainer" else rollout_logprobs
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
     token_groups = token_groups_of(entropy, mask, algorithm)

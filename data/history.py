@@ -25,9 +25,6 @@ def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
     return math.prod((hits + prior + j) / (hits + misses + 2 * prior + j) for j in range(num))
 
 
-LEAST_EXPLORATION, EXPLORATION_STEP, EXPLORATION_RANGE = 0.01, 0.01, (0.05, 0.95)  # those of GRESO's authors
-
-
 @dataclass
 class PromptHistory:
     """The record of all training prompts; identical on all ranks, saved in every checkpoint."""
@@ -36,12 +33,12 @@ class PromptHistory:
     tried: Tensor  # [prompts] float64, decayed number of verdicts
     mean_tokens: Tensor  # [prompts] float64, mean completion length at the last visit, 0: unknown
     last_step: Tensor  # [prompts] int64, the step of the last visit, -1: never sampled
-    streak: Tensor | None = None  # [prompts] int64, latest visits in a row all right; below 0: all wrong
-    explore: Tensor | None = None  # [2] float64, GRESO's p_e of prompts that were all right, and all wrong
+    streak: Tensor | None = None  # [prompts] int64, GRESO: consecutive visits all right; below 0: all wrong
+    explore: Tensor | None = None  # [2] float64, GRESO: p_e of prompts that were all right, and all wrong
     unsolved: Tensor | None = None  # [prompts] float64, decayed number of fully wrong completions
 
     def __post_init__(self):
-        """Start without a streak or fractions, and with GRESO's first exploration probabilities."""
+        """Fill in the fields that an offline score does not have; GRESO starts with p_e = 0.5."""
         if self.unsolved is None:
             self.unsolved = self.tried - self.solved
         if self.streak is None:
@@ -90,35 +87,6 @@ class PromptHistory:
                 self.tried[i] = decay * self.tried[i] + o.valid
                 self.mean_tokens[i] = o.tokens / o.completions
                 self.last_step[i] = step
-                sign = 0 if o.has_variance else 1 if 2 * o.score_sum > o.valid else -1
-                self.streak[i] = sign * (abs(int(self.streak[i])) + 1 if self.streak[i] * sign > 0 else 1)
-
-    def consecutive_skip_prob(self, prompt: int) -> float:
-        """Return 1 - max(p_e^z, 0.01), z the latest visits in a row that were all right, or all wrong.
-
-        GRESO (arXiv 2506.02177), eq. 5; the bound of 0.01 is that of the authors' code [secondary]. p_e is
-        adjusted by adjust_exploration(), one for each kind.
-        """
-        streak = int(self.streak[prompt])
-        if not streak:
-            return 0.0
-        return 1 - max(float(self.explore[0 if streak > 0 else 1]) ** abs(streak), LEAST_EXPLORATION)
-
-    def adjust_exploration(self, outcomes: list, target_solved: float, target_unsolved: float) -> None:
-        """Explore a kind of prompts less where a step has the share of its groups aimed at, else more.
-
-        GRESO's self-adjustment: p_e goes down or up by 0.01 and stays in [0.05, 0.95], the range of the
-        authors' code [secondary]. Groups stopped by a probe count as what they were stopped for.
-        """
-        if not outcomes:
-            return
-        same = [o for o in outcomes if o.valid and not o.has_variance]
-        solved = sum(2 * o.score_sum > o.valid for o in same)
-        for kind, (num, target) in enumerate(
-            ((solved, target_solved), (len(same) - solved, target_unsolved))
-        ):
-            step = -EXPLORATION_STEP if num / len(outcomes) >= target else EXPLORATION_STEP
-            self.explore[kind] = (self.explore[kind] + step).clamp(*EXPLORATION_RANGE)
 
     def skip_prob(
         self, prompt: int, step: int, group_size: int, *, binary: bool, prior: float, retest_steps: int,

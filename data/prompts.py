@@ -18,9 +18,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-from pydantic import AfterValidator, BeforeValidator
+from typing import NamedTuple
 
 from data.chat import ChatTemplate, is_messages, read_messages
 from data.formats import (
@@ -34,7 +32,6 @@ from data.formats import (
     json_value,
     load_tables,
     read_json,
-    stem_of,
     text_from,
 )
 from settings import DataSettings, PromptSource

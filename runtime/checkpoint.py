@@ -23,14 +23,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 import torch.distributed as dist
 import yaml
 from safetensors import SafetensorError
 
 from runtime.agreement import versions_of
-from runtime.config import Section, complete, differences, free_on_resume, setting
+from runtime.config import complete, differences, free_on_resume
 from runtime.launch import one_line
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step

@@ -4,20 +4,17 @@ Every error names the setting to change. All checks except mismatch_gate() are c
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from batch import RolloutBatch
+from runtime.checkpoint import TrainState
 from runtime.launch import one_line
 from runtime.metrics import histogram, reduce_metrics
-
-if TYPE_CHECKING:
-    from reward import Verdict
-    from runtime.checkpoint import TrainState
-    from train_rl import Config, RolloutBatch
+from settings import Config
 
 
 def say(line: str) -> None:
@@ -26,7 +23,7 @@ def say(line: str) -> None:
         tqdm.write(one_line(line))
 
 
-def check_verdicts(verdicts: "list[Verdict]", max_failed_frac: float, where: str) -> None:
+def check_verdicts(verdicts: list, max_failed_frac: float, where: str) -> None:
     """Warn of timeouts and errors among verdicts; RuntimeError if the fraction is too large. Collective.
 
     verdicts: of this rank; the fraction is over all ranks. where: for messages, for example "step 3".
@@ -66,7 +63,7 @@ def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:
         )
 
 
-def check_parity(old_logprobs: Tensor, batch: "RolloutBatch", config: "Config", step: int) -> None:
+def check_parity(old_logprobs: Tensor, batch: RolloutBatch, config: Config, step: int) -> None:
     """Compare log-probabilities of trainer and engine, [B, T], under the same weights. Collective.
 
     RuntimeError if the difference exceeds rounding: then the engine samples from another policy than the
@@ -87,7 +84,7 @@ def check_parity(old_logprobs: Tensor, batch: "RolloutBatch", config: "Config", 
         )
 
 
-def mismatch_gate(metrics: dict[str, float], state: "TrainState", config: "Config") -> str | None:
+def mismatch_gate(metrics: dict[str, float], state: TrainState, config: Config) -> str | None:
     """Count consecutive steps whose trainer-engine KL (k3) exceeds the gate; return why to stop, or None.
 
     A step without any row that has gradient does not measure the KL: the count stays as it is.
@@ -116,7 +113,7 @@ def mismatch_gate(metrics: dict[str, float], state: "TrainState", config: "Confi
 
 
 def handle_nonfinite(
-    quantity: str, batch: "RolloutBatch", rows: list[int], config: "Config", step: int, **more: Tensor
+    quantity: str, batch: RolloutBatch, rows: list[int], config: Config, step: int, **more: Tensor
 ) -> None:
     """Save the batch, name the prompts of the bad rows, then stop or continue (run.on_nonfinite). Collective.
 
@@ -143,7 +140,7 @@ def handle_nonfinite(
 
 
 def refuse_nonfinite_rewards(
-    rewards: Tensor, valid: Tensor, batch: "RolloutBatch", config: "Config", step: int
+    rewards: Tensor, valid: Tensor, batch: RolloutBatch, config: Config, step: int
 ) -> tuple[Tensor, Tensor]:
     """Stop the run for a NaN or infinite reward, or mark it as invalid (run.on_nonfinite=skip). Collective.
 

@@ -14,6 +14,7 @@ import argparse
 import difflib
 import json
 import operator
+import os
 import re
 import typing
 from pathlib import Path
@@ -51,13 +52,14 @@ class Section(BaseModel):
         return value
 
 
-def setting(default, description: str, free_on_resume: bool = False, **limits):
+def setting(default, description: str, free_on_resume: bool = False, is_path: bool = False, **limits):
     """Define a field with a description for --help; the default `...` makes the setting required.
 
     free_on_resume: the value may change when a run resumes, because the setting affects speed or logging but
-    not the training result, for example run.log_every.
+    not the training result, for example run.log_every. is_path: a relative path in a YAML file starts from
+    the folder of this file.
     """
-    extra = {"free_on_resume": True} if free_on_resume else None
+    extra = {"free_on_resume": free_on_resume, "is_path": is_path}
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -119,10 +121,11 @@ def num_values(values: object, counts: dict[int, int]) -> int:
     return counts[id(values)]
 
 
-def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
+def read_yaml(path: Path, schema: type[BaseModel], above: tuple[Path, ...] = ()) -> dict:
     """Read a YAML file and the files that `base` names, relative to this file; this file's values win.
 
-    above: the files that led here through `base`, to detect a cycle.
+    schema: its settings with is_path are resolved relative to this file, too. above: the files that led here
+    through `base`, to detect a cycle.
     """
     if path.resolve() in above:
         raise ValueError(f"{path}: `base` leads back to this file: remove one of the references")
@@ -132,6 +135,7 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected sections such as `train:`, found a {type(values).__name__}")
+    values = with_paths_from(path.parent, values, schema)
     if "base" not in values:
         return values
     base = values.pop("base")
@@ -140,8 +144,23 @@ def read_yaml(path: Path, above: tuple[Path, ...] = ()) -> dict:
         raise ValueError(f"{path}: base must be the path of a YAML file or a list of paths, found {base!r}")
     below: dict = {}
     for name in bases:
-        below = merge(below, read_yaml(path.parent / name, (*above, path.resolve())))
+        below = merge(below, read_yaml(path.parent / name, schema, (*above, path.resolve())))
     return merge(below, values)
+
+
+def with_paths_from(folder: Path, values: dict, schema: type[BaseModel]) -> dict:
+    """Return settings whose relative paths (is_path) start from a folder, also in the entries of `stages`."""
+    resolved = dict(values)
+    for name, info in schema.model_fields.items():
+        value = values.get(name)
+        if is_section(info.annotation) and isinstance(value, dict):
+            resolved[name] = with_paths_from(folder, value, info.annotation)
+        elif section_in_list(info.annotation) and isinstance(value, list):
+            # an entry of `stages` holds sections of the whole schema
+            resolved[name] = [with_paths_from(folder, v, schema) if isinstance(v, dict) else v for v in value]
+        elif (info.json_schema_extra or {}).get("is_path") and isinstance(value, str):
+            resolved[name] = os.path.normpath(folder / value)
+    return resolved
 
 
 def merge(below: dict, above: dict) -> dict:
@@ -200,7 +219,7 @@ def read_config(
     args = parser.parse_intermixed_args(argv)
     values: dict = {}
     for file in args.config:
-        values = merge(values, read_yaml(file))
+        values = merge(values, read_yaml(file, schema))
     for override in args.settings:
         values = merge(values, read_override(override))
     try:

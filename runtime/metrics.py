@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,12 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from runtime.checkpoint import writing
-
-if TYPE_CHECKING:
-    from reward import RewardPool
-    from runtime.checkpoint import TrainState
-    from train_rl import Config, Group, GroupOutcome, RolloutBatch
+from batch import Group, GroupOutcome, RolloutBatch
+from runtime.checkpoint import TrainState, writing
+from settings import Config
 
 MAX_LOG_WEIGHT = 40.0  # the square of a larger weight would overflow float32
 
@@ -69,9 +65,7 @@ def exact_sum(values: Iterable[float]) -> Fraction:
     return Fraction(sum(round(value * 2**60) for value in values), 2**60)
 
 
-def rollout_metrics(
-    groups: "list[Group]", binary: bool, invalid_route: int
-) -> dict[str, tuple[float, float]]:
+def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> dict[str, tuple[float, float]]:
     """Measure all completions sampled on this rank, dropped groups included, as (sum, count)."""
     completions = [c for group in groups for c in group.completions]
     verdicts = [v for group in groups for v in group.verdicts]
@@ -104,7 +98,7 @@ def rollout_metrics(
 
 
 def schedule_metrics(
-    groups: "list[Group]", pool: "RewardPool", busy: float, seconds: float
+    groups: list[Group], pool, busy: float, seconds: float
 ) -> dict[str, tuple[float, float]]:
     """Measure the use of time in a rollout on this rank, as (sum, count); empties pool.latencies.
 
@@ -143,7 +137,7 @@ def straggler(metrics: dict) -> dict[str, float]:
 
 
 def batch_metrics(
-    batch: "RolloutBatch", groups: "list[Group]", group_size: int
+    batch: RolloutBatch, groups: list[Group], group_size: int
 ) -> dict[str, tuple[float, float]]:
     """Measure the training batch, as (sum, count): reward, inversion, tokens with and without gradient.
 
@@ -167,7 +161,7 @@ def batch_metrics(
 
 
 def prompt_account(
-    account: Counter, outcomes: "dict[int, GroupOutcome]", trained: "dict[int, GroupOutcome]"
+    account: Counter, outcomes: dict[int, GroupOutcome], trained: dict[int, GroupOutcome]
 ) -> dict[str, float]:
     """Count the prompts of a step by fate (skipped, probed, dropped, ...) and the tokens of dropped groups.
 
@@ -188,7 +182,7 @@ def prompt_account(
 
 
 def token_metrics(
-    batch: "RolloutBatch", micro_batches: list[tuple[list[int], dict]], num_entropy_groups: int
+    batch: RolloutBatch, micro_batches: list[tuple[list[int], dict]], num_entropy_groups: int
 ) -> dict[str, tuple[float, float]]:
     """Measure the tokens of an update as (sum, count); clipping, entropy and mismatch also by entropy group.
 
@@ -311,7 +305,7 @@ def warn_once(text: str) -> None:
     tqdm.write(f"warning: {text}")
 
 
-def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dict) -> None:
+def log_metrics(accelerator, config: Config, state: TrainState, metrics: dict) -> None:
     """Write one row of metrics.jsonl, and the same scalars to the trackers (for example, TensorBoard)."""
     if accelerator.is_main_process:
         histograms = {name: metrics[name] for name in metrics if name.endswith("_hist")}
@@ -334,7 +328,7 @@ def log_metrics(accelerator, config: "Config", state: "TrainState", metrics: dic
                 writer.add_histogram(name.removesuffix("_hist"), np.array(values), state.step)
 
 
-def log_samples(config: "Config", state: "TrainState", batch: "RolloutBatch", tokenizer) -> None:
+def log_samples(config: Config, state: TrainState, batch: RolloutBatch, tokenizer) -> None:
     """Write the first group of a step to samples.jsonl; `experiments/evaluate.py --run` renders the file."""
     path = Path(config.run.dir) / "samples.jsonl"
     with writing(path), path.open("a") as file:
@@ -353,7 +347,7 @@ def log_samples(config: "Config", state: "TrainState", batch: "RolloutBatch", to
             file.write(json.dumps(row) + "\n")
 
 
-def console_line(state: "TrainState", metrics: dict[str, float]) -> str:
+def console_line(state: TrainState, metrics: dict[str, float]) -> str:
     """Return the console's line about a step."""
     share = metrics["gradient_tokens_total"] / max(1, metrics["tokens_total"])
     return (

@@ -11,15 +11,14 @@ import io
 import math
 import pickle
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from rollout import Request
+from batch import Request
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ class WaitingLine:
     Requests of one group have equal places, so they start together and share the KV cache of their prompt.
     """
 
-    def __init__(self, requests: "list[Request]", slots: int):
+    def __init__(self, requests: list[Request], slots: int):
         self.requests = requests
         self.waiting = set(range(len(requests)))
         of_engine = [r.expected_tokens for r in requests if r.work_tokens <= r.expected_tokens]
@@ -114,7 +113,7 @@ class WaitingLine:
         self.heap = [(place, index) for index, place in enumerate(self.place)]
         heapq.heapify(self.heap)
 
-    def place_of(self, request: "Request", tokens: float) -> tuple[int, float]:
+    def place_of(self, request: Request, tokens: float) -> tuple[int, float]:
         """Return (class, rank within the class) of a request with this expected length; the least is next."""
         if request.work_tokens > tokens:
             return 2, tokens
@@ -166,7 +165,7 @@ class CacheRoom:
 
     def __init__(
         self,
-        requests: "list[Request]",
+        requests: list[Request],
         num_blocks: int,
         block_size: int,
         shares_prompts: bool,

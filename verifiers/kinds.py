@@ -1,8 +1,8 @@
 """Names of verifiers: a kind is built in, a function of your own, or a weighted sum of both.
 
-    gsm8k                                a built-in kind
-    rewards.py:brevity                   a function of your own (verifiers/own.py)
-    0.8*math + 0.2*rewards.py:brevity    a weighted sum
+gsm8k                                a built-in kind
+rewards.py:brevity                   a function of your own (verifiers/own.py)
+0.8*math + 0.2*rewards.py:brevity    a weighted sum
 """
 
 import difflib
