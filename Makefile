@@ -1,6 +1,7 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
 # make check  style, the tables of the docs, and the quick tests: about two minutes on two cores
 # make test   every test: nine to ten minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
+# make test-sandbox  the tests that need bubblewrap; without that program all tests above skip them
 # make bench  seconds per step of the demo's workload, by phase
 # make table  the table of experiments/zero_variance: 180 runs of about a minute, resumable
 #
@@ -29,7 +30,7 @@ endif
 # What is printed comes when one of the two is done; make fails if one fails.
 TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo lint check check-first check-second test test-ranks test-others bench table install
+.PHONY: demo lint check check-first check-second test test-ranks test-others test-sandbox bench table install
 install: $(STAMP)
 
 demo: $(STAMP)
@@ -58,6 +59,9 @@ test-ranks: $(STAMP)
 
 test-others: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not ranks" --durations=5
+
+test-sandbox: $(STAMP)
+	$(BIN)/python -m pytest -q -m 'needs_program(name="bubblewrap")'
 
 bench: $(STAMP)
 	$(BIN)/python -m data.tiny

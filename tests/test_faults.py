@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import SMALL, TWO_ENDS
+from conftest import NEEDS_BUBBLEWRAP, SMALL, TWO_ENDS
 
 import train_rl
 from data.chat import load_tokenizer
@@ -145,6 +145,7 @@ def test_a_process_that_holds_more_at_each_look_fails_the_soak(leaks, tmp_path):
         must_be_flat(rows)
 
 
+@NEEDS_BUBBLEWRAP
 def test_verdicts_of_the_soak_come_from_a_sandbox():
     assert (prints_the_sum("0123", "0123"), prints_the_sum("0124", "0123")) == (1.0, 0.0)
 

@@ -259,7 +259,17 @@ def test_no_comment_begins_as_half_a_sentence(path):
 
 @pytest.mark.parametrize("stack", ["cpu", "gpu"])
 def test_what_make_would_run_is_valid_shell(stack):
-    targets = ["demo", "lint", "bench", "table", "test-ranks", "test-others", "check-first", "check-second"]
+    targets = [
+        "demo",
+        "lint",
+        "bench",
+        "table",
+        "test-ranks",
+        "test-others",
+        "test-sandbox",
+        "check-first",
+        "check-second",
+    ]
     make = ["make", "--dry-run", "--always-make", f"STACK={stack}", "RANKS=2", *targets]
     commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert commands.returncode == 0, commands.stderr
