@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.bench import preloaded
+from tests import preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")

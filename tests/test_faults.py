@@ -1,4 +1,4 @@
-"""The campaign of experiments/bench/faults.py: its verdicts, and the part of its cases that is quick."""
+"""The campaign of tests/campaign/faults.py: its verdicts, and the part of its cases that is quick."""
 
 import contextlib
 import io
@@ -14,12 +14,12 @@ from conftest import NEEDS_BUBBLEWRAP, SMALL, TWO_ENDS
 import train_rl
 from data.chat import load_tokenizer
 from data.stream import load_sets
-from experiments.bench import faults, hostile_input
 from experiments.bench.common import TRAINER
-from experiments.bench.soak import draw, must_be_flat, prints_the_sum, starts_of, watch
-from experiments.bench.started import Started
-from experiments.bench.verdicts import Bench, Failed, must_equal, refusal, try_case
 from runtime.launch import run
+from tests.campaign import faults, hostile_input
+from tests.campaign.soak import draw, must_be_flat, prints_the_sum, starts_of, watch
+from tests.campaign.started import Started
+from tests.campaign.verdicts import Bench, Failed, must_equal, refusal, try_case
 
 
 def done(code: int, stderr: str) -> subprocess.CompletedProcess:
