@@ -8,6 +8,7 @@ resume, read the folder that find_checkpoint() returns.
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
@@ -183,6 +184,8 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     with writing(run_dir / "source"):
         versions = versions_of() | save_source(run_dir / "source")
         versions["weights"] = digest_of_weights(Path(config.model.path))
+        if plugins := plugin_digests(config):
+            versions["plugins"] = plugins
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
@@ -291,6 +294,20 @@ def topology(config) -> dict:
     }
 
 
+@functools.cache
+def digest_of_plugin(name: str) -> str:
+    """Return the digest of the file of path/file.py:function, as it was at the first call in this process."""
+    return hashlib.sha256(Path(name.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
+
+
+def plugin_digests(config) -> dict[str, str]:
+    """Return {path/file.py:function: digest of the file} of the plug-ins of a run and of its stages."""
+    algorithms = [config.algorithm.model_dump()]
+    algorithms += [(stage.model_extra or {}).get("algorithm") or {} for stage in config.stages]
+    names = [algorithm.get(hook) for algorithm in algorithms for hook in ("gain", "advantage", "select")]
+    return {name: digest_of_plugin(name) for name in names if name}
+
+
 def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
     """Write run.dir/checkpoints/step_N; a folder of that name is always complete. Collective.
 
@@ -315,6 +332,7 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
     def write_record() -> None:
         if rank == 0:
             record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": state}
+            record["plugins"] = plugin_digests(config)
             record["files"] = digests
             record["sha256"] = digest_of_record(record)
             (partial / "state.json").write_text(json.dumps(record, indent=1))
@@ -499,4 +517,11 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
         raise ValueError(
             f"{checkpoint} was written with other settings ({'; '.join(sorted(changed))}): choose another "
             "run.dir, or set checkpoint.resume=weights to continue from the weights of this checkpoint"
+        )
+    digests = plugin_digests(config)
+    changed = [name for name, digest in record.get("plugins", digests).items() if digests.get(name) != digest]
+    if changed:
+        raise ValueError(
+            f"{checkpoint} was written with another version of the plug-in {changed[0]}: restore the file, "
+            "choose another run.dir, or set checkpoint.resume=weights"
         )
