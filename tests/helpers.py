@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import reference
@@ -18,12 +19,15 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 import train_rl
+from batch import Completion, Group, LossInputs, Request, RolloutBatch
+from configure import load_config
 from data.history import PromptHistory
 from data.prompts import Prompt
 from data.stages import Offers
 from reward import Verdict
-from rollout import Completion, Request
+from runtime.checkpoint import TrainState
 from runtime.metrics import Clock
+from settings import AlgorithmSettings, Config
 from tests import preloaded
 
 # ------------------------------------------------------------------------------------------------------------
@@ -32,13 +36,13 @@ from tests import preloaded
 SMALLEST_TRAINING_SET = "data.train=[{path: unused}]"
 
 
-def make_config(*settings: str, section: str = "", **values) -> train_rl.Config:
+def make_config(*settings: str, section: str = "", **values) -> Config:
     """Read settings as a command line does.
 
     values: more of them, of a section as section__key, or of the section that is given as key.
     """
     names = {key: key.replace("__", ".") if "__" in key else f"{section}.{key}" for key in values}
-    return train_rl.load_config(
+    return load_config(
         [SMALLEST_TRAINING_SET, *settings, *(f"{names[key]}={value}" for key, value in values.items())]
     )
 
@@ -60,10 +64,10 @@ def make_verdict(right: bool | None, share: float = 0.0) -> Verdict:
     return Verdict(1.0, "ok") if right else Verdict(share, "wrong")
 
 
-def make_group(slot: int, prompt: int, lengths=(), rights=(), shares=None) -> train_rl.Group:
+def make_group(slot: int, prompt: int, lengths=(), rights=(), shares=None) -> Group:
     """Make a group of completions of these lengths; rights and shares are what make_verdict() takes."""
     shares = shares or [0.0] * len(rights)
-    return train_rl.Group(
+    return Group(
         slot,
         prompt,
         completions=[make_completion(length) for length in lengths],
@@ -81,7 +85,7 @@ def make_batch(
     group_index: list[int] | None = None,
     padding: int = 0,
     **ragged: list[list[float]],
-) -> train_rl.RolloutBatch:
+) -> RolloutBatch:
     """Make a batch of valid completions, `padding` columns wider than it needs.
 
     Without group_index all are of one group. ragged: fields [B, T] by their rows; rollout_logprobs are 0
@@ -91,7 +95,7 @@ def make_batch(
     width = max([1, *lengths]) + padding
     pad = lambda rows: torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows]).reshape(num, width)
     ragged = {"rollout_logprobs": [[]] * num} | ragged
-    return train_rl.RolloutBatch(
+    return RolloutBatch(
         prompts=make_prompts(num),
         prompt_ids=prompt_ids or [[1]] * num,
         completion_ids=completion_ids,
@@ -157,7 +161,7 @@ def share_prompt_routes(completions: list[dict]) -> None:
 
 def batch_of_rows(
     completions: list[dict], rows: list[int], padding: int = 0, num_minibatches: int = 1
-) -> train_rl.RolloutBatch:
+) -> RolloutBatch:
     """Make the batch of some of make_ragged_completions().
 
     Whole groups make a minibatch, the first groups the first.
@@ -260,11 +264,34 @@ class FakeEngine:
         return verdicts
 
 
-def make_rollouts(config: train_rl.Config, answer: Answer, num_prompts: int) -> train_rl.Rollouts:
-    """Make the Rollouts of a training set of which prompt i has the one token i, with a FakeEngine."""
-    engine, prompt_ids = FakeEngine(answer), [[i] for i in range(num_prompts)]
-    prompts, offers = make_prompts(num_prompts), Offers(range(num_prompts))
-    return train_rl.Rollouts(config, engine, engine, None, prompts, prompt_ids, Clock({}), offers)
+def make_run(config: Config, answer: Answer | None, num_prompts: int, **fields) -> SimpleNamespace:
+    """Return the fields of lifecycle.Run that sampling reads; prompt i of the training set is the token i.
+
+    A FakeEngine stands in for the engine and the reward workers. fields: overrides, for example state.
+    """
+    engine = FakeEngine(answer)
+    return SimpleNamespace(**{
+        "config": config, "engine": engine, "pool": engine, "tokenizer": None, "clock": Clock({}),
+        "prompts": make_prompts(num_prompts), "prompt_ids": [[i] for i in range(num_prompts)],
+        "offers": Offers(range(num_prompts)), "history": no_history(num_prompts), "state": TrainState(),
+    } | fields)  # fmt: skip
+
+
+def loss_inputs(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, settings: AlgorithmSettings, **fields
+) -> LossInputs:
+    """Return the inputs of a loss in which engine, reference and old policy are the same.
+
+    fields: overrides [b, T]; entropies and advantages are 0 unless given, and all tokens count.
+    """
+    mask = fields.get("mask", torch.ones(logprobs.shape, dtype=torch.bool))
+    entropy = fields.get("entropy", torch.zeros_like(old_logprobs))
+    return LossInputs(**{
+        "logprobs": logprobs, "old_logprobs": old_logprobs, "rollout_logprobs": old_logprobs,
+        "ref_logprobs": old_logprobs, "advantages": torch.zeros_like(old_logprobs), "entropy": entropy,
+        "token_groups": train_rl.token_groups_of(entropy, mask, settings), "mask": mask, "log_vocab": 1.0,
+        "settings": settings,
+    } | fields)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------

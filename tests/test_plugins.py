@@ -1,0 +1,186 @@
+"""Plug-ins compute the values of the built-in versions that they replaced, and broken plug-ins are refused.
+
+golden/plugins.json holds inputs and outputs (gain, gradient, advantages) of the built-in losses of version v0.1
+in float64, for example of `clip_mode: soft`, which is experiments/plugins/sapo.py today.
+"""
+
+import json
+import random
+
+import pytest
+import torch
+from conftest import ROOT
+
+import train_rl
+from batch import AdvantageInputs, LossInputs, SelectInputs
+from data.stream import seed_of
+from plugins import ONE_RANK, load_plugin
+from settings import AlgorithmSettings
+from verifiers.kinds import parts_of
+
+GOLDEN = json.loads((ROOT / "tests" / "golden" / "plugins.json").read_text())
+PLUGINS = ROOT / "experiments" / "plugins"
+
+GAINS = {  # name in the golden file: plug-in and its arguments
+    "sapo": ("sapo.py:sapo", {}),
+    "sapo_sequence": ("sapo.py:sapo", {}),
+    "sapo_other": ("sapo.py:sapo", {"tau_positive": 0.7, "tau_negative": 2.0}),
+    "dppo_tv": ("dppo.py:total_variation", {}),
+    "dppo_tv_cap": ("dppo.py:total_variation", {"eps_low": 0.05, "eps_high": 0.1, "cap": 1.3}),
+    "dppo_kl": ("dppo.py:binary_kl", {"eps_low": 0.01, "eps_high": 0.02}),
+    "vespo": ("vespo.py:vespo", {}),
+    "vespo_other": (
+        "vespo.py:vespo",
+        {"power_positive": 1.0, "power_negative": 1.5, "decay_positive": 2.0, "decay_negative": 1.0},
+    ),
+    "off_policy_mask": ("off_policy_mask.py:off_policy_mask", {"max_divergence": 0.02}),
+    "off_policy_mask_strict": ("off_policy_mask.py:off_policy_mask", {"max_divergence": 0.3}),
+}
+ADVANTAGES = {
+    "batch_std_0.0": "batch_std.py:batch_std",
+    "group_mean_0.0": "maxrl.py:maxrl",
+    "leave_one_out_0.0": "rloo.py:rloo",
+    "gdpo_0.0": "gdpo.py:gdpo",
+}
+SELECTIONS = {
+    "top_entropy": ("top_entropy.py:top_entropy", {"fraction": 0.3}),
+    "top_entropy_most": ("top_entropy.py:top_entropy", {"fraction": 0.9}),
+    "clip_cov": ("clip_cov.py:clip_cov", {"fraction": 0.2, "low": 0.1}),
+    "clip_cov_wide": ("clip_cov.py:clip_cov", {"fraction": 0.5, "low": -5.0}),
+}
+
+
+def golden_tensors() -> dict[str, torch.Tensor]:
+    """Return the inputs of the golden file as tensors."""
+    tensors = {name: torch.tensor(values) for name, values in GOLDEN["inputs"].items()}
+    return tensors | {"mask": tensors["mask"].bool()}
+
+
+@pytest.mark.parametrize("name", GAINS)
+def test_a_gain_plugin_equals_the_built_in_loss_of_v0_1(name, float64):
+    plugin, arguments = GAINS[name]
+    golden = GOLDEN["gain"][name]
+    algorithm = AlgorithmSettings(
+        ratio_level=golden["level"], gain=str(PLUGINS / plugin), gain_args=arguments
+    )
+    tensors = golden_tensors()
+    tensors["logprobs"].requires_grad_()
+    inputs = LossInputs(
+        **tensors,
+        ref_logprobs=None,
+        token_groups=train_rl.token_groups_of(tensors["entropy"], tensors["mask"], algorithm),
+        log_vocab=GOLDEN["log_vocab"],
+        settings=algorithm,
+    )
+    gain, statistics = train_rl.token_gain(inputs)
+    (gain * inputs.mask).sum().backward()
+    assert (gain * inputs.mask).tolist() == golden["gain"]
+    assert inputs.logprobs.grad.tolist() == golden["gradient"]
+    assert (statistics["clipped"] * inputs.mask).tolist() == golden["clipped"]
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_advantage_plugin_equals_the_built_in_version_of_v0_1(name):
+    kinds = GOLDEN["gdpo"]["kinds"]
+    rewards = GOLDEN["rewards"]["rewards"]
+    second_rewards = GOLDEN["gdpo"]["second"]
+    is_gdpo = name.startswith("gdpo")
+    dtype = torch.float32 if is_gdpo else torch.float64  # GDPO reads the verifier's parts, in float32
+    parts = [
+        {part: (weight, second if part == "numeric" else reward) for weight, part in parts_of(kind)}
+        for kind, reward, second in zip(kinds, rewards, second_rewards)
+    ]
+    inputs = AdvantageInputs(
+        rewards=torch.tensor(rewards, dtype=dtype),
+        parts=parts,
+        valid=torch.tensor(GOLDEN["rewards"]["valid"]),
+        group_index=torch.tensor(GOLDEN["rewards"]["group_index"]),
+        ranks=ONE_RANK,
+    )
+    algorithm = AlgorithmSettings(advantage=str(PLUGINS / ADVANTAGES[name]))
+    assert load_plugin(algorithm, "advantage")(inputs).tolist() == GOLDEN["advantage"][name]
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_select_plugin_equals_the_built_in_version_of_v0_1(name, float64):
+    plugin, arguments = SELECTIONS[name]
+    algorithm = AlgorithmSettings(select=str(PLUGINS / plugin), select_args=arguments)
+    tensors = golden_tensors()
+    rows = zip(GOLDEN["select_inputs"]["prompt_ids"], GOLDEN["select_inputs"]["completion_ids"])
+    seeds = [seed_of(3, "covariance", 5, *prompt, *ids) for prompt, ids in rows]  # those of v0.1
+    minibatch = torch.tensor(GOLDEN["select_inputs"]["minibatch"])
+    advantages = tensors["advantages"]
+    for number in range(2):
+        mask = tensors["mask"] & (minibatch == number).unsqueeze(1)
+        inputs = SelectInputs(
+            advantages=advantages,
+            old_logprobs=tensors["old_logprobs"],
+            entropy=tensors["entropy"],
+            mask=mask,
+            group_index=torch.arange(len(mask)),
+            generators=[random.Random(seed) for seed in seeds],
+            ranks=ONE_RANK,
+        )
+        advantages = torch.where(mask, load_plugin(algorithm, "select")(inputs), advantages)
+    assert advantages.tolist() == GOLDEN["select"][name]
+
+
+BROKEN = {  # a plug-in's source and the words that its refusal contains
+    "raises when imported": ("raise OSError('no GPU')", ("broken.py", "OSError")),
+    "lacks the function": ("def other(inputs): ...", ("no 'plugin'",)),
+    "takes no inputs": ("def plugin(): ...", ("plugin()", "gain_args")),
+    "takes other arguments": ("def plugin(inputs, alpha): ...", ("alpha", "gain_args")),
+    "returns no statistics": ("def plugin(inputs): return inputs.ratio", ("statistic",)),
+    "returns another shape": ("def plugin(inputs): return inputs.ratio.sum(), {}", ("[2, 3]",)),
+    "has no gradient": ("def plugin(inputs): return inputs.advantages, {}", ("gradient",)),
+    "raises when called": ("def plugin(inputs): return inputs.logits", ("logits", "line 1")),
+    "has a gain without advantage": ("def plugin(inputs): return inputs.ratio, {}", ("skip_zero_gradient",)),
+    "returns statistics of another shape": (
+        "def plugin(inputs): return inputs.ratio * inputs.advantages, {'n': inputs.ratio.sum()}",
+        ("'n'", "[2, 3]"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_plugin_is_refused_with_file_function_and_expectation(case, tmp_path):
+    source, words = BROKEN[case]
+    file = tmp_path / case.replace(" ", "_") / "broken.py"
+    file.parent.mkdir()
+    file.write_text(source + "\n")
+    with pytest.raises(ValueError, match="algorithm.gain") as error:
+        train_rl.load_config(["data.train=[{path: x.jsonl}]", f"algorithm.gain={file}:plugin"])
+    for word in ("broken.py", *words):
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize("hook", ["advantage", "select"])
+def test_a_hook_refuses_a_wrong_shape(hook, tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("import torch\ndef plugin(inputs): return torch.zeros(5)\n")
+    with pytest.raises(ValueError, match=f"algorithm.{hook}"):
+        train_rl.load_config(["data.train=[{path: x.jsonl}]", f"algorithm.{hook}={file}:plugin"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["algorithm.gain=experiments/plugins/sapo.py:sapo", "algorithm.gain_args={tau: 1.0}"],
+        ["algorithm.gain_args={tau: 1.0}"],
+        ["algorithm.gain=experiments/plugins/sapo.py:sapo", "algorithm.clip_mode=none"],
+        ["algorithm.gain=experiments/plugins/missing.py:sapo"],
+        ["algorithm.gain=batch:LossInputs"],
+    ],
+)
+def test_wrong_arguments_of_a_gain_are_refused(settings):
+    with pytest.raises(ValueError, match="algorithm.gain"):
+        train_rl.load_config(["data.train=[{path: x.jsonl}]", *settings])
+
+
+def test_a_path_in_a_yaml_is_relative_to_the_yaml(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text("def gain(inputs): return inputs.ratio * inputs.advantages, {}\n")
+    (tmp_path / "sub" / "base.yaml").write_text("algorithm: {gain: mine.py:gain}\n")
+    (tmp_path / "exp.yaml").write_text("base: sub/base.yaml\ndata: {train: [{path: x.jsonl}]}\n")
+    config = train_rl.load_config(["--config", str(tmp_path / "exp.yaml")])
+    assert config.algorithm.gain == f"{tmp_path}/sub/mine.py:gain"
