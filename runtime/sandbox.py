@@ -11,7 +11,7 @@ Two walls stand one behind the other. The first is the namespaces of bubblewrap 
 bubblewrap, too: limits of the process (rlimits) and a filter of system calls (seccomp) that refuses to make
 processes, run files, open sockets, send signals, trace, mount and what else a script has no use for. A
 program is therefore one process with some threads, and its limit of memory is that of all it does.
-docs/code_rewards.md lists what was tried against them and what they do not stop.
+docs/data_and_rewards.md lists what was tried against them and what they do not stop.
 """
 
 import contextlib

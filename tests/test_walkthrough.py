@@ -31,5 +31,9 @@ def test_each_block_prints_what_the_page_shows():
 
 def test_the_page_agrees_with_the_settings_of_espo():
     text = (ROOT / "experiments" / "methods" / "espo.yaml").read_text()
-    for line in ("ratio_form: stop_gradient", "entropy_clip_form: token_group_mean", "entropy_clip_coef: 0.02"):
+    for line in (
+        "ratio_form: stop_gradient",
+        "entropy_clip_form: token_group_mean",
+        "entropy_clip_coef: 0.02",
+    ):
         assert line in text
