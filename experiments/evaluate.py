@@ -10,7 +10,7 @@
 --model is the folder of a Hugging Face checkpoint, of an export (run.dir/model), of one checkpoint, or of a
 run (its newest checkpoint; the run may go on meanwhile). Each prompt is completed once greedily and --samples
 times by sampling. Settings of train_rl.py's sections data, rollout and reward may follow the options:
-rollout.stop=[...] reward.timeout_s=30 data.on_bad_row=drop. docs/reading_completions.md says how figures are
+rollout.stop=[...] reward.timeout_s=30 data.on_bad_row=drop. docs/data_and_rewards.md says how figures are
 estimated and how the page is used.
 
 What is written:

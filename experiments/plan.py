@@ -4,12 +4,12 @@
     python experiments/plan.py --config mine.yaml --gpus 8 --gpu-memory-gib 80 --json plan.json
     python experiments/plan.py --config mine.yaml --gpus 32 --search       # what fits, the fastest first
     python experiments/plan.py --write-headers experiments/models/*.yaml      # their first lines
-    python experiments/plan.py --tables experiments/models/*.yaml             # those of docs/planning.md
+    python experiments/plan.py --tables experiments/models/*.yaml             # those of docs/gpu.md
 
 Nothing is loaded but config.json; of Qwen3 models the shapes are known by name. The exit code is 0 where the
 run fits (with --search: where anything does), 1 where it does not, and 2 for settings that are wrong. Memory
 of a GPU is the arithmetic by which train_rl.py refuses a run (train_rl.plan_memory); the host's is only
-planned. Seconds are a roofline with the shares of the peaks that stand below as constants; docs/planning.md
+planned. Seconds are a roofline with the shares of the peaks that stand below as constants; docs/gpu.md
 compares them with public measurements.
 
 Reading order: models, machines, the task, bytes, seconds, the plan, what helps, what is printed.
@@ -129,7 +129,7 @@ MACHINES = {
     "a100": Machine(79.3, 312, 2039, 300, 25, 32),
     "b200": Machine(178.0, 2250, 8000, 900, 50, 64),
 }
-# Shares of the peaks [ours: chosen once against the measurements in docs/planning.md]
+# Shares of the peaks [ours: chosen once against the measurements in docs/gpu.md]
 PRODUCTS = 0.50  # dense layers, attention and head
 EXPERT_PRODUCTS = 0.12  # grouped products of few rows each, with what permutes them
 MEMORY = 0.60
@@ -731,7 +731,7 @@ def describe_search(task: Task, found: list[tuple[dict, Task]]) -> str:
 
 
 def tables(tasks: dict[str, Task]) -> list[str]:
-    """Return the lines of the two tables of docs/planning.md: configurations, and paths of a weight sync."""
+    """Return the lines of the two tables of docs/gpu.md: configurations, and paths of a weight sync."""
     columns = ["settings", "GPUs", "standing", "update", "engine weights", "KV cache", "host", "rollout, s",
                "logprobs, s", "update, s", "sync, s", "step, s"]  # fmt: skip
     rows = []
@@ -857,7 +857,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write the plan here, or the list of proposals")
     alone = "; stands alone"
     add("--write-headers", type=Path, nargs="+", metavar="FILE", help=f"write the first lines of each{alone}")
-    add("--tables", type=Path, nargs="+", metavar="FILE", help=f"print the tables of docs/planning.md{alone}")
+    add("--tables", type=Path, nargs="+", metavar="FILE", help=f"print the tables of docs/gpu.md{alone}")
     add("settings", nargs="*", metavar="section.key=value", help="single settings, over the files'")
     args = parser.parse_intermixed_args(argv)
     given = [name for name, value in vars(args).items() if value not in (None, [], False)]

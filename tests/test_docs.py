@@ -21,21 +21,36 @@ from runtime.config import free_on_resume, setting_fields
 from runtime.other_names import NAMES_ELSEWHERE
 from tests import preloaded
 
-ROAD = ROOT / "docs" / "your_model_your_data.md"
-FROM_OTHERS = ROOT / "docs" / "from_trl_or_verl.md"
+DOCS = ROOT / "docs"
+ROAD = DOCS / "data_and_rewards.md"
+EIGHT_GPUS = "## The same job on eight GPUs"  # the blocks above this heading run on two CPU ranks
+FROM_OTHERS = DOCS / "from_trl_or_verl.md"
+GPU = DOCS / "gpu.md"
 SETTINGS = setting_fields(train_rl.Config)
 LEAVES = {name.rsplit(".", 1)[-1] for name in SETTINGS}
 
 
+def blocks_in(text: str) -> list[tuple[str, str]]:
+    """List (language, text) of the fenced blocks of a text."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
 def blocks_of(page: Path) -> list[tuple[str, str]]:
-    """List (language, text) of the fenced blocks of a page."""
-    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    """List (language, text) of the fenced blocks of a page; of the road, the blocks for two CPU ranks."""
+    return blocks_in(page.read_text().partition(EIGHT_GPUS)[0])
+
+
+def eight_gpu_job(page: Path) -> str:
+    """Return the YAML of a page that is meant for eight GPUs."""
+    before, heading, after = page.read_text().partition(EIGHT_GPUS)
+    return next(text for language, text in blocks_in(after if heading else before) if language == "yaml")
 
 
 def settings_in(text: str) -> list[str]:
     """List what is quoted as code and looks like section.key of our settings."""
     quoted = re.findall(r"`([\w.\[\]]+)[:=`]", text)
-    return [name for name in quoted if name.split(".")[0] in train_rl.Config.model_fields and "." in name]
+    names = [name for name in quoted if name.split(".")[0] in train_rl.Config.model_fields and "." in name]
+    return [name for name in names if not name.endswith(".py")]
 
 
 # ---- your model, your data, your reward --------------------------------------------------------------------
@@ -104,10 +119,14 @@ def test_the_start_says_what_the_road_says_it_does(road):
     assert any(line.startswith("a completion ends at ") and r"'\n\n'" in line for line in printed)
 
 
-@pytest.mark.parametrize("page", [ROAD, FROM_OTHERS], ids=lambda page: page.stem)
+HOOKS = {f"algorithm.{hook}" for hook in ("gain", "advantage", "select")}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
 def test_settings_that_a_page_names_exist(page):
     named = set(settings_in(page.read_text()))
-    assert len(named) > 20 and named - set(SETTINGS) - {"data.train[].kind"} == set()
+    assert len(named) > 20 or page not in (ROAD, FROM_OTHERS)
+    assert named - set(SETTINGS) - HOOKS - {"data.train[].kind"} == set()
 
 
 def test_what_the_road_calls_free_on_resume_is():
@@ -117,17 +136,30 @@ def test_what_the_road_calls_free_on_resume_is():
     assert not {"data.train", "rollout.group_size"} & free_on_resume(train_rl.Config)
 
 
-PAGES = [
-    "README.md",
-    *(f"docs/{name}.md" for name in ("your_model_your_data", "from_trl_or_verl", "several_nodes")),
-]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_of_a_page_lead_to_files(page):
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()) if "://" not in link]
-    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
-    assert links and not missing
+def anchors_of(page: Path) -> set[str]:
+    """List the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_to_files_and_headings(page):
+    broken = []
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        if "://" in path:
+            continue
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(f"{path}#{anchor}")
+    assert not broken
+
+
+def test_the_index_names_every_page():
+    index = (DOCS / "README.md").read_text()
+    assert not [page.name for page in DOCS.glob("[a-z]*.md") if f"]({page.name})" not in index]
 
 
 # ---- from TRL or verl --------------------------------------------------------------------------------------
@@ -188,12 +220,13 @@ def test_our_job_is_read_and_theirs_are_programs():
         assert f"{name}={value}," in trl
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", FROM_OTHERS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [ROOT / "README.md", FROM_OTHERS, ROAD], ids=lambda page: page.stem)
 def test_the_job_of_a_page_fits_eight_gpus_of_80_gb(page):
     """The planner refuses what does not fit; a kv_cache_gib of one's own would make that a warning."""
-    (block,) = [text for language, text in blocks_of(page) if language == "yaml"]
-    config = train_rl.Config.model_validate(yaml.safe_load(block))
-    assert config.rollout.kv_cache_gib is None
+    config = train_rl.Config.model_validate(yaml.safe_load(eight_gpu_job(page)))
+    train_rl.check_config(config)
+    assert config.rollout.kv_cache_gib is None and config.rollout.prompts_per_step % 8 == 0
+    assert config.model.dtype == config.rollout.dtype == "bfloat16"
     shape = plan.model_config(config.model.path)
     task = plan.Task(config, shape, plan.MACHINES["h100"], 8, 256, 512)
     assert plan.why_not(task) is None
@@ -203,7 +236,6 @@ def test_the_job_of_a_page_fits_eight_gpus_of_80_gb(page):
 
 
 # ---- several nodes -----------------------------------------------------------------------------------------
-SEVERAL_NODES = ROOT / "docs" / "several_nodes.md"
 STANDS_FOR_SLURM = r"""
 scontrol() { printf 'node1\nnode2\n'; }
 srun() { shift; for node in 0 1; do SLURM_NODEID=$node "$@"; done; }
@@ -212,7 +244,7 @@ srun() { shift; for node in 0 1; do SLURM_NODEID=$node "$@"; done; }
 
 def test_slurm_starts_the_commands_that_the_page_shows_for_two_nodes(tmp_path):
     """scontrol, srun and torchrun are stand-ins; the last one prints what it is given."""
-    (by_hand, _), (by_slurm, _) = [(t, 0) for language, t in blocks_of(SEVERAL_NODES) if language == "bash"]
+    by_hand, by_slurm = [text for _, text in blocks_of(GPU) if "torchrun --nnodes" in text]
     (tmp_path / "torchrun").write_text('#!/bin/bash\necho torchrun "$@"\n')
     (tmp_path / "torchrun").chmod(0o755)
     environment = {
@@ -229,10 +261,8 @@ def test_slurm_starts_the_commands_that_the_page_shows_for_two_nodes(tmp_path):
     assert started[0] == started[1] and started[0].count("torchrun --nnodes=2 --node-rank=") == 2
 
 
-def test_the_page_of_several_nodes_names_what_there_is():
-    text = SEVERAL_NODES.read_text()
-    named = set(settings_in(text)) | {"model.ep_size"}
-    assert {"run.warn_s", "run.timeout_s"} <= named <= set(SETTINGS)
+def test_the_page_of_several_nodes_has_the_flags_of_the_tests():
+    assert {"run.warn_s", "run.timeout_s"} <= set(settings_in(GPU.read_text()))
     assert {"--nnodes=2", "--node-rank=", "--master-addr=", "--master-port="} <= set(
         re.findall(r"--[\w-]+=2?", inspect.getsource(conftest.two_agents))
     ), "the flags that the tests start two agents with"

@@ -469,7 +469,7 @@ def test_a_python_whose_folder_is_a_link_is_bound_by_both_names(tmp_path, monkey
 
 @NEEDS_BUBBLEWRAP
 def test_an_assert_without_a_constant_can_be_forged():
-    """docs/code_rewards.md says so."""
+    """docs/data_and_rewards.md says so."""
     program = "class E:\n    __eq__ = lambda a, b: True\nadd = lambda a, b: E()"
     assert verify(fenced(program), '["x = 3\\nassert add(1, 2) == x"]')[0] == 1.0
 
