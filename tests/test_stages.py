@@ -389,11 +389,11 @@ def test_an_empty_window_and_a_leak_are_refused_before_an_engine_starts(sums):
             load_all([sums(others, **leak), sums(others, **leak)])
     with pytest.raises(ValueError, match="1[+]1="):
         load_all([sums((5, 9), **leak), sums((1, 4))])
-    with pytest.raises(ValueError, match=re.escape("stages[0]: data.train[].holdout where stages train")):
+    with pytest.raises(ValueError, match=re.escape("stages[0]: data.train[].holdout")):
         train_set = sums((0, 5)).train[0].model_copy(update={"holdout": 0.5})
         load_all([sums((0, 5)).model_copy(update={"train": [train_set]}), sums((4, 9))])
     same = [sums((0, 5)).model_copy(update={"train": [train_set], "on_bad_row": "drop"})] * 2
-    with pytest.raises(ValueError, match="stages drop prompts at different rollout.max_prompt_tokens"):
+    with pytest.raises(ValueError, match="rollout.max_prompt_tokens"):
         refuse_holdouts(same, [8, 16], ["stages[0]", "stages[1]"])
     refuse_holdouts(same, [8, 8], ["stages[0]", "stages[1]"])
 
