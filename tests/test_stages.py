@@ -204,7 +204,7 @@ REFUSED = {
     ),
     "no evaluations on the way": (
         f"[{{name: a, until: {{metric: eval/held_out/accuracy, accuracy: 0.5}}}}, {B}]",
-        ["eval.every=0", HELD_OUT], NEVER + "until.metric eval/held_out/accuracy is measured on the way only",
+        ["eval.every=0", HELD_OUT], NEVER + "until.metric eval/held_out/accuracy is measured",
     ),
     "evaluations too far apart": (
         f"[{{name: a, until: {{metric: eval/held_out/accuracy, plateau: 2}}}}, {B}]",
@@ -212,12 +212,12 @@ REFUSED = {
     ),
     "no such set": (
         f"[{{name: a, until: {{metric: eval/held_in/accuracy, accuracy: 0.5}}}}, {B}]", [HELD_OUT],
-        "stages[0] (a).until.metric: 'eval/held_in/accuracy' is not measured in this stage; there are "
+        "stages[0] (a).until.metric: 'eval/held_in/accuracy' is not measured in this stage; choose one of "
         "eval/held_out/accuracy, eval/held_out/avg_at_8, eval/held_out/pass_at_8, score",
     ),
     "no samples": (
         f"[{{name: a, until: {{metric: eval/held_out/pass_at_8, accuracy: 0.5}}, eval: {{num_samples: 0}}}}, "
-        f"{B}]", [HELD_OUT], "there are eval/held_out/accuracy, score",
+        f"{B}]", [HELD_OUT], "eval/held_out/accuracy, score",
     ),
     "accuracy above 1": (f"[{{name: a, until: {{accuracy: 2}}}}, {B}]", [], "stages[0].until.accuracy: "),
     "nested": (f"[{A}, {{name: b, stages: []}}]", [], "cannot change from stage to stage"),
