@@ -1,8 +1,9 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
 # make check  style, the tables of the docs, and the quick tests: about two minutes on two cores
 # make test   every test: nine to ten minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
+# make test-sandbox  the tests that need bubblewrap; without that program all tests above skip them
 # make bench  seconds per step of the demo's workload, by phase
-# make table  the table of experiments/zero_variance: 180 runs of about a minute, resumable
+# make table  the table of experiments/studies/zero_variance: 180 runs of about a minute, resumable
 #
 # STACK=cpu|gpu picks the requirements; left alone it is gpu where nvidia-smi lists a GPU.
 # RANKS is the number of processes of the demo, each with a share of the experts: two, or one on a single GPU.
@@ -29,7 +30,7 @@ endif
 # What is printed comes when one of the two is done; make fails if one fails.
 TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo lint check check-first check-second test test-ranks test-others bench table install
+.PHONY: demo lint check check-first check-second test test-ranks test-others test-sandbox bench table install
 install: $(STAMP)
 
 demo: $(STAMP)
@@ -59,6 +60,9 @@ test-ranks: $(STAMP)
 test-others: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not ranks" --durations=5
 
+test-sandbox: $(STAMP)
+	$(BIN)/python -m pytest -q -m 'needs_program(name="bubblewrap")'
+
 bench: $(STAMP)
 	$(BIN)/python -m data.tiny
 	$(BIN)/python -m experiments.bench.step
@@ -69,7 +73,7 @@ table: $(STAMP)
 	$(BIN)/python -m data.tiny --recipe habits
 	$(BIN)/python -m data.score --model $(HABITS)/model --prompts $(HABITS)/train.jsonl \
 	    --output $(HABITS)/scores.jsonl --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25
-	$(BIN)/python experiments/run.py --rows experiments/zero_variance/*.yaml --seeds 0 1 2 3 4 5 6 7 8 9 \
+	$(BIN)/python experiments/run.py --rows experiments/studies/zero_variance/*.yaml --seeds 0 1 2 3 4 5 6 7 8 9 \
 	    --out runs/zero_variance --jobs 2
 	$(BIN)/python experiments/report.py --runs runs/zero_variance --parent grpo \
 	    --plot runs/zero_variance/curves.png

@@ -4,7 +4,8 @@
     python experiments/report.py --runs runs/zero_variance --parent grpo --json table.json --plot curves.png
     python experiments/report.py --runs runs/zero_variance --parent grpo --parents a=gspo --columns row p
     python experiments/report.py --runs runs/zero_variance --parent grpo --export runs.jsonl
-    python experiments/report.py --runs experiments/zero_variance/runs.jsonl --parent grpo --rows grpo gspo
+    python experiments/report.py --runs experiments/studies/zero_variance/runs.jsonl --parent grpo \\
+        --rows grpo gspo
     python experiments/report.py --runs runs/group_size --parent group_8 \\
         --against rollout.group_size zero_variance_frac share.png    # a metric over a setting of the rows
     python experiments/report.py --runs runs/long_chains --parent grpo --metric chains/avg_at_4 \\

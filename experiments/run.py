@@ -1,6 +1,6 @@
 """Run every row of a table with every seed: one run of train_rl.py each, several at once, resumable.
 
-    python experiments/run.py --rows experiments/zero_variance/*.yaml --seeds 0 1 2 3 4 --out runs/all
+    python experiments/run.py --rows experiments/studies/zero_variance/*.yaml --seeds 0 1 2 3 4 --out runs/all
     python experiments/run.py --rows ROW.yaml --seeds 0 --out runs/try --jobs 2 --ranks 2 eval.every=5
     python experiments/run.py ... --script mine.py    run a changed copy of train_rl.py, with its settings
     python experiments/run.py ... --dry-run           print the commands of the runs still to do

@@ -1,22 +1,48 @@
 """Share what all tests use: quiet libraries, a way to run something on several ranks, an undisturbed run."""
 
+import atexit
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from experiments.bench import preloaded
+from tests import preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); tests skip without them
+
+# A test that starts a program of the operating system names the program by this marker. On a machine without
+# the program, the test is skipped, and pytest's last lines count the skipped tests by program.
+needs_program = pytest.mark.needs_program
+NEEDS_BUBBLEWRAP = needs_program(name="bubblewrap", command="bwrap")
+MISSING = "missing program: "  # begins the reason of every such skip; the program's name follows
+
+
+def hide_leak_reports() -> None:
+    """Discard the standard error of this process from here on; the exit code stays as it is.
+
+    Triton's bindings are made by nanobind, which prints 30 lines about leaked types when an interpreter that
+    has run vLLM exits. Triton offers no switch for the report, and hides it in its own compile workers by the
+    same means.
+    """
+    sys.stderr.flush()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def pytest_configure() -> None:
+    """Register the exit handler early, so that it runs last: other handlers have then printed their text."""
+    atexit.register(hide_leak_reports)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
@@ -29,6 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with what needs it, the first one with what does not.
     """
     for item in items:
+        skip_without_programs(item)
         slow = item.get_closest_marker("slow")
         starts_ranks = any(
             hasattr(item.module, name) for name in ("preloaded", "torchrun", "train", "RankSuite")
@@ -37,6 +64,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
     late = {item.module for item in items if needs_demo(item)}
     items.sort(key=lambda item: (item.module in late) == (item.get_closest_marker("ranks") is not None))
+
+
+def skip_without_programs(item: pytest.Item) -> None:
+    """Skip a test if this machine lacks a program that one of its `needs_program` markers names."""
+    for marker in item.iter_markers("needs_program"):
+        name = marker.kwargs["name"]
+        command = marker.kwargs.get("command", name)
+        if shutil.which(command) is None:
+            item.add_marker(pytest.mark.skip(reason=f"{MISSING}{name} ({command} is not on PATH)"))
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Print in one line how many tests were skipped for each missing program."""
+    counts: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        if match := re.search(rf"{MISSING}(\S+)", str(report.longrepr)):
+            counts[match[1]] += 1
+    if counts:
+        programs = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+        terminalreporter.write_line(f"skipped for missing programs: {programs}")
 
 
 def needs_demo(item: pytest.Item) -> bool:

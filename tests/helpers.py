@@ -21,10 +21,10 @@ import train_rl
 from data.history import PromptHistory
 from data.prompts import Prompt
 from data.stages import Offers
-from experiments.bench import preloaded
 from reward import Verdict
 from rollout import Completion, Request
 from runtime.metrics import Clock
+from tests import preloaded
 
 # ------------------------------------------------------------------------------------------------------------
 # Settings, prompts, completions, groups, batches

@@ -12,10 +12,10 @@ from conftest import ROOT
 
 from data.chains import INSTRUCTIONS, Chains, corpus_batch, habits, sample_sets, trace
 from data.tiny import RECIPES
-from experiments.bench import preloaded
 from experiments.environments import demo_table
 from experiments.environments.measure import describe, main
 from reward import Verdict, verify
+from tests import preloaded
 from train_rl import load_config
 from verifiers.chain import step
 

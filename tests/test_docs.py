@@ -17,9 +17,9 @@ from helpers import rows_of
 
 import train_rl
 from experiments import plan
-from experiments.bench import preloaded
 from runtime.config import free_on_resume, setting_fields
 from runtime.other_names import NAMES_ELSEWHERE
+from tests import preloaded
 
 ROAD = ROOT / "docs" / "your_model_your_data.md"
 FROM_OTHERS = ROOT / "docs" / "from_trl_or_verl.md"

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, needs_program
 
 from experiments import evaluate as evaluate_py
 from experiments.evaluate import (
@@ -646,7 +646,7 @@ class Site(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow(process="others")
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
+@needs_program(name="chromium")
 def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
     """Show each prompt in a frame; a page around them, once loaded, says what has become of them."""
     frames = ["careless", *(f"page#{number}" for number in range(1, 1 + len(HOSTILE)))]

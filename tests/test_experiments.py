@@ -17,12 +17,13 @@ from transformers import Qwen3MoeConfig
 import moe_model
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
-from experiments.bench import gpu_kernels, preloaded
+from experiments.bench import gpu_kernels
 from experiments.bench.gpu import MODES
 from experiments.bench.workload import Recipe as WorkRecipe
 from experiments.bench.workload import Workload
 from runtime import summary
 from runtime.checkpoint import TrainState
+from tests import preloaded
 
 
 def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:

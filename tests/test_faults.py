@@ -1,4 +1,4 @@
-"""The campaign of experiments/bench/faults.py: its verdicts, and the part of its cases that is quick."""
+"""The campaign of tests/campaign/faults.py: its verdicts, and the part of its cases that is quick."""
 
 import contextlib
 import io
@@ -9,17 +9,17 @@ import subprocess
 import sys
 
 import pytest
-from conftest import SMALL, TWO_ENDS
+from conftest import NEEDS_BUBBLEWRAP, SMALL, TWO_ENDS
 
 import train_rl
 from data.chat import load_tokenizer
 from data.stream import load_sets
-from experiments.bench import faults, hostile_input
 from experiments.bench.common import TRAINER
-from experiments.bench.soak import draw, must_be_flat, prints_the_sum, starts_of, watch
-from experiments.bench.started import Started
-from experiments.bench.verdicts import Bench, Failed, must_equal, refusal, try_case
 from runtime.launch import run
+from tests.campaign import faults, hostile_input
+from tests.campaign.soak import draw, must_be_flat, prints_the_sum, starts_of, watch
+from tests.campaign.started import Started
+from tests.campaign.verdicts import Bench, Failed, must_equal, refusal, try_case
 
 
 def done(code: int, stderr: str) -> subprocess.CompletedProcess:
@@ -145,6 +145,7 @@ def test_a_process_that_holds_more_at_each_look_fails_the_soak(leaks, tmp_path):
         must_be_flat(rows)
 
 
+@NEEDS_BUBBLEWRAP
 def test_verdicts_of_the_soak_come_from_a_sandbox():
     assert (prints_the_sum("0123", "0123"), prints_the_sum("0124", "0123")) == (1.0, 0.0)
 

@@ -24,7 +24,8 @@ FLOORS = (  # a file imports from its own floor and from those below
 )
 FOLDERS = ("experiments", "tests", "data", "kernels", "runtime", "verifiers")
 PYTHON = sorted([*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))])
-CODE = [path for path in PYTHON if "tests" not in path.relative_to(ROOT).parts]
+CAMPAIGN = [path for path in PYTHON if path.is_relative_to(ROOT / "tests" / "campaign")]
+CODE = [path for path in PYTHON if "tests" not in path.relative_to(ROOT).parts] + CAMPAIGN
 MAX_LINES, MAX_MAIN, MAX_LOOP = 60, 120, 55
 MODULES = ["train_rl", "rollout", "reward", "moe_model"]
 MODULES += [f"{path.parent.name}.{path.stem}" for name in FOLDERS[2:] for path in (ROOT / name).glob("*.py")]
@@ -100,7 +101,7 @@ def test_a_file_imports_from_its_own_floor_and_those_below(path):
 
 @each_code_file
 def test_code_does_not_import_tests(path):
-    assert not [other for other in imported_files(path) if part_of(other) == "tests"]
+    assert path in CAMPAIGN or not [other for other in imported_files(path) if part_of(other) == "tests"]
 
 
 def circles(graph: dict[Path, set[Path]]) -> list[set[Path]]:
@@ -259,7 +260,17 @@ def test_no_comment_begins_as_half_a_sentence(path):
 
 @pytest.mark.parametrize("stack", ["cpu", "gpu"])
 def test_what_make_would_run_is_valid_shell(stack):
-    targets = ["demo", "lint", "bench", "table", "test-ranks", "test-others", "check-first", "check-second"]
+    targets = [
+        "demo",
+        "lint",
+        "bench",
+        "table",
+        "test-ranks",
+        "test-others",
+        "test-sandbox",
+        "check-first",
+        "check-second",
+    ]
     make = ["make", "--dry-run", "--always-make", f"STACK={stack}", "RANKS=2", *targets]
     commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert commands.returncode == 0, commands.stderr

@@ -18,7 +18,6 @@ from helpers import FakeRanks, make_prompts
 import train_rl
 from data import tiny, tiny_judge
 from data.chains import Chains, habits, sample_sets
-from experiments.bench import preloaded
 from reward import (
     GenerativeJudge,
     RewardPool,
@@ -30,6 +29,7 @@ from reward import (
     verify,
 )
 from rollout import Completion
+from tests import preloaded
 from train_rl import Config
 
 RECIPE = tiny_judge.Recipe()

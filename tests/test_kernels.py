@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import MISSING, ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -699,7 +699,7 @@ def compile_for_hopper(tmp_path, monkeypatch):
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "ptxas").exists() or not (tools / "cuobjdump").exists():
-        pytest.skip("this build of Triton has no ptxas, which compiles for NVIDIA GPUs")
+        pytest.skip(f"{MISSING}ptxas (this build of Triton ships no compiler for NVIDIA GPUs)")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def compile_kernel(kernel, signature, constants, options, multiples_of_16=ALIGNED):

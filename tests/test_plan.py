@@ -14,8 +14,8 @@ import moe_model
 import rollout
 import train_rl
 from experiments import plan
-from experiments.bench import preloaded
 from runtime.memory import CONTEXT_BYTES, GIB, STANDING, bytes_by_phase, trainer_bytes, why_too_small
+from tests import preloaded
 from train_rl import load_config
 
 CONFIGS = sorted((ROOT / "experiments" / "models").glob("*.yaml"))

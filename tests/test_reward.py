@@ -51,7 +51,7 @@ def children(parent: int) -> list[int]:
     found = []
     for guard in psutil.Process(parent).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            if "--worker" in guard.cmdline():  # else it is the server of experiments/bench/preloaded.py
+            if "--worker" in guard.cmdline():  # else it is the server of tests/preloaded.py
                 found += [child.pid for child in guard.children()]
     return sorted(found)
 

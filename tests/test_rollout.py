@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
-from experiments.bench import preloaded
 from moe_model import hf_tensors, pack, save_hf
 from rollout import Request, RolloutEngine, RolloutSettings, set_vllm_environment, stops_of
+from tests import preloaded
 
 pytestmark = pytest.mark.slow
 PROMPTS = [

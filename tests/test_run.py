@@ -21,7 +21,7 @@ from conftest import ROOT, SMALL, TWO_ENDS, torchrun, train
 from helpers import assert_same_run, assert_same_weights, rows_of, steps_of, summary_of, weights_of
 from safetensors.torch import load_file, save_file
 
-from experiments.bench import preloaded
+from tests import preloaded
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("demo_model")]
 TINY = ROOT / "data" / "built" / "tiny"

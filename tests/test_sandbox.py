@@ -5,7 +5,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import NEEDS_BUBBLEWRAP, ROOT
 
 from runtime import sandbox
 from runtime.sandbox import Limits, Sandbox, bubblewrap_arguments, check_sandbox, run_program
@@ -24,11 +23,8 @@ from verifiers.code import extract_program, same_output, verify
 
 SECRET = "a secret of the parent"
 
-
-NO_BUBBLEWRAP = shutil.which("bwrap") is None and "bwrap is not installed"
-bubblewrap = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=str(NO_BUBBLEWRAP))
 each_isolation = pytest.mark.parametrize(
-    "isolation", [pytest.param("bubblewrap", marks=bubblewrap), "rlimits"]
+    "isolation", [pytest.param("bubblewrap", marks=NEEDS_BUBBLEWRAP), "rlimits"]
 )
 
 
@@ -118,7 +114,7 @@ SMALL = Limits(wall_s=1.5, memory_bytes=256 << 20, output_bytes=1 << 20, folder_
 
 
 TRIED = [
-    pytest.param(isolation, name, marks=bubblewrap if isolation == "bubblewrap" else ())
+    pytest.param(isolation, name, marks=NEEDS_BUBBLEWRAP if isolation == "bubblewrap" else ())
     for name, ends in ESCAPES.items()
     for isolation, end in zip(("bubblewrap", "rlimits"), ends)
     if end is not None
@@ -248,7 +244,7 @@ def test_a_program_ends_as_under_python(isolation, tmp_path):
         assert found.stderr.splitlines()[-1:] == done.stderr.splitlines()[-1:], source
 
 
-@bubblewrap
+@NEEDS_BUBBLEWRAP
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 def test_a_user_without_rights_gets_the_same(tmp_path):
     """The system's Python runs as a user who has nothing."""
@@ -415,7 +411,7 @@ SEPARATED = {"fn_name": "len", "inputs": ['"a\u2028b"\n'], "outputs": ["3"]}
 SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b)"
 
 
-@bubblewrap
+@NEEDS_BUBBLEWRAP
 @pytest.mark.parametrize(
     "program, tests, reward, detail",
     [
@@ -453,13 +449,13 @@ def test_the_reward_is_the_share_of_tests_passed(program, tests, reward, detail)
     assert found[2].startswith(detail) and len(found[2]) <= 200
 
 
-def test_threads_are_counted_where_they_are_those_of_the_program_alone():
+@each_isolation
+def test_threads_are_counted_where_they_are_those_of_the_program_alone(isolation):
     """Without a namespace the kernel would count all threads of the user, the trainer's included."""
     program = "import resource; print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
-    (own, _), found = resource.getrlimit(resource.RLIMIT_NPROC), {}
-    for isolation in ("rlimits", *(["bubblewrap"] if shutil.which("bwrap") else [])):
-        found[isolation] = int(run_program(program, isolation=isolation).stdout)
-    assert found in ({"rlimits": own, "bubblewrap": 64}, {"rlimits": own})
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    expected = {"rlimits": limit, "bubblewrap": 64}
+    assert int(run_program(program, isolation=isolation).stdout) == expected[isolation]
 
 
 def test_a_python_whose_folder_is_a_link_is_bound_by_both_names(tmp_path, monkeypatch):
@@ -471,14 +467,14 @@ def test_a_python_whose_folder_is_a_link_is_bound_by_both_names(tmp_path, monkey
         assert f"--ro-bind {tmp_path / name} {tmp_path / name}" in command
 
 
-@bubblewrap
+@NEEDS_BUBBLEWRAP
 def test_an_assert_without_a_constant_can_be_forged():
     """docs/code_rewards.md says so."""
     program = "class E:\n    __eq__ = lambda a, b: True\nadd = lambda a, b: E()"
     assert verify(fenced(program), '["x = 3\\nassert add(1, 2) == x"]')[0] == 1.0
 
 
-@bubblewrap
+@NEEDS_BUBBLEWRAP
 def test_all_tests_of_a_program_share_a_limit_of_time():
     start = time.monotonic()
     tests = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}

@@ -23,8 +23,8 @@ from data.score import (
     zero_variance_of_draws,
 )
 from data.stream import load_sets
-from experiments.bench import preloaded
 from reward import Verdict
+from tests import preloaded
 
 TINY = ROOT / "data" / "built" / "tiny"
 NUM_PROMPTS, SAMPLES, TEMPERATURE = 100, 16, 0.7

@@ -946,7 +946,7 @@ def test_the_tables_of_this_repository_agree_with_their_records():
 
 
 def test_the_report_as_a_module():
-    options = ["--runs", "experiments/carried_completions/runs.jsonl", "--parent", "ahead"]
+    options = ["--runs", "experiments/studies/group_size/runs.jsonl", "--parent", "group_8"]
     command = [sys.executable, "-m", "experiments.report", *options]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert shown.stdout == script("report.py", *options).stdout and shown.stdout.startswith("| row |")

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 from conftest import ROOT, SMALL, train, two_agents
 
-from experiments.bench import preloaded
 from runtime import agreement
 from runtime.agreement import check_ranks_agree, code_of, difference_from, tell_ranks, wait_for_ranks
 from runtime.watchdog import describe, silent_ranks, state_of, table, where_of
+from tests import preloaded
 
 CHANGED = {  # what each rank's heartbeat says, besides BEAT
     "waits": {"phase": "after reward", "waiting": "all_gather_object", "where": "train_rl.py:9 in main"},

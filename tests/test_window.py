@@ -1,4 +1,4 @@
-"""experiments.long_chains.window: its figures and its tables against the logs that they are read from."""
+"""experiments/studies/long_chains/window.py: its figures and tables against the logs of the runs."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from experiments.long_chains import window
+from experiments.studies.long_chains import window
 
 NUM_STEPS = 12
 

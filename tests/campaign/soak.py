@@ -1,0 +1,176 @@
+"""Watch one long run of short steps with everything on: does it hold more and more? (faults.py --soak STEPS)
+
+Both ranks train in two stages, with zero-variance elimination, ESPO, router replay R3, weights rounded to
+FP8, penalties, a scalar judge (data/tiny_judge.py), and prompts whose verdict comes from a program in the
+sandbox of verifiers/code.py. Every second memory, threads, descriptors, processes and files in /dev/shm
+are counted. The rows are kept in rows.jsonl and drawn in curve.png; a run that was killed goes on.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+
+from experiments.bench.common import ROOT, TINY, model_folder, pyplot
+from tests.campaign.started import Started, start_trainer
+from tests.campaign.verdicts import LEFT_S, Failed, end_of
+
+EVERY_S = 1.0  # seconds between two looks
+MIN_LOOKS = 20  # fewer looks of a start say nothing
+GROWTH = 0.05  # share by which the median of a size may grow from the second quarter of a start to its last
+SETTINGS = [
+    "--config", "experiments/environments/tiny.yaml", "--config", "experiments/methods/zero_variance.yaml",
+    "--config", "experiments/methods/replay_r3.yaml", "--config", "experiments/methods/espo.yaml",
+    "rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=8",
+    "zero_variance.probe_size=2", "reward.overlong_buffer=4", "reward.repetition_coef=0.1",
+    "reward.functions=['tests.campaign.soak:prints_the_sum']", "reward.judge=scalar",
+    "rollout.fp8=simulate", "rollout.parity_mean=1", "rollout.parity_p99=10",
+    "train.learning_rate=1.0e-5", "eval.every=100", "checkpoint.every=100", "checkpoint.keep=1",
+    "run.log_every=100", f"data.eval=[{{path: {TINY.parent / 'test.jsonl'}, name: additions, limit: 20}}]",
+]  # fmt: skip
+
+
+def prints_the_sum(completion: str, answer: str) -> float:
+    """Score a program that prints the completion by the code verifier: it has to print the answer."""
+    from verifiers import code
+
+    program = f"```python\nprint({completion!r})\n```"
+    reward, status, detail = code.verify(program, json.dumps({"inputs": [""], "outputs": [answer]}))
+    if status == "error":  # the sandbox does not start
+        raise RuntimeError(detail)
+    return reward
+
+
+def settings_of(steps: int, folder: Path) -> list[str]:
+    """Write the prompts, an eighth of them with programs, and return the settings of so many steps."""
+    rows = [json.loads(line) for line in (TINY.parent / "train.jsonl").read_text().splitlines()[:2000]]
+    for kind, part in (("characters", rows[:1500]), ("tests.campaign.soak:prints_the_sum", rows[1500:])):
+        text = "".join(json.dumps(row | {"kind": kind}) + "\n" for row in part)
+        (folder / f"{kind.rpartition(':')[2]}.jsonl").write_text(text)
+    train = [
+        {"path": str(folder / f"{name}.jsonl"), "weight": weight}
+        for name, weight in (("characters", 7), ("prints_the_sum", 1))
+    ]
+    stages = [
+        {"name": "one update", "until": {"steps": max(1, steps // 5)}, "rollout": {"max_new_tokens": 6}},
+        {"name": "two updates", "train": {"minibatches_per_step": 2}},
+    ]
+    given = [f"data.train={json.dumps(train)}", f"train.num_steps={steps}"]
+    given += [f"reward.judge_path={folder / 'judge'}"]
+    return [*SETTINGS, *given, *([f"stages={json.dumps(stages)}"] if steps > 1 else [])]
+
+
+def step_of(run_dir: Path) -> int:
+    """Return the last step in metrics.jsonl."""
+    with contextlib.suppress(OSError, ValueError, IndexError), (run_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+        return json.loads(file.read().splitlines()[-1])["step"]
+    return 0
+
+
+def sizes_of(run: Started) -> dict[str, float]:
+    """Count the MiB, threads and descriptors of each role, and processes and files of the whole run."""
+    sizes: Counter = Counter()
+    for role, processes in run.parts().items():
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                sizes[f"{role} MiB"] += process.memory_info().rss / 2**20
+                sizes[f"{role} threads"] += process.num_threads()
+                sizes[f"{role} descriptors"] += process.num_fds()
+    sizes["processes"] = len(run.processes())
+    sizes["files in /dev/shm"] = len(set(os.listdir("/dev/shm")) - run.shared_before)
+    return dict(sizes)
+
+
+def watch(run: Started, file: Path, every_s: float = EVERY_S) -> None:
+    """Add a row to a file of JSON lines at each look at a run, from its first step to its end."""
+    before = step_of(run.run_dir)  # a start that goes on drops rows after its checkpoint, then adds its own
+    while run.process.poll() is None:
+        step = step_of(run.run_dir)
+        before = min(before, step)
+        sizes = sizes_of(run) if step > before else {}
+        if "rank 0 MiB" in sizes and run.process.poll() is None:
+            row = {"start": run.started, "seconds": run.seconds(), "step": step, **sizes}
+            with file.open("a") as rows:
+                rows.write(json.dumps({name: round(value, 2) for name, value in row.items()}) + "\n")
+        time.sleep(every_s)
+
+
+def must_be_flat(rows: list[dict[str, float]]) -> None:
+    """Raise Failed with each size whose median grows too much from the second quarter of rows to the last."""
+    quarter, grown = len(rows) // 4, []
+    if len(rows) < MIN_LOOKS:
+        raise Failed(f"{len(rows)} looks at the run are too few, {MIN_LOOKS} are needed")
+    names = {name: None for row in rows for name in row if name not in ("start", "seconds", "step")}
+    for name in names:
+        early, late = (
+            sorted(row.get(name, 0.0) for row in part)[quarter // 2]
+            for part in (rows[quarter : 2 * quarter], rows[-quarter:])
+        )
+        if late > early * (1 + GROWTH) + 1:
+            grown.append(f"{name} grows from {early:.0f} to {late:.0f}")
+    if grown:
+        raise Failed("; ".join(grown))
+
+
+def starts_of(file: Path) -> list[list[dict[str, float]]]:
+    """Return the rows of each start of the run."""
+    starts: dict[float, list] = {}
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        starts.setdefault(row["start"], []).append(row)
+    return list(starts.values())
+
+
+def draw(starts: list[list[dict[str, float]]], file: Path) -> None:
+    """Draw memory, descriptors, threads, and the numbers of processes and files by the step."""
+    figure, panels = (plt := pyplot()).subplots(2, 2, figsize=(10, 6), sharex=True)
+    names = {name: None for rows in starts for row in rows for name in row}
+    for panel, ending in zip(panels.flat, ("MiB", "descriptors", "threads", ("processes", "/dev/shm"))):
+        for number, name in enumerate(name for name in names if name.endswith(ending)):
+            for rows in starts:
+                points = [(row["step"], row[name]) for row in rows if name in row]
+                label = name if rows is starts[0] else None
+                panel.plot(*zip(*points), color=f"C{number}", label=label, linewidth=1)
+        panel.set(ylim=(0, None), title=ending if isinstance(ending, str) else "processes, files")
+        panel.legend(fontsize=7)
+    for panel in panels[1]:
+        panel.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def soak(steps: int, folder: Path) -> tuple[str, str]:
+    """Run the steps in this folder, or what is left of them, and say what the run held on the way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model_folder("tiny")
+    command = [sys.executable, *"-m data.tiny_judge --steps=20 --pairs=640".split()]
+    subprocess.run([*command, f"--output={folder / 'judge'}"], cwd=ROOT, check=True)  # a poor one will do
+    (file := folder / "rows.jsonl").touch()
+    run = start_trainer(folder / "run", *settings_of(steps, folder))
+    try:
+        watch(run, file)
+        if run.process.returncode:
+            raise Failed(end_of(run.log.read_text(errors="replace")))
+        run.wait_until_gone(LEFT_S, "the end of the soak")
+    finally:
+        run.kill()
+        if starts := starts_of(file):
+            draw(starts, folder / "curve.png")
+    if not starts:
+        raise Failed("the run ended before a look at it")
+    for rows in [rows for rows in starts if len(rows) >= MIN_LOOKS] or [max(starts, key=len)]:
+        must_be_flat(rows)
+    rows, names = starts[-1], ("rank 0 MiB", "rank 1 MiB", "worker MiB", "rank 0 descriptors", "processes")
+    marks = [rows[len(rows) * i // 5] for i in range(5)] + rows[-1:]
+    shown = [f"{name} {', '.join(f'{row.get(name, 0):.0f}' for row in marks)}" for name in names]
+    pace = (rows[-1]["seconds"] - rows[0]["seconds"]) / max(1, rows[-1]["step"] - rows[0]["step"])
+    told = f"{steps} steps in {len(starts)} starts, the last one with {len(rows)} looks, {pace:.2f} s a step"
+    return "same", f"{told}: {'; '.join(shown)}; rows and curve are in {folder}"

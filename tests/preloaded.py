@@ -1,0 +1,114 @@
+"""Run scripts on several ranks from a server that has imported the slow libraries already.
+
+Importing torch, DeepSpeed, transformers and vLLM takes three quarters of a short run. Python's own fork
+server imports them once for all runs of a session. A rank is then a fork of it that runs its script as
+`python SCRIPT` would, in the environment that torchrun gives. What torchrun itself does when a run fails or
+is killed is tried with the real one.
+"""
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import resource_tracker
+from pathlib import Path
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ["pytest", "train_rl", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "tensorboard.compat"]
+
+
+def start_server() -> multiprocessing.context.ForkServerContext:
+    """Start the server unless it runs, with the environment that ranks set before they import vLLM."""
+    from rollout import set_vllm_environment
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    with mock.patch.dict(os.environ, {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}):
+        set_vllm_environment(on_gpu=False)
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def run_rank(arguments: list[str], environment: dict[str, str], folder: str, cwd: str) -> None:
+    """Run a script, or a module after "-m", as a process of its own would; output goes to a folder."""
+    rank = environment.get("RANK", "0")
+    shared = open(f"{folder}/shared_{rank}", "a", buffering=1)  # remove_shared() is the tracker
+    resource_tracker.register = lambda name, kind: shared.write(f"{kind} {name}\n")
+    resource_tracker.unregister = lambda name, kind: None
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{folder}/{name}_{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def rank_environments(num_ranks: int) -> list[dict[str, str]]:
+    """Return what torchrun adds to the environment of each rank; without ranks one process gets nothing."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)] or [{}]
+    return [{name: str(value) for name, value in of_rank.items()} for of_rank in own]
+
+
+def remove_shared(folder: Path) -> None:
+    """Remove the semaphores and the shared memory that ranks have registered in this folder."""
+    for file in folder.glob("shared_*"):
+        for line in file.read_text().splitlines():
+            kind, name = line.split(" /")
+            Path("/dev/shm", f"sem.{name}" if kind == "semaphore" else name).unlink(missing_ok=True)
+
+
+def run(
+    num_ranks: int,
+    *arguments: object,
+    timeout_s: float = 240,
+    env: dict[str, str] | None = None,
+    cwd: Path = ROOT,
+) -> subprocess.CompletedProcess:
+    """Run a script with its arguments on num_ranks processes; when one fails the others are ended.
+
+    0 ranks: one process without torchrun's environment. subprocess.TimeoutExpired after timeout_s.
+    """
+    context, arguments = start_server(), [str(argument) for argument in arguments]
+    common, ranks = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}, []
+    with tempfile.TemporaryDirectory() as folder:
+        for own in rank_environments(num_ranks):
+            ranks.append(context.Process(target=run_rank, args=(arguments, common | own, folder, str(cwd))))
+            ranks[-1].start()
+        deadline, waiting = time.monotonic() + timeout_s, {rank.sentinel: rank for rank in ranks}
+        while waiting and not any(rank.exitcode for rank in ranks) and time.monotonic() < deadline:
+            for sentinel in multiprocessing.connection.wait(waiting, timeout=1):
+                waiting.pop(sentinel).join()
+        timed_out = bool(waiting) and time.monotonic() >= deadline
+        for rank in waiting.values():
+            rank.kill()
+            rank.join()
+        remove_shared(Path(folder))
+        texts = []
+        for name in ("stdout", "stderr"):
+            files = [Path(folder) / f"{name}_{rank}" for rank in range(len(ranks))]
+            texts.append("".join(file.read_text(errors="replace") for file in files if file.is_file()))
+    if timed_out:
+        raise subprocess.TimeoutExpired(arguments, timeout_s, *texts)
+    code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
+    return subprocess.CompletedProcess(arguments, code, *texts)
