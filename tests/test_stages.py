@@ -424,7 +424,7 @@ def test_a_hand_over_begins_a_stream_only_where_the_prompts_are_others():
 STAGES = f"""stages=[
     {{name: short, until: {{steps: 3}}, rollout: {{max_new_tokens: 4, group_size: 2}},
       data: {{train: [{{path: {TINY}/train.jsonl, difficulty: [1, 3]}}]}}}},
-    {{name: mixed, until: {{metric: eval/additions/accuracy, plateau: 1}},
+    {{name: mixed, until: {{metric: eval/additions/accuracy, plateau: 1}}, eval: {{max_new_tokens: 1}},
       train: {{learning_rate: 1.0e-3}},
       data: {{train: [{{path: {TINY}/train.jsonl, difficulty: [2, 2]}},
                       {{path: {TINY}/train.jsonl, difficulty: [4, 5], name: hard, weight: 0.5}}]}}}},
@@ -437,7 +437,10 @@ STAGED = [
 
 @pytest.fixture(scope="module")
 def staged(demo_model, tmp_path_factory):
-    """Make a run of three stages: by steps, by a plateau of the evaluations, to the end."""
+    """Make a run of three stages: by steps, by a plateau of the evaluations, to the end.
+
+    In the second stage no answer fits into one token, so the accuracy stays at 0, which is a plateau.
+    """
     run_dir = tmp_path_factory.mktemp("stages") / "undisturbed"
     done = train(*STAGED, f"run.dir={run_dir}")
     assert done.returncode == 0, done.stderr[-3000:]
