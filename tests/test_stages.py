@@ -401,22 +401,22 @@ def test_an_empty_window_and_a_leak_are_refused_before_an_engine_starts(sums):
 def test_a_hand_over_begins_a_stream_only_where_the_prompts_are_others():
     configs = stage_configs(load(f"[{A}, {{name: c, until: {{steps: 1}}, rollout: {{group_size: 4}}}}, {B}]"))
     offers = [Offers([0, 1]), Offers([0, 1]), Offers([1, 2])]
-    state = train_rl.TrainState(step=3, consumed_prompts=24, stage=StagePosition(0, steps=3, first_prompt=5))
-    rollouts = SimpleNamespace(config=None, offers=None)
+    state = TrainState(step=3, consumed_prompts=24, stage=StagePosition(0, steps=3, first_prompt=5))
     run = SimpleNamespace(
-        given=configs[0], configs=configs, offers=offers, state=state, rollouts=rollouts, config=configs[0]
-    )
+        run_config=configs[0], stage_configs=configs, stage_offers=offers, offers=offers[0], state=state,
+        config=configs[0],
+    )  # fmt: skip
     for number, rule, first_prompt in ((1, HandOver(steps=3), 5), (2, HandOver(steps=1), 32)):
         run.rule = rule
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(train_rl, "say", lambda line: None)
-            assert train_rl.next_stage_if_due(run) is configs[number] is rollouts.config is run.config
+            patch.setattr(lifecycle, "say", lambda line: None)
+            assert lifecycle.next_stage_if_due(run) is configs[number] is run.config
         assert state.stage == StagePosition(number, first_prompt=first_prompt)
-        assert rollouts.offers is offers[number]
+        assert run.offers is offers[number]
         state.consumed_prompts += 8
         state.stage = after_step(state.stage, rule, 10, {})
     run.rule = HandOver()
-    assert train_rl.next_stage_if_due(run) is configs[2] and state.stage.number == 2
+    assert lifecycle.next_stage_if_due(run) is configs[2] and state.stage.number == 2
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------
