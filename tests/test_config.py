@@ -16,12 +16,14 @@ import yaml
 from conftest import ROOT
 from pydantic import ValidationError
 
+import lifecycle
 import moe_model
 import train_rl
+from configure import config_warnings
 from data import tiny
 from data.prompts import PromptSource
 from runtime.config import complete, differences, free_on_resume, setting_fields
-from train_rl import Config, config_warnings, load_config
+from train_rl import Config, load_config
 
 TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
 SETTINGS = setting_fields(Config)
@@ -776,10 +778,10 @@ def test_inverse_sqrt_without_a_warm_up_falls_as_slowly_as_that_of_transformers(
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_those_that_are():
-    train_rl.check_trackers(load("run.trackers=[tensorboard]"))
+    lifecycle.check_trackers(load("run.trackers=[tensorboard]"))
     for name in ("wandbb", "swanlab"):
         with pytest.raises(ValueError, match=f"run.trackers: {name} is not installed here.*tensorboard"):
-            train_rl.check_trackers(load(f"run.trackers=[tensorboard, {name}]"))
+            lifecycle.check_trackers(load(f"run.trackers=[tensorboard, {name}]"))
 
 
 def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path, monkeypatch):
