@@ -54,8 +54,8 @@ class Section(BaseModel):
 def setting(default, description: str, free_on_resume: bool = False, **limits):
     """Define a field with a description for --help; the default `...` makes the setting required.
 
-    free_on_resume: the value may change when a run resumes, because the setting affects speed or logging but
-    not the training result, for example run.log_every.
+    free_on_resume: the value may change when a run resumes, because the setting affects speed, logging or
+    checks but not the training result, for example run.log_every.
     """
     extra = {"free_on_resume": True} if free_on_resume else None
     return Field(default, description=description, json_schema_extra=extra, **limits)
