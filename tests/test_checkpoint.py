@@ -47,7 +47,8 @@ def run(tmp_path, monkeypatch) -> SimpleNamespace:
         trainer=SimpleNamespace(module=policy, optimizer=SimpleNamespace(optimizer=adamw)),
         history=no_history(2),
         generation_config='{"eos_token_id": [1, 2]}',
-        rollouts=SimpleNamespace(tokenizer=build_tokenizer(), prompts=make_prompts(2)),
+        tokenizer=build_tokenizer(),
+        prompts=make_prompts(2),
     )
 
 
