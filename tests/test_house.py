@@ -17,8 +17,8 @@ FLOORS = (  # a file imports from its own floor and from lower floors
     ("train_rl",),
     ("lifecycle",),
     ("configure", "judges", "memory_plan", "greso"),
-    ("rollout", "moe_model", "plugins", "vllm_worker"),
-    ("runtime", "data", "batch", "reward", "settings", "verifiers", "kernels"),
+    ("rollout", "vllm_worker", "moe_model", "plugins", "data", "batch", "reward"),
+    ("runtime", "settings", "verifiers", "kernels"),
 )
 # runtime/ serves every run and knows the types and the settings of the method only.
 BELOW_RUNTIME = ("runtime", "batch", "settings")
