@@ -236,7 +236,7 @@ def most_uncertain(entropies: list[list[float]], fraction: float) -> list[list[b
 
         1[ H_{i,t} >= threshold ],   threshold: the ceil(fraction N)-th largest of N entropies
 
-    "Beyond the 80/20 rule", arXiv 2506.01939, eq. 5. The fraction is read as a decimal, so that 0.2 of 5 is 1.
+    "Beyond the 80/20 rule", arXiv 2506.01939, eq. 5. The fraction is read as a decimal: 0.2 of 5 is 1.
     """
     descending = sorted((entropy for row in entropies for entropy in row), reverse=True)
     num = math.ceil(Fraction(Decimal(str(fraction))) * len(descending))
