@@ -225,8 +225,9 @@ def test_loss_and_gradient_of_every_combination(ratio_level, ratio_form, clip, f
     for seed, loss_agg in enumerate(AXES["loss_agg"] * 4):
         config = config_of(
             ratio_level=ratio_level, ratio_form=ratio_form, loss_agg=loss_agg,
-            entropy_groups=ALL_FRACTIONS[seed % 3], entropy_clip_form=AXES["entropy_clip_form"][seed // 2 % 3],
-            entropy_clip_coef=0.4, clip_eps_low=0.1, clip_eps_high=0.2 + 0.01 * seed,
+            entropy_groups=ALL_FRACTIONS[seed % 3], entropy_clip_coef=0.4,
+            entropy_clip_form=AXES["entropy_clip_form"][seed // 2 % 3],
+            clip_eps_low=0.1, clip_eps_high=0.2 + 0.01 * seed,
             rollout_correction=AXES["rollout_correction"][(seed + seed // 6) % 6],
             rollout_correction_cap=1.1, rollout_correction_floor=0.9 * (seed % 2), kl_coef=0.3 * (seed // 10),
             clip_cap=None if seed % 3 else 1.5, old_policy=AXES["old_policy"][seed % 4 == 1], **CLIPS[clip],
@@ -1214,8 +1215,8 @@ def test_slopes_of_the_reference_are_derivatives_of_its_values(ratio_level, clip
     """Without sg[], the gradient is the derivative of the value; GRPO's own slope is compared in the next
     test."""
     config = config_of(
-        ratio_level=ratio_level, entropy_clip_coef=0.4, kl_coef=0.3, loss_agg="token_group_mean", clip_cap=1.3,
-        **CLIPS[clip],
+        ratio_level=ratio_level, entropy_clip_coef=0.4, kl_coef=0.3, loss_agg="token_group_mean",
+        clip_cap=1.3, **CLIPS[clip],
     )  # fmt: skip
     case = random_case(2, 0.4, [5, 1, 8])
     step = 1e-6
