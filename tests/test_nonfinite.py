@@ -1,4 +1,4 @@
-"""A NaN or infinite reward, loss or gradient changes no weight; the prompt is named and the batch is saved."""
+"""A NaN or infinite reward, loss or gradient changes no weight; prompt and batch are reported."""
 
 import pytest
 import torch

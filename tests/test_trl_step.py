@@ -10,7 +10,6 @@ from configure import load_config
 from experiments.bench import trl_step
 from experiments.bench.common import spread
 
-
 DEMO = load_config(["--config", str(ROOT / "experiments" / "environments" / "demo.yaml")])
 
 
