@@ -42,7 +42,7 @@ from settings import AlgorithmSettings
 
 
 def advantages_of(rewards, valid=None, group_index=None) -> torch.Tensor:
-    """Call compute_advantages() on lists, by default one group, all valid; it must not change its inputs."""
+    """Call compute_advantages() on lists, by default one group, all valid; the inputs must stay unchanged."""
     rewards = torch.as_tensor(rewards)
     inputs = (
         rewards,
@@ -217,7 +217,8 @@ def test_the_learning_rate_warms_up_and_stays(warmup_steps):
     ids=str,
 )
 def test_an_old_logprob_pass_runs_if_the_update_needs_one(settings, is_needed):
-    """It serves the ratio of later updates, and entropies that shape advantages or select tokens."""
+    """The pass serves the ratio of later updates, and entropies for advantages (RL-ZVP) or a selection of
+    tokens."""
     assert train_rl.needs_old_pass(make_config(**settings)) == is_needed
 
 
@@ -433,7 +434,7 @@ def mean_of(rows: list[dict], name: str) -> float:
 
 
 def plain_metrics(tokens: list[dict]) -> dict[str, float]:
-    """Return the means of plain_statistics(), some of them by entropy group, and its maxima."""
+    """Return the means of plain_statistics(), some by entropy group, and the maxima."""
     metrics = {}
     for name in tokens[0].keys() - {"entropy_group"}:
         metrics[name] = mean_of(tokens, name)
@@ -591,12 +592,10 @@ def test_the_distance_to_the_engine_is_over_the_computed_rows_of_the_first_updat
 
 @pytest.mark.slow
 def test_the_updates_that_skip_rows_could_fail(updates, start):
-    """They move the weights, and so does momentum if an update has no rows."""
+    """The updates move the weights, and so does momentum in an update whose rows are all skipped."""
     results = updates[2]
     for kind, place in PAIRS:
-        if (
-            place != "last two" or SKIPPING[kind].get("old") != "given"
-        ):  # else all of their tokens are clipped
+        if place != "last two" or SKIPPING[kind].get("old") != "given":  # else all tokens are clipped
             result = results[f"skipping {kind}, {place}"]["parameters"]
             assert parameter_distance(result, start) > 1e4 * TOLERANCE, (kind, place)
     grpo = results["skipping grpo, last two"]["parameters"]
