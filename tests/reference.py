@@ -1,7 +1,7 @@
 """The equations of the method as slow, literal loops over Python floats, the oracle of the tests.
 
-One function per equation: a sentence, the formula, its source. Nothing is imported from the project. x[i][t]
-belongs to token t of completion i. Lists are ragged, so there is no padding and no mask. Log-probabilities
+One function per equation, with a sentence, the formula and the source. The project is not imported. x[i][t]
+belongs to token t of completion i. Lists are ragged, without padding and masks. Log-probabilities
 and entropies are in nats. Choices have the names of the settings and of the plug-ins in experiments/plugins.
 
 A function named *_slope is the derivative of its equation by the log-probability of a token, written out by
@@ -92,7 +92,7 @@ def group_advantages(
     eps: float = 1e-6,
     std_of_batch: float = math.nan,
 ) -> list[float]:
-    """Return the advantage of each completion of a group (outcome supervision: equal for all of its tokens).
+    """Return the advantage of each completion of a group (outcome supervision: equal for all tokens).
 
         group_std   A_i = (R_i - mean R) / (std R + eps)          DeepSeekMath, arXiv 2402.03300, 4.1.2
         mean_only   A_i = R_i - mean R                            Dr.GRPO, arXiv 2503.20783
@@ -350,7 +350,7 @@ def entropy_clip_eps(entropies: list[float], tau, num_groups: int, t: int, setti
 
 
 def is_clipped(ratio: float, advantage: float, eps_low: float, eps_high: float) -> bool:
-    """Tell whether the minimum of the surrogate takes its clipped branch; on a tie it does not."""
+    """Tell whether the minimum of the surrogate takes its clipped branch; a tie counts as unclipped."""
     return clip(ratio, 1.0 - eps_low, 1.0 + eps_high) * advantage < ratio * advantage
 
 
@@ -380,7 +380,7 @@ def two_sided_surrogate(ratio, advantage, eps_low, eps_high, cap: float) -> floa
 
 
 def loses_gradient(ratio, advantage, eps_low, eps_high, cap: float) -> bool:
-    """Tell whether the two-sided surrogate is constant at this ratio; on an edge it is not."""
+    """Tell whether the two-sided surrogate is constant at this ratio; an edge counts as unclipped."""
     return is_clipped(ratio, advantage, eps_low, eps_high) or advantage < 0.0 and ratio > cap
 
 
@@ -507,7 +507,8 @@ class Term:
 def term(t, tau, groups, logprobs, old_logprobs, advantages, entropies, settings: dict) -> Term:
     """Return the term of token t of the group tau, one of `groups`; the lists belong to the completion.
 
-    The method is the function of `gain` (a plug-in) or else clip_mode; the section above has its formula.
+    The method is the function of `gain` (a plug-in, for example sapo) or else clip_mode; section 6 has the
+    formulas.
     """
     method = settings["gain"].rpartition(":")[2] if settings["gain"] else settings["clip_mode"]
     arguments = settings["gain_args"]
