@@ -227,7 +227,7 @@ def test_loss_and_gradient_of_every_combination(ratio_level, ratio_form, clip, f
             ratio_level=ratio_level, ratio_form=ratio_form, loss_agg=loss_agg,
             entropy_groups=ALL_FRACTIONS[seed % 3], entropy_clip_coef=0.4,
             entropy_clip_form=AXES["entropy_clip_form"][seed // 2 % 3],
-            clip_eps_low=0.1, clip_eps_high=0.2 + 0.01 * seed,
+            clip_eps_low=1.0 if seed == 13 else 0.1, clip_eps_high=0.2 + 0.01 * seed,
             rollout_correction=AXES["rollout_correction"][(seed + seed // 6) % 6],
             rollout_correction_cap=1.1, rollout_correction_floor=0.9 * (seed % 2), kl_coef=0.3 * (seed // 10),
             clip_cap=None if seed % 3 else 1.5, old_policy=AXES["old_policy"][seed % 4 == 1], **CLIPS[clip],
@@ -235,13 +235,8 @@ def test_loss_and_gradient_of_every_combination(ratio_level, ratio_form, clip, f
         case = random_case(seed, spread=0.4)
         clipped += assert_matches_reference(case, config, padding=seed % 3, elsewhere=(seed % 5, seed % 7))
     assert (0 < sum(clipped) < len(clipped)) == (clip not in UNCLIPPED), "both branches are reached"
-
-
-@each_clip
-@each_ratio
-def test_ratios_of_many_orders_of_magnitude(ratio_level, ratio_form, clip, float64):
     config = config_of(ratio_level=ratio_level, ratio_form=ratio_form, **CLIPS[clip])
-    for seed in range(4):
+    for seed in range(4):  # ratios of many orders of magnitude
         assert_matches_reference(random_case(seed, 30.0, [3, 1, 6]), config)
 
 
@@ -392,17 +387,10 @@ def test_gmpo_clips_a_masked_token_like_its_completion(float64):
             assert gain[0, :2].tolist() == pytest.approx([sign * (1 + sign * 0.2) ** (4 / 6)] * 2)
 
 
-def test_gmpo_without_a_lower_bound(float64):
-    config = config_of(ratio_level="sequence", clip_mode="before_mean", clip_eps_low=1.0)
-    for seed in range(4):
-        assert_matches_reference(random_case(seed, 3.0), config)
-
-
 @pytest.mark.parametrize("form", AXES["entropy_clip_form"])
 @pytest.mark.parametrize("ratio_level", AXES["ratio_level"])
 def test_without_entropy_the_clip_interval_is_one_point(ratio_level, form, float64):
-    """With eps = 0 every move that raises the objective is clipped; moves that lower it and a ratio of 1 are
-    not."""
+    """With eps = 0 exactly the ratios that raise the objective are clipped."""
     config = config_of(ratio_level=ratio_level, clip_mode="entropy_adaptive", entropy_clip_form=form)
     for log_ratio, advantage in itertools.product([0.3, 0.0, -0.3], [1.5, -1.5]):
         case = equal_tokens(log_ratio, advantage, entropy=0.0, num=4)
