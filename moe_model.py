@@ -731,6 +731,30 @@ def expert_width(config: PretrainedConfig) -> int:
     return getattr(config, FAMILIES[config.model_type].expert_width)
 
 
+class ParameterCounts(NamedTuple):
+    """Parameters of a model by what happens to them."""
+
+    experts: int  # spread over expert-parallel ranks
+    embeddings: int  # embedding and head
+    others: int
+
+
+KNOWN_COUNTS: dict[str, ParameterCounts] = {}  # {configuration: counts}; a planner asks often
+
+
+def parameter_counts(config: PretrainedConfig) -> ParameterCounts:
+    """Count the parameters of a model of this configuration; nothing is allocated."""
+    key = f"{type(config).__name__} {vars(config)}"
+    if key not in KNOWN_COUNTS:
+        with torch.device("meta"):
+            policy = Policy(config)
+        sizes = {name: parameter.numel() for name, parameter in policy.named_parameters()}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        embeddings = sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name)
+        KNOWN_COUNTS[key] = ParameterCounts(experts, embeddings, sum(sizes.values()) - experts - embeddings)
+    return KNOWN_COUNTS[key]
+
+
 def random_weights(policy: Policy, seed: int) -> None:
     """Draw matrices from Normal(0, initializer_range), set norms to one; the same for any number of ranks."""
     with torch.no_grad():
@@ -1020,220 +1044,3 @@ def load_optimizer_shard(engine: deepspeed.DeepSpeedEngine, shard: dict) -> None
         parameter.data.copy_(saved)
     settings = adamw.state_dict()["param_groups"]
     adamw.load_state_dict({"state": shard["adamw"]["state"], "param_groups": settings})
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Memory
-# ------------------------------------------------------------------------------------------------------------
-REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-
-
-class ParameterCounts(NamedTuple):
-    """Parameters of a model by what happens to them."""
-
-    experts: int  # spread over expert-parallel ranks
-    embeddings: int  # embedding and head
-    others: int
-
-
-KNOWN_COUNTS: dict[str, ParameterCounts] = {}  # {configuration: counts}; a planner asks often
-
-
-def parameter_counts(config: PretrainedConfig) -> ParameterCounts:
-    """Count the parameters of a model of this configuration; nothing is allocated."""
-    key = f"{type(config).__name__} {vars(config)}"
-    if key not in KNOWN_COUNTS:
-        with torch.device("meta"):
-            policy = Policy(config)
-        sizes = {name: parameter.numel() for name, parameter in policy.named_parameters()}
-        experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        embeddings = sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name)
-        KNOWN_COUNTS[key] = ParameterCounts(experts, embeddings, sum(sizes.values()) - experts - embeddings)
-    return KNOWN_COUNTS[key]
-
-
-def itemsize_of(settings: ModelSettings) -> int:
-    """Return the bytes of a value of the policy."""
-    return getattr(torch, settings.dtype).itemsize
-
-
-def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, on_gpu: bool) -> int:
-    """Return what a layer keeps for its backward, per token; exact on CPUs.
-
-    D hidden size, Q and V heads x head size of queries and of keys or values, K experts a token, I width, E
-    experts; s itemsize:
-        norms      GPU: 4 D s, inputs and outputs of two. CPU: their inputs and normalised values in float32,
-                   16 D, and outputs 2 D s; the norms of queries and keys (Q + V) s, or 8 (Q + V)
-        attention  padded queries, keys and values (Q + 2 V) s, outputs 2 Q s, log-sums
-        MLP        gate, up, SiLU and product 4 I s
-        experts    rows in and out and the same of K experts K (2 D + 4 I) s; scores 4 E; weights and indices;
-                   shared experts 4 I s each
-    """
-    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    queries, keys = heads * head_dim(config), kv_heads * head_dim(config)
-    if on_gpu:
-        norms = (4 * hidden + queries + keys) * itemsize
-    else:
-        norms = 16 * hidden + 2 * hidden * itemsize + 8 * (queries + keys)
-    norms += 4 * (2 + heads + kv_heads)  # their scales
-    attention = (queries + 2 * keys + 2 * queries) * itemsize + 4 * heads
-    if not is_moe_layer(config, layer):
-        return norms + attention + 4 * config.intermediate_size * itemsize
-    top_k = config.num_experts_per_tok
-    width, num_shared = expert_width(config), getattr(config, "n_shared_experts", 0)
-    rows = (top_k * (2 * hidden + 4 * width) + num_shared * 4 * width) * itemsize
-    return norms + attention + rows + 4 * num_experts_of(config) + 32 * top_k + 4
-
-
-def grid_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
-    """Return how much of saved_bytes_per_token() is per place of attention's grid, which sharing leaves.
-
-    These are padded queries, keys, values and outputs, 2 (Q + V) s, and log-sums.
-    """
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    return 2 * (heads + kv_heads) * head_dim(config) * itemsize + 4 * heads
-
-
-def passing_bytes(
-    config: PretrainedConfig, settings: ModelSettings, tokens: int, device: str, num_shared: int = 0
-) -> dict[str, int]:
-    """Return the bytes that a micro-batch takes besides what stands between updates.
-
-    tokens: places of the grid. num_shared: those of them whose token is laid out elsewhere (see share()).
-
-    `activations` are kept from the forward to the backward: those of all layers, or with
-    model.activation_checkpointing the inputs of all layers and one layer. `on the way back` is the larger of
-    two moments: the backward of the head (a block of logits and its gradient, the gradient of the hidden
-    states in float32, that of the head's weight, also while it is added to its float32 sum) and that of a
-    layer (gradients of its rows, of its gate and up, and a chunk of rows in float32).
-    """
-    hidden, layers, itemsize = config.hidden_size, config.num_hidden_layers, itemsize_of(settings)
-    has_experts = [is_moe_layer(config, layer) for layer in range(layers)]
-    checkpointing = settings.activation_checkpointing
-    of_kind = {
-        kind: saved_bytes_per_token(config, has_experts.index(kind), itemsize, device == "cuda")
-        for kind in set(has_experts)
-    }
-    saved = [of_kind[kind] for kind in has_experts]
-    kept = layers * hidden * itemsize + max(saved) if checkpointing else sum(saved)
-    grids = grid_bytes_per_token(config, itemsize) * (1 if checkpointing else layers)
-    kept += hidden * (2 * itemsize if device == "cuda" else 8 + itemsize)  # the last norm
-    summed = itemsize if itemsize == 4 else itemsize + 4  # a gradient, and its copy in float32
-    activations, tokens = tokens * kept - num_shared * (kept - grids), tokens - num_shared
-    blocks = 2 * 4 * min(BLOCK_ELEMENTS[device], tokens * config.vocab_size)
-    head = blocks + tokens * hidden * (4 + itemsize) + config.vocab_size * hidden * summed
-    if num_experts_of(config):
-        top_k, width = config.num_experts_per_tok, expert_width(config)
-        rows = min(CHUNK_ELEMENTS[device], tokens * hidden * top_k) * (4 + itemsize)
-        gate_up = num_experts_of(config) // settings.ep_size * 2 * width * hidden * summed
-        layer = tokens * top_k * (2 * hidden + 3 * width) * itemsize + gate_up + rows
-    else:
-        layer = tokens * (2 * hidden + 3 * config.intermediate_size) * itemsize
-    return {"activations": activations, "on the way back": max(head, layer)}
-
-
-def optimizer_step_bytes(
-    counts: ParameterCounts, settings: ModelSettings, zero_stage: int, num_ranks: int, on_gpu: bool
-) -> int:
-    """Return the bytes that DeepSpeed's step takes besides what stands between updates.
-
-    With bfloat16 and ZeRO 1 it all-reduces the float32 gradients of a group, experts or others, by way of a
-    copy in bfloat16; ZeRO 2 did so in the backward. AdamW on CPUs, which is not fused, makes two copies of a
-    group's share. With float32 weights and ZeRO 1 the gradients of the share are copied to one tensor, and
-    the others are then free.
-    """
-    itemsize, others = itemsize_of(settings), counts.embeddings + counts.others
-    groups = (others, counts.experts // settings.ep_size)
-    shares = (others // num_ranks, counts.experts // num_ranks)
-    adamw = 0 if on_gpu else 2 * 4 * max(shares)
-    if zero_stage == 2:
-        return adamw
-    if itemsize == 4:
-        return max(0, adamw + 4 * sum(shares) - 4 * sum(groups))
-    return max(adamw, max(groups) * 2 if num_ranks > 1 else 0)
-
-
-def reduce_buffer_bytes(held: int, itemsize: int, on_gpu: bool) -> int:
-    """Return what ZeRO 2 takes in a backward to all-reduce the gradients of `held` parameters.
-
-    A buffer of REDUCE_BUCKET elements gathers gradients until it is full; while it is reduced there is a copy
-    of it. Where all gradients have room in it that is after the backward. On CPUs pages that nobody writes to
-    take no memory.
-    """
-    buffer = REDUCE_BUCKET if on_gpu else min(REDUCE_BUCKET, held)
-    return (2 * buffer if held > REDUCE_BUCKET else buffer) * itemsize
-
-
-def largest_parameter(config: PretrainedConfig, settings: ModelSettings) -> int:
-    """Return the elements of the largest parameter on a rank: embedding, or gate and up of a layer."""
-    experts = num_experts_of(config) // settings.ep_size
-    gate_up = experts * 2 * expert_width(config) * config.hidden_size if experts else 0
-    return max(config.vocab_size * config.hidden_size, gate_up)
-
-
-def offloaded_bytes(config: PretrainedConfig, settings: ModelSettings, num_ranks: int) -> int:
-    """Return what train.offload_optimizer holds on the host for a rank.
-
-    Of each parameter of its share these are the float32 weight, its gradient, AdamW's two averages and the
-    updated weight in the policy's dtype; a float32 policy sums its gradients there besides. All but the
-    averages are pinned, a tensor for experts and one for all else, and torch pins powers of two.
-    """
-    counts, itemsize = parameter_counts(config), itemsize_of(settings)
-    pinned = (4, 4, itemsize) if itemsize == 2 else (4, 4, itemsize, 4)
-    power_of_two = lambda num_bytes: 1 << (num_bytes - 1).bit_length()
-    shares = (counts.experts // num_ranks, (counts.embeddings + counts.others) // num_ranks)
-    return sum(8 * n + sum(power_of_two(size * n) for size in pinned) for n in shares if n)
-
-
-def sync_buffer_bytes(config: PretrainedConfig, settings: ModelSettings, own_experts: bool) -> int:
-    """Return what a weight sync holds: a gathered tensor, and the layer that vLLM waits to be complete."""
-    counts = parameter_counts(config)
-    if not counts.experts:
-        return 0
-    num_moe_layers = sum(is_moe_layer(config, layer) for layer in range(config.num_hidden_layers))
-    of_layer = counts.experts // num_moe_layers * itemsize_of(settings)
-    if own_experts:
-        return of_layer // settings.ep_size
-    return of_layer * 2 // 3 + of_layer if settings.ep_size > 1 else of_layer  # gate and up are gathered
-
-
-def memory_by_part(
-    config: PretrainedConfig,
-    settings: ModelSettings,
-    zero_stage: int,
-    num_ranks: int,
-    tokens: int,
-    with_reference: bool = False,
-    own_experts: bool = False,
-    on_gpu: bool = True,
-    offload_optimizer: bool = False,
-) -> dict[str, int]:
-    """Return the bytes of the trainer on a rank, by part; runtime/memory.py says which meet.
-
-    tokens: the padded tokens of a micro-batch. with_reference: the first policy is kept for a KL penalty.
-    own_experts: as hf_tensors() has it. With n parameters on a rank, which are all but the experts and
-    1 / ep_size of these, and m those of them that ZeRO leaves to the rank to update (1 / num_ranks of the
-    first, ep_size / num_ranks of the experts on the rank):
-        weights n x 2 or 4 bytes     gradients n x 4     master weights m x 4     AdamW m x 8
-    ZeRO 2 sums gradients of m x 4 bytes from the first backward to the optimizer step, and holds none between
-    updates. With offload_optimizer it does so, too, and hands the sum to the host, where master weights and
-    AdamW's state are (offloaded_bytes()); a buffer for one gradient stays on the GPU.
-    """
-    counts, itemsize = parameter_counts(config), itemsize_of(settings)
-    held = counts.experts // settings.ep_size + counts.embeddings + counts.others
-    own, here = sum(counts) // num_ranks, not offload_optimizer
-    device, is_sharded = "cuda" if on_gpu else "cpu", zero_stage == 2
-    passing = passing_bytes(config, settings, tokens, device)
-    passing["on the way back"] += is_sharded * reduce_buffer_bytes(held, itemsize, on_gpu)
-    return {
-        "weights": held * itemsize,
-        "gradients": offload_optimizer * largest_parameter(config, settings) * itemsize
-        + (not is_sharded) * held * 4,
-        "master weights": here * own * 4,
-        "AdamW": here * own * 8,
-        "reference": held * itemsize if with_reference else 0,
-        "gradients in an update": is_sharded * own * 4,
-        **passing,
-        "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, on_gpu),
-        "sync buffers": sync_buffer_bytes(config, settings, own_experts),
-    }
