@@ -154,8 +154,8 @@ def optimizer_step_bytes(
         ZeRO 1, bfloat16   float32 gradients are all-reduced group by group, through a copy in bfloat16
         ZeRO 1, float32    the gradients of the rank's share are copied to one tensor, then the gradients of
                            all other parameters are freed
-        ZeRO 2             gradients have been reduced in the backward pass: nothing is added
-    On CPUs AdamW is not fused and makes two copies of a group's share.
+        ZeRO 2             gradients have been reduced in the backward pass: 0
+    On CPUs the unfused AdamW makes two copies of a group's share.
     """
     itemsize = itemsize_of(settings)
     shared = counts.embeddings + counts.others
@@ -173,9 +173,8 @@ def reduce_buffer_bytes(held: int, itemsize: int, on_gpu: bool) -> int:
     """Return the bytes that ZeRO 2 takes in a backward pass to all-reduce the gradients of `held` parameters.
 
     Gradients fill a buffer of REDUCE_BUCKET elements. A full buffer is copied and reduced while the next one
-    fills, which takes a second buffer. If all gradients fit into one buffer, it is reduced after the backward
-    pass and needs no copy. On CPUs the unused rest of a buffer takes no memory, because its pages are never
-    written.
+    fills, which takes a second buffer. If all gradients fit into one buffer, that buffer is reduced after the
+    backward pass, without a copy. On CPUs only the filled pages of a buffer take memory.
     """
     buffer = REDUCE_BUCKET if on_gpu else min(REDUCE_BUCKET, held)
     return (2 * buffer if held > REDUCE_BUCKET else buffer) * itemsize
