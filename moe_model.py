@@ -444,7 +444,7 @@ class Experts(nn.Module):
 def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """Return x @ weight[expert of the row]^T for rows sorted by expert: [P, D], [e, O, D] -> [P, O].
 
-    Falls back to a loop over experts for dtypes that grouped_mm refuses: float64, and float32 on GPUs.
+    Dtypes that grouped_mm refuses (float64; float32 on GPUs) and empty inputs take a loop over the experts.
     """
     grouped_dtypes = (torch.bfloat16,) if x_PD.is_cuda else (torch.bfloat16, torch.float32)
     if len(x_PD) and x_PD.dtype in grouped_dtypes:
@@ -477,8 +477,8 @@ class MoEBlock(MoE):
     optimizer: expert gradients are summed over the expert-data group, all other gradients over all ranks, and
     both are divided by the number of all ranks. DeepSpeed recognises experts by three marks: the base class
     deepspeed.moe.layer.MoE, parameter.allreduce = False, and parameter.group_name. The groups are created by
-    groups._create_expert_and_data_parallel. The function is private, because DeepSpeed withdrew its public one
-    (groups.initialize); tests/test_model.py compares updates over several ranks with one process.
+    groups._create_expert_and_data_parallel, a private function, because DeepSpeed withdrew the public
+    groups.initialize(); tests/test_model.py compares updates of several ranks with those of one process.
     """
 
     def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None):
