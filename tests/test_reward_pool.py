@@ -18,17 +18,16 @@ import reward
 from data.tiny import build_tokenizer
 from reward import (
     ASYNC_CALLS,
-    KINDS,
     RewardPool,
     RewardSettings,
     Verdict,
     check_functions,
     decoder_json,
     functions_of,
-    is_kind,
     parts_of,
     verify,
 )
+from verifiers.kinds import KINDS, is_kind
 
 OWN = """
 import asyncio, os, signal, subprocess, sys, time

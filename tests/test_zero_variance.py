@@ -38,7 +38,7 @@ from helpers import (
     make_config,
     make_group,
     make_prompts,
-    make_rollouts,
+    make_run,
     no_history,
     parameter_distance,
     steps_of,
@@ -51,6 +51,7 @@ from data.history import PromptHistory, prob_all
 from data.prompts import OfflineScore, prompt_sha
 from data.stream import foreign_kinds, keep_by_offline_scores, prompts_of_step, seed_of
 from reward import Verdict
+from runtime.checkpoint import TrainState
 from runtime.metrics import batch_metrics, exact_sum, prompt_account, reduce_metrics, rollout_metrics
 
 Z_BOUND = 4.5
@@ -398,14 +399,15 @@ class Real:
     """Does sample_step() with its record, behind the interface of Described.step()."""
 
     def __init__(self, offline: list[float | None], config: train_rl.Config, answer):
-        self.config, self.state = config, train_rl.TrainState()
+        self.config = config
         scores = [None if rate is None else OfflineScore(rate, 3.0, 1 - rate) for rate in offline]
         self.history = PromptHistory.from_offline(scores, config.rollout.group_size)
-        self.rollouts = make_rollouts(config, lambda *where: (answer(*where), 3), len(offline))
+        self.run = make_run(config, lambda *where: (answer(*where), 3), len(offline), history=self.history)
+        self.state = self.run.state
 
     def step(self) -> tuple[list[tuple[int, list]], Counter]:
-        groups, outcomes, account = self.rollouts.sample_step(self.state, self.history)
-        self.history.update(list(outcomes.values()), self.state.step, self.config.zero_variance.history_decay)
+        groups, outcomes, account = train_rl.sample_step(self.run)
+        train_rl.update_history(self.run, list(outcomes.values()))
         self.state.step += 1
         tally = Counter({name: count for name, count in account.items() if name != "probed"})
         tally["sampled"] = len(outcomes)
@@ -710,9 +712,9 @@ def test_refill_reaches_its_number_or_ends_short_after_max_rounds(max_rounds, pr
 @pytest.mark.parametrize("probe_size", [0, 4])
 def test_prompts_that_are_all_certain_end_in_an_empty_batch_and_no_error(rate, probe_size):
     config = config_of(**REFILL, max_rounds=3, probe_size=probe_size, **ALWAYS_STOP)
-    state, rollouts = train_rl.TrainState(), make_rollouts(config, hashed_answer([rate] * 30), 30)
-    groups, outcomes, account = rollouts.sample_step(state, no_history(30))
-    assert len(groups) == len(outcomes) == 36 == state.consumed_prompts and account["rounds"] == 3
+    run = make_run(config, hashed_answer([rate] * 30), 30)
+    groups, outcomes, account = train_rl.sample_step(run)
+    assert len(groups) == len(outcomes) == 36 == run.state.consumed_prompts and account["rounds"] == 3
     assert train_rl.drop_and_deal(groups, outcomes, config) == ([], {})
 
 
@@ -801,11 +803,11 @@ CASES = [
 def test_a_resumed_record_goes_on_identically(case, tmp_path):
     """As the checkpoint saves it: vars() through torch.save, read with weights_only."""
     whole = sample_steps(case)
-    state, history = train_rl.TrainState(), no_history(len(case["rates"]))
+    state, history = TrainState(), no_history(len(case["rates"]))
     first = sample_steps(case | {"num_steps": 5}, history, state)
     torch.save(vars(history), tmp_path / "history.pt")
     loaded = PromptHistory(**torch.load(tmp_path / "history.pt", weights_only=True))
-    state = train_rl.TrainState(**json.loads(json.dumps(asdict(state))))
+    state = TrainState(**json.loads(json.dumps(asdict(state))))
     assert first + sample_steps(case | {"num_steps": 7}, loaded, state) == whole
 
 
@@ -908,8 +910,7 @@ def test_every_minibatch_of_what_is_kept_is_dealt_to_the_ranks_by_itself(num_min
         ({"reward__overlong_buffer": 3}, False),
         ({"reward__repetition_coef": 0.1}, False),
         ({"reward__judge": "scalar", "reward__judge_path": "x"}, False),
-        ({"algorithm__covariance_share": 0.1}, False),
-        ({"algorithm__part_norm": "before_sum"}, False),
+        ({"algorithm__advantage": "experiments/plugins/gdpo.py:gdpo"}, False),
     ],
     ids=str,
 )
@@ -1005,8 +1006,7 @@ def test_a_new_prompt_goes_to_the_rank_with_the_least_expected_work_of_the_round
     fake = ranks(2)
 
     def sample(rank):
-        rollouts = make_rollouts(config, answer, 9)
-        return rollouts.sample_step(train_rl.TrainState(), no_history(9))[0]
+        return train_rl.sample_step(make_run(config, answer, 9))[0]
 
     assert tuple([g.slot for g in groups] for groups in fake.run(sample)) == expected
 
@@ -1215,8 +1215,7 @@ def test_every_sampled_token_is_in_one_place_of_the_account(settings, world_size
         answer = hashed_answer([0.0, 1.0, 0.1, 0.5], seed, timeout_prob=0.2)
 
         def step(rank, config=config, answer=answer):
-            rollouts = make_rollouts(config, answer, 4)
-            groups, outcomes, account = rollouts.sample_step(train_rl.TrainState(), no_history(4))
+            groups, outcomes, account = train_rl.sample_step(make_run(config, answer, 4))
             sampled = rollout_metrics(groups, binary=False, invalid_route=255)
             groups, kept = train_rl.drop_and_deal(groups, outcomes, config)
             batch = batch_of(groups, config, seed=rank)
