@@ -188,7 +188,7 @@ def largest_parameter(config: PretrainedConfig, settings: ModelSettings) -> int:
 
 
 def pinned_bytes(num_bytes: int) -> int:
-    """Return the bytes of a pinned allocation: torch rounds up to a power of two."""
+    """Return the bytes of a pinned allocation: torch rounds up to a power of two, for example 5 GiB to 8."""
     return 1 << (num_bytes - 1).bit_length()
 
 

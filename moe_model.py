@@ -249,7 +249,10 @@ CHUNK_ELEMENTS = {  # elements of a chunk of [tokens, K, D] in float32
 
 
 def token_chunks(num_tokens: int, elements_per_token: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices over the tokens, each of at most CHUNK_ELEMENTS elements, and of at least one token."""
+    """Yield slices over the tokens, each of at most CHUNK_ELEMENTS elements, and of at least one token.
+
+    For example, with K = 8 and D = 2048 a slice on a CPU has 2**20 / (8 * 2048) = 64 tokens.
+    """
     size = max(1, CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"] // elements_per_token)
     yield from (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
@@ -463,7 +466,8 @@ class MoEBlock(MoE):
     With s = softmax(W x), or s = sigmoid(W x) and a bias b that the optimizer does not update:
         chosen = the K largest of s + b     weight_k = scale s_k / sum of s over the chosen, or scale s_k
         y = sum_k weight_k expert_k(x) + shared(x)
-    Only some families have the bias, a scale other than 1, or shared experts, for example GLM-4.5 has all.
+    Only some families have the bias, a scale other than 1, or shared experts; GLM-4.5, for example, has all
+    three.
 
     How experts lie on ranks. create_expert_parallel_group() lets DeepSpeed divide the ranks in two ways, for
     example 4 ranks with model.ep_size 2 and 8 experts:
@@ -874,7 +878,10 @@ def random_weights(policy: Policy, seed: int) -> None:
 
 
 def local_experts(policy: Policy, parameter: Tensor) -> tuple[int, int]:
-    """Return (first global expert, number of experts) of a fused expert parameter, else (0, 0)."""
+    """Return (first global expert, number of experts) of a fused expert parameter, else (0, 0).
+
+    For example, with 8 experts on a group of 2 ranks the second rank has (4, 4).
+    """
     if getattr(parameter, "allreduce", True):
         return 0, 0
     ep_rank = dist.get_rank(policy.group) if policy.group else 0
@@ -882,7 +889,10 @@ def local_experts(policy: Policy, parameter: Tensor) -> tuple[int, int]:
 
 
 def checkpoint_name(config: PretrainedConfig, name: str) -> str:
-    """Return the name of a parameter in a checkpoint, which is also the engine's name."""
+    """Return the name of a parameter in a checkpoint, which is also the engine's name.
+
+    Only the block's name differs between families, for example block_sparse_moe instead of mlp in Mixtral.
+    """
     return name.replace(".mlp.", f".{FAMILIES[config.model_type].block}.")
 
 

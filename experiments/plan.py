@@ -154,7 +154,10 @@ class Task:
     new_tokens: float  # mean length of completions
 
     def with_settings(self, change: dict) -> "Task":
-        """Return the same task with other settings, {section.key: value}, or another number of "gpus"."""
+        """Return the same task with other settings or another number of GPUs.
+
+        change: for example {"rollout.sleep_level": 2, "gpus": 16}.
+        """
         sections = {}
         for name, value in change.items():
             section, _, key = name.partition(".")
@@ -660,7 +663,7 @@ def as_setting(name: str, value: object) -> str:
 
 
 def as_settings(change: dict) -> str:
-    """Write a change for the command line."""
+    """Write a change for the command line, for example --gpus 16 model.ep_size=8."""
     return " ".join(as_setting(name, value) for name, value in change.items())
 
 
