@@ -83,8 +83,8 @@ from lifecycle import (
     refuse_broken_policy,
     save_if_due,
     set_up,
-    syncs_own_experts,
 )
+from memory_plan import syncs_own_experts
 from moe_model import PackedSequences, num_experts_of, pack, route_table
 from plugins import load_plugin
 from reward import Verdict, pairwise_reference, round_robin, score_of
