@@ -16,19 +16,9 @@ from conftest import ROOT
 
 import reward
 from data.tiny import build_tokenizer
-from reward import (
-    ASYNC_CALLS,
-    KINDS,
-    RewardPool,
-    RewardSettings,
-    Verdict,
-    check_functions,
-    decoder_json,
-    functions_of,
-    is_kind,
-    parts_of,
-    verify,
-)
+from reward import ASYNC_CALLS, RewardPool, Verdict, check_functions, decoder_json, verify
+from settings import RewardSettings
+from verifiers.kinds import KINDS, functions_of, is_kind, parts_of
 
 OWN = """
 import asyncio, os, signal, subprocess, sys, time
