@@ -44,6 +44,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -311,51 +312,54 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
 
 
 def build(recipe: Recipe, output: Path) -> bool:
-    """Build the folder unless it is up to date; return True if it was built.
+    """Build the folder unless it is up to date; return True if it was built."""
+    files = (Path(__file__), Path(data.chains.__file__), Path(verifiers.chain.__file__))
+    source = b"".join(file.read_bytes() for file in (files if recipe.chains else files[:1]))
+    key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
+    return build_once(output, key, lambda folder: write_task(recipe, folder))
 
-    Processes that build the same folder wait for each other.
+
+def build_once(output: Path, key: str, write: Callable[[Path], dict]) -> bool:
+    """Build a folder unless the folder has the same key; return True if it was built.
+
+    write(folder) writes the files and returns a record, which is saved as recipe.json together with the key.
+    Processes that build the same folder wait for each other. The folder is renamed last, so that the rest of
+    a killed build is not taken for a complete folder.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.with_name(f".{output.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        return build_locked(recipe, output)
+        record_file = output / "recipe.json"
+        if record_file.is_file() and json.loads(record_file.read_text())["key"] == key:
+            return False
+        partial = output.with_name(f"{output.name}.{os.getpid()}.tmp")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        record = {"key": key} | write(partial)
+        (partial / "recipe.json").write_text(json.dumps(record, indent=1))
+        shutil.rmtree(output, ignore_errors=True)
+        partial.rename(output)
+    return True
 
 
-def build_locked(recipe: Recipe, output: Path) -> bool:
-    """Build the folder while holding the lock, see build()."""
-    files = (Path(__file__), Path(data.chains.__file__), Path(verifiers.chain.__file__))
-    source = b"".join(file.read_bytes() for file in (files if recipe.chains else files[:1]))
-    key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
-    record_file = output / "recipe.json"
-    if record_file.is_file() and json.loads(record_file.read_text())["key"] == key:
-        return False
+def write_task(recipe: Recipe, folder: Path) -> dict:
+    """Write the prompts, the tokenizer and the warm-started model into a folder; return the record."""
     from moe_model import save_hf
 
-    partial = output.with_name(f"{output.name}.{os.getpid()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     if recipe.chains:
         sets = sample_sets(recipe.chains, recipe.seed)
     else:
         sets = dict(zip(("train", "test"), sample_problems(recipe)))
     for name, rows in sets.items():
-        (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = build_tokenizer()
     policy = build_policy(recipe, len(tokenizer))
     held_out = {row["prompt"] for name, rows in sets.items() if name != "train" for row in rows}
     loss = warm_start(policy, tokenizer, recipe, held_out)
-    save_hf(policy, partial / "model")
-    tokenizer.save_pretrained(partial / "model")
-    record = {
-        "key": key,
-        "recipe": asdict(recipe),
-        "loss": loss,
-        **{f"num_{name}": len(rows) for name, rows in sets.items()},
-    }
-    (partial / "recipe.json").write_text(json.dumps(record, indent=1))
-    shutil.rmtree(output, ignore_errors=True)
-    partial.rename(output)  # renamed last, so that the folder of a killed build is not taken for complete
-    return True
+    save_hf(policy, folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    sizes = {f"num_{name}": len(rows) for name, rows in sets.items()}
+    return {"recipe": asdict(recipe), "loss": loss, **sizes}
 
 
 def main() -> None:

@@ -19,11 +19,8 @@ information. Group normalisation of the scores then gives many completions an ad
 """
 
 import argparse
-import fcntl
 import hashlib
 import json
-import os
-import shutil
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +30,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.chains import Chains, habits
+from data.tiny import build_once
 from verifiers.chain import COUNTERS, STATE, step
 
 BUILT = Path("data/built")
@@ -265,21 +263,7 @@ def inverted_frac(judge, problems: list[dict], recipe: Recipe, group_size: int =
 
 
 def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) -> bool:
-    """Build the folder unless it is up to date; return True if it was built.
-
-    Processes that build the same folder wait for each other.
-    """
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.with_name(f".{output.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return build_locked(recipe, model_folder, train_file, output)
-
-
-def build_locked(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) -> bool:
-    """Build the folder while holding the lock, see build()."""
-    from data.chat import load_tokenizer
-    from reward import ScalarJudge
-
+    """Build the folder unless it is up to date; return True if it was built."""
     problems = read_problems(train_file, recipe.task)
     if not (model_folder / "tokenizer.json").is_file():
         command = f"python -m data.tiny --recipe {recipe.task}"
@@ -288,31 +272,29 @@ def build_locked(recipe: Recipe, model_folder: Path, train_file: Path, output: P
     inputs = [*sources, train_file, model_folder / "tokenizer.json"]
     content = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in inputs)
     key = hashlib.sha256(content + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
-    record_file = output / "recipe.json"
-    if record_file.is_file() and json.loads(record_file.read_text())["key"] == key:
-        return False
+    return build_once(output, key, lambda folder: write_judge(recipe, model_folder, problems, folder))
+
+
+def write_judge(recipe: Recipe, model_folder: Path, problems: list[dict], folder: Path) -> dict:
+    """Train a judge, write the model and the tokenizer into a folder, and return the record."""
+    from data.chat import load_tokenizer
+    from reward import ScalarJudge
+
     num_held_out = min(recipe.num_held_out, len(problems) // 4)
     held_out = problems[:num_held_out]
     tokenizer = load_tokenizer(model_folder)
     model = build_model(recipe, tokenizer)
     loss = train(model, tokenizer, problems[num_held_out:], recipe)
-    partial = output.with_name(f"{output.name}.{os.getpid()}.tmp")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    judge = ScalarJudge(partial)
-    record = {
-        "key": key,
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    judge = ScalarJudge(folder)
+    return {
         "recipe": asdict(recipe),
         "loss": loss,
         "num_held_out": num_held_out,
         "pairwise_agreement": pairwise_agreement(judge, held_out, recipe),
         "inverted_frac": inverted_frac(judge, held_out, recipe),
     }
-    (partial / "recipe.json").write_text(json.dumps(record, indent=1))
-    shutil.rmtree(output, ignore_errors=True)
-    partial.rename(output)  # renamed last, so that the folder of a killed build is not taken for complete
-    return True
 
 
 def main() -> None:

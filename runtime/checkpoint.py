@@ -173,8 +173,8 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     """Write settings, source code and versions, and drop metrics of steps after the checkpoint.
 
     record: the state.json of the checkpoint to resume from; None for a start from step 0, which moves the
-    files of an earlier launch to earlier_N. If settings of the environment changed between launches, for
-    example the version of torch or the commit, versions.json lists the earlier environments under `earlier`.
+    files of an earlier launch to earlier_N. If the environment changed between launches, for
+    example the version of torch or the commit, versions.json lists the earlier ones under `earlier`.
     """
     backup = None if record else keep_earlier_record(run_dir)
     if backup:

@@ -92,7 +92,7 @@ def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> di
         "completion_seconds": (sum(c.seconds for c in completions), num),
         "completion_seconds_max": (max((c.seconds for c in completions), default=0.0), 1),
         "cut_at_limit_frac": (sum(c.finish_reason == "length" for c in completions), num),
-        **{f"part/{part}/mean": (exact_sum(r), len(r)) for part, r in rewards_by_part.items()},
+        **{f"part/{name}/mean": (exact_sum(r), len(r)) for name, r in rewards_by_part.items()},
         **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
     }
 

@@ -17,7 +17,7 @@ import sys
 
 SIGINT = 2  # constants, because importing the module `signal` would take as long as a test
 SIGKILL = 9
-STDERR_BYTES = 2000  # of stderr, only the last bytes are sent back
+STDERR_BYTES = 2000  # only so many bytes from the end of stderr are sent back
 
 
 class FilterProgram(ctypes.Structure):

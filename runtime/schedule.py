@@ -79,11 +79,12 @@ AHEAD = (0, 0.0)  # the place of a request that measures the length of its group
 class WaitingLine:
     """Priority queue of the requests that an engine has not started yet; ties keep the order of arrival.
 
-    A place in the queue has four classes:
+    Requests are served in four classes:
 
-    0. Scouts: of a group without any record, one request starts first, to measure the length. Until the scout
-       has finished, the group counts as the longest possible; then the mean length of the finished requests
-       is expected of the rest [ours: the best of four simulated rules, see experiments/bench/README.md].
+    0. Scouts: if a group has no record of earlier lengths, one of the group's requests starts first, as a
+       measurement. Until the scout has finished, the group counts as the longest possible; then every waiting
+       request of the group is expected to have the mean length of the finished ones [ours: the best of four
+       simulated rules, see experiments/bench/README.md].
     1. Very long requests, if class 2 has any: longer than the tokens of classes 1 and 3, divided by the slots
        [ours, because Johnson's rule assumes a single slot].
     2. Requests that keep the reward workers busy longer than the engine (work_tokens > expected tokens),
@@ -91,7 +92,8 @@ class WaitingLine:
     3. All other requests, longest first, because a long completion that starts last runs alone at the end.
        The latency of a verdict counts as length (latency_tokens).
 
-    Requests of one group have equal places, so they start together and share the KV cache of their prompt.
+    Apart from the scout, the requests of a group have equal places: they start together and share the KV
+    cache of the prompt.
     """
 
     def __init__(self, requests: list[Request], slots: int):
@@ -126,7 +128,7 @@ class WaitingLine:
         """Return the index of the next request, which stays in the queue."""
         while True:
             place, index = self.heap[0]
-            if index in self.waiting and place == self.place[index]:  # else an outdated entry
+            if index in self.waiting and place == self.place[index]:  # skip outdated entries
                 return index
             heapq.heappop(self.heap)
 
@@ -160,7 +162,7 @@ class CacheRoom:
     max_new_tokens until the first request has finished. Full blocks of a shared prompt count once. An idle
     engine accepts any request.
 
-    seen: (tokens, requests) finished in the previous rollout, added to numerator and denominator.
+    previous: (tokens, requests) finished in the previous rollout, added to numerator and denominator.
     """
 
     def __init__(
@@ -169,15 +171,15 @@ class CacheRoom:
         num_blocks: int,
         block_size: int,
         shares_prompts: bool,
-        seen: tuple[int, int] = (0, 0),
+        previous: tuple[int, int] = (0, 0),
     ):
         self.requests = requests
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.seen_tokens, self.seen_requests = seen
+        self.previous_tokens, self.previous_requests = previous
         self.started: dict[int, int] = {}  # {running request: the step at which it started}
         self.step = 0  # steps of the engine so far
-        self.tokens = 0  # of finished requests
+        self.tokens = 0  # total of all finished requests
         self.ended = 0  # number of finished requests
         self.is_full = False  # a request did not fit, and none has finished since
         self.prompts = range(len(requests))  # number of each request's prompt
@@ -213,8 +215,8 @@ class CacheRoom:
     def typical_tokens(self) -> float:
         """Return the expected length of a request without a record; infinite until a request has finished."""
         running = sum(self.step - start for start in self.started.values())
-        ended = self.seen_requests + self.ended
-        return (self.seen_tokens + self.tokens + running) / ended if ended else math.inf
+        ended = self.previous_requests + self.ended
+        return (self.previous_tokens + self.tokens + running) / ended if ended else math.inf
 
     def own_blocks(self, index: int, typical: float) -> int:
         """Return the blocks that a request is expected to need beside the shared blocks of the prompt."""

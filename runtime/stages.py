@@ -1,12 +1,13 @@
-"""Stages of a run: each has settings of its own, and a rule by which it hands over to the next.
+"""Stages of a run: a curriculum in which every stage has its settings and a rule that ends the stage.
 
     stages:
       - {name: short, until: {metric: eval/sums/accuracy, accuracy: 0.6}, rollout: {max_new_tokens: 64}}
       - {name: long, rollout: {max_new_tokens: 256}}
 
-The settings of a stage are those of the run with the stage's own laid over them. Where a run stands is a
-StagePosition, which is in every checkpoint. The functions that move it forward and that read it are pure, so
-that a resumed run decides as an undisturbed one. docs/stages.md explains the whole.
+A stage overrides the settings of the run. In the example, the run first samples short completions; once 60 %
+of the held-out sums are right, completions may have 256 tokens. The progress through the list is a
+StagePosition, saved in every checkpoint; the functions on it are pure, so a resumed run takes the same
+decisions as an uninterrupted one. docs/stages.md explains stages in detail.
 """
 
 import math
@@ -77,20 +78,21 @@ Config = TypeVar("Config", bound=BaseModel)
 
 
 def place_of(stages: list[Stage], number: int) -> str:
-    """Name a stage for messages."""
+    """Name a stage for messages, for example "stages[1] (long)"."""
     return f"stages[{number}] ({stages[number].name})"
 
 
 def settings_of_stages(
     config: Config, changeable: frozenset[str], explain: Callable[[ValidationError, str], str]
 ) -> list[Config]:
-    """Return the whole settings of each stage; those of the run alone where it has no stages.
+    """Return the complete settings of each stage; for a run without stages, the settings of the run alone.
 
-    changeable: names of the settings, or of whole sections, that a stage may set. explain: says of an error
-    which settings are wrong, whose names then begin with the second argument. ValueError names what is
-    wrong or cannot change.
+    changeable: names of the settings, or of whole sections, that a stage may set. explain(error, prefix):
+    turns a pydantic error into a message in which every name begins with the prefix. ValueError names a
+    setting that is invalid or must not change between stages.
     """
-    run, resolved = config.model_dump(mode="json"), []
+    run = config.model_dump(mode="json")
+    resolved = []
     for number, stage in enumerate(config.stages):
         try:
             resolved.append(type(config).model_validate(merge(run, stage.model_extra)))
@@ -108,15 +110,16 @@ def settings_of_stages(
 
 
 def check_hand_overs(stages: list[Stage], configs: list, metrics: list[set[str]]) -> None:
-    """Raise ValueError for a stage that can never end, a metric that is not there, a name given twice.
+    """Raise ValueError for a stage that can never end, an unknown metric, or two stages with one name.
 
-    configs: the settings of each stage; metrics: the names that its rule may look at.
+    configs: the settings of each stage; metrics: the metrics that each stage measures.
     """
     first_step = 0  # the earliest step at which the stage can begin
     for number, (stage, config) in enumerate(zip(stages, configs)):
-        place, rule = place_of(stages, number), stage.until
-        if stage.name in [other.name for other in stages[:number]]:
-            raise ValueError(f"{place}: another stage has this name; choose one for each")
+        place = place_of(stages, number)
+        rule = stage.until
+        if stage.name in [earlier.name for earlier in stages[:number]]:
+            raise ValueError(f"{place}: another stage has this name; give every stage a different name")
         if number == len(stages) - 1:
             if rule != HandOver():
                 raise ValueError(
@@ -126,7 +129,7 @@ def check_hand_overs(stages: list[Stage], configs: list, metrics: list[set[str]]
             continue
         if rule.measurements() and rule.metric not in metrics[number]:
             raise ValueError(
-                f"{place}.until.metric: {rule.metric!r} is not measured in this stage; there are "
+                f"{place}.until.metric: {rule.metric!r} is not measured in this stage; choose one of "
                 f"{', '.join(sorted(metrics[number]))}"
             )
         earliest = [first_step + steps for steps in steps_needed(rule, config)]
@@ -136,12 +139,16 @@ def check_hand_overs(stages: list[Stage], configs: list, metrics: list[set[str]]
         if first_step >= config.train.num_steps:
             raise ValueError(
                 f"{place} can never end: its `until` needs at least {first_step} steps from the start of the "
-                f"run, which train.num_steps ends at {config.train.num_steps}; raise that or lower `until`"
+                f"run, which ends after train.num_steps {config.train.num_steps}; raise train.num_steps or "
+                "lower `until`"
             )
 
 
 def steps_needed(rule: HandOver, config) -> list[int]:
-    """List the least number of steps in which each part of a rule that can be reached is reached."""
+    """List the fewest steps after which each condition of a rule can hold; drop impossible conditions.
+
+    Example: {steps: 800, plateau: 4} on the score of each step gives [800, 5].
+    """
     needed = [rule.steps] if rule.steps is not None else []
     if rule.tokens is not None and rule.tokens < (config.train.max_generated_tokens or math.inf):
         needed.append(1)
@@ -149,18 +156,18 @@ def steps_needed(rule: HandOver, config) -> list[int]:
     for measurements in rule.measurements():
         if not rule.metric.startswith("eval/"):
             needed.append(measurements)
-        elif every:  # the first evaluation is before the first step
+        elif every:  # the first evaluation comes before the first step
             needed.append((measurements - 1) * every)
     return needed
 
 
 def why_never(rule: HandOver, config) -> str:
-    """Say what keeps a rule without a part that can be reached from being one."""
+    """Explain why this rule can never trigger."""
     if rule.measurements():
-        return f"until.metric {rule.metric} is measured on the way only with eval.every above 0"
+        return f"until.metric {rule.metric} is measured during the run only if eval.every is above 0"
     if rule.tokens is not None:
         return (
             f"until.tokens {rule.tokens} must be below train.max_generated_tokens "
-            f"{config.train.max_generated_tokens}, with which the run ends"
+            f"{config.train.max_generated_tokens}, which ends the run"
         )
     return "set until.steps, until.tokens, until.accuracy or until.plateau"

@@ -83,7 +83,8 @@ class Watchdog:
             Watchdog.running.stop()
         Watchdog.running = self
         Watchdog.num_started += 1
-        store = distributed_c10d._get_default_store().clone()  # a separate connection: calls on one block
+        # A separate connection, because calls on a shared connection block each other.
+        store = distributed_c10d._get_default_store().clone()
         self.store = dist.PrefixStore(f"watchdog_{Watchdog.num_started}", store)
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()

@@ -23,7 +23,7 @@ from helpers import (
     make_config,
     make_group,
     make_prompts,
-    make_rollouts,
+    make_run,
     no_history,
 )
 from model_suites import model
@@ -246,20 +246,21 @@ def contents(groups: list[train_rl.Group]) -> list[tuple]:
 def sample_steps(case: dict, history=None, state=None) -> list[dict]:
     """Run some steps of sampling, record, dropping and dealing on this rank; return what came of each."""
     config = make_config(*case["settings"])
-    state = state or train_rl.TrainState()
-    history = history or no_history(len(case["rates"]))
     answer = hashed_answer(case["rates"], case["seed"], case["timeout_prob"])
-    rollouts, steps = make_rollouts(config, answer, len(case["rates"])), []
+    run = make_run(config, answer, len(case["rates"]))
+    run.history = history or run.history
+    run.state = state or run.state
+    steps = []
     for _ in range(case["num_steps"]):
-        groups, outcomes, account = rollouts.sample_step(state, history)
-        history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
+        groups, outcomes, account = train_rl.sample_step(run)
+        train_rl.update_history(run, list(outcomes.values()))
         dealt, kept = train_rl.drop_and_deal(groups, outcomes, config)
-        state.step += 1
+        run.state.step += 1
         steps.append({
             "outcomes": [(slot, astuple(o)) for slot, o in outcomes.items()],
-            "account": dict(account), "consumed": state.consumed_prompts,
+            "account": dict(account), "consumed": run.state.consumed_prompts,
             "kept": sorted(kept), "sampled": contents(groups), "trained": contents(dealt),
-            "record": {name: value.tolist() for name, value in vars(history).items()},
+            "record": {name: value.tolist() for name, value in vars(run.history).items()},
         })  # fmt: skip
     return steps
 

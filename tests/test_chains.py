@@ -138,7 +138,7 @@ def test_the_share_of_right_steps_agrees_with_the_grammar_on_damaged_chains():
 
 def test_a_step_leads_on_from_states_only():
     for state in ("", "a+4=3", "b=3", "b+=3", "b4+=3", "é+4=3", "b/4=3", "b+4=", "b+4=33"):
-        with pytest.raises(ValueError, match="no step leads on"):
+        with pytest.raises(ValueError, match="no step"):
             step(state)
 
 

@@ -302,7 +302,7 @@ def test_code_in_a_pickle_of_a_checkpoint_is_refused(name, run, tmp_path):
     checkpoint, trace = run.folder / "step_000001", tmp_path / "trace"
     torch.save({"optimizer": OpensAFile(trace)}, checkpoint / name)
     with pytest.raises(pickle.UnpicklingError, match="open"):
-        train_rl.resume(checkpoint, run.trainer, run.history, run.rollouts.prompts, run.config)
+        lifecycle.resume(checkpoint, run.trainer, run.history, run.prompts, run.config)
     assert not trace.exists()
     torch.load(checkpoint / name, weights_only=False)["optimizer"].close()
     assert trace.exists(), "read without care it would have run"

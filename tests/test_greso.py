@@ -5,15 +5,18 @@ latest ones are counted from the end.
 """
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FakeRanks, hashed_answer, make_config, make_group, make_rollouts, no_history
+from helpers import FakeRanks, hashed_answer, make_config, make_group, make_run, no_history
 
+import greso
 import train_rl
+from data.history import PromptHistory
 from data.stages import Offers
+from runtime.checkpoint import TrainState
 from runtime.stages import StagePosition
+from settings import Config
 
 GRESO = {
     "history": True, "skip_rule": "consecutive", "drop": True, "refill": True, "round_size": "adaptive",
@@ -26,7 +29,7 @@ def one_rank(monkeypatch):
     FakeRanks(1).install(monkeypatch)
 
 
-def greso(**settings) -> train_rl.Config:
+def greso_config(**settings) -> Config:
     return make_config(section="zero_variance", **GRESO | settings)
 
 
@@ -42,7 +45,7 @@ def in_a_row(visits: list[float], reward: float) -> int:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_skipping_and_exploration_are_those_of_the_lists_of_visits(seed):
-    rng, history, config = random.Random(seed), no_history(6), greso(target_solved=0.3, target_unsolved=0.2)
+    rng, history, config = random.Random(seed), no_history(6), greso_config(target_solved=0.3, target_unsolved=0.2)
     visits, p_easy, p_hard = {prompt: [] for prompt in range(6)}, 0.5, 0.5
     found = set()
     for step in range(150):
@@ -54,7 +57,8 @@ def test_skipping_and_exploration_are_those_of_the_lists_of_visits(seed):
                 visits[prompt].append(sum(rights) / 4)
         outcomes = [group.outcome(False) for group in groups]
         history.update(outcomes, step, config.zero_variance.history_decay)
-        history.adjust_exploration(outcomes, 0.3, 0.2)
+        greso.update_streaks(history, outcomes)
+        greso.adjust_exploration(history, outcomes, 0.3, 0.2)
         rights = [[v.status == "ok" for v in group.verdicts if v.status != "timeout"] for group in groups]
         easy = sum(bool(r) and all(r) for r in rights) / 3
         hard = sum(bool(r) and not any(r) for r in rights) / 3
@@ -73,7 +77,7 @@ def test_exploration_stays_in_its_range(shares):
     history, low_or_high = no_history(1), shares[1]
     outcome = make_group(0, 0, [3] * 4, [True] * 4).outcome(False)
     for _ in range(60):
-        history.adjust_exploration([outcome], 0.0 if low_or_high < 0.5 else 2.0, 2.0)
+        greso.adjust_exploration(history, [outcome], 0.0 if low_or_high < 0.5 else 2.0, 2.0)
     assert history.explore.tolist() == pytest.approx([low_or_high, 0.95])
 
 
@@ -84,14 +88,14 @@ def test_a_round_is_sized_by_the_share_that_had_no_variance(varied, size):
     for slot in range(varied, 12):
         groups[slot] = make_group(slot, slot, [3] * 4, [True] * 4)
     outcomes = {group.slot: group.outcome(False) for group in groups}
-    config = greso(rollout__prompts_per_step=8, rollout__group_size=4)
+    config = greso_config(rollout__prompts_per_step=8, rollout__group_size=4)
     assert train_rl.num_new_prompts(outcomes, list(range(12)), [], config) == size
 
 
 def test_a_step_trains_on_as_many_groups_as_asked_for_and_drops_what_is_too_much():
-    config = greso(rollout__prompts_per_step=8, rollout__group_size=4)
-    rollouts, state = make_rollouts(config, hashed_answer([0.5] * 40, 3), 40), train_rl.TrainState()
-    groups, outcomes, account = rollouts.sample_step(state, no_history(40))
+    config = greso_config(rollout__prompts_per_step=8, rollout__group_size=4)
+    run = make_run(config, hashed_answer([0.5] * 40, 3), 40)
+    groups, outcomes, account = train_rl.sample_step(run)
     useful = [slot for slot, outcome in sorted(outcomes.items()) if outcome.has_variance]
     assert account["rounds"] == 1 and len(outcomes) == 12 and len(useful) > 8
     groups, kept = train_rl.drop_and_deal(groups, outcomes, config)
@@ -105,26 +109,24 @@ def test_a_step_trains_on_as_many_groups_as_asked_for_and_drops_what_is_too_much
 )
 def test_exploration_adapts_after_one_epoch_of_the_stage(offers, length):
     """An epoch offers 2 + 5 prompts of sets of two with weights 1 and 2.5; 100 are of stages before."""
-    rollouts = make_rollouts(greso(), hashed_answer([0.5] * 6, 1), 6)
-    rollouts.offers = offers
-    state = train_rl.TrainState(consumed_prompts=100 + length, stage=StagePosition(first_prompt=100))
-    run = SimpleNamespace(config=greso(), state=state, rollouts=rollouts, history=no_history(6))
+    state = TrainState(consumed_prompts=100 + length, stage=StagePosition(first_prompt=100))
+    run = make_run(greso_config(), None, 6, offers=offers, state=state)
     outcome = make_group(0, 2, [3] * 4, [True, False, True, True]).outcome(False)
-    train_rl.enter_outcomes(run, [outcome])
+    train_rl.update_history(run, [outcome])
     assert run.history.explore.tolist() == [0.5, 0.5]
     state.consumed_prompts += 1
-    train_rl.enter_outcomes(run, [outcome])
+    train_rl.update_history(run, [outcome])
     assert run.history.explore.tolist() == pytest.approx([0.51, 0.51])
 
 
-def zero_variance_share(config: train_rl.Config, rates: list[float], num_steps: int) -> float:
+def zero_variance_share(config: Config, rates: list[float], num_steps: int) -> float:
     """Simulate the steps of a run; return the share of groups without variance in their second half."""
-    rollouts = make_rollouts(config, hashed_answer(rates, 1), len(rates))
-    run = type("Run", (), {"config": config, "state": train_rl.TrainState(), "rollouts": rollouts})
-    run.history, flat, total = no_history(len(rates)), 0, 0
+    run = make_run(config, hashed_answer(rates, 1), len(rates))
+    flat = 0
+    total = 0
     for step in range(num_steps):
-        _, outcomes, _ = rollouts.sample_step(run.state, run.history)
-        train_rl.enter_outcomes(run, list(outcomes.values()))
+        _, outcomes, _ = train_rl.sample_step(run)
+        train_rl.update_history(run, list(outcomes.values()))
         run.state.step += 1
         if 2 * step >= num_steps:
             flat += sum(not o.has_variance for o in outcomes.values())
@@ -140,13 +142,13 @@ def test_the_share_without_variance_comes_down_to_the_one_aimed_at():
     rates, sizes = [0.0] * 28 + [1.0] * 21 + [0.5] * 21, {"rollout__prompts_per_step": 8}
     plain = make_config(section="zero_variance", **sizes)
     assert zero_variance_share(plain, rates, 30) == pytest.approx(0.7, abs=0.1)
-    assert 0.1 < zero_variance_share(greso(**sizes), rates, 100) < 0.3
+    assert 0.1 < zero_variance_share(greso_config(**sizes), rates, 100) < 0.3
 
 
 def test_a_record_without_streaks_is_read_as_one_that_starts():
     """Checkpoints hold the record as a dictionary, and may lack what only this rule reads."""
     saved = {name: value for name, value in vars(no_history(3)).items() if name not in ("streak", "explore")}
-    history = train_rl.PromptHistory(**saved)
+    history = PromptHistory(**saved)
     assert history.streak.tolist() == [0, 0, 0] and torch.equal(
         history.explore, torch.full((2,), 0.5).double()
     )

@@ -498,7 +498,7 @@ def test_triton_refuses_what_its_tiles_cannot_read():
     """A weight that begins between two multiples of 16 bytes; values of 8 bytes."""
     x, targets, memory = torch.ones(2, 4), torch.tensor([0, 1]), torch.ones(21)
     for operands in ((x, memory[1:].view(5, 4)), (x.double(), torch.ones(5, 4).double())):
-        with pytest.raises(ValueError, match="2 or 4 bytes at and in multiples of 16"):
+        with pytest.raises(ValueError, match="head triton"):
             linear_logprob_entropy(*operands, targets, 1.0, "triton")
 
 
@@ -506,7 +506,7 @@ def test_triton_refuses_what_its_tiles_cannot_read():
 def test_triton_refuses_unaligned_rows(dtype, depth):
     x, weight, targets = torch.ones(2, depth), torch.ones(5, depth), torch.tensor([0, 1])
     x, weight = x.to(dtype), weight.to(dtype)
-    with pytest.raises(ValueError, match=rf"not rows of {depth} x {dtype.itemsize} bytes: choose chunked"):
+    with pytest.raises(ValueError, match=rf"not rows of {depth} x {dtype.itemsize} bytes.*chunked"):
         linear_logprob_entropy(x, weight, targets, 1.0, "triton")
 
 

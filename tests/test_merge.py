@@ -152,7 +152,7 @@ BROKEN = {
     "shape": (lambda folder: change(folder, NAME, lambda t: t[1:].clone()), [NAME, "(16, 16)", "(15, 16)"]),
     "name": (lambda folder: change(folder, NAME, lambda t: None), [NAME, "two lacks 1 "]),
     "shard": (lambda folder: next(folder.glob("*1-of*")).unlink(), ["two", "model-00001-of-00002"]),
-    "cut": (lambda folder: next(folder.glob("*1-of*")).write_bytes(b"x" * 20), ["two", "not a whole"]),
+    "cut": (lambda folder: next(folder.glob("*1-of*")).write_bytes(b"x" * 20), ["two", "safetensors"]),
     "nan": (lambda folder: change(folder, NAME, lambda t: t * torch.nan), [NAME, "not finite"]),
     "config": (lambda folder: (folder / "config.json").unlink(), ["two", "no config.json"]),
 }  # fmt: skip

@@ -412,7 +412,7 @@ def test_impossible_references_are_found_with_their_reason():
     ]
     impossible = {
         ("math", r"\frac{1}{", "braces do not match"),
-        ("math", "?", "says nothing"),
+        ("math", "?", "letter"),
         ("exact", " ", "is empty"),
         ("numeric", "five", "not a number"),
         ("0.9*exact + 0.1*gsm8k", "five", "not a number"),

@@ -130,26 +130,30 @@ def test_a_score_that_rounding_has_moved_is_right_or_nothing(own):
 
 
 BROKEN = [  # (function, reference answer, what its verdict says)
-    ("given", "1.001", "it gave 1.001, not a number in [0, 1]"),
-    ("given", "-0.1", "it gave -0.1, not a number"),
-    ("given", "float('nan')", "it gave nan, not a number"),
-    ("given", "1e999", "it gave inf, not a number"),
-    ("given", "None", "it gave None, not a number"),
-    ("given", "'0.5'", "it gave '0.5', not a number"),
-    ("given", "(1.0, 'ok')", "it gave (1.0, 'ok'), not a number"),
-    ("given", "[1]*10**5", "it gave [1, 1"),
+    ("given", "1.001", "it returned 1.001, not a number in [0, 1]"),
+    ("given", "-0.1", "it returned -0.1, not a number"),
+    ("given", "float('nan')", "it returned nan, not a number"),
+    ("given", "1e999", "it returned inf, not a number"),
+    ("given", "None", "it returned None, not a number"),
+    ("given", "'0.5'", "it returned '0.5', not a number"),
+    ("given", "(1.0, 'ok')", "it returned (1.0, 'ok'), not a number"),
+    ("given", "[1]*10**5", "it returned [1, 1"),
     ("raises", "", "KeyError: 'no such test' (own_rewards.py, line "),
     ("raises_async", "", "KeyError: 'late' (own_rewards.py, line "),
     ("colours", "", r"ValueError: \x1b[31mred\nline two (own_rewards.py, line "),
-    ("coroutine", "", "it gave a coroutine: define it by `async def`"),
+    ("coroutine", "", "it returned a coroutine: "),
     ("wait", "", "has no 'wait', did you mean 'waits'?"),
     ("OWN.f", "", "has no 'OWN.f'"),
     (
         "with_missing",
         "",
-        "its parameters hint are no columns of the row; there are prompt, messages, level, ",
+        "its parameters hint are not columns of the row; available: prompt, messages, level, ",
     ),
-    ("others", "", "its parameters completions are no columns of the row; there are prompt, messages, level"),
+    (
+        "others",
+        "",
+        "its parameters completions are not columns of the row; available: prompt, messages, level",
+    ),
 ]
 
 

@@ -12,7 +12,7 @@ from helpers import (
     hashed_answer,
     make_config,
     make_group,
-    make_rollouts,
+    make_run,
     no_history,
 )
 from rank_worker import contents
@@ -21,7 +21,8 @@ import train_rl
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt
 from data.stream import seed_of
-from rollout import Request
+from batch import Request
+from runtime.checkpoint import TrainState
 
 
 @pytest.fixture
@@ -67,9 +68,10 @@ def jobs_of_round() -> train_rl.Jobs:
 @pytest.mark.parametrize("schedule", ["arrival", "longest_first"])
 def test_each_schedule_knows_of_lengths_what_it_should(schedule):
     config = make_config(f"rollout.schedule={schedule}", "rollout.group_size=4")
-    rollouts, jobs, history = make_rollouts(config, None, 5), jobs_of_round(), no_history(5)
-    history.mean_tokens[3] = 7.0
-    rollouts.set_expected_lengths(jobs, history)
+    run = make_run(config, None, 5)
+    jobs = jobs_of_round()
+    run.history.mean_tokens[3] = 7.0
+    train_rl.set_expected_lengths(run, jobs)
     expected = {"arrival": [(0.0, False)] * 5, "longest_first": [(7.0, slot != 3) for slot in range(5)]}
     assert [(group.expected_tokens, group.guessed) for group, _ in jobs] == expected[schedule]
 
@@ -84,11 +86,11 @@ def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, ranks):
     calls = {"exact": 1, "my:judge": 1, "my:call": 4}
 
     def costs(rank):
-        rollouts = make_rollouts(config, None, 1)
-        rollouts.engine = SimpleNamespace(seconds_per_step=0.01, tokens_per_second=1200.0)
+        run = make_run(config, None, 1)
+        run.engine = SimpleNamespace(seconds_per_step=0.01, tokens_per_second=1200.0)
         seconds = [{"exact": 1e-3, "my:judge": 0.2}, {"my:judge": 0.4, "my:call": 0.3}][rank]
-        rollouts.pool = SimpleNamespace(seconds=seconds, at_once=lambda kind: 2 * calls[kind])
-        return rollouts.verdict_costs()
+        run.pool = SimpleNamespace(seconds=seconds, at_once=lambda kind: 2 * calls[kind])
+        return train_rl.verdict_costs(run)
 
     expected = {"exact": (0.2, 0.3), "my:judge": (60.0, 90.0), "my:call": (60.0, 22.5)}
     for found in ranks(2).run(costs):
@@ -101,8 +103,8 @@ def test_a_request_holds_what_its_completion_depends_on():
     config = make_config("rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3")
     jobs = jobs_of_round()
     jobs[3][0].expected_tokens, jobs[3][0].guessed = 7.0, True
-    rollouts = make_rollouts(config, None, 5)
-    requests, prompts = rollouts.requests(jobs, step=6, costs={"exact": (2.0, 3.0)})
+    run = make_run(config, None, 5, state=TrainState(step=6))
+    requests, prompts = train_rl.requests_of(run, jobs, costs={"exact": (2.0, 3.0)})
     samples = [(group, sample) for group, of_group in jobs for sample in of_group]
     assert len(requests) == len(prompts) == len(samples) == 16
     for request, prompt, (group, sample) in zip(requests, prompts, samples):
@@ -136,18 +138,19 @@ def run_steps(schedule: str, mode: str) -> list[tuple]:
         f"rollout.schedule={schedule}", "rollout.group_size=4", "rollout.prompts_per_step=8", *MODES[mode]
     )
     rates = [0.0, 1.0, 0.5, 0.8] * 6
-    state, history, answer, steps = train_rl.TrainState(), no_history(24), hashed_answer(rates), []
+    answer = hashed_answer(rates)
+    steps = []
     longer = lambda prompt, *where: (answer(prompt, *where)[0], answer(prompt, *where)[1] * (1 + prompt % 5))
-    rollouts = make_rollouts(config, longer, 24)
-    rollouts.prompts[::3] = [replace(prompt, kind="my:judge") for prompt in rollouts.prompts[::3]]
-    rollouts.pool.seconds = {
+    run = make_run(config, longer, 24)
+    run.prompts[::3] = [replace(prompt, kind="my:judge") for prompt in run.prompts[::3]]
+    run.pool.seconds = {
         "my:judge": 0.05 * (1 + dist.get_rank())
     }  # each rank has measured something else
     for _ in range(5):
-        groups, outcomes, _ = rollouts.sample_step(state, history)
-        history.update(list(outcomes.values()), state.step, config.zero_variance.history_decay)
+        groups, outcomes, _ = train_rl.sample_step(run)
+        train_rl.update_history(run, list(outcomes.values()))
         trained, kept = train_rl.drop_and_deal(groups, outcomes, config)
-        state.step += 1
+        run.state.step += 1
         batches = [(group.minibatch, *of_group) for group, of_group in zip(trained, contents(trained))]
         steps.append((contents(groups), batches, sorted(kept)))
     return steps

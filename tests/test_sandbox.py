@@ -489,8 +489,8 @@ def test_all_tests_of_a_program_share_a_limit_of_time():
         ("print(1)", "must be JSON"),
         ("{}", 'needs "inputs" and "outputs", or "asserts"'),
         ("3", 'needs "inputs" and "outputs", or "asserts"'),
-        ("[]", "must be a list that is not empty"),
-        ('{"inputs": "1", "outputs": ["1"]}', "inputs of a code row must be a list"),
+        ("[]", "asserts of a code row"),
+        ('{"inputs": "1", "outputs": ["1"]}', "inputs of a code row"),
         ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs and 1 outputs"),
         ('{"inputs": [1], "outputs": ["1"]}', "text or lists of lines"),
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}', "fn_name must be the name of a function"),
@@ -503,4 +503,4 @@ def test_tests_that_cannot_be_read_are_an_error(answer, message):
     for completion in (fenced("print(1)"), "no program"):
         score, status, detail = verify(completion, answer)
         assert (score, status) == (0.0, "error") and message in detail
-    assert verify("no program", json.dumps(ADD)) == (0.0, "no_answer", "there is no program")
+    assert verify("no program", json.dumps(ADD))[:2] == (0.0, "no_answer")

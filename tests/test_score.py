@@ -389,7 +389,7 @@ def test_load_scores(tmp_path):
         ([row(SHAS[0])], "", "row 1 is no header"),
         ([{"prompt": "1="}], "", "row 1 is no header"),
         ([], "", "row 1 is no header"),
-        ([HEADER, row(SHAS[0])], '{"prom', "line 3 is not JSON: .*; the command that made the file repairs"),
+        ([HEADER, row(SHAS[0])], '{"prom', "line 3 is not JSON: .*data.score"),
         ([HEADER, ["a list"]], "", "row 2 must be an object"),
         ([HEADER, row(SHAS[0]), row("abc")], "", "row 3: prompt_sha must be 64 hex digits, found 'abc'"),
         ([HEADER, {"pass_rate": 0.5}], "", "row 2: prompt_sha must be 64 hex digits, found None"),

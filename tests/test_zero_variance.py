@@ -38,7 +38,7 @@ from helpers import (
     make_config,
     make_group,
     make_prompts,
-    make_rollouts,
+    make_run,
     no_history,
     parameter_distance,
     steps_of,
@@ -398,14 +398,17 @@ class Real:
     """Does sample_step() with its record, behind the interface of Described.step()."""
 
     def __init__(self, offline: list[float | None], config: train_rl.Config, answer):
-        self.config, self.state = config, train_rl.TrainState()
+        self.config = config
         scores = [None if rate is None else OfflineScore(rate, 3.0, 1 - rate) for rate in offline]
         self.history = PromptHistory.from_offline(scores, config.rollout.group_size)
-        self.rollouts = make_rollouts(config, lambda *where: (answer(*where), 3), len(offline))
+        self.run = make_run(
+            config, lambda *where: (answer(*where), 3), len(offline), history=self.history
+        )
+        self.state = self.run.state
 
     def step(self) -> tuple[list[tuple[int, list]], Counter]:
-        groups, outcomes, account = self.rollouts.sample_step(self.state, self.history)
-        self.history.update(list(outcomes.values()), self.state.step, self.config.zero_variance.history_decay)
+        groups, outcomes, account = train_rl.sample_step(self.run)
+        train_rl.update_history(self.run, list(outcomes.values()))
         self.state.step += 1
         tally = Counter({name: count for name, count in account.items() if name != "probed"})
         tally["sampled"] = len(outcomes)
@@ -710,9 +713,9 @@ def test_refill_reaches_its_number_or_ends_short_after_max_rounds(max_rounds, pr
 @pytest.mark.parametrize("probe_size", [0, 4])
 def test_prompts_that_are_all_certain_end_in_an_empty_batch_and_no_error(rate, probe_size):
     config = config_of(**REFILL, max_rounds=3, probe_size=probe_size, **ALWAYS_STOP)
-    state, rollouts = train_rl.TrainState(), make_rollouts(config, hashed_answer([rate] * 30), 30)
-    groups, outcomes, account = rollouts.sample_step(state, no_history(30))
-    assert len(groups) == len(outcomes) == 36 == state.consumed_prompts and account["rounds"] == 3
+    run = make_run(config, hashed_answer([rate] * 30), 30)
+    groups, outcomes, account = train_rl.sample_step(run)
+    assert len(groups) == len(outcomes) == 36 == run.state.consumed_prompts and account["rounds"] == 3
     assert train_rl.drop_and_deal(groups, outcomes, config) == ([], {})
 
 
@@ -1005,8 +1008,7 @@ def test_a_new_prompt_goes_to_the_rank_with_the_least_expected_work_of_the_round
     fake = ranks(2)
 
     def sample(rank):
-        rollouts = make_rollouts(config, answer, 9)
-        return rollouts.sample_step(train_rl.TrainState(), no_history(9))[0]
+        return train_rl.sample_step(make_run(config, answer, 9))[0]
 
     assert tuple([g.slot for g in groups] for groups in fake.run(sample)) == expected
 
@@ -1215,8 +1217,7 @@ def test_every_sampled_token_is_in_one_place_of_the_account(settings, world_size
         answer = hashed_answer([0.0, 1.0, 0.1, 0.5], seed, timeout_prob=0.2)
 
         def step(rank, config=config, answer=answer):
-            rollouts = make_rollouts(config, answer, 4)
-            groups, outcomes, account = rollouts.sample_step(train_rl.TrainState(), no_history(4))
+            groups, outcomes, account = train_rl.sample_step(make_run(config, answer, 4))
             sampled = rollout_metrics(groups, binary=False, invalid_route=255)
             groups, kept = train_rl.drop_and_deal(groups, outcomes, config)
             batch = batch_of(groups, config, seed=rank)

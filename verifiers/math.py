@@ -26,7 +26,11 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     gold = _parse_box(answer, whole=True)
     is_math = _is_math(gold)
     if not is_math and not _is_text(answer):
-        return 0.0, "error", f"the reference answer {answer[:99]!r} is blank, or the braces do not match"
+        return (
+            0.0,
+            "error",
+            f"the reference answer {answer[:99]!r} has no letter or digit, or the braces do not match",
+        )
     contents = last_boxes(completion)
     if not contents:
         return _unboxed(completion, gold) if is_math else (0.0, "no_answer", "")
