@@ -55,9 +55,9 @@ class Section(BaseModel):
 def setting(default, description: str, free_on_resume: bool = False, is_path: bool = False, **limits):
     """Define a field with a description for --help; the default `...` makes the setting required.
 
-    free_on_resume: the value may change when a run resumes, because the setting affects speed or logging but
-    not the training result, for example run.log_every. is_path: a relative path in a YAML file starts from
-    the folder of this file.
+    free_on_resume: the value may change when a run resumes, because the setting affects speed, logging or
+    checks but not the training result, for example run.log_every. is_path: a relative path in a YAML file
+    starts from the folder of this file.
     """
     extra = {"free_on_resume": free_on_resume, "is_path": is_path}
     return Field(default, description=description, json_schema_extra=extra, **limits)

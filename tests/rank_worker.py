@@ -24,7 +24,6 @@ from helpers import (
     make_group,
     make_prompts,
     make_run,
-    no_history,
 )
 from model_suites import model
 

@@ -14,12 +14,13 @@ from conftest import save_small_moe
 from helpers import FakeRanks, make_batch, make_config, make_prompts, no_history, rows_of
 from safetensors import SafetensorError
 
+import lifecycle
 import moe_model
-import train_rl
 from data.stream import digest_of
 from data.tiny import build_tokenizer
 from runtime import checkpoint
 from runtime.checkpoint import (
+    TrainState,
     find_checkpoint,
     is_redone,
     keep_earlier_record,
@@ -46,13 +47,14 @@ def run(tmp_path, monkeypatch) -> SimpleNamespace:
         trainer=SimpleNamespace(module=policy, optimizer=SimpleNamespace(optimizer=adamw)),
         history=no_history(2),
         generation_config='{"eos_token_id": [1, 2]}',
-        rollouts=SimpleNamespace(tokenizer=build_tokenizer(), prompts=make_prompts(2)),
+        tokenizer=build_tokenizer(),
+        prompts=make_prompts(2),
     )
 
 
 def save(run: SimpleNamespace, step: int) -> None:
-    state = train_rl.TrainState(step=step, account={"a": 1})
-    save_checkpoint(run.config, asdict(state), lambda folder: train_rl.write_rank(run, folder))
+    state = TrainState(step=step, account={"a": 1})
+    save_checkpoint(run.config, asdict(state), lambda folder: lifecycle.write_rank(run, folder))
 
 
 def names_in(folder) -> list[str]:
@@ -71,7 +73,7 @@ def test_a_checkpoint_holds_counters_record_random_numbers_and_weights(run):
     shard = torch.load(folder / "rank_00000.pt", weights_only=True)
     assert torch.equal(shard["torch_rng"], at_start)
     record = json.loads((folder / "state.json").read_text())
-    assert train_rl.TrainState(**record["state"]) == train_rl.TrainState(step=3, account={"a": 1})
+    assert TrainState(**record["state"]) == TrainState(step=3, account={"a": 1})
     assert json.loads((folder / "model" / "generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
     loaded = moe_model.Policy(moe_model.load_config(folder / "model"), None)
     moe_model.load_hf(loaded, folder / "model")
@@ -81,8 +83,8 @@ def test_a_checkpoint_holds_counters_record_random_numbers_and_weights(run):
 @pytest.mark.parametrize("budget, is_last", [("null", False), (10, False), (9, True), (8, True)])
 def test_a_run_ends_with_its_budget_of_tokens(budget, is_last):
     config = make_config("train.num_steps=5", f"train.max_generated_tokens={budget}")
-    assert train_rl.TrainState(step=4, generated_tokens=9).is_last(config) == is_last
-    assert train_rl.TrainState(step=5).is_last(config)
+    assert TrainState(step=4, generated_tokens=9).is_last(config) == is_last
+    assert TrainState(step=5).is_last(config)
 
 
 def test_the_record_of_other_prompts_is_dropped_on_resume(run, monkeypatch, capsys):
@@ -90,7 +92,7 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, monkeypatch, caps
     run.history.solved += torch.tensor([1.0, 2.0])
     save(run, 3)
     config = make_config("checkpoint.resume=weights")
-    resumed = lambda prompts: train_rl.resume(
+    resumed = lambda prompts: lifecycle.resume(
         run.folder / "step_000003", None, no_history(2), prompts, config
     ).solved.tolist()
     assert resumed(make_prompts(2)) == [1.0, 2.0]
@@ -98,7 +100,7 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, monkeypatch, caps
     assert resumed(make_prompts(2)[::-1]) == [0.0, 0.0]
     assert "the record of other prompts is dropped" in capsys.readouterr().out
     config = make_config()
-    with pytest.raises(ValueError, match="step_000003: was trained on other prompts.*resume=weights"):
+    with pytest.raises(ValueError, match="checkpoint.resume=weights"):
         resumed(make_prompts(2)[::-1])
 
 
@@ -316,7 +318,7 @@ def test_a_tracker_that_fails_is_named_once_and_costs_no_step(run, tmp_path, cap
     other = SimpleNamespace(name="other", log=lambda values, step: logged.append((step, values["score"])))
     accelerator = SimpleNamespace(is_main_process=True, trackers=[gone, other])
     for step in (1, 2):
-        log_metrics(accelerator, run.config, train_rl.TrainState(step=step), {"score": step / 2})
+        log_metrics(accelerator, run.config, TrainState(step=step), {"score": step / 2})
     assert logged == [(1, 0.5), (2, 1.0)]
     assert [row["score"] for row in rows_of(tmp_path / "run")] == [0.5, 1.0]
     assert capsys.readouterr().out.count("tracker mlflow") == 1
@@ -328,7 +330,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(name, run, tmp_path):
     folder.mkdir()
     (folder / name).symlink_to("/dev/full")
     accelerator = SimpleNamespace(is_main_process=True, trackers=[])
-    batch, state = make_batch([[1, 2]]), train_rl.TrainState()
+    batch, state = make_batch([[1, 2]]), TrainState()
     writers = {
         "metrics.jsonl": lambda: log_metrics(accelerator, run.config, state, {"score": 1.0}),
         "samples.jsonl": lambda: log_samples(run.config, state, batch, build_tokenizer()),

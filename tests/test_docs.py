@@ -16,6 +16,7 @@ from conftest import ROOT
 from helpers import rows_of
 
 import train_rl
+from configure import check_config
 from experiments import plan
 from runtime.config import free_on_resume, setting_fields
 from runtime.other_names import NAMES_ELSEWHERE
@@ -200,7 +201,7 @@ def test_an_error_names_our_setting(name, ours):
 def test_our_job_is_read_and_theirs_are_programs():
     (ours,) = [text for language, text in blocks_of(FROM_OTHERS) if language == "yaml"]
     config = train_rl.Config.model_validate(yaml.safe_load(ours))
-    train_rl.check_config(config)
+    check_config(config)
     (trl,) = [text for language, text in blocks_of(FROM_OTHERS) if language == "python"]
     compile(trl, "gsm8k_trl.py", "exec")
     (verl,) = [text for language, text in blocks_of(FROM_OTHERS) if "verl.trainer" in text]
@@ -224,7 +225,7 @@ def test_our_job_is_read_and_theirs_are_programs():
 def test_the_job_of_a_page_fits_eight_gpus_of_80_gb(page):
     """The planner refuses what does not fit; a kv_cache_gib of one's own would make that a warning."""
     config = train_rl.Config.model_validate(yaml.safe_load(eight_gpu_job(page)))
-    train_rl.check_config(config)
+    check_config(config)
     assert config.rollout.kv_cache_gib is None and config.rollout.prompts_per_step % 8 == 0
     assert config.model.dtype == config.rollout.dtype == "bfloat16"
     shape = plan.model_config(config.model.path)

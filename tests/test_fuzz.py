@@ -13,6 +13,7 @@ from helpers import FakeRanks, make_config
 import train_rl
 from data.prompts import load_prompts, load_scores
 from runtime import checkpoint
+from runtime.checkpoint import TrainState
 from runtime.config import setting_fields
 from runtime.launch import one_line
 
@@ -160,7 +161,7 @@ def test_any_state_is_used_or_named(seed, tmp_path, monkeypatch):
     FakeRanks(1).install(monkeypatch)
     monkeypatch.setattr(checkpoint.os, "sync", lambda: None)
     config, rng, refused = make_config(f"run.dir={tmp_path}"), random.Random(f"state {seed}"), 0
-    checkpoint.save_checkpoint(config, asdict(train_rl.TrainState(step=3)), lambda folder: None)
+    checkpoint.save_checkpoint(config, asdict(TrainState(step=3)), lambda folder: None)
     file = tmp_path / "checkpoints" / "step_000003" / "state.json"
     whole, content = json.loads(file.read_text()), file.read_bytes()
     for number in range(100):
@@ -170,7 +171,7 @@ def test_any_state_is_used_or_named(seed, tmp_path, monkeypatch):
             file.write_text(json.dumps(changed_values(whole | {"sha256": None}, rng)))
         try:
             _, record = checkpoint.find_checkpoint(config)
-            assert type(train_rl.TrainState(**record["state"]).step) is int
+            assert type(TrainState(**record["state"]).step) is int
         except ValueError as error:
             refused += 1
             assert "step_000003" in str(error) and len(str(error)) < 20_000

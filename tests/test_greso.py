@@ -45,7 +45,11 @@ def in_a_row(visits: list[float], reward: float) -> int:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_skipping_and_exploration_are_those_of_the_lists_of_visits(seed):
-    rng, history, config = random.Random(seed), no_history(6), greso_config(target_solved=0.3, target_unsolved=0.2)
+    rng, history, config = (
+        random.Random(seed),
+        no_history(6),
+        greso_config(target_solved=0.3, target_unsolved=0.2),
+    )
     visits, p_easy, p_hard = {prompt: [] for prompt in range(6)}, 0.5, 0.5
     found = set()
     for step in range(150):

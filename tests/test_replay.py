@@ -39,8 +39,10 @@ from helpers import (
 from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import lifecycle
 import moe_model
 import train_rl
+from configure import config_warnings
 from rollout import invalid_route
 from runtime import metrics as M
 from runtime.checks import check_parity, check_routes, mismatch_gate
@@ -726,9 +728,7 @@ def test_r2_without_off_policy_updates_warns():
     said = {}
     for replay, minibatches in (("r2", 1), ("r2", 2), ("r3", 1), ("off", 1)):
         config = settings(f"algorithm.router_replay={replay}", f"train.minibatches_per_step={minibatches}")
-        said[replay, minibatches] = [
-            line for line in train_rl.config_warnings(config) if "router_replay" in line
-        ]
+        said[replay, minibatches] = [line for line in config_warnings(config) if "router_replay" in line]
     (warning,) = said.pop(("r2", 1))
     assert "algorithm.router_replay 'r2'" in warning and "train.minibatches_per_step 1" in warning
     assert list(said.values()) == [[], [], []]
@@ -738,7 +738,7 @@ def test_replay_of_a_dense_model_is_refused():
     dense, moe = (kind(max_position_embeddings=100000) for kind in (Qwen3Config, Qwen3MoeConfig))
     for replay in ("r2", "r3"):
         with pytest.raises(ValueError, match=f"algorithm.router_replay {replay}: the model is dense.*off"):
-            train_rl.check_model(settings(f"algorithm.router_replay={replay}"), dense)
-    train_rl.check_model(settings(), dense)
-    train_rl.check_model(settings("algorithm.router_replay=r3"), moe)
+            lifecycle.check_model(settings(f"algorithm.router_replay={replay}"), dense)
+    lifecycle.check_model(settings(), dense)
+    lifecycle.check_model(settings("algorithm.router_replay=r3"), moe)
     assert settings().rollout.capture_routes == "auto"

@@ -19,8 +19,8 @@ import pytest
 from conftest import SHARED_DATA as DATA
 from helpers import FakeRanks, make_config
 
+import lifecycle
 import reward
-import train_rl
 from data.prompts import Prompt
 from data.stream import LoadedSets
 from reward import RewardPool, Verdict, impossible_references, verify
@@ -445,16 +445,16 @@ def test_rows_are_left_out_where_their_own_verifier_cannot_be_right_and_also_on_
     }
     with RewardPool(1, timeout_s=60.0) as pool:
         first = loaded(train="math", a="math", b="numeric")
-        train_rl.drop_impossible(first, pool, config, None)
+        lifecycle.drop_impossible(first, pool, config, None)
         assert texts(first) == {"": "qr", "a": "qr", "b": "r"}
         (row,) = map(json.loads, (tmp_path / "dropped_rows.jsonl").read_text().splitlines())
         assert (row["set"], row["kind"], row["prompt"]) == ("b", "numeric", "q")
         resumed = loaded(train="math", b="numeric", c="exact", d="0.5*exact + 0.5*numeric")
-        train_rl.drop_impossible(resumed, pool, config, tmp_path / "checkpoint")
+        lifecycle.drop_impossible(resumed, pool, config, tmp_path / "checkpoint")
         assert texts(resumed) == {"": "qr", "b": "r", "c": "qr", "d": "r"}
         (tmp_path / "dropped_rows.jsonl").write_text(json.dumps(row | {"kind": "math"}) + "\n")
         again = loaded(train="math", b="exact")
-        train_rl.drop_impossible(again, pool, config, tmp_path / "checkpoint")
+        lifecycle.drop_impossible(again, pool, config, tmp_path / "checkpoint")
         assert texts(again) == {"": "r", "b": "qr"}, "what the first start has trained on decides"
 
 

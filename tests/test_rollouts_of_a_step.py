@@ -13,15 +13,14 @@ from helpers import (
     make_config,
     make_group,
     make_run,
-    no_history,
 )
 from rank_worker import contents
 
 import train_rl
+from batch import Request
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt
 from data.stream import seed_of
-from batch import Request
 from runtime.checkpoint import TrainState
 
 
@@ -143,9 +142,7 @@ def run_steps(schedule: str, mode: str) -> list[tuple]:
     longer = lambda prompt, *where: (answer(prompt, *where)[0], answer(prompt, *where)[1] * (1 + prompt % 5))
     run = make_run(config, longer, 24)
     run.prompts[::3] = [replace(prompt, kind="my:judge") for prompt in run.prompts[::3]]
-    run.pool.seconds = {
-        "my:judge": 0.05 * (1 + dist.get_rank())
-    }  # each rank has measured something else
+    run.pool.seconds = {"my:judge": 0.05 * (1 + dist.get_rank())}  # each rank has measured something else
     for _ in range(5):
         groups, outcomes, _ = train_rl.sample_step(run)
         train_rl.update_history(run, list(outcomes.values()))

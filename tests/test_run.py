@@ -368,8 +368,8 @@ CASES = """
 import contextlib, functools, json, os, resource, sys, tempfile
 import moe_model, train_rl
 from runtime.launch import run
-original, write_rank, outcomes = moe_model.hf_tensors, train_rl.write_rank, {}
-train_rl.check_run_dir_is_shared = functools.partial(train_rl.check_run_dir_is_shared, patience_s=0.3)
+original, write_rank, outcomes = moe_model.hf_tensors, lifecycle.write_rank, {}
+check_run_dir_is_shared = functools.partial(check_run_dir_is_shared, patience_s=0.3)
 
 def write_to_full_disk(*given):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
@@ -382,7 +382,7 @@ for name, case in json.loads(sys.argv[1]).items():
     part, factor = case.get("tampered", (None, 1))
     tampered = lambda *given: ((n, t * factor if part in n else t) for n, t in original(*given))
     moe_model.hf_tensors = tampered if part else original
-    train_rl.write_rank = write_to_full_disk if case.get("full_disk") else write_rank
+    lifecycle.write_rank = write_to_full_disk if case.get("full_disk") else write_rank
     error, output = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
     own_folder = "of_rank_" + os.environ.get("RANK", "0")
     argv = [argument.replace("OWN_FOLDER", own_folder) for argument in case["argv"]]

@@ -17,14 +17,17 @@ import torch
 from conftest import ROOT, SMALL, train
 from helpers import FakeRanks, assert_same_run, assert_same_weights, no_history, rows_of, steps_of
 
+import lifecycle
 import train_rl
+from configure import stage_configs
 from data.prompts import DataSettings, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, refuse_holdouts, unite
 from data.stream import prompts_of_step
-from runtime.checkpoint import check_fits, state_of, topology
+from runtime.checkpoint import TrainState, check_fits, state_of, topology
 from runtime.config import flat_settings, setting_fields
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step, end_of_stage
-from train_rl import STAGE_SETTINGS, Config, load_config, stage_configs
+from settings import STAGE_SETTINGS
+from train_rl import Config, load_config
 
 TRAIN = "data.train=[{path: a.jsonl}]"
 TINY = "data/built/tiny"
@@ -149,11 +152,11 @@ def test_engine_and_policy_are_built_for_the_largest_stage():
             "eval: {max_new_tokens: 40}, train: {micro_batch_tokens: 50000}}]"
         )
     )
-    largest = train_rl.widest(configs)
-    assert train_rl.max_model_len(largest) == 70 and largest.algorithm.kl_coef == 0.1
+    largest = lifecycle.widest(configs)
+    assert lifecycle.max_model_len(largest) == 70 and largest.algorithm.kl_coef == 0.1
     assert largest.train.micro_batch_tokens == 50000 and largest.eval.max_new_tokens == 40
     plain = load_config([TRAIN])
-    assert train_rl.widest([plain]) == plain
+    assert lifecycle.widest([plain]) == plain
 
 
 def test_what_a_stage_may_set_exists_and_everything_else_is_refused_by_name():
@@ -252,7 +255,7 @@ def test_settings_of_stages_have_names_and_a_written_config_loads_as_the_same(tm
 )
 def test_a_changed_list_of_stages_is_refused_on_resume(changed, named, monkeypatch, tmp_path):
     FakeRanks(1).install(monkeypatch)
-    config, state = load(f"[{A}, {B}]"), train_rl.TrainState(stage=StagePosition(1))
+    config, state = load(f"[{A}, {B}]"), TrainState(stage=StagePosition(1))
     record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": asdict(state)}
     record = json.loads(json.dumps(record))
     if named is None:
@@ -263,7 +266,7 @@ def test_a_changed_list_of_stages_is_refused_on_resume(changed, named, monkeypat
 
 def test_a_checkpoint_of_a_stage_that_is_gone_gives_no_weights_to_go_on_with(monkeypatch, tmp_path):
     FakeRanks(1).install(monkeypatch)
-    record = {"state": asdict(train_rl.TrainState(stage=StagePosition(1)))}
+    record = {"state": asdict(TrainState(stage=StagePosition(1)))}
     check_fits(load(f"[{A}, {B}]", "checkpoint.resume=weights"), tmp_path, record)
     with pytest.raises(ValueError, match=re.escape("written in stages[1], the settings have 0 stages")):
         check_fits(load("[]", "checkpoint.resume=weights"), tmp_path, record)
@@ -271,7 +274,7 @@ def test_a_checkpoint_of_a_stage_that_is_gone_gives_no_weights_to_go_on_with(mon
 
 def test_counters_of_other_stages_do_not_end_the_stage_that_weights_go_on_in():
     earlier, position = load(f"[{A}, {B}]"), StagePosition(1, steps=100, latest=0.9, first_prompt=7)
-    record = {"state": asdict(train_rl.TrainState(step=140, stage=position))}
+    record = {"state": asdict(TrainState(step=140, stage=position))}
     record = json.loads(json.dumps(record | {"config": earlier.model_dump(mode="json")}))
     assert state_of(record, earlier).stage == position
     changed = load(f"[{A}, {{name: b, train: {{learning_rate: 1.0e-3}}}}]")
@@ -505,7 +508,7 @@ def test_the_example_goes_through_its_stages():
     file = ROOT / "experiments" / "environments" / "stages.yaml"
     one, two = stage_configs(load_config(["--config", str(file)]))
     assert one.data.train[0].difficulty == (1, 3) and two.data.train[0].difficulty is None
-    assert train_rl.max_model_len(train_rl.widest([one, two])) == 32
+    assert lifecycle.max_model_len(lifecycle.widest([one, two])) == 32
 
 
 # ---- the page ----------------------------------------------------------------------------------------------

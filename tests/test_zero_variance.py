@@ -51,6 +51,7 @@ from data.history import PromptHistory, prob_all
 from data.prompts import OfflineScore, prompt_sha
 from data.stream import foreign_kinds, keep_by_offline_scores, prompts_of_step, seed_of
 from reward import Verdict
+from runtime.checkpoint import TrainState
 from runtime.metrics import batch_metrics, exact_sum, prompt_account, reduce_metrics, rollout_metrics
 
 Z_BOUND = 4.5
@@ -401,9 +402,7 @@ class Real:
         self.config = config
         scores = [None if rate is None else OfflineScore(rate, 3.0, 1 - rate) for rate in offline]
         self.history = PromptHistory.from_offline(scores, config.rollout.group_size)
-        self.run = make_run(
-            config, lambda *where: (answer(*where), 3), len(offline), history=self.history
-        )
+        self.run = make_run(config, lambda *where: (answer(*where), 3), len(offline), history=self.history)
         self.state = self.run.state
 
     def step(self) -> tuple[list[tuple[int, list]], Counter]:
@@ -804,11 +803,11 @@ CASES = [
 def test_a_resumed_record_goes_on_identically(case, tmp_path):
     """As the checkpoint saves it: vars() through torch.save, read with weights_only."""
     whole = sample_steps(case)
-    state, history = train_rl.TrainState(), no_history(len(case["rates"]))
+    state, history = TrainState(), no_history(len(case["rates"]))
     first = sample_steps(case | {"num_steps": 5}, history, state)
     torch.save(vars(history), tmp_path / "history.pt")
     loaded = PromptHistory(**torch.load(tmp_path / "history.pt", weights_only=True))
-    state = train_rl.TrainState(**json.loads(json.dumps(asdict(state))))
+    state = TrainState(**json.loads(json.dumps(asdict(state))))
     assert first + sample_steps(case | {"num_steps": 7}, loaded, state) == whole
 
 
@@ -911,8 +910,7 @@ def test_every_minibatch_of_what_is_kept_is_dealt_to_the_ranks_by_itself(num_min
         ({"reward__overlong_buffer": 3}, False),
         ({"reward__repetition_coef": 0.1}, False),
         ({"reward__judge": "scalar", "reward__judge_path": "x"}, False),
-        ({"algorithm__covariance_share": 0.1}, False),
-        ({"algorithm__part_norm": "before_sum"}, False),
+        ({"algorithm__advantage": "experiments/plugins/gdpo.py:gdpo"}, False),
     ],
     ids=str,
 )

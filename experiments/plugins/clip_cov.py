@@ -6,12 +6,11 @@ from torch import Tensor
 from batch import SelectInputs
 
 
-def clip_cov(
-    inputs: SelectInputs, fraction: float = 0.0002, low: float = 1.0, high: float = 5.0
-) -> Tensor:
+def clip_cov(inputs: SelectInputs, fraction: float = 0.0002, low: float = 1.0, high: float = 5.0) -> Tensor:
     """Set the advantages [B, T] of a random subset of covarying tokens of an update to 0. Collective.
 
-        cov_t = (A_t - mean A) (log pi_old(y_t) - mean log pi_old),   means over the update's tokens, all ranks
+        cov_t = (A_t - mean A) (log pi_old(y_t) - mean log pi_old),   means over the update's tokens, all
+        ranks
 
     A fraction of the tokens, at least one, is drawn from those with low < cov_t < high. The paper takes the
     current policy's log-probabilities; ours are the old policy's, so that the choice does not depend on the

@@ -1,8 +1,8 @@
 """DPPO (arXiv 2602.04879): drop tokens by a divergence of the policies instead of a clip of the ratio.
 
 A token is dropped if its probability has moved far from the old policy's in the direction that its advantage
-pushes: A > 0 and p > p_old by more than eps_high, or A < 0 and p < p_old by more than eps_low. The other tokens
-have the gain sg[min(r, cap)] A log pi.
+pushes: A > 0 and p > p_old by more than eps_high, or A < 0 and p < p_old by more than eps_low. The other
+tokens have the gain sg[min(r, cap)] A log pi.
 """
 
 import math

@@ -8,7 +8,8 @@ from batch import SelectInputs
 
 
 def top_entropy(inputs: SelectInputs, fraction: float = 0.2) -> Tensor:
-    """Set the advantages [B, T] of all but the most uncertain fraction of an update's tokens to 0. Collective.
+    """Set the advantages [B, T] of all but the most uncertain fraction of an update's tokens to 0.
+    Collective.
 
     The threshold is over the tokens of all ranks. The number of tokens is rounded up, and tokens as uncertain
     as the last one are included [ours]. The other tokens still count in the mean of the loss.
