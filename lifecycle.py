@@ -36,11 +36,11 @@ from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
+from judges import build_judge
 from moe_model import num_experts_of
 from reward import (
     RewardPool,
     Verdict,
-    build_judge,
     check_functions,
     impossible_references,
     score_of,
@@ -52,7 +52,6 @@ from rollout import (
     engine_memory,
     invalid_route,
     kv_bytes_per_token,
-    load_greedy_chat,
     stops_of,
 )
 from runtime.agreement import check_ranks_agree, wait_for_ranks
@@ -436,7 +435,7 @@ def resume(
 # ---- judge, engine, trackers, signals ----
 def load_judge(settings: RewardSettings):
     """Load the judge; None without one. A generative judge is a second engine, built after the first."""
-    return build_judge(settings.judge, settings.judge_path, load_greedy_chat, margin=settings.judge_margin)
+    return build_judge(settings.judge, settings.judge_path, margin=settings.judge_margin)
 
 
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:

@@ -18,12 +18,9 @@ is imported there only, so that a child starts quickly.
 import contextlib
 import ctypes
 import functools
-import itertools
 import json
-import math
 import operator
 import os
-import pkgutil
 import re
 import resource
 import secrets
@@ -33,7 +30,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
@@ -846,174 +843,6 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardS
                     f"reward function {name}: its parameter {min(missing)} is no column of prompt "
                     f"{index + 1} of {len(rows)}, {str(fields.get('prompt'))[:80]!r}"
                 )
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 5 Judges: reward models, asked in the trainer's process after a rollout
-# ------------------------------------------------------------------------------------------------------------
-TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
-Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the
-first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""  # [ours]
-
-
-class ScalarJudge:
-    """Score texts by a reward model with one label, such as a Bradley-Terry model, as prompt + completion.
-
-    path: Hugging Face folder. batch_size: texts per forward. max_tokens: a longer text loses its beginning.
-    margin: scores of a pair that differ by no more are a tie.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike, batch_size: int = 32, max_tokens: int = 4096, margin: float = 0.0
-    ):
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        local = {"local_files_only": True, "trust_remote_code": False}
-        model, loading = AutoModelForSequenceClassification.from_pretrained(  # [ours]: bfloat16 makes ties
-            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
-        )
-        if model.config.num_labels != 1 or loading["missing_keys"]:  # a causal LM's head would be random
-            raise ValueError(f"judge {path} has {model.config.num_labels} labels, not 1, or no trained head")
-        tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", **local)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # it marks the end of a text
-        model.config.get_text_config().use_cache = False  # nothing reads keys and values again
-        self.batch_size, self.margin = batch_size, margin
-        self.tokenize = functools.partial(
-            tokenizer,
-            padding=True,
-            padding_side="right",
-            truncation=True,
-            max_length=max_tokens,
-            return_token_type_ids=False,
-            return_tensors="pt",
-        )
-        self.model = model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
-
-    def _batches(self, texts: list[str]) -> Iterator[tuple[list[str], dict]]:
-        """Yield distinct texts, short ones first for little padding, and what a forward of them takes."""
-        order = sorted(set(texts), key=lambda text: (len(text), text))
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            yield batch, self.tokenize(batch).to(self.model.device)
-
-    def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
-        """Return raw scores; NaN and inf are handed on. Equal texts are read once and get equal scores."""
-        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        scores = {}
-        for batch, inputs in self._batches(texts):
-            scores |= zip(batch, self.model(**inputs).logits[:, 0].tolist())
-        return [scores[text] for text in texts]
-
-    def head_inputs(self, prompts: list[str], completions: list[str]) -> tuple:
-        """Return scores [n] and h [n, d], float32 on the CPU: score = head(h), the last layer of the judge.
-
-        It costs a forward. ValueError if no linear layer of one output makes the scores.
-        """
-        import torch
-
-        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        heads = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1]
-        if not heads:
-            raise ValueError("the scalar judge has no linear layer that makes its score")
-        head, seen, found = heads[-1], [], {}
-        with head.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
-            for batch, inputs in self._batches(texts):
-                logits, h = self.model(**inputs).logits, seen.pop()
-                if h.dim() == 3:  # [B, T, d]: the score is that of the last token
-                    h = h[torch.arange(len(batch)), inputs["attention_mask"].sum(dim=1) - 1]
-                made = torch.nn.functional.linear(h, head.weight, head.bias)  # [B, 1]
-                if not torch.allclose(made, logits, rtol=1e-4, atol=1e-4, equal_nan=True):
-                    raise ValueError("the scalar judge's score is not the output of its last linear layer")
-                found |= zip(batch, zip(logits[:, 0].cpu(), h.cpu()))
-        scores = torch.tensor([found[text][0] for text in texts])
-        return scores, torch.stack([found[text][1] for text in texts]) if texts else torch.zeros(0, 1)
-
-    def compare(self, prompts, firsts, seconds) -> list[int]:
-        """Return +1 where the first completion scores over margin above the second, -1 below it, else 0.
-
-        NaN where one of the two scores is NaN.
-        """
-        scores, margin = self.scores([*prompts, *prompts], [*firsts, *seconds]), self.margin
-        pairs = zip(scores, scores[len(prompts) :])
-        return [
-            math.nan if math.isnan(a) or math.isnan(b) else (a - b > margin) - (b - a > margin)
-            for a, b in pairs
-        ]
-
-
-class GenerativeJudge:
-    """Ask a language model for a chain of thought on two completions, then Better, Tie or Worse [secondary].
-
-    generate: prompts -> answers, in order. num_unreadable: answers without a verdict so far; they are ties.
-    """
-
-    def __init__(self, generate: Callable[[list[str]], list[str]], template: str = TEMPLATE):
-        self.generate, self.template, self.num_unreadable = generate, template, 0
-
-    def compare(self, prompts, firsts, seconds) -> list[int]:
-        """Return +1 where an answer's last verdict finds the first completion better, -1 if worse, else 0."""
-        questions = [
-            self.template.format(prompt=prompt, first=first, second=second)
-            for prompt, first, second in zip(prompts, firsts, seconds, strict=True)
-        ]
-        answers = self.generate(questions) if questions else []
-        if len(answers) != len(questions):
-            raise ValueError(f"the generative judge gave {len(answers)} answers to {len(questions)} prompts")
-        found = [re.findall(r"(?<!\|)\b(Better|Tie|Worse)\b(?!\|)", answer) for answer in answers]  # no echo
-        self.num_unreadable += found.count([])
-        return [{"Better": 1, "Worse": -1}.get(words[-1], 0) if words else 0 for words in found]
-
-
-def pairwise_reference(judge, prompts, completions, references) -> list[float]:
-    """Return r_i = +1, 0 or -1: completion i is better than, as good as or worse than reference i [ours]."""
-    return [float(sign) for sign in judge.compare(prompts, completions, references)]
-
-
-def round_robin(judge, prompts, completions, group_index: list[int]) -> list[float]:
-    """Return r_i, the mean over j != i in i's group of [better 1, tie 0.5, worse 0] [ours].
-
-    A group of one gets 0.5. group_index: group of each completion, in any order. A pair i < j is asked once,
-    i first, for both.
-    """
-    items = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
-    groups = [list(group) for _, group in itertools.groupby(items, key=operator.itemgetter(0))]
-    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
-    signs = judge.compare([a[2] for a, _ in pairs], [a[3] for a, _ in pairs], [b[3] for _, b in pairs])
-    points = [[] for _ in items]
-    for (a, b), sign in zip(pairs, signs):
-        points[a[1]].append((1 + sign) / 2)
-        points[b[1]].append((1 - sign) / 2)
-    return [sum(won) / len(won) if won else 0.5 for won in points]
-
-
-def build_judge(
-    kind: str,
-    path: str | None,
-    load_generate: Callable,
-    batch_size: int = 32,
-    max_tokens: int = 4096,
-    margin: float = 0.0,
-):
-    """Load the judge in a folder, or the generative one "module:function"; ValueError says why it cannot be.
-
-    kind: "scalar", "generative", or "none", which gives None. load_generate(path, batch_size, max_tokens)
-    makes the function of a generative judge from the folder of a causal language model. margin: see
-    ScalarJudge.
-    """
-    if kind == "none":
-        return None
-    if os.path.isfile(os.path.join(path, "config.json")):
-        if kind == "scalar":
-            return ScalarJudge(path, batch_size, max_tokens, margin)
-        return GenerativeJudge(load_generate(path, batch_size, max_tokens))
-    if kind == "scalar" or ":" not in path:
-        raise ValueError(f"judge {path!r}: no folder with the config.json of a Hugging Face model")
-    try:
-        return GenerativeJudge(pkgutil.resolve_name(path))
-    except Exception as error:  # whatever its import raises
-        raise ValueError(f"cannot import the judge {path!r}: {type(error).__name__}: {error}") from error
 
 
 if __name__ == "__main__":
