@@ -1,18 +1,20 @@
-r"""Score completions, in this process (`verify`) or in killable children (`RewardPool`), and judge them.
+r"""Score completions: `verify` in this process, `RewardPool` in worker processes that can be killed.
 
     verify("math", r"... so \boxed{\frac{1}{2}}", "0.5")     # Verdict(reward=1.0, status="ok")
-    with RewardPool(num_workers=2) as pool:                  # scores while the caller generates
-        pool.submit(key, "math", completion, answer)         # text or token ids, as soon as it is finished
+    with RewardPool(num_workers=2) as pool:                  # scores completions while the engine generates
+        pool.submit(key, "math", completion, answer)         # text or token ids, as soon as a completion ends
         pool.poll()                                          # once per engine step
         verdicts = pool.collect()                            # waits; {key: Verdict} in submit order
 
-Computer algebra on model output can hang for ever, eat all memory or crash, also in C code that no Python
-exception reaches. So the kernel kills a child at its limit, and "timeout" and "error" are not "wrong". The
-child is this file run as a script: a caller with a CUDA context and threads cannot safely fork.
+Why processes: computer algebra on model output can hang forever, exhaust the memory or crash, even in C code
+that Python exceptions cannot interrupt. A worker that exceeds its limit is killed by the kernel, and the
+completion gets status "timeout" or "error", which differs from "wrong". Workers run this file as a script,
+because a trainer with a CUDA context and threads cannot fork safely. To start fast, this file must not import
+torch (judges.py does).
 
-The kinds that are more than a few lines live in verifiers/, which is also where functions of one's own are
-found. Judges (section 5) are reward models; they are asked in the trainer's process, after a rollout. torch
-is imported there only, so that a child starts quickly.
+Short rules are in this file; longer verifiers and the loader of custom functions are in verifiers/.
+
+Reading order: verdicts and rules, the pool as the caller sees it, the worker process, checks before a run.
 """
 
 import contextlib
@@ -38,52 +40,52 @@ import verifiers.chain
 import verifiers.math
 from settings import RewardSettings
 from verifiers.kinds import RULE_KINDS, SLOW_KINDS, functions_of, parts_of
-from verifiers.own import check_score, explain, load_function
+from verifiers.own import COMMON_ARGUMENTS, check_score, explain, load_function
 
 # ------------------------------------------------------------------------------------------------------------
-# 1 Verdicts: one matcher per kind
+# 1 Verdicts: one rule per kind
 # ------------------------------------------------------------------------------------------------------------
 
-NUMERIC_RTOL = Decimal("1e-6")  # relative, for numbers that are not both whole
+NUMERIC_RTOL = Decimal("1e-6")  # relative tolerance, unless both numbers are whole
 FAILED = ("timeout", "error")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verifier's opinion of one completion."""
+    """The verifier's score of one completion."""
 
-    reward: float  # in [0, 1], the share that is right
-    status: str  # "ok" (a reward of 1) | "wrong" (less) | "no_answer" | "timeout" | "error"
-    detail: str = ""  # the reason of a timeout or an error, at most 200 printable characters
-    parts: dict[str, float] = field(default_factory=dict, hash=False)  # {kind: its own reward} of a sum
+    reward: float  # in [0, 1]; fractions are partly right
+    status: str  # "ok" (reward 1) | "wrong" (less) | "no_answer" | "timeout" | "error"
+    detail: str = ""  # reason of a timeout or error, at most 200 printable characters
+    parts: dict[str, float] = field(default_factory=dict, hash=False)  # of a weighted sum: {kind: reward}
 
     @property
     def failed(self) -> bool:
-        """Tell whether nothing is known of the completion: its verifier timed out or raised."""
+        """Tell whether the verifier timed out or raised, so that the reward says nothing."""
         return self.status in FAILED
 
 
 def score_of(verdict: Verdict, binary: bool) -> float:
-    """Return the verifier's part of the reward in [0, 1]; binary: rewards below 1 count as 0."""
+    """Return the score in [0, 1] that enters the reward; binary: rewards below 1 count as 0."""
     return float(verdict.reward == 1) if binary else verdict.reward
 
 
 def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     r"""Score one completion against the reference answer, in this process and without a time limit.
 
-    "exact"    the whole completion equals the answer, surrounding whitespace aside
-    "characters"  the share of characters of the answer that are in their place
-    "chain"    the share of right steps of a small machine's trace (verifiers/chain.py)
-    "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL of it
-    "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
-    "math"     math-verify finds the last \boxed{...} equal to the answer (verifiers/math.py)
-    "code", "instructions"  the share of tests or constraints met (verifiers/code.py, instructions.py)
-    "module:function", "path/file.py:function"  a function of your own (verifiers/own.py) gives the share.
-               A caller must not take such a kind from data (data.prompts.load_prompts refuses).
+    "exact"    the completion equals the answer, except for surrounding whitespace
+    "characters"  fraction of characters that equal the answer's character at the same position
+    "chain"    fraction of correct steps in the trace of a small machine (verifiers/chain.py)
+    "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL
+    "gsm8k"    the same for the first number after the last "####"; the answer may be a whole GSM8K solution
+    "math"     the last \boxed{...} equals the answer according to math-verify (verifiers/math.py)
+    "code", "instructions"  fraction of tests passed or constraints met (verifiers/code.py, instructions.py)
+    "module:function", "path/file.py:function"  the score of a custom function (verifiers/own.py).
+               Kinds from untrusted data must not get here: data.prompts.load_prompts refuses function names.
     "0.8*math + 0.2*rewards.py:brevity"  the weighted mean; the first kind decides the status
 
-    fields: prompt, messages and the columns of the row, for functions of your own and for code. An exception
-    while scoring and a reference answer that cannot be read give status "error".
+    fields: prompt, messages and the columns of the row, for custom functions and for code. Status "error"
+    means that scoring raised an exception or that the reference answer cannot be parsed.
     Raises ValueError for an unknown kind, TypeError for a completion or an answer that is not a string.
     """
     _check(kind, completion, answer)
@@ -91,7 +93,7 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     if _is_async(kind):
         return _event_loop().run(verdict)
     try:
-        verdict.send(None)  # nothing in it waits, so that it needs no event loop
+        verdict.send(None)  # synchronous kinds never wait, so the coroutine ends without an event loop
     except StopIteration as end:
         return end.value
 
@@ -120,35 +122,35 @@ async def _verify_part(kind: str, completion: str, answer: str, fields: dict) ->
         result = function.call(**function.arguments({**fields, "completion": completion, "answer": answer}))
         score = check_score(await result if function.is_async else result)
         return Verdict(score, "ok" if score == 1 else "wrong")
-    except Exception as error:  # untrusted text; MemoryError and RecursionError are among them
+    except Exception as error:  # untrusted text can raise anything, for example MemoryError or RecursionError
         return Verdict(0.0, "error", explain(error)[:200])
 
 
 @functools.cache
 def _event_loop():
-    """Return what runs coroutines in this process: one loop for all, so that clients stay connected."""
+    """Return the event loop of this process; a single loop lets HTTP clients keep connections open."""
     import asyncio
 
     return asyncio.Runner()
 
 
 def _is_async(kind: str) -> bool:
-    with contextlib.suppress(Exception):  # verify() says why a function cannot be imported
+    with contextlib.suppress(Exception):  # verify() reports why a function cannot be imported
         return any(load_function(name).is_async for name in functions_of(kind))
     return False
 
 
 def _check(kind: str, completion: str | list[int], answer: str, types: tuple = (str,)) -> None:
     if not isinstance(kind, str):
-        raise ValueError(f"unknown kind {kind!r}: it must be text")
+        raise ValueError(f"unknown kind {kind!r}: a kind is a string, for example 'math'")
     parts_of(kind)
     if not (isinstance(completion, types) and isinstance(answer, str)):
         raise TypeError(f"completion and answer must be str, not {type(completion)} and {type(answer)}")
 
 
 # ---- rules ----
-def _compared(equal: bool) -> Verdict:
-    return Verdict(1.0, "ok") if equal else Verdict(0.0, "wrong")
+def _equality(is_equal: bool) -> Verdict:
+    return Verdict(1.0, "ok") if is_equal else Verdict(0.0, "wrong")
 
 
 def _exact(completion: str, answer: str) -> Verdict:
@@ -156,19 +158,22 @@ def _exact(completion: str, answer: str) -> Verdict:
         return Verdict(0.0, "error", "the reference answer is empty")
     if not completion.strip():
         return Verdict(0.0, "no_answer")
-    return _compared(completion.strip() == answer.strip())
+    return _equality(completion.strip() == answer.strip())
 
 
 def _characters(completion: str, answer: str) -> Verdict:
-    """Give characters in place / longer length [ours]."""
-    verdict, found, gold = _exact(completion, answer), completion.strip(), answer.strip()
+    """Score matching characters / length of the longer text [ours]."""
+    verdict = _exact(completion, answer)
     if verdict.status != "wrong":
         return verdict
-    return Verdict(sum(map(operator.eq, found, gold)) / max(len(found), len(gold)), "wrong")
+    text = completion.strip()
+    gold = answer.strip()
+    return Verdict(sum(map(operator.eq, text, gold)) / max(len(text), len(gold)), "wrong")
 
 
-# A minus counts unless it joins two terms, as in "3-5" or "x-5"; commas count in groups of three only; digits
-# are ASCII; an exponent has at most the 17 digits that Decimal can hold. Nothing can backtrack: linear time.
+# A minus is a sign unless it joins two terms, as in "3-5" or "x-5". Commas separate groups of three digits.
+# Digits are ASCII. Exponents have at most the 17 digits that Decimal can hold. Matching takes linear time,
+# because the pattern cannot backtrack.
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z.)\]}])[-+\u2212])?\$?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
@@ -184,11 +189,11 @@ def _compare_numbers(match: re.Match | None, answer: str) -> Verdict:
         return Verdict(0.0, "error", f"the reference answer is not a number: {answer[:99]!r}"[:200])
     if match is None:
         return Verdict(0.0, "no_answer")
-    found, gold = (Decimal(number[0].translate(_TO_PLAIN)) for number in (match, gold_match))  # exact
-    if found == found.to_integral_value() and gold == gold.to_integral_value():
-        return _compared(found == gold)
+    number, gold = (Decimal(m[0].translate(_TO_PLAIN)) for m in (match, gold_match))  # exact
+    if number == number.to_integral_value() and gold == gold.to_integral_value():
+        return _equality(number == gold)
     tolerance = _DECIMAL.multiply(NUMERIC_RTOL, _DECIMAL.abs(gold))
-    return _compared(_DECIMAL.abs(_DECIMAL.subtract(found, gold)) <= tolerance)
+    return _equality(_DECIMAL.abs(_DECIMAL.subtract(number, gold)) <= tolerance)
 
 
 def _numeric(completion: str, answer: str) -> Verdict:
@@ -209,7 +214,7 @@ def _chain(completion: str, answer: str) -> Verdict:
     return Verdict(*verifiers.chain.verify(completion, answer))
 
 
-code_limits: dict = {}  # options of verifiers.code.verify; a worker gets them from its pool
+code_limits: dict = {}  # limits of verifiers.code.verify; the pool sends the limits to each worker
 
 
 def _code(completion: str, answer: str, fields: dict) -> Verdict:
@@ -221,20 +226,19 @@ def _code(completion: str, answer: str, fields: dict) -> Verdict:
 def _instructions(completion: str, answer: str, fields: dict) -> Verdict:
     from verifiers import instructions
 
-    return Verdict(*instructions.verify(completion, answer, **_without_given(fields)))
+    columns = {name: value for name, value in fields.items() if name not in COMMON_ARGUMENTS}
+    return Verdict(*instructions.verify(completion, answer, **columns))
 
 
-def _without_given(fields: dict) -> dict:
-    return {name: value for name, value in fields.items() if name not in ("completion", "answer")}
-
-
-# Rules are quick, and completion and answer are all that they need. The others may take their time.
+# Rules are fast and need only the completion and the answer. Slow kinds may run for seconds.
 RULES = {
     "exact": _exact, "characters": _characters, "chain": _chain, "numeric": _numeric, "gsm8k": _gsm8k,
     "math": _math,
 }  # fmt: skip
 _SLOW = {"code": _code, "instructions": _instructions}
 assert tuple(RULES) == RULE_KINDS and tuple(_SLOW) == SLOW_KINDS
+
+
 # ------------------------------------------------------------------------------------------------------------
 # 2 The pool: the caller's side
 # ------------------------------------------------------------------------------------------------------------
