@@ -99,13 +99,13 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
 
 
 async def _verify(kind: str, completion: str, answer: str, fields: dict) -> Verdict:
-    verdicts = {part: await _verify_part(part, completion, answer, fields) for _, part in parts_of(kind)}
+    verdicts = {term: await _verify_part(term, completion, answer, fields) for _, term in parts_of(kind)}
     if len(verdicts) == 1:
         return verdicts.popitem()[1]
-    rewards = {part: verdict.reward for part, verdict in verdicts.items()}
-    for part, verdict in verdicts.items():
+    rewards = {term: verdict.reward for term, verdict in verdicts.items()}
+    for term, verdict in verdicts.items():
         if verdict.failed:
-            return Verdict(0.0, verdict.status, f"{part}: {verdict.detail}"[:200], rewards)
+            return Verdict(0.0, verdict.status, f"{term}: {verdict.detail}"[:200], rewards)
     weights = [weight for weight, _ in parts_of(kind)]
     mean = sum(map(operator.mul, weights, rewards.values())) / sum(weights)
     first = next(iter(verdicts.values()))
@@ -296,7 +296,7 @@ class _Worker:
 
 @functools.cache
 def _is_rule(kind: str) -> bool:
-    return all(part in RULES for _, part in parts_of(kind))
+    return all(term in RULES for _, term in parts_of(kind))
 
 
 class RewardPool(contextlib.AbstractContextManager):
@@ -502,7 +502,7 @@ class RewardPool(contextlib.AbstractContextManager):
 
     def _limit_s(self, items: Iterable[_Item]) -> float:
         """Return the time limit of items that are sent in one line."""
-        if not any(part == "code" for item in items for _, part in parts_of(item.kind)):
+        if not any(term == "code" for item in items for _, term in parts_of(item.kind)):
             return self.timeout_s
         from verifiers.code import TOTAL_LIMITS
 
@@ -811,12 +811,12 @@ def _prepare(kind: str) -> dict:
     """
     signature = {"fields": None, "required": [], "async": False}
     with contextlib.suppress(Exception):
-        for _, part in parts_of(kind):
-            if part == "math":
+        for _, term in parts_of(kind):
+            if term == "math":
                 verifiers.math.load_library()
         functions = [load_function(name) for name in functions_of(kind)]
         signature["required"] = [name for function in functions for name in function.required]
-        is_slow = any(part in _SLOW for _, part in parts_of(kind))  # slow kinds would block the event loop
+        is_slow = any(term in _SLOW for _, term in parts_of(kind))  # slow kinds would block the event loop
         signature["async"] = any(function.is_async for function in functions) and not is_slow
         fields = [function.fields() for function in functions]
         if None not in fields and not is_slow:
@@ -856,27 +856,27 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
     reasons = {}
     indices_of = {}  # {(kind, answer, fields if the kind reads fields): indices of rows}
     for index, (kind, answer, fields) in enumerate(rows):
-        for _, part in parts_of(kind):
-            if part == "code":
+        for _, term in parts_of(kind):
+            if term == "code":
                 from verifiers.code import read_tests
 
                 try:
                     read_tests(answer, "")
                 except Exception as error:  # broken data can raise anything
                     reasons[index] = f"{answer[:80]!r}: error: {explain(error)}"
-            if part in RULES:
-                indices_of.setdefault((part, answer, ""), []).append(index)
-            elif part == "instructions":
-                indices_of.setdefault((part, answer, json.dumps(fields, default=str)), []).append(index)
+            if term in RULES:
+                indices_of.setdefault((term, answer, ""), []).append(index)
+            elif term == "instructions":
+                indices_of.setdefault((term, answer, json.dumps(fields, default=str)), []).append(index)
     for key, indices in indices_of.items():
-        part, answer, _ = key
+        term, answer, _ = key
         completion = {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}
-        fields = {} if part in RULES else rows[indices[0]][2]
-        pool.submit(key, part, completion.get(part, answer), answer, fields)
+        fields = {} if term in RULES else rows[indices[0]][2]
+        pool.submit(key, term, completion.get(term, answer), answer, fields)
     for key, verdict in pool.collect().items():
-        part, answer, _ = key
-        if verdict.failed or (verdict.status != "ok" and part in RULES):
-            reason = verdict.detail or f"{part} does not accept the reference answer as a completion"
+        term, answer, _ = key
+        if verdict.failed or (verdict.status != "ok" and term in RULES):
+            reason = verdict.detail or f"{term} does not accept the reference answer as a completion"
             reasons |= dict.fromkeys(indices_of[key], f"{answer[:80]!r}: {verdict.status}: {reason}")
     pool.latencies = []  # only latencies of training are reported
     return dict(sorted(reasons.items()))
@@ -892,7 +892,7 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardS
     kinds = dict.fromkeys([*kinds, *(kind for kind, _, _ in rows)])
     first_row = {kind: row for kind, *row in reversed(rows)}
     kind_of = {name: kind for kind in reversed(kinds) for name in functions_of(kind)}
-    if any(part == "code" for kind in kinds for _, part in parts_of(kind)):
+    if any(term == "code" for kind in kinds for _, term in parts_of(kind)):
         from verifiers.sandbox import check_sandbox
 
         check_sandbox(settings.sandbox)
