@@ -36,12 +36,12 @@ from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
+from judges import build_judge
 from memory_plan import check_memory, max_model_len, trainer_memory
 from moe_model import num_experts_of
 from reward import (
     RewardPool,
     Verdict,
-    build_judge,
     check_functions,
     impossible_references,
     score_of,
@@ -51,7 +51,6 @@ from rollout import (
     RolloutEngine,
     SyncReport,
     invalid_route,
-    load_greedy_chat,
     stops_of,
 )
 from runtime.agreement import check_ranks_agree, wait_for_ranks
@@ -379,7 +378,7 @@ def resume(
 # ---- judge, engine, trackers, signals ----
 def load_judge(settings: RewardSettings):
     """Load the judge; None without one. A generative judge is a second engine, built after the first."""
-    return build_judge(settings.judge, settings.judge_path, load_greedy_chat, margin=settings.judge_margin)
+    return build_judge(settings.judge, settings.judge_path, margin=settings.judge_margin)
 
 
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
