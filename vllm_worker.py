@@ -2,8 +2,8 @@
 
 rollout.py sends the functions *_in_worker to the worker by collective_rpc(); the worker lives in the same
 process, so that tensors are passed by reference. Tensors have the names of a Hugging Face checkpoint, and
-engine_name() maps a tensor to the fused parameter of vLLM that stores its values. Example: the tensors q_proj,
-k_proj and v_proj of a layer all go into its qkv_proj.
+engine_name() maps a tensor to the fused parameter of vLLM that stores its values. For example, q_proj,
+k_proj and v_proj of a layer are stored in qkv_proj.
 
 Reading order: switches and descriptions, loading (load_weights_in_worker), names, checksums
 (compare_weights_in_worker).
