@@ -674,7 +674,7 @@ def invalid_route(num_experts: int) -> int:
 
 
 def validate_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_config) -> list[Tensor]:
-    """Return the routed experts of each completion [rows, L, K] on the CPU, uint8 (int16 from 256 experts on).
+    """Return the routed experts of each completion [rows, L, K]: CPU, uint8, or int16 from 256 experts on.
 
     captured: from vLLM, one row per token except the last, dense layers included (their ids are ignored).
     num_rows: the expected number of rows of each completion.
@@ -798,8 +798,8 @@ def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[l
     """Start a second vLLM engine in this process; return a function that maps questions to greedy answers.
 
     A question longer than half of the model's context loses its beginning. On 1 and 2 CPU ranks with vLLM
-    0.30, after the policy's engine, the answers equal those of transformers. A MoE judge beside a dense policy
-    fails.
+    0.30, after the policy's engine, the answers equal those of transformers. A MoE judge beside a dense
+    policy fails.
     """
     on_gpu = torch.cuda.is_available()
     set_vllm_environment(on_gpu)

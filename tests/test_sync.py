@@ -1,6 +1,7 @@
-"""Test routed experts, FP8 rounding and weight checks of rollout.py and vllm_worker.py, on real vLLM engines of this CPU.
+"""Test routed experts, FP8 rounding and weight checks of rollout.py and vllm_worker.py.
 
-Expected values come from the trainer's own forward, from vLLM's own functions and from slow loops.
+The engines are real vLLM engines on this CPU. Expected values come from the trainer's forward,
+from vLLM's functions and from slow loops.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ These trainers take turns:
     generate    TRL's GRPOTrainer with transformers' generate.
     vllm        TRL's GRPOTrainer with vLLM in its processes.
 TRL's reward compares text, its experts are "eager" and nothing is compiled. Its own weight sync fails in
-vLLM's CPU build, which packs its weights, so it gets the loader of vllm_worker.py. A figure is the median over
+vLLM's CPU build, which packs its weights, so vllm_worker.py loads the weights. A figure is the median over
 the steps of a run after the first five; the table shows the median over runs and their range, and ratios to
 ep1. The file holds {trainer: what experiments.bench.step writes}; TRL has no phases.
 """
