@@ -62,7 +62,7 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
     """Reload all weights, layer by layer; return the names of parameters that received no data.
 
     On CPUs, fused experts are packed directly into the memory that the kernel reads. vLLM's loader is slower
-    and larger: it runs Python code twice per expert, and packs into fresh memory for all experts.
+    and needs more memory: it runs Python code twice per expert, and packs all experts into fresh memory.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

@@ -243,6 +243,7 @@ def test_what_make_would_run_is_valid_shell(stack):
     targets = [
         "demo",
         "lint",
+        "quick",
         "bench",
         "table",
         "test-ranks",
