@@ -109,11 +109,11 @@ def expert_storage(model) -> dict[str, tuple[Tensor, str]]:
     }
 
 
-EXPERTS_PER_PACK = 8  # one per thread, and few enough casts for the allocator to reuse their memory
+EXPERTS_PER_PACK = 8  # one per thread, and few enough casts for the allocator to reuse memory
 
 
 def pack_experts(tensor: Tensor, target: Tensor, layout: str) -> None:
-    """Cast experts [E, ...] and pack them into target, the memory that the kernel reads."""
+    """Cast and pack experts [E, ...] into target, the memory that the kernel reads."""
     for experts, packed in zip(tensor.split(EXPERTS_PER_PACK), target.split(EXPERTS_PER_PACK)):
         torch.ops._C.prepack_moe_weight(experts.to(packed.dtype).contiguous(), packed, layout)
 
