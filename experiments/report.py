@@ -30,8 +30,8 @@ COLUMNS. By default, `row` to `seconds`.
   tokens_to_target  Generated tokens until the row reaches the target, which is the parent's final mean or
                     --target. The crossing is read from the mean curve of the row's runs, linear between its
                     points: a mean over the crossings of single runs would omit every run that fails to cross.
-                    A run that ended early keeps the last value, so a rising parent reaches the final mean when
-                    the longest run ends. n/a if a run has only a start and an end, because a line
+                    A run that ended early keeps the last value, so a rising parent reaches the final mean
+                    when the longest run ends. n/a if a run has only a start and an end, because a line
                     between two points says nothing beyond the final metric.
   speedup           The parent's tokens to the target, divided by the row's. In brackets: the 2.5 and 97.5
                     percentiles when the runs of both rows are resampled, shown if every resampled curve
@@ -69,7 +69,8 @@ table. Paths in the comment are relative to the document.
                                                          JSON file; MODULE:NAME calls NAME instead.
   <!-- report: none, REASON -->                          A table that no record makes.
 --check reads all *.md files that git tracks or would add. If a runs.jsonl lies beside a document, each table
-of the document needs a comment. Exit codes: 0 if every figure agrees, 1 if a figure differs, 2 for invalid options.
+of the document needs a comment. Exit codes: 0 if every figure agrees, 1 if a figure differs, 2 for invalid
+options.
 """
 
 import argparse
