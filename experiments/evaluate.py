@@ -3,7 +3,7 @@
     python experiments/evaluate.py --model data/built/tiny/model --data data/built/tiny/test.jsonl \\
         --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 \\
         --json runs/tiny.json --html runs/tiny.html
-    python experiments/evaluate.py --model runs/espo --data test.jsonl --json e.json    # even while the run trains
+    python experiments/evaluate.py --model runs/espo --data test.jsonl --json e.json  # or a running one
     torchrun --nproc-per-node=8 experiments/evaluate.py --model FOLDER --data FILE --json F.json --html F.html
     python experiments/evaluate.py --run runs/espo --html espo.html    # reads samples.jsonl, needs no engine
 
@@ -86,7 +86,7 @@ def open_model(folder: Path) -> Iterator[tuple[Path, str]]:
         if not (folder / "model" / "config.json").is_file():
             raise ValueError(
                 f"--model {folder}: not a model; expected a Hugging Face checkpoint (config.json), an export "
-                "or a checkpoint (model/config.json), or a run with a finished checkpoint (checkpoints/step_N)"
+                "or checkpoint (model/config.json), or a run with a finished checkpoint (checkpoints/step_N)"
             )
         yield folder / "model", name
         return
@@ -128,7 +128,7 @@ def link_or_copy(source: str, target: str) -> None:
 # Figures
 # ------------------------------------------------------------------------------------------------------------
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Return an unbiased estimate of the probability that one of k samples is right (arXiv 2107.03374, eq. 1).
+    """Estimate without bias the probability that one of k samples is right (arXiv 2107.03374, eq. 1).
 
     1 - C(n - c, k) / C(n, k) for c right samples of n: the share of subsets of size k with a right sample.
     Example: with n = 8 and c = 1, pass@4 is 0.5.
@@ -544,10 +544,8 @@ def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
 # ------------------------------------------------------------------------------------------------------------
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Read the command line; ValueError names the invalid option."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="experiments/evaluate.py", description=__doc__, formatter_class=keep_lines
-    )
+    parser = argparse.ArgumentParser("experiments/evaluate.py", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--model", type=Path, help="folder of a checkpoint, an export or a run")
     add("--run", type=Path, help="instead of --model: folder of a run, to make the page of its samples")
