@@ -19,7 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -102,15 +102,15 @@ class Run:
     watchdog: Watchdog
     state: TrainState
     history: PromptHistory
-    tokenizer: object
+    tokenizer: Any  # of transformers
     prompts: list[Prompt]  # the training set
     prompt_ids: list[list[int]]  # token ids of the training set
     eval_sets: EvalSets
     engine: RolloutEngine
     pool: RewardPool
-    trainer: object  # DeepSpeed's engine around the policy
+    trainer: Any  # DeepSpeed's engine around the policy
     reference: moe_model.Policy | None  # the initial policy, for a KL penalty
-    judge: object | None
+    judge: Any  # of judges.py; None without a judge
     generation_config: str | None  # text of generation_config.json, which may list more end-of-sequence ids
     signals: Signals
     progress: tqdm
@@ -372,7 +372,7 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     reasons = {
         (prompt_sha(local_prompts[i]), local_prompts[i].kind): reason for i, reason in impossible.items()
     }
-    gathered = [None] * world_size
+    gathered: list[dict] = [{}] * world_size
     dist.all_gather_object(gathered, reasons)
     leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
     if rank == 0:
@@ -559,7 +559,7 @@ def evaluation_metrics(
     world_size = dist.get_world_size()
     k = config.eval.num_samples
     check_verdicts(verdicts, config.reward.max_failed_frac, "evaluation")
-    sums = {}
+    sums: dict[str, tuple[float, float]] = {}
     start = 0
     for name, (prompts, _) in eval_sets.items():
         indices = range(rank, len(prompts), world_size)
@@ -634,7 +634,8 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     metrics |= schedule_metrics(sampled, run.pool, run.clock.step["rollout"], seconds)
     verdicts = [verdict for group in sampled for verdict in group.verdicts]
     check_verdicts(verdicts, config.reward.max_failed_frac, f"step {run.state.step + 1}")
-    check_routes(*metrics["invalid_routes_frac"], config.rollout.max_invalid_routes)
+    num_invalid, num_routes = metrics["invalid_routes_frac"]
+    check_routes(int(num_invalid), int(num_routes), config.rollout.max_invalid_routes)
     return metrics | {"reward_worker_restarts_total": (run.pool.num_restarts, 1)}
 
 
@@ -734,7 +735,9 @@ def finish(run: Run) -> None:
     run_dir = Path(run.config.run.dir)
     with writing(run_dir / "model"):
         write_model(run, run_dir / "model")
-    peak_rss = {"bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)}
+    peak_rss: dict[str, tuple[float, float]] = {
+        "bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)
+    }
     peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
     if dist.get_rank() == 0:
         with writing(run_dir / "summary.json"):

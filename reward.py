@@ -819,7 +819,7 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardS
     first = {kind: row for kind, *row in reversed(rows)}
     names = {name: kind for kind in reversed(kinds) for name in functions_of(kind)}
     if any(part == "code" for kind in kinds for _, part in parts_of(kind)):
-        from runtime.sandbox import check_sandbox
+        from verifiers.sandbox import check_sandbox
 
         check_sandbox(settings.sandbox)
     if not names:

@@ -88,7 +88,7 @@ def finished_rows(path: Path, header: dict, shas: list[str]) -> tuple[list[dict]
         except ValueError:
             raise ValueError(f"{path}: line {number} is not JSON; {remedy}") from None
     if not rows or not isinstance(rows[0], dict) or rows[0].keys() != header.keys():
-        raise ValueError(f"{path}: no file of scores; {remedy}")
+        raise ValueError(f"{path}: not an output file of data/score.py; {remedy}")
     old_header = rows.pop(0)
     if not rows:
         return [], 0  # a file with only a header may be overwritten
@@ -310,7 +310,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_intermixed_args(argv)
     args.data = data_settings(args)
-    args.reward, args.stop = settings_behind(args)
+    args.reward, args.stop = trailing_settings(args)
     for name in ("samples", "max_new_tokens", "chunk", "max_num_seqs"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -361,8 +361,11 @@ def data_settings(args: argparse.Namespace) -> DataSettings:
     return settings
 
 
-def settings_behind(args: argparse.Namespace) -> tuple[RewardSettings, list[str]]:
-    """Return section reward and rollout.stop from the settings that follow the options."""
+def trailing_settings(args: argparse.Namespace) -> tuple[RewardSettings, list[str]]:
+    """Return section reward and rollout.stop from the settings that follow the options.
+
+    ValueError names an invalid setting, or a setting of another section.
+    """
     values: dict = {}
     for text in args.settings:
         values = merge(values, read_override(text))

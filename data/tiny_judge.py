@@ -103,7 +103,7 @@ def read_problems(path: Path, task: str) -> list[dict]:
         problem = chain_of(row) if task == "chains" else addition_of(row)
         if problem is None:
             kind = "chain" if task == "chains" else "addition"
-            raise ValueError(f"{path}: row {number} is no {kind} of data.tiny: {row['prompt']!r}")
+            raise ValueError(f"{path}: row {number}: expected a data.tiny {kind}, found {row['prompt']!r}")
         problems.append(problem)
     return problems
 

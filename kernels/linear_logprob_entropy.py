@@ -61,7 +61,7 @@ def linear_logprob_entropy(
             return LinearLogprobEntropy.apply(
                 x_ND.contiguous(), weight_VD.contiguous(), target_ids_N, temperature, use_triton
             )
-    raise ValueError(f"head {backend!r}: known are auto, naive, chunked and triton")
+    raise ValueError(f"model.logprob_kernel {backend!r} is unknown, expected auto, naive, chunked or triton")
 
 
 def choose_backend(x_ND: Tensor) -> str:
@@ -275,8 +275,8 @@ def descriptors(x_ND: Tensor, weight_VD: Tensor) -> tuple[TensorDescriptor, Tens
     aligned = all(t.data_ptr() % 16 == 0 for t in (x_ND, weight_VD)) and x_ND.shape[1] * size % 16 == 0
     if size not in TILES or not aligned:
         raise ValueError(
-            "head triton: operands must have 2 or 4 bytes per value and rows aligned to 16 bytes, not rows "
-            f"of {x_ND.shape[1]} x {size} bytes; choose chunked"
+            "model.logprob_kernel triton requires 2 or 4 bytes per value and rows aligned to 16 bytes, not "
+            f"rows of {x_ND.shape[1]} x {size} bytes; choose chunked"
         )
     tile = TILES[size]
     x = TensorDescriptor.from_tensor(x_ND, [tile["BN"], tile["BD"]])

@@ -100,7 +100,7 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, monkeypatch, caps
     assert resumed(make_prompts(2)[::-1]) == [0.0, 0.0]
     assert "the record of other prompts is dropped" in capsys.readouterr().out
     config = make_config()
-    with pytest.raises(ValueError, match="step_000003: was trained on other prompts.*resume=weights"):
+    with pytest.raises(ValueError, match="checkpoint.resume=weights"):
         resumed(make_prompts(2)[::-1])
 
 

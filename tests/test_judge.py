@@ -652,7 +652,7 @@ def test_a_judge_of_chains_knows_short_chains_alone(chains_folder, tmp_path, mon
     known = {problem["prompt"] for problem in problems[40:] if problem["difficulty"] <= 4}
     assert {text.split(";")[0] + ";" for text in seen} <= known and len(seen) == 4 * 2 * recipe.batch_size
     (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "b+3=4;", "answer": "7"}))
-    with pytest.raises(ValueError, match="row 1 is no chain"):
+    with pytest.raises(ValueError, match="row 1: .*chain"):
         tiny_judge.read_problems(tmp_path / "bad.jsonl", "chains")
 
 
@@ -673,5 +673,5 @@ def test_the_command_takes_wider_operands_and_names_bad_rows(tiny_folder, tmp_pa
         tiny_judge.build(RECIPE, tmp_path / "nothing", tmp_path / "wide.jsonl", tmp_path / "other")
     for prompt, answer in (("1-1=", "2"), ("12+1=", "13"), ("1+1=", "2"), ("What is 2?", "2")):
         (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": prompt, "answer": answer}))
-        with pytest.raises(ValueError, match="row 1 is no addition"):
+        with pytest.raises(ValueError, match="row 1: .*addition"):
             tiny_judge.read_problems(tmp_path / "bad.jsonl", "tiny")

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from conftest import NEEDS_BUBBLEWRAP, ROOT
 
-from runtime import sandbox
-from runtime.sandbox import Limits, Sandbox, bubblewrap_arguments, check_sandbox, run_program
+from verifiers import sandbox
 from verifiers.code import extract_program, same_output, verify
+from verifiers.sandbox import Limits, Sandbox, bubblewrap_arguments, check_sandbox, run_program
 
 SECRET = "a secret of the parent"
 
@@ -250,7 +250,7 @@ def test_a_user_without_rights_gets_the_same(tmp_path):
     """The system's Python runs as a user who has nothing."""
     python = "/usr/bin/python3"
     script = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from runtime.sandbox import *;"
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from verifiers.sandbox import *;"
         "check_sandbox('bubblewrap');"
         "print(run_program('import os; print(os.getpid(), os.listdir(\"/tmp\")); os.fork()').stdout, end='')"
     )
@@ -280,7 +280,7 @@ def test_all_ends_with_a_worker_that_is_killed(isolation, tmp_path):
     script = f"""
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})
-from runtime.sandbox import *
+from verifiers.sandbox import *
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 print(run_program("bytearray(3 << 30)", "", Limits(memory_bytes=8 << 30), {isolation!r}).stderr.split()[-1])
 print("looping", flush=True)

@@ -910,8 +910,7 @@ def test_every_minibatch_of_what_is_kept_is_dealt_to_the_ranks_by_itself(num_min
         ({"reward__overlong_buffer": 3}, False),
         ({"reward__repetition_coef": 0.1}, False),
         ({"reward__judge": "scalar", "reward__judge_path": "x"}, False),
-        ({"algorithm__covariance_share": 0.1}, False),
-        ({"algorithm__part_norm": "before_sum"}, False),
+        ({"algorithm__advantage": "experiments/plugins/gdpo.py:gdpo"}, False),
     ],
     ids=str,
 )

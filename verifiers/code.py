@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from runtime.sandbox import Isolation, Limits, Result, Sandbox
+from verifiers.sandbox import Isolation, Limits, Result, Sandbox
 
 TOTAL_LIMITS = 3  # time limit of all tests of a program together, as a multiple of the limit per test [ours]
 MAX_VALUE_CHARS = 1 << 18  # a longer result of a function is wrong; parsing this length takes 0.7 s

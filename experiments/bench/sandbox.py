@@ -24,8 +24,8 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from experiments.bench.common import make_parser, markdown, spread, with_range, write_json
-from runtime.sandbox import check_sandbox
 from verifiers.code import extract_program, same_output, verify
+from verifiers.sandbox import check_sandbox
 
 COUNT_WORDS = """import sys
 from collections import Counter

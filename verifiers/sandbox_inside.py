@@ -1,6 +1,6 @@
 """The process inside a sandbox: run one Python program repeatedly, with a forked child for each test.
 
-runtime/sandbox.py starts this file by `python -P -s -S -c`. Few modules are imported, so that a start takes
+verifiers/sandbox.py starts this file by `python -P -s -S -c`. Few modules are imported, so that a start takes
 milliseconds and a test only a fork. Only this process talks to the caller. A program runs in a child without
 access to these pipes, and without the right to signal, trace or read this process. Expected answers stay
 outside of the sandbox: this process sends back output and values, and the caller compares them.
