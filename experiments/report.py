@@ -943,14 +943,14 @@ def plot_against(rows: dict[str, list[Run]], setting: str, metric: str, file: Pa
 def provenance(folder: Path) -> dict:
     """Return commit, versions and settings of a run folder, in the form of a record.
 
-    The settings omit run.dir and train.seed, which follow from row and seed. Settings that are missing in
-    settings.py, for example those of a changed copy of train_rl.py, are recorded unchanged.
+    The settings omit run.dir and train.seed, which follow from row and seed. Settings that are unknown in
+    this version are recorded unchanged.
     """
     versions = versions_of(folder)
     config = config_of(folder)
     try:
         settings = flat_settings(Config.model_validate(config).model_dump(mode="json", exclude_defaults=True))
-    except ValueError:  # made by a changed copy of train_rl.py or by another version
+    except ValueError:  # another version made the run
         defaults = flat_settings(Config().model_dump(mode="json"))
         settings = {
             name: value

@@ -2,7 +2,7 @@
 
     python experiments/run.py --rows experiments/studies/zero_variance/*.yaml --seeds 0 1 2 3 4 --out runs/all
     python experiments/run.py --rows ROW.yaml --seeds 0 --out runs/try --jobs 2 --ranks 2 eval.every=5
-    python experiments/run.py ... --script mine.py    run a changed copy of train_rl.py, with its settings
+    python experiments/run.py ... --script mine.py    run a changed copy of train_rl.py
     python experiments/run.py ... --dry-run           print the commands of unfinished runs
     python experiments/run.py --row zero_variance/grpo_online --seed 0    reproduce one recorded run
 
