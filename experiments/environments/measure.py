@@ -63,7 +63,7 @@ def main() -> int:
         return 1
     except (OSError, ValueError) as error:
         print(
-            f"error: {path}: not a file of completions of experiments/evaluate.py: {error}", file=sys.stderr
+            f"error: {path}: expected completions of experiments/evaluate.py: {error}", file=sys.stderr
         )
         return 1
     print("| figure | value |\n|---|---|")
