@@ -147,7 +147,10 @@ class Elements(HTMLParser):
 
     def __init__(self, page: str):
         super().__init__()
-        self.tags, self.texts, self.attributes, self.open = [], {}, [], None
+        self.tags = []
+        self.texts = {}
+        self.attributes = []
+        self.open = None
         self.feed(page)
 
     def handle_starttag(self, tag, attributes):
@@ -163,7 +166,7 @@ class Elements(HTMLParser):
             self.texts[self.open] = self.texts.get(self.open, "") + data
 
     def read(self, name: str):
-        """Return what a data element holds."""
+        """Return the JSON of a data element."""
         return json.loads(gzip.decompress(base64.b64decode(self.texts["script", name])))
 
 
@@ -196,7 +199,7 @@ def test_a_page_shows_hostile_texts_and_never_as_markup():
     assert not any(name.startswith("on") for attributes in elements.attributes for name in attributes)
     assert all(text not in page for text in HOSTILE)
     kinds = [attributes.get("type") for attributes in elements.attributes if "id" in attributes]
-    assert kinds.count("application/gzip") == num_data  # a browser runs none of them
+    assert kinds.count("application/gzip") == num_data  # a browser ignores this type
     index = elements.read("index")
     prompts = index["prompts"]
     assert [prompt["prompt"] for prompt in prompts] == list(HOSTILE)
@@ -543,9 +546,10 @@ def test_greedy_text_and_log_probabilities_are_those_of_transformers(evaluated):
     model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     for r in read_rows(evaluated / "e_completions.jsonl")[:100]:
-        asked, temperature = tokenizer(r["prompt"])["input_ids"], r["temperature"] or 1.0
+        prompt_ids = tokenizer(r["prompt"])["input_ids"]
+        temperature = r["temperature"] or 1.0
         with torch.no_grad():
-            logits = model(torch.tensor([asked + r["token_ids"]])).logits[0, len(asked) - 1 : -1]
+            logits = model(torch.tensor([prompt_ids + r["token_ids"]])).logits[0, len(prompt_ids) - 1 : -1]
         logp = (logits.double() / temperature).log_softmax(-1)
         expected = logp.gather(1, torch.tensor(r["token_ids"]).unsqueeze(1)).squeeze(1)
         entropy = -(logp.exp() * logp).sum(-1)
@@ -604,7 +608,7 @@ def test_a_run_is_evaluated_as_its_own_evaluation_did(undisturbed, tmp_path):
 
 
 class Site(BaseHTTPRequestHandler):
-    """Serve pages to a browser; /slow keeps it from calling the first page loaded until the others are."""
+    """Serve pages to a browser; /slow delays the load event of the outer page until all frames are loaded."""
 
     def do_GET(self):
         name = self.path.strip("/")
@@ -622,7 +626,7 @@ class Site(BaseHTTPRequestHandler):
 @pytest.mark.slow(process="others")
 @needs_program(name="chromium")
 def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
-    """Show each prompt in a frame; a page around them, once loaded, says what has become of them."""
+    """Show each prompt in a frame; the outer page reports the state of the frames after loading."""
     frames = ["careless", *(f"page#{number}" for number in range(1, 1 + len(HOSTILE)))]
     around = "".join(f"<iframe src='/{name}'></iframe>" for name in frames) + "<img src='/slow'>"
     around += """<script>onload = () => { document.body.textContent = JSON.stringify(

@@ -102,7 +102,7 @@ def make(root: Path, *options: object, capsys) -> tuple[list[dict], str]:
 
 
 def cells(printed: str) -> dict[str, list[str]]:
-    """{row: its cells} of the markdown table."""
+    """Return {row: cells} of the Markdown table."""
     lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
     return {line[0]: line for line in lines}
 
@@ -358,7 +358,7 @@ def test_unfinished_runs_are_skipped_and_named(tmp_path, capsys):
 # ---- export and plots --------------------------------------------------------------------------------------
 @pytest.fixture
 def long_runs(tmp_path) -> Path:
-    """Two rows of two runs of 200 steps with numbers as long as they come."""
+    """Write two rows of two runs of 200 steps with numbers of full length."""
     generator = random.Random(2)
     for row in ("grpo", "espo"):
         for seed in range(2):
@@ -442,7 +442,6 @@ def test_folders_and_records_give_the_same_table_also_together(random_table, tmp
     [
         ('{"row"', '{row', "line 2"),
         ('"row": "grpo"', '"row": null', "line 2"),
-        ('"seed": 1', '"seed": "one"', "line 2"),
         ('"steps"', '"step"', "line 2: steps"),
         ('"tokens_total": [100, 100]', '"tokens_total": [100]', "steps.tokens_total"),
         ('"tokens_total": [100, 100]', '"tokens_total": [100, null]', "steps.tokens_total"),
@@ -531,7 +530,7 @@ def test_a_curve_is_the_mean_of_runs_with_a_band_of_one_standard_error(tmp_path)
 
 @pytest.fixture
 def scored(tmp_path) -> Path:
-    """A row that crosses the parent's mean after 200 tokens, not 400; 2 x 8 completions were scored."""
+    """Write a row that needs 200 tokens while the parent needs 400, with scores of 2 x 8 completions."""
     scores = tmp_path / "scores.jsonl"
     rows = [{"samples": 8}, {"mean_tokens": 4.25}, {"mean_tokens": 2.0}]
     scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -656,7 +655,8 @@ def test_a_metric_against_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
         edit(record, '"settings": {"train.num_steps": 4}', '"settings": {"rollout.group_size": 4}')
     options = ["--runs", str(record), "--parent", "group_8", "--against"]
     assert report.main([*options, "rollout.group_size", "zero_variance_frac", str(tmp_path / "a.png")]) == 0
-    (x, y), (all_x, all_y) = drawn[0][:2], drawn[1][:2]
+    x, y = drawn[0][:2]
+    all_x, all_y = drawn[1][:2]
     assert (list(x), list(y)) == ([4, 8], [0.5, 0.25])
     assert sorted(zip(all_x, all_y)) == [(4, 0.25), (4, 0.75), (8, 0.25), (8, 0.25)]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -672,10 +672,8 @@ def test_a_metric_against_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
     ("old", "new", "message"),
     [
         ('avg_at_8": 0.5', 'avg_at_8": NaN', "line 4: eval/additions/avg_at_8"),
-        ('"tokens_total": 100', '"tokens_total": Infinity', "line 2: tokens_total"),
         ('"seconds_per_step": 0.5', '"seconds_per_step": null', "line 2: seconds_per_step"),
         ('"zero_variance_frac"', '"renamed"', "line 2: zero_variance_frac"),
-        ('{"step": 1,', "{", "line 2: step"),
         ('{"step": 1,', '{"step": 1', "line 2"),
         ('{"step": 1,', '[1]\n{"step": 1,', "line 2"),
         ('{"step": 2,', '{"step": 1,', "step 1"),
@@ -697,15 +695,12 @@ def test_invalid_metrics_are_named_with_file_and_line(old, new, message, tmp_pat
         ("--parent gpro", "gpro"),
         ("--parent grpo --parents espo=nothing", "nothing"),
         ("--parent grpo --parents nothing=grpo", "--parents nothing=grpo"),
-        ("--parent grpo --parents espo", "--parents espo"),
         ("--parent grpo --rows grpo nothing", "nothing"),
-        ("--parent grpo --rows espo", "grpo"),
         ("--parent grpo --metric avg_at_4", "avg_at_8"),
         ("--parent grpo --json no/such/folder/table.json", "no/such/folder"),
         ("", "--parent"),
         ("--parent grpo --columns row meter", "--columns meter"),
         ("--parent grpo --columns median:score", "--columns median"),
-        ("--parent grpo --columns step_0:score", "--columns step_0"),
         ("--parent grpo --columns mean:scores", "--columns mean:scores"),
         ("--parent grpo --check", "--check"),
         ("--parent grpo --colour", "--colour"),
@@ -867,9 +862,9 @@ with open(folder.parents[1] / "done", "a") as file:
 """
 
 
-def stub_command(one: run.Run, ranks: int) -> list[str]:
-    config = load_config(list(one.arguments)).model_dump(mode="json")
-    return [sys.executable, "-c", STUB, str(ROOT / one.folder), json.dumps(config)]
+def stub_command(run: run.Run, ranks: int) -> list[str]:
+    config = load_config(list(run.arguments)).model_dump(mode="json")
+    return [sys.executable, "-c", STUB, str(ROOT / run.folder), json.dumps(config)]
 
 
 @pytest.fixture
@@ -960,7 +955,7 @@ def test_a_failed_run_is_reported_and_all_other_runs_continue(table, tmp_path, m
         f"failed: bad seed {seed}, see {log.with_name(f'seed_{seed}.log')}" for seed in (0, 1)
     ]
     assert "boom" in log.read_text()
-    # Without a summary a run has failed, whatever the exit code.
+    # A run without a summary has failed, whatever the exit code.
     monkeypatch.setattr(run, "command", lambda run, ranks: [sys.executable, "-c", "print('nothing done')"])
     assert table("a", "2") == 1 and "nothing done" in capsys.readouterr().out
 
@@ -987,8 +982,8 @@ def test_jobs_limits_the_runs_at_a_time(table, tmp_path):
     assert len(spans) == 6 and max(counts) == 2
 
 
-def test_the_commands_of_a_dry_run(monkeypatch, capsys):
-    monkeypatch.chdir(ROOT / "experiments")  # paths are relative to the user's folder, not to the root
+def test_the_commands_of_a_dry_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT / "experiments")  # paths are relative to the user's folder
     rows = ["--rows", "environments/tiny.yaml", "environments/demo.yaml"]
     options = [*rows, "--seeds", "3", "--out", "../runs/none", "--dry-run"]
     assert run.main([*options, "--ranks", "2", "train.num_steps=2"]) == 0
@@ -1000,6 +995,14 @@ def test_the_commands_of_a_dry_run(monkeypatch, capsys):
     ]  # fmt: skip
     assert "run.dir=runs/none/demo/seed_3" in second
     assert not (ROOT / "runs" / "none").exists()
+
+    copy = write_copy(tmp_path / "mine.py")  # a copy elsewhere imports the modules of the root
+    (tmp_path / "a.yaml").write_text(f"base: {ROOT}/experiments/environments/tiny.yaml\n")
+    monkeypatch.chdir(tmp_path)
+    options = ["--rows", "a.yaml", "--seeds", "0", "--out", "out", "--dry-run", "--script", "mine.py"]
+    assert run.main(options) == 0
+    commands = capsys.readouterr().out
+    assert commands.startswith("PYTHONPATH=. ") and f" {copy} --config {tmp_path}/a.yaml " in commands
 
 
 # ---- one row of a study ------------------------------------------------------------------------------------
@@ -1079,16 +1082,6 @@ def write_copy(file: Path) -> Path:
     return file
 
 
-def test_a_copy_elsewhere_is_run_from_the_root(tmp_path, monkeypatch, capsys):
-    copy = write_copy(tmp_path / "mine.py")
-    (tmp_path / "a.yaml").write_text(f"base: {ROOT}/experiments/environments/tiny.yaml\n")
-    monkeypatch.chdir(tmp_path)  # the path of the script is relative to the user's folder, too
-    options = ["--rows", "a.yaml", "--seeds", "0", "--out", "out", "--dry-run", "--script", "mine.py"]
-    assert run.main(options) == 0
-    commands = capsys.readouterr().out
-    assert commands.startswith("PYTHONPATH=. ") and f" {copy} --config {tmp_path}/a.yaml " in commands
-
-
 @pytest.mark.parametrize(
     ("name", "content"), [("none.py", None), ("notes.txt", "notes"), ("other.py", "x = 1\n")]
 )
@@ -1119,7 +1112,7 @@ def test_invalid_plans_are_refused_before_any_launch(rows, seeds, options, messa
     assert not (tmp_path / "out").exists()
 
 
-# A tree as torchrun's: a child in a session of its own; neither goes away by being asked to.
+# A process tree like torchrun's: the child has its own session, and both processes ignore SIGTERM.
 STUBBORN = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -1136,7 +1129,7 @@ def alive(pid: int) -> bool:
 
 
 def test_a_locked_folder_is_refused(table, tmp_path, capsys):
-    """The log of the running run is not truncated and its folder not removed, with --redo or without."""
+    """Even with --redo, the log of the running run is not truncated, and the folder is not removed."""
     from runtime.checkpoint import lock_run_dir
 
     folder = tmp_path / "out" / "a" / "seed_0"
@@ -1257,7 +1250,7 @@ def test_rows_that_start_from_other_weights_are_named(tmp_path, capsys):
 
 
 def test_a_start_and_an_end_are_no_curve(tmp_path, capsys):
-    """A line between two evaluations would turn the final metric into tokens to a target."""
+    """A line between two evaluations would only restate the final metric as tokens to a target."""
     for row, finals in [("grpo", [0.2, 0.4]), ("two", [0.2, 0.6]), ("three", [0.2, 0.5, 0.6])]:
         write_run(tmp_path / "runs", row, 0, finals)
     columns = ("--columns", "row", "tokens_to_target", "seconds_to_target", "speedup")

@@ -44,7 +44,8 @@ def runs(tmp_path):
 
 def test_a_window_is_read_and_shown_run_by_run(runs, tmp_path, monkeypatch, capsys):
     """The last ten of 12 steps are 3 to 12, and step 12 lacks entropy and clipped."""
-    file, picture = tmp_path / "window.json", tmp_path / "window.png"
+    file = tmp_path / "window.json"
+    picture = tmp_path / "window.png"
     monkeypatch.setattr(sys, "argv", ["window", str(runs), "--json", str(file), "--plot", str(picture)])
     window.main()
     data = json.loads(file.read_text())
@@ -77,19 +78,19 @@ def test_runs_are_added_to_a_file(runs, tmp_path, monkeypatch, capsys):
     more = tmp_path / "more"
     monkeypatch.setattr(sys, "argv", ["window", str(runs), "--json", str(file)])
     window.main()
-    before = json.loads(file.read_text())
+    old = json.loads(file.read_text())
     write_run(more / "a" / "espo" / "seed_101", 1e-3, 0.5, 0.25, [0.5] * NUM_STEPS)
     monkeypatch.setattr(sys, "argv", ["window", str(file), str(more), "--json", str(file)])
     window.main()
-    after = json.loads(file.read_text())
-    assert [run for run in after if run in before] == before
-    (added,) = (run for run in after if run not in before)
+    new = json.loads(file.read_text())
+    assert [run for run in new if run in old] == old
+    (added,) = (run for run in new if run not in old)
     assert (added["row"], added["seed"], added["chains"]) == ("espo", 101, 0.5)
     capsys.readouterr()
     with pytest.raises(SystemExit):
         window.main()
     assert f"{more}: espo at 0.001, seed 101" in capsys.readouterr().err
-    assert json.loads(file.read_text()) == after
+    assert json.loads(file.read_text()) == new
 
 
 def test_a_run_without_the_longer_chains_is_named(runs, monkeypatch, capsys):
