@@ -62,9 +62,7 @@ def main() -> int:
         )
         return 1
     except (OSError, ValueError) as error:
-        print(
-            f"error: {path}: expected completions of experiments/evaluate.py: {error}", file=sys.stderr
-        )
+        print(f"error: {path}: expected completions of experiments/evaluate.py: {error}", file=sys.stderr)
         return 1
     print("| figure | value |\n|---|---|")
     for name, value in figures.items():
