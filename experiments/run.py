@@ -54,7 +54,7 @@ GRACE_S = 60.0  # between SIGTERM to torchrun, which ends the ranks, and SIGKILL
 ANY_METRIC = "train/zero_variance_frac"  # a metric of every record, because reading a run requires one
 OTHER_START = (
     "The initial weights of the recorded runs are not available: this run starts from weights built on this "
-    "machine, which may differ. Results also differ by rounding between processors, so expect similar figures."
+    "machine, which may differ. Results differ by rounding between processors, so expect similar figures."
 )
 
 
