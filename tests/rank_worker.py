@@ -253,12 +253,12 @@ def sample_steps(case: dict, history=None, state=None) -> list[dict]:
     for _ in range(case["num_steps"]):
         groups, outcomes, account = train_rl.sample_step(run)
         train_rl.update_history(run, list(outcomes.values()))
-        dealt, kept = train_rl.drop_and_deal(groups, outcomes, config)
+        trained, trained_outcomes = train_rl.drop_and_deal(groups, outcomes, config)
         run.state.step += 1
         steps.append({
             "outcomes": [(slot, astuple(o)) for slot, o in outcomes.items()],
             "account": dict(account), "consumed": run.state.consumed_prompts,
-            "kept": sorted(kept), "sampled": contents(groups), "trained": contents(dealt),
+            "trained_slots": sorted(trained_outcomes), "sampled": contents(groups), "trained": contents(trained),
             "record": {name: value.tolist() for name, value in vars(run.history).items()},
         })  # fmt: skip
     return steps
@@ -304,7 +304,7 @@ def zero_variance(folder: Path) -> dict:
     updates = {
         case["name"]: run_update_of_groups(case, folder / "model", group) for case in request["updates"]
     }
-    return {"sampling": sampling, "wanted": wanted, "updates": updates}
+    return {"sampling": sampling, "num_new_prompts": counts, "updates": updates}
 
 
 SUITES = {
