@@ -181,7 +181,10 @@ B = "{name: b}"
 HELD_OUT = "data.eval=[{path: held_out.jsonl}]"
 ON_HELD_OUT = "metric: eval/held_out/accuracy"
 REFUSED = {  # case: (stages, settings, keywords of the message)
-    "unknown setting": (f"[{A}, {{name: b, rollout: {{group_sze: 1}}}}]", [], "stages[1].rollout.group_size"),
+    "unknown setting": (
+        f"[{A}, {{name: b, rollout: {{group_sze: 1}}}}]", [],
+        "stages[1].rollout.group_sze rollout.group_size",
+    ),
     "unknown section": (f"[{A}, {{name: b, rolout: {{group_size: 1}}}}]", [], "stages[1].rolout"),
     "wrong type": (f"[{A}, {{name: b, rollout: {{group_size: x}}}}]", [], "stages[1].rollout.group_size"),
     "section that is a number": (f"[{A}, {{name: b, rollout: 3}}]", [], "stages[1].rollout"),
