@@ -723,12 +723,6 @@ def test_routes_are_captured_at_steps_that_replay_or_check_them(change, expected
     assert [step for step in range(8) if train_rl.captures_routes(config, step)] == expected
 
 
-@pytest.mark.parametrize("text", ["on", "true", "r4", "null"])
-def test_an_unknown_replay_is_refused(text):
-    with pytest.raises(ValueError, match="algorithm.router_replay"):
-        settings(f"algorithm.router_replay={text}")
-
-
 def test_replay_of_routes_that_are_not_captured_is_refused():
     without = "rollout.capture_routes=false"
     with pytest.raises(ValueError, match="rollout.capture_routes"):

@@ -382,10 +382,10 @@ def test_another_topology_continues_from_weights_on_request(undisturbed, tmp_pat
 
 
 CASES = """
-import contextlib, functools, json, os, resource, sys, tempfile
-import lifecycle, moe_model, train_rl
-from runtime.launch import run
+import contextlib, functools, json, os, resource, sys, tempfile, types
+import lifecycle, moe_model, runtime.launch, train_rl
 hf_tensors, write_rank, outcomes = moe_model.hf_tensors, lifecycle.write_rank, {}
+runtime.launch.time = types.SimpleNamespace(sleep=lambda seconds: None)  # rank 1 would wait 5 s to print
 lifecycle.check_run_dir_is_shared = functools.partial(lifecycle.check_run_dir_is_shared, patience_s=0.3)
 
 def write_to_full_disk(*arguments):
@@ -404,7 +404,7 @@ for name, case in json.loads(sys.argv[1]).items():
     rank_folder = "of_rank_" + os.environ.get("RANK", "0")
     argv = [argument.replace("RANK_FOLDER", rank_folder) for argument in case["argv"]]
     with contextlib.redirect_stderr(error), contextlib.redirect_stdout(output):
-        code = run(train_rl.main, train_rl.load_config, argv)
+        code = runtime.launch.run(train_rl.main, train_rl.load_config, argv)
     outcomes[name] = (code, *(file.seek(0) or file.read() for file in (error, output)))
 print("OUTCOMES" + json.dumps(outcomes) if os.environ.get("RANK", "0") == "0" else "", flush=True)
 os._exit(1)  # ends the second rank, whatever it is doing

@@ -261,18 +261,6 @@ def test_one_sequence_and_one_worker_finish_as_early_as_in_the_best_order(seed):
     assert two_machines(order) == min(map(two_machines, itertools.permutations(jobs)))
 
 
-def test_a_very_long_completion_starts_before_completions_with_slow_verdicts():
-    """By hand: 90 tokens on 4 sequences are 22.5 each, so 40 tokens would run alone at the end."""
-    tokens, slow_verdict = [40.0, 20.0, 30.0, 5.0, 8.0], [False, False, False, True, True]
-    requests = [
-        Request([1], 0, 1.0, 99, group=i, expected_tokens=t, work_tokens=50.0 * is_slow)
-        for i, (t, is_slow) in enumerate(zip(tokens, slow_verdict))
-    ]
-    for num, expected in ((5, [0, 2, 3, 4, 1]), (3, [0, 2, 1])):
-        line = WaitingLine(requests[:num], 4)
-        assert [line.pop() for _ in range(num)] == expected
-
-
 def test_a_verdict_costs_the_tokens_that_the_engine_generates_meanwhile():
     """By hand: 0.3 s are 30 steps of 10 ms; at 1,600 tokens a second they are 480, shared by 8 verdicts."""
     assert verdict_tokens(0.3, 0.01, 1600.0, 8) == pytest.approx((60.0, 60.0))

@@ -489,16 +489,6 @@ def test_a_run_goes_through_its_stages_and_reports_them(staged):
 
 
 @pytest.mark.slow
-def test_tensorboard_marks_the_stage(staged):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(staged[0] / "tensorboard"))
-    events.Reload()
-    stages = {event.step: event.value for event in events.Scalars("stage")}
-    assert stages == {row["step"]: row["stage"] for row in rows_of(staged[0])}
-
-
-@pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit_in_its_stage(staged, tmp_path):
     """Resume from the checkpoint of the step that ends the first stage."""
     straight, _ = staged

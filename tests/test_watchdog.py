@@ -6,11 +6,11 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from conftest import ROOT, SMALL, train, two_agents
+from helpers import FakeRanks, make_config
 
 from runtime import agreement
 from runtime.agreement import check_ranks_agree, code_of, difference_from, tell_ranks, wait_for_ranks
@@ -246,22 +246,16 @@ def test_the_difference_between_two_ranks_is_named(other, difference):
 
 
 def test_all_ranks_get_the_same_message(monkeypatch):
-    """Ranks 1 and 2 of three have other code."""
-    records = [record(), *[record(code={"reward.py": "cd"})] * 2]
-    answers = [("a", ""), ("b", "code (reward.py)"), ("b", "code (reward.py)")]
-    messages = set()
-    for rank in range(3):
-        fake = SimpleNamespace(
-            get_world_size=lambda: 3,
-            broadcast_object_list=lambda box: box.__setitem__(0, records[0]),
-            all_gather_object=lambda box, own: box.__setitem__(slice(None), answers),
-        )
-        monkeypatch.setattr(agreement, "dist", fake)
+    """Ranks 1 and 2 of three have another learning rate."""
+    fake = FakeRanks(3).install(monkeypatch)
+
+    def message(rank: int) -> str:
         with pytest.raises(ValueError) as raised:
-            check_ranks_agree(SimpleNamespace(model_dump=lambda mode, rank=rank: records[rank]["settings"]))
-        messages.add(str(raised.value))
-    (message,) = messages
-    assert "rank 1 on b" in message and "code (reward.py)" in message and "1, 2" in message
+            check_ranks_agree(make_config(f"train.learning_rate={1e-4 * (1 + (rank > 0))}"))
+        return str(raised.value)
+
+    (text,) = set(fake.run(message))
+    assert "rank 1 on" in text and "train.learning_rate 0.0001 -> 0.0002" in text and "1, 2" in text
 
 
 def test_the_compared_code_is_the_projects_own():

@@ -232,23 +232,37 @@ def test_zero_variance_after_a_probe_with_timeouts():
     assert after(True, None, False) == 0.0 == after(False, True, True)
 
 
-def test_variance_needs_two_valid_verdicts_that_differ():
-    def variance(group: train_rl.Group, binary: bool = False) -> bool:
-        return group.outcome(binary).has_variance
+@pytest.mark.parametrize(
+    "group, has_variance",
+    [
+        (group_of(True, False), True),
+        (group_of(None, False, None, True), True),
+        (group_of(), False),
+        (group_of(True), False),
+        (group_of(None, None), False),
+        (group_of(True, None), False),
+        (group_of(True, True), False),
+        (group_of(False, False, None), False),
+        (group_of(False, False, shares=[0.5, 0.5 + 5e-7]), False),  # rounding is no variance
+        (group_of(False, False, shares=[0.5, 0.5 + 2e-6]), True),
+    ],
+)
+def test_variance_needs_two_valid_verdicts_that_differ(group, has_variance):
+    assert group.outcome(False).has_variance == has_variance
 
-    assert variance(group_of(True, False)) and variance(group_of(None, False, None, True))
-    for rights in ([], [True], [None], [None, None], [True, None], [True, True], [False, False, None]):
-        assert not variance(group_of(*rights))
+
+def test_failed_verdicts_and_binary_rewards_have_no_variance_of_fractions():
     partial = group_of(False, False, False, shares=[0.2, 0.2, 0.7])
-    assert variance(partial) and not variance(partial, binary=True)
-    assert not variance(group_of(False, False, shares=[0.5, 0.5 + 5e-7])), "rounding is no variance"
-    assert variance(group_of(False, False, shares=[0.5, 0.5 + 2e-6]))
-    assert not variance(scored_group(Verdict(0.0, "error"), Verdict(1.0, "ok")))
+    assert partial.outcome(False).has_variance and not partial.outcome(True).has_variance
+    failed = scored_group(0.0, 1.0)
+    failed.verdicts[0] = Verdict(0.0, "error")
+    assert not failed.outcome(False).has_variance
 
 
-def scored_group(*verdicts: Verdict) -> train_rl.Group:
-    """Make a group of completions of one token with these verdicts."""
-    return train_rl.Group(0, 0, [make_completion(1)] * len(verdicts), list(verdicts))
+def scored_group(*scores: float, prompt: int = 0) -> train_rl.Group:
+    """Make a group of completions of one token with these scores; 1 is right."""
+    verdicts = [Verdict(score, "ok" if score == 1 else "wrong") for score in scores]
+    return train_rl.Group(prompt, prompt, [make_completion(1)] * len(scores), verdicts)
 
 
 def test_an_outcome_counts_verdicts_tokens_and_completions():
@@ -258,29 +272,18 @@ def test_an_outcome_counts_verdicts_tokens_and_completions():
 
 
 def test_a_weighted_sum_is_right_only_if_all_its_parts_are():
-    """The status of a weighted sum is the status of its first kind only, so it does not decide."""
-    verdicts = [Verdict(0.8, "ok"), Verdict(1.0, "ok"), Verdict(0.2, "wrong"), Verdict(0.0, "wrong")]
+    """The status of a weighted sum is the status of its first kind, so the score decides."""
+    mixed = scored_group(0.8, 1.0, 0.2, 0.0)
+    mixed.verdicts[0] = Verdict(0.8, "ok")
+    partly_right = scored_group(*[0.8] * 8)
+    partly_right.verdicts = [Verdict(0.8, "ok")] * 8
     for binary, expected in ((False, 0.01), (True, 0.868)):
-        outcome = scored_group(*verdicts).outcome(binary)
+        outcome = mixed.outcome(binary)
         assert (outcome.solved, outcome.unsolved) == (1, 1)
         config = config_of(history=True, reward__binary=binary)
         history = no_history(1)
-        history.update([scored_group(*[Verdict(0.8, "ok")] * 8).outcome(binary)], 0, 0.5)
+        history.update([partly_right.outcome(binary)], 0, 0.5)
         assert skip_prob(history, 0, 1, config) == pytest.approx(expected, abs=0.01)
-
-
-def test_a_record_of_fractions_is_read_by_the_reward_of_the_stage():
-    """Fractional scores are wrong in a stage with reward.binary, and have variance in the stage after it."""
-    group = scored_group(*(Verdict(i / 10, "wrong") for i in range(1, 9)))
-    history = no_history(1)
-    history.update([group.outcome(True)], 0, 0.5)
-    assert skip_prob(history, 0, 1, config_of(history=True, reward__binary=True)) > 0.8
-    assert skip_prob(history, 0, 1, config_of(history=True)) < 0.01
-    probe = scored_group(*[Verdict(0.0, "wrong")] * 4)
-    binary, fractional = (
-        history.zero_variance_after(probe.outcome(binary), 8, 0.2, binary) for binary in (True, False)
-    )
-    assert binary > 0.9 > fractional
 
 
 # ---- the second implementation -----------------------------------------------------------------------------
@@ -532,7 +535,7 @@ def useful_share(rates: list[float], group_size: int, probe: int = 0) -> float:
 
 
 ALWAYS_STOP = {"probe_stop_prob": 1e-9}  # every probe without variance is stopped, whatever the record says
-CERTAIN_HALF = [0.0, 1.0, 0.5, 0.5] * 20
+CERTAIN_HALF = [0.0, 1.0, 0.5, 0.5] * 20  # 0.61 of the completions are useful with probing, 0.50 without
 
 
 def run_many(rates: list[float], num_steps: int, **settings) -> list[tuple[list, Counter]]:
@@ -565,73 +568,6 @@ def test_useful_share_is_the_closed_form(rates, probe):
         assert all(tally["useful"] == 0 and tally["stopped"] == tally["sampled"] for _, tally in steps)
     else:
         assert_share(steps, useful_share(rates, 8, probe))
-
-
-def test_by_the_closed_form_probing_gains_only_if_many_prompts_are_certain():
-    """With one pass rate for all prompts, a group that the probe stops could still have got variance.
-
-    The gain begins at about an eighth of certain prompts. If half of the prompts are certain, 0.61 of the
-    completions are useful instead of 0.50.
-    """
-    for group_size, rate in itertools.product((4, 8, 16, 32), np.linspace(0.01, 0.99, 99)):
-        for probe in range(2, group_size):
-            assert useful_share([rate], group_size, probe) < useful_share([rate], group_size)
-    for num_certain, is_gain in ((110, False), (140, True)):
-        rates = [0.0] * num_certain + [0.5] * (1000 - num_certain)
-        assert (useful_share(rates, 8, 4) > useful_share(rates, 8)) == is_gain
-    assert useful_share(CERTAIN_HALF, 8) == pytest.approx(0.5 * (1 - 2**-7))
-    assert useful_share(CERTAIN_HALF, 8, 4) == pytest.approx(0.609, abs=1e-3)
-
-
-LEVELS = [0.0, 0.03, 0.1, 0.25, 0.5, 0.8, 0.95, 1.0]
-
-
-@pytest.mark.slow(process="others")
-@pytest.mark.parametrize("probe, power", [(0, 8), (4, 4), (2, 2)])
-def test_training_favours_prompts_of_middling_difficulty_as_the_closed_form_says(probe, power):
-    """A prompt sampled at pass rate p is trained on with probability w(p), or c(p) with probing.
-
-    Each of 8 pass rates has 600 sampled prompts or more. The distribution of trained pass rates is then the
-    distribution of the prompts times w or c.
-    """
-    settings = {"probe_size": probe, "drop": True} | (ALWAYS_STOP if probe else {})
-    sampled, trained = Counter(), Counter()
-    for groups, _ in run_many(LEVELS * 10, 300, **settings):
-        for prompt, verdicts in groups:
-            level = LEVELS[prompt % len(LEVELS)]
-            varied = len(set(verdicts)) == 2
-            sampled[level] += 1
-            trained[level] += varied
-            assert len(verdicts) == (8 if varied or not probe else probe)
-    weights = {level: prob_varied(level, power) for level in LEVELS}
-    for level in LEVELS:
-        assert sampled[level] >= 600
-        fractions = (
-            (weights[level], trained[level], sampled[level]),
-            (weights[level] / sum(weights.values()), trained[level], trained.total()),
-        )
-        for expected, count, num in fractions:  # binomial; the error of whole epochs is smaller
-            error = math.sqrt(expected * (1 - expected) / num)
-            assert abs(count / num - expected) <= Z_BOUND * error, f"pass rate {level}"
-
-
-@pytest.mark.parametrize(
-    "stop_prob, prior, power", [(0.71, 0.5, 4), (0.73, 0.5, None), (0.86, 0.2, 4), (0.87, 0.2, None)]
-)
-def test_a_probe_without_a_record_is_stopped_if_zero_variance_is_likely_enough(stop_prob, prior, power):
-    """After four equal verdicts, four more are equal with probability 0.718 (prior 1/2) or 0.866 (prior 0.2).
-
-    Below this probability, the threshold completes groups with probability c(p); above it, all groups.
-    """
-    rates = [0.1] * 2000
-    assert prob_all(4, 0, 4, prior) == pytest.approx({0.5: 0.718, 0.2: 0.866}[prior], abs=1e-3)
-    settings = {"probe_size": 4, "probe_stop_prob": stop_prob, "prior": prior}
-    settings["rollout__prompts_per_step"] = 1000
-    ((groups, tally),) = run_many(rates, 1, **settings)  # less than an epoch: every prompt at most once
-    assert len({prompt for prompt, _ in groups}) == len(groups)
-    continued = prob_varied(0.1, power) if power else 1.0
-    error = math.sqrt(continued * (1 - continued) / len(groups))
-    assert abs(1 - tally["stopped"] / len(groups) - continued) <= Z_BOUND * error
 
 
 # ---- forgetting --------------------------------------------------------------------------------------------
@@ -711,21 +647,6 @@ def test_a_prompt_that_becomes_solvable_is_sampled_again_and_none_is_lost(retest
 REFILL_MODE = {"drop": True, "refill": True, "rollout__prompts_per_step": 12}
 
 
-@pytest.mark.parametrize("probe_size", [0, 4])
-@pytest.mark.parametrize("max_rounds", [1, 2, 4, 50])
-def test_refill_reaches_its_number_or_ends_short_after_max_rounds(max_rounds, probe_size):
-    settings = {"max_rounds": max_rounds, "probe_size": probe_size, **REFILL_MODE}
-    num_short = 0
-    for groups, tally in run_many([0.0, 1.0, 0.3, 0.6, 0.02] * 8, 60, **settings):
-        useful = sum(len(set(verdicts)) == 2 for _, verdicts in groups)
-        assert tally["useful"] == 8 * useful, "trained groups are complete"
-        assert useful <= 12 and tally["rounds"] <= max_rounds + (probe_size > 0)
-        assert useful == 12 or tally["rounds"] >= max_rounds
-        assert tally["sampled"] == tally["offered"] == 12 + tally["refilled"]
-        num_short += useful < 12
-    assert (num_short == 0) == (max_rounds == 50)
-
-
 @pytest.mark.parametrize("rate", [0.0, 1.0])
 @pytest.mark.parametrize("probe_size", [0, 4])
 def test_a_step_of_certain_prompts_only_gives_an_empty_batch(rate, probe_size):
@@ -747,6 +668,21 @@ def test_probing_spends_its_budget_and_no_more(per_step, probe_size, max_rounds)
         assert all(len(verdicts) in (probe_size, 8) for _, verdicts in groups)
 
 
+@pytest.mark.parametrize("probe_size", [0, 4])
+@pytest.mark.parametrize("max_rounds", [1, 2, 4, 50])
+def test_refill_reaches_its_number_or_ends_short_after_max_rounds(max_rounds, probe_size):
+    settings = {"max_rounds": max_rounds, "probe_size": probe_size, **REFILL_MODE}
+    nums_useful = set()
+    for groups, tally in run_many([0.0, 1.0, 0.3, 0.6, 0.02] * 8, 60, **settings):
+        useful = sum(len(set(verdicts)) == 2 for _, verdicts in groups)
+        nums_useful.add(useful)
+        assert tally["useful"] == 8 * useful, "trained groups are complete"
+        assert useful <= 12 and tally["rounds"] <= max_rounds + (probe_size > 0)
+        assert useful == 12 or tally["rounds"] >= max_rounds
+        assert tally["sampled"] == tally["offered"] == 12 + tally["refilled"]
+    assert (nums_useful == {12}) == (max_rounds == 50)
+
+
 def test_a_record_that_rules_every_prompt_out_does_not_stall_a_step():
     """After an epoch of offers, prompts are taken in their order."""
     history = history_of(*[(0.0, 1e12, 0)] * 20)
@@ -756,23 +692,6 @@ def test_a_record_that_rules_every_prompt_out_does_not_stall_a_step():
 
 
 # ---- determinism -------------------------------------------------------------------------------------------
-
-
-def test_a_choice_depends_only_on_checkpointed_values():
-    rng = random.Random(2)
-    records = [(rng.uniform(0, 4), rng.uniform(4, 9), rng.randint(-1, 9)) for _ in range(40)]
-    config = config_of(history=True, retest_steps=4)
-    choices = set()
-    for noise in range(5):
-        random.seed(noise), torch.manual_seed(noise), np.random.seed(noise)
-        history = history_of(*records)
-        choices.add(repr(train_rl.choose_prompts(10, 123, history, 11, config)))
-        assert repr(history) == repr(history_of(*records)), "choosing writes nothing"
-    assert len(choices) == 1
-    variants = [(124, 11, config), (123, 13, config), (123, 11, config_of(history=True, train__seed=1))]
-    for consumed, step, variant in variants:
-        choices.add(repr(train_rl.choose_prompts(10, consumed, history_of(*records), step, variant)))
-    assert len(choices) >= 3, "the choice depends on these values"
 
 
 DROP = "zero_variance.drop=true"
@@ -920,15 +839,6 @@ def test_groups_that_updates_skip_are_dealt_separately(settings, is_separate, wo
     together = dealt(sizes, world_size)
     assert [[g.slot for g in of_rank] for of_rank in results] == (separate if is_separate else together)
     assert 0 < len(varied) < 24 and (world_size == 1 or separate != together)
-
-
-@pytest.mark.parametrize("drop, expected", [(False, [0, 1, 2, 3, 4, 5]), (True, [0, 2])])
-def test_dropping_keeps_the_groups_with_variance(drop, expected):
-    rights = [(True, False), (True, True), (None, True, False), (False, None), (None, None), (False,) * 4]
-    groups = [group_of(*verdicts, slot=slot) for slot, verdicts in enumerate(rights)]
-    trained, outcomes = train_rl.drop_and_deal(groups, outcomes_of(groups), config_of(drop=drop))
-    assert [group.slot for group in trained] == expected == sorted(outcomes)
-    assert outcomes == outcomes_of(trained)
 
 
 def groups_by_step(steps_of_ranks: list[list[dict]], key: str) -> list[list]:
@@ -1343,12 +1253,6 @@ def test_drop_and_refill_run_on_two_ranks(demo_model, tmp_path):
         assert row["abs_dlogp"] < 1e-4 and row["gradient_tokens_total"] > 0
 
 
-def dense_outcome(shares: list[float], prompt: int) -> train_rl.GroupOutcome:
-    """Return the outcome of a group whose completions have these fractional scores."""
-    verdicts = [Verdict(share, "ok" if share == 1 else "wrong") for share in shares]
-    return train_rl.Group(prompt, prompt, [make_completion(3)] * len(shares), verdicts).outcome(False)
-
-
 @pytest.mark.parametrize("digits, right", [(3, 0.9), (10, 0.95), (20, 0.97), (10, 0.05)])
 def test_a_record_of_fractions_skips_about_as_many_groups_as_have_no_variance(digits, right):
     """The score is the share of right digits; 1000 prompts, two visits each.
@@ -1358,29 +1262,42 @@ def test_a_record_of_fractions_skips_about_as_many_groups_as_have_no_variance(di
     """
     num = 1000
     config = config_of(history=True)
-    shares = np.random.default_rng(0).binomial(digits, right, size=(num, 3, 8)) / digits
+    scores = np.random.default_rng(0).binomial(digits, right, size=(num, 3, 8)) / digits
     history = no_history(num)
     for step in (0, 1):
-        history.update([dense_outcome(list(shares[i, step]), i) for i in range(num)], step, 0.5)
+        groups = [scored_group(*scores[i, step], prompt=i) for i in range(num)]
+        history.update([group.outcome(False) for group in groups], step, 0.5)
     skipped = np.mean([skip_prob(history, i, 2, config) for i in range(num)])
-    alike = np.mean(shares[:, 2].max(axis=1) - shares[:, 2].min(axis=1) == 0)
+    alike = np.mean(scores[:, 2].max(axis=1) - scores[:, 2].min(axis=1) == 0)
     assert skipped < alike + 0.15
 
 
 def test_a_record_of_fractions_counts_entirely_right_and_entirely_wrong_completions():
     config = config_of(history=True)
-    prior = config.zero_variance.prior
     history = no_history(3)
-    history.update([dense_outcome([0.5] * 4 + [1.0] * 3 + [0.0], 0)], step=0, decay=0.1)
+
+    def record(prompt: int, *scores: float, binary: bool = False) -> None:
+        history.update([scored_group(*scores, prompt=prompt).outcome(binary)], step=0, decay=0.1)
+
+    def zero_variance_after(*scores: float, binary: bool = False) -> float:
+        outcome = scored_group(*scores, prompt=1).outcome(binary)
+        return history.zero_variance_after(outcome, 8, config.zero_variance.prior, binary)
+
+    record(0, *[0.5] * 4, *[1.0] * 3, 0.0)
     assert (history.solved[0], history.unsolved[0], history.tried[0]) == (3, 1, 8)
     beta = [scipy.stats.betabinom(8, n + 0.2, 8 - n + 0.2).pmf(8) for n in (3, 1)]
     assert skip_prob(history, 0, 1, config) == pytest.approx(sum(beta))
-    equal_fractions = dense_outcome([0.5] * 4, 1)
-    assert not equal_fractions.has_variance
-    assert history.zero_variance_after(equal_fractions, 8, prior, False) == 0
-    assert history.zero_variance_after(dense_outcome([0.0] * 4, 1), 8, prior, False) > 0.5
-    history.update([dense_outcome([0.9] * 8, 2)], step=0, decay=0.1)
+    assert zero_variance_after(*[0.5] * 4) == 0 and zero_variance_after(*[0.0] * 4) > 0.5
+    # Fractions are wrong in a stage with reward.binary, and have variance in the stage after it.
+    record(1, *(i / 10 for i in range(1, 9)), binary=True)
+    assert skip_prob(history, 1, 1, config_of(history=True, reward__binary=True)) > 0.8
+    assert skip_prob(history, 1, 1, config) < 0.01
+    assert zero_variance_after(*[0.0] * 4, binary=True) > 0.9 > zero_variance_after(*[0.0] * 4)
+    record(2, *[0.9] * 8)
     assert skip_prob(history, 2, 1, config) < 0.01, "neither all right nor all wrong"
+
+
+def test_a_saved_record_without_unsolved_counts_loads_with_the_difference():
     fields = {name: value for name, value in vars(no_history(1)).items() if name != "unsolved"}
     fields |= {"tried": torch.tensor([5.0]), "solved": torch.tensor([2.0])}
     assert PromptHistory(**fields).unsolved == 3
