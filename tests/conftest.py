@@ -94,7 +94,8 @@ def torchrun(
     num_ranks: int, *arguments: object, timeout_s: float = 240, **options
 ) -> subprocess.CompletedProcess:
     """Run a script by torchrun itself, as a user does. preloaded.run() starts six times as fast."""
-    command = torchrun_command(num_ranks, free_port(), *arguments)
+    address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    command = torchrun_command(num_ranks, *address, *arguments)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | options.pop("env", {})
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, **options
@@ -107,9 +108,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def torchrun_command(num_ranks: int, port: int, *arguments: object) -> list[str]:
+def torchrun_command(num_ranks: int, *arguments: object) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
-    return [*launcher, "--master-addr=127.0.0.1", f"--master-port={port}", *map(str, arguments)]
+    return [*launcher, *map(str, arguments)]
 
 
 def two_agents(num_ranks: int, *arguments: object, timeout_s: float = 240) -> subprocess.CompletedProcess:
@@ -119,8 +120,9 @@ def two_agents(num_ranks: int, *arguments: object, timeout_s: float = 240) -> su
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     agents = []
     for node in range(2):
-        options = ["--nnodes=2", f"--node-rank={node}"]
-        command = torchrun_command(num_ranks // 2, port, *options, *arguments)
+        node_options = ["--nnodes=2", f"--node-rank={node}"]
+        address = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        command = torchrun_command(num_ranks // 2, *node_options, *address, *arguments)
         stdout, stderr = (tempfile.TemporaryFile("w+") for _ in range(2))
         agent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr)
         agents.append((agent, stdout, stderr))
