@@ -1,6 +1,8 @@
 # make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
-# make check  style, the tables of the docs, and the quick tests: about two minutes on two cores
-# make test   every test: nine to ten minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
+# make install  only install, into .venv (several minutes the first time)
+# make quick  tests of the method alone (losses, advantages, elimination, plug-ins): under a minute, for a fork
+# make check  style, types, the tables of the docs, and the quick tests: under two minutes on two cores
+# make test   every test: under eight minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
 # make test-sandbox  the tests that need bubblewrap; without that program all tests above skip them
 # make bench  seconds per step of the demo's workload, by phase
 # make table  the table of experiments/studies/zero_variance: 180 runs of about a minute, resumable
@@ -30,7 +32,7 @@ endif
 # What is printed comes when one of the two is done; make fails if one fails.
 TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 
-.PHONY: demo lint check check-first check-second test test-ranks test-others test-sandbox bench table install
+.PHONY: demo lint quick check check-first check-second test test-ranks test-others test-sandbox bench table install
 install: $(STAMP)
 
 demo: $(STAMP)
@@ -41,6 +43,12 @@ demo: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+METHOD_TESTS = losses grpo zero_variance greso plugins methods second_opinion rollouts_of_a_step walkthrough
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest -q $(METHOD_TESTS:%=tests/test_%.py) -m "not slow and not gpu"
 
 check: lint
 	$(TWO_AT_ONCE) check-first check-second

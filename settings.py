@@ -95,6 +95,12 @@ class ZeroVarianceSettings(Section):
     )
 
 
+LossAgg = Literal["sequence_mean", "token_mean", "token_group_mean", "sequence_sum", "fixed_length"]
+Correction = Literal[
+    "none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
+]  # fmt: skip
+Replay = Literal["off", "r2", "r3"]
+JudgeMode = Literal["score", "pairwise_reference", "round_robin"]
 PluginArgs = dict[str, bool | int | float | str | list[float]]
 
 
@@ -136,9 +142,7 @@ class AlgorithmSettings(Section):
         "the token's entropy divided by the number of groups of the completion. over_tokens: the token's "
         "entropy divided by the number of tokens of the group.",
     )
-    loss_agg: Literal[
-        "sequence_mean", "token_mean", "token_group_mean", "sequence_sum", "fixed_length"
-    ] = setting(
+    loss_agg: LossAgg = setting(
         "sequence_mean",
         "weight of a token in the loss. sequence_mean: mean over the tokens of a completion, then over "
         "completions. token_mean: mean over all tokens. token_group_mean: mean over token groups, then over "
@@ -159,9 +163,7 @@ class AlgorithmSettings(Section):
     correctness_guard: bool = setting(
         False, "wrong completions get no positive advantage and right completions no negative one"
     )
-    rollout_correction: Literal[
-        "none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
-    ] = setting(
+    rollout_correction: Correction = setting(
         "none",
         "importance weight pi_trainer / pi_engine. none: 1. token_tis: truncated per token. sequence_tis: "
         "product over the completion, truncated. token_mask, sequence_mask: the weight is 0 outside of "
@@ -174,7 +176,7 @@ class AlgorithmSettings(Section):
         "denominator of the ratio. trainer: the trainer's policy before the update. rollout: the engine's "
         "log-probabilities, which saves a forward pass (bypass).",
     )
-    router_replay: Switch[Literal["off", "r2", "r3"]] = setting(
+    router_replay: Switch[Replay] = setting(
         "off",
         "experts that the trainer's forward pass uses. off: the live router's choice. r2: replay the routes "
         "recorded in the old-logprob pass (that pass uses the live router). r3: replay the engine's routes.",
@@ -637,7 +639,7 @@ class RewardSettings(Section):
         "largest difference of a scalar judge's scores that counts as a tie; 0: only equal scores tie",
         ge=0,
     )
-    judge_mode: Literal["score", "pairwise_reference", "round_robin"] = setting(
+    judge_mode: JudgeMode = setting(
         "score",
         "question to the judge. score: score of the completion by itself. pairwise_reference: comparison "
         "with the reference answer. round_robin: comparison with every other completion of the group.",

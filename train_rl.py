@@ -70,6 +70,7 @@ from data.history import PromptHistory
 from data.prompts import Prompt
 from data.stages import Offers
 from data.stream import seed_of
+from judges import pairwise_reference, round_robin
 from lifecycle import (
     Run,
     evaluation_is_due,
@@ -83,18 +84,27 @@ from lifecycle import (
     refuse_broken_policy,
     save_if_due,
     set_up,
-    syncs_own_experts,
 )
+from memory_plan import syncs_own_experts
 from moe_model import PackedSequences, num_experts_of, pack, route_table
 from plugins import load_plugin
-from reward import Verdict, pairwise_reference, round_robin, score_of
+from reward import Verdict, score_of
 from rollout import SyncReport, invalid_route
 from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewards
 from runtime.collectives import ALL_RANKS
 from runtime.learning_rate import learning_rate, set_learning_rate
 from runtime.metrics import batch_metrics, mismatch_statistics, prompt_account, token_metrics
 from runtime.schedule import deal_groups, exchange, longest_first, split_micro_batches, verdict_tokens
-from settings import MAX_ENTROPY_GROUPS, AlgorithmSettings, Config, ZeroVarianceSettings
+from settings import (
+    MAX_ENTROPY_GROUPS,
+    AlgorithmSettings,
+    Config,
+    Correction,
+    JudgeMode,
+    LossAgg,
+    Replay,
+    ZeroVarianceSettings,
+)
 from verifiers.kinds import parts_of
 
 # ============================================================================================================
@@ -122,7 +132,7 @@ def choose_prompts(
     this stage's prompts began.
     """
     offers = offers or Offers(range(len(history.tried)))
-    chosen = []
+    chosen: list[int] = []
     num_offered = 0
     while len(chosen) < num_prompts:
         prompt = offers.prompt(consumed + num_offered - first, config.train.seed)
@@ -212,7 +222,7 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     groups: list[Group] = []  # of all ranks, by slot; only the owner holds the completions
     owner: list[int] = []  # [groups] rank of each group
     outcomes: dict[int, GroupOutcome] = {}
-    account = Counter()
+    account: Counter[str] = Counter()
     probing: list[int] = []  # slots whose probe has not stopped the group
     num_new = num_first_prompts(config)
     while num_new or probing:
@@ -227,7 +237,7 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
         groups += new_groups
         first_samples = range(zero.probe_size or group_size)
         later_samples = range(zero.probe_size, group_size)
-        jobs = [(groups[slot], later_samples) for slot in probing]
+        jobs: Jobs = [(groups[slot], later_samples) for slot in probing]
         jobs += [(group, first_samples) for group in new_groups]
         round_outcomes = generate_round(run, jobs, owner)
         outcomes |= {outcome.slot: outcome for outcome in round_outcomes}
@@ -292,7 +302,7 @@ def generate_round(run: Run, jobs: Jobs, owner: list[int]) -> list[GroupOutcome]
     for (group, _), completion, verdict in zip(samples_of(local_jobs), completions, verdicts):
         group.completions.append(completion)
         group.verdicts.append(verdict)
-    gathered = [None] * world_size
+    gathered: list[list[GroupOutcome]] = [[]] * world_size
     dist.all_gather_object(gathered, [group.outcome(run.config.reward.binary) for group, _ in local_jobs])
     return sorted(sum(gathered, []), key=lambda outcome: outcome.slot)
 
@@ -330,7 +340,7 @@ def verdict_costs(run: Run) -> dict[str, tuple[float, float]]:
     rollout.count_reward_time is off.
     """
     rollout = run.config.rollout
-    costs = defaultdict(lambda: (0.0, 0.0))
+    costs: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     if not rollout.count_reward_time or rollout.schedule == "arrival":
         return costs
     tokens_per_second = run.engine.tokens_per_second / rollout.tensor_parallel
@@ -338,11 +348,12 @@ def verdict_costs(run: Run) -> dict[str, tuple[float, float]]:
         kind: verdict_tokens(seconds, run.engine.seconds_per_step, tokens_per_second, run.pool.at_once(kind))
         for kind, seconds in run.pool.seconds.items()
     }
-    gathered = [None] * dist.get_world_size()
+    gathered: list[dict[str, tuple[float, float]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(gathered, local_costs)
-    for kind in sorted(set().union(*gathered)):
-        rank_costs = [costs_of_rank[kind] for costs_of_rank in gathered if kind in costs_of_rank]
-        costs[kind] = tuple(map(statistics.fmean, zip(*rank_costs)))
+    for kind in sorted({kind for rank_costs in gathered for kind in rank_costs}):
+        kind_costs = [rank_costs[kind] for rank_costs in gathered if kind in rank_costs]
+        latencies, works = zip(*kind_costs)
+        costs[kind] = (statistics.fmean(latencies), statistics.fmean(works))
     return costs
 
 
@@ -438,7 +449,9 @@ def drop_and_deal(
                 for slot in slots[start : start + per_minibatch]
                 if (may_skip and not trained[slot].has_variance) == is_skipped
             ]
-            sizes = [trained[s].tokens if train.balance else trained[s].completions for s in dealt]
+            sizes: list[float] = [
+                trained[s].tokens if train.balance else trained[s].completions for s in dealt
+            ]
             owner |= zip(dealt, longest_first(sizes, world_size))
     parcels = [[group for group in groups if owner.get(group.slot) == rank] for rank in range(world_size)]
     received = sorted(exchange(parcels), key=lambda group: group.slot)
@@ -462,7 +475,7 @@ def repetition_ratio(token_ids: list[int], ngram: int) -> float:
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
-def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: str) -> list[float]:
+def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: JudgeMode) -> list[float]:
     """Return the judge's reward of each completion [ours: the mapping from verdicts to rewards].
 
     score               sigmoid of a scalar model's score
@@ -769,7 +782,7 @@ def loss_weights(
     num_completions: int,
     num_tokens: int,
     max_new_tokens: int,
-    loss_agg: str,
+    loss_agg: LossAgg,
 ) -> Tensor:
     """Return the weight of each token in the loss, [B, T], 0 on padding.
 
@@ -797,7 +810,12 @@ def loss_weights(
 
 
 def correction_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, mode: str, cap: float, floor: float = 0.0
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    mode: Correction,
+    cap: float,
+    floor: float = 0.0,
 ) -> Tensor:
     """Return the importance weight of trainer over engine, [B, T].
 
@@ -927,7 +945,7 @@ def policy_loss(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, 
 # ============================================================================================================
 # 5 Forward with replayed routes, update
 # ============================================================================================================
-def routes_to_replay(batch: RolloutBatch, router_replay: str) -> list[Tensor] | None:
+def routes_to_replay(batch: RolloutBatch, router_replay: Replay) -> list[Tensor] | None:
     """Return the expert ids that the trainer's forward pass uses for each row; None: the live router's.
 
         r2   replay the routes recorded in the old-logprob pass (that pass uses the live router)
@@ -1044,7 +1062,7 @@ def forward_batch(
     keep_routes: return the routes of each row as well.
     """
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
-    routes = [None] * len(batch.prompts)
+    routes: list = [None] * len(batch.prompts)
     for rows in micro_batches_of(batch, list(range(len(routes))), config):
         outputs = forward_rows(policy, batch, rows, config, replay)
         if rows:
@@ -1312,10 +1330,10 @@ def main(config: Config) -> None:
 
         # Log, checkpoint
         metrics |= batch_metrics(batch, groups, config.rollout.group_size)
-        metrics = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
-        state.add_step(metrics, run.rule)
-        log_step(run, batch, metrics, report, step_start)
-        save_if_due(run, metrics)
+        reduced = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
+        state.add_step(reduced, run.rule)
+        log_step(run, batch, reduced, report, step_start)
+        save_if_due(run, reduced)
     evaluate_if_due(run)
     finish(run)
 

@@ -4,6 +4,7 @@ python -m runtime.summary runs/demo        # print the summary and draw the plot
 """
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -111,6 +112,16 @@ def print_account(account: dict[str, float], generated_tokens: int) -> None:
     print(f"  tokens without gradient      {sum(wasted.values()):6.3f}   {shares}")
 
 
+def label_of(name: str) -> str:
+    """Return a label for a metric of evaluations, for example "additions: pass@1, mean of 8 samples"."""
+    name_of_set, figure = name.removeprefix("eval/").rsplit("/", 1)
+    if match := re.fullmatch(r"avg_at_(\d+)", figure):
+        return f"{name_of_set}: pass@1, mean of {match[1]} samples"
+    if match := re.fullmatch(r"pass_at_(\d+)", figure):
+        return f"{name_of_set}: pass@{match[1]}"
+    return f"{name_of_set}: greedy accuracy"
+
+
 def plot_curves(run_dir: Path) -> Path:
     """Draw run_dir/curves.png: training score and held-out accuracy over generated tokens.
 
@@ -122,22 +133,22 @@ def plot_curves(run_dir: Path) -> Path:
     import matplotlib.pyplot as plt
 
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     steps = [row for row in rows if "score" in row]
-    axes.plot(
-        [r["generated_tokens"] / 1e3 for r in steps], [r["score"] for r in steps], alpha=0.35, label="score"
-    )
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    tokens = [row["generated_tokens"] / 1e3 for row in steps]
+    axes.plot(tokens, [row["score"] for row in steps], alpha=0.35, label="training score of each step")
     for previous, row in zip(steps, steps[1:]):
         if row.get("stage") != previous.get("stage"):
             axes.axvline(previous["generated_tokens"] / 1e3, color="gray", linestyle=":")
-    names = sorted(
-        {n for row in rows for n in row if n.startswith("eval/") and n.split("/")[-1].count("_at_")}
-    )
-    names += sorted({n for row in rows for n in row if n.endswith("/accuracy")})
-    for name in names:
-        points = [(row["generated_tokens"] / 1e3, row[name]) for row in rows if name in row]
-        axes.plot(*zip(*points), marker="o", label=name.removeprefix("eval/"))
-    axes.set(xlabel="generated tokens (thousands)", ylabel="score, accuracy", ylim=(0, 1.02))
+    names = {name for row in rows for name in row if name.startswith("eval/")}
+    for name in sorted(names, key=lambda name: (name.endswith("/accuracy"), name)):
+        if re.search(r"/(avg_at_\d+|pass_at_\d+|accuracy)$", name):
+            points = [(row["generated_tokens"] / 1e3, row[name]) for row in rows if name in row]
+            axes.plot(*zip(*points), marker="o", label=label_of(name))
+    axes.set(
+        title=f"Training of {run_dir.resolve().name}: score and held-out accuracy", ylim=(0, 1.02),
+        xlabel="generated tokens (thousands)", ylabel="fraction right",
+    )  # fmt: skip
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(run_dir / "curves.png", dpi=120)

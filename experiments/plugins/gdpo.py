@@ -17,14 +17,13 @@ def gdpo(inputs: AdvantageInputs, eps: float = 1e-6) -> Tensor:
     """
     total = torch.zeros(len(inputs.rewards))
     for kind in sorted({kind for row in inputs.parts for kind in row}):
-        weights = []
-        rewards = []
-        for row, fallback in zip(inputs.parts, inputs.rewards.tolist()):
-            weight, reward = row.get(kind, (0.0, fallback))
-            weights.append(weight / sum(w for w, _ in row.values()))
-            rewards.append(reward)
-        weights = torch.tensor(weights)
-        total += weights * normalised(torch.tensor(rewards), inputs, inputs.valid & (weights > 0), eps)
+        terms = [row.get(kind, (0.0, 0.0)) for row in inputs.parts]  # [B] (weight, reward)
+        weight_sums = [sum(weight for weight, _ in row.values()) for row in inputs.parts]
+        weights = torch.tensor(
+            [weight / total_weight for (weight, _), total_weight in zip(terms, weight_sums)]
+        )
+        rewards = torch.tensor([reward for _, reward in terms])
+        total += weights * normalised(rewards, inputs, inputs.valid & (weights > 0), eps)
     squares = float(total[inputs.valid].double().square().sum())
     square_sum, count = inputs.ranks.sum(squares, int(inputs.valid.sum()))
     return total / (math.sqrt(square_sum / max(1.0, count - 1)) + eps)

@@ -1,0 +1,40 @@
+"""The scripts of examples/ run end to end, here with two CPU ranks and a tiny random model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from data import random_model
+
+
+@pytest.mark.slow
+def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
+    rows = [
+        {"question": f"What is {i} + {i}?", "answer": f"<<{i}+{i}={2 * i}>> #### {2 * i}"} for i in range(80)
+    ]
+    for name, part in (("train", rows[:72]), ("test", rows[72:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    sizes = ["--hidden", "64", "--layers", "2", "--experts", "4", "--expert-width", "64", "--vocab", "400"]
+    random_model.main(["--output", str(tmp_path / "model"), "--text", str(tmp_path / "train.jsonl"), *sizes])
+    environment = os.environ | {
+        "RANKS": "2", "MODEL": f"{tmp_path}/model", "RUN": f"{tmp_path}/run", "PYTHON": sys.executable,
+        "TRAIN": f"{tmp_path}/train.jsonl", "TEST": f"{tmp_path}/test.jsonl", "CUDA_VISIBLE_DEVICES": "",
+        "EVAL": "--max-new-tokens 8 --samples 2 --dtype float32 --kv-cache-gib 0.05",
+    }  # fmt: skip
+    settings = [
+        "model.dtype=float32", "model.ep_size=2", "rollout.dtype=float32", "rollout.kv_cache_gib=0.05",
+        "rollout.max_new_tokens=8", "rollout.max_prompt_tokens=96", "rollout.prompts_per_step=8",
+        "rollout.group_size=2", "train.num_steps=1", "eval.num_samples=0",
+    ]  # fmt: skip
+    done = subprocess.run(
+        ["bash", "examples/gsm8k_8gpu.sh", *settings],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "before: " in done.stdout and "after: " in done.stdout
+    for name in ("before.json", "after.json", "after.html", "summary.json", "model/config.json"):
+        assert (tmp_path / "run" / name).is_file(), name
