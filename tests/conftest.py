@@ -33,7 +33,7 @@ def hide_leak_reports() -> None:
     """Discard the standard error of this process from here on; the exit code stays as it is.
 
     Triton's bindings use nanobind, which prints 30 lines about leaked types when an interpreter that has run
-    vLLM exits. Triton has no switch for the report, and hides it in its own compile workers the same way.
+    vLLM exits. Triton's own compile workers hide the report the same way, since Triton has no switch for it.
     """
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

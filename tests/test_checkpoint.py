@@ -156,7 +156,7 @@ def test_the_next_checkpoint_removes_the_remains_of_a_kill(run, monkeypatch):
     ],
 )
 def test_a_row_is_dropped_if_the_resumed_run_writes_it_again(row, step, evaluated_step, redone):
-    """An evaluation comes after the checkpoint of its step, so the checkpoint may not include it."""
+    """A step's evaluation follows its checkpoint, so the checkpoint may lack the evaluation."""
     assert is_redone(row, {"step": step, "evaluated_step": evaluated_step}) == redone
 
 

@@ -273,10 +273,12 @@ SAME_UPDATE = {
 @pytest.mark.slow
 def test_an_update_equals_plain_torch_with_forced_routers(kind, name, updates, plain):
     """With random experts of the sampler, a row without experts, and experts of the old policy."""
-    update, expected = updates[name], plain[kind]
+    update = updates[name]
+    expected = plain[kind]
     assert parameter_distance(update["parameters"], expected["parameters"]) < TOLERANCE
     assert update["loss"] == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)  # sums over 60 tokens
-    metrics, unsplit = update["metrics"], updates[SAME_UPDATE[kind][0]]["metrics"]
+    metrics = update["metrics"]
+    unsplit = updates[SAME_UPDATE[kind][0]]["metrics"]
     assert metrics["nonfinite_updates_max"] == 0 and metrics.keys() >= {"mismatch_k3", "abs_dlogp_p99"}
     for metric in metrics.keys() - WORK:
         assert metrics[metric] == pytest.approx(unsplit[metric], rel=1e-5, abs=1e-6), metric
@@ -300,7 +302,8 @@ def test_the_compared_updates_are_large_and_differ_by_the_replayed_routes(folder
 @pytest.mark.slow
 def test_the_first_minibatch_repeats_the_old_pass_bit_by_bit(name, updates, plain):
     """Single rows pass through the same kernels in both passes: the ratio of the first minibatch is 1."""
-    result, expected = updates[name], plain[name]["first"]
+    result = updates[name]
+    expected = plain[name]["first"]
     values = {rows[0]: (logprobs[0], ratio[0]) for rows, logprobs, ratio in result["micro_batches"]}
     assert sorted(list(values)[:6]) == EVERYTHING[:6] and len(values) == 12
     for row, (logprobs, ratio) in values.items():
@@ -410,8 +413,8 @@ def test_route_mismatch_against_a_loop_over_tokens(micro_batch_tokens, folder, o
         assert mismatch.tolist() == values + [0.0] * (len(mismatch) - len(values))
     assert 0.1 < sum(map(sum, expected)) / sum(map(len, expected)) < 0.6
     reordered = [ids.flip(-1) for ids in sampled]
-    same = run_old_pass(folder, "mixed", reordered, *split, rows=SHUFFLED)
-    assert torch.equal(same.route_mismatch, outputs.route_mismatch)
+    outputs_of_reordered = run_old_pass(folder, "mixed", reordered, *split, rows=SHUFFLED)
+    assert torch.equal(outputs_of_reordered.route_mismatch, outputs.route_mismatch)
     replayed = run_old_pass(folder, "mixed", sampled, *split, "algorithm.router_replay=r3", rows=SHUFFLED)
     assert not replayed.route_mismatch.any()
     valid = [ids[:, 0, 0] != INVALID_ROUTE for ids in sampled]
@@ -602,7 +605,8 @@ def test_equal_weights_have_an_effective_sample_size_of_1_or_nan(difference, one
     statistics |= {"ratio": values, "entropy_group": torch.zeros(2, 5).long()}
     batch = make_batch([[0] * 5] * 2)
     reduced = M.reduce_metrics(M.token_metrics(batch, [([0, 1], statistics)], num_entropy_groups=2))
-    k3, sizes = reduced["mismatch_k3"], M.effective_sample_size(reduced)
+    k3 = reduced["mismatch_k3"]
+    sizes = M.effective_sample_size(reduced)
     assert math.isfinite(k3) and (k3 == 0 if difference == 0 else k3 > 0.1)
     assert math.isnan(sizes["mismatch_ess/entropy_group_1"]), "no tokens"
     if difference >= -1:

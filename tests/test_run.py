@@ -231,10 +231,10 @@ def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_toget
     done = train(*settings)
     assert done.returncode == 0, done.stderr[-3000:]
     start, learned = weights_of(TINY / "model"), weights_of(tmp_path / "model")
-    same = {name for name in start if torch.equal(start[name], learned[name])}
+    unchanged = {name for name in start if torch.equal(start[name], learned[name])}
     frozen = {name for name in start if name.endswith("mlp.gate.weight")}
-    assert frozen and frozen <= same
-    assert all(".experts." in name for name in same - frozen), "an expert may have received no token"
+    assert frozen and frozen <= unchanged
+    assert all(".experts." in name for name in unchanged - frozen), "an expert may have received no token"
     first, second = steps_of(tmp_path)
     assert (first["learning_rate"], second["learning_rate"]) == (2.5e-4, 5e-4), "a fourth more each step"
     for row in (first, second):

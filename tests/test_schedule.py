@@ -42,8 +42,8 @@ class NaiveLine:
         self.waiting = list(range(len(requests)))
         self.lengths = {}  # {group: lengths of its completions}
         feeders = [r for r in requests if r.work_tokens > r.expected_tokens]
-        rest = sum(r.expected_tokens for r in requests if r not in feeders)
-        self.long = rest / slots if feeders else math.inf
+        num_tokens = sum(r.expected_tokens for r in requests if r not in feeders)
+        self.long = num_tokens / slots if feeders else math.inf
         self.pioneers = set()
         for index, request in enumerate(requests):
             siblings = [r for r in requests[:index] if r.group == request.group]
@@ -308,72 +308,6 @@ def test_micro_batches_hold_every_row_once_and_are_equally_many_on_all_ranks(see
         assert has_rows == sorted(has_rows, reverse=True), "empty micro-batches come last"
 
 
-def split_of_workload(num: int, balance: bool, ranks) -> tuple[float, list[list[list[int]]], list[list[int]]]:
-    """Return the share of padding in the micro-batches of two ranks, their micro-batches, and row lengths.
-
-    The token limit of a micro-batch is chosen so that a rank has about `num` micro-batches.
-    """
-    recipe = Recipe()
-    lengths = Workload.make(recipe).lengths[0].tolist()
-    total = sum(map(sum, lengths)) + recipe.num_prompts * recipe.group_size * (recipe.prompt_tokens - 1)
-    config = make_config(f"train.balance={balance}")
-    budget = math.ceil(total / 2 / num)
-
-    def split(rank):
-        groups = [make_group(i, 0, row, [True] * len(row)) for i, row in enumerate(lengths)]
-        outcomes = {group.slot: group.outcome(False) for group in groups}
-        trained, _ = train_rl.drop_and_deal(groups[rank::2], outcomes, config)
-        batch = train_rl.collate(trained, make_prompts(1), [[1] * recipe.prompt_tokens])
-        row_lengths = train_rl.sequence_lengths(batch)
-        assert row_lengths == [recipe.prompt_tokens + len(ids) - 1 for ids in batch.completion_ids]
-        return split_micro_batches(row_lengths, list(range(len(row_lengths))), budget, balance), row_lengths
-
-    parts_of_ranks, lengths_of_ranks = zip(*ranks(2).run(split))
-    grids = [
-        len(part) * max(of_rank[row] for row in part)
-        for parts, of_rank in zip(parts_of_ranks, lengths_of_ranks)
-        for part in parts
-        if part
-    ]
-    return 1 - total / sum(grids), list(parts_of_ranks), list(lengths_of_ranks)
-
-
-@pytest.mark.parametrize("num", [4, 8, 16])
-def test_balanced_micro_batches_have_little_padding_on_a_heavy_tailed_workload(num, ranks):
-    """With 16 micro-batches, less than a tenth; with fewer, within 3 points of the best cut of sorted rows.
-
-    Without balance, more than a quarter is padding, and more than twice as much as with balance.
-    """
-    share, parts, lengths = split_of_workload(num, True, ranks)
-    unbalanced, _, _ = split_of_workload(num, False, ranks)
-    assert num - 1 <= len(parts[0]) <= 1.5 * num + 2
-    assert unbalanced > 1 / 4 and unbalanced > 2 * share
-    best = 1 - sum(map(sum, lengths)) / sum(smallest_grids(of, len(p)) for of, p in zip(lengths, parts))
-    assert share < (0.1 if num == 16 else best + 0.03), f"{share:.3f}, best {best:.3f}"
-
-
-def smallest_grids(lengths: list[int], num: int) -> int:
-    """Return the fewest tokens, with padding, of num contiguous parts of the sorted rows."""
-    rows = sorted(lengths, reverse=True)
-    sizes = [0] + [math.inf] * len(rows)  # [number of placed rows], for the current number of parts
-    for _ in range(num):
-        sizes = [0] + [
-            min(sizes[start] + rows[start] * (end - start) for start in range(end))
-            for end in range(1, len(rows) + 1)
-        ]
-    return sizes[-1]
-
-
-@pytest.mark.parametrize("num", [4, 8, 16])
-def test_the_largest_micro_batch_is_as_small_as_its_number_allows(num, ranks):
-    """A smaller limit than the largest micro-batch would need more micro-batches."""
-    _, parts_of_ranks, lengths_of_ranks = split_of_workload(num, True, ranks)
-    for parts, lengths in zip(parts_of_ranks, lengths_of_ranks):
-        largest = max(len(part) * max(lengths[row] for row in part) for part in parts)
-        assert all(parts)
-        assert num_micro_batches(lengths, largest) <= len(parts) < num_micro_batches(lengths, largest - 1)
-
-
 def num_micro_batches(lengths: list[int], limit: int) -> int:
     """Return the number of micro-batches that sorted rows need with this limit of tokens."""
     number = size = longest = 0
@@ -387,6 +321,69 @@ def num_micro_batches(lengths: list[int], limit: int) -> int:
     return number
 
 
+def smallest_total(lengths: list[int], num: int) -> int:
+    """Return the fewest tokens, with padding, of num contiguous parts of the sorted rows."""
+    rows = sorted(lengths, reverse=True)
+    sizes = [0] + [math.inf] * len(rows)  # [number of placed rows], for the current number of parts
+    for _ in range(num):
+        sizes = [0] + [
+            min(sizes[start] + rows[start] * (end - start) for start in range(end))
+            for end in range(1, len(rows) + 1)
+        ]
+    return sizes[-1]
+
+
+def split_of_workload(num: int, balance: bool, ranks) -> list[tuple[list[list[int]], list[int]]]:
+    """Return the micro-batches and the row lengths of each of two ranks.
+
+    The token limit of a micro-batch is chosen so that a rank has about `num` micro-batches.
+    """
+    recipe = Recipe()
+    lengths = Workload.make(recipe).lengths[0].tolist()
+    total = sum(map(sum, lengths)) + recipe.num_prompts * recipe.group_size * (recipe.prompt_tokens - 1)
+    config = make_config(f"train.balance={balance}")
+
+    def split(rank):
+        groups = [make_group(i, 0, row, [True] * len(row)) for i, row in enumerate(lengths)]
+        outcomes = {group.slot: group.outcome(False) for group in groups}
+        trained, _ = train_rl.drop_and_deal(groups[rank::2], outcomes, config)
+        batch = train_rl.collate(trained, make_prompts(1), [[1] * recipe.prompt_tokens])
+        row_lengths = train_rl.sequence_lengths(batch)
+        assert row_lengths == [recipe.prompt_tokens + len(ids) - 1 for ids in batch.completion_ids]
+        rows = list(range(len(row_lengths)))
+        return split_micro_batches(row_lengths, rows, math.ceil(total / 2 / num), balance), row_lengths
+
+    return ranks(2).run(split)
+
+
+def padded_sizes(parts: list[list[int]], lengths: list[int]) -> list[int]:
+    return [len(part) * max(lengths[row] for row in part) for part in parts if part]
+
+
+@pytest.mark.parametrize("num", [4, 8, 16])
+def test_balanced_micro_batches_are_even_and_have_little_padding(num, ranks):
+    """A smaller limit than the largest micro-batch would need more micro-batches.
+
+    With 16 micro-batches, less than a tenth is padding; with fewer, the share is within 3 points of the best
+    cut of the sorted rows. Without balance it is more than a quarter, and more than twice as much.
+    """
+
+    def padding(split) -> float:
+        sizes = sum(sum(padded_sizes(*of_rank)) for of_rank in split)
+        return 1 - sum(sum(lengths) for _, lengths in split) / sizes
+
+    balanced = split_of_workload(num, True, ranks)
+    for parts, lengths in balanced:
+        largest = max(padded_sizes(parts, lengths))
+        assert all(parts) and num - 1 <= len(parts) <= 1.5 * num + 2
+        assert num_micro_batches(lengths, largest) <= len(parts) < num_micro_batches(lengths, largest - 1)
+    smallest = sum(smallest_total(lengths, len(parts)) for parts, lengths in balanced)
+    best = 1 - sum(sum(lengths) for _, lengths in balanced) / smallest
+    unbalanced = padding(split_of_workload(num, False, ranks))
+    assert padding(balanced) < (0.1 if num == 16 else best + 0.03)
+    assert unbalanced > max(1 / 4, 2 * padding(balanced))
+
+
 # ---- real ranks --------------------------------------------------------------------------------------------
 SUITES = {num: RankSuite("schedule", num, lambda folder: None) for num in (1, 2)}
 
@@ -396,8 +393,7 @@ def equal(one, other) -> bool:
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, (list, tuple)):
-        same = type(one) is type(other) and len(one) == len(other)
-        return same and all(map(equal, one, other))
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
     if hasattr(one, "__dict__"):
         return type(one) is type(other) and equal(list(vars(one).items()), list(vars(other).items()))
     return one == other

@@ -111,8 +111,8 @@ def chooser(schedule, expected_of_group, longest, costs, slots):
             return tokens + latency, 0
         if is_feeder(job, jobs):
             return 1, -tokens
-        rest = sum(tokens_of(other, jobs) for other in jobs if not is_feeder(other, jobs))
-        return (2 if tokens > rest / slots else 0), tokens + latency
+        num_tokens = sum(tokens_of(other, jobs) for other in jobs if not is_feeder(other, jobs))
+        return (2 if tokens > num_tokens / slots else 0), tokens + latency
 
     def is_feeder(job, jobs):
         return job["group"] in costs and costs[job["group"]][1] > tokens_of(job, jobs)
@@ -343,25 +343,24 @@ def test_fit_prints_measured_and_simulated_seconds(tmp_path, monkeypatch, capsys
         (["cases", 0, "recipes", 0], lambda part: part.pop("seed"), "cases[0].recipes[0].seed"),
         (["cases", 0, "rows", 1], lambda part: part.pop("overlap"), "cases[0].rows[1].overlap"),
         (["cases", 0, "recipes", 0], lambda part: part.update(sede=1), "sede"),
+        ([], lambda record: record.clear(), ""),
+        ("{", None, "bench.json"),
+        (None, None, "bench.json"),  # no file
     ],
 )
-def test_fit_names_a_missing_or_unknown_field(keys, change, keyword, tmp_path, monkeypatch, capsys):
+def test_a_broken_file_to_fit_is_an_error_of_one_line(keys, change, keyword, tmp_path, monkeypatch, capsys):
     path, record = bench_file(tmp_path)
-    change(reduce(lambda part, key: part[key], keys, record))
-    path.write_text(json.dumps(record))
+    if keys is None:
+        path.unlink()
+    elif isinstance(keys, str):
+        path.write_text(keys)
+    else:
+        change(reduce(lambda part, key: part[key], keys, record))
+        path.write_text(json.dumps(record))
     with pytest.raises(SystemExit) as exit:
         run_main(monkeypatch, capsys, "--fit", path)
-    assert str(path) in exit.value.code and keyword in exit.value.code
-
-
-@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
-def test_fit_of_a_broken_file_is_an_error_of_one_line(tmp_path, monkeypatch, capsys, text):
-    path = tmp_path / "bench.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(SystemExit) as exit:
-        run_main(monkeypatch, capsys, "--fit", path)
-    assert exit.value.code.startswith(f"error: {path}: ") and "\n" not in exit.value.code
+    message = exit.value.code
+    assert message.startswith(f"error: {path}: ") and keyword in message and "\n" not in message
 
 
 def test_the_simulator_needs_neither_vllm_nor_deepspeed():

@@ -164,8 +164,8 @@ def test_engine_and_policy_are_built_for_the_largest_stage():
 
 
 def test_a_setting_that_is_fixed_for_the_run_is_refused_by_name_in_a_stage():
-    names, sections = setting_fields(Config), set(Config.model_fields)
-    assert {*names, *sections} >= STAGE_SETTINGS
+    sections = set(Config.model_fields)
+    assert {*setting_fields(Config), *sections} >= STAGE_SETTINGS
     fixed = {"model.ep_size=2", "rollout.dtype=float32", "train.num_steps=7", "train.seed=3", "run.dir=x"}
     fixed |= {"reward.judge_path=x", "checkpoint.every=1", "data.chat=always", "train.zero_stage=2"}
     for text in fixed:
@@ -185,12 +185,8 @@ REFUSED = {  # case: (stages, settings, keywords of the message)
         f"[{A}, {{name: b, rollout: {{group_sze: 1}}}}]", [],
         "stages[1].rollout.group_sze rollout.group_size",
     ),
-    "unknown section": (f"[{A}, {{name: b, rolout: {{group_size: 1}}}}]", [], "stages[1].rolout"),
     "wrong type": (f"[{A}, {{name: b, rollout: {{group_size: x}}}}]", [], "stages[1].rollout.group_size"),
-    "section that is a number": (f"[{A}, {{name: b, rollout: 3}}]", [], "stages[1].rollout"),
     "unknown rule": ("[{name: a, until: {stpes: 3}}]", [], "stages[0].until.stpes"),
-    "true as steps": ("[{name: a, until: {steps: true}}]", [], "stages[0].until.steps"),
-    "accuracy above 1": (f"[{{name: a, until: {{accuracy: 2}}}}, {B}]", [], "stages[0].until.accuracy"),
     "no name": ("[{until: {steps: 3}}]", [], "stages[0].name"),
     "nested": (f"[{A}, {{name: b, stages: []}}]", [], "stages[1]"),
     "contradiction in a stage": (
@@ -412,10 +408,10 @@ def test_a_holdout_needs_the_same_training_set_and_prompt_limit_in_all_stages(su
     with_holdout = sums((0, 5)).model_copy(update={"train": [train_set]})
     with pytest.raises(ValueError, match=re.escape("stages[0]: data.train[].holdout")):
         load_all([with_holdout, sums((4, 9))])
-    same = [with_holdout.model_copy(update={"on_bad_row": "drop"})] * 2
+    stages = [with_holdout.model_copy(update={"on_bad_row": "drop"})] * 2
     with pytest.raises(ValueError, match="rollout.max_prompt_tokens"):
-        refuse_holdouts(same, [8, 16], ["stages[0]", "stages[1]"])
-    refuse_holdouts(same, [8, 8], ["stages[0]", "stages[1]"])
+        refuse_holdouts(stages, [8, 16], ["stages[0]", "stages[1]"])
+    refuse_holdouts(stages, [8, 8], ["stages[0]", "stages[1]"])
 
 
 def test_a_new_stage_begins_a_new_stream_only_if_its_prompts_differ(monkeypatch):
@@ -508,13 +504,6 @@ def test_a_stopped_run_resumes_bit_for_bit_in_its_stage(staged, tmp_path):
         records = [torch.load(folder / "history.pt", weights_only=True) for folder in (original, copy)]
         assert all(torch.equal(records[0][name], records[1][name]) for name in ("solved", "last_step"))
     assert set(records[0]["last_step"].tolist()) >= {0, 3, 6}, "the record covers all stages"
-
-
-def test_the_example_has_two_stages():
-    file = ROOT / "experiments" / "environments" / "stages.yaml"
-    one, two = stage_configs(load_config(["--config", str(file)]))
-    assert one.data.train[0].difficulty == (1, 3) and two.data.train[0].difficulty is None
-    assert lifecycle.max_model_len(lifecycle.widest([one, two])) == 32
 
 
 # ---- the page ----------------------------------------------------------------------------------------------

@@ -229,7 +229,7 @@ def record(**fields) -> dict:
 
 
 @pytest.mark.parametrize(
-    "other, difference",
+    "changed, difference",
     [
         (record(), ""),
         (record(settings={"train": {"learning_rate": 1e-4, "seed": 0}, "run": {"dir": "/disk/a"}}), ""),
@@ -241,8 +241,8 @@ def record(**fields) -> dict:
         (record(versions={"torch": "2.12.0"}), "libraries (torch 2.13.0 -> 2.12.0)"),
     ],
 )
-def test_the_difference_between_two_ranks_is_named(other, difference):
-    assert difference_from(record(), other) == difference
+def test_the_difference_between_two_ranks_is_named(changed, difference):
+    assert difference_from(record(), changed) == difference
 
 
 def test_all_ranks_get_the_same_message(monkeypatch):

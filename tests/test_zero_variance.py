@@ -471,15 +471,6 @@ def test_every_choice_equals_the_choice_of_the_description(seed):
 
 
 # ---- statistics --------------------------------------------------------------------------------------------
-
-MODES = {
-    "plain": {},
-    "probe": {"probe_size": 4, "probe_stop_prob": 0.8},
-    "history": {"history": True, "retest_steps": 12},
-    "history and probe": {"history": True, "probe_size": 3, "explore_solved": 0.4, "explore_unsolved": 0.1},
-    "drop and refill": {"drop": True, "refill": True},
-    "all": {"history": True, "probe_size": 4, "drop": True, "refill": True, "probe_stop_prob": 0.75},
-}
 BIMODAL = [0.0] * 24 + [1.0] * 24 + np.random.default_rng(1).beta(1, 2, size=48).tolist()
 
 
@@ -495,31 +486,6 @@ def independent_numbers(seed: int, rates: list[float]):
         return int(epochs[epoch][number])
 
     return order, lambda n: rng.random(), lambda prompt, *where: bool(rng.random() < rates[prompt])
-
-
-def assert_same_mean(first: list[float], second: list[float], name: str) -> None:
-    """Compare two samples of independent replicates by their standard errors."""
-    difference = statistics.mean(first) - statistics.mean(second)
-    error = math.sqrt(statistics.variance(first) / len(first) + statistics.variance(second) / len(second))
-    assert abs(difference) <= Z_BOUND * error, f"{name}: {difference:.4f}, standard error {error:.4f}"
-
-
-@pytest.mark.slow(process="others")
-@pytest.mark.parametrize("mode", MODES)
-def test_the_description_with_other_random_numbers_gives_the_same_statistics(mode):
-    """25 runs of 20 steps of 8 prompts, of the code and of the description."""
-    counts = {Real: [], Described: []}
-    for seed in range(25):
-        config = config_of(**MODES[mode], rollout__prompts_per_step=8, train__seed=seed)
-        offline = [None] * len(BIMODAL)
-        described = Described(offline, config, *independent_numbers(1000 + seed, BIMODAL))
-        real = Real(offline, config, independent_numbers(2000 + seed, BIMODAL)[2])
-        for simulation in (real, described):
-            total = sum((simulation.step()[1] for _ in range(20)), Counter())
-            total["share"] = total["useful"] / total["completions"]
-            counts[type(simulation)].append(total)
-    for name in ("share", "completions", "sampled", "offered", "skipped", "refilled", "stopped", "rounds"):
-        assert_same_mean(*([c[name] for c in counts[kind]] for kind in (Real, Described)), name=name)
 
 
 def prob_varied(rate: float, num: int) -> float:
