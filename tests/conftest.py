@@ -20,7 +20,7 @@ from tests import preloaded
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); tests skip without them
+SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL; tests skip if it is missing
 
 # A test that starts a program of the operating system names the program by this marker. On a machine without
 # the program, the test is skipped, and pytest's last lines count the skipped tests by program.
@@ -30,7 +30,7 @@ MISSING = "missing program: "  # begins the reason of every such skip; the progr
 
 
 def hide_leak_reports() -> None:
-    """Discard the standard error of this process from here on; the exit code stays as it is.
+    """Discard the standard error of this process from here on; the exit code does not change.
 
     Triton's bindings use nanobind, which prints 30 lines about leaked types when an interpreter that has run
     vLLM exits. Triton's own compile workers hide the report the same way, since Triton has no switch for it.
@@ -40,7 +40,7 @@ def hide_leak_reports() -> None:
 
 
 def pytest_configure() -> None:
-    """Register the exit handler first, so that it runs last, after all other handlers have printed."""
+    """Register the exit handler first, because Python calls handlers in reverse order."""
     atexit.register(hide_leak_reports)
 
 
@@ -50,8 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The process of the mark `ranks` runs tests that use the demo's model, and files that start ranks, because
     several files share runs and starts. The other process runs the remaining tests. A slow test that shares
-    nothing says `slow(process="others")`. The demo's model takes a minute to make. Only one process makes it,
-    so the process `ranks` begins with tests that need the model, and the other process ends with them.
+    nothing says `slow(process="others")`. The demo's model takes a minute to make. Only one process makes the
+    model, so the process `ranks` begins with tests that need the model and the other process begins without.
     """
     for item in items:
         skip_without_programs(item)
@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def skip_without_programs(item: pytest.Item) -> None:
-    """Skip a test if this machine lacks a program that one of its `needs_program` markers names."""
+    """Skip a test if this machine lacks a program that a `needs_program` marker names."""
     for marker in item.iter_markers("needs_program"):
         name = marker.kwargs["name"]
         command = marker.kwargs.get("command", name)
@@ -164,14 +164,28 @@ def demo_model():
 
 @pytest.fixture(scope="session")
 def undisturbed(demo_model, tmp_path_factory) -> Path:
-    """Return the folder of an uninterrupted run of SMALL, with its experts spread over two nodes.
+    """Return the folder of an uninterrupted run of SMALL, with experts spread over two nodes.
 
-    Tests compare it with runs on one node: the number of nodes changes no bit.
+    Tests compare this run with runs on one node, because the number of nodes changes no bit.
     """
     run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
     done = train(*SMALL, f"run.dir={run_dir}", start=two_agents)
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    """Return ranks(N), which makes torch.distributed consist of N threads of this process."""
+    from helpers import FakeRanks
+
+    return lambda world_size: FakeRanks(world_size).install(monkeypatch)
+
+
+@pytest.fixture
+def one_rank(ranks):
+    """Make this process the only rank, for collective functions."""
+    ranks(1)
 
 
 @pytest.fixture

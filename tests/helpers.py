@@ -114,7 +114,7 @@ def make_batch(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Updates: twelve completions, how they are split over ranks, and cases
+# Updates: twelve completions, splits over ranks, and cases
 # ------------------------------------------------------------------------------------------------------------
 # Adam divides each gradient by its size, so that the rounding of a gradient near 0 becomes a step of lr.
 # SMOOTH_EPS in the denominator bounds the effect of rounding: lr / eps * 1e-8 = 1e-7.
@@ -123,10 +123,7 @@ LEARNING_RATE, TEMPERATURE, CLIP_EPS = 0.1, 0.7, 0.2
 GROUPS = [list(range(g * 3, g * 3 + 3)) for g in range(4)]
 EVERYTHING = [row for group in GROUPS for row in group]
 HALVES, SHARES = (EVERYTHING[:6], EVERYTHING[6:]), (EVERYTHING[:9], EVERYTHING[9:])
-INTERLEAVED = (
-    GROUPS[0] + GROUPS[2],
-    GROUPS[1] + GROUPS[3],
-)  # gives two ranks the minibatches of one rank
+INTERLEAVED = (GROUPS[0] + GROUPS[2], GROUPS[1] + GROUPS[3])  # gives two ranks the minibatches of one rank
 SHUFFLED = [GROUPS[g][i] for g in (2, 0, 3, 1) for i in (1, 2, 0)]
 REWARDS = [  # (reward, valid): a right completion, a half-right one, a timeout, a group without variance
     [(1.0, True), (0.0, True), (0.0, True)],
@@ -138,7 +135,7 @@ WORK = {"padding_frac", "update_tokens", "update_tokens_max"}  # metrics that de
 
 
 def make_ragged_completions() -> list[dict]:
-    """Make twelve ragged completions in four groups; their logprobs are far from those of any policy."""
+    """Make twelve ragged completions in four groups, with logprobs that no policy would give."""
     rng = random.Random(0)
     completions = []
     for group, rewards in enumerate(REWARDS):
@@ -158,7 +155,7 @@ def make_ragged_completions() -> list[dict]:
 
 
 def share_prompt_routes(completions: list[dict]) -> None:
-    """Give all completions of a group the routes of the first for the prompt, except for its last token."""
+    """Give all completions of a group the same routes for the prompt, except for the last prompt token."""
     first_of = {}
     for c in completions:
         first = first_of.setdefault(c["group"], c)
@@ -225,7 +222,7 @@ def hashed_answer(rates: list[float], seed: int = 0, timeout_prob: float = 0.0) 
 
 
 class FakeEngine:
-    """Stands in for an engine and its reward workers.
+    """Stands in for an engine and the reward workers.
 
     The prompt of a request is a single token, the number of the prompt (see make_run()). Completions end in
     reverse order. answer() decides the verdict and the length of each completion.
@@ -383,8 +380,8 @@ class FakeRanks:
 class RankSuite:
     """A suite of rank_worker.py. All suites of one number of ranks share one start of the ranks.
 
-    A test file makes its suites when it is imported. The first call of results() for a number of ranks runs
-    all suites of this session for it, because a start takes longer than most suites.
+    Test files make suites on import. The first call of results() for a number of ranks, for example 2, runs
+    all suites of this session with that number, because a start takes longer than most suites.
 
     prepare(folder): writes the input of the suite.
     """

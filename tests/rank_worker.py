@@ -3,7 +3,7 @@
     torchrun --nproc-per-node=N tests/rank_worker.py FOLDER SUITE...
 
 A suite reads the files that the tests wrote into FOLDER/SUITE. Every rank stores the suite's results there,
-in results_RANK.pt; the tests compare them (helpers.RankSuite).
+in results_RANK.pt; the tests compare these files (helpers.RankSuite).
 """
 
 import math
@@ -17,14 +17,7 @@ import torch
 warnings.filterwarnings("ignore", category=FutureWarning)
 
 import torch.distributed as dist
-from helpers import (
-    batch_of_rows,
-    hashed_answer,
-    make_config,
-    make_group,
-    make_prompts,
-    make_run,
-)
+from helpers import batch_of_rows, hashed_answer, make_config, make_group, make_prompts, make_run
 from model_suites import model
 
 import moe_model
@@ -61,7 +54,7 @@ def run_update(case: dict, completions: list[dict], folder: Path, group, losses:
 
     case["model"]: folder of the policy. case["ids"]: routes of the sampler: `given` with the completions,
     `own` (the policy's), or `none`. losses: list that updates() fills. Returns the parameters and metrics
-    after update_policy(), the batch fields that it changed, and its micro-batches as (rows, logprobs, ratio).
+    after update_policy(), the changed fields of the batch, and micro-batches as (rows, logprobs, ratio).
     """
     config = make_config(*case["settings"])
     engine = start_engine(config, folder / case["model"], group, case["adam_eps"])
@@ -133,7 +126,7 @@ def finite_batch(completions: list[dict]) -> train_rl.RolloutBatch:
 def run_nonfinite(case: str, on_nonfinite: str, completions: list[dict], engine, folder: Path) -> dict:
     """Put NaN or infinity into a loss, a gradient or a reward of one rank, and update; then update normally.
 
-    Returns the error, the rewards and their validity, the metrics, and the weights before, after, and after
+    Returns the error, rewards, valid flags, the metrics, and the weights before, after, and after
     the next update.
     """
     config = make_config(
@@ -273,7 +266,7 @@ def sample_steps(case: dict, history=None, state=None) -> list[dict]:
 
 
 def run_update_of_groups(case: dict, model: Path, group) -> dict:
-    """Return parameters before and after the last of the case's updates, and its reduced metrics.
+    """Return parameters before and after the last update of the case, and the reduced metrics.
 
     case["updates"]: for each update, for each rank, [(slot, verdicts, completion lengths)].
     """
@@ -337,7 +330,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names:
         result = SUITES[name](folder / name)
         torch.save(result, folder / name / f"results_{dist.get_rank()}.pt")
-    dist.barrier()  # a rank that leaves early would abort the communication of its neighbour
+    dist.barrier()  # a rank that leaves early would abort the communication of other ranks
     dist.destroy_process_group()
 
 

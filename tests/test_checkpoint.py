@@ -1,4 +1,4 @@
-"""Checkpoints: their content, failed writes, damage, and rows that a resumed run writes again."""
+"""Checkpoints: content, failed writes, damage, and rows that a resumed run writes again."""
 
 import json
 import pickle
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import save_small_moe
-from helpers import FakeRanks, make_batch, make_config, make_prompts, no_history, rows_of
+from helpers import make_batch, make_config, make_prompts, no_history, rows_of
 from safetensors import SafetensorError
 
 import lifecycle
@@ -33,9 +33,8 @@ from runtime.metrics import log_metrics, log_samples
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch) -> SimpleNamespace:
+def run(tmp_path, one_rank) -> SimpleNamespace:
     """Make the fields of a run that write_rank() reads, on one rank."""
-    FakeRanks(1).install(monkeypatch)
     save_small_moe(tmp_path / "model")
     policy = moe_model.Policy(moe_model.load_config(tmp_path / "model"), None)
     moe_model.load_hf(policy, tmp_path / "model")
@@ -156,7 +155,7 @@ def test_the_next_checkpoint_removes_the_remains_of_a_kill(run, monkeypatch):
     ],
 )
 def test_a_row_is_dropped_if_the_resumed_run_writes_it_again(row, step, evaluated_step, redone):
-    """A step's evaluation follows its checkpoint, so the checkpoint may lack the evaluation."""
+    """A step is evaluated after the checkpoint, so the checkpoint may lack the evaluation."""
     assert is_redone(row, {"step": step, "evaluated_step": evaluated_step}) == redone
 
 
@@ -208,7 +207,7 @@ def with_checkpoint_settings(config, **settings):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(run, late, monkeypatch):
+def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(run, late, ranks):
     """The late rank looks after the early rank has moved the damaged checkpoint aside."""
     save(run, 1)
     save(run, 2)
@@ -219,7 +218,7 @@ def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(run, late, monkeypat
         time.sleep(0.3 if rank == late else 0)
         return find_checkpoint(config)[0].name
 
-    assert FakeRanks(2).install(monkeypatch).run(find) == ["step_000001", "step_000001"]
+    assert ranks(2).run(find) == ["step_000001", "step_000001"]
 
 
 def test_a_malformed_state_is_refused_by_name(run):
@@ -297,7 +296,7 @@ class OpensAFile:
 
 @pytest.mark.parametrize("name", ["history.pt", "rank_00000.pt"])
 def test_code_in_a_pickle_of_a_checkpoint_is_refused(name, run, tmp_path):
-    """Digests do not protect against this, because an attacker can compute them."""
+    """An attacker can compute the digests of changed files, so digests are no protection."""
     save(run, 1)
     folder, trace = run.folder / "step_000001", tmp_path / "trace"
     torch.save({"optimizer": OpensAFile(trace)}, folder / name)

@@ -1,6 +1,6 @@
 """GRESO (arXiv 2506.02177): skipping by consecutive visits without variance, against lists of visits.
 
-The expected values come from a literal account: every prompt has the list of the mean rewards of its visits,
+The expected values come from a literal account: every prompt has the list of the mean rewards of all visits,
 and the latest visits are counted from the end.
 """
 
@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from helpers import FakeRanks, hashed_answer, make_config, make_group, make_run, no_history
+from helpers import hashed_answer, make_config, make_group, make_run, no_history
 
 import greso
 import train_rl
@@ -18,15 +18,11 @@ from runtime.checkpoint import TrainState
 from runtime.stages import StagePosition
 from settings import Config
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 GRESO = {
     "history": True, "skip_rule": "consecutive", "drop": True, "refill": True, "round_size": "adaptive",
     "max_rounds": 16,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    FakeRanks(1).install(monkeypatch)
 
 
 def greso_config(**settings) -> Config:
@@ -124,7 +120,7 @@ def test_exploration_adapts_after_one_epoch_of_the_stage(offers, length):
 
 
 def zero_variance_share(config: Config, rates: list[float], num_steps: int) -> float:
-    """Simulate the steps of a run; return the share of groups without variance in their second half."""
+    """Simulate a run; return the share of groups without variance in the second half of the run."""
     run = make_run(config, hashed_answer(rates, 1), len(rates))
     flat = 0
     total = 0
@@ -141,7 +137,7 @@ def zero_variance_share(config: Config, rates: list[float], num_steps: int) -> f
 def test_the_share_of_groups_without_variance_falls_to_its_target():
     """0.7 of the prompts are always or never solved; fewer than 0.3 of the sampled groups are.
 
-    A step of 12 groups exceeds a target as often as it falls short, so the mean lies below the target.
+    Steps of 12 groups exceed a target as often as they fall short, so the mean lies below the target.
     """
     rates = [0.0] * 28 + [1.0] * 21 + [0.5] * 21
     sizes = {"rollout__prompts_per_step": 8}

@@ -132,7 +132,7 @@ def test_a_thread_leaves_a_full_disk_to_the_main_thread(error, text, monkeypatch
 
 
 def test_error_files_of_an_earlier_start_are_deleted(tmp_path, monkeypatch):
-    """Rank 0 deletes its own file and the files of ranks that no longer exist."""
+    """Rank 0 deletes the file of rank 0 and the files of ranks that no longer exist."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("0", "1", "2", "10", "x"):
         (tmp_path / f"error_rank_{name}.txt").touch()

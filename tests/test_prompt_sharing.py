@@ -67,7 +67,7 @@ def test_repeated_prompts_are_laid_out_once():
 
 
 def test_a_group_stays_together_if_that_saves_tokens():
-    """The first group has 3 x 4 prompt tokens, of which 6 are saved, and its longest completion has 8."""
+    """The first group has 3 x 4 prompt tokens, of which 6 are saved. The longest completion has 8 tokens."""
     completions = make_ragged_completions()
     lengths = [len(c["prompt_ids"]) + len(c["completion_ids"]) - 1 for c in completions]
     assert lengths[:3] == [11, 10, 8]

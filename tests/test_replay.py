@@ -1,4 +1,4 @@
-"""Router replay against transformers with forced routers, route mismatch, mismatch metrics and their gate.
+"""Router replay against transformers with forced routers; route mismatch, mismatch metrics and gate.
 
 Updates run in rank_worker.py, once on one rank and once on two. The model "mixed" has a dense layer between
 two MoE layers and gate weights that are not renormalised; "small" is the model of conftest.py.
@@ -27,7 +27,6 @@ from helpers import (
     SHUFFLED,
     TEMPERATURE,
     WORK,
-    FakeRanks,
     RankSuite,
     batch_of_rows,
     make_batch,
@@ -60,7 +59,7 @@ ROUNDING, WRONG_EXPERTS = 1e-5, 1e-2  # of log-probabilities, see above
 
 
 def save_mixed_moe(folder) -> None:
-    """Save a model of layers MoE, dense, MoE; top 3 of 6 experts, weights as the softmax gives them."""
+    """Save a model of layers MoE, dense, MoE; top 3 of 6 experts, gate weights straight from the softmax."""
     torch.manual_seed(1)
     config = Qwen3MoeConfig(
         vocab_size=24, hidden_size=16, intermediate_size=20, num_hidden_layers=3, mlp_only_layers=[1],
@@ -83,7 +82,7 @@ def random_routes(model: str, num_rows: int, rng: random.Random) -> torch.Tensor
 def make_completions() -> list[dict]:
     """Add random experts and advantages to the ragged completions; one row of completion 4 has no experts.
 
-    All completions of a group have the same experts for the prompt, except for its last token.
+    All completions of a group have the same experts for the prompt, except for the last prompt token.
     """
     rng = random.Random(5)
     completions = make_ragged_completions()
@@ -170,17 +169,11 @@ def updates() -> dict:
     return one | two
 
 
-@pytest.fixture
-def one_process(monkeypatch):
-    """Make this process the only rank, for collective functions."""
-    FakeRanks(1).install(monkeypatch)
-
-
 # ---- the update: plain torch -------------------------------------------------------------------------------
 
 
 class ForcedModel:
-    """Runs transformers' model, sequence by sequence; its routers use forced experts if a row has any."""
+    """Runs transformers' model, sequence by sequence; routers use forced experts in rows that have some."""
 
     def __init__(self, folder):
         self.hf = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -346,7 +339,7 @@ def run_old_pass(folder, model, routes, *overrides, rows=EVERYTHING, **options):
 
 
 @pytest.mark.parametrize("model", ["small", "mixed"])
-def test_replayed_routes_change_the_logprobs_only_if_they_are_shifted(model, folder, one_process):
+def test_replayed_routes_change_the_logprobs_only_if_they_are_shifted(model, folder, one_rank):
     off = run_old_pass(folder, model, None)
     r3 = "algorithm.router_replay=r3"
     assert off.route_mismatch is None
@@ -365,7 +358,7 @@ def test_replayed_routes_change_the_logprobs_only_if_they_are_shifted(model, fol
 
 
 def perturbed_routes(live: list[torch.Tensor], rng: random.Random) -> list[torch.Tensor]:
-    """Copy routes and change them, including rows of the prompts.
+    """Copy and change routes, including rows of the prompts.
 
     A third of the rows gets another expert in one layer, a third another order of the experts, and a tenth
     no route.
@@ -396,7 +389,7 @@ def slow_mismatch(live: torch.Tensor, sampled: torch.Tensor, completion: dict) -
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10**6])
-def test_route_mismatch_against_a_loop_over_tokens(micro_batch_tokens, folder, one_process):
+def test_route_mismatch_against_a_loop_over_tokens(micro_batch_tokens, folder, one_rank):
     completions = make_completions()
     policy = ForcedModel(folder / "mixed")
     with torch.no_grad():
@@ -598,7 +591,7 @@ def test_p99_is_never_too_small_and_at_most_2_4_percent_too_large(size):
 
 
 @pytest.mark.parametrize("difference", [0.0, 1.0, 60.0, -60.0, -800.0])
-def test_equal_weights_have_an_effective_sample_size_of_1_or_nan(difference, one_process):
+def test_equal_weights_have_an_effective_sample_size_of_1_or_nan(difference, one_rank):
     """Identical policies: k3 is 0 and ESS is 1. Weights that underflow give NaN or at most 1."""
     values = torch.ones(2, 5)
     statistics = M.mismatch_statistics(difference * values - 1, -values)
@@ -619,7 +612,7 @@ def test_equal_weights_have_an_effective_sample_size_of_1_or_nan(difference, one
 
 
 def gate_steps(k3s, limit, patience) -> tuple[list, list[int]]:
-    """Return the results of mismatch_gate() for each step, and its counts. k3 None: a step without update."""
+    """Return the results of mismatch_gate() for each step, and the counts. k3 None: a step without update."""
     config = settings(f"algorithm.mismatch_gate={limit}", f"algorithm.mismatch_patience={patience}")
     state = SimpleNamespace(step=7, steps_above_gate=0)
     results, counts = [], []
@@ -629,7 +622,7 @@ def gate_steps(k3s, limit, patience) -> tuple[list, list[int]]:
     return results, counts
 
 
-def test_the_gate_warns_and_stops_after_its_patience(one_process, capsys):
+def test_the_gate_warns_and_stops_after_its_patience(one_rank, capsys):
     results, counts = gate_steps([0.3, 0.3, 0.1, 0.2, 0.0, 0.3, 0.21, 0.3], limit=0.2, patience=3)
     assert counts == [1, 2, 0, 0, 0, 1, 2, 3]  # 0.2 does not exceed the gate
     assert results[:-1] == [None] * 7
@@ -651,14 +644,14 @@ def test_the_gate_warns_and_stops_after_its_patience(one_process, capsys):
         ([0.3, None, math.nan], 0.2, 2, [1, 1, 2], 1),  # a step without update leaves the count
     ],
 )
-def test_the_gate_counts_steps(k3s, limit, patience, counts, num_warnings, one_process, capsys):
+def test_the_gate_counts_steps(k3s, limit, patience, counts, num_warnings, one_rank, capsys):
     results, actual = gate_steps(k3s, limit, patience)
     assert actual == counts and results[:-1] == [None] * (len(k3s) - 1)
     assert (results[-1] is not None) == bool(limit and patience)
     assert len(capsys.readouterr().out.splitlines()) == num_warnings
 
 
-def test_invalid_routes_are_tolerated_up_to_the_threshold(one_process):
+def test_invalid_routes_are_tolerated_up_to_the_threshold(one_rank):
     for invalid, total, limit in ((0, 0, 0.0), (0, 100, 0.0), (2, 200, 0.01), (50, 200, 0.25)):
         check_routes(invalid, total, limit)
         with pytest.raises(RuntimeError, match=f"{invalid + 1} of {total}") as error:
@@ -679,7 +672,7 @@ def parity(differences: list[float], *overrides: str) -> None:
 FLOAT32 = ("model.dtype=float32", "rollout.dtype=float32")
 
 
-def test_parity_in_float32_checks_the_tail(one_process):
+def test_parity_in_float32_checks_the_tail(one_rank):
     parity([5e-4] * 100, *FLOAT32)
     parity([5e-4] * 99 + [5.0], *FLOAT32)  # one of 100 lies above the quantile; the mean is 0.05
     parity([-5.0] + [0.0] * 99, *FLOAT32)
@@ -692,7 +685,7 @@ def test_parity_in_float32_checks_the_tail(one_process):
 
 
 @pytest.mark.parametrize("dtypes", [FLOAT32, ("model.dtype=bfloat16",)])
-def test_parity_checks_the_mean(dtypes, one_process):
+def test_parity_checks_the_mean(dtypes, one_rank):
     for differences in ([0.11, -0.11] * 50, [0.0] * 99 + [12.0], [float("nan")] + [0.0] * 99):
         with pytest.raises(RuntimeError, match="parity_mean 0.1"):
             parity(differences, *dtypes)

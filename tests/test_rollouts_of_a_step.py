@@ -7,13 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from helpers import (
-    FakeRanks,
-    hashed_answer,
-    make_config,
-    make_group,
-    make_run,
-)
+from helpers import hashed_answer, make_config, make_group, make_run
 from rank_worker import contents
 
 import train_rl
@@ -22,13 +16,6 @@ from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt
 from data.stream import seed_of
 from runtime.checkpoint import TrainState
-
-
-@pytest.fixture
-def ranks(monkeypatch):
-    """Return ranks(N), which makes torch.distributed consist of N threads of this process."""
-    return lambda world_size: FakeRanks(world_size).install(monkeypatch)
-
 
 # ---- expected lengths --------------------------------------------------------------------------------------
 
@@ -134,7 +121,7 @@ MODES = {
 
 
 def run_steps(schedule: str, mode: str) -> list[tuple]:
-    """Return this rank's sampled groups, and trained groups with their minibatches, for each step."""
+    """Return this rank's sampled groups, trained groups and minibatches, for each step."""
     config = make_config(
         f"rollout.schedule={schedule}", "rollout.group_size=4", "rollout.prompts_per_step=8", *MODES[mode]
     )

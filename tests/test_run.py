@@ -1,6 +1,6 @@
 """Run the whole of train_rl.py as a user does: two ranks, EP = 2, real DeepSpeed, vLLM and checkpoints.
 
-A start takes seconds, so tests share runs and resume copies of them.
+A start takes seconds, so tests share runs and resume copies of runs.
 """
 
 import fcntl
@@ -192,7 +192,7 @@ def test_sigterm_leaves_a_checkpoint_of_the_last_finished_step(undisturbed, tmp_
 
 
 def test_another_learning_rate_continues_with_the_optimizers_state(undisturbed, tmp_path):
-    """With a learning rate near 0, AdamW moves no weight, and its moving averages continue."""
+    """With a learning rate near 0, AdamW moves no weight, but the moving averages continue."""
     run_dir = shutil.copytree(undisturbed, tmp_path / "copy")
     settings = ["train.num_steps=7", "train.learning_rate=1e-30", "train.weight_decay=0.5"]
     done = train(*SMALL, *settings, f"run.dir={run_dir}")
@@ -343,7 +343,7 @@ def test_bfloat16_fp8_and_replayed_routes_resume_exactly(gated, custom_reward, t
 
 
 def test_a_dense_model_runs_too(tmp_path):
-    """Random weights earn no reward, so weight decay changes them between two syncs."""
+    """Random weights earn no reward, so only weight decay changes the weights between two syncs."""
     from transformers import Qwen3Config
 
     from data.tiny import build_tokenizer
@@ -414,8 +414,8 @@ os._exit(1)  # ends the second rank, whatever it is doing
 def outcomes_of(cases: dict[str, dict], folder: Path, ranks: int) -> dict[str, tuple[int, str, str]]:
     """Return (exit code, standard error, output) of rank 0 in every case; one process runs all cases.
 
-    A case has "argv". It may have "tampered": (weights, factor), which multiplies weights on their way to the
-    engine, and "full_disk". 0 ranks: without torchrun's environment.
+    A case has "argv". It may have "tampered": (weights, factor), which multiplies these weights before the
+    sync, and "full_disk". 0 ranks: without torchrun's environment.
     """
     (script := folder / "cases.py").write_text(CASES)
     done = preloaded.run(ranks, script, json.dumps(cases), timeout_s=300)
@@ -519,7 +519,7 @@ REFUSED = {  # case: (settings, keyword of the message)
     "settings": (["rollout.group_size=8"], "rollout.group_size 4 -> 8"),
     "settings of one rank": (["model.path=RANK_FOLDER"], "'of_rank_0' -> 'of_rank_1'"),
     "no shared folder": (["run.dir=FINISHED/RANK_FOLDER"], "not the same folder"),
-    "second run": ([], "another run"),  # last, because it is refused on rank 0 alone
+    "second run": ([], "another run"),  # last, because only rank 0 refuses this case
 }
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import FakeRanks, RankSuite, make_config, make_group, make_prompts
+from helpers import RankSuite, make_config, make_group, make_prompts
 from rank_worker import PARCELS, parcels
 
 import train_rl
@@ -24,13 +24,6 @@ from runtime.schedule import (
     verdict_tokens,
 )
 
-
-@pytest.fixture
-def ranks(monkeypatch):
-    """Return ranks(N), which makes torch.distributed consist of N threads of this process."""
-    return lambda world_size: FakeRanks(world_size).install(monkeypatch)
-
-
 # ---- the waiting line --------------------------------------------------------------------------------------
 
 
@@ -40,7 +33,7 @@ class NaiveLine:
     def __init__(self, requests: list[Request], slots: int):
         self.requests = requests
         self.waiting = list(range(len(requests)))
-        self.lengths = {}  # {group: lengths of its completions}
+        self.lengths = {}  # {group: completion lengths}
         feeders = [r for r in requests if r.work_tokens > r.expected_tokens]
         num_tokens = sum(r.expected_tokens for r in requests if r not in feeders)
         self.long = num_tokens / slots if feeders else math.inf
@@ -138,7 +131,7 @@ def blocks_by_hand(requests, running, lengths, mean, block_size, shares) -> int:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_the_room_for_keys_and_values_follows_its_description(seed):
-    """Requests start in their order if there is room, and end with any length, whatever was expected."""
+    """Requests start in order if there is room, and end with any length, whatever was expected."""
     rng = random.Random(seed)
     requests = random_requests(rng)
     shares = rng.random() < 0.5
@@ -262,7 +255,7 @@ def test_one_sequence_and_one_worker_finish_as_early_as_in_the_best_order(seed):
 
 
 def test_a_verdict_costs_the_tokens_that_the_engine_generates_meanwhile():
-    """By hand: 0.3 s are 30 steps of 10 ms; at 1,600 tokens a second they are 480, shared by 8 verdicts."""
+    """By hand: 0.3 s are 30 steps of 10 ms; at 1,600 tokens a second, 480 tokens, shared by 8 verdicts."""
     assert verdict_tokens(0.3, 0.01, 1600.0, 8) == pytest.approx((60.0, 60.0))
     assert verdict_tokens(0.3, math.inf, 0.0, 8) == (0.0, 0.0), "before the first step"
 
@@ -365,7 +358,7 @@ def test_balanced_micro_batches_are_even_and_have_little_padding(num, ranks):
     """A smaller limit than the largest micro-batch would need more micro-batches.
 
     With 16 micro-batches, less than a tenth is padding; with fewer, the share is within 3 points of the best
-    cut of the sorted rows. Without balance it is more than a quarter, and more than twice as much.
+    cut of the sorted rows. Without balance, the share is more than a quarter, and more than doubled.
     """
 
     def padding(split) -> float:

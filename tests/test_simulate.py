@@ -68,7 +68,7 @@ def run_by_token(jobs, engine, choose, decode_seconds=0.0, shared=0):
 def last_reward(arrivals, num_workers):
     """Return the end of the last reward; arrivals: (time, seconds) in the order of the queue.
 
-    A reward starts at the first moment after its arrival at which fewer than num_workers of the earlier
+    A reward starts at the first moment after the arrival at which fewer than num_workers of the earlier
     rewards are unfinished.
     """
     ends = []
@@ -126,7 +126,7 @@ def chooser(schedule, expected_of_group, longest, costs, slots):
         if expected_of_group is not None:
             return expected_of_group[job["group"]]
         if job is siblings[0]:
-            return float("inf")  # its length predicts the lengths of its siblings
+            return float("inf")  # the first length predicts the lengths of siblings
         ended = [other["tokens"] for other in siblings if other["ended"]]
         return sum(ended) / len(ended) if ended else longest
 
@@ -284,7 +284,7 @@ def printed_rows(output):
 
 
 def bench_file(tmp_path):
-    """Write a file as the benchmark does, with the seconds of the simulator; return its path and content."""
+    """Write a file as the benchmark does, with the seconds of the simulator; return path and content."""
     workload, engine = random_case(3)
     engine = replace(engine, sibling_prefill=1.0)
     rows = [

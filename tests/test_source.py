@@ -1,4 +1,4 @@
-"""The copy of its source that a run saves (runtime/checkpoint.py: save_source)."""
+"""The copy of the source that a run saves (runtime/checkpoint.py: save_source)."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def git(repository: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch) -> Path:
-    """Make a folder with a script and a module, as if checkpoint.py lay in it and the script ran."""
+    """Make a folder with a script and a module, as if checkpoint.py lay in the folder and the script ran."""
     root = tmp_path / "repository"
     (root / "runtime").mkdir(parents=True)
     (root / "mine.py").write_text("print('mine')\n")

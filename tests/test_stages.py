@@ -1,4 +1,4 @@
-"""Stages: when a stage ends, what a stage may set, its prompts, and resuming a run with stages.
+"""Stages: when a stage ends, the settings and prompts of a stage, and resuming a run with stages.
 
 `Simulated` is a second implementation of the hand-over rule. It evaluates the whole series of a stage each
 time, while the code keeps a position.
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, SMALL, train
-from helpers import FakeRanks, assert_same_run, assert_same_weights, no_history, rows_of, steps_of
+from helpers import assert_same_run, assert_same_weights, no_history, rows_of, steps_of
 
 import lifecycle
 import train_rl
@@ -79,7 +79,7 @@ def random_rule(draw: random.Random) -> dict:
 
 @pytest.mark.parametrize("metric", ["score", "eval/set/accuracy"])
 def test_a_stage_ends_when_its_simulation_does(metric):
-    """300 series of 60 steps. The position goes through JSON at each step, as it does in a checkpoint."""
+    """300 series of 60 steps. The position goes through JSON at each step, like in a checkpoint."""
     ends = []
     for seed in range(300):
         draw = random.Random(seed)
@@ -252,8 +252,7 @@ def test_settings_of_stages_have_names_and_a_written_config_loads_as_the_same(tm
         (f"[{A}, {B}]", None),
     ],
 )
-def test_a_changed_list_of_stages_is_refused_on_resume(stages, difference, monkeypatch, tmp_path):
-    FakeRanks(1).install(monkeypatch)
+def test_a_changed_list_of_stages_is_refused_on_resume(stages, difference, one_rank, tmp_path):
     config = load(f"[{A}, {B}]")
     state = TrainState(stage=StagePosition(1))
     record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": asdict(state)}
@@ -264,8 +263,7 @@ def test_a_changed_list_of_stages_is_refused_on_resume(stages, difference, monke
         check_fits(load(stages), tmp_path, record)
 
 
-def test_weights_of_a_stage_that_no_longer_exists_are_refused(monkeypatch, tmp_path):
-    FakeRanks(1).install(monkeypatch)
+def test_weights_of_a_stage_that_no_longer_exists_are_refused(one_rank, tmp_path):
     record = {"state": asdict(TrainState(stage=StagePosition(1)))}
     check_fits(load(f"[{A}, {B}]", "checkpoint.resume=weights"), tmp_path, record)
     with pytest.raises(ValueError, match=re.escape("stages[1]")):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from conftest import ROOT, SMALL, train, two_agents
-from helpers import FakeRanks, make_config
+from helpers import make_config
 
 from runtime import agreement
 from runtime.agreement import check_ranks_agree, code_of, difference_from, tell_ranks, wait_for_ranks
@@ -175,7 +175,7 @@ def score(completion, answer):
 @pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
 def test_a_reward_that_hangs_ends_a_run_and_is_named(tmp_path):
-    """The reward hangs on rank 1, which reports it; rank 0 aborts the run."""
+    """The reward hangs on rank 1; rank 1 reports the worker and rank 0 aborts the run."""
     (tmp_path / "mine.py").write_text(HANGING_REWARD)
     kind = f"{tmp_path / 'mine.py'}:score"
     lines = (ROOT / "data" / "built" / "tiny" / "train.jsonl").read_text().splitlines()[:400]
@@ -245,16 +245,15 @@ def test_the_difference_between_two_ranks_is_named(changed, difference):
     assert difference_from(record(), changed) == difference
 
 
-def test_all_ranks_get_the_same_message(monkeypatch):
+def test_all_ranks_get_the_same_message(ranks):
     """Ranks 1 and 2 of three have another learning rate."""
-    fake = FakeRanks(3).install(monkeypatch)
 
     def message(rank: int) -> str:
         with pytest.raises(ValueError) as raised:
             check_ranks_agree(make_config(f"train.learning_rate={1e-4 * (1 + (rank > 0))}"))
         return str(raised.value)
 
-    (text,) = set(fake.run(message))
+    (text,) = set(ranks(3).run(message))
     assert "rank 1 on" in text and "train.learning_rate 0.0001 -> 0.0002" in text and "1, 2" in text
 
 

@@ -31,7 +31,6 @@ import scipy.stats
 import torch
 from conftest import SMALL, save_small_moe, train
 from helpers import (
-    FakeRanks,
     RankSuite,
     assert_same_run,
     hashed_answer,
@@ -55,18 +54,8 @@ from reward import Verdict
 from runtime.checkpoint import TrainState
 from runtime.metrics import batch_metrics, exact_sum, prompt_account, reduce_metrics, rollout_metrics
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 Z_BOUND = 4.5
-
-
-@pytest.fixture
-def ranks(monkeypatch):
-    """Return ranks(N), which makes torch.distributed consist of N threads of this process."""
-    return lambda world_size: FakeRanks(world_size).install(monkeypatch)
-
-
-@pytest.fixture(autouse=True)
-def one_rank(ranks):
-    ranks(1)
 
 
 def config_of(**settings) -> train_rl.Config:
@@ -98,7 +87,7 @@ def group_of(*rights: bool | None, slot: int = 0, shares=None, length: int = 4) 
 def moment(hits: float, misses: float, power: int, prior: float) -> float:
     """Return E[p^power] under Beta(hits + prior, misses + prior), by quadrature.
 
-    The weight x^(a-1) (1-x)^(b-1) is infinite at the ends, so it is passed to the quadrature as a weight.
+    The weight x^(a-1) (1-x)^(b-1) is infinite at the ends, so scipy's quadrature handles the weight.
     """
     exponents = (hits + prior - 1, misses + prior - 1)
     weight = {"weight": "alg", "wvar": exponents, "epsabs": 0, "epsrel": 1e-11}
@@ -272,7 +261,7 @@ def test_an_outcome_counts_verdicts_tokens_and_completions():
 
 
 def test_a_weighted_sum_is_right_only_if_all_its_parts_are():
-    """The status of a weighted sum is the status of its first kind, so the score decides."""
+    """The status of a weighted sum is the status of the first kind, so the score decides."""
     mixed = scored_group(0.8, 1.0, 0.2, 0.0)
     mixed.verdicts[0] = Verdict(0.8, "ok")
     partly_right = scored_group(*[0.8] * 8)
@@ -290,10 +279,10 @@ def test_a_weighted_sum_is_right_only_if_all_its_parts_are():
 
 
 class Described:
-    """Implements stages 1b and 1c and their contrasts as described, one step at a time on one rank.
+    """Implements stages 1b and 1c and the contrasts as described, one step at a time on one rank.
 
     order(n), draw(n): the prompt and the uniform number of offer n. answer(prompt, step, slot, sample): True,
-    False, or None for a timeout. The record of a prompt is the list of its visits; an offline pass rate is a
+    False, or None for a timeout. The record of a prompt is a list of visits; an offline pass rate is a
     visit with group_size verdicts at step 0.
     """
 
@@ -351,7 +340,7 @@ class Described:
             tally["skipped"] += 1
 
     def is_completed(self, prompt: int, probe: list[bool | None]) -> bool:
-        """Say whether a group gets all its completions after its probe."""
+        """Say whether a group gets all completions after the probe."""
         verdicts = [v for v in probe if v is not None]
         if len(set(verdicts)) != 1:  # verdicts differ, or all timed out
             return True
@@ -361,7 +350,7 @@ class Described:
         return self.prob_alike(hits + len(verdicts), misses, num_missing) < self.settings.probe_stop_prob
 
     def step(self) -> tuple[list[tuple[int, list]], Counter]:
-        """Return prompts with their verdicts in the order they were taken, and counts of events."""
+        """Return prompts with verdicts in sampling order, and counts, for example of stopped probes."""
         settings, rollout = self.settings, self.config.rollout
         size = rollout.group_size
         first = settings.probe_size or size
@@ -650,7 +639,7 @@ def test_refill_reaches_its_number_or_ends_short_after_max_rounds(max_rounds, pr
 
 
 def test_a_record_that_rules_every_prompt_out_does_not_stall_a_step():
-    """After an epoch of offers, prompts are taken in their order."""
+    """After an epoch of offers, prompts are taken in order."""
     history = history_of(*[(0.0, 1e12, 0)] * 20)
     config = config_of(history=True, explore_unsolved=0.0, retest_steps=1000)
     chosen, offered = train_rl.choose_prompts(7, 13, history, 1, config)
@@ -684,7 +673,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_a_resumed_record_continues_identically(case, tmp_path):
-    """The record is saved as a checkpoint saves it: vars() through torch.save, loaded with weights_only."""
+    """Save and load the record like a checkpoint: vars() through torch.save, loaded with weights_only."""
     straight = sample_steps(case)
     state, history = TrainState(), no_history(len(case["rates"]))
     first = sample_steps(case | {"num_steps": 5}, history, state)
@@ -757,7 +746,7 @@ def test_balance_deals_every_group_to_one_rank_and_the_loads_are_close(seed, ran
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("num_minibatches", [1, 2, 3, 4])
 def test_every_minibatch_is_dealt_to_the_ranks_separately(num_minibatches, drop, ranks):
-    """In the order of their slots, groups are cut into minibatches of equal size; the last may be smaller.
+    """In the order of slots, groups are cut into minibatches of equal size; the last may be smaller.
 
     The groups of a minibatch with and without variance are balanced separately.
     """
@@ -808,14 +797,14 @@ def test_groups_that_updates_skip_are_dealt_separately(settings, is_separate, wo
 
 
 def groups_by_step(steps_of_ranks: list[list[dict]], key: str) -> list[list]:
-    """Return the groups of all ranks for each step, in the order of their slots."""
+    """Return the groups of all ranks for each step, in the order of slots."""
     return [sorted(sum((step[key] for step in steps), [])) for steps in zip(*steps_of_ranks)]
 
 
 def assert_ranks_agree(steps_of_ranks: list[list[dict]], alone: list[dict], rl_zvp: bool) -> None:
     """Check that all ranks agree with a single rank, and that every group is on exactly one rank.
 
-    rl_zvp: all groups have a gradient, so they are dealt together.
+    rl_zvp: all groups have a gradient and are dealt together.
     """
     shared = ("outcomes", "account", "consumed", "trained_slots", "record")
     for steps in steps_of_ranks:
@@ -841,7 +830,7 @@ def test_the_number_of_ranks_changes_only_the_distribution_of_work(case, world_s
 
 
 def assert_prompts_are_dealt_by_expected_length(steps_of_ranks: list[list[dict]]) -> None:
-    """Check steps of one round: prompts are dealt by the lengths of their last visits, not in turn."""
+    """Check steps of one round: prompts are dealt by the lengths of the last visits, not in turn."""
     lengths = [0.0] * len(steps_of_ranks[0][0]["record"]["mean_tokens"])
     num_in_turn = 0
     for steps in zip(*steps_of_ranks):
@@ -1053,7 +1042,7 @@ def test_rl_zvp_by_hand():
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_length_penalty_does_not_count_as_variance(right):
-    """Equal verdicts of unequal length have unequal rewards, yet RL-ZVP applies and dropping drops them."""
+    """Equal verdicts of unequal length have unequal rewards, yet RL-ZVP and dropping apply."""
     penalty = {"reward__overlong_buffer": 8, "rollout__max_new_tokens": 8}
     group = group_of(right, right)
     group.completions[1] = make_completion(8)
@@ -1162,7 +1151,7 @@ def test_a_sum_of_metrics_does_not_depend_on_the_distribution_over_ranks():
 
 @pytest.mark.slow
 def test_history_probes_and_rl_zvp_resume_exactly(demo_model, tmp_path):
-    """A run that resumes from its checkpoint of step 2, with its record, as if killed after that step."""
+    """Resume from the checkpoint of step 2, including the record, as if killed after that step."""
     straight = tmp_path / "straight"
     command = [*SHORT, *STAGES, RL_ZVP]
     done = train(*command, f"run.dir={straight}", ranks=1, timeout_s=120)
@@ -1207,7 +1196,7 @@ def test_skipping_rows_without_gradient_gives_the_same_run_up_to_rounding(demo_m
 
 @pytest.mark.slow
 def test_drop_and_refill_run_on_two_ranks(demo_model, tmp_path):
-    """All stages that combine with refill; every step trains on its eight groups or ends short."""
+    """All stages that combine with refill; every step trains on eight groups or ends short."""
     done = train(*SHORT, *STAGES, DROP, REFILL, f"run.dir={tmp_path}", timeout_s=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_account_adds_up(tmp_path)
@@ -1223,7 +1212,7 @@ def test_drop_and_refill_run_on_two_ranks(demo_model, tmp_path):
 def test_a_record_of_fractions_skips_about_as_many_groups_as_have_no_variance(digits, right):
     """The score is the share of right digits; 1000 prompts, two visits each.
 
-    A prompt whose groups nearly always differ is rarely skipped, even if its mean score is close to 0 or 1.
+    A prompt whose groups nearly always differ is rarely skipped, even if the mean score is close to 0 or 1.
     The margin is the effect of the prior after 12 verdicts; a rule on the mean would skip 0.4 to 0.7 more.
     """
     num = 1000
