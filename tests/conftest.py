@@ -177,7 +177,7 @@ def undisturbed(demo_model, tmp_path_factory) -> Path:
 @pytest.fixture
 def ranks(monkeypatch):
     """Return ranks(N), which makes torch.distributed consist of N threads of this process."""
-    from helpers import FakeRanks
+    from fake_ranks import FakeRanks
 
     return lambda world_size: FakeRanks(world_size).install(monkeypatch)
 
