@@ -36,11 +36,12 @@ from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
+from judges import build_judge
+from memory_plan import check_memory, max_model_len, trainer_memory
 from moe_model import num_experts_of
 from reward import (
     RewardPool,
     Verdict,
-    build_judge,
     check_functions,
     impossible_references,
     score_of,
@@ -49,10 +50,7 @@ from reward import (
 from rollout import (
     RolloutEngine,
     SyncReport,
-    engine_memory,
     invalid_route,
-    kv_bytes_per_token,
-    load_greedy_chat,
     stops_of,
 )
 from runtime.agreement import check_ranks_agree, wait_for_ranks
@@ -69,7 +67,7 @@ from runtime.checkpoint import (
 from runtime.checks import check_routes, check_verdicts, mismatch_gate, refuse_nonfinite_weights, say
 from runtime.config import flat_settings
 from runtime.launch import Signals, Stopped, check_gpus
-from runtime.memory import GIB, trainer_bytes, why_too_small
+from runtime.memory import trainer_bytes
 from runtime.metrics import (
     Clock,
     console_line,
@@ -244,12 +242,6 @@ def widest(configs: list[Config]) -> Config:
     return first.model_copy(update=sections)
 
 
-def max_model_len(config: Config) -> int:
-    """Return the longest prompt + completion, in tokens, that the engine must hold."""
-    longest = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
-    return config.rollout.max_prompt_tokens + longest
-
-
 def check_model(config: Config, hf_config) -> None:
     """Raise ValueError if the settings do not fit the model."""
     context = max_model_len(config)
@@ -269,56 +261,6 @@ def check_model(config: Config, hf_config) -> None:
     replay = config.algorithm.router_replay
     if replay != "off" and num_experts_of(hf_config) == 0:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense and has no router; set off")
-
-
-# ---- memory ----
-def syncs_own_experts(config: Config) -> bool:
-    """Tell whether a rank's engine holds the experts that the rank trains, so that none are gathered."""
-    return config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
-
-
-def trainer_memory(config: Config, hf_config, num_ranks: int) -> dict[str, int]:
-    """Return the bytes of the trainer on a GPU, by part; a forward pass holds at least one full-length row.
-
-    train.share_prompts does not reduce the largest micro-batch, whose rows may have short prompts.
-    """
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    return moe_model.memory_by_part(
-        hf_config, config.model, config.train.zero_stage, num_ranks,
-        tokens=max(config.train.tokens_per_forward(on_gpu=True), longest),
-        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
-        offload_optimizer=config.train.offload_optimizer,
-    )  # fmt: skip
-
-
-def plan_memory(config: Config, hf_config, num_ranks: int, total: int) -> tuple[dict[str, int], str | None]:
-    """Return the bytes of a GPU by part, trainer and engine, and the reason if `total` bytes are too few."""
-    parts = trainer_memory(config, hf_config, num_ranks)
-    engine_sleeps = config.rollout.sleep_level > 0
-    parts |= engine_memory(hf_config, config.rollout, trainer_bytes(parts, engine_sleeps), total)
-    needed = max_model_len(config) * kv_bytes_per_token(hf_config, config.rollout)
-    return parts, why_too_small(parts, engine_sleeps, total, needed)
-
-
-def check_memory(config: Config, hf_config, num_ranks: int) -> None:
-    """Refuse a run that cannot fit into the GPUs, before anything is loaded; ValueError gives the reason.
-
-    With rollout.kv_cache_gib, which overrides the estimate, print a warning instead.
-    """
-    if not torch.cuda.is_available():
-        return
-    total = torch.cuda.mem_get_info()[1]
-    _, reason = plan_memory(config, hf_config, num_ranks, total)
-    if reason is None:
-        return
-    if config.rollout.kv_cache_gib is not None:
-        say(f"warning: by the planner's arithmetic this run does not fit: {reason}")
-        return
-    raise ValueError(
-        f"this run does not fit: {reason}; python experiments/plan.py --config FILE --gpus {num_ranks} "
-        f"--gpu-memory-gib {total / GIB:.1f} lists settings that fit, and rollout.kv_cache_gib overrides "
-        "this estimate"
-    )
 
 
 # ---- data ----
@@ -436,7 +378,7 @@ def resume(
 # ---- judge, engine, trackers, signals ----
 def load_judge(settings: RewardSettings):
     """Load the judge; None without one. A generative judge is a second engine, built after the first."""
-    return build_judge(settings.judge, settings.judge_path, load_greedy_chat, margin=settings.judge_margin)
+    return build_judge(settings.judge, settings.judge_path, margin=settings.judge_margin)
 
 
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:

@@ -1,18 +1,25 @@
-"""Compute the policy: a Qwen3 or one of the MoE FAMILIES, dropless, expert-parallel on DeepSpeed's groups.
+"""The policy: Qwen3 and the MoE models of FAMILIES, dropless, expert-parallel on DeepSpeed's groups.
 
-Reading order: pack() lays prompts and completions out, MoEBlock routes tokens to the experts of all ranks,
-Policy maps packed sequences to log-probabilities, load_hf(), save_hf() and hf_tensors() move weights from and
-to checkpoints, build_policy() and deepspeed_engine() put it together, memory_by_part() says what that takes.
+Reading order:
+
+    pack()                                 lay prompts and completions out without padding
+    MoEBlock                               route tokens to the experts of all ranks (how experts lie on ranks)
+    Policy                                 map packed sequences to log-probabilities
+    load_hf(), save_hf(), hf_tensors()     read and write checkpoints, hand weights to the engine
+    build_policy(), deepspeed_engine()     from a model folder to a trainable model
+
+memory_plan.py estimates the memory of all this.
 
 Shape suffixes (x_TD is a tensor of shape [T, D]):
     T  packed tokens of all sequences            N  predicted tokens (the completions)
-    B  sequences, S the longest of them          P  rows sent to experts, one per token and chosen expert
+    B  sequences, S the longest sequence         P  rows sent to experts, one per token and chosen expert
     D  hidden size                               H  query heads, G key/value heads, R head size
-    E  experts of the model, e those of a rank   K  experts per token, L layers
+    E  experts of the model, e of a rank         K  experts per token, L layers
     I  expert width                              V  vocabulary
 
-Layout and names follow transformers' classes: a checkpoint of one is a checkpoint of the other. Expert
-weights are held fused, [e, 2I, D] and [e, D, I]: grouped matrix products and vLLM's loader take them so.
+Layout and names follow transformers' classes, so a checkpoint of transformers is a checkpoint of this file
+and vice versa. Expert weights are fused, [e, 2I, D] and [e, D, I], which is the layout that grouped matrix
+products and vLLM's loader take.
 """
 
 import contextlib
@@ -32,7 +39,9 @@ from typing import Literal, NamedTuple
 
 import torch
 
-if not torch.cuda.is_available():  # deepspeed reads it when it is imported; without it a warning per rank
+if (
+    not torch.cuda.is_available()
+):  # deepspeed reads this when it is imported, and otherwise warns on every rank
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch.distributed as dist
@@ -47,35 +56,39 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
-from kernels.linear_logprob_entropy import BLOCK_ELEMENTS, choose_backend, linear_logprob_entropy
+from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy
 from settings import ModelSettings
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Families: what differs between models, as data
+# Families: the differences between models, as data
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Family:
-    """Say where the models of a model_type differ from others; the block and the layers read it."""
+    """The properties in which the models of one model_type differ; layers and MoE block read them."""
 
-    architecture: str  # the class of transformers and vLLM
+    architecture: str  # class name in transformers and vLLM
     num_experts: str | None = None  # field of config.json with the number of experts; None: dense
-    expert_width: str = "moe_intermediate_size"  # field with the width of an expert
-    query_norm: Literal["head", "all", "none"] = "head"  # queries and keys are normed per head, whole or not
-    score: Literal["softmax", "sigmoid"] = "softmax"  # sigmoid: in float32, the choice with a fixed bias
-    output_bias: bool = True  # attention_bias of config.json counts for o_proj, too
+    expert_width: str = "moe_intermediate_size"  # field of config.json with the width of an expert
+    query_norm: Literal["head", "all", "none"] = (
+        "head"  # norm queries and keys per head, over all heads, or not
+    )
+    score: Literal["softmax", "sigmoid"] = (
+        "softmax"  # sigmoid: float32 scores, experts chosen with a fixed bias
+    )
+    output_bias: bool = True  # attention_bias of config.json also gives o_proj a bias
     block: str = "mlp"  # name of the MoE block in a checkpoint
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's matrices
-    only: tuple[tuple[str, object], ...] = ()  # fields of config.json and the one value that is computed here
+    fixed_fields: tuple[tuple[str, object], ...] = ()  # (field of config.json, the only value computed here)
 
 
 NO_SLIDING_WINDOW = ("use_sliding_window", False)
 FAMILIES = {
-    "qwen3": Family("Qwen3ForCausalLM", only=(NO_SLIDING_WINDOW,)),
-    "qwen3_moe": Family("Qwen3MoeForCausalLM", num_experts="num_experts", only=(NO_SLIDING_WINDOW,)),
+    "qwen3": Family("Qwen3ForCausalLM", fixed_fields=(NO_SLIDING_WINDOW,)),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", num_experts="num_experts", fixed_fields=(NO_SLIDING_WINDOW,)),
     "olmoe": Family(
         "OlmoeForCausalLM", num_experts="num_experts", expert_width="intermediate_size", query_norm="all",
-        only=(  # vLLM computes these values whatever config.json says
+        fixed_fields=(  # vLLM computes these values whatever config.json says
             ("norm_topk_prob", False), ("rms_norm_eps", 1e-5), ("clip_qkv", None), ("attention_bias", False),
             ("tie_word_embeddings", False),
         ),
@@ -83,35 +96,41 @@ FAMILIES = {
     "mixtral": Family(
         "MixtralForCausalLM", num_experts="num_local_experts", expert_width="intermediate_size",
         query_norm="none", block="block_sparse_moe", projections=("w1", "w3", "w2"),
-        only=(("sliding_window", None), ("router_jitter_noise", 0.0)),
+        fixed_fields=(("sliding_window", None), ("router_jitter_noise", 0.0)),
     ),
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", num_experts="n_routed_experts", score="sigmoid", output_bias=False,
-        only=(("n_group", 1), ("topk_group", 1)),
+        fixed_fields=(("n_group", 1), ("topk_group", 1)),
     ),
 }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Packing: the only place where a token is paired with the position that predicts it
+# Packing: the only code that pairs a token with the position that predicts it
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class PackedSequences:
     """Sequences laid end to end without padding.
 
-    The last token of each is left out, because nothing is predicted from it. A sequence of p prompt and c
-    completion tokens takes p + c - 1 places, the same rows that vLLM returns routed experts for.
+    The last token of a sequence is dropped, because no target follows. A sequence of p prompt and c
+    completion tokens has p + c - 1 places, the same rows for which vLLM returns routed experts. Example:
+    prompt [5, 6] and completion [7, 8] have the places 5, 6, 7; the targets 7, 8 are predicted at 6 and 7.
+
+    With shared prompts a place is stored once and used by several sequences; then kept and spread convert
+    between rows of the unshared layout and rows of [T].
     """
 
     input_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, restarting at 0 in every sequence
-    padded_index: Tensor  # [T] int64, place of each token in the padded [B*S] grid that attention works on
+    padded_index: Tensor  # [T] int64, place of each token in attention's padded grid [B * S]
     padded_shape: tuple[int, int]  # (B, S)
     predictor_index: Tensor  # [N] int64, place in [T] whose output predicts target n
     target_ids: Tensor  # [N] int64, the completion tokens, sequence after sequence
-    repeats: tuple[tuple[Tensor, Tensor], ...] = ()  # (token in [T], its other place in the grid) if shared
-    kept: Tensor | None = None  # [T] int64, its place if no prompt were shared; None where none is
-    spread: Tensor | None = None  # [sum of p + c - 1] int64, the token in [T] of each such place
+    repeats: tuple[
+        tuple[Tensor, Tensor], ...
+    ] = ()  # per copy of a prompt: (tokens in [T], further grid places)
+    kept: Tensor | None = None  # [T] int64, row of each token in the unshared layout; None: nothing is shared
+    spread: Tensor | None = None  # [sum of p + c - 1] int64, token in [T] of each row of the unshared layout
 
 
 def pack(
@@ -122,8 +141,8 @@ def pack(
 ) -> PackedSequences:
     """Pack B (prompt, completion) pairs; every prompt needs at least one token, completions may be empty.
 
-    share_prompts: equal prompts are laid out once, but for their last token, which every sequence keeps for
-    itself: it predicts the sequence's first token.
+    share_prompts: store equal prompts once. Only the last prompt token is repeated for every sequence,
+    because the sequence's first completion token is predicted from it.
     """
     packed = pack_all(prompt_ids, completion_ids, device)
     return share(packed, prompt_ids, completion_ids) if share_prompts else packed
@@ -132,49 +151,73 @@ def pack(
 def share(
     packed: PackedSequences, prompt_ids: list[list[int]], completion_ids: list[list[int]]
 ) -> PackedSequences:
-    """Leave out the tokens of prompts that an earlier sequence has, and note where else they are needed."""
-    first, copies, start = {}, Counter(), 0  # {prompt: its first place}, {prompt: how often it came again}
-    source: list[int] = []  # the place whose token is taken, of all places as if nothing were shared
-    repeats = defaultdict(lambda: ([], []))  # {copy: (sources, places) of its shared tokens}
+    """Drop the prompt tokens that an earlier sequence has, and record the grid places that also need them.
+
+    Example: twice the prompt [5, 6, 7] with a completion of one token has the rows 5 6 7 5 6 7 in the
+    unshared layout. The second 5 and 6 are dropped and take their values from rows 0 and 1.
+    """
+    first_row = {}  # {prompt: its first row in the unshared layout}
+    num_copies = Counter()  # {prompt: further sequences with this prompt}
+    source = []  # for each row of the unshared layout, the row from which its token is taken
+    repeats = defaultdict(lambda: ([], []))  # {copy: (source rows, rows) of its shared tokens}
+    start = 0
     for prompt, completion in zip(map(tuple, prompt_ids), completion_ids):
-        length, num_shared = max(1, len(prompt) + len(completion) - 1), 0
-        if prompt in first:
-            copies[prompt] += 1
+        length = max(1, len(prompt) + len(completion) - 1)
+        num_shared = 0
+        if prompt in first_row:
+            num_copies[prompt] += 1
             num_shared = min(len(prompt) - 1, length)
-            taken = range(first[prompt], first[prompt] + num_shared)
-            source += taken
-            repeats[copies[prompt]][0].extend(taken)
-            repeats[copies[prompt]][1].extend(range(start, start + num_shared))
-        first.setdefault(prompt, start)
+            shared_rows = range(first_row[prompt], first_row[prompt] + num_shared)
+            source += shared_rows
+            source_rows, rows = repeats[num_copies[prompt]]
+            source_rows.extend(shared_rows)
+            rows.extend(range(start, start + num_shared))
+        first_row.setdefault(prompt, start)
         source += range(start + num_shared, start + length)
         start += length
-    source, device = torch.tensor(source), packed.input_ids.device  # [sum of p + c - 1]
+    return without_copies(packed, torch.tensor(source), list(repeats.values()))
+
+
+def without_copies(
+    packed: PackedSequences, source: Tensor, repeats: list[tuple[list[int], list[int]]]
+) -> PackedSequences:
+    """Return the layout without the rows whose token is taken from another row; arguments as in share()."""
+    device = packed.input_ids.device
     kept = (source == torch.arange(len(source))).nonzero().flatten()  # [T]
-    new_place = torch.zeros_like(source).index_copy_(0, kept, torch.arange(len(kept)))
-    new_place_there, kept_there = new_place.to(device), kept.to(device)
-    pairs = [(torch.tensor(s, device=device), torch.tensor(p, device=device)) for s, p in repeats.values()]
+    new_row = torch.zeros_like(source).index_copy_(0, kept, torch.arange(len(kept)))  # valid at kept rows
+    kept_on_device = kept.to(device)
+    new_row_on_device = new_row.to(device)
+    pairs = [
+        (torch.tensor(source_rows, device=device), torch.tensor(rows, device=device))
+        for source_rows, rows in repeats
+    ]
     return PackedSequences(
-        input_ids=packed.input_ids[kept_there],
-        position_ids=packed.position_ids[kept_there],
-        padded_index=packed.padded_index[kept_there],
+        input_ids=packed.input_ids[kept_on_device],
+        position_ids=packed.position_ids[kept_on_device],
+        padded_index=packed.padded_index[kept_on_device],
         padded_shape=packed.padded_shape,
-        predictor_index=new_place_there[packed.predictor_index],
+        predictor_index=new_row_on_device[packed.predictor_index],
         target_ids=packed.target_ids,
-        repeats=tuple((new_place_there[s], packed.padded_index[p]) for s, p in pairs if len(s)),
-        kept=kept_there,
-        spread=new_place[source].to(device),
+        repeats=tuple(
+            (new_row_on_device[source_rows], packed.padded_index[rows])
+            for source_rows, rows in pairs
+            if len(source_rows)
+        ),
+        kept=kept_on_device,
+        spread=new_row[source].to(device),
     )
 
 
 def pack_all(
     prompt_ids: list[list[int]], completion_ids: list[list[int]], device: torch.device | str
 ) -> PackedSequences:
-    """Pack B (prompt, completion) pairs, every one of them whole."""
+    """Pack B (prompt, completion) pairs, each with a complete prompt."""
     assert all(prompt_ids), "an empty prompt has no position that predicts the first completion token"
     lengths = torch.tensor(
         [max(1, len(p) + len(c) - 1) for p, c in zip(prompt_ids, completion_ids, strict=True)]
     )
-    num_sequences, longest = len(lengths), int(lengths.max())
+    num_sequences = len(lengths)
+    longest = int(lengths.max())
     starts = lengths.cumsum(0) - lengths
     sequence = torch.repeat_interleave(torch.arange(num_sequences), lengths)  # [T]
     position_ids = torch.arange(int(lengths.sum())) - starts[sequence]  # [T]
@@ -196,23 +239,26 @@ def pack_all(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Moving rows. Their gradients are gathered, never added atomically, so that they are the same in every run,
-# and sums over the experts of a token are taken in float32 for some tokens at a time.
+# Moving rows. Gradients are gathered and never added atomically, so that every run computes the same bits.
+# Sums over the experts of a token are taken in float32, for a chunk of tokens at a time.
 # ------------------------------------------------------------------------------------------------------------
-CHUNK_ELEMENTS = {
+CHUNK_ELEMENTS = {  # elements of a chunk of [tokens, K, D] in float32
     "cpu": 2**20,
     "cuda": 2**26,
-}  # elements of [tokens, K, D] in float32 at a time
+}
 
 
 def token_chunks(num_tokens: int, elements_per_token: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices over the tokens, none of which has more than CHUNK_ELEMENTS elements, or one token."""
+    """Yield slices over the tokens, each of at most CHUNK_ELEMENTS elements, and of at least one token.
+
+    For example, with K = 8 and D = 2048 a slice on a CPU has 2**20 / (8 * 2048) = 64 tokens.
+    """
     size = max(1, CHUNK_ELEMENTS["cpu" if device.type == "cpu" else "cuda"] // elements_per_token)
     yield from (slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size))
 
 
 class TakeRows(torch.autograd.Function):
-    """Return x[index] for an index without repetitions; the gradient of each row goes to its one place."""
+    """Return x[index] for an index without repetitions, so that each row's gradient goes to one place."""
 
     @staticmethod
     def forward(ctx, x_PD: Tensor, index: Tensor) -> Tensor:
@@ -224,20 +270,22 @@ class TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         (index,) = ctx.saved_tensors
-        make = grad.new_empty if len(index) == ctx.num_rows else grad.new_zeros  # empty: all rows are filled
+        fills_all_rows = len(index) == ctx.num_rows
+        make = grad.new_empty if fills_all_rows else grad.new_zeros
         return make(ctx.num_rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
 class ToGrid(torch.autograd.Function):
     """Return a grid of zeros with row t of x at every place of token t: [T, ...] -> [num_places, ...].
 
-    The gradient of a token is the sum over its places in float32, one copy after the other, so that no two
-    are added at the same time. index, repeats: PackedSequences.padded_index and repeats.
+    The gradient of a token is the sum over its places in float32. Copies are added one after another, so
+    that the order of the sum is fixed. index, repeats: PackedSequences.padded_index and repeats.
     """
 
     @staticmethod
     def forward(ctx, x_T: Tensor, index: Tensor, repeats: tuple, num_places: int) -> Tensor:
-        ctx.index, ctx.repeats = index, repeats
+        ctx.index = index
+        ctx.repeats = repeats
         grid = x_T.new_zeros(num_places, *x_T.shape[1:]).index_copy_(0, index, x_T)
         for tokens, places in repeats:
             grid.index_copy_(0, places, x_T.index_select(0, tokens))
@@ -257,8 +305,8 @@ class ToGrid(torch.autograd.Function):
 class CopyToExperts(torch.autograd.Function):
     """Return row t of x for every (token t, choice), sorted by expert: [T, D] -> [P, D].
 
-    order_P: (token, choice) pairs sorted by expert; inverse_P: place of each pair in that order. The gradient
-    of a token is the sum over its choices, accumulated in float32 and rounded once.
+    order_P: (token, choice) pairs sorted by expert; inverse_P: the place of each pair in that order. The
+    gradient of a token is the sum over its choices, accumulated in float32 and rounded once.
     """
 
     @staticmethod
@@ -272,7 +320,8 @@ class CopyToExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_PD: Tensor):
         (inverse_P,) = ctx.saved_tensors
-        inverse_TK, width = inverse_P.view(ctx.num_tokens, ctx.top_k), grad_PD.shape[1]
+        inverse_TK = inverse_P.view(ctx.num_tokens, ctx.top_k)
+        width = grad_PD.shape[1]
         grad_TD = grad_PD.new_empty(ctx.num_tokens, width)
         for tokens in token_chunks(ctx.num_tokens, ctx.top_k * width, grad_PD.device):
             rows = grad_PD.index_select(0, inverse_TK[tokens].flatten())
@@ -290,7 +339,8 @@ class SumOfExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out_PD: Tensor, weights_TK: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
         ctx.save_for_backward(out_PD, weights_TK, order_P, inverse_P)
-        inverse_TK, (num_tokens, top_k) = inverse_P.view(weights_TK.shape), weights_TK.shape
+        inverse_TK = inverse_P.view(weights_TK.shape)
+        num_tokens, top_k = weights_TK.shape
         y_TD = out_PD.new_empty(num_tokens, out_PD.shape[1])
         for tokens in token_chunks(num_tokens, top_k * out_PD.shape[1], out_PD.device):
             rows = out_PD.index_select(0, inverse_TK[tokens].flatten()).unflatten(0, (-1, top_k))
@@ -301,17 +351,19 @@ class SumOfExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_TD: Tensor):
         out_PD, weights_TK, order_P, inverse_P = ctx.saved_tensors
-        inverse_TK, (num_tokens, top_k) = inverse_P.view(weights_TK.shape), weights_TK.shape
-        grad_weights_TK, grad_out_PD = torch.empty_like(weights_TK), torch.empty_like(out_PD)
-        wide = torch.promote_types(out_PD.dtype, weights_TK.dtype)
+        inverse_TK = inverse_P.view(weights_TK.shape)
+        num_tokens, top_k = weights_TK.shape
+        grad_weights_TK = torch.empty_like(weights_TK)
+        grad_out_PD = torch.empty_like(out_PD)
+        sum_dtype = torch.promote_types(out_PD.dtype, weights_TK.dtype)
         for tokens in token_chunks(num_tokens, top_k * out_PD.shape[1], out_PD.device):
             rows = out_PD.index_select(0, inverse_TK[tokens].flatten()).unflatten(0, (-1, top_k))
-            grad = grad_TD[tokens].to(wide).unsqueeze(1)  # [t, 1, D]
+            grad = grad_TD[tokens].to(sum_dtype).unsqueeze(1)  # [t, 1, D]
             grad_weights_TK[tokens] = (grad * rows).sum(dim=-1)
         flat_weights = weights_TK.flatten()
         for pairs in token_chunks(len(order_P), out_PD.shape[1], out_PD.device):
             order = order_P[pairs]
-            grad = grad_TD.index_select(0, order // top_k).to(wide)
+            grad = grad_TD.index_select(0, order // top_k).to(sum_dtype)
             grad_out_PD[pairs] = grad * flat_weights[order].unsqueeze(-1)
         return grad_out_PD, grad_weights_TK, None, None
 
@@ -320,10 +372,10 @@ class SumOfExperts(torch.autograd.Function):
 # Expert parallelism
 # ------------------------------------------------------------------------------------------------------------
 def create_expert_parallel_group(ep_size: int, num_experts: int) -> dist.ProcessGroup | None:
-    """Make DeepSpeed's expert-parallel groups; call once, before the model. Returns this rank's group.
+    """Create DeepSpeed's process groups for experts; return this rank's expert-parallel group. Collective.
 
-    Groups are neighbouring ranks ([0, 1], [2, 3], ...). A dense model has no group.
-    Raises ValueError if ep_size divides neither the experts nor the world.
+    MoEBlock explains the groups. Call this once, before the model is built. A dense model has no group: None.
+    ValueError unless ep_size divides the number of experts and the number of ranks.
     """
     world_size = dist.get_world_size()
     if num_experts == 0:
@@ -340,9 +392,10 @@ def create_expert_parallel_group(ep_size: int, num_experts: int) -> dist.Process
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """Let every process group that this rank is in wait so long, DeepSpeed's and vLLM's too.
+    """Set the timeout of every process group of this rank, including the groups of DeepSpeed and vLLM.
 
-    Groups that are made without a timeout take torch's, ten minutes with nccl, whatever the first group has.
+    A group that is created without a timeout has torch's default (ten minutes with nccl), whatever the
+    timeout of the world is.
     """
     for group in list(distributed_c10d._world.pg_map):
         if "nccl" in dist.get_backend(group) or "gloo" in dist.get_backend(group):
@@ -350,13 +403,15 @@ def set_group_timeouts(seconds: float) -> None:
 
 
 class AllToAll(torch.autograd.Function):
-    """Send rows to the ranks of a group, unevenly; the gradient travels the same way back."""
+    """Send a different number of rows to each rank of a group; the gradient travels the same way back."""
 
     @staticmethod
     def forward(
         ctx, x_PD: Tensor, recv_rows: list[int], send_rows: list[int], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.recv_rows, ctx.send_rows, ctx.group = recv_rows, send_rows, group
+        ctx.recv_rows = recv_rows
+        ctx.send_rows = send_rows
+        ctx.group = group
         received = x_PD.new_empty(sum(recv_rows), *x_PD.shape[1:])
         dist.all_to_all_single(received, x_PD.contiguous(), recv_rows, send_rows, group=group)
         return received
@@ -367,15 +422,21 @@ class AllToAll(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The experts of one rank, fused. DeepSpeed reduces their gradients over expert-data ranks only."""
+    """The experts of one rank, fused into two parameters.
+
+    allreduce and group_name mark the parameters as experts for DeepSpeed (see MoEBlock): their gradients are
+    reduced over the ranks that hold the same experts, instead of over all ranks.
+    """
 
     def __init__(self, config: PretrainedConfig, num_local_experts: int, group_name: str):
         super().__init__()
-        width, hidden = expert_width(config), config.hidden_size
+        width = expert_width(config)
+        hidden = config.hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(num_local_experts, 2 * width, hidden))  # [e, 2I, D]
         self.down_proj = nn.Parameter(torch.empty(num_local_experts, hidden, width))  # [e, D, I]
         for parameter in self.parameters():
-            parameter.allreduce, parameter.group_name = False, group_name
+            parameter.allreduce = False
+            parameter.group_name = group_name
 
     def forward(self, x_PD: Tensor, tokens_per_expert: Tensor) -> Tensor:
         """Apply to every row its expert, a SwiGLU. Rows are sorted by expert; tokens_per_expert [e] int64."""
@@ -384,41 +445,59 @@ class Experts(nn.Module):
 
 
 def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """Return x @ weight[expert of the row]^T for rows sorted by expert: [P, D], [e, O, D] -> [P, O]."""
+    """Return x @ weight[expert of the row]^T for rows sorted by expert: [P, D], [e, O, D] -> [P, O].
+
+    Dtypes that grouped_mm refuses (float64; float32 on GPUs) and empty inputs take a loop over the experts.
+    """
     grouped_dtypes = (torch.bfloat16,) if x_PD.is_cuda else (torch.bfloat16, torch.float32)
     if len(x_PD) and x_PD.dtype in grouped_dtypes:
         weight_eDO = weight_eOD.mT
-        if weight_eDO.requires_grad:  # kernels may leave the gradient of experts without rows unwritten
+        if weight_eDO.requires_grad:  # kernels may leave the gradient of an expert without rows uninitialised
             is_empty = (tokens_per_expert == 0)[:, None, None]
-            weight_eDO.register_hook(lambda fresh: fresh.masked_fill_(is_empty, 0))
+            weight_eDO.register_hook(lambda grad: grad.masked_fill_(is_empty, 0))
         return F.grouped_mm(x_PD, weight_eDO, offs=tokens_per_expert.cumsum(0).to(torch.int32))
-    parts = x_PD.split(tokens_per_expert.tolist())  # a loop for what grouped_mm refuses (fp64; fp32 on GPUs)
-    return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weight_eOD)])
+    rows_of_experts = x_PD.split(tokens_per_expert.tolist())
+    return torch.cat([F.linear(rows, weight) for rows, weight in zip(rows_of_experts, weight_eOD)])
 
 
 class MoEBlock(MoE):
-    """Route tokens by their top-k scores to dropless experts that are spread over an expert-parallel group.
+    """Route each token to its top-k experts, which are spread over an expert-parallel group. Drops no token.
 
-    With s = softmax(W x), or s = sigmoid(W x) and a bias b that the optimizer does not move:
+    With s = softmax(W x), or s = sigmoid(W x) and a bias b that the optimizer does not update:
         chosen = the K largest of s + b     weight_k = scale s_k / sum of s over the chosen, or scale s_k
         y = sum_k weight_k expert_k(x) + shared(x)
-    The bias, a scale that is not 1 and shared experts are there in families that have them.
+    Only some families have the bias, a scale other than 1, or shared experts; GLM-4.5, for example, has all
+    three.
 
-    A subclass of DeepSpeed's MoE in name only: the engine looks for that class to build expert-data groups.
-    Nothing of its capacity-based dispatch is used, so nn.Module's constructor is called instead of MoE's.
+    How experts lie on ranks. create_expert_parallel_group() lets DeepSpeed divide the ranks in two ways, for
+    example 4 ranks with model.ep_size 2 and 8 experts:
+
+        expert-parallel groups   [0, 1] [2, 3]   a group has each expert once: experts 0-3 and 4-7
+        expert-data groups       [0, 2] [1, 3]   the ranks of a group have copies of the same experts
+
+    The dispatch is our own: forward() sends each token to the ranks of its experts and back, by an all-to-all
+    of uneven sizes within the expert-parallel group. DeepSpeed's capacity-based dispatch is not used, and so
+    nn.Module's constructor is called instead of MoE's. DeepSpeed only reduces gradients and shards the
+    optimizer: expert gradients are summed over the expert-data group, all other gradients over all ranks, and
+    both are divided by the number of all ranks. DeepSpeed recognises experts by three marks: the base class
+    deepspeed.moe.layer.MoE, parameter.allreduce = False, and parameter.group_name. The groups are created by
+    groups._create_expert_and_data_parallel, a private function, because DeepSpeed withdrew the public
+    groups.initialize(); tests/test_model.py compares updates of several ranks with those of one process.
     """
 
     def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None):
         nn.Module.__init__(self)
-        self.num_experts, self.top_k = num_experts_of(config), config.num_experts_per_tok
+        self.num_experts = num_experts_of(config)
+        self.top_k = config.num_experts_per_tok
         self.score = FAMILIES[config.model_type].score
-        self.renormalise = getattr(config, "norm_topk_prob", True)  # Mixtral has no such field, and does it
+        self.renormalise = getattr(config, "norm_topk_prob", True)  # Mixtral renormalises without this field
         self.scale = getattr(config, "routed_scaling_factor", 1.0)
-        self.group, self.ep_size = group, dist.get_world_size(group) if group else 1
+        self.group = group
+        self.ep_size = dist.get_world_size(group) if group else 1
         self.expert_group_name = f"ep_size_{self.ep_size}"
         self.num_local_experts = self.num_experts // self.ep_size
         self.gate = nn.Linear(config.hidden_size, self.num_experts, bias=False)
-        if self.score == "sigmoid":  # a buffer: DeepSpeed leaves its float32 alone
+        if self.score == "sigmoid":  # a buffer, which DeepSpeed does not convert: it has to stay float32
             bias_E = torch.zeros(self.num_experts, dtype=torch.float32)
             self.gate.register_buffer("e_score_correction_bias", bias_E)
         self.experts = Experts(config, self.num_local_experts, self.expert_group_name)
@@ -427,17 +506,18 @@ class MoEBlock(MoE):
             self.shared_experts = DenseMLP(config, num_shared * expert_width(config))
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Do nothing: deepspeed.initialize calls it, and create_expert_parallel_group made the groups."""
+        """Do nothing: deepspeed.initialize calls this, but create_expert_parallel_group() made the groups."""
 
     def forward(self, x_TD: Tensor, replay_ids_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the block's output [T, D] and the expert ids used [T, K].
 
-        With replay_ids the choice of experts is given and only their weights are live, from the scores of
-        all experts, so that the router still learns [secondary: R3, arXiv 2510.11370]. An id that is no
-        expert's (rollout.invalid_route) leaves the choice to the live router.
+        replay_ids: use these experts instead of the router's choice. Their weights still come from the live
+        scores, so that the router keeps learning [secondary: R3, arXiv 2510.11370]. For ids that name no
+        expert (rollout.invalid_route) the live router chooses.
         """
         if self.score == "softmax":
-            scores_TE = choice_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
+            scores_TE = self.gate(x_TD).softmax(dim=-1, dtype=torch.float32)
+            choice_TE = scores_TE
         else:
             scores_TE = F.linear(x_TD.float(), self.gate.weight.float()).sigmoid()
             choice_TE = scores_TE + self.gate.e_score_correction_bias
@@ -452,8 +532,8 @@ class MoEBlock(MoE):
 
         order_P = topk_ids_TK.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
         tokens_per_expert_E = torch.bincount(topk_ids_TK.flatten(), minlength=self.num_experts)
-        ranks_P = torch.arange(len(order_P), device=x_TD.device)
-        inverse_P = torch.empty_like(order_P).scatter_(0, order_P, ranks_P)  # place of each pair in the rows
+        places_P = torch.arange(len(order_P), device=x_TD.device)
+        inverse_P = torch.empty_like(order_P).scatter_(0, order_P, places_P)  # place of each pair in the rows
         rows_PD = CopyToExperts.apply(x_TD, order_P, inverse_P)
         if self.ep_size == 1:
             out_PD = self.experts(rows_PD, tokens_per_expert_E)
@@ -465,16 +545,20 @@ class MoEBlock(MoE):
         return y_TD, topk_ids_TK
 
     def experts_of_all_ranks(self, rows_PD: Tensor, tokens_per_expert_E: Tensor) -> Tensor:
-        """Send rows (sorted by global expert) to the ranks that own the experts, and the results back."""
+        """Send rows (sorted by global expert) to the ranks of their experts, and results back. Collective.
+
+        Rows arrive ordered by (sending rank, local expert). The grouped product needs the order of local
+        experts, so rows are permuted before the product, and results are permuted back.
+        """
         sent_re = tokens_per_expert_E.view(self.ep_size, self.num_local_experts)  # [rank, e]
-        received_re = torch.empty_like(sent_re)  # from each rank, for each of our experts
+        received_re = torch.empty_like(sent_re)  # rows from each rank for each local expert
         dist.all_to_all_single(received_re, sent_re, group=self.group)
-        send_rows, recv_rows = sent_re.sum(1).tolist(), received_re.sum(1).tolist()
-        arrived_PD = AllToAll.apply(rows_PD, recv_rows, send_rows, self.group)
-        # Arrived rows are ordered by (rank, expert); the grouped product wants them by expert.
+        send_rows = sent_re.sum(1).tolist()
+        recv_rows = received_re.sum(1).tolist()
+        received_PD = AllToAll.apply(rows_PD, recv_rows, send_rows, self.group)
         local_ids = torch.arange(self.num_local_experts, device=rows_PD.device).repeat(self.ep_size)
         order = torch.repeat_interleave(local_ids, received_re.flatten()).argsort(stable=True)
-        out_PD = self.experts(TakeRows.apply(arrived_PD, order), received_re.sum(0))
+        out_PD = self.experts(TakeRows.apply(received_PD, order), received_re.sum(0))
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return AllToAll.apply(TakeRows.apply(out_PD, inverse), send_rows, recv_rows, self.group)
 
@@ -483,7 +567,7 @@ class MoEBlock(MoE):
 # The transformer
 # ------------------------------------------------------------------------------------------------------------
 class DenseMLP(nn.Module):
-    """SwiGLU, as in a layer without experts, and for what all tokens share beside experts."""
+    """A SwiGLU: the MLP of a layer without experts, and the shared experts that every token passes."""
 
     def __init__(self, config: PretrainedConfig, width: int):
         super().__init__()
@@ -496,14 +580,16 @@ class DenseMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; most families norm queries and keys by their root mean square.
+    """Causal grouped-query attention; most families apply an RMS norm to queries and keys.
 
-    Padding sits right of each sequence, so the causal mask alone keeps it out and no mask tensor is made.
+    Padding follows each sequence in the grid, so the causal mask alone excludes padding. No mask is
+    allocated.
     """
 
     def __init__(self, config: PretrainedConfig):
         super().__init__()
-        self.head_dim, family = head_dim(config), FAMILIES[config.model_type]
+        self.head_dim = head_dim(config)
+        family = FAMILIES[config.model_type]
         bias = getattr(config, "attention_bias", False)
         sizes = {
             "q": config.num_attention_heads,
@@ -515,8 +601,9 @@ class Attention(nn.Module):
             setattr(self, f"{name}_proj", linear)
         width = config.num_attention_heads * self.head_dim
         self.o_proj = nn.Linear(width, config.hidden_size, bias=bias and family.output_bias)
-        self.q_norm = self.k_norm = None
-        if getattr(config, "use_qk_norm", family.query_norm != "none"):  # a field of GLM-4.5's
+        self.q_norm = None
+        self.k_norm = None
+        if getattr(config, "use_qk_norm", family.query_norm != "none"):  # GLM-4.5 has the field use_qk_norm
             for name in ("q", "k"):
                 width = self.head_dim * (sizes[name] if family.query_norm == "all" else 1)
                 setattr(self, f"{name}_norm", nn.RMSNorm(width, eps=config.rms_norm_eps))
@@ -526,20 +613,20 @@ class Attention(nn.Module):
         k_TGR = rotate(self.normed(self.k_proj(x_TD), self.k_norm), rotary_TR)
         v_TGR = self.v_proj(x_TD).unflatten(-1, (-1, self.head_dim))
 
-        num_q, num_kv = q_THR.shape[1], k_TGR.shape[1]
+        num_q = q_THR.shape[1]
+        num_kv = k_TGR.shape[1]
         batch, longest = packed.padded_shape
         qkv = torch.cat([q_THR, k_TGR, v_TGR], dim=1)  # [T, H+2G, R]: one scatter instead of three
         grid = ToGrid.apply(qkv, packed.padded_index, packed.repeats, batch * longest)
-        q, k, v = (
-            grid.view(batch, longest, -1, self.head_dim).transpose(1, 2).split([num_q, num_kv, num_kv], dim=1)
-        )
+        heads = grid.view(batch, longest, -1, self.head_dim).transpose(1, 2)  # [B, H+2G, S, R]
+        q, k, v = heads.split([num_q, num_kv, num_kv], dim=1)
         is_grouped = num_q != num_kv
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)  # [B, H, S, R]
         out_TD = TakeRows.apply(out.transpose(1, 2).reshape(batch * longest, -1), packed.padded_index)
         return self.o_proj(out_TD)
 
     def normed(self, x_TD: Tensor, norm: nn.RMSNorm | None) -> Tensor:
-        """Norm queries or keys over as many numbers as the norm has, a head or all: [T, HR] -> [T, H, R]."""
+        """Apply a norm to queries or keys, over each head or all heads by its width: [T, HR] -> [T, H, R]."""
         if norm is not None:
             x_TD = norm(x_TD.unflatten(-1, (-1, *norm.normalized_shape))).flatten(-2)
         return x_TD.unflatten(-1, (-1, self.head_dim))
@@ -548,13 +635,14 @@ class Attention(nn.Module):
 def rotate(x_THR: Tensor, rotary_TR: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate by position, half-split convention (RoFormer, arXiv 2104.09864; Hugging Face layout).
 
-    Tables that are narrower than a head leave the rest of it as it is.
+    If the tables are narrower than a head (GLM-4.5), the remaining values of the head are not rotated.
     """
     cos, sin = (table.unsqueeze(1) for table in rotary_TR)  # [T, 1, R] or narrower
-    if (width := cos.shape[-1]) < x_THR.shape[-1]:
+    width = cos.shape[-1]
+    if width < x_THR.shape[-1]:
         return torch.cat([rotate(x_THR[..., :width], rotary_TR), x_THR[..., width:]], dim=-1)
-    first, second = x_THR.chunk(2, dim=-1)
-    return x_THR * cos + torch.cat([-second, first], dim=-1) * sin
+    first_half, second_half = x_THR.chunk(2, dim=-1)
+    return x_THR * cos + torch.cat([-second_half, first_half], dim=-1) * sin
 
 
 class DecoderLayer(nn.Module):
@@ -594,8 +682,11 @@ class Policy(nn.Module):
     def __init__(self, config: PretrainedConfig, group: dist.ProcessGroup | None = None):
         super().__init__()
         check_supported(config)
-        self.config, self.group = config, group
-        self.activation_checkpointing = False  # recompute each layer in backward: memory for one more forward
+        self.config = config
+        self.group = group
+        self.activation_checkpointing = (
+            False  # recompute each layer in backward: saves memory for one more forward
+        )
         self.logprob_kernel = "auto"  # backend of linear_logprob_entropy()
         self.model = Decoder(config, group)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -603,10 +694,11 @@ class Policy(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
         width = int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
         rotary_base = torch.arange(0, width, 2, dtype=torch.float64) / width
-        self.inv_freq = (rope_theta(config) ** -rotary_base).float()  # [R/2]; no buffer: it must stay fp32
+        # [R/2]. Not a buffer, because a buffer would be converted with the model and this must stay float32.
+        self.inv_freq = (rope_theta(config) ** -rotary_base).float()
 
     def hidden(self, packed: PackedSequences, replay_ids_TLK: Tensor | None = None) -> tuple[Tensor, list]:
-        """Return final normed hidden states [T, D] and, per layer, the ids used [T, K] (dense: None)."""
+        """Return final normed hidden states [T, D] and the expert ids of each layer [T, K] (dense: None)."""
         x_TD = self.model.embed_tokens(packed.input_ids)
         angles_TR = packed.position_ids.unsqueeze(1).float() * self.inv_freq.to(x_TD.device).repeat(2)
         rotary_TR = (angles_TR.cos().to(x_TD.dtype), angles_TR.sin().to(x_TD.dtype))
@@ -623,11 +715,11 @@ class Policy(nn.Module):
     def forward(
         self, packed: PackedSequences, temperature: float = 1.0, replay_ids_TLK: Tensor | None = None
     ) -> tuple[Tensor, Tensor, list]:
-        """Return the log-probability of each target [N], the entropy of its distribution [N] and expert ids.
+        """Return (log-probability of each target [N], entropy of its distribution [N], expert ids per layer).
 
-        The first two are float32, in nats, at the given sampling temperature; the ids are those of every
-        layer. replay_ids_TLK: expert ids of all layers (those of dense layers are not looked at) to use
-        instead of the router's own; rows in the order of the packed tokens.
+        Log-probabilities and entropies are float32, in nats, at the given sampling temperature.
+        replay_ids_TLK: expert ids to use instead of the router's choice, in the order of the packed tokens;
+        the ids of dense layers are ignored.
         """
         x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
         x_ND = TakeRows.apply(x_TD, packed.predictor_index)
@@ -638,86 +730,37 @@ class Policy(nn.Module):
 
 
 def route_table(layer_ids: list[Tensor | None], num_experts: int) -> Tensor | None:
-    """Stack the expert ids of a forward to [T, L, K], 0 in dense layers, as vLLM does.
+    """Stack the expert ids of a forward pass to [T, L, K], with 0 in dense layers, as vLLM does.
 
-    The ids are uint8, or int16 from 256 experts on. A dense model has none: None.
+    The ids are uint8, or int16 for models with 256 experts or more. None for a dense model.
     """
-    known = next((ids for ids in layer_ids if ids is not None), None)
-    if known is None:
+    example = next((ids for ids in layer_ids if ids is not None), None)
+    if example is None:
         return None
-    table = torch.stack([torch.zeros_like(known) if ids is None else ids for ids in layer_ids], dim=1)
+    table = torch.stack([torch.zeros_like(example) if ids is None else ids for ids in layer_ids], dim=1)
     return table.to(torch.uint8 if num_experts < 256 else torch.int16)
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Configuration and weights in Hugging Face's names
+# Configuration of a model
 # ------------------------------------------------------------------------------------------------------------
 def is_moe_layer(config: PretrainedConfig, layer: int) -> bool:
     """Tell whether a layer has experts."""
     if num_experts_of(config) == 0 or layer in getattr(config, "mlp_only_layers", ()):
         return False
-    every, first = getattr(config, "decoder_sparse_step", 1), getattr(config, "first_k_dense_replace", 0)
-    return (layer + 1) % every == 0 and layer >= first
+    moe_step = getattr(config, "decoder_sparse_step", 1)  # Qwen3: every moe_step-th layer has experts
+    num_first_dense = getattr(config, "first_k_dense_replace", 0)  # GLM-4.5: the first layers are dense
+    return (layer + 1) % moe_step == 0 and layer >= num_first_dense
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Return the size of an attention head; where config.json leaves it out, transformers' default."""
+    """Return the size of an attention head; if config.json lacks it, the default of transformers."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def rope_theta(config: PretrainedConfig) -> float:
     """Return the base of the rotary position embedding."""
     return float(config.rope_parameters["rope_theta"])
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Raise ValueError for what this file does not compute, rather than a silently different model."""
-    if config.model_type not in FAMILIES:
-        known = ", ".join(map(repr, FAMILIES))
-        raise ValueError(f"model not supported: model_type is {config.model_type!r}, known are {known}")
-    found = {**vars(config), "rope_type": config.rope_parameters["rope_type"]}
-    only = {"rope_type": "default", "hidden_act": "silu", **dict(FAMILIES[config.model_type].only)}
-    problems = [
-        f"{field} is {found[field]!r}, known is {known!r}"
-        for field, known in only.items()
-        if found.get(field, known) != known
-    ]
-    if problems:
-        raise ValueError("model not supported: " + "; ".join(problems))
-
-
-def model_folder(path: str | Path) -> Path:
-    """Return the folder of a model: `path`, or what the hub holds under this name, downloaded once.
-
-    ValueError if there is neither. Ranks of a node that ask at once wait for one download.
-    """
-    if (Path(path) / "config.json").is_file():
-        return Path(path)
-    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
-        raise ValueError(
-            f"model.path: {path} holds no config.json; give the folder of a Hugging Face checkpoint, or the "
-            "name of one on the hub (the tiny model is made by `python -m data.tiny`)"
-        )
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except Exception as error:  # no network, no such model, no permission
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"model.path: {path} is no folder here, and the hub gives none: {reason}") from error
-
-
-def load_config(folder: str | Path) -> PretrainedConfig:
-    """Read config.json of a model folder. ValueError if there is none."""
-    folder = model_folder(folder)
-    try:  # code that lies there does not run
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever its contents make transformers raise
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{folder}/config.json cannot be read as that of a model: {reason}") from error
-    check_supported(config)
-    return config
 
 
 def num_experts_of(config: PretrainedConfig) -> int:
@@ -731,8 +774,96 @@ def expert_width(config: PretrainedConfig) -> int:
     return getattr(config, FAMILIES[config.model_type].expert_width)
 
 
+class ParameterCounts(NamedTuple):
+    """Number of parameters of a model, by the way in which ranks share them."""
+
+    experts: int  # spread over the ranks of an expert-parallel group
+    embeddings: int  # embedding and head
+    others: int  # attention, norms, routers, dense MLPs, shared experts
+
+
+COUNTS_CACHE: dict[str, ParameterCounts] = {}  # {configuration: counts}, because a search of plans asks often
+
+
+def parameter_counts(config: PretrainedConfig) -> ParameterCounts:
+    """Count the parameters of a model with this configuration, without allocating the model."""
+    key = f"{type(config).__name__} {vars(config)}"
+    if key not in COUNTS_CACHE:
+        with torch.device("meta"):
+            policy = Policy(config)
+        sizes = {name: parameter.numel() for name, parameter in policy.named_parameters()}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        embeddings = sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name)
+        COUNTS_CACHE[key] = ParameterCounts(experts, embeddings, sum(sizes.values()) - experts - embeddings)
+    return COUNTS_CACHE[key]
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raise ValueError for a model that this file would compute differently from its authors."""
+    if config.model_type not in FAMILIES:
+        known_types = ", ".join(map(repr, FAMILIES))
+        raise ValueError(
+            f"model not supported: model_type is {config.model_type!r}, supported are {known_types}"
+        )
+    values = {**vars(config), "rope_type": config.rope_parameters["rope_type"]}
+    fixed_fields = {
+        "rope_type": "default",
+        "hidden_act": "silu",
+        **dict(FAMILIES[config.model_type].fixed_fields),
+    }
+    problems = [
+        f"{field} is {values[field]!r}, supported is {supported!r}"
+        for field, supported in fixed_fields.items()
+        if values.get(field, supported) != supported
+    ]
+    if problems:
+        raise ValueError("model not supported: " + "; ".join(problems))
+
+
+def model_folder(path: str | Path) -> Path:
+    """Return a local folder for model.path: `path` itself, or a download of this name from the hub.
+
+    Ranks of a node that ask at the same time wait for one download. ValueError if there is neither a folder
+    nor a model of this name.
+    """
+    if (Path(path) / "config.json").is_file():
+        return Path(path)
+    if Path(path).exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        raise ValueError(
+            f"model.path: {path} holds no config.json; give the folder of a Hugging Face checkpoint, or the "
+            "name of a model on the hub, for example Qwen/Qwen3-0.6B (`python -m data.tiny` makes the tiny "
+            "model)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except Exception as error:  # no network, unknown model, missing permission
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"model.path: {path} is not a local folder, and downloading it from the hub failed: {reason}"
+        ) from error
+
+
+def load_config(folder: str | Path) -> PretrainedConfig:
+    """Read config.json of a model folder or a model on the hub. ValueError if it cannot be used."""
+    folder = model_folder(folder)
+    try:
+        # trust_remote_code=False: code files of the folder are not executed.
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types for broken contents
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{folder}/config.json cannot be read as that of a model: {reason}") from error
+    check_supported(config)
+    return config
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Weights under Hugging Face's names
+# ------------------------------------------------------------------------------------------------------------
 def random_weights(policy: Policy, seed: int) -> None:
-    """Draw matrices from Normal(0, initializer_range), set norms to one; the same for any number of ranks."""
+    """Draw matrices from Normal(0, initializer_range), set norms to one; equal for any number of ranks."""
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if name.endswith("norm.weight"):
@@ -747,7 +878,10 @@ def random_weights(policy: Policy, seed: int) -> None:
 
 
 def local_experts(policy: Policy, parameter: Tensor) -> tuple[int, int]:
-    """Return (first global expert, number of experts) of a fused expert parameter; (0, 0) for any other."""
+    """Return (first global expert, number of experts) of a fused expert parameter, else (0, 0).
+
+    For example, with 8 experts on a group of 2 ranks the second rank has (4, 4).
+    """
     if getattr(parameter, "allreduce", True):
         return 0, 0
     ep_rank = dist.get_rank(policy.group) if policy.group else 0
@@ -755,14 +889,20 @@ def local_experts(policy: Policy, parameter: Tensor) -> tuple[int, int]:
 
 
 def checkpoint_name(config: PretrainedConfig, name: str) -> str:
-    """Return the name of a parameter in a checkpoint, which is also the engine's."""
+    """Return the name of a parameter in a checkpoint, which is also the engine's name.
+
+    Only the block's name differs between families, for example block_sparse_moe instead of mlp in Mixtral.
+    """
     return name.replace(".mlp.", f".{FAMILIES[config.model_type].block}.")
 
 
 def expert_slices(
     config: PretrainedConfig, name: str, parameter: Tensor, first: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint, views into a fused parameter that holds experts from `first` on."""
+    """Yield (name in a checkpoint, view) of each matrix in a fused parameter.
+
+    first: global number of the first expert in the parameter.
+    """
     prefix, leaf = checkpoint_name(config, name).rsplit(".", 1)
     gate_name, up_name, down_name = FAMILIES[config.model_type].projections
     for i, expert in enumerate(parameter):
@@ -775,10 +915,11 @@ def expert_slices(
 
 
 def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Yield (name in a checkpoint, tensor, owner) of the whole model; a tied head is not listed twice.
+    """Yield (name in a checkpoint, tensor, owner) of the complete model; a tied head is listed once.
 
-    owner: rank in the expert-parallel group that holds an expert, None for what all ranks share. The tensor
-    is a view of this rank's parameter; for another rank's expert it has the right shape, other contents.
+    owner: rank in the expert-parallel group that holds an expert; None for tensors that all ranks hold. The
+    tensor is a view of this rank's parameter. For an expert of another rank only the shape is right;
+    the contents belong to a local expert.
     """
     num_owners = dist.get_world_size(policy.group) if policy.group else 1
     for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
@@ -786,15 +927,15 @@ def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None
         if count == 0:
             yield checkpoint_name(policy.config, name), parameter.data, None
         for owner in range(num_owners if count else 0):
-            slices = expert_slices(policy.config, name, parameter.data, owner * count)
-            yield from ((n, t, owner) for n, t in slices)
+            for expert_name, tensor in expert_slices(policy.config, name, parameter.data, owner * count):
+                yield expert_name, tensor, owner
 
 
 INDEX = "model.safetensors.index.json"
 
 
 def weight_map_of(folder: str | Path) -> dict[str, str]:
-    """Return which file holds each tensor, from the index of a checkpoint; nothing without an index."""
+    """Return {tensor: file} from the index of a checkpoint; an empty mapping without an index."""
     index = Path(folder) / INDEX
     return json.loads(index.read_text())["weight_map"] if index.is_file() else {}
 
@@ -802,8 +943,9 @@ def weight_map_of(folder: str | Path) -> dict[str, str]:
 def checkpoint_shards(folder: str | Path) -> list[Path]:
     """List the safetensors files of a Hugging Face checkpoint.
 
-    With an index these are the files that it names: the folder may also hold shards of an earlier save by
-    another number of ranks. ValueError if there is none, or if one that the index names is not there.
+    If there is an index, these are the files that the index names, because the folder may also contain files
+    of an earlier save by another number of ranks. ValueError if a file of the index is missing, or if there
+    is no file at all.
     """
     shards = sorted(Path(folder).glob("*.safetensors"))
     if listed := set(weight_map_of(folder).values()):
@@ -820,67 +962,72 @@ def checkpoint_shards(folder: str | Path) -> list[Path]:
 
 
 def load_hf(policy: Policy, folder: str | Path) -> None:
-    """Fill the policy from safetensors, reading only what all ranks share and this rank's experts.
+    """Fill the policy from safetensors. A rank reads the shared tensors and its local experts only.
 
-    ValueError naming the tensors that are missing or have another shape.
+    Every rank checks the shapes of all tensors, so that all ranks raise the same error. ValueError names the
+    tensors that are missing or have another shape.
     """
-    where = {}
+    files = {}  # {tensor: open file}
     for shard in checkpoint_shards(folder):
         try:
             file = safe_open(shard, framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"{shard} is not a whole safetensors file: {error}") from error
-        where.update(dict.fromkeys(file.keys(), file))
+            raise ValueError(f"{shard} is not a complete safetensors file: {error}") from error
+        files.update(dict.fromkeys(file.keys(), file))
     tensors = list(checkpoint_tensors(policy))
-    missing = [name for name, _, _ in tensors if name not in where]
+    missing = [name for name, _, _ in tensors if name not in files]
     if missing:
         listed = weight_map_of(folder)
-        named = [f"{INDEX} says that {name} is in {listed[name]}" for name in missing if name in listed]
-        advice = f"; {named[0]}, which does not hold it: copy or download that file again" if named else ""
+        places = [f"{INDEX} says that {name} is in {listed[name]}" for name in missing if name in listed]
+        advice = f"; {places[0]}, which lacks it: copy or download that file again" if places else ""
         raise ValueError(
             f"{folder} lacks {len(missing)} of {len(tensors)} tensors: {', '.join(missing[:3])} ...{advice}"
         )
     ep_rank = dist.get_rank(policy.group) if policy.group else 0
-    for name, view, owner in tensors:  # shapes of all, contents of this rank's: all ranks see the same errors
-        found = tuple(where[name].get_slice(name).get_shape())
-        if found != tuple(view.shape):
-            raise ValueError(f"{folder}: {name} has shape {found}, config.json asks for {tuple(view.shape)}")
+    for name, view, owner in tensors:
+        shape = tuple(files[name].get_slice(name).get_shape())
+        if shape != tuple(view.shape):
+            raise ValueError(
+                f"{folder}: {name} has shape {shape}, but by config.json it is {tuple(view.shape)}"
+            )
         if owner in (None, ep_rank):
-            view.copy_(where[name].get_tensor(name))
+            view.copy_(files[name].get_tensor(name))
 
 
-SHARD_BYTES = 4 * 2**30  # the size of files that save_hf() writes; a rank holds one on the host at a time
+SHARD_BYTES = (
+    4 * 2**30
+)  # size of the files that save_hf() writes; a rank copies one file at a time to the host
 
 
 def deal_to_shards(
     policy: Policy, dtype: torch.dtype
 ) -> list[tuple[int, dict[str, tuple[Tensor, torch.dtype]]]]:
-    """Deal the tensors of a checkpoint to files; every rank computes the same list without asking the others.
+    """Deal the tensors of a checkpoint to files; every rank computes the same list without communication.
 
-    Returns (rank that writes the file, {name: (tensor, dtype in the file)}) of each, ranks in order. A file
-    has at most SHARD_BYTES, or one tensor. Buffers stay float32, as in transformers.
+    Returns for each file (rank that writes it, {name: (tensor, dtype in the file)}), sorted by rank. A file
+    has at most SHARD_BYTES, unless it has a single tensor. Buffers stay float32, as in transformers.
     """
     buffers = {checkpoint_name(policy.config, name) for name, _ in policy.named_buffers()}
     shards: list[tuple[int, dict]] = []
     room = 0
     tensors = ((owner or 0, name, tensor) for name, tensor, owner in checkpoint_tensors(policy))
     for owner, name, tensor in sorted(tensors, key=lambda item: item[0]):  # stable: layers stay in order
-        kind = torch.float32 if name in buffers else dtype
-        num_bytes = tensor.numel() * kind.itemsize
+        file_dtype = torch.float32 if name in buffers else dtype
+        num_bytes = tensor.numel() * file_dtype.itemsize
         if not shards or shards[-1][0] != owner or num_bytes > room:
             shards.append((owner, {}))
             room = SHARD_BYTES
-        shards[-1][1][name] = (tensor, kind)
+        shards[-1][1][name] = (tensor, file_dtype)
         room -= num_bytes
     return shards
 
 
 def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write a Hugging Face checkpoint; every rank of the world calls it.
+    """Write a Hugging Face checkpoint; every rank of the world calls this function.
 
-    Rank 0 writes what all ranks share, each rank of the first expert-parallel group its own experts, so
-    nothing is gathered and the result loads in transformers, in vLLM and in load_hf at any number of ranks.
-    No collectives: a rank that fails does not leave others waiting.
+    Rank 0 writes the tensors that all ranks hold. Each rank of the first expert-parallel group writes its
+    local experts. So no tensor is gathered, and the result loads in transformers, in vLLM, and in load_hf()
+    at any number of ranks. There are no collective calls: if one rank fails, no other rank hangs.
     """
     folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -892,12 +1039,18 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for name, (owner, tensors) in zip(names, shards):
         if owner == rank:
-            whole = {key: tensor.to(kind).cpu().contiguous() for key, (tensor, kind) in tensors.items()}
-            save_file(whole, folder / name, metadata={"format": "pt"})
+            on_host = {
+                key: tensor.to(file_dtype).cpu().contiguous() for key, (tensor, file_dtype) in tensors.items()
+            }
+            save_file(on_host, folder / name, metadata={"format": "pt"})
     if rank == 0:
         weight_map = {key: name for name, (_, tensors) in zip(names, shards) for key in tensors}
-        sizes = [tensor.numel() * kind.itemsize for _, tensors in shards for tensor, kind in tensors.values()]
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(weight_map.items()))}
+        total_size = sum(
+            tensor.numel() * file_dtype.itemsize
+            for _, tensors in shards
+            for tensor, file_dtype in tensors.values()
+        )
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=1))
         config = policy.config.__class__.from_dict(policy.config.to_dict())
         config.architectures = [FAMILIES[config.model_type].architecture]
@@ -906,10 +1059,11 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
 
 
 def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, full tensor) of the whole model in layer order, experts fused.
+    """Yield (name, full tensor) of the complete model in layer order, with the experts of a layer fused.
 
-    Collective: all ranks exhaust it together. No gathered tensor is kept here while the next one is gathered.
-    own_experts: those of this rank one by one instead, under their checkpoint names; nothing is gathered.
+    Collective: all ranks must iterate to the end, in step. A gathered tensor is released before the next one
+    is gathered. own_experts: yield only the local experts, matrix by matrix under their names in a
+    checkpoint, for example model.layers.0.mlp.experts.5.up_proj.weight, without gathering.
     """
     for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
         first, count = local_experts(policy, parameter)
@@ -931,7 +1085,7 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
 # From a folder to DeepSpeed's engine
 # ------------------------------------------------------------------------------------------------------------
 def choose_logprob_kernel(settings: ModelSettings, config: PretrainedConfig, device: torch.device) -> str:
-    """Return the version of kernels/linear_logprob_entropy.py to use; ValueError where it cannot run here."""
+    """Return the backend of kernels/linear_logprob_entropy.py to use; ValueError if it cannot run here."""
     dtype = getattr(torch, settings.dtype)
     best = choose_backend(torch.empty(0, config.hidden_size, dtype=dtype, device=device))
     if settings.logprob_kernel == "triton" != best:
@@ -945,16 +1099,18 @@ def choose_logprob_kernel(settings: ModelSettings, config: PretrainedConfig, dev
 def build_policy(
     settings: ModelSettings, model_dir: str | Path, ep_group: dist.ProcessGroup | None, device: torch.device
 ) -> Policy:
-    """Make the policy with the weights of a folder or a name on the hub, this rank's experts only."""
+    """Build the policy with the weights of a folder or of a model on the hub, for this rank's experts."""
     model_dir = model_folder(model_dir)
-    torch.set_default_dtype(getattr(torch, settings.dtype))  # no float32 copy is made on the way
+    torch.set_default_dtype(getattr(torch, settings.dtype))  # avoids an intermediate copy in float32
     with device:
         policy = Policy(load_config(model_dir), ep_group)
     torch.set_default_dtype(torch.float32)
     load_hf(policy, model_dir)
     blocks = [module for module in policy.modules() if isinstance(module, MoEBlock)]
     if settings.freeze_router and not blocks:
-        raise ValueError(f"model.freeze_router True: {model_dir} is a dense model, it has no router")
+        raise ValueError(
+            f"model.freeze_router True: {model_dir} is a dense model, it has no router; set False"
+        )
     for block in blocks:
         block.gate.weight.requires_grad_(not settings.freeze_router)
     policy.activation_checkpointing = settings.activation_checkpointing
@@ -963,28 +1119,31 @@ def build_policy(
 
 
 def init_deepspeed() -> None:
-    """Tell DeepSpeed of the process group; makes one (gloo on CPUs, nccl on GPUs) if there is none."""
+    """Hand torch's process group to DeepSpeed, or create one first (gloo on CPUs, nccl on GPUs)."""
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would run a compiler
+        # This DeepSpeed operator would start a C++ compiler.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
 
 
 def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
     """Put the policy under ZeRO with AdamW.
 
-    An update is any number of backward(loss, scale_wrt_gas=False), then one step(). settings has
-    learning_rate, betas, weight_decay, max_grad_norm and zero_stage (1 or 2: at 0 DeepSpeed clips each rank
-    by the norm of its own experts, its issue 8475; 3 refuses expert parallelism that is not its own), and
-    offload_optimizer: float32 weights and AdamW's state are held on the host and updated there.
+    An update is any number of backward(loss, scale_wrt_gas=False), then one step(). settings: TrainSettings,
+    of which this function reads learning_rate, betas, weight_decay, max_grad_norm, zero_stage and
+    offload_optimizer (hold float32 weights and AdamW's states on the host and update them there).
+
+    zero_stage is 1 or 2. Stage 0 clips each rank by the norm of the rank's own experts (DeepSpeed issue
+    8475), and stage 3 refuses expert parallelism other than DeepSpeed's.
     """
     optimizer = {
         "lr": settings.learning_rate,
         "betas": list(settings.betas),
         "weight_decay": settings.weight_decay,
-        "torch_adam": True,  # needs no compiler
+        "torch_adam": True,  # DeepSpeed's AdamW needs a compiler
     }
     if torch.cuda.is_available():
-        optimizer["fused"] = True  # the other version holds a copy of all float32 weights in a step
+        optimizer["fused"] = True  # the unfused version copies all float32 weights in a step
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -994,246 +1153,30 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
         "optimizer": {"type": "AdamW", "params": optimizer},
     }
     if settings.offload_optimizer:
-        pin = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        config["zero_optimization"]["offload_optimizer"] = pin
-        config["zero_force_ds_cpu_optimizer"] = False  # DeepSpeed's own AdamW needs a compiler
-    if policy.lm_head.weight.dtype == torch.bfloat16:  # a gradient goes into the float32 sum when it is made
+        on_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        config["zero_optimization"]["offload_optimizer"] = on_host
+        config["zero_force_ds_cpu_optimizer"] = False  # accept torch's AdamW on the host
+    if policy.lm_head.weight.dtype == torch.bfloat16:
+        # Each gradient is added to the float32 sum as soon as it is computed.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    with contextlib.redirect_stdout(io.StringIO()):  # its bfloat16 optimizer prints memory tables
+    with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed's bfloat16 optimizer prints memory tables
         engine, *_ = deepspeed.initialize(model=policy, config=config)
     return engine
 
 
 def optimizer_shard(engine: deepspeed.DeepSpeedEngine) -> dict:
-    """Return this rank's float32 weights and AdamW state; they fit the same checkpoint.topology()."""
-    adamw = engine.optimizer.optimizer  # its parameters are this rank's float32 partitions
+    """Return this rank's float32 weights and AdamW's states, valid for the same checkpoint.topology()."""
+    adamw = engine.optimizer.optimizer  # AdamW over this rank's float32 partitions
     masters = [p.detach().cpu() for group in adamw.param_groups for p in group["params"]]
     return {"masters": masters, "adamw": adamw.state_dict()}
 
 
 def load_optimizer_shard(engine: deepspeed.DeepSpeedEngine, shard: dict) -> None:
-    """Undo optimizer_shard(), bit for bit; learning rate and weight decay stay those of the settings."""
+    """Restore optimizer_shard(), bit for bit; learning rate and weight decay come from the settings."""
     adamw = engine.optimizer.optimizer
     masters = [p for group in adamw.param_groups for p in group["params"]]
     for parameter, saved in zip(masters, shard["masters"], strict=True):
         parameter.data.copy_(saved)
-    settings = adamw.state_dict()["param_groups"]
-    adamw.load_state_dict({"state": shard["adamw"]["state"], "param_groups": settings})
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Memory
-# ------------------------------------------------------------------------------------------------------------
-REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
-
-
-class ParameterCounts(NamedTuple):
-    """Parameters of a model by what happens to them."""
-
-    experts: int  # spread over expert-parallel ranks
-    embeddings: int  # embedding and head
-    others: int
-
-
-KNOWN_COUNTS: dict[str, ParameterCounts] = {}  # {configuration: counts}; a planner asks often
-
-
-def parameter_counts(config: PretrainedConfig) -> ParameterCounts:
-    """Count the parameters of a model of this configuration; nothing is allocated."""
-    key = f"{type(config).__name__} {vars(config)}"
-    if key not in KNOWN_COUNTS:
-        with torch.device("meta"):
-            policy = Policy(config)
-        sizes = {name: parameter.numel() for name, parameter in policy.named_parameters()}
-        experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        embeddings = sum(size for name, size in sizes.items() if "embed_tokens" in name or "lm_head" in name)
-        KNOWN_COUNTS[key] = ParameterCounts(experts, embeddings, sum(sizes.values()) - experts - embeddings)
-    return KNOWN_COUNTS[key]
-
-
-def itemsize_of(settings: ModelSettings) -> int:
-    """Return the bytes of a value of the policy."""
-    return getattr(torch, settings.dtype).itemsize
-
-
-def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, on_gpu: bool) -> int:
-    """Return what a layer keeps for its backward, per token; exact on CPUs.
-
-    D hidden size, Q and V heads x head size of queries and of keys or values, K experts a token, I width, E
-    experts; s itemsize:
-        norms      GPU: 4 D s, inputs and outputs of two. CPU: their inputs and normalised values in float32,
-                   16 D, and outputs 2 D s; the norms of queries and keys (Q + V) s, or 8 (Q + V)
-        attention  padded queries, keys and values (Q + 2 V) s, outputs 2 Q s, log-sums
-        MLP        gate, up, SiLU and product 4 I s
-        experts    rows in and out and the same of K experts K (2 D + 4 I) s; scores 4 E; weights and indices;
-                   shared experts 4 I s each
-    """
-    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    queries, keys = heads * head_dim(config), kv_heads * head_dim(config)
-    if on_gpu:
-        norms = (4 * hidden + queries + keys) * itemsize
-    else:
-        norms = 16 * hidden + 2 * hidden * itemsize + 8 * (queries + keys)
-    norms += 4 * (2 + heads + kv_heads)  # their scales
-    attention = (queries + 2 * keys + 2 * queries) * itemsize + 4 * heads
-    if not is_moe_layer(config, layer):
-        return norms + attention + 4 * config.intermediate_size * itemsize
-    top_k = config.num_experts_per_tok
-    width, num_shared = expert_width(config), getattr(config, "n_shared_experts", 0)
-    rows = (top_k * (2 * hidden + 4 * width) + num_shared * 4 * width) * itemsize
-    return norms + attention + rows + 4 * num_experts_of(config) + 32 * top_k + 4
-
-
-def grid_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
-    """Return how much of saved_bytes_per_token() is per place of attention's grid, which sharing leaves.
-
-    These are padded queries, keys, values and outputs, 2 (Q + V) s, and log-sums.
-    """
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    return 2 * (heads + kv_heads) * head_dim(config) * itemsize + 4 * heads
-
-
-def passing_bytes(
-    config: PretrainedConfig, settings: ModelSettings, tokens: int, device: str, num_shared: int = 0
-) -> dict[str, int]:
-    """Return the bytes that a micro-batch takes besides what stands between updates.
-
-    tokens: places of the grid. num_shared: those of them whose token is laid out elsewhere (see share()).
-
-    `activations` are kept from the forward to the backward: those of all layers, or with
-    model.activation_checkpointing the inputs of all layers and one layer. `on the way back` is the larger of
-    two moments: the backward of the head (a block of logits and its gradient, the gradient of the hidden
-    states in float32, that of the head's weight, also while it is added to its float32 sum) and that of a
-    layer (gradients of its rows, of its gate and up, and a chunk of rows in float32).
-    """
-    hidden, layers, itemsize = config.hidden_size, config.num_hidden_layers, itemsize_of(settings)
-    has_experts = [is_moe_layer(config, layer) for layer in range(layers)]
-    checkpointing = settings.activation_checkpointing
-    of_kind = {
-        kind: saved_bytes_per_token(config, has_experts.index(kind), itemsize, device == "cuda")
-        for kind in set(has_experts)
-    }
-    saved = [of_kind[kind] for kind in has_experts]
-    kept = layers * hidden * itemsize + max(saved) if checkpointing else sum(saved)
-    grids = grid_bytes_per_token(config, itemsize) * (1 if checkpointing else layers)
-    kept += hidden * (2 * itemsize if device == "cuda" else 8 + itemsize)  # the last norm
-    summed = itemsize if itemsize == 4 else itemsize + 4  # a gradient, and its copy in float32
-    activations, tokens = tokens * kept - num_shared * (kept - grids), tokens - num_shared
-    blocks = 2 * 4 * min(BLOCK_ELEMENTS[device], tokens * config.vocab_size)
-    head = blocks + tokens * hidden * (4 + itemsize) + config.vocab_size * hidden * summed
-    if num_experts_of(config):
-        top_k, width = config.num_experts_per_tok, expert_width(config)
-        rows = min(CHUNK_ELEMENTS[device], tokens * hidden * top_k) * (4 + itemsize)
-        gate_up = num_experts_of(config) // settings.ep_size * 2 * width * hidden * summed
-        layer = tokens * top_k * (2 * hidden + 3 * width) * itemsize + gate_up + rows
-    else:
-        layer = tokens * (2 * hidden + 3 * config.intermediate_size) * itemsize
-    return {"activations": activations, "on the way back": max(head, layer)}
-
-
-def optimizer_step_bytes(
-    counts: ParameterCounts, settings: ModelSettings, zero_stage: int, num_ranks: int, on_gpu: bool
-) -> int:
-    """Return the bytes that DeepSpeed's step takes besides what stands between updates.
-
-    With bfloat16 and ZeRO 1 it all-reduces the float32 gradients of a group, experts or others, by way of a
-    copy in bfloat16; ZeRO 2 did so in the backward. AdamW on CPUs, which is not fused, makes two copies of a
-    group's share. With float32 weights and ZeRO 1 the gradients of the share are copied to one tensor, and
-    the others are then free.
-    """
-    itemsize, others = itemsize_of(settings), counts.embeddings + counts.others
-    groups = (others, counts.experts // settings.ep_size)
-    shares = (others // num_ranks, counts.experts // num_ranks)
-    adamw = 0 if on_gpu else 2 * 4 * max(shares)
-    if zero_stage == 2:
-        return adamw
-    if itemsize == 4:
-        return max(0, adamw + 4 * sum(shares) - 4 * sum(groups))
-    return max(adamw, max(groups) * 2 if num_ranks > 1 else 0)
-
-
-def reduce_buffer_bytes(held: int, itemsize: int, on_gpu: bool) -> int:
-    """Return what ZeRO 2 takes in a backward to all-reduce the gradients of `held` parameters.
-
-    A buffer of REDUCE_BUCKET elements gathers gradients until it is full; while it is reduced there is a copy
-    of it. Where all gradients have room in it that is after the backward. On CPUs pages that nobody writes to
-    take no memory.
-    """
-    buffer = REDUCE_BUCKET if on_gpu else min(REDUCE_BUCKET, held)
-    return (2 * buffer if held > REDUCE_BUCKET else buffer) * itemsize
-
-
-def largest_parameter(config: PretrainedConfig, settings: ModelSettings) -> int:
-    """Return the elements of the largest parameter on a rank: embedding, or gate and up of a layer."""
-    experts = num_experts_of(config) // settings.ep_size
-    gate_up = experts * 2 * expert_width(config) * config.hidden_size if experts else 0
-    return max(config.vocab_size * config.hidden_size, gate_up)
-
-
-def offloaded_bytes(config: PretrainedConfig, settings: ModelSettings, num_ranks: int) -> int:
-    """Return what train.offload_optimizer holds on the host for a rank.
-
-    Of each parameter of its share these are the float32 weight, its gradient, AdamW's two averages and the
-    updated weight in the policy's dtype; a float32 policy sums its gradients there besides. All but the
-    averages are pinned, a tensor for experts and one for all else, and torch pins powers of two.
-    """
-    counts, itemsize = parameter_counts(config), itemsize_of(settings)
-    pinned = (4, 4, itemsize) if itemsize == 2 else (4, 4, itemsize, 4)
-    power_of_two = lambda num_bytes: 1 << (num_bytes - 1).bit_length()
-    shares = (counts.experts // num_ranks, (counts.embeddings + counts.others) // num_ranks)
-    return sum(8 * n + sum(power_of_two(size * n) for size in pinned) for n in shares if n)
-
-
-def sync_buffer_bytes(config: PretrainedConfig, settings: ModelSettings, own_experts: bool) -> int:
-    """Return what a weight sync holds: a gathered tensor, and the layer that vLLM waits to be complete."""
-    counts = parameter_counts(config)
-    if not counts.experts:
-        return 0
-    num_moe_layers = sum(is_moe_layer(config, layer) for layer in range(config.num_hidden_layers))
-    of_layer = counts.experts // num_moe_layers * itemsize_of(settings)
-    if own_experts:
-        return of_layer // settings.ep_size
-    return of_layer * 2 // 3 + of_layer if settings.ep_size > 1 else of_layer  # gate and up are gathered
-
-
-def memory_by_part(
-    config: PretrainedConfig,
-    settings: ModelSettings,
-    zero_stage: int,
-    num_ranks: int,
-    tokens: int,
-    with_reference: bool = False,
-    own_experts: bool = False,
-    on_gpu: bool = True,
-    offload_optimizer: bool = False,
-) -> dict[str, int]:
-    """Return the bytes of the trainer on a rank, by part; runtime/memory.py says which meet.
-
-    tokens: the padded tokens of a micro-batch. with_reference: the first policy is kept for a KL penalty.
-    own_experts: as hf_tensors() has it. With n parameters on a rank, which are all but the experts and
-    1 / ep_size of these, and m those of them that ZeRO leaves to the rank to update (1 / num_ranks of the
-    first, ep_size / num_ranks of the experts on the rank):
-        weights n x 2 or 4 bytes     gradients n x 4     master weights m x 4     AdamW m x 8
-    ZeRO 2 sums gradients of m x 4 bytes from the first backward to the optimizer step, and holds none between
-    updates. With offload_optimizer it does so, too, and hands the sum to the host, where master weights and
-    AdamW's state are (offloaded_bytes()); a buffer for one gradient stays on the GPU.
-    """
-    counts, itemsize = parameter_counts(config), itemsize_of(settings)
-    held = counts.experts // settings.ep_size + counts.embeddings + counts.others
-    own, here = sum(counts) // num_ranks, not offload_optimizer
-    device, is_sharded = "cuda" if on_gpu else "cpu", zero_stage == 2
-    passing = passing_bytes(config, settings, tokens, device)
-    passing["on the way back"] += is_sharded * reduce_buffer_bytes(held, itemsize, on_gpu)
-    return {
-        "weights": held * itemsize,
-        "gradients": offload_optimizer * largest_parameter(config, settings) * itemsize
-        + (not is_sharded) * held * 4,
-        "master weights": here * own * 4,
-        "AdamW": here * own * 8,
-        "reference": held * itemsize if with_reference else 0,
-        "gradients in an update": is_sharded * own * 4,
-        **passing,
-        "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, on_gpu),
-        "sync buffers": sync_buffer_bytes(config, settings, own_experts),
-    }
+    param_groups = adamw.state_dict()["param_groups"]
+    adamw.load_state_dict({"state": shard["adamw"]["state"], "param_groups": param_groups})

@@ -1,29 +1,28 @@
-r"""Score completions, in this process (`verify`) or in killable children (`RewardPool`), and judge them.
+r"""Score completions: `verify` in this process, `RewardPool` in worker processes that can be killed.
 
     verify("math", r"... so \boxed{\frac{1}{2}}", "0.5")     # Verdict(reward=1.0, status="ok")
-    with RewardPool(num_workers=2) as pool:                  # scores while the caller generates
-        pool.submit(key, "math", completion, answer)         # text or token ids, as soon as it is finished
+    with RewardPool(num_workers=2) as pool:                  # scores completions while the engine generates
+        pool.submit(key, "math", completion, answer)         # text or token ids, as soon as a completion ends
         pool.poll()                                          # once per engine step
         verdicts = pool.collect()                            # waits; {key: Verdict} in submit order
 
-Computer algebra on model output can hang for ever, eat all memory or crash, also in C code that no Python
-exception reaches. So the kernel kills a child at its limit, and "timeout" and "error" are not "wrong". The
-child is this file run as a script: a caller with a CUDA context and threads cannot safely fork.
+Why processes: computer algebra on model output can hang forever, exhaust the memory or crash, even in C code
+that Python exceptions cannot interrupt. A worker that exceeds its limit is killed by the kernel, and the
+completion gets status "timeout" or "error", which differs from "wrong". Workers run this file as a script,
+because a trainer with a CUDA context and threads cannot fork safely. To start fast, this file must not import
+torch (judges.py does).
 
-The kinds that are more than a few lines live in verifiers/, which is also where functions of one's own are
-found. Judges (section 5) are reward models; they are asked in the trainer's process, after a rollout. torch
-is imported there only, so that a child starts quickly.
+Short rules are in this file; longer verifiers and the loader of custom functions are in verifiers/.
+
+Reading order: verdicts and rules, the pool as the caller sees it, the worker process, checks before a run.
 """
 
 import contextlib
 import ctypes
 import functools
-import itertools
 import json
-import math
 import operator
 import os
-import pkgutil
 import re
 import resource
 import secrets
@@ -33,7 +32,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
@@ -41,52 +40,52 @@ import verifiers.chain
 import verifiers.math
 from settings import RewardSettings
 from verifiers.kinds import RULE_KINDS, SLOW_KINDS, functions_of, parts_of
-from verifiers.own import check_score, explain, load_function
+from verifiers.own import COMMON_ARGUMENTS, check_score, explain, load_function
 
 # ------------------------------------------------------------------------------------------------------------
-# 1 Verdicts: one matcher per kind
+# 1 Verdicts: one rule per kind
 # ------------------------------------------------------------------------------------------------------------
 
-NUMERIC_RTOL = Decimal("1e-6")  # relative, for numbers that are not both whole
+NUMERIC_RTOL = Decimal("1e-6")  # relative tolerance, unless both numbers are whole
 FAILED = ("timeout", "error")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verifier's opinion of one completion."""
+    """The verifier's score of one completion."""
 
-    reward: float  # in [0, 1], the share that is right
-    status: str  # "ok" (a reward of 1) | "wrong" (less) | "no_answer" | "timeout" | "error"
-    detail: str = ""  # the reason of a timeout or an error, at most 200 printable characters
-    parts: dict[str, float] = field(default_factory=dict, hash=False)  # {kind: its own reward} of a sum
+    reward: float  # in [0, 1]; fractions are partly right
+    status: str  # "ok" (reward 1) | "wrong" (less) | "no_answer" | "timeout" | "error"
+    detail: str = ""  # reason of a timeout or error, at most 200 printable characters
+    parts: dict[str, float] = field(default_factory=dict, hash=False)  # of a weighted sum: {kind: reward}
 
     @property
     def failed(self) -> bool:
-        """Tell whether nothing is known of the completion: its verifier timed out or raised."""
+        """Tell whether the verifier timed out or raised, so that the reward says nothing."""
         return self.status in FAILED
 
 
 def score_of(verdict: Verdict, binary: bool) -> float:
-    """Return the verifier's part of the reward in [0, 1]; binary: rewards below 1 count as 0."""
+    """Return the score in [0, 1] that enters the reward; binary: rewards below 1 count as 0."""
     return float(verdict.reward == 1) if binary else verdict.reward
 
 
 def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     r"""Score one completion against the reference answer, in this process and without a time limit.
 
-    "exact"    the whole completion equals the answer, surrounding whitespace aside
-    "characters"  the share of characters of the answer that are in their place
-    "chain"    the share of right steps of a small machine's trace (verifiers/chain.py)
-    "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL of it
-    "gsm8k"    the same for the first number after the last "####"; the answer is a number or a GSM8K solution
-    "math"     math-verify finds the last \boxed{...} equal to the answer (verifiers/math.py)
-    "code", "instructions"  the share of tests or constraints met (verifiers/code.py, instructions.py)
-    "module:function", "path/file.py:function"  a function of your own (verifiers/own.py) gives the share.
-               A caller must not take such a kind from data (data.prompts.load_prompts refuses).
+    "exact"    the completion equals the answer, except for surrounding whitespace
+    "characters"  fraction of characters that equal the answer's character at the same position
+    "chain"    fraction of correct steps in the trace of a small machine (verifiers/chain.py)
+    "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL
+    "gsm8k"    the same for the first number after the last "####"; the answer may be a whole GSM8K solution
+    "math"     the last \boxed{...} equals the answer according to math-verify (verifiers/math.py)
+    "code", "instructions"  fraction of tests passed or constraints met (verifiers/code.py, instructions.py)
+    "module:function", "path/file.py:function"  the score of a custom function (verifiers/own.py).
+               Kinds from untrusted data must not get here: data.prompts.load_prompts refuses function names.
     "0.8*math + 0.2*rewards.py:brevity"  the weighted mean; the first kind decides the status
 
-    fields: prompt, messages and the columns of the row, for functions of your own and for code. An exception
-    while scoring and a reference answer that cannot be read give status "error".
+    fields: prompt, messages and the columns of the row, for custom functions and for code. Status "error"
+    means that scoring raised an exception or that the reference answer cannot be parsed.
     Raises ValueError for an unknown kind, TypeError for a completion or an answer that is not a string.
     """
     _check(kind, completion, answer)
@@ -94,19 +93,19 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     if _is_async(kind):
         return _event_loop().run(verdict)
     try:
-        verdict.send(None)  # nothing in it waits, so that it needs no event loop
+        verdict.send(None)  # synchronous kinds never wait, so the coroutine ends without an event loop
     except StopIteration as end:
         return end.value
 
 
 async def _verify(kind: str, completion: str, answer: str, fields: dict) -> Verdict:
-    verdicts = {part: await _verify_part(part, completion, answer, fields) for _, part in parts_of(kind)}
+    verdicts = {term: await _verify_part(term, completion, answer, fields) for _, term in parts_of(kind)}
     if len(verdicts) == 1:
         return verdicts.popitem()[1]
-    rewards = {part: verdict.reward for part, verdict in verdicts.items()}
-    for part, verdict in verdicts.items():
+    rewards = {term: verdict.reward for term, verdict in verdicts.items()}
+    for term, verdict in verdicts.items():
         if verdict.failed:
-            return Verdict(0.0, verdict.status, f"{part}: {verdict.detail}"[:200], rewards)
+            return Verdict(0.0, verdict.status, f"{term}: {verdict.detail}"[:200], rewards)
     weights = [weight for weight, _ in parts_of(kind)]
     mean = sum(map(operator.mul, weights, rewards.values())) / sum(weights)
     first = next(iter(verdicts.values()))
@@ -123,35 +122,35 @@ async def _verify_part(kind: str, completion: str, answer: str, fields: dict) ->
         result = function.call(**function.arguments({**fields, "completion": completion, "answer": answer}))
         score = check_score(await result if function.is_async else result)
         return Verdict(score, "ok" if score == 1 else "wrong")
-    except Exception as error:  # untrusted text; MemoryError and RecursionError are among them
+    except Exception as error:  # untrusted text can raise anything, for example MemoryError or RecursionError
         return Verdict(0.0, "error", explain(error)[:200])
 
 
 @functools.cache
 def _event_loop():
-    """Return what runs coroutines in this process: one loop for all, so that clients stay connected."""
+    """Return the event loop of this process; a single loop lets HTTP clients keep connections open."""
     import asyncio
 
     return asyncio.Runner()
 
 
 def _is_async(kind: str) -> bool:
-    with contextlib.suppress(Exception):  # verify() says why a function cannot be imported
+    with contextlib.suppress(Exception):  # verify() reports why a function cannot be imported
         return any(load_function(name).is_async for name in functions_of(kind))
     return False
 
 
 def _check(kind: str, completion: str | list[int], answer: str, types: tuple = (str,)) -> None:
     if not isinstance(kind, str):
-        raise ValueError(f"unknown kind {kind!r}: it must be text")
+        raise ValueError(f"unknown kind {kind!r}: a kind is a string, for example 'math'")
     parts_of(kind)
     if not (isinstance(completion, types) and isinstance(answer, str)):
         raise TypeError(f"completion and answer must be str, not {type(completion)} and {type(answer)}")
 
 
 # ---- rules ----
-def _compared(equal: bool) -> Verdict:
-    return Verdict(1.0, "ok") if equal else Verdict(0.0, "wrong")
+def _equality(is_equal: bool) -> Verdict:
+    return Verdict(1.0, "ok") if is_equal else Verdict(0.0, "wrong")
 
 
 def _exact(completion: str, answer: str) -> Verdict:
@@ -159,19 +158,22 @@ def _exact(completion: str, answer: str) -> Verdict:
         return Verdict(0.0, "error", "the reference answer is empty")
     if not completion.strip():
         return Verdict(0.0, "no_answer")
-    return _compared(completion.strip() == answer.strip())
+    return _equality(completion.strip() == answer.strip())
 
 
 def _characters(completion: str, answer: str) -> Verdict:
-    """Give characters in place / longer length [ours]."""
-    verdict, found, gold = _exact(completion, answer), completion.strip(), answer.strip()
+    """Score matching characters / length of the longer text [ours]."""
+    verdict = _exact(completion, answer)
     if verdict.status != "wrong":
         return verdict
-    return Verdict(sum(map(operator.eq, found, gold)) / max(len(found), len(gold)), "wrong")
+    text = completion.strip()
+    gold = answer.strip()
+    return Verdict(sum(map(operator.eq, text, gold)) / max(len(text), len(gold)), "wrong")
 
 
-# A minus counts unless it joins two terms, as in "3-5" or "x-5"; commas count in groups of three only; digits
-# are ASCII; an exponent has at most the 17 digits that Decimal can hold. Nothing can backtrack: linear time.
+# A minus is a sign unless it joins two terms, as in "3-5" or "x-5". Commas separate groups of three digits.
+# Digits are ASCII. Exponents have at most the 17 digits that Decimal can hold. Matching takes linear time,
+# because the pattern cannot backtrack.
 _NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z.)\]}])[-+\u2212])?\$?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
@@ -187,11 +189,11 @@ def _compare_numbers(match: re.Match | None, answer: str) -> Verdict:
         return Verdict(0.0, "error", f"the reference answer is not a number: {answer[:99]!r}"[:200])
     if match is None:
         return Verdict(0.0, "no_answer")
-    found, gold = (Decimal(number[0].translate(_TO_PLAIN)) for number in (match, gold_match))  # exact
-    if found == found.to_integral_value() and gold == gold.to_integral_value():
-        return _compared(found == gold)
+    number, gold = (Decimal(m[0].translate(_TO_PLAIN)) for m in (match, gold_match))  # exact
+    if number == number.to_integral_value() and gold == gold.to_integral_value():
+        return _equality(number == gold)
     tolerance = _DECIMAL.multiply(NUMERIC_RTOL, _DECIMAL.abs(gold))
-    return _compared(_DECIMAL.abs(_DECIMAL.subtract(found, gold)) <= tolerance)
+    return _equality(_DECIMAL.abs(_DECIMAL.subtract(number, gold)) <= tolerance)
 
 
 def _numeric(completion: str, answer: str) -> Verdict:
@@ -212,7 +214,7 @@ def _chain(completion: str, answer: str) -> Verdict:
     return Verdict(*verifiers.chain.verify(completion, answer))
 
 
-code_limits: dict = {}  # options of verifiers.code.verify; a worker gets them from its pool
+code_limits: dict = {}  # limits of verifiers.code.verify; the pool sends the limits to each worker
 
 
 def _code(completion: str, answer: str, fields: dict) -> Verdict:
@@ -224,34 +226,33 @@ def _code(completion: str, answer: str, fields: dict) -> Verdict:
 def _instructions(completion: str, answer: str, fields: dict) -> Verdict:
     from verifiers import instructions
 
-    return Verdict(*instructions.verify(completion, answer, **_without_given(fields)))
+    columns = {name: value for name, value in fields.items() if name not in COMMON_ARGUMENTS}
+    return Verdict(*instructions.verify(completion, answer, **columns))
 
 
-def _without_given(fields: dict) -> dict:
-    return {name: value for name, value in fields.items() if name not in ("completion", "answer")}
-
-
-# Rules are quick, and completion and answer are all that they need. The others may take their time.
+# Rules are fast and need only the completion and the answer. Slow kinds may run for seconds.
 RULES = {
     "exact": _exact, "characters": _characters, "chain": _chain, "numeric": _numeric, "gsm8k": _gsm8k,
     "math": _math,
 }  # fmt: skip
 _SLOW = {"code": _code, "instructions": _instructions}
 assert tuple(RULES) == RULE_KINDS and tuple(_SLOW) == SLOW_KINDS
+
+
 # ------------------------------------------------------------------------------------------------------------
-# 2 The pool: the caller's side
+# 2 The pool, caller's side
 # ------------------------------------------------------------------------------------------------------------
 
-# Items sent ahead to one worker. More saves wake-ups on tiny items; fewer strand less work behind a slow one.
-# What may be slow (a sandbox, a function of your own) goes alone to a worker that has nothing else; calls of
-# functions that are `async def` go together, so that they wait for their answers at the same time.
+# Rules sent ahead to one worker. A larger window saves wake-ups on tiny items; a smaller window delays fewer
+# items if one of the items hangs. Slow kinds, for example a sandbox or a custom function, are sent alone to a
+# worker with an empty queue. Calls of `async def` functions are sent together, so that they wait in parallel.
 WINDOW = 16
 ASYNC_CALLS = 64
-# A child that is silent for this long past the limit did not even stop at its own timer: it is killed.
-START_GRACE_S = 120.0  # while it starts, or imports what a kind needs
+# A worker has a timer of its own. The pool kills a worker that is silent for longer than limit + grace.
+START_GRACE_S = 120.0  # grace while the worker starts or imports the libraries of a kind
 GRACE_S = 5.0
-LOOK_S = 0.1  # between looks at workers that say nothing
-STOP_S = 5.0  # a guard ends all processes of its worker in a few hundredths of this
+LOOK_S = 0.1  # interval between checks of silent workers
+STOP_S = 5.0  # time for a guard to end the processes of its worker, which usually takes under 0.1 s
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
 MAX_REPLY_BYTES = 1 << 20
 
@@ -265,51 +266,52 @@ class _Item:
     completion: str | list[int]
     answer: str
     fields: dict
-    since: float = field(default_factory=time.monotonic)
-    # The reply has to name it, so that what a function writes into the pipe is taken for no verdict.
+    submitted_at: float = field(default_factory=time.monotonic)
+    # Replies must repeat this number, so that output of a custom function cannot pass as a verdict.
     number: str = field(default_factory=lambda: secrets.token_hex(8))
-    is_suspect: bool = False  # a worker died with it and others in its hands: it goes alone
+    is_suspect: bool = False  # a worker died while it ran this item with other items: run the item alone
 
 
 @dataclass(eq=False)
 class _Worker:
-    """One child and what is on its way to it. It answers line after line, so it is busy with sent[0]."""
+    """A worker process and the items sent to it. Lines are answered in order, so lines[0] is running."""
 
     process: subprocess.Popen
-    sent: deque = field(default_factory=deque)  # a line's items without a reply: {number: item}
-    unwritten: bytearray = field(default_factory=bytearray)  # bytes that the pipe to the child has not taken
-    unread: bytes = b""  # the beginning of a reply
-    alive_at: float = field(default_factory=time.monotonic)  # the last reply, or the last bytes taken
-    ready: set = field(default_factory=set)  # kinds whose imports are done
+    lines: deque = field(default_factory=deque)  # {number: item} of the unanswered items of each line sent
+    unwritten: bytearray = field(default_factory=bytearray)  # bytes that did not fit into the pipe so far
+    unread: bytes = b""  # the beginning of an incomplete reply
+    last_activity: float = field(
+        default_factory=time.monotonic
+    )  # time of the last reply, or of the last write
+    imported_kinds: set = field(default_factory=set)
 
     def current(self) -> _Item | None:
-        """Return the item that it is busy with, or one of them."""
-        return next(iter(self.sent[0].values())) if self.sent else None
+        """Return the item that the worker is busy with; the first one if several run at once."""
+        return next(iter(self.lines[0].values())) if self.lines else None
 
     def is_slow(self) -> bool:
-        """Tell whether it is busy with what may take long."""
-        return bool(self.sent) and not _is_rule(self.current().kind)
+        """Tell whether the worker is busy with a slow kind."""
+        return bool(self.lines) and not _is_rule(self.current().kind)
 
 
 @functools.cache
 def _is_rule(kind: str) -> bool:
-    return all(part in RULES for _, part in parts_of(kind))
+    return all(term in RULES for _, term in parts_of(kind))
 
 
 class RewardPool(contextlib.AbstractContextManager):
-    """Score completions in child processes while the caller goes on.
+    """Score completions in worker processes while the caller does other work.
 
-    num_workers child processes score one item at a time each (calls of async functions: ASYNC_CALLS), for at
-    most timeout_s wall-clock seconds and with at most memory_bytes of address space. A child that dies costs
-    the item it was busy with its verdict ("timeout" or "error"); the other items go to a fresh child. Rules
-    go before everything that may be slow. At most max_backlog items wait; then submit does. Data moves only
-    inside submit, poll and collect. One thread makes and uses the pool: Linux ends the children together with
-    that thread.
+    Each of the num_workers processes scores one item at a time (async functions: up to ASYNC_CALLS), within
+    timeout_s seconds of wall-clock time and memory_bytes of address space. If a worker dies, the item that
+    was running gets status "timeout" or "error", and a new worker scores the remaining items. Rules are sent
+    before slow kinds. If max_backlog items are waiting, submit() blocks. Data is moved only inside submit(),
+    poll() and collect(). A pool belongs to the thread that made it: Linux ends the workers with that thread.
 
-    tokenizer: JSON of the tokenizer with which the children turn token ids into text. env: names of variables
-    that they get besides KEPT_VARIABLES. log_path: file to which what functions print is appended; without
-    one it is lost. code_limits: isolation, timeout_s and memory_bytes of verifiers.code.verify, whose limit
-    for all tests of a program is added to timeout_s.
+    tokenizer: JSON of a tokenizer, with which workers decode token ids. env: environment variables that
+    workers get in addition to KEPT_VARIABLES. log_path: file for the output of custom functions; None
+    discards the output. code_limits: isolation, timeout_s and memory_bytes of verifiers.code.verify; the time
+    limit for all tests of a program is added to timeout_s.
     """
 
     def __init__(
@@ -325,45 +327,53 @@ class RewardPool(contextlib.AbstractContextManager):
         code_limits: dict | None = None,
     ):
         if num_workers < 1 or timeout_s <= 0 or max_backlog < 1:
-            raise ValueError(f"{num_workers=}, {timeout_s=} and {max_backlog=} must be positive")
+            raise ValueError(f"reward pool: {num_workers=}, {timeout_s=} and {max_backlog=} must be positive")
         if missing := [name for name in env if name not in os.environ]:
-            raise ValueError(f"reward.env: {', '.join(missing)} is not set in the environment of this run")
-        self.timeout_s, self.memory_bytes, self.max_backlog = timeout_s, memory_bytes, max_backlog
-        self.env, self.log_path, self.code_limits = tuple(env), log_path, code_limits or {}
-        self.latencies: list[float] = []  # seconds from submit to verdict, of all items since it was emptied
-        self.seconds: dict[str, float] = {}  # {kind: mean seconds of an item}, moving
-        self.num_timeouts = self.num_errors = self.num_restarts = 0  # verdicts, verdicts, children replaced
-        # {kind: {"fields": names it can take or None for all, "required": names, "async": bool}}, once met
+            raise ValueError(f"reward.env: {', '.join(missing)} is not set; export it before the run")
+        self.timeout_s = timeout_s
+        self.memory_bytes = memory_bytes
+        self.max_backlog = max_backlog
+        self.env = tuple(env)
+        self.log_path = log_path
+        self.code_limits = code_limits or {}
+        self.latencies: list[float] = []  # seconds from submit to verdict; the reader empties the list
+        self.seconds: dict[str, float] = {}  # {kind: moving average of the seconds per item}
+        self.num_timeouts = 0
+        self.num_errors = 0
+        self.num_restarts = 0  # workers replaced
+        # {kind: {"fields": names or None for all, "required": names, "async": bool}}, set at the first use
         self.signatures: dict[str, dict] = {}
         self._tokenizer = os.memfd_create("tokenizer") if tokenizer else None  # a file that ends with us
         if tokenizer:
             with open(os.dup(self._tokenizer), "w") as file:
                 file.write(tokenizer)
-        self._rules, self._slow = deque(), deque()  # items that are not yet sent
+        self._rules = deque()  # items that are not sent yet
+        self._slow = deque()
         self._verdicts: dict[Hashable, Verdict | None] = {}  # in submit order; None while outstanding
-        self._look_at = 0.0  # when all workers are looked at again, of time.monotonic()
+        self._next_check = 0.0  # time.monotonic() of the next check of all workers, silent ones included
         self._workers = [self._start() for _ in range(num_workers)]
 
     def at_once(self, kind: str) -> int:
-        """Return how many verdicts of a kind the workers find at the same time."""
+        """Return the number of items of a kind that the workers can score at the same time."""
         is_async = self.signatures.get(kind, {}).get("async")
         return len(self._workers) * (ASYNC_CALLS if is_async else 1)
 
     def submit(
         self, key: Hashable, kind: str, completion: str | list[int], answer: str, fields: dict | None = None
     ) -> None:
-        """Hand over one item; return at once but for a full backlog. `key`: new since the last collect.
+        """Queue one item; blocks only if the backlog is full. `key` must be new since the last collect().
 
-        A completion may be token ids, if the pool has a tokenizer: the text without special tokens is scored.
-        fields: {name: JSON value} of prompt, messages and columns; a worker gets those that the kind takes.
+        A completion may be a list of token ids if the pool has a tokenizer; special tokens are dropped.
+        fields: {name: JSON value} of prompt, messages and columns; a worker gets the fields that its kind
+        takes.
         """
         _check(kind, completion, answer, (str, list))
         if not self._workers:
             raise ValueError("the pool is closed")
         if key in self._verdicts:
-            raise ValueError(f"key {key!r} was submitted before and is not yet collected")
+            raise ValueError(f"key {key!r} is already submitted: collect() first")
         if isinstance(completion, list) and self._tokenizer is None:
-            raise ValueError("token ids need a pool with a tokenizer")
+            raise ValueError("token ids need a pool with a tokenizer; pass tokenizer= or text")
         while self.poll() >= self.max_backlog:
             self._ready(1000)
         self._verdicts[key] = None
@@ -372,47 +382,51 @@ class RewardPool(contextlib.AbstractContextManager):
         self._send()
 
     def poll(self) -> int:
-        """Move what the pipes take and hold, without waiting; return how many items still lack a verdict."""
+        """Write and read pipes without waiting; return the number of items that still lack a verdict."""
         workers = self._ready(0)
-        if time.monotonic() >= self._look_at:  # the silent ones too, and who has ended with its pipe open
-            self._look_at = time.monotonic() + LOOK_S
-            self._send()  # first, so that nobody is called silent who waited for the rest of a long item
+        if time.monotonic() >= self._next_check:  # also finds workers that died with their pipe still open
+            self._next_check = time.monotonic() + LOOK_S
+            self._send()  # first, so that a worker with unwritten bytes does not count as silent
             workers = list(self._workers)
         for worker in workers:
             self._receive(worker)
         self._send()
-        sent = sum(len(line) for worker in self._workers for line in worker.sent)
-        return len(self._rules) + len(self._slow) + sent
+        num_sent = sum(len(line) for worker in self._workers for line in worker.lines)
+        return len(self._rules) + len(self._slow) + num_sent
 
     def collect(self) -> dict[Hashable, Verdict]:
-        """Wait for all items submitted since the last collect; return their verdicts, in submit order."""
+        """Wait for all items since the last collect(); return {key: Verdict} in submit order."""
         while self.poll():
             self._ready(1000)
-        verdicts, self._verdicts = self._verdicts, {}
+        verdicts = self._verdicts
+        self._verdicts = {}
         return verdicts
 
     def describe(self) -> str:
-        """Say how many verdicts are awaited, and what the workers are busy with; another thread may ask."""
+        """Describe the outstanding work in a log line, for example for the watchdog's thread."""
         items = [item for worker in list(self._workers) if (item := worker.current()) is not None]
         kinds = ", ".join(dict.fromkeys(item.kind for item in items))
         num_waiting = sum(verdict is None for verdict in list(self._verdicts.values()))
         return f"{num_waiting} verdicts awaited" + (f", workers are busy with {kinds}" if items else "")
 
     def close(self) -> None:
-        """Kill the workers; items without verdict are dropped."""
+        """Kill the workers and drop all outstanding items."""
         while self._workers:
             _stop(self._workers.pop().process)
         if self._tokenizer is not None:
             os.close(self._tokenizer)
             self._tokenizer = None
-        self._rules, self._slow, self._verdicts = deque(), deque(), {}
+        self._rules.clear()
+        self._slow.clear()
+        self._verdicts = {}
 
     def __exit__(self, *exc_info) -> None:
         self.close()
 
     def _ready(self, wait_ms: int) -> list[_Worker]:
-        """Return the workers with something to read, after waiting at most so long until any pipe moves."""
-        poller, readers = select.poll(), {}  # select.select refuses file descriptors above 1023
+        """Wait until a pipe can be read or written; return the workers that have output."""
+        poller = select.poll()  # select.select() refuses file descriptors above 1023
+        readers = {}
         for worker in self._workers:
             readers[worker.process.stdout.fileno()] = worker
             poller.register(worker.process.stdout, select.POLLIN)
@@ -421,12 +435,16 @@ class RewardPool(contextlib.AbstractContextManager):
         return [readers[pipe] for pipe, _ in poller.poll(wait_ms) if pipe in readers]
 
     def _start(self) -> _Worker:
-        # No LD_PRELOAD, no PYTHON* switches of the caller. sympy's order of terms can follow the hash seed.
-        keep = (*KEPT_VARIABLES, *self.env)
-        env = {name: os.environ[name] for name in keep if name in os.environ} | {"PYTHONHASHSEED": "0"}
+        # LD_PRELOAD and PYTHON* switches are not inherited. The hash seed can change sympy's order of terms.
+        names = (*KEPT_VARIABLES, *self.env)
+        env = {name: os.environ[name] for name in names if name in os.environ} | {"PYTHONHASHSEED": "0"}
         inherited = [] if self._tokenizer is None else [self._tokenizer]
-        options = {"memory_bytes": self.memory_bytes, "tokenizer": self._tokenizer, "code": self.code_limits}
-        options["parent"] = os.getpid()
+        options = {
+            "memory_bytes": self.memory_bytes,
+            "tokenizer": self._tokenizer,
+            "code": self.code_limits,
+            "parent": os.getpid(),
+        }
         with open(self.log_path or os.devnull, "ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-u", __file__, "--worker", json.dumps(options)],
@@ -436,121 +454,134 @@ class RewardPool(contextlib.AbstractContextManager):
                 bufsize=0,
                 env=env,
                 pass_fds=inherited,
-                start_new_session=True,  # it and what it leaves behind are one process group
+                start_new_session=True,  # one process group for the worker and its children
             )
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(pipe.fileno(), False)
         return _Worker(process)
 
     def _send(self) -> None:
-        """Give queued items to the least loaded workers and write what the pipes take."""
+        """Assign queued items to the least loaded workers, and write as much as the pipes take."""
         while self._rules or self._slow:
-            # a worker with a slow item counts as full
-            worker = min(self._workers, key=lambda worker: WINDOW if worker.is_slow() else len(worker.sent))
-            if worker.is_slow() or len(worker.sent) >= (WINDOW if self._rules else 1):
+            worker = min(self._workers, key=_load)
+            if _load(worker) >= (WINDOW if self._rules else 1):
                 break
             items = self._next_items()
-            worker.sent.append({item.number: item for item in items})
+            worker.lines.append({item.number: item for item in items})
             worker.unwritten += self._line(items)
         for worker in self._workers:
-            # A full pipe is for the next call; a dead child shows in _receive, as the end of its replies.
+            # The next call retries a full pipe. _receive() notices a dead worker.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 while worker.unwritten:
                     del worker.unwritten[: os.write(worker.process.stdin.fileno(), worker.unwritten)]
-                    worker.alive_at = time.monotonic()
+                    worker.last_activity = time.monotonic()
 
     def _next_items(self) -> list[_Item]:
-        """Take one item off its queue, or several calls of async functions that follow each other."""
+        """Take one item, or several consecutive calls of async functions, from a queue."""
         if self._rules:
             return [self._rules.popleft()]
-        together = lambda item: self.signatures.get(item.kind, {}).get("async") and not item.is_suspect
         items = [self._slow.popleft()]
-        while together(items[0]) and self._slow and together(self._slow[0]) and len(items) < ASYNC_CALLS:
-            items.append(self._slow.popleft())
+        if self._can_share(items[0]):
+            while self._slow and self._can_share(self._slow[0]) and len(items) < ASYNC_CALLS:
+                items.append(self._slow.popleft())
         return items
 
+    def _can_share(self, item: _Item) -> bool:
+        """Tell whether an item may run in a worker together with other items."""
+        return bool(self.signatures.get(item.kind, {}).get("async")) and not item.is_suspect
+
     def _line(self, items: list[_Item]) -> bytes:
-        """Write items for a worker, without the fields that their kind does not take."""
+        """Encode items for a worker, with the fields that each kind takes."""
         rows = []
         for item in items:
             names = [] if _is_rule(item.kind) else self.signatures.get(item.kind, {}).get("fields")
             fields = {n: v for n, v in item.fields.items() if names is None or n in names}
             rows.append([item.number, item.kind, item.completion, item.answer, fields])
-        # ASCII JSON: newlines, null bytes and lone surrogates are escaped and come out as they were.
+        # ASCII JSON escapes newlines, null bytes and lone surrogates, and so preserves any text.
         return json.dumps([self._limit_s(items), rows]).encode() + b"\n"
 
     def _limit_s(self, items: Iterable[_Item]) -> float:
-        """Return how long a worker may take for items that go together."""
-        if not any(part == "code" for item in items for _, part in parts_of(item.kind)):
+        """Return the time limit of items that are sent in one line."""
+        if not any(term == "code" for item in items for _, term in parts_of(item.kind)):
             return self.timeout_s
         from verifiers.code import TOTAL_LIMITS
 
         return self.timeout_s + TOTAL_LIMITS * self.code_limits.get("timeout_s", 0.0)
 
     def _receive(self, worker: _Worker) -> None:
-        """Book the replies of a worker; replace it if it has died, gone silent or sent what is no reply."""
-        # It is looked up before reading, so that the last replies of a worker that has ended are read.
+        """Record the replies of a worker; replace it if it died, hangs or wrote an invalid reply."""
+        # Checked before reading: the last replies of a worker that has ended are still in the pipe.
         has_ended = _has_ended(worker.process)
-        data, is_wrong, is_full = None, False, False
+        is_invalid = False
+        is_out_of_memory = False
+        data = None
         try:
             while data := os.read(worker.process.stdout.fileno(), 1 << 16):
                 *replies, worker.unread = (worker.unread + data).split(b"\n")
                 for reply in replies:
-                    is_full |= self._book(worker, json.loads(reply))
-                worker.alive_at = time.monotonic()
-                is_wrong = len(worker.unread) > MAX_REPLY_BYTES
-                if is_wrong:
+                    is_out_of_memory |= self._book(worker, json.loads(reply))
+                worker.last_activity = time.monotonic()
+                is_invalid = len(worker.unread) > MAX_REPLY_BYTES
+                if is_invalid:
                     break
         except BlockingIOError:
             pass
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            is_wrong = True
-        item, is_silent = worker.current(), False
-        if item is not None:
-            grace = GRACE_S if item.kind in worker.ready else START_GRACE_S
-            limit = self._limit_s(worker.sent[0].values())
-            is_silent = time.monotonic() > worker.alive_at + limit + grace
-        is_full = is_full and not worker.sent  # all later calls would fail, too
-        if data == b"" or has_ended or is_wrong or is_silent or is_full:
-            self._replace(worker, is_silent, is_wrong)
+            is_invalid = True
+        is_silent = self._is_silent(worker)
+        is_exhausted = is_out_of_memory and not worker.lines  # all later calls would fail as well
+        if data == b"" or has_ended or is_invalid or is_silent or is_exhausted:
+            self._replace(worker, is_silent, is_invalid)
+
+    def _is_silent(self, worker: _Worker) -> bool:
+        """Tell whether a worker has exceeded the limit of its item and the grace period."""
+        item = worker.current()
+        if item is None:
+            return False
+        grace = GRACE_S if item.kind in worker.imported_kinds else START_GRACE_S
+        limit = self._limit_s(worker.lines[0].values())
+        return time.monotonic() > worker.last_activity + limit + grace
 
     def _book(self, worker: _Worker, reply: list) -> bool:
-        """Take in one reply: [number, signature of the kind] or [number, fields of a Verdict, seconds].
+        """Record one reply: [number, signature of the kind] or [number, *fields of a Verdict, seconds].
 
-        Returns whether the worker had no memory left.
+        Returns whether the worker ran out of memory.
         """
         number, *values = reply
-        line = worker.sent[0]
+        line = worker.lines[0]
         if isinstance(values[0], dict):
             kind = line[number].kind
             self.signatures[kind] = values[0]
-            worker.ready.add(kind)
+            worker.imported_kinds.add(kind)
             return False
-        *values, took = values
+        *values, seconds = values
         item = line.pop(number)
         if not line:
-            worker.sent.popleft()
-        self.seconds[item.kind] = 0.95 * self.seconds.get(item.kind, took) + 0.05 * took
+            worker.lines.popleft()
+        self._add_seconds(item.kind, seconds)
         verdict = Verdict(*values)
         self._finish(item, verdict)
         return verdict.status == "error" and "MemoryError" in verdict.detail
 
+    def _add_seconds(self, kind: str, seconds: float) -> None:
+        self.seconds[kind] = 0.95 * self.seconds.get(kind, seconds) + 0.05 * seconds
+
     def _finish(self, item: _Item, verdict: Verdict) -> None:
         self._verdicts[item.key] = verdict
-        self.latencies.append(time.monotonic() - item.since)
+        self.latencies.append(time.monotonic() - item.submitted_at)
         self.num_timeouts += verdict.status == "timeout"
         self.num_errors += verdict.status == "error"
 
-    def _replace(self, worker: _Worker, is_silent: bool, is_wrong: bool) -> None:
-        """Start another worker. The item that this one was busy with gets its verdict, the others wait again.
+    def _replace(self, worker: _Worker, is_silent: bool, is_invalid: bool) -> None:
+        """Start a new worker. The item that the old one was busy with gets a verdict, the rest are requeued.
 
-        If it was busy with several calls, nobody knows which one to blame: each of them is tried alone.
+        If the old worker was busy with several async calls, the culprit is unknown, so each call is retried
+        alone.
         """
-        limit = self._limit_s(worker.sent[0].values() if worker.sent else ())
         status = _stop(worker.process)
         self._workers[self._workers.index(worker)] = self._start()
         self.num_restarts += 1
-        lines = [list(line.values()) for line in worker.sent]
+        lines = [list(line.values()) for line in worker.lines]
         for item in reversed(sum(lines[1:], [])):
             self._rules.appendleft(item)  # only rules are sent ahead
         if lines and len(lines[0]) > 1:
@@ -559,35 +590,48 @@ class RewardPool(contextlib.AbstractContextManager):
                 self._slow.appendleft(item)
         elif lines:
             (item,) = lines[0]
-            log = f"; see {self.log_path}" if self.log_path else ""
-            if is_wrong:
-                verdict = Verdict(
-                    0.0, "error", "something else than the worker wrote to its pipe of verdicts"
-                )
-            elif is_silent and item.kind not in worker.ready:
-                verdict = Verdict(0.0, "timeout", f"the worker was not ready after {START_GRACE_S:g} s{log}")
-            elif is_silent or status == -signal.SIGALRM:
-                verdict = Verdict(0.0, "timeout", f"killed after the limit of {limit:g} s")
-                self.seconds[item.kind] = 0.95 * self.seconds.get(item.kind, limit) + 0.05 * limit
-            else:
-                verdict = Verdict(0.0, "error", f"the worker died with exit status {status}{log}")
-            self._finish(item, verdict)
+            is_ready = item.kind in worker.imported_kinds
+            self._finish(item, self._verdict_of_death(item, status, is_ready, is_silent, is_invalid))
+
+    def _verdict_of_death(
+        self, item: _Item, status: int, is_ready: bool, is_silent: bool, is_invalid: bool
+    ) -> Verdict:
+        """Return the verdict of the item that a worker with this exit status was busy with."""
+        log = f"; see {self.log_path}" if self.log_path else ""
+        if is_invalid:
+            return Verdict(
+                0.0,
+                "error",
+                "the function wrote to the worker's pipe of verdicts, which only the worker may use",
+            )
+        if is_silent and not is_ready:
+            return Verdict(0.0, "timeout", f"the worker was not ready after {START_GRACE_S:g} s{log}")
+        if is_silent or status == -signal.SIGALRM:
+            limit = self._limit_s([item])
+            self._add_seconds(item.kind, limit)
+            return Verdict(0.0, "timeout", f"killed after the limit of {limit:g} s")
+        return Verdict(0.0, "error", f"the worker died with exit status {status}{log}")
+
+
+def _load(worker: _Worker) -> int:
+    """Return the number of lines that a worker is busy with; a slow item counts as a full window."""
+    return WINDOW if worker.is_slow() else len(worker.lines)
 
 
 def _has_ended(process: subprocess.Popen) -> bool:
-    """Tell whether a child has ended; its status and its process id stay until it is waited for."""
+    """Tell whether a process has ended, without reaping the process, so that the pid stays reserved."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _stop(process: subprocess.Popen) -> int:
-    """End a worker and what it started; return its exit status: minus the signal that ended it."""
+    """End a worker and all processes that it started; return the exit status, or minus the signal."""
     process.stdin.close()
     process.stdout.close()
-    os.kill(process.pid, signal.SIGTERM)  # an order to its guard, whose id is its own until it is waited for
+    os.kill(process.pid, signal.SIGTERM)  # the guard; its pid cannot be reused before wait()
     deadline = time.monotonic() + STOP_S
     while not _has_ended(process) and time.monotonic() < deadline:
         time.sleep(0.001)
-    with contextlib.suppress(ProcessLookupError):  # for a guard that a function has stopped or killed
+    with contextlib.suppress(ProcessLookupError):  # in case a custom function stopped or killed the guard
         os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 
@@ -595,7 +639,7 @@ def _stop(process: subprocess.Popen) -> int:
 def start_pool(
     settings: RewardSettings, tokenizer, log_path: str | os.PathLike | None = None, num_workers: int = 0
 ) -> RewardPool:
-    """Start the reward workers of this rank; num_workers: how many, where it is not what the settings say."""
+    """Start the reward workers of this rank; num_workers overrides reward.num_workers unless 0."""
     decodes = tokenizer is not None and settings.decode == "workers"
     return RewardPool(
         num_workers or settings.num_workers,
@@ -614,67 +658,89 @@ def start_pool(
 
 
 def decoder_json(tokenizer) -> str:
-    """Return the library inside a tokenizer as JSON, for workers; ValueError if it decodes otherwise."""
-    inner = getattr(tokenizer, "backend_tokenizer", None)
-    cleans = tokenizer.clean_up_tokenization_spaces and type(getattr(inner, "model", None)).__name__ != "BPE"
-    if inner is None or cleans:
-        raise ValueError("reward.decode workers: this tokenizer does more than its library: set it to engine")
-    return inner.to_str()
+    """Return a tokenizer's Rust tokenizer as JSON, for workers.
+
+    Raises ValueError if transformers changes the text after the Rust tokenizer has decoded it, for example
+    WordPiece tokenizers, which clean up spaces.
+    """
+    rust_tokenizer = getattr(tokenizer, "backend_tokenizer", None)
+    is_bpe = type(getattr(rust_tokenizer, "model", None)).__name__ == "BPE"
+    if rust_tokenizer is None or (tokenizer.clean_up_tokenization_spaces and not is_bpe):
+        raise ValueError(
+            "reward.decode=workers: this tokenizer cannot be sent to workers, because transformers changes "
+            "its text after decoding; set reward.decode=engine"
+        )
+    return rust_tokenizer.to_str()
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 3 The pool: the child's side
+# 3 The pool, worker's side
 # ------------------------------------------------------------------------------------------------------------
 def main() -> None:
-    """Answer lines [seconds, [[number, kind, completion, answer, fields], ...]] on stdin by lines on stdout.
+    """Run a worker: read lines of items from stdin, write replies to stdout.
 
-    The first item of each kind is answered by [number, signature] once what the kind needs is imported; every
-    item by [number, *Verdict's fields, seconds].
+    request  [limit in seconds, [[number, kind, completion, answer, fields], ...]]
+    replies  [number, *fields of a Verdict, seconds] per item; before the first item of a kind also
+             [number, signature], as soon as the libraries of the kind are imported
     """
     options = json.loads(sys.argv[2])  # reward.py --worker OPTIONS
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _fork_worker(options["parent"])
     resource.setrlimit(resource.RLIMIT_AS, (options["memory_bytes"], options["memory_bytes"]))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have left it ignored or blocked
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # kills; the caller may have ignored or blocked the signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    requests, replies, null = os.dup(0), os.dup(1), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.dup2(2, 1)  # whatever is printed goes to the log and stays out of the replies
-    sys.path.append(os.getcwd())  # modules beside a run; sys.path begins with this file's folder
+    requests = os.dup(0)
+    replies = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # print() of custom functions goes to the log instead of the replies
+    sys.path.append(os.getcwd())  # for modules in the working directory; sys.path starts with this folder
     code_limits.update(options["code"])
     decode = _decoder(options["tokenizer"])
-    reply = lambda *values: os.write(replies, json.dumps(values).encode() + b"\n")
-    known = set()
-    for line in os.fdopen(requests, "rb"):  # ends when the parent closes it or dies
+
+    def reply(*values) -> None:
+        os.write(replies, json.dumps(values).encode() + b"\n")
+
+    prepared_kinds = set()
+    for line in os.fdopen(requests, "rb"):  # ends when the parent closes the pipe or dies
         limit_s, items = json.loads(line)
         for number, kind, *_ in items:
-            if kind not in known:
-                known.add(kind)
+            if kind not in prepared_kinds:
+                prepared_kinds.add(kind)
                 reply(number, _prepare(kind))
         items = [[number, kind, decode(completion), *rest] for number, kind, completion, *rest in items]
         if _is_async(items[0][1]):
-            signal.setitimer(signal.ITIMER_REAL, limit_s + 2.0)  # for a call that keeps the loop to itself
+            signal.setitimer(signal.ITIMER_REAL, limit_s + 2.0)  # for a function that blocks the event loop
             _event_loop().run(_answer_together(items, limit_s, reply))
             signal.setitimer(signal.ITIMER_REAL, 0)
-            continue
-        ((number, kind, completion, answer, fields),) = items
-        start = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        verdict = verify(kind, completion, answer, **fields)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        reply(number, *astuple(verdict), time.monotonic() - start)
+        else:
+            (item,) = items
+            _answer(*item, limit_s, reply)
+
+
+def _answer(
+    number: str, kind: str, completion: str, answer: str, fields: dict, limit_s: float, reply: Callable
+) -> None:
+    """Score one item; the timer kills the worker at the limit."""
+    start = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    verdict = verify(kind, completion, answer, **fields)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    reply(number, *astuple(verdict), time.monotonic() - start)
 
 
 def _fork_worker(parent: int) -> None:
-    """Return in a fork, the worker. This process guards it: it ends all that the worker leaves behind.
+    """Fork: the child returns as the worker; this process stays behind as the guard and never returns.
 
-    The guard adopts processes whose parents have ended, so that it finds those, too, that have left the group
-    by setsid(). They end when the worker ends, when the guard gets SIGTERM, and when the parent is killed. A
-    function that kills the guard itself keeps what has left the group.
+    The guard ends all processes that the worker leaves behind, for example a server that a custom function
+    has started. The guard is a subreaper, which adopts orphans, and so also finds processes that left the
+    group by setsid(). It acts when the worker ends, on SIGTERM, or when the parent is killed. If a custom
+    function kills the guard, processes outside the group survive.
     """
-    guard, prctl, watched = os.getpid(), ctypes.CDLL(None).prctl, {signal.SIGTERM, signal.SIGCHLD}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    guard = os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+    signals = {signal.SIGTERM, signal.SIGCHLD}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
     if not (worker := os.fork()):
         prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -682,16 +748,17 @@ def _fork_worker(parent: int) -> None:
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return
-    os.closerange(0, 256)  # above all the pipes: their end tells the pool that the worker has died
+    os.closerange(0, 256)  # closes the pipes, so that the pool sees their end when the worker dies
     prctl(1, signal.SIGTERM)
-    ends, is_over = {}, os.getppid() != parent
-    while worker not in ends and not is_over:
-        is_over = signal.sigwait(watched) == signal.SIGTERM
-        ends |= _reap()
-    ends |= _end_children()
-    code = os.waitstatus_to_exitcode(ends[worker])
-    if code < 0:  # it ends as the worker has ended
-        with contextlib.suppress(OSError):  # SIGKILL cannot be set, and needs not
+    statuses = {}
+    is_over = os.getppid() != parent
+    while worker not in statuses and not is_over:
+        is_over = signal.sigwait(signals) == signal.SIGTERM
+        statuses |= _reap()
+    statuses |= _end_children()
+    code = os.waitstatus_to_exitcode(statuses[worker])
+    if code < 0:  # a signal ended the worker: end the guard by the same signal
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
             signal.signal(-code, signal.SIG_DFL)
         os.kill(guard, -code)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -700,29 +767,29 @@ def _fork_worker(parent: int) -> None:
 
 def _reap() -> dict[int, int]:
     """Return {process id: status} of the children that have ended since the last call."""
-    found = {}
-    with contextlib.suppress(ChildProcessError):  # there is no child left
+    statuses = {}
+    with contextlib.suppress(ChildProcessError):  # all children have ended
         while (child := os.waitpid(-1, os.WNOHANG))[0]:
-            found |= [child]
-    return found
+            statuses |= [child]
+    return statuses
 
 
 def _end_children() -> dict[int, int]:
-    """Kill all processes below this one until none is left; return {process id: status} of the children."""
+    """Kill descendants of this process until all have ended; return {process id: status} of the children."""
     import psutil
 
-    found = {}
+    statuses = {}
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.Error):
                 child.kill()
         time.sleep(0.002)
-        found |= _reap()
-    return found
+        statuses |= _reap()
+    return statuses
 
 
 async def _answer_together(items: list[list], limit_s: float, reply: Callable) -> None:
-    """Answer each item as soon as its function, waiting beside the others, has given its score."""
+    """Run async functions in parallel, and send each reply as soon as a function returns."""
     import asyncio
 
     async def answer_one(number, kind, completion, answer, fields) -> None:
@@ -738,18 +805,18 @@ async def _answer_together(items: list[list], limit_s: float, reply: Callable) -
 
 
 def _prepare(kind: str) -> dict:
-    """Import what a kind needs, which is not the item's fault, and return the signature of its functions.
+    """Import the libraries of a kind outside of the time limit; return the signature of its functions.
 
-    verify() reports an import that fails.
+    Failed imports are ignored here, because verify() reports the error.
     """
     signature = {"fields": None, "required": [], "async": False}
     with contextlib.suppress(Exception):
-        for _, part in parts_of(kind):
-            if part == "math":
+        for _, term in parts_of(kind):
+            if term == "math":
                 verifiers.math.load_library()
         functions = [load_function(name) for name in functions_of(kind)]
         signature["required"] = [name for function in functions for name in function.required]
-        is_slow = any(part in _SLOW for _, part in parts_of(kind))  # it would keep others waiting
+        is_slow = any(term in _SLOW for _, term in parts_of(kind))  # slow kinds would block the event loop
         signature["async"] = any(function.is_async for function in functions) and not is_slow
         fields = [function.fields() for function in functions]
         if None not in fields and not is_slow:
@@ -758,81 +825,88 @@ def _prepare(kind: str) -> dict:
 
 
 def _decoder(tokenizer_fd: int | None) -> Callable:
-    """Return the function that turns token ids into text, and leaves text as it is."""
+    """Return a function that decodes token ids and passes text through."""
     if tokenizer_fd is None:
         return lambda completion: completion
-    import tokenizers  # the library that is inside the trainer's tokenizer
+    import tokenizers  # the Rust library inside the trainer's tokenizer
 
     tokenizer = tokenizers.Tokenizer.from_file(f"/proc/self/fd/{tokenizer_fd}")
-    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    return lambda completion: decode(completion) if isinstance(completion, list) else completion
+
+    def decode(completion: str | list[int]) -> str:
+        if isinstance(completion, str):
+            return completion
+        return tokenizer.decode(completion, skip_special_tokens=True)
+
+    return decode
 
 
 # ------------------------------------------------------------------------------------------------------------
-# 4 Checks before a run: can every reference answer be right, does every function of one's own work?
+# 4 Checks before a run: every reference answer can be right, every custom function works
 # ------------------------------------------------------------------------------------------------------------
 Row = tuple[str, str, dict]  # kind, reference answer, fields
 
 
 def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, str]:
-    """Return {index: reason} of the rows whose reference answer is wrong by its own rule.
+    r"""Return {index: reason} of the rows whose reference answer cannot be right by its own rule.
 
-    Every completion of such a prompt would be wrong or an error. Of a sum each part that is a rule is asked.
-    The answer is written as a completion writes it; for constraints and tests it counts only that they can be
-    read.
+    Every completion of such a prompt would be wrong or an error, for example if a numeric answer is "five".
+    Each rule has to accept the reference answer, written as a completion would write it, for example in
+    \boxed{}. Constraints and tests only have to be readable. All terms of a weighted sum are checked.
     """
-    asked, reasons = {}, {}  # {(kind, answer, fields where they matter): indices}
+    reasons = {}
+    indices_of = {}  # {(kind, answer, fields if the kind reads fields): indices of rows}
     for index, (kind, answer, fields) in enumerate(rows):
-        for _, part in parts_of(kind):
-            if part == "code":
+        for _, term in parts_of(kind):
+            if term == "code":
                 from verifiers.code import read_tests
 
                 try:
                     read_tests(answer, "")
-                except Exception as error:  # broken data may raise anything
+                except Exception as error:  # broken data can raise anything
                     reasons[index] = f"{answer[:80]!r}: error: {explain(error)}"
-            if part in RULES:
-                asked.setdefault((part, answer, ""), []).append(index)
-            elif part == "instructions":
-                asked.setdefault((part, answer, json.dumps(fields, default=str)), []).append(index)
-    for key, indices in asked.items():
-        part, answer, _ = key
+            if term in RULES:
+                indices_of.setdefault((term, answer, ""), []).append(index)
+            elif term == "instructions":
+                indices_of.setdefault((term, answer, json.dumps(fields, default=str)), []).append(index)
+    for key, indices in indices_of.items():
+        term, answer, _ = key
         completion = {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}
-        fields = {} if part in RULES else rows[indices[0]][2]
-        pool.submit(key, part, completion.get(part, answer), answer, fields)
+        fields = {} if term in RULES else rows[indices[0]][2]
+        pool.submit(key, term, completion.get(term, answer), answer, fields)
     for key, verdict in pool.collect().items():
-        if verdict.failed or (verdict.status != "ok" and key[0] in RULES):
-            reason = verdict.detail or f"{key[0]} does not find it equal to itself"
-            reasons |= dict.fromkeys(asked[key], f"{key[1][:80]!r}: {verdict.status}: {reason}")
-    pool.latencies = []  # no training has begun
+        term, answer, _ = key
+        if verdict.failed or (verdict.status != "ok" and term in RULES):
+            reason = verdict.detail or f"{term} does not accept the reference answer as a completion"
+            reasons |= dict.fromkeys(indices_of[key], f"{answer[:80]!r}: {verdict.status}: {reason}")
+    pool.latencies = []  # only latencies of training are reported
     return dict(sorted(reasons.items()))
 
 
 def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardSettings) -> None:
-    """Import and call each function of one's own in the kinds and rows, as workers do; ValueError names it.
+    """Call each custom function of the kinds and rows once in a worker; ValueError names a broken function.
 
-    A function is called with the first row of its kind, else with the first of all, and the reference answer
-    as the completion. Where a kind runs programs, the sandbox must start. Then every row of a function's kind
-    must hold the columns that it needs.
+    A function is called with the first row of its kind, or else with the first row of all, and with the
+    reference answer as the completion. All rows of its kind must have the columns that it requires. If a kind
+    runs programs, the sandbox is started as well.
     """
     kinds = dict.fromkeys([*kinds, *(kind for kind, _, _ in rows)])
-    first = {kind: row for kind, *row in reversed(rows)}
-    names = {name: kind for kind in reversed(kinds) for name in functions_of(kind)}
-    if any(part == "code" for kind in kinds for _, part in parts_of(kind)):
+    first_row = {kind: row for kind, *row in reversed(rows)}
+    kind_of = {name: kind for kind in reversed(kinds) for name in functions_of(kind)}
+    if any(term == "code" for kind in kinds for _, term in parts_of(kind)):
         from verifiers.sandbox import check_sandbox
 
         check_sandbox(settings.sandbox)
-    if not names:
+    if not kind_of:
         return
     if not rows:
-        raise ValueError("no prompts to try the reward functions on")
+        raise ValueError("there are no prompts to try the reward functions on: are the datasets empty?")
     with start_pool(settings, None, num_workers=1) as pool:
-        for name, kind in names.items():
-            answer, fields = first.get(kind, rows[0][1:])
+        for name, kind in kind_of.items():
+            answer, fields = first_row.get(kind, rows[0][1:])
             pool.submit(name, name, answer, answer, fields)
         verdicts = pool.collect()
     for name, verdict in verdicts.items():
-        answer, _ = first.get(names[name], rows[0][1:])
+        answer, _ = first_row.get(kind_of[name], rows[0][1:])
         if verdict.failed:
             raise ValueError(
                 f"reward function {name}: {verdict.detail}. It was called with the reference answer "
@@ -843,177 +917,9 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardS
             missing = set(pool.signatures[name]["required"]) - {*fields, "completion", "answer"}
             if missing:
                 raise ValueError(
-                    f"reward function {name}: its parameter {min(missing)} is no column of prompt "
+                    f"reward function {name}: its parameter {min(missing)} is not a column of prompt "
                     f"{index + 1} of {len(rows)}, {str(fields.get('prompt'))[:80]!r}"
                 )
-
-
-# ------------------------------------------------------------------------------------------------------------
-# 5 Judges: reward models, asked in the trainer's process after a rollout
-# ------------------------------------------------------------------------------------------------------------
-TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
-Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the
-first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""  # [ours]
-
-
-class ScalarJudge:
-    """Score texts by a reward model with one label, such as a Bradley-Terry model, as prompt + completion.
-
-    path: Hugging Face folder. batch_size: texts per forward. max_tokens: a longer text loses its beginning.
-    margin: scores of a pair that differ by no more are a tie.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike, batch_size: int = 32, max_tokens: int = 4096, margin: float = 0.0
-    ):
-        import torch
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        local = {"local_files_only": True, "trust_remote_code": False}
-        model, loading = AutoModelForSequenceClassification.from_pretrained(  # [ours]: bfloat16 makes ties
-            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
-        )
-        if model.config.num_labels != 1 or loading["missing_keys"]:  # a causal LM's head would be random
-            raise ValueError(f"judge {path} has {model.config.num_labels} labels, not 1, or no trained head")
-        tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", **local)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id  # it marks the end of a text
-        model.config.get_text_config().use_cache = False  # nothing reads keys and values again
-        self.batch_size, self.margin = batch_size, margin
-        self.tokenize = functools.partial(
-            tokenizer,
-            padding=True,
-            padding_side="right",
-            truncation=True,
-            max_length=max_tokens,
-            return_token_type_ids=False,
-            return_tensors="pt",
-        )
-        self.model = model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
-
-    def _batches(self, texts: list[str]) -> Iterator[tuple[list[str], dict]]:
-        """Yield distinct texts, short ones first for little padding, and what a forward of them takes."""
-        order = sorted(set(texts), key=lambda text: (len(text), text))
-        for start in range(0, len(order), self.batch_size):
-            batch = order[start : start + self.batch_size]
-            yield batch, self.tokenize(batch).to(self.model.device)
-
-    def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
-        """Return raw scores; NaN and inf are handed on. Equal texts are read once and get equal scores."""
-        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        scores = {}
-        for batch, inputs in self._batches(texts):
-            scores |= zip(batch, self.model(**inputs).logits[:, 0].tolist())
-        return [scores[text] for text in texts]
-
-    def head_inputs(self, prompts: list[str], completions: list[str]) -> tuple:
-        """Return scores [n] and h [n, d], float32 on the CPU: score = head(h), the last layer of the judge.
-
-        It costs a forward. ValueError if no linear layer of one output makes the scores.
-        """
-        import torch
-
-        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        heads = [m for m in self.model.modules() if isinstance(m, torch.nn.Linear) and m.out_features == 1]
-        if not heads:
-            raise ValueError("the scalar judge has no linear layer that makes its score")
-        head, seen, found = heads[-1], [], {}
-        with head.register_forward_pre_hook(lambda _, given: seen.append(given[0])):
-            for batch, inputs in self._batches(texts):
-                logits, h = self.model(**inputs).logits, seen.pop()
-                if h.dim() == 3:  # [B, T, d]: the score is that of the last token
-                    h = h[torch.arange(len(batch)), inputs["attention_mask"].sum(dim=1) - 1]
-                made = torch.nn.functional.linear(h, head.weight, head.bias)  # [B, 1]
-                if not torch.allclose(made, logits, rtol=1e-4, atol=1e-4, equal_nan=True):
-                    raise ValueError("the scalar judge's score is not the output of its last linear layer")
-                found |= zip(batch, zip(logits[:, 0].cpu(), h.cpu()))
-        scores = torch.tensor([found[text][0] for text in texts])
-        return scores, torch.stack([found[text][1] for text in texts]) if texts else torch.zeros(0, 1)
-
-    def compare(self, prompts, firsts, seconds) -> list[int]:
-        """Return +1 where the first completion scores over margin above the second, -1 below it, else 0.
-
-        NaN where one of the two scores is NaN.
-        """
-        scores, margin = self.scores([*prompts, *prompts], [*firsts, *seconds]), self.margin
-        pairs = zip(scores, scores[len(prompts) :])
-        return [
-            math.nan if math.isnan(a) or math.isnan(b) else (a - b > margin) - (b - a > margin)
-            for a, b in pairs
-        ]
-
-
-class GenerativeJudge:
-    """Ask a language model for a chain of thought on two completions, then Better, Tie or Worse [secondary].
-
-    generate: prompts -> answers, in order. num_unreadable: answers without a verdict so far; they are ties.
-    """
-
-    def __init__(self, generate: Callable[[list[str]], list[str]], template: str = TEMPLATE):
-        self.generate, self.template, self.num_unreadable = generate, template, 0
-
-    def compare(self, prompts, firsts, seconds) -> list[int]:
-        """Return +1 where an answer's last verdict finds the first completion better, -1 if worse, else 0."""
-        questions = [
-            self.template.format(prompt=prompt, first=first, second=second)
-            for prompt, first, second in zip(prompts, firsts, seconds, strict=True)
-        ]
-        answers = self.generate(questions) if questions else []
-        if len(answers) != len(questions):
-            raise ValueError(f"the generative judge gave {len(answers)} answers to {len(questions)} prompts")
-        found = [re.findall(r"(?<!\|)\b(Better|Tie|Worse)\b(?!\|)", answer) for answer in answers]  # no echo
-        self.num_unreadable += found.count([])
-        return [{"Better": 1, "Worse": -1}.get(words[-1], 0) if words else 0 for words in found]
-
-
-def pairwise_reference(judge, prompts, completions, references) -> list[float]:
-    """Return r_i = +1, 0 or -1: completion i is better than, as good as or worse than reference i [ours]."""
-    return [float(sign) for sign in judge.compare(prompts, completions, references)]
-
-
-def round_robin(judge, prompts, completions, group_index: list[int]) -> list[float]:
-    """Return r_i, the mean over j != i in i's group of [better 1, tie 0.5, worse 0] [ours].
-
-    A group of one gets 0.5. group_index: group of each completion, in any order. A pair i < j is asked once,
-    i first, for both.
-    """
-    items = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
-    groups = [list(group) for _, group in itertools.groupby(items, key=operator.itemgetter(0))]
-    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
-    signs = judge.compare([a[2] for a, _ in pairs], [a[3] for a, _ in pairs], [b[3] for _, b in pairs])
-    points = [[] for _ in items]
-    for (a, b), sign in zip(pairs, signs):
-        points[a[1]].append((1 + sign) / 2)
-        points[b[1]].append((1 - sign) / 2)
-    return [sum(won) / len(won) if won else 0.5 for won in points]
-
-
-def build_judge(
-    kind: str,
-    path: str | None,
-    load_generate: Callable,
-    batch_size: int = 32,
-    max_tokens: int = 4096,
-    margin: float = 0.0,
-):
-    """Load the judge in a folder, or the generative one "module:function"; ValueError says why it cannot be.
-
-    kind: "scalar", "generative", or "none", which gives None. load_generate(path, batch_size, max_tokens)
-    makes the function of a generative judge from the folder of a causal language model. margin: see
-    ScalarJudge.
-    """
-    if kind == "none":
-        return None
-    if os.path.isfile(os.path.join(path, "config.json")):
-        if kind == "scalar":
-            return ScalarJudge(path, batch_size, max_tokens, margin)
-        return GenerativeJudge(load_generate(path, batch_size, max_tokens))
-    if kind == "scalar" or ":" not in path:
-        raise ValueError(f"judge {path!r}: no folder with the config.json of a Hugging Face model")
-    try:
-        return GenerativeJudge(pkgutil.resolve_name(path))
-    except Exception as error:  # whatever its import raises
-        raise ValueError(f"cannot import the judge {path!r}: {type(error).__name__}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ from data.history import PromptHistory
 from data.prompts import Prompt
 from data.stages import Offers
 from data.stream import seed_of
+from judges import pairwise_reference, round_robin
 from lifecycle import (
     Run,
     evaluation_is_due,
@@ -83,11 +84,11 @@ from lifecycle import (
     refuse_broken_policy,
     save_if_due,
     set_up,
-    syncs_own_experts,
 )
+from memory_plan import syncs_own_experts
 from moe_model import PackedSequences, num_experts_of, pack, route_table
 from plugins import load_plugin
-from reward import Verdict, pairwise_reference, round_robin, score_of
+from reward import Verdict, score_of
 from rollout import SyncReport, invalid_route
 from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewards
 from runtime.collectives import ALL_RANKS

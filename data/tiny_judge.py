@@ -278,7 +278,7 @@ def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) ->
 def write_judge(recipe: Recipe, model_folder: Path, problems: list[dict], folder: Path) -> dict:
     """Train a judge, write the model and the tokenizer into a folder, and return the record."""
     from data.chat import load_tokenizer
-    from reward import ScalarJudge
+    from judges import ScalarJudge
 
     num_held_out = min(recipe.num_held_out, len(problems) // 4)
     held_out = problems[:num_held_out]

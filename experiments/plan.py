@@ -1,18 +1,19 @@
-"""Plan a run before it starts: memory by part, seconds by phase, bytes over the wire, and what helps.
+"""Plan a run before it starts: memory by part, seconds by phase, traffic between GPUs, and advice.
 
     python experiments/plan.py --config experiments/models/qwen3_30b_a3b_one_node.yaml
     python experiments/plan.py --config mine.yaml --gpus 8 --gpu-memory-gib 80 --json plan.json
-    python experiments/plan.py --config mine.yaml --gpus 32 --search       # what fits, the fastest first
-    python experiments/plan.py --write-headers experiments/models/*.yaml      # their first lines
-    python experiments/plan.py --tables experiments/models/*.yaml             # those of docs/gpu.md
+    python experiments/plan.py --config mine.yaml --gpus 32 --search       # settings that fit, fastest first
+    python experiments/plan.py --write-headers experiments/models/*.yaml   # the comments of these files
+    python experiments/plan.py --tables experiments/models/*.yaml          # the tables of docs/gpu.md
 
-Nothing is loaded but config.json; of Qwen3 models the shapes are known by name. The exit code is 0 where the
-run fits (with --search: where anything does), 1 where it does not, and 2 for settings that are wrong. Memory
-of a GPU is the arithmetic by which train_rl.py refuses a run (train_rl.plan_memory); the host's is only
-planned. Seconds are a roofline with the shares of the peaks that stand below as constants; docs/gpu.md
-compares them with public measurements.
+Only config.json is read; Qwen3 models need no file, because their shapes are listed below. GPU memory is
+estimated by memory_plan.plan_memory(), the same estimate by which train_rl.py refuses a run at its start.
+Seconds follow a roofline model: operations and bytes, divided by the peak rates of the GPU times the shares
+of these peaks that are achieved (constants below). docs/gpu.md compares the seconds with public measurements.
 
-Reading order: models, machines, the task, bytes, seconds, the plan, what helps, what is printed.
+Exit codes: 0 if the run fits (with --search: if any proposal fits), 1 if it does not, 2 for invalid settings.
+
+Reading order: models, machines, the task, bytes, seconds, the plan and its advice, output, command line.
 """
 
 import argparse
@@ -32,22 +33,17 @@ sys.path.insert(0, str(ROOT))
 
 from transformers import AutoConfig, PretrainedConfig
 
+import memory_plan
 import moe_model
 import rollout
+from configure import load_config, stage_configs
 from experiments.bench.common import markdown
+from lifecycle import check_model, widest
+from memory_plan import plan_memory, syncs_own_experts
 from moe_model import head_dim, is_moe_layer, num_experts_of
 from runtime.memory import GIB, bytes_by_phase
-from train_rl import (
-    Config,
-    check_model,
-    load_config,
-    needs_old_pass,
-    plan_memory,
-    stage_configs,
-    syncs_own_experts,
-    tokens_per_forward,
-    widest,
-)
+from settings import Config
+from train_rl import needs_old_pass
 
 # ------------------------------------------------------------------------------------------------------------
 # Models: values of the published config.json, by name
@@ -61,7 +57,7 @@ QWEN3_MOE = QWEN3 | {
     "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
     "mlp_only_layers": [], "num_key_value_heads": 4,
 }  # fmt: skip
-TIED = QWEN3 | {"tie_word_embeddings": True}
+QWEN3_TIED = QWEN3 | {"tie_word_embeddings": True}
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -69,37 +65,37 @@ SIZES = (
     "num_attention_heads",
     "moe_intermediate_size",
 )
-KNOWN_MODELS = {  # {name: (what its family shares, its own SIZES)}
-    "Qwen3-0.6B": (TIED, (1024, 3072, 28, 16)),
-    "Qwen3-1.7B": (TIED, (2048, 6144, 28, 16)),
-    "Qwen3-4B": (TIED, (2560, 9728, 36, 32)),
+KNOWN_MODELS = {  # {name: (values shared with other models, SIZES of this model)}
+    "Qwen3-0.6B": (QWEN3_TIED, (1024, 3072, 28, 16)),
+    "Qwen3-1.7B": (QWEN3_TIED, (2048, 6144, 28, 16)),
+    "Qwen3-4B": (QWEN3_TIED, (2560, 9728, 36, 32)),
     "Qwen3-8B": (QWEN3, (4096, 12288, 36, 32)),
     "Qwen3-14B": (QWEN3, (5120, 17408, 40, 40)),
     "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64)),
     "Qwen3-30B-A3B": (QWEN3_MOE, (2048, 6144, 48, 32, 768)),
     "Qwen3-235B-A22B": (QWEN3_MOE, (4096, 12288, 94, 64, 1536)),
 }
-CONTEXTS = {
+CONTEXTS = {  # {variant: tokens}
     "": 40960,
     "-Base": 32768,
     "-Instruct-2507": 262144,
     "-Thinking-2507": 262144,
-}  # {variant: tokens}
+}
 
 
 @functools.cache
 def model_config(path: str) -> PretrainedConfig:
-    """Read config.json of a folder, or take the shape of a known name; nothing is downloaded.
+    """Return the configuration of a folder with config.json, or of a known name; downloads nothing.
 
-    ValueError if the path is neither.
+    Example of a name: Qwen/Qwen3-8B-Base. ValueError if the path is neither.
     """
     if (Path(path) / "config.json").is_file():
         return moe_model.load_config(path)
     name, variant = re.fullmatch("(.*?)(-Base|-Instruct-2507|-Thinking-2507|)", Path(path).name).groups()
     if name not in KNOWN_MODELS:
         raise ValueError(
-            f"model.path: {path} is no folder with a config.json, and no shape of {name} is known; known are "
-            f"{', '.join(KNOWN_MODELS)}. Name one of them, or a folder with config.json alone, by --shape"
+            f"model.path: {path} is no folder with a config.json, and the shape of {name} is unknown; known "
+            f"are {', '.join(KNOWN_MODELS)}. Give a known name, or a folder with config.json, by --shape"
         )
     shared, sizes = KNOWN_MODELS[name]
     values = shared | dict(zip(SIZES, sizes, strict=False)) | {"max_position_embeddings": CONTEXTS[variant]}
@@ -107,20 +103,20 @@ def model_config(path: str) -> PretrainedConfig:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Machines: peaks of a GPU as its maker states them, and which share of them is reached
+# Machines: peak rates of a GPU as its maker states them, and the shares of these peaks that are achieved
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Machine:
-    """One kind of GPU and what connects several of them; bandwidths are per GPU and direction."""
+    """A kind of GPU, and the links between several of them; bandwidths are per GPU and direction."""
 
-    memory_gib: float  # as the driver reports it, which is less than what is written on the box
+    memory_gib: float  # as the driver reports, which is below the advertised size
     tflops: float  # dense products in bfloat16
     memory_gbs: float
     node_gbs: float  # NVLink
     network_gbs: float  # between nodes
     host_gbs: float  # PCIe
     gpus_per_node: int = 8
-    host_gib: float | None = None  # memory of a node's host; None: HOST_GIB_PER_GPU for each GPU
+    host_gib: float | None = None  # host memory of a node; None: HOST_GIB_PER_GPU for each GPU
 
 
 MACHINES = {
@@ -129,63 +125,66 @@ MACHINES = {
     "a100": Machine(79.3, 312, 2039, 300, 25, 32),
     "b200": Machine(178.0, 2250, 8000, 900, 50, 64),
 }
-# Shares of the peaks [ours: chosen once against the measurements in docs/gpu.md]
-PRODUCTS = 0.50  # dense layers, attention and head
-EXPERT_PRODUCTS = 0.12  # grouped products of few rows each, with what permutes them
-MEMORY = 0.60
-LINKS = 0.60
-ENGINE_STEP_S = 0.006  # vLLM's host work and launches per step, whatever the batch [ours: a guess]
+# Achieved shares of the peaks [ours: chosen once against the measurements in docs/gpu.md]
+PRODUCT_SHARE = 0.50  # dense layers, attention and head
+EXPERT_PRODUCT_SHARE = 0.12  # grouped products of few rows each, and the permutation of rows around them
+MEMORY_SHARE = 0.60
+LINK_SHARE = 0.60
+ENGINE_STEP_S = 0.006  # vLLM's host work and kernel launches per step, for any batch size [ours: a guess]
 ALL_REDUCE_S = 20e-6  # latency of one all-reduce in a tensor-parallel layer [ours: a guess]
-LOADER_S_PER_MATRIX = 35e-6  # Python of vLLM's loader per expert's matrix [ours: a guess]
-TAIL_SHARE = 8  # completions that still run in the tail of a rollout: one in so many [ours: a guess]
-CORE_GBS = 20  # a core of the host in AdamW; a rank has one (OMP_NUM_THREADS=1) [ours: docs/gpu.md has 23]
-HOST_GIB_PER_GPU = 240  # about 2 TB for eight GPUs, as makers sell their nodes
+LOADER_S_PER_MATRIX = 35e-6  # Python of vLLM's loader per matrix of an expert [ours: a guess]
+TAIL_DIVISOR = 8  # in the tail of a rollout one of this many completions still runs [ours: a guess]
+CORE_GBS = 20  # memory rate of a host core in AdamW; a rank has one core [ours: docs/gpu.md measures 23]
+HOST_GIB_PER_GPU = 240  # about 2 TB for eight GPUs, a common size of nodes
 PROCESS_BYTES = 6 * GIB  # host memory of a rank: Python, CUDA, vLLM, its reward workers [ours: a guess]
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What is planned
+# The task
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Task:
-    """What is planned: settings, model, machine, how many GPUs of it, and how long texts are in the mean."""
+    """The run to plan: settings, model, kind and number of GPUs, and mean lengths of the texts."""
 
     config: Config
     model: PretrainedConfig
     machine: Machine
     num_gpus: int
-    prompt_tokens: float
-    new_tokens: float
+    prompt_tokens: float  # mean
+    new_tokens: float  # mean length of completions
 
     def with_settings(self, change: dict) -> "Task":
-        """Return the same with other settings, {section.key: value}, or another number of "gpus"."""
+        """Return the same task with other settings or another number of GPUs.
+
+        change: for example {"rollout.sleep_level": 2, "gpus": 16}.
+        """
         sections = {}
         for name, value in change.items():
             section, _, key = name.partition(".")
             if key:
-                old = sections.get(section, getattr(self.config, section))
-                sections[section] = old.model_copy(update={key: value})
+                current = sections.get(section, getattr(self.config, section))
+                sections[section] = current.model_copy(update={key: value})
         config = self.config.model_copy(update=sections)
         return replace(self, config=config, num_gpus=change.get("gpus", self.num_gpus))
 
     def setting(self, name: str) -> object:
-        """Return a setting by its name, section.key."""
+        """Return the value of a setting, for example of rollout.sleep_level."""
         section, key = name.split(".")
         return getattr(getattr(self.config, section), key)
 
     @functools.cached_property
     def counts(self) -> moe_model.ParameterCounts:
-        """Return the parameters by what happens to them."""
+        """Return the number of parameters: experts, embeddings, others."""
         return moe_model.parameter_counts(self.model)
 
     @functools.cached_property
     def memory(self) -> tuple[dict[str, int], str | None]:
-        """Return the bytes of a GPU by part, and what does not fit."""
+        """Return the bytes of a GPU by part, and the reason if the run does not fit."""
         return plan_memory(self.config, self.model, self.num_gpus, int(self.machine.memory_gib * GIB))
 
     @property
     def parts(self) -> dict[str, int]:
-        """Return the bytes of a GPU by part; `KV cache` may be negative: what is missing."""
+        """Return the bytes of a GPU by part; a negative `KV cache` is the memory that is missing."""
         return self.memory[0]
 
     @property
@@ -195,17 +194,17 @@ class Task:
 
     @property
     def active_experts(self) -> float:
-        """Return the parameters of experts that a token is multiplied with."""
-        has_experts = self.counts.experts > 0
-        return (
-            self.counts.experts * self.model.num_experts_per_tok / num_experts_of(self.model)
-            if has_experts
-            else 0
-        )
+        """Return the expert parameters that take part in the products of one token."""
+        if self.counts.experts == 0:
+            return 0
+        return self.counts.experts * self.model.num_experts_per_tok / num_experts_of(self.model)
 
     @property
     def active(self) -> float:
-        """Return all parameters that a token is multiplied with; of two embeddings that is only the head."""
+        """Return all parameters that take part in the products of one token.
+
+        The embedding is a lookup and does not count; the head does, also if both share one matrix.
+        """
         embedding = 0 if self.model.tie_word_embeddings else self.model.vocab_size * self.model.hidden_size
         return self.active_experts + self.counts.embeddings - embedding + self.counts.others
 
@@ -216,29 +215,35 @@ class Task:
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of a value in the policy."""
-        return moe_model.itemsize_of(self.config.model)
+        """Return the bytes of one value of the policy."""
+        return memory_plan.itemsize_of(self.config.model)
 
     @property
     def completions(self) -> int:
-        """Return the completions of a step."""
+        """Return the number of completions of a step."""
         return self.config.rollout.prompts_per_step * self.config.rollout.group_size
 
     @property
     def sequence_tokens(self) -> float:
-        """Return the tokens of a prompt with its completion, in the mean."""
+        """Return the mean tokens of a prompt with its completion."""
         return self.prompt_tokens + self.new_tokens
 
     @property
-    def rows_together(self) -> float:
-        """Return how many completions of a group share its prompt in the trainer, in the mean; 1: none do.
+    def tokens_per_forward(self) -> int:
+        """Return the padded tokens of a micro-batch."""
+        return self.config.train.tokens_per_forward(on_gpu=True)
 
-        A group stays together where that saves more of the prompt than it adds to attention's grid, whose
-        rows are as long as the longest completion. Taken to be so where prompts are as long as completions.
+    @property
+    def rows_together(self) -> float:
+        """Return the mean number of completions that share one pass over their prompt in the trainer.
+
+        The trainer keeps a group together if that saves more prompt tokens than it adds to attention's grid,
+        whose rows are as long as the longest completion. Here a group is assumed to stay together if prompts
+        are at least as long as completions.
         """
         if not self.config.train.share_prompts or self.prompt_tokens < self.new_tokens:
             return 1
-        rows = tokens_per_forward(self.config.train, on_gpu=True) / self.sequence_tokens
+        rows = self.tokens_per_forward / self.sequence_tokens
         return max(1, min(rows, self.config.rollout.group_size))
 
     @property
@@ -248,57 +253,69 @@ class Task:
 
     @property
     def grid_tokens(self) -> float:
-        """Return the tokens of a step that the trainer's attention works on, shared prompts or not."""
+        """Return the tokens of a step that the trainer's attention computes, with repeated prompts."""
         return self.completions / self.num_gpus * self.sequence_tokens
 
     @property
     def owned(self) -> int:
-        """Return the parameters that a rank updates."""
+        """Return the number of parameters that a rank updates."""
         return sum(self.counts) // self.num_gpus
 
     @property
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values of a token."""
+        """Return the bytes of keys and values of one token."""
         return rollout.kv_bytes_per_token(self.model, self.config.rollout)
 
     @property
     def num_updates(self) -> int:
-        """Return the updates of a step."""
+        """Return the number of updates of a step."""
         return self.config.train.num_updates
+
+    @property
+    def num_forward_only_passes(self) -> int:
+        """Return the forward passes of a step without a backward pass: old policy and reference."""
+        return needs_old_pass(self.config) + (self.config.algorithm.kl_coef > 0)
 
 
 def contradiction(task: Task) -> str | None:
-    """Say what in the settings does not go with model or number of GPUs; None if all does."""
-    config, num_gpus, experts = task.config, task.num_gpus, num_experts_of(task.model)
-    ep_size, parallel = config.model.ep_size, config.rollout.tensor_parallel
-    heads, kv_heads = task.model.num_attention_heads, task.model.num_key_value_heads
-    per_step, minibatches = config.rollout.prompts_per_step, config.train.minibatches_per_step
-    splits = 1 if config.rollout.expert_parallel else parallel
-    whole = config.rollout.fp8 != "on" or rollout.splits_into_blocks(task.model, splits)
+    """Explain why settings contradict the model or the number of GPUs; None if they fit together."""
+    config = task.config
+    num_gpus = task.num_gpus
+    num_experts = num_experts_of(task.model)
+    ep_size = config.model.ep_size
+    parallel = config.rollout.tensor_parallel
+    heads = task.model.num_attention_heads
+    kv_heads = task.model.num_key_value_heads
+    per_step = config.rollout.prompts_per_step
+    minibatches = config.train.minibatches_per_step
+    num_slices = 1 if config.rollout.expert_parallel else parallel
+    fits_fp8_blocks = config.rollout.fp8 != "on" or rollout.splits_into_blocks(task.model, num_slices)
     checks = {
         f"model.ep_size {ep_size} must divide the number of GPUs, {num_gpus}": num_gpus % ep_size,
-        f"model.ep_size {ep_size} must divide the {experts} experts": experts and experts % ep_size,
-        f"model.ep_size {ep_size}: the model is dense, set it to 1": not experts and ep_size > 1,
+        f"model.ep_size {ep_size} must divide the {num_experts} experts":
+            num_experts and num_experts % ep_size,
+        f"model.ep_size {ep_size}: the model is dense, set it to 1": not num_experts and ep_size > 1,
         f"rollout.tensor_parallel {parallel} must divide the number of GPUs, {num_gpus}": num_gpus % parallel,
-        f"rollout.tensor_parallel {parallel} must divide the {heads} heads": heads % parallel,
-        f"rollout.tensor_parallel {parallel} and the {kv_heads} heads of keys: one must divide the other":
+        f"rollout.tensor_parallel {parallel} must divide the {heads} attention heads": heads % parallel,
+        f"rollout.tensor_parallel {parallel} and the {kv_heads} key/value heads: one must divide the other":
             kv_heads % parallel and parallel % kv_heads,
         f"rollout.prompts_per_step {per_step} must be a multiple of GPUs x train.minibatches_per_step, "
         f"{num_gpus} x {minibatches}": per_step % (num_gpus * minibatches),
-        f"rollout.fp8 on with rollout.tensor_parallel {parallel}: the parts of an expert are no whole blocks "
-        "of 128; set rollout.expert_parallel=true or a smaller tensor_parallel": not whole,
+        f"rollout.fp8 on with rollout.tensor_parallel {parallel} splits experts within blocks of 128 values; "
+        "set rollout.expert_parallel=true or a smaller tensor_parallel": not fits_fp8_blocks,
     }  # fmt: skip
     return next((message for message, is_wrong in checks.items() if is_wrong), None)
 
 
 def why_not(task: Task) -> str | None:
-    """Say why a run cannot be started so; None if it can."""
+    """Explain why the run cannot start with these settings; None if it can."""
     return contradiction(task) or task.memory[1] or why_host_too_small(task)
 
 
 def why_host_too_small(task: Task) -> str | None:
-    """Say what the host of a node lacks; None if it suffices."""
-    needed, num_gpus = node_bytes(task) / GIB, gpus_of_node(task)
+    """Explain how much memory the host of a node lacks; None if it has enough."""
+    needed = node_bytes(task) / GIB
+    num_gpus = gpus_of_node(task)
     room = task.machine.host_gib or HOST_GIB_PER_GPU * num_gpus
     if needed <= room:
         return None
@@ -306,55 +323,60 @@ def why_host_too_small(task: Task) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Bytes: of the host, over the wire
+# Bytes: host memory, traffic
 # ------------------------------------------------------------------------------------------------------------
 def host_memory(task: Task) -> dict[str, int]:
-    """Return the bytes of the host by part and rank.
+    """Return the bytes of host memory of a rank, by part.
 
-    routes: captured ones, and what is replayed. offloaded optimizer: train.offload_optimizer. checkpoint: the
-    larger of a file of weights on its way to disk, and of the float32 weights and AdamW's state of the rank,
-    12 bytes a parameter, which a run that is resumed reads whole. processes: all else.
+    routes                expert ids that the engine captured, and a copy that the trainer replays
+    offloaded optimizer   with train.offload_optimizer
+    checkpoint            the larger of two moments: save, a file of weights on its way to disk; resume,
+                          float32 weights and AdamW's states of the rank, 12 bytes per parameter
+    processes             everything else
     """
-    routes, config, parts = 0, task.config, task.parts
-    if task.counts.experts and config.rollout.capture_routes != "off":  # ids of 1 byte, of 2 from 256 experts
-        routes = task.num_moe_layers * task.model.num_experts_per_tok
-        routes *= 1 if num_experts_of(task.model) < 256 else 2
-    copies = 2 if config.algorithm.router_replay != "off" else 1  # captured, and replayed
-    offloads = config.train.offload_optimizer
+    config = task.config
+    route_bytes = 0  # per token
+    if task.counts.experts and config.rollout.capture_routes != "off":
+        bytes_per_id = 1 if num_experts_of(task.model) < 256 else 2
+        route_bytes = task.num_moe_layers * task.model.num_experts_per_tok * bytes_per_id
+    copies = 2 if config.algorithm.router_replay != "off" else 1
+    offloaded = 0
+    if config.train.offload_optimizer:
+        offloaded = memory_plan.offloaded_bytes(task.model, config.model, task.num_gpus)
     return {
-        "routes to replay": int(task.grid_tokens * routes * copies),
-        "routes beside the KV cache": max(0, parts["KV cache"]) // task.kv_bytes * routes,
-        "offloaded optimizer":
-            offloads * moe_model.offloaded_bytes(task.model, config.model, task.num_gpus),
-        "checkpoint": max(min(parts["weights"], moe_model.SHARD_BYTES), 12 * task.owned),
+        "routes to replay": int(task.grid_tokens * route_bytes * copies),
+        "routes beside the KV cache": max(0, task.parts["KV cache"]) // task.kv_bytes * route_bytes,
+        "offloaded optimizer": offloaded,
+        "checkpoint": max(min(task.parts["weights"], moe_model.SHARD_BYTES), 12 * task.owned),
         "processes": PROCESS_BYTES,
-    }  # fmt: skip
+    }
 
 
 def gpus_of_node(task: Task) -> int:
-    """Return the GPUs of a run that share a host."""
+    """Return the number of GPUs of the run that share a host."""
     return min(task.num_gpus, task.machine.gpus_per_node)
 
 
 def node_bytes(task: Task) -> int:
-    """Return the bytes of the host of a node."""
+    """Return the bytes of host memory that a node needs."""
     return sum(host_memory(task).values()) * gpus_of_node(task)
 
 
 def sync_bytes(task: Task) -> dict[str, int]:
-    """Return what one weight sync moves on a GPU.
+    """Return the bytes that one weight sync moves on a GPU.
 
-    over the wire: experts of other ranks, which are gathered tensor by tensor, or none where the engine's
-        ranks hold the experts that the trainer's do (rollout.expert_parallel, tensor_parallel = ep_size).
-    handed over: bytes that the engine is given, in the policy's dtype.
-    kept: those that it copies into its own weights, a part of a tensor under tensor parallelism.
+    over the wire: experts gathered from other ranks, tensor by tensor; 0 if a rank's engine holds the experts
+        that the rank trains (rollout.expert_parallel with rollout.tensor_parallel = model.ep_size).
+    handed over: bytes that the engine receives, in the policy's dtype.
+    kept: bytes that the engine copies into its weights; under tensor parallelism a slice of each tensor.
     """
-    experts, others = task.counts.experts, task.counts.embeddings + task.counts.others
-    own = experts // task.config.model.ep_size
-    given = own if syncs_own_experts(task.config) else experts
+    experts = task.counts.experts
+    shared = task.counts.embeddings + task.counts.others
+    local_experts = experts // task.config.model.ep_size
+    received = local_experts if syncs_own_experts(task.config) else experts
     return {
-        "over the wire": (given - own) * task.itemsize,
-        "handed over": (given + others) * task.itemsize,
+        "over the wire": (received - local_experts) * task.itemsize,
+        "handed over": (received + shared) * task.itemsize,
         "kept": task.parts["engine weights"],
     }
 
@@ -365,31 +387,34 @@ def ring(ranks: float) -> float:
 
 
 def num_reductions(task: Task) -> int:
-    """Return how often gradients are reduced in a step: ZeRO 1 once an update, ZeRO 2 every micro-batch."""
+    """Return how often gradients are reduced in a step: by ZeRO 1 per update, by ZeRO 2 per micro-batch."""
     train = task.config.train
     if train.zero_stage == 1:
         return task.num_updates
-    of_micro_batch = max(tokens_per_forward(train, on_gpu=True), task.sequence_tokens)
-    return task.num_updates * math.ceil(task.grid_tokens / train.minibatches_per_step / of_micro_batch)
+    micro_batch_tokens = max(task.tokens_per_forward, task.sequence_tokens)
+    return task.num_updates * math.ceil(task.grid_tokens / train.minibatches_per_step / micro_batch_tokens)
 
 
 def wire_bytes(task: Task) -> dict[str, int]:
     """Return the bytes that a GPU sends in a step, by purpose.
 
-    DeepSpeed reduces gradients by an all-reduce in the policy's dtype, of two halves, reduce-scatter and
-    all-gather, and gathers updated weights once more. Experts go over num_gpus / ep_size ranks, all else over
-    all of them. An all-to-all sends (ep_size - 1) / ep_size of K D values a token, there and back, in each
-    pass over a layer.
+    gradients        DeepSpeed all-reduces gradients in the policy's dtype, which is a reduce-scatter and an
+                     all-gather: experts over num_gpus / ep_size ranks, all other parameters over all ranks
+    updated weights  one more all-gather over the same ranks
+    all-to-all       a token sends (ep_size - 1) / ep_size of K D values to its experts and receives as many
+                     results, in each pass over a layer
     """
-    config, train, ep_size = task.config, task.config.train, task.config.model.ep_size
+    config = task.config
+    train = config.train
+    ep_size = config.model.ep_size
     elements = (task.counts.embeddings + task.counts.others) * ring(task.num_gpus)
     elements += task.counts.experts / ep_size * ring(task.num_gpus / ep_size)
-    passes = (2 + config.model.activation_checkpointing) * train.passes_per_rollout
-    passes += needs_old_pass(config) + (config.algorithm.kl_coef > 0)
+    num_passes = (2 + config.model.activation_checkpointing) * train.passes_per_rollout
+    num_passes += task.num_forward_only_passes
     rows = task.trained_tokens * task.model.num_experts_per_tok if task.counts.experts else 0
     exchanged = 2 * rows * task.model.hidden_size * task.itemsize * ring(ep_size) * task.num_moe_layers
     return {
-        "all-to-all": int(exchanged * passes),
+        "all-to-all": int(exchanged * num_passes),
         "gradients": int(2 * elements * task.itemsize * num_reductions(task)),
         "updated weights": int(elements * task.itemsize * task.num_updates),
         "sync": sync_bytes(task)["over the wire"],
@@ -400,148 +425,170 @@ def wire_bytes(task: Task) -> dict[str, int]:
 # Seconds
 # ------------------------------------------------------------------------------------------------------------
 def link_seconds(task: Task, num_bytes: float, ranks: int) -> float:
-    """Return the seconds of sending bytes in a group of ranks: over the network if it spans nodes."""
+    """Return the seconds to send bytes in a group of ranks: by NVLink, or by network if it spans nodes."""
     machine = task.machine
     gbs = machine.node_gbs if ranks <= machine.gpus_per_node else machine.network_gbs
-    return num_bytes / (gbs * 1e9 * LINKS)
+    return num_bytes / (gbs * 1e9 * LINK_SHARE)
 
 
 def product_seconds(task: Task, tokens: float, context: float, grid_tokens: float | None = None) -> float:
-    """Return the seconds of a forward pass over tokens on one GPU; a backward counts as two.
+    """Return the seconds of a forward pass over tokens on one GPU; a backward pass takes twice as long.
 
-    2 operations a parameter and token; attention adds 4 a layer, query element and earlier token, for all of
-    grid_tokens (default: tokens).
+    2 operations per parameter and token; attention adds 4 per layer, query element and earlier token.
+    context: mean number of earlier tokens. grid_tokens: tokens that attention computes (default: tokens).
     """
     model = task.model
     attention = 4 * model.num_hidden_layers * model.num_attention_heads * head_dim(model) * context
-    dense = 2 * (task.active - task.active_experts) / PRODUCTS + 2 * task.active_experts / EXPERT_PRODUCTS
-    operations = tokens * dense + (grid_tokens or tokens) * attention / PRODUCTS
+    dense = 2 * (task.active - task.active_experts) / PRODUCT_SHARE
+    experts = 2 * task.active_experts / EXPERT_PRODUCT_SHARE
+    operations = tokens * (dense + experts) + (grid_tokens or tokens) * attention / PRODUCT_SHARE
     return operations / (task.machine.tflops * 1e12)
 
 
 def decode_step_seconds(task: Task, batch: float, context: float) -> float:
     """Return the seconds of one engine step that samples a token for each of `batch` completions.
 
-    The larger of two: reading the weights, of the experts those that some token of the batch takes, with all
-    keys and values; and the products.
+    The larger of reading and computing, plus communication and host work. A step reads the weights, all keys
+    and values, and of the experts only the ones that a token of the batch is routed to.
     """
-    settings, model, weights = task.config.rollout, task.model, task.parts["engine weights"]
+    settings = task.config.rollout
+    model = task.model
     ranks = settings.tensor_parallel
+    weights = task.parts["engine weights"]
     if task.counts.experts:
-        untouched = (1 - model.num_experts_per_tok / num_experts_of(model)) ** batch
-        weights *= 1 - untouched * task.counts.experts / sum(task.counts)
-    reading = (weights + batch * context * task.kv_bytes) / (task.machine.memory_gbs * 1e9 * MEMORY)
-    computing = product_seconds(task, batch, context) / ranks / (2 if settings.fp8 == "on" else 1)
-    talking = 0.0
+        unread_frac = (1 - model.num_experts_per_tok / num_experts_of(model)) ** batch
+        weights *= 1 - unread_frac * task.counts.experts / sum(task.counts)
+    bytes_per_s = task.machine.memory_gbs * 1e9 * MEMORY_SHARE
+    reading_s = (weights + batch * context * task.kv_bytes) / bytes_per_s
+    computing_s = product_seconds(task, batch, context) / ranks / (2 if settings.fp8 == "on" else 1)
+    communicating_s = 0.0
     if ranks > 1:
         sent = batch * model.hidden_size * 2 * 2 * ring(ranks)
-        talking = 2 * model.num_hidden_layers * (ALL_REDUCE_S + link_seconds(task, sent, ranks))
-    return max(reading, computing) + talking + ENGINE_STEP_S
+        communicating_s = 2 * model.num_hidden_layers * (ALL_REDUCE_S + link_seconds(task, sent, ranks))
+    return max(reading_s, computing_s) + communicating_s + ENGINE_STEP_S
 
 
 def completions_of_engine(task: Task) -> float:
-    """Return the completions that an engine has to sample in a step."""
+    """Return the number of completions that an engine samples in a step."""
     return task.completions / (task.num_gpus / task.config.rollout.tensor_parallel)
 
 
 def completions_at_once(task: Task) -> float:
-    """Return how many completions an engine works on: all it has, as many as it may or has room for."""
+    """Return the batch of an engine: all completions, or as many as max_num_seqs or the KV cache allow."""
     room = task.parts["KV cache"] / task.kv_bytes / task.sequence_tokens
     return max(1.0, min(completions_of_engine(task), task.config.rollout.max_num_seqs, room))
 
 
 def rollout_seconds(task: Task) -> float:
-    """Return the seconds of a rollout: prompts, full batches, then a tail up to the longest completion.
+    """Return the seconds of a rollout: prefill, full batches, then a tail up to the longest completion.
 
-    In the tail one completion in TAIL_SHARE of a batch still runs, or fewer, so that it samples at most half
-    of all tokens; full batches sample the others.
+    In the tail one of TAIL_DIVISOR completions of a batch still runs. Fewer run if the tail would otherwise
+    sample more than half of all tokens. Full batches sample the remaining tokens.
     """
-    settings, of_engine, batch = task.config.rollout, completions_of_engine(task), completions_at_once(task)
-    prompts = of_engine / (settings.group_size if settings.prefix_caching else 1) * task.prompt_tokens
-    prefill = product_seconds(task, prompts, task.prompt_tokens / 2) / settings.tensor_parallel
-    tokens, tail_steps = of_engine * task.new_tokens, settings.max_new_tokens - task.new_tokens
-    late = max(1.0, min(batch / TAIL_SHARE, tokens / 2 / max(1.0, tail_steps)))
-    steps = max(0.0, tokens - late * tail_steps) / batch
-    bulk = steps * decode_step_seconds(task, batch, task.prompt_tokens + task.new_tokens / 2)
-    return prefill + bulk + tail_steps * decode_step_seconds(task, late, settings.max_new_tokens)
+    settings = task.config.rollout
+    num_completions = completions_of_engine(task)
+    batch = completions_at_once(task)
+    prompt_tokens = num_completions / (settings.group_size if settings.prefix_caching else 1)
+    prompt_tokens *= task.prompt_tokens
+    prefill_s = product_seconds(task, prompt_tokens, task.prompt_tokens / 2) / settings.tensor_parallel
+    tokens = num_completions * task.new_tokens
+    tail_steps = settings.max_new_tokens - task.new_tokens
+    tail_batch = max(1.0, min(batch / TAIL_DIVISOR, tokens / 2 / max(1.0, tail_steps)))
+    full_steps = max(0.0, tokens - tail_batch * tail_steps) / batch
+    full_s = full_steps * decode_step_seconds(task, batch, task.prompt_tokens + task.new_tokens / 2)
+    tail_s = tail_steps * decode_step_seconds(task, tail_batch, settings.max_new_tokens)
+    return prefill_s + full_s + tail_s
 
 
 def sync_seconds(task: Task) -> float:
-    """Return the seconds of a weight sync: the wire, two copies of what is handed over, Python per matrix."""
-    moved, ep_size = sync_bytes(task), task.config.model.ep_size
-    copies = 2 * moved["handed over"] / (task.machine.memory_gbs * 1e9 * MEMORY)
-    matrices = 3 * task.num_moe_layers * num_experts_of(task.model)
-    matrices //= ep_size if syncs_own_experts(task.config) else 1
-    return link_seconds(task, moved["over the wire"], ep_size) + copies + matrices * LOADER_S_PER_MATRIX
+    """Return the seconds of a weight sync: gathering, two copies of the received bytes, Python per matrix."""
+    moved = sync_bytes(task)
+    ep_size = task.config.model.ep_size
+    copying_s = 2 * moved["handed over"] / (task.machine.memory_gbs * 1e9 * MEMORY_SHARE)
+    num_matrices = 3 * task.num_moe_layers * num_experts_of(task.model)
+    num_matrices //= ep_size if syncs_own_experts(task.config) else 1
+    gathering_s = link_seconds(task, moved["over the wire"], ep_size)
+    return gathering_s + copying_s + num_matrices * LOADER_S_PER_MATRIX
 
 
 def offload_cost(task: Task) -> dict[str, float]:
-    """Return what train.offload_optimizer adds to a step; all 0 without it.
+    """Return the cost of train.offload_optimizer in a step; all 0 without it.
 
-    A parameter of the rank's share crosses the bus as a float32 gradient and comes back in the policy's
-    dtype; a float32 policy's gradient goes to the host and back in every micro-batch. On one core the host
-    scales the gradient (8 bytes), takes AdamW's step (28), and reads and writes what it sends back.
+    Each parameter of the rank's share crosses PCIe as a float32 gradient and returns in the policy's dtype.
+    The gradient of a float32 policy travels to the host and back in every micro-batch. One core of the host
+    then scales the gradient (8 bytes), runs AdamW (28), and reads and writes the value to return.
     """
-    updated = task.num_updates * task.owned * task.config.train.offload_optimizer
-    gradients = 4 if task.itemsize == 2 else 8 * num_reductions(task) / task.num_updates
-    crossing = updated * (gradients + task.itemsize) / 1e9
+    num_values = task.num_updates * task.owned * task.config.train.offload_optimizer
+    gradient_bytes = 4 if task.itemsize == 2 else 8 * num_reductions(task) / task.num_updates
+    crossing_gb = num_values * (gradient_bytes + task.itemsize) / 1e9
     return {
-        "GB over PCIe": crossing,
-        "seconds of PCIe": crossing / (task.machine.host_gbs * LINKS),
-        "seconds of AdamW": updated * (8 + 28 + 4 + task.itemsize) / 1e9 / CORE_GBS,
+        "GB over PCIe": crossing_gb,
+        "seconds of PCIe": crossing_gb / (task.machine.host_gbs * LINK_SHARE),
+        "seconds of AdamW": num_values * (8 + 28 + 4 + task.itemsize) / 1e9 / CORE_GBS,
     }
 
 
 def phase_seconds(task: Task) -> dict[str, float]:
-    """Return the seconds of a step by phase; verifiers are hidden behind the rollout."""
-    config, sent, offload = task.config, wire_bytes(task), offload_cost(task)
-    one_pass = product_seconds(task, task.trained_tokens, task.sequence_tokens / 2, task.grid_tokens)
-    before = needs_old_pass(config) + (config.algorithm.kl_coef > 0)  # passes without a backward
-    forwards = (1 + config.model.activation_checkpointing) * config.train.passes_per_rollout
-    passes = forwards + 2 * config.train.passes_per_rollout  # a backward has twice the products of a forward
-    exchange = link_seconds(task, sent["all-to-all"], config.model.ep_size)
-    reducing = link_seconds(task, sent["gradients"] + sent["updated weights"], task.num_gpus)
-    # AdamW reads and writes weights and both averages, and reads gradients: 7 values for the 3 that it holds
-    read = task.num_updates * 7 / 3 * (task.parts["master weights"] + task.parts["AdamW"])
-    adamw = read / (task.machine.memory_gbs * 1e9 * MEMORY)
-    adamw += offload["seconds of PCIe"] + offload["seconds of AdamW"]
-    share = before / (before + forwards + config.train.passes_per_rollout)  # a backward sends as a forward
+    """Return the seconds of a step by phase; verifiers run during the rollout and add nothing."""
+    config = task.config
+    sent = wire_bytes(task)
+    offload = offload_cost(task)
+    pass_s = product_seconds(task, task.trained_tokens, task.sequence_tokens / 2, task.grid_tokens)
+    num_backwards = config.train.passes_per_rollout
+    num_forwards = (1 + config.model.activation_checkpointing) * num_backwards
+    update_passes = num_forwards + 2 * num_backwards  # a backward has twice the products of a forward
+    exchanging_s = link_seconds(task, sent["all-to-all"], config.model.ep_size)
+    reducing_s = link_seconds(task, sent["gradients"] + sent["updated weights"], task.num_gpus)
+    # AdamW reads and writes weights and both averages, and reads the gradient: 7 values for 3 stored ones.
+    adamw_bytes = task.num_updates * 7 / 3 * (task.parts["master weights"] + task.parts["AdamW"])
+    adamw_s = adamw_bytes / (task.machine.memory_gbs * 1e9 * MEMORY_SHARE)
+    adamw_s += offload["seconds of PCIe"] + offload["seconds of AdamW"]
+    num_before = task.num_forward_only_passes
+    share_before = num_before / (num_before + num_forwards + num_backwards)  # all passes send alike
     return {
         "rollout": rollout_seconds(task),
-        "logprobs": one_pass * before + exchange * share,
-        "update": one_pass * passes + exchange * (1 - share) + reducing + adamw,
+        "logprobs": pass_s * num_before + exchanging_s * share_before,
+        "update": pass_s * update_passes + exchanging_s * (1 - share_before) + reducing_s + adamw_s,
         "sync": sync_seconds(task),
     }
 
 
+def step_seconds(task: Task) -> float:
+    """Return the seconds of a step."""
+    return sum(phase_seconds(task).values())
+
+
 # ------------------------------------------------------------------------------------------------------------
-# The plan, and what helps
+# The plan, and advice
 # ------------------------------------------------------------------------------------------------------------
 def sleep_needed(task: Task) -> str:
-    """Say whether the engine has to sleep during updates."""
+    """Tell whether the engine has to sleep during updates, and if so, whether that suffices."""
     if why_not(task.with_settings({"rollout.sleep_level": 0})) is None:
         return "no"
-    asleep = why_not(task.with_settings({"rollout.sleep_level": 2})) is None
-    return "rollout.sleep_level=2" if asleep else "does not suffice"
+    fits_asleep = why_not(task.with_settings({"rollout.sleep_level": 2})) is None
+    return "rollout.sleep_level=2" if fits_asleep else "does not suffice"
 
 
 def activation_bytes(task: Task) -> int:
-    """Return what a micro-batch keeps whose prompts and completions have their mean lengths."""
-    rows = max(1, int(tokens_per_forward(task.config.train, on_gpu=True) / task.sequence_tokens))
-    shared = rows * task.prompt_tokens * (1 - 1 / task.rows_together)
-    sizes = int(rows * task.sequence_tokens), "cuda", int(shared)
-    return moe_model.passing_bytes(task.model, task.config.model, *sizes)["activations"]
+    """Return the activations of a micro-batch whose prompts and completions have mean lengths."""
+    rows = max(1, int(task.tokens_per_forward / task.sequence_tokens))
+    num_shared = rows * task.prompt_tokens * (1 - 1 / task.rows_together)
+    tokens = int(rows * task.sequence_tokens)
+    passing = memory_plan.passing_bytes(task.model, task.config.model, tokens, "cuda", int(num_shared))
+    return passing["activations"]
 
 
 def in_gib(parts: dict[str, int]) -> dict[str, float]:
-    """Return bytes as GiB with two digits."""
+    """Return bytes as GiB with two decimals."""
     return {name: round(value / GIB, 2) for name, value in parts.items()}
 
 
 def plan_run(task: Task) -> dict:
-    """Return the whole plan as plain values; `fits` says whether the run can be started so."""
-    reason, seconds = why_not(task), phase_seconds(task)
-    step, tokens = sum(seconds.values()), task.completions * task.sequence_tokens
+    """Return the complete plan as plain values; `fits` tells whether the run can start."""
+    reason = why_not(task)
+    seconds = phase_seconds(task)
+    step_s = sum(seconds.values())
+    tokens = task.completions * task.sequence_tokens
     return {
         "fits": reason is None,
         "why_not": reason,
@@ -552,13 +599,13 @@ def plan_run(task: Task) -> dict:
         "host_gib": in_gib(host_memory(task)) | {"of a node": round(node_bytes(task) / GIB, 1)},
         "kv_cache_tokens": max(0, task.parts["KV cache"]) // task.kv_bytes,
         "completions_at_once": round(completions_at_once(task)),
-        "seconds": {name: round(value, 2) for name, value in seconds.items()} | {"step": round(step, 1)},
+        "seconds": {name: round(value, 2) for name, value in seconds.items()} | {"step": round(step_s, 1)},
         "offload": {name: round(value, 2) for name, value in offload_cost(task).items()},
         "tokens_per_step": int(tokens),
         "trained_tokens_per_gpu": int(task.trained_tokens),
         "grid_tokens_per_gpu": int(task.grid_tokens),
         "mean_activations_gib": round(activation_bytes(task) / GIB, 2),
-        "tokens_per_second_and_gpu": round(tokens / step / task.num_gpus, 1),
+        "tokens_per_second_and_gpu": round(tokens / step_s / task.num_gpus, 1),
         "wire_bytes_per_step": wire_bytes(task),
         "sync_bytes": sync_bytes(task),
         "parameters": task.counts._asdict() | {"active": int(task.active)},
@@ -569,17 +616,22 @@ def plan_run(task: Task) -> dict:
 
 
 def single_changes(task: Task) -> Iterator[dict]:
-    """Yield changes of one setting that save memory, or that a contradiction asks for."""
+    """Yield changes of one setting that save memory or resolve a contradiction."""
     config = task.config
-    wanted = {"rollout.kv_cache_gib": None, "rollout.sleep_level": 2, "model.activation_checkpointing": True}
-    yield from ({name: value} for name, value in wanted.items() if task.setting(name) != value)
+    savings = {
+        "rollout.kv_cache_gib": None,
+        "rollout.sleep_level": 2,
+        "model.activation_checkpointing": True,
+    }
+    yield from ({name: value} for name, value in savings.items() if task.setting(name) != value)
     largest = min(task.num_gpus, task.machine.gpus_per_node)
-    parallel, ep_size = config.rollout.tensor_parallel, config.model.ep_size
-    yield from ({"rollout.tensor_parallel": n} for n in powers(largest) if n != parallel)
-    sizes = powers(task.num_gpus) if task.counts.experts else [1]
-    yield from ({"model.ep_size": n} for n in sizes if n != ep_size)
-    tokens = tokens_per_forward(config.train, on_gpu=True)
-    yield from ({"train.micro_batch_tokens": n} for n in (16384, 8192, 4096) if n < tokens)
+    parallel = config.rollout.tensor_parallel
+    yield from ({"rollout.tensor_parallel": size} for size in powers(largest) if size != parallel)
+    ep_sizes = powers(task.num_gpus) if task.counts.experts else [1]
+    yield from ({"model.ep_size": size} for size in ep_sizes if size != config.model.ep_size)
+    for tokens in (16384, 8192, 4096):
+        if tokens < task.tokens_per_forward:
+            yield {"train.micro_batch_tokens": tokens}
     if config.train.zero_stage == 1:
         yield {"train.zero_stage": 2}
     if not config.train.offload_optimizer:
@@ -591,10 +643,11 @@ def single_changes(task: Task) -> Iterator[dict]:
 
 
 def dealt_prompts(task: Task) -> Iterator[dict]:
-    """Yield the next number of prompts that all GPUs and updates get the same share of, if it is another."""
+    """Yield the next larger prompts_per_step that divides evenly over GPUs and updates, if there is need."""
+    prompts = task.config.rollout.prompts_per_step
     unit = task.num_gpus * task.config.train.minibatches_per_step
-    if odd := task.config.rollout.prompts_per_step % unit:
-        yield {"rollout.prompts_per_step": task.config.rollout.prompts_per_step - odd + unit}
+    if remainder := prompts % unit:
+        yield {"rollout.prompts_per_step": prompts - remainder + unit}
 
 
 def powers(most: int) -> list[int]:
@@ -602,46 +655,57 @@ def powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length())]
 
 
+def as_setting(name: str, value: object) -> str:
+    """Write one setting for the command line, for example model.activation_checkpointing=true."""
+    if name == "gpus":
+        return f"--gpus {value}"
+    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+
+
 def as_settings(change: dict) -> str:
-    """Write a change as it stands on the command line."""
-    text = lambda value: value if isinstance(value, str) else json.dumps(value)
-    return " ".join(f"--gpus {v}" if name == "gpus" else f"{name}={text(v)}" for name, v in change.items())
+    """Write a change for the command line, for example --gpus 16 model.ep_size=8."""
+    return " ".join(as_setting(name, value) for name, value in change.items())
 
 
 def advice(task: Task, most: int = 3) -> list[str]:
-    """List what makes the run fit: fewest changes first, the fastest first; else more GPUs.
+    """List changes that make the run fit: the fewest settings first, then the fastest; else more GPUs.
 
-    Each names other settings, with the values that are fastest. Of single changes all are listed.
+    Each line changes another set of settings, to their fastest values. If one setting is enough, all such
+    settings are listed, otherwise `most` lines.
     """
-    singles = [*single_changes(task)]
-    for number in (1, 2, 3):
-        found = {}
-        for chosen in itertools.combinations(singles, number):
-            change = {name: value for one in chosen for name, value in one.items()}
-            tried = task.with_settings(change)
-            if len(change) == sum(map(len, chosen)) and why_not(tried) is None:
-                names, seconds = frozenset(change), sum(phase_seconds(tried).values())
-                found[names] = min(found.get(names, (math.inf, "")), (seconds, as_settings(change)))
-        if found:
-            return [text for _, text in sorted(found.values())[: len(singles) if number == 1 else most]]
+    singles = list(single_changes(task))
+    for num_changes in (1, 2, 3):
+        best = {}  # {names of the settings: (seconds, change as text)}
+        for changes in itertools.combinations(singles, num_changes):
+            merged = {name: value for change in changes for name, value in change.items()}
+            changed_task = task.with_settings(merged)
+            has_conflict = len(merged) < sum(map(len, changes))
+            if not has_conflict and why_not(changed_task) is None:
+                names = frozenset(merged)
+                candidate = (step_seconds(changed_task), as_settings(merged))
+                best[names] = min(best.get(names, (math.inf, "")), candidate)
+        if best:
+            limit = len(singles) if num_changes == 1 else most
+            return [text for _, text in sorted(best.values())[:limit]]
     return more_gpus(task) or ["a larger GPU, a shorter rollout.max_new_tokens or a smaller model"]
 
 
 def more_gpus(task: Task) -> list[str]:
-    """Return the settings that are fastest on the fewest GPUs on which any fit, twice as many or more."""
+    """Return the fastest settings on the smallest number of GPUs that fits: 2, 4, 8 ... times as many."""
     for num_gpus in (task.num_gpus * 2**i for i in range(1, 8)):
-        grown = task.with_settings({"gpus": num_gpus, "rollout.kv_cache_gib": None})
-        for prompts in dealt_prompts(grown):
-            grown = grown.with_settings(prompts)
-        if options := search(grown, most=1):
-            names = ("rollout.kv_cache_gib", "rollout.prompts_per_step", *options[0][0])
-            change = {name: options[0][1].setting(name) for name in names}
+        larger = task.with_settings({"gpus": num_gpus, "rollout.kv_cache_gib": None})
+        for prompts in dealt_prompts(larger):
+            larger = larger.with_settings(prompts)
+        if proposals := search(larger, most=1):
+            proposal, changed_task = proposals[0]
+            names = ("rollout.kv_cache_gib", "rollout.prompts_per_step", *proposal)
+            change = {name: changed_task.setting(name) for name in names}
             change = {name: value for name, value in change.items() if task.setting(name) != value}
             return [as_settings({"gpus": num_gpus} | change)]
     return []
 
 
-OPTIMIZERS = [  # where gradients and optimizer are, the fastest first
+OPTIMIZERS = [  # places of gradients and optimizer states, fastest first
     {"train.zero_stage": 1, "train.offload_optimizer": False},
     {"train.zero_stage": 2, "train.offload_optimizer": False},
     {"train.zero_stage": 2, "train.offload_optimizer": True},
@@ -649,175 +713,197 @@ OPTIMIZERS = [  # where gradients and optimizer are, the fastest first
 
 
 def search(task: Task, most: int = 5) -> list[tuple[dict, Task]]:
-    """Return (settings, task) of the fastest that fit, of sizes that are powers of two.
+    """Return (settings, task) of the fastest proposals that fit; all sizes are powers of two.
 
-    Proposals differ in more than rollout.sleep_level and train.micro_batch_tokens: of those the fastest is
-    taken, and where all are as fast the engine stays awake and micro-batches are large.
+    Two proposals never differ in rollout.sleep_level and train.micro_batch_tokens alone: only the faster of
+    the two is listed. On a tie the engine stays awake and micro-batches are large.
     """
-    inside = [size for size in powers(task.machine.gpus_per_node) if task.num_gpus % size == 0]
+    node_sizes = [size for size in powers(task.machine.gpus_per_node) if task.num_gpus % size == 0]
     grid = {
         "model.ep_size": powers(task.num_gpus) if task.counts.experts else [1],
-        "rollout.tensor_parallel": inside,
+        "rollout.tensor_parallel": node_sizes,
         "model.activation_checkpointing": (False, True),
         "optimizer": OPTIMIZERS,
         "train.micro_batch_tokens": (32768, 16384, 8192),
         "rollout.sleep_level": (0, 2),
     }
-    found = {}
+    best = {}  # {the first four values: (seconds, place in the grid, change, task)}
     for number, values in enumerate(itertools.product(*grid.values())):
         change = dict(zip(grid, values, strict=True))
         change |= change.pop("optimizer")
-        tried = task.with_settings(change)
-        if why_not(tried) is None:
-            one = (sum(phase_seconds(tried).values()), number, change, tried)
+        changed_task = task.with_settings(change)
+        if why_not(changed_task) is None:
+            candidate = (step_seconds(changed_task), number, change, changed_task)
             kind = str(values[:4])
-            found[kind] = min(found.get(kind, one), one, key=lambda one: one[:2])
-    return [(change, tried) for *_, change, tried in sorted(found.values(), key=lambda one: one[:2])[:most]]
+            best[kind] = min(best.get(kind, candidate), candidate, key=lambda proposal: proposal[:2])
+    fastest = sorted(best.values(), key=lambda proposal: proposal[:2])[:most]
+    return [(change, changed_task) for _, _, change, changed_task in fastest]
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What is printed
+# Output
 # ------------------------------------------------------------------------------------------------------------
 def describe(plan: dict, contradicts: bool = False) -> str:
-    """Write a plan for people; parts of 0 are left out, and all numbers where settings contradict."""
-    active = plan["parameters"]["active"]
-    total = sum(plan["parameters"].values()) - active
-    missing = " (KV cache: what is missing)" if plan["memory_gib"]["KV cache"] < 0 else ""
-    tables = {
-        f"GiB of a GPU by part{missing}": plan["memory_gib"],
-        "GiB of a GPU by phase": plan["phases_gib"],
-        "GiB of the host by part and rank": plan["host_gib"],
-        "seconds of a step": plan["seconds"] if plan["fits"] else {},
-        "of which train.offload_optimizer": plan["offload"] if plan["fits"] else {},
-        "GB that a GPU sends in a step": {n: v / 1e9 for n, v in plan["wire_bytes_per_step"].items()},
-    }
-    lines = [
-        f"{total / 1e9:.2f} billion parameters, {active / 1e9:.2f} active; {plan['gpus']} "
-        f"GPU{'s' * (plan['gpus'] > 1)} of {plan['machine']['memory_gib']:g} GiB; prompts of "
-        f"{plan['mean_tokens']['prompt']:,.0f} and completions of {plan['mean_tokens']['completion']:,.0f} "
-        "tokens in the mean",
-    ]
-    for title, values in ({} if contradicts else tables).items():
+    """Write a plan as text. Parts of 0 are omitted, and with contradicting settings all tables."""
+    lines = [head_line(plan)]
+    for title, values in ({} if contradicts else plan_tables(plan)).items():
         shown = [f"  {name:<27}{value:>9.2f}" for name, value in values.items() if value]
         lines += ["", title, *shown] if shown else []
     if not plan["fits"]:
-        tried = [f"  try {line}" for line in plan["advice"]]
-        return "\n".join([*lines, "", f"it does not fit: {plan['why_not']}", *tried])
+        proposals = [f"  try {line}" for line in plan["advice"]]
+        return "\n".join([*lines, "", f"it does not fit: {plan['why_not']}", *proposals])
     return "\n".join([
         *lines, "",
-        f"{plan['tokens_per_second_and_gpu']:,} tokens a second and GPU over a whole step; an engine works "
-        f"on {plan['completions_at_once']} completions at once, its cache holds {plan['kv_cache_tokens']:,} "
-        "tokens",
-        f"an update of all completions computes {plan['trained_tokens_per_gpu']:,} tokens on a GPU, its "
-        f"attention works on {plan['grid_tokens_per_gpu']:,}; a micro-batch of mean lengths keeps "
+        f"{plan['tokens_per_second_and_gpu']:,} tokens per second and GPU over a complete step; an engine "
+        f"works on {plan['completions_at_once']} completions at once, and its KV cache holds "
+        f"{plan['kv_cache_tokens']:,} tokens",
+        f"one pass over all completions computes {plan['trained_tokens_per_gpu']:,} tokens on a GPU, and "
+        f"{plan['grid_tokens_per_gpu']:,} tokens in attention; a micro-batch of mean lengths keeps "
         f"{plan['mean_activations_gib']} GiB of activations",
-        f"sleep during updates needed: {plan['sleep']}",
+        f"sleep needed during updates: {plan['sleep']}",
         "it fits",
     ])  # fmt: skip
 
 
-def describe_search(task: Task, found: list[tuple[dict, Task]]) -> str:
-    """Write the proposals of a search, the fastest first, below what the settings do as they are."""
-    reason = why_not(task)
-    row = lambda one, text: (
-        f"{sum(phase_seconds(one).values()):>9.1f} {in_gib(one.parts)['KV cache']:>10.1f} "
-        f"{node_bytes(one) / GIB:>10.1f}  {text}"
+def head_line(plan: dict) -> str:
+    """Write the size of the model, the GPUs, and the mean lengths."""
+    active = plan["parameters"]["active"]
+    total = sum(plan["parameters"].values()) - active
+    mean_tokens = plan["mean_tokens"]
+    return (
+        f"{total / 1e9:.2f} billion parameters, {active / 1e9:.2f} active; {plan['gpus']} "
+        f"GPU{'s' * (plan['gpus'] > 1)} of {plan['machine']['memory_gib']:g} GiB; mean prompt "
+        f"{mean_tokens['prompt']:,.0f} and completion {mean_tokens['completion']:,.0f} tokens"
     )
-    lines = [f"{'seconds':>9} {'KV, GiB':>10} {'host, GiB':>10}  settings"]
-    lines += [f"as it is, it does not fit: {reason}"] if reason else [row(task, "as it is")]
-    if found:
-        return "\n".join(lines + [row(tried, as_settings(change)) for change, tried in found])
-    return "\n".join([lines[1], "nothing fits on these GPUs", *(f"  try {line}" for line in advice(task))])
+
+
+def plan_tables(plan: dict) -> dict[str, dict[str, float]]:
+    """Return the tables of a plan, {title: {row: value}}."""
+    missing = " (negative KV cache: missing memory)" if plan["memory_gib"]["KV cache"] < 0 else ""
+    sent_gb = {name: value / 1e9 for name, value in plan["wire_bytes_per_step"].items()}
+    return {
+        f"GiB of a GPU by part{missing}": plan["memory_gib"],
+        "GiB of a GPU by phase": plan["phases_gib"],
+        "GiB of host memory of a rank by part": plan["host_gib"],
+        "seconds of a step": plan["seconds"] if plan["fits"] else {},
+        "of which train.offload_optimizer": plan["offload"] if plan["fits"] else {},
+        "GB that a GPU sends in a step": sent_gb,
+    }
+
+
+def search_row(task: Task, text: str) -> str:
+    """Write one line of a search: seconds of a step, KV cache, host memory, settings."""
+    kv_gib = in_gib(task.parts)["KV cache"]
+    host_gib = node_bytes(task) / GIB
+    return f"{step_seconds(task):>9.1f} {kv_gib:>10.1f} {host_gib:>10.1f}  {text}"
+
+
+def describe_search(task: Task, proposals: list[tuple[dict, Task]]) -> str:
+    """Write the proposals of a search, fastest first, below the result of the present settings."""
+    reason = why_not(task)
+    current = f"as it is, it does not fit: {reason}" if reason else search_row(task, "as it is")
+    if not proposals:
+        return "\n".join([current, "nothing fits on these GPUs", *(f"  try {line}" for line in advice(task))])
+    head = f"{'seconds':>9} {'KV, GiB':>10} {'host, GiB':>10}  settings"
+    rows = [search_row(changed_task, as_settings(change)) for change, changed_task in proposals]
+    return "\n".join([head, current, *rows])
 
 
 def tables(tasks: dict[str, Task]) -> list[str]:
     """Return the lines of the two tables of docs/gpu.md: configurations, and paths of a weight sync."""
     columns = ["settings", "GPUs", "standing", "update", "engine weights", "KV cache", "host", "rollout, s",
                "logprobs, s", "update, s", "sync, s", "step, s"]  # fmt: skip
-    rows = []
-    for name, task in tasks.items():
-        gib, seconds, plan = in_gib(task.parts), phase_seconds(task), plan_run(task)
-        standing = sum(gib[part] for part in ("weights", "gradients", "master weights", "AdamW"))
-        passing = gib["gradients in an update"] + gib["activations"] + gib["on the way back"]
-        sizes = [standing, passing, gib["engine weights"], gib["KV cache"], plan["host_gib"]["of a node"]]
-        times = [*seconds.values(), sum(seconds.values())]
-        rows.append(
-            [f"`{name}`", task.num_gpus, *(f"{size:.1f}" for size in sizes), *(f"{s:.0f}" for s in times)]
-        )
+    rows = [config_row(name, task) for name, task in tasks.items()]
     syncs = [
-        sync_row(*given) for given in itertools.product(("Qwen3-30B-A3B", "Qwen3-235B-A22B"), (8, 16), (0, 1))
+        sync_row(name, ep_size, own_experts)
+        for name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
+        for ep_size in (8, 16)
+        for own_experts in (False, True)
     ]
     names = ["model", "`ep_size`", "path", "over the wire, GB", "handed over, GB", "kept, GB", "seconds"]
     return [*markdown(columns, rows), "", *markdown(names, syncs)]
 
 
-def sync_row(name: str, ep_size: int, own_experts: bool) -> list[str]:
-    """Plan one weight sync between H100s: experts gathered from the other ranks, or each rank's own."""
+def config_row(name: str, task: Task) -> list:
+    """Return the row of a configuration: memory in GiB, then seconds."""
+    gib = in_gib(task.parts)
+    seconds = phase_seconds(task)
+    standing = sum(gib[part] for part in ("weights", "gradients", "master weights", "AdamW"))
+    update = gib["gradients in an update"] + gib["activations"] + gib["on the way back"]
+    node_gib = plan_run(task)["host_gib"]["of a node"]
+    sizes = [standing, update, gib["engine weights"], gib["KV cache"], node_gib]
+    times = [*seconds.values(), sum(seconds.values())]
+    return [f"`{name}`", task.num_gpus, *(f"{size:.1f}" for size in sizes), *(f"{s:.0f}" for s in times)]
+
+
+def sync_row(name: str, ep_size: int, own_experts: bool) -> list:
+    """Return the row of one weight sync between H100s, with gathered experts or with each rank's own."""
     settings = [
         "data.train=[{path: none}]", f"model.path={name}", f"model.ep_size={ep_size}",
-        f"rollout.tensor_parallel={ep_size}", f"rollout.expert_parallel={json.dumps(bool(own_experts))}",
+        f"rollout.tensor_parallel={ep_size}", f"rollout.expert_parallel={json.dumps(own_experts)}",
     ]  # fmt: skip
     task = Task(load_config(settings), model_config(name), MACHINES["h100"], ep_size, 200, 2000)
-    figures = [f"{value / 1e9:.1f}" for value in sync_bytes(task).values()]
-    return [
-        name,
-        ep_size,
-        "own experts" if own_experts else "gathered",
-        *figures,
-        f"{sync_seconds(task):.1f}",
-    ]
+    path = "own experts" if own_experts else "gathered"
+    sizes = [f"{value / 1e9:.1f}" for value in sync_bytes(task).values()]
+    return [name, ep_size, path, *sizes, f"{sync_seconds(task):.1f}"]
 
 
-# ---- the first lines of a YAML ----
-SAID = re.compile(  # GPUs, machine, model, mean tokens of prompts and of completions
+# ---- the comment of a YAML ----
+MACHINE_LINE = re.compile(  # GPUs, machine, model, mean tokens of prompts and of completions
     r"# Machine: (\d+) x (\w+); shape of (\S+); mean prompt ([\d,]+), completion ([\d,]+) tokens"
 )
-
-
-EXPECTED = "# Expected by experiments/plan.py:"  # begins the lines that --write-headers adds
+EXPECTED = "# Expected by experiments/plan.py:"  # first words of the lines that --write-headers adds
 
 
 def comment_of(file: Path) -> list[str]:
-    """Return the comment lines that a YAML begins with."""
+    """Return the comment lines at the start of a YAML."""
     return list(itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines()))
 
 
+def is_generated(line: str) -> bool:
+    """Tell whether --write-headers rewrites this comment line."""
+    return line.startswith(("#   torchrun", EXPECTED)) or bool(MACHINE_LINE.match(line))
+
+
 def header(file: Path) -> list[str]:
-    """Return the comment of a YAML: its own first lines, then command, machine and what the plan expects."""
-    task, comment = read_task(parse_args(["--config", str(file)])), comment_of(file)
-    said = next((line for line in comment if SAID.match(line)), None)
-    if said is None:
+    """Return the new comment of a YAML: its handwritten lines, then command, machine and expected figures."""
+    task = read_task(parse_args(["--config", str(file)]))
+    comment = comment_of(file)
+    machine_line = next((line for line in comment if MACHINE_LINE.match(line)), None)
+    if machine_line is None:
         raise ValueError(
-            f"{file}: none of its first lines says the machine; add one such as # Machine: 8 x h100; shape "
-            "of Qwen/Qwen3-8B; mean prompt 200, completion 1,200 tokens"
+            f"{file}: the comment at the start names no machine; add a line such as # Machine: 8 x h100; "
+            "shape of Qwen/Qwen3-8B; mean prompt 200, completion 1,200 tokens"
         )
-    plan, per_node = plan_run(task), task.machine.gpus_per_node
-    is_own = lambda line: not line.startswith(("#   torchrun", EXPECTED)) and not SAID.match(line)
-    own = [*itertools.takewhile(is_own, comment)]
+    per_node = task.machine.gpus_per_node
     num_nodes = -(-task.num_gpus // per_node)
     nodes = f" --nnodes={num_nodes} --node-rank=R --master-addr=HOST" if num_nodes > 1 else ""
+    return [
+        *itertools.takewhile(lambda line: not is_generated(line), comment),
+        f"#   torchrun{nodes} --nproc-per-node={min(task.num_gpus, per_node)} train_rl.py \\",
+        f"#       --config {file.resolve().relative_to(ROOT)}",
+        machine_line,
+        *textwrap.wrap(expected_figures(task), 106, initial_indent="# ", subsequent_indent="# "),
+    ]
+
+
+def expected_figures(task: Task) -> str:
+    """Write the figures of a plan as one sentence for the comment of a YAML."""
+    plan = plan_run(task)
     phases = ", ".join(f"{name} {gib:.0f}" for name, gib in plan["phases_gib"].items())
-    seconds = {name: s for name, s in plan["seconds"].items() if name != "step" and s >= 0.5}
+    seconds = [f"{name} {s:.0f}" for name, s in plan["seconds"].items() if name != "step" and s >= 0.5]
     verdict = "" if plan["fits"] else f" It does not fit: {plan['why_not']}."
-    expected = (
+    return (
         f"{EXPECTED[2:]} of {task.machine.memory_gib:.0f} GiB of a GPU {phases}, with "
         f"{plan['memory_gib']['KV cache']:.0f} of keys and values in a rollout; "
         f"{plan['host_gib']['of a node']:.0f} GiB of a host; "
         f"a step of {plan['tokens_per_step'] / 1e6:.2f} million tokens in "
-        f"{plan['seconds']['step']:.0f} s ({', '.join(f'{name} {s:.0f}' for name, s in seconds.items())}), "
-        f"within a factor of two.{verdict}"
+        f"{plan['seconds']['step']:.0f} s ({', '.join(seconds)}), within a factor of two.{verdict}"
     )
-    return [
-        *own,
-        f"#   torchrun{nodes} --nproc-per-node={min(task.num_gpus, per_node)} train_rl.py \\",
-        f"#       --config {file.resolve().relative_to(ROOT)}",
-        said,
-        *textwrap.wrap(expected, 106, initial_indent="# ", subsequent_indent="# "),
-    ]
 
 
 def write_header(file: Path) -> None:
-    """Replace the comment that a YAML begins with."""
+    """Replace the comment at the start of a YAML by header()."""
     settings = file.read_text().splitlines()[len(comment_of(file)) :]
     file.write_text("\n".join([*header(file), *settings]) + "\n")
 
@@ -829,98 +915,133 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("experiments/plan.py", description=__doc__, formatter_class=keep_lines)
-    add, number = parser.add_argument, {"type": float, "metavar": "N"}
-    add("--config", type=Path, action="append", default=[], metavar="FILE", help="as for train_rl.py")
-    add(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="GPUs of all nodes (default: what the file says, or the fewest that its sizes divide)",
+    add_argument = parser.add_argument
+    number = {"type": float, "metavar": "N"}
+    add_argument(
+        "--config", type=Path, action="append", default=[], metavar="FILE",
+        help="YAML of settings, as for train_rl.py; may be repeated",
+    )  # fmt: skip
+    add_argument(
+        "--gpus", type=int, metavar="N",
+        help="number of GPUs of all nodes (default: from the file's comment, else the smallest number that "
+        "ep_size and tensor_parallel divide)",
+    )  # fmt: skip
+    add_argument(
+        "--machine", choices=MACHINES, help="kind of GPU (default: from the file's comment, else h100)"
     )
-    add("--machine", choices=MACHINES, help="kind of GPU (default: what the file says, or h100)")
-    add(
-        "--shape",
-        metavar="MODEL",
-        help="model to plan with, a known name or a folder (default: what the file says, or model.path)",
+    add_argument(
+        "--shape", metavar="MODEL",
+        help="model to plan with: a known name such as Qwen3-8B, or a folder with config.json (default: from "
+        "the file's comment, else model.path)",
+    )  # fmt: skip
+    add_argument("--gpu-memory-gib", **number, help="GiB of a GPU (default: from the machine)")
+    add_argument("--host-memory-gib", **number, help="GiB of a node's host (default: 240 per GPU of the run)")
+    add_argument(
+        "--gpus-per-node", type=int, metavar="N",
+        help="number of GPUs that NVLink connects (default: from the machine)",
+    )  # fmt: skip
+    add_argument("--network-gbs", **number, help="GB/s of a GPU to another node (default: from the machine)")
+    add_argument(
+        "--prompt-tokens", **number,
+        help="mean length of prompts (default: from the file's comment, else half of the limit)",
+    )  # fmt: skip
+    add_argument("--new-tokens", **number, help="mean length of completions (default: as for prompts)")
+    add_argument(
+        "--search", action="store_true",
+        help="propose ep_size, tensor_parallel, micro_batch_tokens, offload and more, fastest first",
+    )  # fmt: skip
+    add_argument(
+        "--json", type=Path, metavar="FILE", help="write the plan, or the list of proposals, to FILE"
     )
-    add("--gpu-memory-gib", **number, help="GiB of a GPU (default: the machine's)")
-    add("--host-memory-gib", **number, help="GiB of a node's host (default: 240 for each GPU of the run)")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs that NVLink connects (default: the machine's)")
-    add("--network-gbs", **number, help="GB/s of a GPU to another node (default: the machine's)")
-    add("--prompt-tokens", **number, help="mean of prompts (default: what the file says, or half the limit)")
-    add("--new-tokens", **number, help="mean of completions (default: the same)")
-    add(
-        "--search",
-        action="store_true",
-        help="propose ep_size, tensor_parallel, micro_batch_tokens, offload and more, the fastest first",
-    )
-    add("--json", type=Path, metavar="FILE", help="write the plan here, or the list of proposals")
-    alone = "; stands alone"
-    add("--write-headers", type=Path, nargs="+", metavar="FILE", help=f"write the first lines of each{alone}")
-    add("--tables", type=Path, nargs="+", metavar="FILE", help=f"print the tables of docs/gpu.md{alone}")
-    add("settings", nargs="*", metavar="section.key=value", help="single settings, over the files'")
+    add_files_arguments(parser)
+    add_argument("settings", nargs="*", metavar="section.key=value", help="single settings; override files")
     args = parser.parse_intermixed_args(argv)
-    given = [name for name, value in vars(args).items() if value not in (None, [], False)]
+    options = [name for name, value in vars(args).items() if value not in (None, [], False)]
     is_plan = args.config and not (args.write_headers or args.tables)
-    if not is_plan and given not in (["write_headers"], ["tables"]):
+    if not is_plan and options not in (["write_headers"], ["tables"]):
         parser.error("give --config, or one of --write-headers and --tables and nothing else")
     return args
 
 
+def add_files_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --write-headers and --tables, which exclude all other options."""
+    parser.add_argument(
+        "--write-headers", type=Path, nargs="+", metavar="FILE",
+        help="rewrite the comment at the start of each file; excludes all other options",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tables", type=Path, nargs="+", metavar="FILE",
+        help="print the tables of docs/gpu.md for these files; excludes all other options",
+    )  # fmt: skip
+
+
 def read_machine(args: argparse.Namespace, name: str, num_gpus: int) -> Machine:
-    """Return a machine with what the command line says otherwise; ValueError for what is wrong."""
+    """Return a machine with the changes of the command line; ValueError for invalid values."""
     if name not in MACHINES:
         raise ValueError(f"# Machine: {name} is not known, known are {', '.join(MACHINES)}")
-    own = {"memory_gib": args.gpu_memory_gib, "gpus_per_node": args.gpus_per_node,
-           "network_gbs": args.network_gbs, "host_gib": args.host_memory_gib}  # fmt: skip
+    fields = {
+        "memory_gib": args.gpu_memory_gib,
+        "gpus_per_node": args.gpus_per_node,
+        "network_gbs": args.network_gbs,
+        "host_gib": args.host_memory_gib,
+    }
     options = {"memory_gib": "gpu-memory-gib", "host_gib": "host-memory-gib"}
-    own = {field: value for field, value in own.items() if value is not None}
-    for field, value in ({"gpus": num_gpus} | own).items():
+    changes = {field: value for field, value in fields.items() if value is not None}
+    for field, value in ({"gpus": num_gpus} | changes).items():
         if not (value > 0 and math.isfinite(value)):
             option = options.get(field, field.replace("_", "-"))
             raise ValueError(f"--{option} {value:g} must be above 0 and finite")
-    return replace(MACHINES[name], **own)
+    return replace(MACHINES[name], **changes)
 
 
 def read_config(args: argparse.Namespace) -> Config:
-    """Return the settings; of a run in stages those with the largest sizes of all stages."""
-    files = [part for file in args.config for part in ("--config", str(file))]
+    """Return the settings; for a run in stages, settings with the largest sizes of all stages."""
+    files = [argument for file in args.config for argument in ("--config", str(file))]
     stages = stage_configs(load_config([*files, *args.settings]))
     if len(stages) == 1:
         return stages[0]
-    tokens = max(tokens_per_forward(one.train, on_gpu=True) for one in stages)
+    tokens = max(stage.train.tokens_per_forward(on_gpu=True) for stage in stages)
     config = widest(stages)
     return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_tokens": tokens})})
 
 
-def read_task(args: argparse.Namespace) -> Task:
-    """Return what is to be planned; ValueError for what is wrong.
+def mean_tokens(option: float | None, comment: str | None, limit: int) -> float:
+    """Return the mean length from the command line, else from the file's comment, else half of the limit."""
+    if option is not None:
+        return option
+    return float(comment.replace(",", "")) if comment else limit / 2
 
-    The line "# Machine: ..." of the last file says what the command line does not.
+
+def read_task(args: argparse.Namespace) -> Task:
+    """Return the task of the command line; ValueError for invalid values.
+
+    Defaults come from the line "# Machine: ..." in the comment of the last file, if there is one.
     """
     config = read_config(args)
-    said = next((m.groups() for m in map(SAID.match, comment_of(args.config[-1])) if m), [None] * 5)
-    limits = (config.rollout.max_prompt_tokens, config.rollout.max_new_tokens)
-    model = model_config(args.shape or said[2] or config.model.path)
+    matches = [MACHINE_LINE.match(line) for line in comment_of(args.config[-1])]
+    of_file = next((match.groups() for match in matches if match), [None] * 5)
+    file_gpus, file_machine, file_shape, file_prompt, file_completion = of_file
+    model = model_config(args.shape or file_shape or config.model.path)
     check_model(config, model)
-    means = []
-    for given, text, limit in zip((args.prompt_tokens, args.new_tokens), said[3:], limits, strict=True):
-        means.append(given if given is not None else float(text.replace(",", "")) if text else limit / 2)
-    if not all(0 < mean <= limit for mean, limit in zip(means, limits)):
+    prompt_limit = config.rollout.max_prompt_tokens
+    new_limit = config.rollout.max_new_tokens
+    prompt_mean = mean_tokens(args.prompt_tokens, file_prompt, prompt_limit)
+    new_mean = mean_tokens(args.new_tokens, file_completion, new_limit)
+    if not (0 < prompt_mean <= prompt_limit and 0 < new_mean <= new_limit):
         raise ValueError(
-            f"mean tokens of prompts {means[0]:g} and completions {means[1]:g} must be above 0 and at most "
-            f"rollout.max_prompt_tokens {limits[0]} and rollout.max_new_tokens {limits[1]}: set "
+            f"mean tokens of prompts {prompt_mean:g} and completions {new_mean:g} must be above 0 and at "
+            f"most rollout.max_prompt_tokens {prompt_limit} and rollout.max_new_tokens {new_limit}: set "
             "--prompt-tokens and --new-tokens"
         )
     num_gpus = args.gpus
     if num_gpus is None:
-        num_gpus = int(said[0] or math.lcm(config.model.ep_size, config.rollout.tensor_parallel))
-    machine = read_machine(args, args.machine or said[1] or "h100", num_gpus)
-    return Task(config, model, machine, num_gpus, *means)
+        num_gpus = int(file_gpus or math.lcm(config.model.ep_size, config.rollout.tensor_parallel))
+    machine = read_machine(args, args.machine or file_machine or "h100", num_gpus)
+    return Task(config, model, machine, num_gpus, prompt_mean, new_mean)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read the command line, plan, print; return the exit code."""
+    """Plan and print; return the exit code."""
     args = parse_args(argv)
     if args.write_headers:
         for file in args.write_headers:
@@ -932,9 +1053,9 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     task = read_task(args)
     if args.search:
-        found = search(task)
-        print(describe_search(task, found))
-        result = [{"settings": as_settings(change), **plan_run(tried)} for change, tried in found]
+        proposals = search(task)
+        print(describe_search(task, proposals))
+        result = [{"settings": as_settings(change), **plan_run(changed)} for change, changed in proposals]
     else:
         result = plan_run(task)
         print(describe(result, contradicts=contradiction(task) is not None))

@@ -1,8 +1,8 @@
 """Estimate a rank's GPU memory in each phase of a step, and name the phase that does not fit.
 
-The parts come from moe_model.memory_by_part() (trainer) and rollout.engine_memory() (vLLM), as {name: bytes},
-for example {"weights": ..., "KV cache": ...}. train_rl.py checks the estimate before it loads a model, and
-experiments/plan.py makes the same estimate without a GPU.
+The parts come from memory_plan.memory_by_part() (trainer) and rollout.engine_memory() (vLLM), as
+{name: bytes}, for example {"weights": ..., "KV cache": ...}. memory_plan.check_memory() makes the estimate
+before a model is loaded, and experiments/plan.py makes it without a GPU.
 """
 
 GIB = 2**30

@@ -700,7 +700,7 @@ def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert moe_model.model_folder("owner/model") == tmp_path and downloads == ["owner/model"]
-    with pytest.raises(ValueError, match="owner/lost.*cannot be reached"):
+    with pytest.raises(ValueError, match="model.path: owner/lost.*cannot be reached"):
         moe_model.model_folder("owner/lost")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty.*config.json"):

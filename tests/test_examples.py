@@ -13,7 +13,9 @@ from data import random_model
 
 @pytest.mark.slow
 def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
-    rows = [{"question": f"What is {i} + {i}?", "answer": f"<<{i}+{i}={2 * i}>> #### {2 * i}"} for i in range(80)]
+    rows = [
+        {"question": f"What is {i} + {i}?", "answer": f"<<{i}+{i}={2 * i}>> #### {2 * i}"} for i in range(80)
+    ]
     for name, part in (("train", rows[:72]), ("test", rows[72:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     sizes = ["--hidden", "64", "--layers", "2", "--experts", "4", "--expert-width", "64", "--vocab", "400"]

@@ -7,10 +7,12 @@ import pytest
 import torch
 from transformers import Glm4MoeConfig, MixtralConfig, OlmoeConfig
 
+from batch import Request
 from data.tiny import build_tokenizer
 from kernels.fp8_block import fp8_round
 from moe_model import Policy, hf_tensors, num_experts_of, pack, random_weights, route_table, save_hf
-from rollout import Request, RolloutEngine, RolloutSettings, simulate_rounding
+from rollout import RolloutEngine, simulate_rounding
+from settings import RolloutSettings
 
 VOCAB = 98
 SIZES = {

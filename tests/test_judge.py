@@ -1,4 +1,4 @@
-"""Judges and parts of reward.py, and data/tiny_judge.py, against transformers and literal loops."""
+"""judges.py, parts of reward.py, and data/tiny_judge.py, against transformers and literal loops."""
 
 import json
 import math
@@ -13,31 +13,17 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from helpers import FakeRanks, make_prompts
+from helpers import FakeRanks, make_config, make_prompts
 
 import train_rl
+from batch import Completion, Group, collate
 from data import tiny, tiny_judge
 from data.chains import Chains, habits, sample_sets
-from reward import (
-    GenerativeJudge,
-    RewardPool,
-    ScalarJudge,
-    Verdict,
-    build_judge,
-    pairwise_reference,
-    round_robin,
-    verify,
-)
-from rollout import Completion
+from judges import GenerativeJudge, ScalarJudge, build_judge, pairwise_reference, round_robin
+from reward import RewardPool, Verdict, verify
 from tests import preloaded
-from train_rl import Config
 
 RECIPE = tiny_judge.Recipe()
-
-
-def no_folder(path, batch_size, max_tokens):
-    """Stand in for rollout.load_greedy_chat() where no folder of a language model may be loaded."""
-    raise AssertionError(f"{path} is loaded as a language model")
 
 
 @pytest.fixture(scope="module")
@@ -171,39 +157,17 @@ def test_a_long_text_loses_its_beginning(judge_folder, texts):
     assert short != pytest.approx(one_by_one(judge_folder, *texts), abs=1e-2)
 
 
-def test_the_head_makes_the_scores_of_the_last_hidden_states(judge_folder, texts):
-    """h is transformers' last hidden state of the last token of each text, read alone."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    judge = ScalarJudge(judge_folder, batch_size=7)
-    scores, h = judge.head_inputs(*texts)
-    assert scores.tolist() == pytest.approx(judge.scores(*texts))
-    model = AutoModelForSequenceClassification.from_pretrained(judge_folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(judge_folder)
-    for text, row in list(zip(map("".join, zip(*texts)), h))[::9]:
-        with torch.no_grad():
-            states = model.model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).last_hidden_state
-        assert torch.allclose(row, states[0, -1], atol=1e-4)
-    assert not judge.model.score._forward_pre_hooks
-    assert [len(part) for part in judge.head_inputs([], [])] == [0, 0]
-    judge.model.score.register_forward_hook(lambda *given: 2 * given[-1])
-    with pytest.raises(ValueError, match="not the output of its last linear layer"):
-        judge.head_inputs(*texts)
-
-
-def test_a_rank_without_completions_has_no_certainties(judge_folder, monkeypatch):
+def test_a_rank_without_completions_asks_no_judge(judge_folder, monkeypatch):
     from transformers import AutoTokenizer
 
     FakeRanks(1).install(monkeypatch)
-    settings = {"judge": "scalar", "judge_path": str(judge_folder), "judge_certainty": 0.2}
     run = SimpleNamespace(
-        config=Config.model_validate({"reward": settings}), judge=ScalarJudge(judge_folder),
-        rollouts=SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(judge_folder)),
-        state=SimpleNamespace(step=0),
+        config=make_config("reward.judge=scalar", f"reward.judge_path={judge_folder}"), judge=AskedJudge(),
+        tokenizer=AutoTokenizer.from_pretrained(judge_folder), state=SimpleNamespace(step=0),
     )  # fmt: skip
-    batch = train_rl.collate([], [], [])
+    batch = collate([], [], [])
     train_rl.add_rewards(run, batch)
-    assert batch.certainty.shape == batch.rewards.shape == (0,)
+    assert batch.rewards.shape == batch.valid.shape == (0,) and run.judge.asked == []
 
 
 class AskedJudge:
@@ -216,10 +180,6 @@ class AskedJudge:
         self.asked.append((prompts, texts))
         return [len(text) - 2.0 for text in texts]
 
-    def head_inputs(self, prompts: list[str], texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.tensor(self.scores(prompts, texts))
-        return scores, torch.stack([scores, scores**2, torch.ones(len(texts))], dim=1)
-
 
 def test_a_judge_gets_prompts_and_plain_texts_and_a_share_of_the_reward(judge_folder, monkeypatch):
     """Texts without the end of the sequence; a reward of 0.7 verifier and 0.3 sigmoid of the score."""
@@ -231,25 +191,23 @@ def test_a_judge_gets_prompts_and_plain_texts_and_a_share_of_the_reward(judge_fo
     assert tokenizer.decode(ids[0]) != texts[0], "the end would be read by the judge"
     completions = [Completion(row, [-1.0] * len(row), "stop", 0.0) for row in ids]
     verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.5, "wrong"), Verdict(0.0, "wrong")]
-    groups = [train_rl.Group(i, i, completions[2 * i :][:2], verdicts[2 * i :][:2]) for i in (0, 1)]
+    groups = [Group(i, i, completions[2 * i :][:2], verdicts[2 * i :][:2]) for i in (0, 1)]
     prompts = make_prompts(2)
-    batch = train_rl.collate(groups, prompts, [[1], [2]])
-    settings = {"judge": "scalar", "judge_path": str(judge_folder), "judge_weight": 0.3,
-                "judge_certainty": 0.25}  # fmt: skip
+    batch = collate(groups, prompts, [[1], [2]])
+    config = make_config(
+        "reward.judge=scalar", f"reward.judge_path={judge_folder}", "reward.judge_weight=0.3"
+    )
     run = SimpleNamespace(
-        config=Config.model_validate({"reward": settings}), judge=AskedJudge(),
-        rollouts=SimpleNamespace(tokenizer=tokenizer), state=SimpleNamespace(step=0),
-    )  # fmt: skip
+        config=config, judge=AskedJudge(), tokenizer=tokenizer, state=SimpleNamespace(step=0)
+    )
     train_rl.add_rewards(run, batch)
     of_rows = [prompts[row].text for row in (0, 0, 1, 1)]
-    assert run.judge.asked == [(of_rows, texts)] * 2
+    assert run.judge.asked == [(of_rows, texts)]
     expected = [
         0.7 * verifier + 0.3 / (1 + math.exp(2 - len(text)))
         for verifier, text in zip([1.0, 0.0, 0.5, 0.0], texts)
     ]
     assert batch.rewards.tolist() == pytest.approx(expected) and batch.valid.all()
-    certainty = train_rl.sign_weights(batch, *AskedJudge().head_inputs(of_rows, texts), run.config)
-    assert torch.equal(batch.certainty, certainty) and 0 < certainty.max() and certainty.min() < 1
 
 
 def test_the_margin_decides_what_ties(judge_folder, texts):
@@ -261,7 +219,7 @@ def test_the_margin_decides_what_ties(judge_folder, texts):
         expected = []
         for x, y in zip(a, b):
             expected.append(0 if abs(x - y) <= margin else 1 if x > y else -1)
-        with_margin = build_judge("scalar", str(judge_folder), no_folder, margin=margin)
+        with_margin = build_judge("scalar", str(judge_folder), margin=margin)
         assert with_margin.compare(prompts, firsts, seconds) == expected
         assert with_margin.compare(prompts, seconds, firsts) == [-sign for sign in expected]
         assert (set(expected) == {0}) == (margin == 1e9)
@@ -286,25 +244,25 @@ def test_a_gap_of_exactly_the_margin_ties_and_not_finite_scores_are_handed_on(ju
 def test_folders_that_are_no_scalar_judge_are_refused(judge_folder, tiny_folder, tmp_path):
     from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
-    with pytest.raises(ValueError, match="nowhere.*no folder"):
-        build_judge("scalar", str(tmp_path / "nowhere"), no_folder)
-    with pytest.raises(ValueError, match="no folder"):
-        build_judge("scalar", "random:shuffle", no_folder)
+    with pytest.raises(ValueError, match="nowhere"):
+        build_judge("scalar", str(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match=r"config\.json"):
-        build_judge("scalar", str(tmp_path), no_folder)
+        build_judge("scalar", "random:shuffle")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        build_judge("scalar", str(tmp_path))
     shutil.copytree(tiny_folder / "model", tmp_path, dirs_exist_ok=True)
     two = {"num_labels": 2, "ignore_mismatched_sizes": True}
     AutoModelForSequenceClassification.from_pretrained(judge_folder, **two).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="2 labels, not 1"):
-        build_judge("scalar", str(tmp_path), no_folder)
+    with pytest.raises(ValueError, match="2 labels"):
+        build_judge("scalar", str(tmp_path))
     config = Qwen3Config.from_pretrained(judge_folder, num_labels=1)
     Qwen3ForCausalLM(config).save_pretrained(tmp_path)  # one label, but a head for words
-    with pytest.raises(ValueError, match="no trained head"):
-        build_judge("scalar", str(tmp_path), no_folder)
+    with pytest.raises(ValueError, match="head"):
+        build_judge("scalar", str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
-        build_judge("scalar", str(tmp_path), no_folder)
+        build_judge("scalar", str(tmp_path))
 
 
 # ---- the generative judge ----------------------------------------------------------------------------------
@@ -345,7 +303,7 @@ def test_the_question_holds_prompt_and_answers_and_asks_for_reasons_first():
 def test_answers_and_columns_have_to_match():
     for num in (0, 1, 3):
         judge = GenerativeJudge(lambda prompts, num=num: ["Verdict: Tie"] * num)
-        with pytest.raises(ValueError, match=f"{num} answers to 2 prompts"):
+        with pytest.raises(ValueError, match=f"{num} answers"):
             judge.compare(["p", "p"], ["a", "a"], ["b", "b"])
     for columns in ((["p"], ["a", "a"], ["b", "b"]), (["p", "p"], ["a"], ["b", "b"]), (["p"], ["a"], [])):
         with pytest.raises(ValueError):
@@ -357,16 +315,16 @@ def test_answers_and_columns_have_to_match():
 
 
 def test_a_function_is_imported_by_name(monkeypatch):
-    module = ModuleType("judges")
+    module = ModuleType("my_judges")
     module.ask = lambda prompts: ["Verdict: Worse"] * len(prompts)
-    monkeypatch.setitem(sys.modules, "judges", module)
-    assert build_judge("generative", "judges:ask", no_folder).compare(["p"], ["a"], ["b"]) == [-1]
-    for path, reason in (("judges:tell", "tell"), ("no_judges:ask", "no_judges"), ("a b:c", "a b:c")):
-        with pytest.raises(ValueError, match=f"cannot import the judge '{path}'.*{reason}"):
-            build_judge("generative", path, no_folder)
-    for path in ("no_folder", "judges"):
-        with pytest.raises(ValueError, match=f"'{path}': no folder"):
-            build_judge("generative", path, no_folder)
+    monkeypatch.setitem(sys.modules, "my_judges", module)
+    assert build_judge("generative", "my_judges:ask").compare(["p"], ["a"], ["b"]) == [-1]
+    for path, reason in (("my_judges:tell", "tell"), ("no_judges:ask", "no_judges"), ("a b:c", "a b:c")):
+        with pytest.raises(ValueError, match=f"'{path}'.*{reason}"):
+            build_judge("generative", path)
+    for path in ("nowhere", "my_judges"):
+        with pytest.raises(ValueError, match=f"'{path}'.*config.json"):
+            build_judge("generative", path)
 
 
 # Two ranks, each with the policy's engine and a judge of another size; the judge's load differs by rank.
@@ -375,16 +333,16 @@ import os, sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from data.tiny import Recipe, build_policy, build_tokenizer
+from judges import build_judge
 from moe_model import hf_tensors, init_deepspeed, save_hf
-from reward import build_judge
-from rollout import Request, RolloutEngine, RolloutSettings, load_greedy_chat
+from rollout import Request, RolloutEngine, RolloutSettings
 rank, folder = int(os.environ["RANK"]), sys.argv[1]
 init_deepspeed()
 tokenizer = build_tokenizer()
 policy = build_policy(Recipe(initializer_range=0.2), len(tokenizer))
 settings = RolloutSettings(max_num_seqs=64, dtype="float32", kv_cache_gib=0.25, capture_routes="off")
 engine = RolloutEngine(folder + "/policy", 64, settings)
-judge = build_judge("generative", folder + "/judge", load_greedy_chat, batch_size=4, max_tokens=20)
+judge = build_judge("generative", folder + "/judge", batch_size=4, max_tokens=20)
 def greedy(name, texts, num):
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -492,7 +450,7 @@ def test_pairwise_reference_is_the_sign_against_the_reference():
 
 
 def test_the_scalar_judge_serves_both(judge_folder, problems):
-    judge = build_judge("scalar", str(judge_folder), no_folder)
+    judge = build_judge("scalar", str(judge_folder))
     group = problems[:6]
     prompts = [problem["prompt"] for problem in group for _ in range(2)]
     answers = [problem["answer"] for problem in group for _ in range(2)]
@@ -665,7 +623,7 @@ def test_the_command_takes_wider_operands_and_names_bad_rows(tiny_folder, tmp_pa
     command += ["--output", tmp_path / "judge"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and "prefers the right completion in" in result.stderr, result.stderr
-    judge = build_judge("scalar", str(tmp_path / "judge"), no_folder)
+    judge = build_judge("scalar", str(tmp_path / "judge"))
     assert len(judge.scores(["1234567+7654321="], ["88888880"])) == 1
     with pytest.raises(ValueError, match="no such file"):
         tiny_judge.read_problems(tmp_path / "nothing.jsonl", "tiny")

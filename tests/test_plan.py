@@ -10,13 +10,14 @@ import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+import lifecycle
+import memory_plan
 import moe_model
 import rollout
-import train_rl
+from configure import load_config
 from experiments import plan
 from runtime.memory import CONTEXT_BYTES, GIB, STANDING, bytes_by_phase, trainer_bytes, why_too_small
 from tests import preloaded
-from train_rl import load_config
 
 CONFIGS = sorted((ROOT / "experiments" / "models").glob("*.yaml"))
 PUBLISHED = {  # parameters as the model cards' safetensors say, a tied head counted once
@@ -114,7 +115,7 @@ def saved_bytes(kind: str, layers: int, dtype: torch.dtype, rows: int, length: i
 def test_a_layer_keeps_so_many_bytes_for_its_backward(kind, dtype):
     rows, length = 4, 64
     one, two = (saved_bytes(kind, layers, dtype, rows, length) for layers in (1, 2))
-    per_token = moe_model.saved_bytes_per_token(small_config(kind, 1), 0, dtype.itemsize, on_gpu=False)
+    per_token = memory_plan.saved_bytes_per_token(small_config(kind, 1), 0, dtype.itemsize, on_gpu=False)
     assert (two - one) / (rows * length) == pytest.approx(per_token, abs=2), "but for offsets of the experts"
 
 
@@ -124,14 +125,16 @@ def test_shared_prompts_leave_what_attention_keeps(kind):
     config, sizes = small_config(kind, 1), (torch.bfloat16, 4, 32, 33, True)
     one, two = (saved_bytes(kind, layers, *sizes) for layers in (1, 2))
     whole, grid = (
-        moe_model.saved_bytes_per_token(config, 0, 2, False),
-        moe_model.grid_bytes_per_token(config, 2),
+        memory_plan.saved_bytes_per_token(config, 0, 2, False),
+        memory_plan.grid_bytes_per_token(config, 2),
     )
     places, left_out = 4 * 64, 3 * 32
     assert two - one == pytest.approx(places * whole - left_out * (whole - grid), abs=2 * places)
     settings = load_config(["data.train=[{path: unused}]", "model.dtype=bfloat16"]).model
     planned = [
-        moe_model.passing_bytes(small_config(kind, layers), settings, places, "cpu", left_out)["activations"]
+        memory_plan.passing_bytes(small_config(kind, layers), settings, places, "cpu", left_out)[
+            "activations"
+        ]
         for layers in (1, 2)
     ]
     assert planned[1] - planned[0] == places * whole - left_out * (whole - grid)
@@ -139,7 +142,7 @@ def test_shared_prompts_leave_what_attention_keeps(kind):
 
 def test_fused_norms_of_gpus_keep_their_inputs_only():
     config = plan.model_config("Qwen3-30B-A3B")
-    both = [moe_model.saved_bytes_per_token(config, 0, 2, on_gpu) for on_gpu in (True, False)]
+    both = [memory_plan.saved_bytes_per_token(config, 0, 2, on_gpu) for on_gpu in (True, False)]
     queries, keys = 32 * 128, 4 * 128
     # CPU: two norms keep 2 D float32 each, those of queries and keys 2 float32; GPU: their inputs
     assert both[1] - both[0] == 4 * 4 * 2048 + 8 * (queries + keys) - 2 * (2 * 2048 + queries + keys)
@@ -247,7 +250,7 @@ def test_keys_and_values_take_what_the_engine_is_given():
 
 
 def test_the_trainer_asks_before_anything_is_loaded():
-    source = inspect.getsource(train_rl.set_up)
+    source = inspect.getsource(lifecycle.set_up)
     later = (
         source.index(name) for name in ("load_tokenizer(", "load_data(", "start_engine(", "build_policy(")
     )
@@ -257,20 +260,20 @@ def test_the_trainer_asks_before_anything_is_loaded():
 def test_the_trainer_refuses_in_the_words_of_the_planner(monkeypatch):
     task = make_task("model.ep_size=8", "rollout.sleep_level=2", "rollout.tensor_parallel=8")
     total = int(task.machine.memory_gib * GIB)
-    train_rl.check_memory(task.config, task.model, num_ranks=8)  # no GPU, no estimate
+    memory_plan.check_memory(task.config, task.model, num_ranks=8)  # no GPU, no estimate
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total, total))
     with pytest.raises(ValueError) as caught:
-        train_rl.check_memory(task.config, task.model, num_ranks=8)
+        memory_plan.check_memory(task.config, task.model, num_ranks=8)
     assert plan.why_not(task) in str(caught.value)
     assert "--gpus 8 --gpu-memory-gib 79.6" in str(caught.value)
     fitting = task.with_settings({"model.activation_checkpointing": True, "train.micro_batch_tokens": 8192})
     fitting = fitting.with_settings({"rollout.max_new_tokens": 1024, "train.zero_stage": 2})
-    train_rl.check_memory(fitting.config, fitting.model, num_ranks=64)
+    memory_plan.check_memory(fitting.config, fitting.model, num_ranks=64)
     said = []
-    monkeypatch.setattr(train_rl, "say", said.append)
+    monkeypatch.setattr(memory_plan, "say", said.append)
     own = task.with_settings({"rollout.kv_cache_gib": 5.0})
-    train_rl.check_memory(own.config, own.model, num_ranks=8)
+    memory_plan.check_memory(own.config, own.model, num_ranks=8)
     assert len(said) == 1 and "warning" in said[0] and plan.why_not(own) in said[0]
 
 
@@ -624,7 +627,7 @@ def test_the_command_asks_for_one_thing(argv, capsys):
 
 
 def test_a_file_without_a_known_machine_is_named(small):
-    with pytest.raises(ValueError, match="run.yaml: none of its first lines says the machine; add"):
+    with pytest.raises(ValueError, match="run.yaml: .* # Machine: 8 x h100"):
         plan.main(["--write-headers", str(small)])
     said = "# Machine: 8 x x999; shape of Qwen/Qwen3-8B; mean prompt 20, completion 30 tokens\n"
     small.write_text(said + small.read_text())
@@ -683,7 +686,7 @@ def test_headers_are_written_over_old_ones(tmp_path, monkeypatch):
     assert plan.main(["--write-headers", str(file)]) == 0
     written = text.replace("experiments/models/qwen3_0_6b_one_gpu.yaml", "a.yaml")
     assert file.read_text() == written
-    (said,) = [line for line in text.splitlines() if plan.SAID.match(line)]
+    (said,) = [line for line in text.splitlines() if plan.MACHINE_LINE.match(line)]
     settings = text.splitlines()[len(plan.comment_of(file)) :]
     file.write_text("\n".join(["# Mine", said, *settings]) + "\n")  # as somebody writes it by hand
     for _ in range(2):
@@ -696,7 +699,7 @@ def test_a_config_loads_with_a_shrunken_model_of_its_layout(file, tmp_path):
     task = task_of(file)
     small = shrunken(task.model)
     AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "model")
-    train_rl.check_model(task.config, moe_model.load_config(tmp_path / "model"))
+    lifecycle.check_model(task.config, moe_model.load_config(tmp_path / "model"))
     settings = task.config.model.model_copy(update={"dtype": "float32"})
     policy = moe_model.build_policy(settings, tmp_path / "model", None, torch.device("cpu"))
     logprobs, _, routes = policy(moe_model.pack([[1, 2]], [[3, 4, 5]], "cpu"))

@@ -1,4 +1,4 @@
-"""experiments.bench.trl_step without TRL: its reward, its table, and the settings that both sides share."""
+"""experiments.bench.trl_step: the reward, the table, and the settings that both sides share."""
 
 import importlib.util
 from pathlib import Path
@@ -6,19 +6,21 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from configure import load_config
 from experiments.bench import trl_step
 from experiments.bench.common import spread
-from train_rl import load_config
 
 DEMO = load_config(["--config", str(ROOT / "experiments" / "environments" / "demo.yaml")])
 
 
-def test_the_reward_compares_text_without_the_space_around_it():
+def test_the_reward_strips_the_text():
     assert trl_step.is_right([" 12", "12 3", "", "7"], answer=["12", "123", "4", "7"]) == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_the_table_has_ratios_to_ep1():
-    figures = lambda *seconds: {"step": spread(list(seconds)), "tokens_per_s": spread([1.0])}
+    def figures(*seconds: float) -> dict:
+        return {"step": spread(list(seconds)), "tokens_per_s": spread([1.0])}
+
     data = {
         "ep1": {"16 new tokens": figures(0.1, 0.2, 0.3), "256 new tokens": figures(2, 4, 5)},
         "vllm": {"16 new tokens": figures(0.3, 0.3, 0.3), "256 new tokens": figures(3, 2, 1)},
@@ -29,16 +31,15 @@ def test_the_table_has_ratios_to_ep1():
     ]
 
 
-def test_a_step_is_as_large_as_ours():
-    assert (trl_step.NUM_PROMPTS, trl_step.GROUP_SIZE) == (
-        DEMO.rollout.prompts_per_step, DEMO.rollout.group_size,
-    )  # fmt: skip
+def test_a_step_of_trl_is_as_large_as_ours():
+    assert trl_step.NUM_PROMPTS == DEMO.rollout.prompts_per_step
+    assert trl_step.GROUP_SIZE == DEMO.rollout.group_size
     assert DEMO.algorithm.kl_coef == 0 and DEMO.train.minibatches_per_step == 1
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 @pytest.mark.slow
-def test_the_settings_of_trl_are_those_of_the_demo(tmp_path: Path):
+def test_trl_has_the_settings_of_the_demo(tmp_path: Path):
     config = trl_step.trl_config(tmp_path, 16, 7, use_vllm=False)
     assert (config.learning_rate, config.epsilon) == (DEMO.train.learning_rate, DEMO.algorithm.clip_eps_low)
     assert (config.adam_beta1, config.adam_beta2) == DEMO.train.betas

@@ -287,10 +287,12 @@ def update(out: Path, dry: bool) -> Report:
 
 
 def planned_activations(moe_model, work: Work, checkpointing: bool) -> int:
-    """Return what moe_model.memory_by_part() expects an update to add to the weights of one GPU."""
+    """Return the bytes of weights and of an update on one GPU, by memory_plan.memory_by_part()."""
+    from memory_plan import memory_by_part  # after policy_module(), which replaces libraries that are missing
+
     dtype = "float32" if work.device.type == "cpu" else "bfloat16"
     settings = moe_model.ModelSettings(dtype=dtype, activation_checkpointing=checkpointing)
-    parts = moe_model.memory_by_part(work.policy.config, settings, 1, 1, work.tokens)
+    parts = memory_by_part(work.policy.config, settings, 1, 1, work.tokens)
     return parts["weights"] + parts["activations"] + parts["on the way back"]
 
 

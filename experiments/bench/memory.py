@@ -1,4 +1,4 @@
-"""Measure the memory of updates on CPUs and set it beside moe_model.memory_by_part().
+"""Measure the memory of updates on CPUs and set it beside memory_plan.memory_by_part().
 
     python -m experiments.bench.memory --json memory.json        # all cases, about three minutes
     torchrun --nproc-per-node=2 -m experiments.bench.memory --case experts=16,ep=2,dtype=bfloat16
@@ -109,8 +109,10 @@ def measure(case: SimpleNamespace) -> dict:
     import torch
     import torch.distributed as dist
 
+    import memory_plan
     import moe_model
     from runtime.memory import peak_bytes
+    from settings import ModelSettings
 
     moe_model.init_deepspeed()
     group = moe_model.create_expert_parallel_group(case.ep, case.experts)
@@ -122,10 +124,10 @@ def measure(case: SimpleNamespace) -> dict:
     measured = torch.tensor(float(read_status("VmHWM") - before))
     dist.all_reduce(measured)
     ranks = dist.get_world_size()
-    settings = moe_model.ModelSettings(
+    settings = ModelSettings(
         ep_size=case.ep, dtype=case.dtype, activation_checkpointing=bool(case.checkpointing)
     )
-    parts = moe_model.memory_by_part(config, settings, case.zero, ranks, case.tokens, on_gpu=False)
+    parts = memory_plan.memory_by_part(config, settings, case.zero, ranks, case.tokens, on_gpu=False)
     parts["sync buffers"] = 0  # there is no engine
     libraries = LIBRARY_BYTES if case.dtype == "bfloat16" else 0
     return {

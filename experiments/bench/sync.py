@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 import moe_model
 import rollout
+import vllm_worker
 from data.tiny import build_tokenizer
 from experiments.bench.common import (
     SIZES,
@@ -67,16 +68,16 @@ def sync(way: str, engine: rollout.RolloutEngine, policy: moe_model.Policy) -> r
     """Make one sync, or one check, in one of the ways."""
     fp8 = "simulate" if way.endswith("FP8") else "off"
     engine.settings = engine.settings.model_copy(update={"fp8": fp8})
-    storage = rollout.expert_storage
+    storage = vllm_worker.expert_storage
     try:
         if way == "fused":
-            rollout.expert_storage = lambda model: {}
+            vllm_worker.expert_storage = lambda model: {}
         if way == "check":
             return engine.check_weights(moe_model.hf_tensors(policy))
         tensors = expert_by_expert(policy) if way == "one by one" else moe_model.hf_tensors(policy)
         return engine.sync(tensors, 0)
     finally:
-        rollout.expert_storage = storage
+        vllm_worker.expert_storage = storage
 
 
 def timed(call) -> float:

@@ -17,7 +17,7 @@ These trainers take turns:
     generate    TRL's GRPOTrainer with transformers' generate.
     vllm        TRL's GRPOTrainer with vLLM in its processes.
 TRL's reward compares text, its experts are "eager" and nothing is compiled. Its own weight sync fails in
-vLLM's CPU build, which packs its weights, so it gets the loader of rollout.py. A figure is the median over
+vLLM's CPU build, which packs its weights, so vllm_worker.py loads the weights. A figure is the median over
 the steps of a run after the first five; the table shows the median over runs and their range, and ratios to
 ep1. The file holds {trainer: what experiments.bench.step writes}; TRL has no phases.
 """
@@ -65,7 +65,7 @@ def is_right(completions: list[str], answer: list[str], **columns) -> list[float
 
 def sync_weights(generation) -> None:
     """Send TRL's weights to its vLLM as train_rl.py does, in place of VLLMGeneration.sync_weights()."""
-    from rollout import load_weights_in_worker
+    from vllm_worker import load_weights_in_worker
 
     worker = generation.llm.llm_engine.model_executor.driver_worker
     load_weights_in_worker(worker, generation._iter_named_params(), on_cpu=True)

@@ -1,0 +1,243 @@
+"""Judges: reward models that the trainer's process asks after a rollout.
+
+    judge = build_judge("scalar", "models/reward_model")
+    judge.scores(prompts, completions)                # one number per completion, without bounds
+    judge.compare(prompts, firsts, seconds)           # +1: the first completion is better; 0: tie; -1: worse
+    round_robin(judge, prompts, completions, groups)  # rewards in [0, 1] from comparisons within a group
+
+A scalar judge is a model with a score head, for example a Bradley-Terry reward model. A generative judge is a
+language model that compares two completions and writes a verdict; it runs in a second vLLM engine, or is a
+function, for example a client of a server (`reward.judge_path=my_module:ask`).
+"""
+
+import functools
+import itertools
+import math
+import operator
+import os
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+
+from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
+
+TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
+Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the
+first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""  # [ours]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Scalar judges
+# ------------------------------------------------------------------------------------------------------------
+class ScalarJudge:
+    """Score prompt + completion with a Hugging Face sequence classifier that has one label.
+
+    path: folder of the model and its tokenizer. batch_size: texts per forward pass. max_tokens: longer texts
+    lose their beginning. margin: scores that differ by at most this much are a tie.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike, batch_size: int = 32, max_tokens: int = 4096, margin: float = 0.0
+    ):
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        local = {"local_files_only": True, "trust_remote_code": False}
+        model, loading = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            dtype=torch.float32,  # [ours] bfloat16 rounds different scores to ties
+            use_safetensors=True,
+            output_loading_info=True,
+            **local,
+        )
+        if model.config.num_labels != 1:
+            raise ValueError(
+                f"reward.judge_path {path}: the model has {model.config.num_labels} labels; a scalar judge "
+                "needs a sequence classifier with 1 label"
+            )
+        if loading["missing_keys"]:  # transformers initialises a missing head with random numbers
+            raise ValueError(
+                f"reward.judge_path {path}: the checkpoint has no trained score head, as is the case for a "
+                f"causal language model (missing weights: {', '.join(sorted(loading['missing_keys']))}); "
+                "name the folder of a reward model"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(path, truncation_side="left", **local)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        text_config = model.config.get_text_config()
+        text_config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token before padding
+        text_config.use_cache = False  # keys and values would fill gigabytes, although each text is read once
+        self.batch_size = batch_size
+        self.margin = margin
+        self.tokenize = functools.partial(
+            tokenizer,
+            padding=True,
+            padding_side="right",
+            truncation=True,
+            max_length=max_tokens,
+            return_token_type_ids=False,
+            return_tensors="pt",
+        )
+        self.model = model.eval().requires_grad_(False).to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def _batches(self, texts: list[str]) -> Iterator[tuple[list[str], dict]]:
+        """Yield batches of distinct texts with the model's inputs, sorted by length to save padding."""
+        sorted_texts = sorted(set(texts), key=lambda text: (len(text), text))
+        for start in range(0, len(sorted_texts), self.batch_size):
+            batch = sorted_texts[start : start + self.batch_size]
+            yield batch, self.tokenize(batch).to(self.model.device)
+
+    def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
+        """Return the score of each completion, which may be NaN or infinite; equal texts get equal scores."""
+        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        score_of_text = {}
+        for batch, inputs in self._batches(texts):
+            score_of_text |= zip(batch, self.model(**inputs).logits[:, 0].tolist())
+        return [score_of_text[text] for text in texts]
+
+    def compare(self, prompts, firsts, seconds) -> list[int]:
+        """Return the sign of each comparison, or NaN if one of the two scores is NaN.
+
+        +1: the first completion scores higher by more than the margin; -1: lower; 0: tie.
+        """
+        scores = self.scores([*prompts, *prompts], [*firsts, *seconds])
+        pairs = zip(scores[: len(prompts)], scores[len(prompts) :])
+        return [self._sign(first, second) for first, second in pairs]
+
+    def _sign(self, first: float, second: float) -> float:
+        if math.isnan(first) or math.isnan(second):
+            return math.nan
+        return (first - second > self.margin) - (second - first > self.margin)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Generative judges
+# ------------------------------------------------------------------------------------------------------------
+class GenerativeJudge:
+    """Let a language model reason about two completions and conclude with Better, Tie or Worse [secondary].
+
+    generate: function from a list of questions to a list of answers. num_unreadable: number of answers so far
+    that contain no verdict; an unreadable answer counts as a tie.
+    """
+
+    def __init__(self, generate: Callable[[list[str]], list[str]], template: str = TEMPLATE):
+        self.generate = generate
+        self.template = template
+        self.num_unreadable = 0
+
+    def compare(self, prompts, firsts, seconds) -> list[int]:
+        """Return +1 if the last verdict of an answer prefers the first completion, -1 the second, 0: tie."""
+        questions = [
+            self.template.format(prompt=prompt, first=first, second=second)
+            for prompt, first, second in zip(prompts, firsts, seconds, strict=True)
+        ]
+        answers = self.generate(questions) if questions else []
+        if len(answers) != len(questions):
+            raise ValueError(
+                f"reward.judge_path: the generative judge returned {len(answers)} answers to "
+                f"{len(questions)} prompts; the function must return one answer per prompt, in order"
+            )
+        # The words of a repeated instruction "Better|Tie|Worse" are not verdicts.
+        verdicts = [re.findall(r"(?<!\|)\b(Better|Tie|Worse)\b(?!\|)", answer) for answer in answers]
+        self.num_unreadable += verdicts.count([])
+        signs = {"Better": 1, "Tie": 0, "Worse": -1}
+        return [signs[words[-1]] if words else 0 for words in verdicts]
+
+
+def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[list[str]], list[str]]:
+    """Start a second vLLM engine in this process; return a function from questions to greedy answers.
+
+    Questions and answers get half of the context each; a longer question loses its beginning. With vLLM 0.30
+    on 1 and 2 CPU ranks, after the policy's engine, the answers equal transformers' answers; a MoE judge next
+    to a dense policy fails.
+    """
+    on_gpu = torch.cuda.is_available()
+    set_vllm_environment(on_gpu)
+    from vllm import LLM, SamplingParams
+
+    refuse_beside_graphs_of_experts()
+    llm = LLM(
+        path,
+        load_format="safetensors",
+        dtype="auto" if on_gpu else "float32",
+        max_num_seqs=batch_size,
+        kv_cache_memory_bytes=1 << 30,
+        max_model_len=-1,
+        gpu_memory_utilization=0.01,  # the cache has the fixed size above
+        distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+        enforce_eager=not on_gpu,
+        generation_config="vllm",
+        use_tqdm_on_load=False,
+    )
+    half_context = llm.model_config.max_model_len // 2
+    options = {
+        "sampling_params": SamplingParams(temperature=0.0, max_tokens=min(max_tokens, half_context)),
+        "tokenization_kwargs": {"truncate_prompt_tokens": half_context, "truncation_side": "left"},
+        "chat_template": None if llm.get_tokenizer().chat_template else "{{ messages[0].content }}",
+        "use_tqdm": False,
+    }
+
+    def generate(questions: list[str]) -> list[str]:
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        return [output.outputs[0].text for output in llm.chat(chats, **options)]
+
+    return generate
+
+
+# ------------------------------------------------------------------------------------------------------------
+# From settings to a judge, from comparisons to rewards
+# ------------------------------------------------------------------------------------------------------------
+def build_judge(
+    kind: str, path: str | None, batch_size: int = 32, max_tokens: int = 4096, margin: float = 0.0
+) -> ScalarJudge | GenerativeJudge | None:
+    """Load a judge; ValueError explains why a path cannot be loaded.
+
+    kind: "scalar", "generative", or "none", which returns None. path: folder of a Hugging Face model, or for
+    a generative judge also "module:function". max_tokens: limit of a text (scalar) or an answer (generative).
+    margin: see ScalarJudge.
+    """
+    if kind == "none":
+        return None
+    if os.path.isfile(os.path.join(path, "config.json")):
+        if kind == "scalar":
+            return ScalarJudge(path, batch_size, max_tokens, margin)
+        return GenerativeJudge(load_greedy_chat(path, batch_size, max_tokens))
+    if kind == "scalar" or ":" not in path:
+        hint = "" if kind == "scalar" else " or a function, for example my_module:ask"
+        raise ValueError(
+            f"reward.judge_path {path!r} is no folder with the config.json of a Hugging Face model; a "
+            f"{kind} judge needs such a folder{hint}"
+        )
+    try:
+        return GenerativeJudge(pkgutil.resolve_name(path))
+    except Exception as error:  # an import can raise anything
+        raise ValueError(
+            f"reward.judge_path: cannot import the judge {path!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def pairwise_reference(judge, prompts, completions, references) -> list[float]:
+    """Return 1, 0 or -1 if a completion is better than, as good as or worse than the reference [ours]."""
+    return [float(sign) for sign in judge.compare(prompts, completions, references)]
+
+
+def round_robin(judge, prompts, completions, group_index: list[int]) -> list[float]:
+    """Return the mean points of each completion against the other completions of its group [ours].
+
+    better 1, tie 0.5, worse 0; a group of one gets 0.5. Example: in a group of three, a completion that is
+    better than the second and ties with the third gets 0.75. The judge compares each pair once, the earlier
+    completion first. group_index: group of each completion, in any order.
+    """
+    items = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
+    groups = [list(group) for _, group in itertools.groupby(items, key=operator.itemgetter(0))]
+    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
+    signs = judge.compare(
+        [prompt for (_, _, prompt, _), _ in pairs],
+        [completion for (_, _, _, completion), _ in pairs],
+        [completion for _, (_, _, _, completion) in pairs],
+    )
+    points = [[] for _ in items]
+    for ((_, first, _, _), (_, second, _, _)), sign in zip(pairs, signs):
+        points[first].append((1 + sign) / 2)
+        points[second].append((1 - sign) / 2)
+    return [sum(row) / len(row) if row else 0.5 for row in points]

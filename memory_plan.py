@@ -1,0 +1,333 @@
+"""Estimate the memory of a run, by part, before anything is loaded.
+
+    trainer     memory_by_part()    weights, gradients, optimizer states, activations, sync buffers of a rank
+    GPU         plan_memory()       trainer and engine together, with the reason if a phase does not fit
+    start       check_memory()      refuses a run that does not fit
+
+The estimate needs config.json and the settings only, so experiments/plan.py makes it on any machine, for
+example for 128 GPUs on a laptop. runtime/memory.py adds the parts up to phases (rollout, update, optimizer
+step, sync). tests/test_plan.py compares the formulas with the tensors that torch really saves, and
+experiments/bench/memory.py compares the sums with the resident memory of updates on CPUs.
+"""
+
+import torch
+from transformers import PretrainedConfig
+
+from kernels.linear_logprob_entropy import BLOCK_ELEMENTS
+from moe_model import (
+    CHUNK_ELEMENTS,
+    ParameterCounts,
+    expert_width,
+    head_dim,
+    is_moe_layer,
+    num_experts_of,
+    parameter_counts,
+)
+from rollout import engine_memory, kv_bytes_per_token
+from runtime.checks import say
+from runtime.memory import GIB, trainer_bytes, why_too_small
+from settings import Config, ModelSettings
+
+REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Activations: from the forward pass to the end of the backward pass
+# ------------------------------------------------------------------------------------------------------------
+def itemsize_of(settings: ModelSettings) -> int:
+    """Return the bytes of one value of the policy: 4 in float32, 2 in bfloat16."""
+    return getattr(torch, settings.dtype).itemsize
+
+
+def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, on_gpu: bool) -> int:
+    """Return the bytes per token that a layer saves for its backward pass; exact on CPUs.
+
+    D hidden size, Q heads x head size of queries, V the same of keys or values, K experts per token, I expert
+    width, E experts, s itemsize:
+        norms      GPU: inputs and outputs of the two norms, 4 D s, and queries and keys, (Q + V) s.
+                   CPU: inputs and normalised values in float32, 16 D, and outputs, 2 D s; queries and keys
+                   8 (Q + V)
+        attention  padded queries, keys and values (Q + 2 V) s, outputs 2 Q s, log-sums
+        MLP        gate, up, SiLU and product, 4 I s
+        experts    input and output rows, gate, up, SiLU and product of K experts, K (2 D + 4 I) s; scores
+                   4 E; weights and indices; shared experts 4 I s each
+    """
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    queries = heads * head_dim(config)
+    keys = kv_heads * head_dim(config)
+    if on_gpu:
+        norms = (4 * hidden + queries + keys) * itemsize
+    else:
+        norms = 16 * hidden + 2 * hidden * itemsize + 8 * (queries + keys)
+    norms += 4 * (2 + heads + kv_heads)  # scales of the norms, one float32 per normalised vector
+    attention = (queries + 2 * keys + 2 * queries) * itemsize + 4 * heads
+    if not is_moe_layer(config, layer):
+        return norms + attention + 4 * config.intermediate_size * itemsize
+    top_k = config.num_experts_per_tok
+    width = expert_width(config)
+    num_shared = getattr(config, "n_shared_experts", 0)
+    rows = (top_k * (2 * hidden + 4 * width) + num_shared * 4 * width) * itemsize
+    return norms + attention + rows + 4 * num_experts_of(config) + 32 * top_k + 4
+
+
+def grid_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
+    """Return the share of saved_bytes_per_token() that attention's padded grid takes, per place of the grid.
+
+    Sharing prompts does not reduce this share: the grid repeats a shared prompt for every completion. The
+    grid holds queries, keys, values and outputs, 2 (Q + V) s, and log-sums.
+    """
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
+    return 2 * (heads + kv_heads) * head_dim(config) * itemsize + 4 * heads
+
+
+def activation_bytes(
+    config: PretrainedConfig, settings: ModelSettings, tokens: int, on_gpu: bool, num_shared: int
+) -> int:
+    """Return the bytes that a micro-batch keeps from its forward to its backward pass.
+
+    With model.activation_checkpointing these are the inputs of all layers, and one layer while the backward
+    pass recomputes it; otherwise all layers. tokens, num_shared: as in passing_bytes().
+    """
+    hidden = config.hidden_size
+    num_layers = config.num_hidden_layers
+    itemsize = itemsize_of(settings)
+    has_experts = [is_moe_layer(config, layer) for layer in range(num_layers)]
+    bytes_by_kind = {  # a layer with experts, a layer without
+        kind: saved_bytes_per_token(config, has_experts.index(kind), itemsize, on_gpu)
+        for kind in set(has_experts)
+    }
+    bytes_of_layers = [bytes_by_kind[kind] for kind in has_experts]
+    if settings.activation_checkpointing:
+        per_token = num_layers * hidden * itemsize + max(bytes_of_layers)
+        per_grid_place = grid_bytes_per_token(config, itemsize)
+    else:
+        per_token = sum(bytes_of_layers)
+        per_grid_place = grid_bytes_per_token(config, itemsize) * num_layers
+    per_token += hidden * (2 * itemsize if on_gpu else 8 + itemsize)  # the final norm
+    return tokens * per_token - num_shared * (per_token - per_grid_place)
+
+
+def passing_bytes(
+    config: PretrainedConfig, settings: ModelSettings, tokens: int, device: str, num_shared: int = 0
+) -> dict[str, int]:
+    """Return the bytes that a micro-batch takes on top of everything that is allocated between updates.
+
+    tokens: places of attention's grid. num_shared: grid places whose token belongs to a shared prompt and is
+    computed elsewhere (see moe_model.share()). device: cpu or cuda.
+
+    `activations` are kept from the forward to the backward pass. `on the way back` is the larger of two peaks
+    of the backward pass:
+        head    a block of logits and its gradient, the gradient of the hidden states in float32, and the
+                gradient of the head's weight while it is added to the float32 sum
+        layer   gradients of the rows of its experts, of gate and up, and a chunk of rows in float32
+    """
+    hidden = config.hidden_size
+    itemsize = itemsize_of(settings)
+    activations = activation_bytes(config, settings, tokens, device == "cuda", num_shared)
+    tokens = tokens - num_shared
+    gradient = itemsize if itemsize == 4 else itemsize + 4  # bytes of a value, with its copy in float32
+    blocks = 2 * 4 * min(BLOCK_ELEMENTS[device], tokens * config.vocab_size)
+    head = blocks + tokens * hidden * (4 + itemsize) + config.vocab_size * hidden * gradient
+    if num_experts_of(config):
+        top_k = config.num_experts_per_tok
+        width = expert_width(config)
+        rows = min(CHUNK_ELEMENTS[device], tokens * hidden * top_k) * (4 + itemsize)
+        gate_up = num_experts_of(config) // settings.ep_size * 2 * width * hidden * gradient
+        layer = tokens * top_k * (2 * hidden + 3 * width) * itemsize + gate_up + rows
+    else:
+        layer = tokens * (2 * hidden + 3 * config.intermediate_size) * itemsize
+    return {"activations": activations, "on the way back": max(head, layer)}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# DeepSpeed and the weight sync
+# ------------------------------------------------------------------------------------------------------------
+def optimizer_step_bytes(
+    counts: ParameterCounts, settings: ModelSettings, zero_stage: int, num_ranks: int, on_gpu: bool
+) -> int:
+    """Return the bytes that DeepSpeed's step takes on top of everything that is allocated between updates.
+
+    DeepSpeed has two parameter groups, the experts and all other parameters.
+        ZeRO 1, bfloat16   float32 gradients are all-reduced group by group, through a copy in bfloat16
+        ZeRO 1, float32    the gradients of the rank's share are copied to one tensor, then the gradients of
+                           all other parameters are freed
+        ZeRO 2             gradients have been reduced in the backward pass: 0
+    On CPUs the unfused AdamW makes two copies of a group's share.
+    """
+    itemsize = itemsize_of(settings)
+    shared = counts.embeddings + counts.others
+    group_sizes = (shared, counts.experts // settings.ep_size)
+    shares = (shared // num_ranks, counts.experts // num_ranks)
+    adamw = 0 if on_gpu else 2 * 4 * max(shares)
+    if zero_stage == 2:
+        return adamw
+    if itemsize == 4:
+        return max(0, adamw + 4 * sum(shares) - 4 * sum(group_sizes))
+    return max(adamw, max(group_sizes) * 2 if num_ranks > 1 else 0)
+
+
+def reduce_buffer_bytes(held: int, itemsize: int, on_gpu: bool) -> int:
+    """Return the bytes that ZeRO 2 takes in a backward pass to all-reduce the gradients of `held` parameters.
+
+    Gradients fill a buffer of REDUCE_BUCKET elements. A full buffer is copied and reduced while the next one
+    fills, which takes a second buffer. If all gradients fit into one buffer, that buffer is reduced after the
+    backward pass, without a copy. On CPUs only the filled pages of a buffer take memory.
+    """
+    buffer = REDUCE_BUCKET if on_gpu else min(REDUCE_BUCKET, held)
+    return (2 * buffer if held > REDUCE_BUCKET else buffer) * itemsize
+
+
+def largest_parameter(config: PretrainedConfig, settings: ModelSettings) -> int:
+    """Return the elements of a rank's largest parameter: the embedding, or gate and up of one layer."""
+    num_local_experts = num_experts_of(config) // settings.ep_size
+    gate_up = num_local_experts * 2 * expert_width(config) * config.hidden_size if num_local_experts else 0
+    return max(config.vocab_size * config.hidden_size, gate_up)
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Return the bytes of a pinned allocation: torch rounds up to a power of two, for example 5 GiB to 8."""
+    return 1 << (num_bytes - 1).bit_length()
+
+
+def offloaded_bytes(config: PretrainedConfig, settings: ModelSettings, num_ranks: int) -> int:
+    """Return the bytes of host memory that train.offload_optimizer takes for a rank.
+
+    For each parameter of the rank's share the host holds the float32 weight, the gradient, AdamW's two moving
+    averages, and the updated weight in the policy's dtype. A float32 policy also sums its gradients on the
+    host. Everything but the averages is pinned, in one tensor for experts and one for all other parameters.
+    """
+    counts = parameter_counts(config)
+    itemsize = itemsize_of(settings)
+    pinned_sizes = (4, 4, itemsize) if itemsize == 2 else (4, 4, itemsize, 4)
+    shares = (counts.experts // num_ranks, (counts.embeddings + counts.others) // num_ranks)
+    return sum(
+        8 * share + sum(pinned_bytes(size * share) for size in pinned_sizes) for share in shares if share
+    )
+
+
+def sync_buffer_bytes(config: PretrainedConfig, settings: ModelSettings, own_experts: bool) -> int:
+    """Return the bytes of a weight sync: a gathered tensor, and a layer that vLLM is assembling.
+
+    own_experts: the engine of a rank takes the experts that the rank trains, so that none are gathered.
+    """
+    counts = parameter_counts(config)
+    if not counts.experts:
+        return 0
+    num_moe_layers = sum(is_moe_layer(config, layer) for layer in range(config.num_hidden_layers))
+    layer_bytes = counts.experts // num_moe_layers * itemsize_of(settings)
+    if own_experts:
+        return layer_bytes // settings.ep_size
+    if settings.ep_size == 1:
+        return layer_bytes
+    return layer_bytes * 2 // 3 + layer_bytes  # gate and up, two thirds of a layer, are the largest gather
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The trainer on one rank
+# ------------------------------------------------------------------------------------------------------------
+def memory_by_part(
+    config: PretrainedConfig,
+    settings: ModelSettings,
+    zero_stage: int,
+    num_ranks: int,
+    tokens: int,
+    with_reference: bool = False,
+    own_experts: bool = False,
+    on_gpu: bool = True,
+    offload_optimizer: bool = False,
+) -> dict[str, int]:
+    """Return the bytes of the trainer on a rank, by part; runtime/memory.py adds the parts of each phase.
+
+    tokens: padded tokens of a micro-batch. with_reference: the initial policy is kept for a KL penalty.
+    own_experts: as in hf_tensors().
+
+    A rank holds n parameters, namely 1 / ep_size of the experts and all other parameters. ZeRO lets the rank
+    update m of these n, namely 1 / num_ranks of the whole model:
+        weights n x 2 or 4 bytes     gradients n x 4     master weights m x 4     AdamW m x 8
+    ZeRO 2 sums gradients (m x 4 bytes) from the first backward pass to the optimizer step and holds none
+    between updates. With offload_optimizer the sum is then handed to the host, which holds master weights and
+    AdamW's states (see offloaded_bytes()); a buffer for one gradient stays on the GPU.
+    """
+    counts = parameter_counts(config)
+    itemsize = itemsize_of(settings)
+    num_held = counts.experts // settings.ep_size + counts.embeddings + counts.others
+    num_updated = sum(counts) // num_ranks
+    optimizer_on_gpu = not offload_optimizer
+    is_sharded = zero_stage == 2
+    passing = passing_bytes(config, settings, tokens, "cuda" if on_gpu else "cpu")
+    passing["on the way back"] += is_sharded * reduce_buffer_bytes(num_held, itemsize, on_gpu)
+    gradient_buffer = offload_optimizer * largest_parameter(config, settings) * itemsize
+    return {
+        "weights": num_held * itemsize,
+        "gradients": gradient_buffer + (not is_sharded) * num_held * 4,
+        "master weights": optimizer_on_gpu * num_updated * 4,
+        "AdamW": optimizer_on_gpu * num_updated * 8,
+        "reference": num_held * itemsize if with_reference else 0,
+        "gradients in an update": is_sharded * num_updated * 4,
+        **passing,
+        "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, on_gpu),
+        "sync buffers": sync_buffer_bytes(config, settings, own_experts),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Trainer and engine on one GPU
+# ------------------------------------------------------------------------------------------------------------
+def max_model_len(config: Config) -> int:
+    """Return the longest prompt + completion, in tokens, that the engine must hold."""
+    longest = max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
+    return config.rollout.max_prompt_tokens + longest
+
+
+def syncs_own_experts(config: Config) -> bool:
+    """Tell whether a rank's engine holds the experts that the rank trains, so that none are gathered."""
+    return config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
+
+
+def trainer_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> dict[str, int]:
+    """Return the bytes of the trainer on a GPU, by part; a forward pass holds at least one full-length row.
+
+    train.share_prompts does not reduce the largest micro-batch, whose rows may have short prompts.
+    """
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    return memory_by_part(
+        hf_config, config.model, config.train.zero_stage, num_ranks,
+        tokens=max(config.train.tokens_per_forward(on_gpu=True), longest),
+        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
+        offload_optimizer=config.train.offload_optimizer,
+    )  # fmt: skip
+
+
+def plan_memory(
+    config: Config, hf_config: PretrainedConfig, num_ranks: int, total: int
+) -> tuple[dict[str, int], str | None]:
+    """Return the bytes of a GPU by part, trainer and engine, and the reason if `total` bytes are too few."""
+    parts = trainer_memory(config, hf_config, num_ranks)
+    engine_sleeps = config.rollout.sleep_level > 0
+    parts |= engine_memory(hf_config, config.rollout, trainer_bytes(parts, engine_sleeps), total)
+    needed = max_model_len(config) * kv_bytes_per_token(hf_config, config.rollout)
+    return parts, why_too_small(parts, engine_sleeps, total, needed)
+
+
+def check_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> None:
+    """Refuse a run that cannot fit into the GPUs, before anything is loaded; ValueError gives the reason.
+
+    With rollout.kv_cache_gib, which overrides the estimate, print a warning instead.
+    """
+    if not torch.cuda.is_available():
+        return
+    total = torch.cuda.mem_get_info()[1]
+    _, reason = plan_memory(config, hf_config, num_ranks, total)
+    if reason is None:
+        return
+    if config.rollout.kv_cache_gib is not None:
+        say(f"warning: by the planner's arithmetic this run does not fit: {reason}")
+        return
+    raise ValueError(
+        f"this run does not fit: {reason}; python experiments/plan.py --config FILE --gpus {num_ranks} "
+        f"--gpu-memory-gib {total / GIB:.1f} lists settings that fit, and rollout.kv_cache_gib overrides "
+        "this estimate"
+    )
