@@ -3,8 +3,6 @@
 import itertools
 import re
 import shlex
-import subprocess
-import sys
 import time
 from typing import Literal, get_args, get_origin
 
@@ -595,14 +593,6 @@ def test_an_unknown_section_or_option_is_refused_in_few_lines(arguments, word, c
         load_config(arguments)
     error = capsys.readouterr().err
     assert caught.value.code == 2 and word in error and len(error.splitlines()) < 10
-
-
-@pytest.mark.slow
-def test_the_command_prints_the_help_and_nothing_else():
-    command = [sys.executable, str(ROOT / "train_rl.py"), "--help"]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0 and finished.stderr == ""
-    assert finished.stdout.startswith("usage: train_rl.py ") and " run.on_nonfinite " in finished.stdout
 
 
 def test_every_field_of_every_section_is_a_setting():

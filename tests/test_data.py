@@ -6,15 +6,12 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
 import datasets
 import pytest
-from conftest import ROOT
 from conftest import SHARED_DATA as SHARED
 
 from data import gsm8k, math_sets, random_model
@@ -1202,13 +1199,3 @@ def test_math_real_files(tmp_path, name, count, first, graded):
     if name == "math500":
         for row in map(json.loads, (SHARED / "math500.jsonl").read_text(encoding="utf-8").splitlines()):
             assert last_boxed(row["solution"]) == row["answer"]
-
-
-# ---- commands ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module, default", [("data.gsm8k", "openai/gsm8k"), ("data.math_sets", "problem")])
-def test_help_shows_the_defaults(module, default):
-    done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert f"(default: {default})" in done.stdout

@@ -1,6 +1,5 @@
 """The pages for newcomers: the code blocks run as printed, and the names on the pages exist in the code."""
 
-import inspect
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import conftest
 import pytest
 import yaml
 from conftest import ROOT
@@ -255,9 +253,3 @@ def test_slurm_starts_the_same_commands_as_two_shells(tmp_path):
         for text in (by_hand, STANDS_FOR_SLURM + by_slurm)
     ]
     assert outputs[0] == outputs[1] and outputs[0].count("torchrun --nnodes=2 --node-rank=") == 2
-
-
-def test_the_page_of_several_nodes_names_the_tested_flags():
-    assert {"run.warn_s", "run.timeout_s"} <= set(settings_in(GPU.read_text()))
-    flags = set(re.findall(r"--[\w-]+=2?", inspect.getsource(conftest.two_agents)))
-    assert {"--nnodes=2", "--node-rank=", "--master-addr=", "--master-port="} <= flags
