@@ -14,7 +14,7 @@ Rewards: W workers per rank take completions in the order in which they ended, e
 Schedules: arrival deals prompts round robin, first come first served. longest_first orders by the mean tokens
 of the prompt one step before; in the first step nothing is known. oracle knows the true lengths.
 count_reward_time: the mean seconds of slow rewards count in the order of the waiting line, and where prompts
-are dealt to ranks, as in train_rl.Rollouts.generate_round().
+are dealt to ranks, as in train_rl.generate_round().
 Bound: no schedule beats all tokens at the best rate, S / (a + c S), on all ranks, nor the longest completion
 alone with its reward, nor the seconds of all rewards over all workers.
 Left out: costs that grow with the context, memory of keys and values, pipes to the workers.
