@@ -1,12 +1,17 @@
-"""Sample from a vLLM engine in the trainer's own process; it gets the policy's weights after every update.
+"""Sample from a vLLM engine inside the trainer's process, which receives new weights after every update.
 
-There is one engine per rank, or per tensor_parallel neighbouring ranks, built under torchrun's environment
-through vLLM's external launcher. It is driven by add_request() and step(), so that a completion can be scored
-the moment it ends. This file knows no rewards and no algorithm: tokens go in; tokens, their log-probabilities
-and the experts that they went through come out.
+Every rank has its own engine, or tensor_parallel consecutive ranks share one; vLLM's external launcher builds
+the engine under torchrun's environment. generate() drives the engine by add_request() and step(), so that a
+completion can be scored as soon as it ends. This file contains no rewards and no algorithm: token ids go in,
+and token ids with their log-probabilities and experts come out.
 
-Reading order: settings, RolloutEngine (generate, sync, check_weights), what an engine needs and whether it is
-here, routed experts, FP8, what runs inside vLLM's worker, vLLM's environment.
+Every weight sync has three proofs: coverage (each parameter received data), checksum (the engine holds the
+bits that were sent, check_weights()) and parity (trainer and engine compute the same log-probabilities,
+runtime/checks.py).
+
+Reading order: RolloutEngine (generate, sync, check_weights), options and checks of an engine, its memory,
+routed experts, FP8, environment variables, the engine of a generative judge. vllm_worker.py contains the code
+that runs inside vLLM's worker.
 """
 
 import dataclasses
@@ -15,7 +20,6 @@ import json
 import logging
 import math
 import os
-import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,15 +29,21 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from batch import Completion, Request
-from kernels.fp8_block import BLOCK, fp8_round
+from kernels.fp8_block import BLOCK, fp8_round, mxfp4_round
 from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
 from runtime.memory import GIB
 from runtime.schedule import CacheRoom, WaitingLine
 from settings import RolloutSettings
+from vllm_worker import (
+    compare_weights_in_worker,
+    engine_name,
+    kernels_in_worker,
+    load_weights_in_worker,
+    switch_capture_in_worker,
+)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -41,26 +51,26 @@ from settings import RolloutSettings
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SyncReport:
-    """What one weight sync moved."""
+    """Size of one weight sync."""
 
     num_tensors: int
     num_bytes: int
 
 
 class RolloutEngine:
-    """vLLM with the policy's weights.
+    """A vLLM engine that samples with the policy's weights.
 
-    model_path: folder of a Hugging Face checkpoint; only its configuration and tokenizer are read. Weights
-        are random until the first sync(), which every run does before it samples: so the path of all later
-        syncs is proven first.
-    max_model_len: longest prompt + completion in tokens; KV memory is planned for it.
-    settings: what else the engine is like. Ranks that share an engine (tensor_parallel) call generate() and
-        sync() together. With expert_parallel sync() takes the rank's own experts.
-    trainer_bytes: GPU memory that will be taken beside the engine (runtime.memory.trainer_bytes); without
-        rollout.kv_cache_gib the engine takes no more than what it leaves.
-    timeout_s: seconds that ranks of the engine wait for each other; None: what torch has.
-    With rollout.sleep_level the engine sleeps from the start, so that a trainer can be built beside it.
-    Raises ValueError where this machine or this vLLM cannot do what is asked.
+    model_path: folder of a Hugging Face checkpoint; the engine reads only the configuration and the tokenizer
+        and starts with random weights, so the first sync() has to pass the same checks as every later sync.
+    max_model_len: longest prompt + completion in tokens, which the KV cache is planned for.
+    settings: the section `rollout`. The ranks of a shared engine (tensor_parallel) call generate() and sync()
+        together. With expert_parallel, sync() receives the experts of the local rank.
+    trainer_bytes: GPU memory that the trainer will take (runtime.memory.trainer_bytes). The engine takes the
+        remaining memory, unless rollout.kv_cache_gib sets the size of the KV cache.
+    timeout_s: time limit of collectives among the ranks of the engine; None: torch's default.
+
+    With rollout.sleep_level the engine starts asleep, so that the trainer can be built in the free memory.
+    Raises ValueError for settings that this machine or this version of vLLM does not support.
     """
 
     def __init__(
@@ -76,7 +86,8 @@ class RolloutEngine:
         set_vllm_environment(self.on_gpu)
         from transformers import AutoConfig
 
-        self.settings, self.max_model_len = settings, max_model_len
+        self.settings = settings
+        self.max_model_len = max_model_len
         self.hf_config = AutoConfig.from_pretrained(
             model_path, local_files_only=True, trust_remote_code=False
         )
@@ -85,40 +96,41 @@ class RolloutEngine:
         check_fp8(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, timeout_s)
         if self.on_gpu and settings.kv_cache_gib is None:
-            free_and_total = torch.cuda.mem_get_info()
-            share = memory_share(self.hf_config, settings, max_model_len, trainer_bytes, *free_and_total)
-            options["gpu_memory_utilization"] = share
+            free, total = torch.cuda.mem_get_info()
+            options["gpu_memory_utilization"] = memory_share(
+                self.hf_config, settings, max_model_len, trainer_bytes, free, total
+            )
         self.llm = start_vllm(options, self.captures_routes)
         if self.num_experts and self.on_gpu and not settings.enforce_eager:
             GRAPHS_OF_EXPERTS.add(self)
-        if settings.tensor_parallel > 1 and not self.on_gpu:  # the next run would find this one's segments
+        if settings.tensor_parallel > 1 and not self.on_gpu:  # vLLM leaves segments that break the next run
             for segment in Path("/dev/shm").glob("*-tp:*-cpushm_*"):
                 segment.unlink(missing_ok=True)
         self.engine = self.llm.llm_engine
         self.stop_ids, self.stop_texts = stops_of(model_path, self.llm.get_tokenizer(), settings.stop)
-        self.seconds_per_step = float("inf")  # mean of the last rollout: the time of a token while others run
-        self.tokens_per_second = 0.0  # mean of the last rollout, all its sequences together
-        self.policy_version: int | None = None  # number of updates behind the weights the engine holds
-        self.seen = (0, 0)  # tokens and number of the last rollout's completions
+        self.seconds_per_step = float("inf")  # mean of the last rollout
+        self.tokens_per_second = 0.0  # mean of the last rollout, over all sequences
+        self.policy_version: int | None = None  # number of updates behind the engine's weights; None: unknown
+        self.previous_rollout = (0, 0)  # total tokens and number of the last rollout's completions
         self.is_capturing = self.captures_routes
         self.sleep()
 
     def describe(self) -> str:
-        """Say how many tokens the engine has room for and by which kernels it computes, in one line."""
-        num_blocks, block_size = self.num_blocks, self.engine.vllm_config.cache_config.block_size
-        num_tokens = num_blocks * block_size
+        """Describe the capacity and the kernels of the engine in one line."""
+        block_size = self.engine.vllm_config.cache_config.block_size
+        num_tokens = self.num_blocks * block_size
+        num_completions = self.num_blocks // math.ceil(self.max_model_len / block_size)
         gib = num_tokens * kv_bytes_per_token(self.hf_config, self.settings) / GIB
         (kernels,) = self.llm.collective_rpc(kernels_in_worker)
         return (
-            f"engine: {gib:.3g} GiB of keys and values hold {num_tokens:,} tokens, that is "
-            f"{num_blocks // math.ceil(self.max_model_len / block_size):,} completions of full length "
-            f"({self.max_model_len:,} tokens with their prompts; at most {self.settings.max_num_seqs} run at "
-            f"once); {kernels}"
+            f"engine: a KV cache of {gib:.3g} GiB holds {num_tokens:,} tokens, that is {num_completions:,} "
+            f"completions of full length ({self.max_model_len:,} tokens with the prompt; at most "
+            f"{self.settings.max_num_seqs} run at once); {kernels}"
         )
 
     @property
     def num_blocks(self) -> int:
-        """Return the blocks of keys and values that requests can have; vLLM keeps one for itself."""
+        """Return the number of KV cache blocks for requests; vLLM reserves one more for itself."""
         return self.engine.vllm_config.cache_config.num_gpu_blocks - 1
 
     def generate(
@@ -129,55 +141,68 @@ class RolloutEngine:
         on_step: Callable[[], object] = lambda: None,
         capture_routes: bool = True,
     ) -> list[Completion]:
-        """Sample all requests in the order of a WaitingLine; return their completions in the order given.
+        """Sample all requests in the order of a WaitingLine; return a completion for each request.
 
-        on_finished(index, completion) is called as each ends, on_step() after each step of the engine. Ranks
-        that share an engine each give their own requests, of groups with numbers of their own, and get their
-        own completions. capture_routes: return routed experts, if the engine can. Raises RuntimeError if the
-        engine's weights are not those of policy_version.
+        on_finished(index, completion): called when a completion ends. on_step(): called after each step of
+        the engine. capture_routes: return routed experts, if the engine can.
+
+        The ranks of a shared engine pass different requests, with group numbers that are unique among the
+        ranks, and each rank receives the completions of its requests. vLLM runs a scheduler on every rank,
+        so that every rank has to add the requests of all ranks in the same order; in return, every rank
+        gets the tokens and the routes of all requests.
+
+        Raises RuntimeError if the engine does not hold the weights of policy_version.
         """
         if policy_version != self.policy_version:
             raise RuntimeError(
                 f"the engine holds the weights after update {self.policy_version}, the policy is at "
                 f"{policy_version}: a weight sync was skipped"
             )
-        own, first = requests, 0
-        if self.settings.tensor_parallel > 1:  # ranks of an engine must give it the same work in one order
-            everyone = [None] * self.settings.tensor_parallel
-            group = self.tensor_parallel_group()
-            dist.all_gather_object(everyone, requests, group=group)
-            first = sum(len(requests_of_rank) for requests_of_rank in everyone[: dist.get_rank(group)])
-            requests = sum(everyone, [])
-        end = first + len(own)
+        engine_requests, first = self.gather_requests(requests)
+        local = slice(first, first + len(requests))
 
-        def on_own_finished(index: int, completion: Completion) -> None:
-            if first <= index < end:
+        def on_engine_finished(index: int, completion: Completion) -> None:
+            if local.start <= index < local.stop:
                 on_finished(index - first, completion)
 
         self.switch_capture(self.captures_routes and capture_routes)
-        completions, captured = self.run_requests(requests, on_own_finished, on_step)
-        completions, captured = completions[first:end], captured[first:end]
+        completions, captured = self.run_requests(engine_requests, on_engine_finished, on_step)
+        completions = completions[local]
         if not self.is_capturing:
             return completions
-        num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(own, completions)]
-        routes = validate_routes(captured, num_rows, self.hf_config)
+        num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
+        routes = validate_routes(captured[local], num_rows, self.hf_config)
         return [dataclasses.replace(c, routed_experts=ids) for c, ids in zip(completions, routes)]
+
+    def gather_requests(self, requests: list[Request]) -> tuple[list[Request], int]:
+        """Return the requests of all ranks of this engine, and the index of this rank's first request."""
+        if self.settings.tensor_parallel == 1:
+            return requests, 0
+        gathered = [None] * self.settings.tensor_parallel
+        group = self.tensor_parallel_group()
+        dist.all_gather_object(gathered, requests, group=group)
+        first = sum(len(requests_of_rank) for requests_of_rank in gathered[: dist.get_rank(group)])
+        return sum(gathered, []), first
 
     def run_requests(
         self, requests: list[Request], on_finished: Callable, on_step: Callable
     ) -> tuple[list[Completion], list[np.ndarray | None]]:
-        """Drive the engine: as many requests as it works on at once, the next as one ends.
+        """Run requests to the end: fill the engine, and start the next request as soon as one has ended.
 
         Returns the completion and the captured routes of each request.
         """
-        start, num_steps = time.perf_counter(), 0
-        waiting, num_running = WaitingLine(requests, self.settings.max_num_seqs), 0
+        start = time.perf_counter()
+        num_steps = 0
+        num_running = 0
+        max_num_seqs = self.settings.max_num_seqs
+        waiting = WaitingLine(requests, max_num_seqs)
         block_size = self.engine.vllm_config.cache_config.block_size
-        room = CacheRoom(requests, self.num_blocks, block_size, self.settings.prefix_caching, self.seen)
+        prefix_caching = self.settings.prefix_caching
+        room = CacheRoom(requests, self.num_blocks, block_size, prefix_caching, self.previous_rollout)
         completions: list[Completion | None] = [None] * len(requests)
         captured: list[np.ndarray | None] = [None] * len(requests)
         while waiting or num_running:
-            while waiting and num_running < self.settings.max_num_seqs and room.has_room_for(waiting.peek()):
+            while waiting and num_running < max_num_seqs and room.has_room_for(waiting.peek()):
                 index = waiting.pop()
                 prompt = {"prompt_token_ids": requests[index].prompt_ids}
                 params = sampling_params(requests[index], self.stop_ids, self.stop_texts)
@@ -185,50 +210,59 @@ class RolloutEngine:
                 room.start(index)
                 num_running += 1
             for output in self.step():
-                index, sample = int(output.request_id), output.outputs[0]
-                token_ids, logprobs = [*sample.token_ids], [*sample.logprobs.logprobs]
-                seconds = time.perf_counter() - start
-                completions[index] = Completion(token_ids, logprobs, sample.finish_reason, seconds)
+                index = int(output.request_id)
+                sample = output.outputs[0]
+                completion = Completion(
+                    token_ids=[*sample.token_ids],
+                    logprobs=[*sample.logprobs.logprobs],
+                    finish_reason=sample.finish_reason,
+                    seconds=time.perf_counter() - start,
+                )
+                completions[index] = completion
                 captured[index] = sample.routed_experts if self.is_capturing else None
                 num_running -= 1
-                room.end(index, len(token_ids))
-                waiting.record_length(index, len(token_ids))
-                on_finished(index, completions[index])
+                room.end(index, len(completion.token_ids))
+                waiting.record_length(index, len(completion.token_ids))
+                on_finished(index, completion)
             room.take_step()
             on_step()
             num_steps += 1
         if num_steps:
             seconds = time.perf_counter() - start
-            self.seconds_per_step, self.tokens_per_second = seconds / num_steps, room.tokens / seconds
-            self.seen = (room.tokens, room.ended)
+            self.seconds_per_step = seconds / num_steps
+            self.tokens_per_second = room.tokens / seconds
+            self.previous_rollout = (room.tokens, room.ended)
         return completions, captured
 
     def switch_capture(self, on: bool) -> None:
-        """Have vLLM hand out routed experts, or not, from the next request on; none may be running.
+        """Start or stop the capture of routed experts, for the next requests; none may be running.
 
-        vLLM keeps the routes of a token where its keys and values lie, so prefixes that were cached while it
-        did not are dropped. Off, an engine that could capture spends nothing on the host for it.
+        Without capture, an engine that could capture does no work for routes on the host. vLLM stores the
+        routes of a token beside its KV cache block, so prefixes that were cached during an interval without
+        capture have no routes and are dropped.
         """
         if not self.captures_routes:
             return
         scheduler = self.engine.engine_core.engine_core.scheduler
-        scheduler._re_block_ids.clear()  # vLLM leaves those of requests that ended with a step on its way
+        scheduler._re_block_ids.clear()  # vLLM keeps entries of requests that ended during the last step
         if on == self.is_capturing:
             return
         self.is_capturing = scheduler.enable_return_routed_experts = on
         self.llm.collective_rpc(switch_capture_in_worker, args=(on,))
         if on and not self.llm.reset_prefix_cache():
-            raise RuntimeError("the prefix cache could not be reset, its prefixes have no captured routes")
+            raise RuntimeError(
+                "the prefix cache could not be reset, and its prefixes have no captured routes"
+            )
 
     def step(self) -> list:
-        """Take one step of vLLM and return the requests that ended; RuntimeError for whatever it raises."""
+        """Take one step of vLLM and return the finished requests; RuntimeError if vLLM raises any error."""
         try:
             return self.engine.step()
         except Exception as error:
-            self.policy_version = None  # nothing is known of its state
+            self.policy_version = None  # the engine's state is unknown
             raise RuntimeError(
-                f"the engine failed while sampling: {type(error).__name__}: {error}. Checkpoints are whole: "
-                "the same command goes on from the newest"
+                f"the engine failed while sampling: {type(error).__name__}: {error}. The checkpoints are "
+                "complete: repeat the same command to resume from the newest one"
             ) from error
 
     def tensor_parallel_group(self):
@@ -245,30 +279,21 @@ class RolloutEngine:
     ) -> SyncReport:
         """Replace all weights by named_tensors (Hugging Face names, fused experts); drop cached prefixes.
 
-        check_against: the same tensors again, for check_weights(); keys and values wake up after it, because
-        gathering experts needs their room. Raises RuntimeError naming the parameters that were not covered,
-        or the tensor the engine refused.
+        check_against: the same tensors once more, for check_weights(). The KV cache wakes up after the check,
+        because the check needs its memory to gather experts. Raises RuntimeError that names the parameters
+        that received no data, or the tensor that vLLM refused; the engine then refuses to sample.
         """
-        num_tensors, num_bytes, last_name = 0, 0, None
-        self.policy_version = None  # a failed sync leaves an engine that refuses to generate
-
-        def counted():
-            nonlocal num_tensors, num_bytes, last_name
-            for name, tensor in named_tensors:
-                last_name = name
-                is_fused = tensor.dim() == 3
-                if is_fused and len(tensor) != self.num_experts:  # vLLM would fill the first ones only
-                    raise ValueError(f"{name} holds {len(tensor)} experts, the model has {self.num_experts}")
-                num_tensors, num_bytes = num_tensors + 1, num_bytes + tensor.numel() * tensor.element_size()
-                yield name, tensor
-
+        self.policy_version = None
+        counter = TensorCounter(self.num_experts)
         self.wake_up("weights")
         try:
-            tensors = quantise_for_engine(counted(), self.settings.fp8, self.settings.simulate_format)
+            tensors = quantise_for_engine(
+                counter.count(named_tensors), self.settings.fp8, self.settings.simulate_format
+            )
             (missing,) = self.llm.collective_rpc(load_weights_in_worker, args=(tensors, not self.on_gpu))
-        except Exception as error:  # vLLM's loaders assert, or raise what they like
+        except Exception as error:  # vLLM's loaders raise many types, for example AssertionError
             raise RuntimeError(
-                f"weight sync: the engine refused {last_name}: {error or type(error).__name__}"
+                f"weight sync: the engine refused {counter.last_name}: {error or type(error).__name__}"
             ) from error
         if missing:
             only_experts = {name.rpartition(".")[2] for name in missing} == {"w13_weight", "w2_weight"}
@@ -279,19 +304,20 @@ class RolloutEngine:
             )
         if not self.llm.reset_prefix_cache():
             raise RuntimeError(
-                "weight sync: the prefix cache could not be reset, it would mix old and new policies"
+                "weight sync: the prefix cache could not be reset (requests still run), and would "
+                "mix tokens of the old and the new policy"
             )
         if check_against is not None:
             self.check_weights(check_against)
         self.wake_up("kv_cache")
         self.policy_version = policy_version
-        return SyncReport(num_tensors, num_bytes)
+        return SyncReport(counter.num_tensors, counter.num_bytes)
 
     def check_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Compare what the engine holds with the tensors of the last sync, by checksum in its own dtype.
+        """Compare the engine's weights with named_tensors, by checksum in the engine's dtype.
 
-        Call it while the engine's weights are awake. RuntimeError names what differs. What vLLM holds in FP8
-        or splits over ranks is left out: the parity of log-probabilities alone proves it.
+        The engine's weights must be awake. RuntimeError names the parameters that differ. Parameters that
+        vLLM quantises to FP8 or splits over ranks are skipped; for these, parity is the only proof.
         """
         tensors = quantise_for_engine(named_tensors, self.settings.fp8, self.settings.simulate_format)
         (differing,) = self.llm.collective_rpc(compare_weights_in_worker, args=(tensors,))
@@ -303,31 +329,55 @@ class RolloutEngine:
             )
 
     def wake_up(self, tag: str) -> None:
-        """Take GPU memory again for "weights" or "kv_cache". Nothing at sleep_level 0."""
+        """Allocate the GPU memory of "weights" or "kv_cache" again; no effect at sleep_level 0."""
         if not self.settings.sleep_level:
             return
         try:
             self.llm.wake_up(tags=[tag])
         except Exception as error:
             raise RuntimeError(
-                f"the engine could not take back the memory of its {tag}: {error}. What stands beside it is "
-                "more than was planned: set rollout.kv_cache_gib below what the start printed"
+                f"the engine could not take back the memory of its {tag}: {error}. The trainer uses "
+                "more memory than planned: set rollout.kv_cache_gib to less than the size of the KV cache in "
+                "the line `engine:` of the log"
             ) from error
 
     def sleep(self) -> None:
-        """Free GPU memory for the update; the next sync() wakes the engine. Nothing at sleep_level 0."""
+        """Free the GPU memory for the update until the next sync(); no effect at sleep_level 0."""
         if self.settings.sleep_level:
             self.policy_version = None
             self.llm.sleep(level=self.settings.sleep_level)
 
 
+class TensorCounter:
+    """Counts the tensors of a sync and remembers the last name, for SyncReport and error messages."""
+
+    def __init__(self, num_experts: int):
+        self.num_experts = num_experts
+        self.num_tensors = 0
+        self.num_bytes = 0
+        self.last_name: str | None = None
+
+    def count(self, named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors; ValueError if a fused tensor has some of the experts, not all.
+
+        vLLM would accept the tensor and fill only the first experts.
+        """
+        for name, tensor in named_tensors:
+            self.last_name = name
+            if tensor.dim() == 3 and len(tensor) != self.num_experts:
+                raise ValueError(f"{name} holds {len(tensor)} experts, the model has {self.num_experts}")
+            self.num_tensors += 1
+            self.num_bytes += tensor.numel() * tensor.element_size()
+            yield name, tensor
+
+
 # ------------------------------------------------------------------------------------------------------------
-# What an engine needs, and whether it is here
+# Options and checks of an engine
 # ------------------------------------------------------------------------------------------------------------
 def engine_options(
     model_path: str | Path, max_model_len: int, settings: RolloutSettings, timeout_s: float | None = None
 ) -> dict:
-    """Translate the settings of an engine into vLLM's."""
+    """Translate the section `rollout` into keyword arguments of vllm.LLM."""
     on_gpu = torch.cuda.is_available()
     options = {
         "model": str(model_path),
@@ -336,7 +386,7 @@ def engine_options(
         "max_model_len": max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "enable_prefix_caching": settings.prefix_caching,
-        "logprobs_mode": "processed_logprobs",  # after temperature: what the trainer computes too
+        "logprobs_mode": "processed_logprobs",  # after temperature, as in the trainer
         "generation_config": "vllm",  # a checkpoint's own top_k or top_p would skew importance ratios
         "seed": 0,
         "disable_log_stats": True,
@@ -347,19 +397,19 @@ def engine_options(
         "enable_expert_parallel": settings.expert_parallel,
     }
     if not on_gpu:
-        # A prompt that is computed in parts makes vLLM rewind the random numbers of its request, which a
-        # generator on the CPU cannot do. Without chunks a prompt that does not fit waits for the next step.
+        # For a prompt in chunks, vLLM rewinds the random generator of the request, and CPU generators cannot
+        # be rewound. Without chunks, a prompt that exceeds the step's budget waits for the next step.
         options["enable_chunked_prefill"] = False
-    elif settings.dtype == "bfloat16":  # logits as the trainer has them; in bfloat16 they have steps of 1/8
+    elif settings.dtype == "bfloat16":  # like the trainer's logits; in bfloat16, steps of 1/8
         options["hf_overrides"] = {"head_dtype": "float32"}
     if on_gpu and settings.capture_routes != "off":
-        options["block_size"] = 64  # with capture vLLM lists the blocks of all running requests at every step
+        options["block_size"] = 64  # larger blocks: with capture, each step lists all blocks in use
     if timeout_s is not None:
         options["distributed_timeout_seconds"] = math.ceil(timeout_s)
         options["cpu_distributed_timeout_seconds"] = math.ceil(timeout_s)
-    if settings.kv_cache_gib is not None:  # the second is then only what vLLM wants to find free
-        kv_cache_bytes = int(settings.kv_cache_gib * 2**30)
-        options |= {"kv_cache_memory_bytes": kv_cache_bytes, "gpu_memory_utilization": 0.05}
+    if settings.kv_cache_gib is not None:
+        options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * GIB)
+        options["gpu_memory_utilization"] = 0.05  # vLLM only checks that this share of the GPU is free
     if "RANK" in os.environ:
         options["distributed_executor_backend"] = "external_launcher"
     if settings.fp8 == "on":
@@ -372,30 +422,32 @@ def engine_options(
 def stops_of(
     model_path: str | Path, tokenizer, more: Sequence[int | str] = ()
 ) -> tuple[list[int], list[str]]:
-    """Return the token ids and the texts that end a completion of the model in a folder.
+    """Return the token ids and the texts that end a completion.
 
-    They are the end-of-sequence ids of tokenizer, config.json and generation_config.json (which alone lists
-    a second one, as Qwen's do), and `more`. A text of `more` that is an added token, which decoded text may
-    not show, is taken as its id. ValueError for an id that is no token's.
+    The ids are the end-of-sequence ids of the tokenizer, of config.json and of generation_config.json (the
+    only file that lists the second id of Qwen models), and the ids in `more`, that is rollout.stop. The texts
+    are the texts in `more`. A text that equals an added token, for example "<|im_end|>", becomes the token's
+    id, because decoded text may omit added tokens. ValueError for an id outside of the vocabulary.
     """
-    ids, texts = [tokenizer.eos_token_id], []
+    ids = [tokenizer.eos_token_id]
+    texts = []
     for name in ("config.json", "generation_config.json"):
         file = Path(model_path) / name
-        found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-        ids += found if isinstance(found, list) else [found]
-    added = tokenizer.get_added_vocab()
+        eos_ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+        ids += eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    added_tokens = tokenizer.get_added_vocab()
     for stop in more:
         if isinstance(stop, int) and not 0 <= stop < len(tokenizer):
             raise ValueError(f"rollout.stop: {stop} is no token id, the vocabulary has {len(tokenizer)}")
-        if isinstance(stop, int) or stop in added:
-            ids.append(added.get(stop, stop))
+        if isinstance(stop, int) or stop in added_tokens:
+            ids.append(added_tokens.get(stop, stop))
         else:
             texts.append(stop)
     return list(dict.fromkeys(i for i in ids if i is not None)), texts
 
 
 def sampling_params(request: Request, stop_ids: list[int], stop_texts: list[str]):
-    """Translate a request into vLLM's parameters; its output comes when it has ended."""
+    """Translate a request into vLLM's SamplingParams; vLLM returns the output when the request has ended."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -404,26 +456,28 @@ def sampling_params(request: Request, stop_ids: list[int], stop_texts: list[str]
         seed=request.seed if request.temperature > 0 else None,
         max_tokens=request.max_new_tokens,
         min_tokens=request.min_new_tokens,
-        logprobs=0,  # those of the sampled token only
+        logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         stop_token_ids=stop_ids,
         stop=stop_texts,
         include_stop_str_in_output=bool(stop_texts),
         detokenize=bool(stop_texts),  # reward workers turn tokens into text
         output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # it is this request's own
+        skip_clone=True,  # the object is not shared by requests
     )
 
 
 def check_hardware(settings: RolloutSettings) -> None:
-    """Raise ValueError for what this machine cannot do."""
+    """Raise ValueError for settings that this machine does not support."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         check_driver()
     if settings.sleep_level and not on_gpu:
         raise ValueError("rollout.sleep_level needs a GPU: set it to 0")
     if settings.expert_parallel and not on_gpu:
-        raise ValueError("rollout.expert_parallel needs a GPU, vLLM's CPU kernel has no part of the experts")
+        raise ValueError(
+            "rollout.expert_parallel needs a GPU (vLLM's CPU kernel has to hold all experts): set it to false"
+        )
     if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
         return
     device = torch.cuda.get_device_name() if on_gpu else "a CPU"
@@ -435,9 +489,9 @@ def check_hardware(settings: RolloutSettings) -> None:
 
 
 def check_driver() -> None:
-    """Raise ValueError where a build of torch for GPUs cannot use the GPUs of this machine."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if torch.version.cuda is None or hidden or not Path("/proc/driver/nvidia/version").exists():
+    """Raise ValueError if torch was built for CUDA but cannot use the GPU of this machine."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if torch.version.cuda is None or is_hidden or not Path("/proc/driver/nvidia/version").exists():
         return
     try:
         torch.cuda.init()
@@ -449,34 +503,105 @@ def check_driver() -> None:
         ) from error
 
 
+def check_fp8(settings: RolloutSettings, hf_config) -> None:
+    """Raise ValueError if vLLM's FP8 would differ from kernels/fp8_block.py, or would not fit into memory."""
+    if settings.fp8 != "on":
+        return
+    size = 1 if settings.expert_parallel else settings.tensor_parallel
+    if size > 1 and not splits_into_blocks(hf_config, size):
+        width = expert_width(hf_config)
+        raise ValueError(
+            f"rollout.tensor_parallel {size} with rollout.fp8 on splits experts of width {width} into parts "
+            f"of {width / size:g}, which are no whole blocks of {BLOCK}: vLLM pads such parts, and a sync "
+            "would hold the model twice. Set rollout.expert_parallel=true or a tensor_parallel that divides "
+            f"the {width / BLOCK:g} blocks of an expert"
+        )
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    if is_deep_gemm_e8m0_used():
+        raise ValueError(
+            "VLLM_USE_DEEP_GEMM_E8M0 is on: vLLM would round the scales of FP8 to powers of two, "
+            "unlike rollout.fp8=simulate and the checks of a sync. Unset the variable, or set it to 0"
+        )
+
+
+def start_vllm(options: dict, captures_routes: bool):
+    """Start vLLM; ValueError if this vLLM cannot return routed experts."""
+    from vllm import LLM, EngineArgs
+
+    refuse_beside_graphs_of_experts()
+    if captures_routes:
+        if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(EngineArgs)}:
+            raise ValueError(f"this vLLM does not return routed experts: {WITHOUT_ROUTES}")
+        options = options | {"enable_return_routed_experts": True}
+    logging.getLogger("vllm.logging_utils.dump_input").disabled = True  # 100 kB of state per error
+    try:
+        return LLM(**options)
+    except Exception as error:
+        if captures_routes and "outed" in str(error) and "xperts" in str(error):
+            raise ValueError(f"vLLM cannot return routed experts ({error}): {WITHOUT_ROUTES}") from error
+        raise
+
+
+GRAPHS_OF_EXPERTS: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()  # MoE engines with CUDA graphs
+
+
+def refuse_beside_graphs_of_experts() -> None:
+    """Raise ValueError for a second engine in a process that has a MoE engine with CUDA graphs.
+
+    vLLM has one workspace per process and every new engine reallocates it. The CUDA graphs of a MoE contain
+    the address of the old workspace, so the first engine would read and write freed memory.
+    """
+    gc.collect()  # drop engines that nothing refers to
+    if GRAPHS_OF_EXPERTS:
+        raise ValueError(
+            "a second vLLM engine in the process of a MoE engine frees memory that the first one's CUDA "
+            "graphs use: set rollout.enforce_eager=true, or give the second engine a process of its own (a "
+            "generative judge: reward.judge_path=module:function that asks a server)"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Memory
+# ------------------------------------------------------------------------------------------------------------
 def kv_bytes_per_token(hf_config, settings: RolloutSettings) -> int:
-    """Return the bytes of keys and values that a rank holds of a token; ranks may hold the same heads."""
+    """Return the bytes of the KV cache per token and rank.
+
+    If tensor_parallel exceeds the number of KV heads, several ranks hold the same head.
+    """
     heads = max(1, hf_config.num_key_value_heads // settings.tensor_parallel)
     itemsize = 1 if settings.kv_cache_fp8 else getattr(torch, settings.dtype).itemsize
     return 2 * hf_config.num_hidden_layers * heads * head_dim(hf_config) * itemsize
 
 
 def engine_weight_bytes(hf_config, settings: RolloutSettings) -> int:
-    """Return the bytes of the engine's weights on a rank; in FP8 the embeddings stay in 16 bits."""
-    counts, itemsize = parameter_counts(hf_config), getattr(torch, settings.dtype).itemsize
-    of_layers = 1 if settings.fp8 == "on" else itemsize
-    num_bytes = counts.embeddings * itemsize + (counts.experts + counts.others) * of_layers
+    """Return the bytes of the engine's weights per rank; FP8 leaves the embeddings in 16 bits."""
+    counts = parameter_counts(hf_config)
+    itemsize = getattr(torch, settings.dtype).itemsize
+    layer_itemsize = 1 if settings.fp8 == "on" else itemsize
+    num_bytes = counts.embeddings * itemsize + (counts.experts + counts.others) * layer_itemsize
     return num_bytes // settings.tensor_parallel
 
 
-ENGINE_EXTRA_BYTES = 4 * GIB  # CUDA graphs, workspaces, activations of a prefill: a guess, vLLM measures them
-VLLM_SHARE = 0.92  # vLLM's default; what is left is for CUDA itself
+# CUDA graphs, workspaces and the activations of a prefill [ours: a guess; vLLM measures the actual size]
+ENGINE_EXTRA_BYTES = 4 * GIB
+VLLM_SHARE = 0.92  # vLLM's default; CUDA itself needs the remaining memory
 
 
 def room_of_engine(trainer_bytes: int, free: int, total: int) -> float:
-    """Return the bytes that vLLM may take of a GPU; a context is made before it looks at what is free."""
+    """Return the bytes of a GPU that vLLM may take.
+
+    At least 1 GiB is subtracted from the free memory, because vLLM creates a CUDA context before it measures
+    the free memory.
+    """
     return min(VLLM_SHARE * total, free - max(trainer_bytes, GIB))
 
 
 def engine_memory(hf_config, settings: RolloutSettings, trainer_bytes: int, total: int) -> dict[str, int]:
-    """Return the bytes of an engine by part; `KV cache` may be negative: what is missing for the rest.
+    """Return {part of the engine: bytes}. A negative `KV cache` is the size of the missing memory.
 
-    total: bytes of the GPU. Without rollout.kv_cache_gib keys and values take what is left of the room.
+    total: bytes of the GPU. Without rollout.kv_cache_gib the KV cache takes the memory that weights and
+    workspace leave in the engine's room.
     """
     weights = engine_weight_bytes(hf_config, settings)
     if settings.kv_cache_gib is None:
@@ -490,99 +615,51 @@ def engine_memory(hf_config, settings: RolloutSettings, trainer_bytes: int, tota
 def memory_share(
     hf_config, settings: RolloutSettings, max_model_len: int, trainer_bytes: int, free: int, total: int
 ) -> float:
-    """Return the share of a GPU that vLLM may take for weights, workspaces, keys and values.
+    """Return the share of a GPU that vLLM may take for weights, workspaces and KV cache.
 
         share = min(0.92 total, free - trainer_bytes) / total
 
-    free and total: bytes of this GPU before the engine starts. ValueError, with settings that would fit, if
-    that leaves no room for the weights and the keys and values of one completion of full length.
+    free, total: bytes of this GPU before the engine starts. Raises ValueError, with settings that would fit,
+    if the share is too small for the weights and one completion of full length.
     """
-    share = room_of_engine(trainer_bytes, free, total)
-
-    def needed(settings: RolloutSettings) -> int:
-        kv_cache = max_model_len * kv_bytes_per_token(hf_config, settings)
-        return engine_weight_bytes(hf_config, settings) + kv_cache + ENGINE_EXTRA_BYTES
-
-    if needed(settings) <= share:
-        return share / total
-    num_ranks, fitting = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), []
-    for fp8 in dict.fromkeys((settings.fp8, "on")):
-        for size in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
-            whole = fp8 != "on" or splits_into_blocks(hf_config, size)
-            changed = settings.model_copy(update={"fp8": fp8, "tensor_parallel": size})
-            if whole and needed(changed) <= share:
-                fitting.append(f"rollout.tensor_parallel={size} rollout.fp8={fp8}")
-    advice = [*fitting[:1], *["rollout.sleep_level=2"] * (settings.sleep_level == 0)]
+    room = room_of_engine(trainer_bytes, free, total)
+    smallest = smallest_engine_bytes(hf_config, settings, max_model_len)
+    if smallest <= room:
+        return room / total
+    advice = fitting_settings(hf_config, settings, max_model_len, room)[:1]
+    if settings.sleep_level == 0:
+        advice.append("rollout.sleep_level=2")
     advice = " or ".join(advice) or "more GPUs, a shorter rollout.max_new_tokens or a smaller model"
     raise ValueError(
         f"this GPU is too small: of {total / GIB:.0f} GiB {free / GIB:.0f} are free, the trainer takes "
-        f"{trainer_bytes / GIB:.0f} of them and the engine needs {needed(settings) / GIB:.0f} for weights, "
-        f"graphs and one completion of full length; try {advice}, or set rollout.kv_cache_gib to go without "
+        f"{trainer_bytes / GIB:.0f} of them and the engine needs {smallest / GIB:.0f} for weights, "
+        f"graphs and one completion of full length; try {advice}, or set rollout.kv_cache_gib to skip "
         "this estimate"
     )
 
 
+def smallest_engine_bytes(hf_config, settings: RolloutSettings, max_model_len: int) -> int:
+    """Return the bytes of an engine whose KV cache holds one completion of full length."""
+    kv_cache = max_model_len * kv_bytes_per_token(hf_config, settings)
+    return engine_weight_bytes(hf_config, settings) + kv_cache + ENGINE_EXTRA_BYTES
+
+
+def fitting_settings(hf_config, settings: RolloutSettings, max_model_len: int, room: float) -> list[str]:
+    """List changes of tensor_parallel and fp8 whose engine fits into room bytes, smallest change first."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    changes = []
+    for fp8 in dict.fromkeys((settings.fp8, "on")):
+        for size in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
+            can_quantise = fp8 != "on" or splits_into_blocks(hf_config, size)
+            changed = settings.model_copy(update={"fp8": fp8, "tensor_parallel": size})
+            if can_quantise and smallest_engine_bytes(hf_config, changed, max_model_len) <= room:
+                changes.append(f"rollout.tensor_parallel={size} rollout.fp8={fp8}")
+    return changes
+
+
 def splits_into_blocks(hf_config, tensor_parallel: int) -> bool:
-    """Tell whether the parts of each expert are whole FP8 blocks."""
+    """Tell whether tensor parallelism splits each expert into whole FP8 blocks."""
     return num_experts_of(hf_config) == 0 or expert_width(hf_config) % (tensor_parallel * BLOCK) == 0
-
-
-def check_fp8(settings: RolloutSettings, hf_config) -> None:
-    """Raise ValueError where vLLM's FP8 would not be that of kernels/fp8_block.py, or would not fit."""
-    if settings.fp8 != "on":
-        return
-    size = 1 if settings.expert_parallel else settings.tensor_parallel
-    if size > 1 and not splits_into_blocks(hf_config, size):
-        width = expert_width(hf_config)
-        raise ValueError(
-            f"rollout.tensor_parallel {size} with rollout.fp8 on splits experts of width {width} into parts "
-            f"of {width / size:g}, which are no whole blocks of {BLOCK}: vLLM pads them, and a sync would "
-            "hold the whole model twice. Set rollout.expert_parallel=true or a tensor_parallel that divides "
-            f"the {width / BLOCK:g} blocks of an expert"
-        )
-    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
-
-    if is_deep_gemm_e8m0_used():
-        raise ValueError(
-            "VLLM_USE_DEEP_GEMM_E8M0 is on: vLLM would round the scales of FP8 to powers of two, which "
-            "neither rollout.fp8=simulate nor any check here does. Leave it unset, or set it to 0"
-        )
-
-
-def start_vllm(options: dict, captures_routes: bool):
-    """Start vLLM with these options; ValueError if it cannot return routed experts."""
-    from vllm import LLM, EngineArgs
-
-    refuse_beside_graphs_of_experts()
-    if captures_routes:
-        if "enable_return_routed_experts" not in {field.name for field in dataclasses.fields(EngineArgs)}:
-            raise ValueError(f"this vLLM does not return routed experts: {WITHOUT_ROUTES}")
-        options = options | {"enable_return_routed_experts": True}
-    logging.getLogger("vllm.logging_utils.dump_input").disabled = True  # its state, 100 kB, at every error
-    try:
-        return LLM(**options)
-    except Exception as error:
-        if captures_routes and "outed" in str(error) and "xperts" in str(error):
-            raise ValueError(f"vLLM gives no routed experts ({error}): {WITHOUT_ROUTES}") from error
-        raise
-
-
-GRAPHS_OF_EXPERTS: weakref.WeakSet[RolloutEngine] = weakref.WeakSet()  # engines with both
-
-
-def refuse_beside_graphs_of_experts() -> None:
-    """Raise ValueError for one more engine in a process that holds a MoE engine with CUDA graphs.
-
-    Each engine of vLLM makes the workspace of the process anew, and graphs of a MoE have the address of the
-    old one in them: the first engine would read and write memory that is no longer its own.
-    """
-    gc.collect()  # an engine that nobody holds is none
-    if GRAPHS_OF_EXPERTS:
-        raise ValueError(
-            "a second vLLM engine in the process of a MoE engine frees memory that the first one's CUDA "
-            "graphs use: set rollout.enforce_eager=true, or give the second engine a process of its own (a "
-            "generative judge: reward.judge_path=module:function that asks a server)"
-        )
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -592,20 +669,22 @@ WITHOUT_ROUTES = "set rollout.capture_routes=off, and algorithm.router_replay to
 
 
 def invalid_route(num_experts: int) -> int:
-    """Return the id that fills a row whose capture is invalid: it is no expert's and fits the dtype."""
+    """Return the id that marks an invalid row of routes: no expert has the id, and the dtype can store it."""
     return 255 if num_experts < 256 else 32767
 
 
 def validate_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_config) -> list[Tensor]:
-    """Return the routed experts of each completion [rows, L, K] on the CPU.
+    """Return the routed experts of each completion [rows, L, K]: CPU, uint8, or int16 from 256 experts on.
 
-    They are uint8, or int16 from 256 experts on. captured: what vLLM returned, one row per token but the
-    last, all hidden layers counted. A row is filled with invalid_route() if one of its ids is no expert's or
-    stands twice in a layer, and so are all rows of a completion with another number of rows than num_rows
-    says. Rows of dense layers are not looked at. RuntimeError if layers or experts per token are not the
-    model's.
+    captured: from vLLM, one row per token except the last, dense layers included (their ids are ignored).
+    num_rows: the expected number of rows of each completion.
+
+    A row is invalid, and filled with invalid_route(), if an id is no expert's or occurs twice in a layer. All
+    rows of a completion are invalid if the number of captured rows differs from num_rows. Raises RuntimeError
+    if the number of layers or of experts per token differs from the model's.
     """
-    num_layers, top_k = hf_config.num_hidden_layers, hf_config.num_experts_per_tok
+    num_layers = hf_config.num_hidden_layers
+    top_k = hf_config.num_experts_per_tok
     num_experts = num_experts_of(hf_config)
     for ids in captured:
         if ids is not None and ids.shape[1:] != (num_layers, top_k):
@@ -613,53 +692,40 @@ def validate_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_c
                 f"the engine returns routes of {ids.shape[1]} layers and {ids.shape[2]} experts per token, "
                 f"the model has {num_layers} and {top_k}: {WITHOUT_ROUTES}"
             )
-    dtype = np.uint8 if num_experts < 256 else np.int16
-    whole = [ids is not None and len(ids) == rows for ids, rows in zip(captured, num_rows)]
-    invalid = [np.zeros((rows, num_layers, top_k), np.uint8) for rows, ok in zip(num_rows, whole) if not ok]
-    parts = [ids if ok else invalid.pop(0) for ids, ok in zip(captured, whole)]
-    ids_TLK = np.concatenate(parts) if parts else np.zeros((0, num_layers, top_k), np.uint8)
+    is_complete = [ids is not None and len(ids) == rows for ids, rows in zip(captured, num_rows)]
+    tables = [
+        ids if complete else np.zeros((rows, num_layers, top_k), np.uint8)
+        for ids, rows, complete in zip(captured, num_rows, is_complete)
+    ]
+    ids_TLK = np.concatenate(tables) if tables else np.zeros((0, num_layers, top_k), np.uint8)
     is_moe = [is_moe_layer(hf_config, layer) for layer in range(num_layers)]
     sorted_TLK = np.sort(ids_TLK[:, is_moe], axis=-1)
-    bad_T = (sorted_TLK[..., -1] >= num_experts).any(-1)
-    bad_T |= (sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any((-1, -2))
-    bad_T |= ~np.repeat(np.array(whole, dtype=bool), num_rows)
-    ids_TLK = ids_TLK.astype(dtype)
-    ids_TLK[bad_T] = invalid_route(num_experts)
-    parts = np.split(ids_TLK, np.cumsum(num_rows)[:-1])[: len(num_rows)]
-    return [torch.from_numpy(ids.copy()) for ids in parts]  # a view would keep, and send, those of all
+    is_invalid_T = (sorted_TLK[..., -1] >= num_experts).any(-1)
+    is_invalid_T |= (sorted_TLK[..., 1:] == sorted_TLK[..., :-1]).any((-1, -2))
+    is_invalid_T |= ~np.repeat(np.array(is_complete, dtype=bool), num_rows)
+    ids_TLK = ids_TLK.astype(np.uint8 if num_experts < 256 else np.int16)
+    ids_TLK[is_invalid_T] = invalid_route(num_experts)
+    tables = np.split(ids_TLK, np.cumsum(num_rows)[:-1])[: len(num_rows)]
+    # Copy: a view would keep the routes of all completions in memory, and pickle would send them all.
+    return [torch.from_numpy(ids.copy()) for ids in tables]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # FP8
 # ------------------------------------------------------------------------------------------------------------
-FP8_QUANTIZATION = {"ignore": ["re:.*mlp\\.gate$"]}  # the router; vLLM leaves out head, embeddings, norms
-
-
-def mxfp4_round(weight: Tensor) -> Tensor:
-    """Return what MXFP4 (OCP Microscaling 1.0) leaves of weights [..., M, N], float32 of the same shape.
-
-    32 neighbours of a row share the scale 2^(floor(log2(max |w|)) - 2). What is left over it has 0, 0.5, 1,
-    1.5, 2, 3, 4 or 6 as its size: ties go to the even code, more than 6 to 6.
-    """
-    size = weight.shape[-1]
-    blocks = F.pad(weight.float(), (0, -size % 32)).unflatten(-1, (-1, 32))
-    _, exponent = blocks.abs().amax(-1, keepdim=True).frexp()  # 2^k has k + 1
-    one = torch.ones_like(blocks[..., :1])
-    scaled = blocks * one.ldexp(3 - exponent)
-    step = 0.5 * (1 + (scaled.abs() >= 2) + 2 * (scaled.abs() >= 4))
-    rounded = ((scaled / step).round() * step).clamp(-6, 6) * one.ldexp(exponent - 3)
-    return rounded.flatten(-2)[..., :size]
+FP8_QUANTIZATION = {"ignore": ["re:.*mlp\\.gate$"]}  # the router; vLLM skips head, embeddings, norms itself
 
 
 def simulate_rounding(
     named_tensors: Iterable[tuple[str, Tensor]], round_weight: Callable[[Tensor], Tensor] = fp8_round
 ) -> Iterator[tuple[str, Tensor]]:
-    """Round what vLLM would quantise: linear layers and experts, no router and no head.
+    """Round the weights that vLLM would quantise: linear layers and experts, but neither router nor head.
 
-    Projections that vLLM fuses (queries, keys, values; gate and up of a dense layer) are rounded as one
-    matrix, as there.
+    vLLM fuses some projections (queries, keys and values; gate and up of a dense layer) and quantises each
+    fused matrix as a whole, so that blocks can span two projections. Therefore fused projections are
+    collected, rounded as one matrix and yielded together.
     """
-    held: dict[str, dict[str, Tensor]] = {}
+    pending: dict[str, dict[str, Tensor]] = {}  # {fused parameter: {name: projection}}
     for name, tensor in named_tensors:
         if not name.removesuffix(".weight").endswith(("_proj", ".w1", ".w2", ".w3")):
             yield name, tensor
@@ -668,13 +734,22 @@ def simulate_rounding(
             yield name, round_weight(tensor.unflatten(1, (2, -1))).flatten(1, 2)
             continue
         target = engine_name(name)
-        parts = held.setdefault(target, {})
-        parts[name] = tensor
-        if len(parts) == (3 if ".qkv_proj." in target else 2 if ".gate_up_proj." in target else 1):
-            rounded = round_weight(torch.cat(list(held.pop(target).values()), dim=-2))
-            yield from zip(parts, rounded.split([len(part) for part in parts.values()]))
-    if held:
-        raise ValueError(f"no partner of {', '.join(name for parts in held.values() for name in parts)}")
+        projections = pending.setdefault(target, {})
+        projections[name] = tensor
+        if len(projections) == num_projections(target):
+            del pending[target]
+            rounded = round_weight(torch.cat(list(projections.values()), dim=-2))
+            yield from zip(projections, rounded.split([len(weight) for weight in projections.values()]))
+    if pending:
+        names = [name for projections in pending.values() for name in projections]
+        raise ValueError(f"no partner of {', '.join(names)}: vLLM fuses these projections with others")
+
+
+def num_projections(target: str) -> int:
+    """Return the number of projections that vLLM fuses into a parameter."""
+    if ".qkv_proj." in target:
+        return 3
+    return 2 if ".gate_up_proj." in target else 1
 
 
 ROUNDINGS = {"fp8": fp8_round, "mxfp4": mxfp4_round}  # rollout.simulate_format
@@ -683,241 +758,34 @@ ROUNDINGS = {"fp8": fp8_round, "mxfp4": mxfp4_round}  # rollout.simulate_format
 def quantise_for_engine(
     named_tensors: Iterable[tuple[str, Tensor]], fp8: str, simulate_format: str = "fp8"
 ) -> Iterable[tuple[str, Tensor]]:
-    """Turn the policy's tensors into what a sync sends."""
+    """Convert the policy's tensors to the values that a sync sends (rollout.fp8)."""
     match fp8:
         case "simulate":
             return simulate_rounding(named_tensors, ROUNDINGS[simulate_format])
-        case "on":  # vLLM quantises: give it what a bfloat16 trainer computes with
+        case "on":  # vLLM quantises the bfloat16 weights that the trainer computes with
             return ((name, tensor.bfloat16()) for name, tensor in named_tensors)
         case "off":
             return named_tensors
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Inside vLLM's worker: weights into the engine, and out again as checksums
-#
-# Names on the way are those of a Hugging Face checkpoint; engine_name() says which of vLLM's fused parameters
-# a tensor goes into.
-# ------------------------------------------------------------------------------------------------------------
-MADE_FROM_WEIGHTS = ("_scale", "_scale_inv")  # ends of names of parameters that vLLM's FP8 makes itself
-
-
-def switch_capture_in_worker(worker, on: bool) -> None:
-    """Have vLLM's model runner copy the routes of every step to the host, or not.
-
-    The layers write them to a buffer on the device either way, which is part of the CUDA graphs.
-    """
-    runner = worker.model_runner
-    if hasattr(runner, "routed_experts_initialized"):  # vLLM's first model runner, the one of CPUs
-        runner.routed_experts_initialized = on
-    else:
-        if not on:
-            runner.routed_experts_capturer_at_rest = runner.routed_experts_capturer
-        runner.routed_experts_capturer = runner.routed_experts_capturer_at_rest if on else None
-
-
-def kernels_in_worker(worker) -> str:
-    """Name the classes that compute attention, linear layers, experts and the head, and the head's dtype."""
-    found: dict[str, set[str]] = {"attention": set(), "linear": set(), "experts": set(), "head": set()}
-    for name, module in worker.model_runner.get_model().named_modules():
-        method = getattr(module, "quant_method", None)
-        if hasattr(module, "impl") and hasattr(module, "attn_backend"):
-            found["attention"].add(type(module.impl).__name__)
-        elif hasattr(module, "w13_weight"):
-            kernel = getattr(method, "moe_kernel", None)
-            found["experts"].add(type(getattr(kernel, "fused_experts", kernel or method)).__name__)
-        elif name.endswith("lm_head"):
-            head_dtype = worker.model_runner.model_config.head_dtype
-            found["head"].add(f"{type(method).__name__} to {str(head_dtype).removeprefix('torch.')}")
-        elif method is not None and name.endswith("proj"):
-            found["linear"].add(type(getattr(method, "fp8_linear", method)).__name__)
-    parts = [f"{part} {' and '.join(sorted(names))}" for part, names in found.items() if names]
-    return f"vLLM computes {', '.join(parts)}"
-
-
-def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
-    """Reload weights layer by layer inside vLLM's worker; return the parameters that got nothing.
-
-    On CPUs fused experts are packed straight to where the kernel reads them. vLLM's loader would go through
-    Python twice for every expert, and packing what it has loaded takes fresh memory for all of them.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    model = worker.model_runner.get_model()
-    expected = {plain_name(n) for n, _ in model.named_parameters() if not n.endswith(MADE_FROM_WEIGHTS)}
-    experts, packed = expert_storage(model) if on_cpu else {}, set()
-
-    def without_fused_experts():
-        for name, tensor in named_tensors:
-            target, layout = experts.get(engine_name(name), (None, None))
-            if target is None or target.shape != tensor.shape:  # another shape: a tensor-parallel part of it
-                yield name, tensor
-            else:
-                pack_experts(tensor, target, layout)
-                packed.add(engine_name(name))
-
-    with set_current_vllm_config(worker.vllm_config), torch.no_grad():
-        initialize_layerwise_reload(model)
-        loaded = model.load_weights(without_fused_experts())
-        finalize_layerwise_reload(model, worker.model_runner.model_config)
-        if on_cpu:
-            repack_for_cpu_kernels(model, packed)
-    return sorted(expected - loaded - packed)
-
-
-def expert_layers(model) -> Iterator[tuple[str, torch.nn.Module, object]]:
-    """Yield (name, layer, its kernel) of all experts of an engine on CPUs."""
-    for name, module in model.named_modules():
-        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-        if kernel is not None and hasattr(module, "w13_weight"):
-            yield plain_name(f"{name}."), module, kernel.fused_experts
-
-
-def expert_storage(model) -> dict[str, tuple[Tensor, str]]:
-    """Return {name: (memory of the experts [E, ...], its layout)} where a kernel reads packed experts."""
-    return {
-        f"{layer_name}{name}": (getattr(layer, name).data, kernel.isa)
-        for layer_name, layer, kernel in expert_layers(model)
-        for name in ("w13_weight", "w2_weight")
-        if not kernel._use_zentorch  # it packs nothing
-    }
-
-
-PACKED_AT_ONCE = 8  # experts: as many threads pack one each, and the cast ones are few enough to reuse memory
-
-
-def pack_experts(tensor: Tensor, target: Tensor, layout: str) -> None:
-    """Cast experts [E, ...] and pack them to where the kernel reads them."""
-    for part, packed in zip(tensor.split(PACKED_AT_ONCE), target.split(PACKED_AT_ONCE)):
-        torch.ops._C.prepack_moe_weight(part.to(packed.dtype).contiguous(), packed, layout)
-
-
-def repack_for_cpu_kernels(model, packed: set[str]) -> None:
-    """Redo two steps of the first load that vLLM's CPU backend leaves out of a reload (seen in 0.30).
-
-    Without them it returns no error and a broken model: expert weights stay in the checkpoint's layout
-    although the kernel reads a packed one, and a tied head keeps the packed copy of the old embedding.
-    packed: parameters with experts that are in place.
-    """
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-    for name, layer, kernel in expert_layers(model):
-        if f"{name}w13_weight" not in packed:
-            kernel.process_weights_after_loading(layer)
-    if model.config.tie_word_embeddings:
-        dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
-
-
-ENGINE_NAMES = (  # Hugging Face's names -> those of vLLM's fused parameters
-    (re.compile(r"\.experts\.(gate_up_proj|\d+\.(gate_proj|up_proj|w1|w3)\.weight)$"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.(\d+\.)?(down_proj|w2)(\.weight)?$"), ".experts.w2_weight"),
-    (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
-    (re.compile(r"\.(mlp|shared_experts)\.(gate|up)_proj\."), r".\1.gate_up_proj."),
-)
-
-
-def engine_name(name: str) -> str:
-    """Return the parameter of the engine that a tensor of the policy goes into."""
-    for pattern, replacement in ENGINE_NAMES:
-        name = pattern.sub(replacement, name)
-    return name
-
-
-def plain_name(name: str) -> str:
-    """Drop from an engine's name of a parameter the module that holds the experts, as its loader does."""
-    return name.replace(".routed_experts.", ".")
-
-
-CHECKSUM_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements: a core's cache; enough to fill a GPU
-
-
-def checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [2]: sum and sum of squares of the elements' bits in dtype, as integers.
-
-    They are modulo 2^64, or 2^32 where dtype has 16 bits, and do not depend on the order of the elements nor
-    on zeros among them: kernels permute and pad.
-    """
-    subnormal = torch.finfo(dtype).tiny * (1 - torch.finfo(dtype).eps)  # the largest one
-    integers, wide = (torch.int32, torch.int64) if dtype.itemsize == 4 else (torch.int16, torch.int32)
-    sums = torch.zeros(2, dtype=wide, device=tensor.device)
-    for part in tensor.flatten().split(CHECKSUM_CHUNK[tensor.device.type]):
-        part = F.hardshrink(part.to(dtype), subnormal)  # 0 for -0 and for what a kernel may flush to 0
-        bits = part.view(integers).to(wide)
-        sums += torch.stack([bits.sum(dtype=wide), (bits * bits).sum(dtype=wide)])
-    return sums
-
-
-def held_tensors(model, dtype: torch.dtype, tensor_parallel: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, values) of all that the engine computes with, elements in the order of its kernels.
-
-    What the engine has quantised itself is left out, and so is what tensor parallelism splits: of a shared
-    engine only norms, routers and whole experts remain. A linear layer that vLLM's CPU backend has packed
-    away is asked for its product with the identity.
-    """
-    for module_name, module in model.named_modules():
-        is_split = tensor_parallel > 1 and not module_name.endswith(("norm", ".gate"))
-        if is_split and not getattr(getattr(module, "moe_config", None), "ep_size", 1) > 1:
-            continue
-        for name, parameter in module.named_parameters(recurse=False):
-            values = parameter.data
-            if values.dtype.itemsize == 1 or name.endswith(MADE_FROM_WEIGHTS):  # FP8
-                continue
-            if name == "weight" and hasattr(module, "cpu_linear") and not module_name.endswith("tokens"):
-                sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # a layer has one
-                size = next(getattr(module, size) for size in sizes if hasattr(module, size))
-                values = module.cpu_linear(torch.eye(size, dtype=dtype), values, None)
-            yield plain_name(f"{module_name}.{name}"), values
-
-
-def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """List, inside vLLM's worker, the parameters whose checksum is not that of the tensors sent into them."""
-    model, dtype = worker.model_runner.get_model(), worker.model_runner.model_config.dtype
-    known = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    with torch.no_grad():
-        tensors = held_tensors(model, dtype, worker.parallel_config.tensor_parallel_size)
-        held = {name: (values.dtype, checksum(values, values.dtype)) for name, values in tensors}
-        sent: dict[str, Tensor] = {}
-        names: dict[str, list[str]] = {}
-        lost = []  # tensors that the engine has no place for
-        for name, tensor in named_tensors:
-            target = engine_name(name)
-            names.setdefault(target, []).append(name)
-            if target not in known and tensor.any():
-                lost.append(f"nothing (from {name})")
-            if target in held:
-                part = checksum(tensor, held[target][0])
-                sent[target] = sent[target] + part if target in sent else part
-    twins = {}  # tensors that are sent once and held twice: GLM's bias; a tied head, packed on CPUs
-    if "lm_head.weight" in held and model.config.tie_word_embeddings:
-        twins["lm_head.weight"] = "model.embed_tokens.weight"
-    for name in held:
-        if name.endswith(".experts.e_score_correction_bias"):
-            twins[name] = name.replace(".experts.", ".gate.")
-    for name, source in twins.items():
-        sent[name], names[name] = sent[source], [source]
-    return lost + [
-        f"{name} (from {', '.join(names.get(name, ['nothing']))})"
-        for name, (_, bits) in held.items()
-        if name not in sent or not torch.equal(bits.cpu(), sent[name].cpu())
-    ]
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Environment
 # ------------------------------------------------------------------------------------------------------------
 def set_vllm_environment(on_gpu: bool) -> None:
-    """Set what vLLM reads from the environment when it is imported; what a user has set stays."""
+    """Set the environment variables that vLLM reads at import; values set by the user have priority."""
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TRITON_F32_DEFAULT": "ieee",  # a float32 engine on a GPU would compute in TF32
-        "VLLM_USE_DEEP_GEMM_E8M0": "0",  # scales of FP8 are float32 numbers, not powers of two
+        "TRITON_F32_DEFAULT": "ieee",  # otherwise a float32 engine on a GPU computes in TF32
+        "VLLM_USE_DEEP_GEMM_E8M0": "0",  # FP8 scales are float32 numbers instead of powers of two
     }
     if not on_gpu:
-        settings |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"}  # costs more than it saves
+        settings |= {
+            "TORCHDYNAMO_DISABLE": "1",
+            "VLLM_USE_AOT_COMPILE": "0",
+        }  # compilation costs more than it saves on CPUs
     for name, value in settings.items():
         os.environ.setdefault(name, value)

@@ -93,6 +93,22 @@ def fp8_round(weight: Tensor) -> Tensor:
     return dequantise(*quantise_weight(weight.bfloat16()), BLOCK)
 
 
+def mxfp4_round(weight: Tensor) -> Tensor:
+    """Round weights [..., M, N] to MXFP4 (OCP Microscaling 1.0) and return float32 of the same shape.
+
+    32 consecutive values of a row share the scale 2^(floor(log2(max |w|)) - 2). The scaled values are rounded
+    to a magnitude of 0, 0.5, 1, 1.5, 2, 3, 4 or 6; ties go to the even code, and larger magnitudes become 6.
+    """
+    size = weight.shape[-1]
+    blocks = F.pad(weight.float(), (0, -size % 32)).unflatten(-1, (-1, 32))
+    _, exponent = blocks.abs().amax(-1, keepdim=True).frexp()  # frexp() gives 2^k the exponent k + 1
+    one = torch.ones_like(blocks[..., :1])
+    scaled = blocks * one.ldexp(3 - exponent)
+    step = 0.5 * (1 + (scaled.abs() >= 2) + 2 * (scaled.abs() >= 4))
+    rounded = ((scaled / step).round() * step).clamp(-6, 6) * one.ldexp(exponent - 3)
+    return rounded.flatten(-2)[..., :size]
+
+
 def has_fp8(x: Tensor) -> bool:
     """Tell whether a tensor is on a GPU that supports FP8."""
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)

@@ -1,6 +1,7 @@
-"""Test routed experts, FP8 rounding and weight checks of rollout.py, on real vLLM engines of this CPU.
+"""Test routed experts, FP8 rounding and weight checks of rollout.py and vllm_worker.py.
 
-Expected values come from the trainer's own forward, from vLLM's own functions and from slow loops.
+The engines are real vLLM engines on this CPU. Expected values come from the trainer's forward,
+from vLLM's functions and from slow loops.
 """
 
 import contextlib
@@ -18,19 +19,19 @@ import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 import rollout
+import vllm_worker
 from data.tiny import Recipe, build_policy, build_tokenizer
-from kernels.fp8_block import fp8_round
+from kernels.fp8_block import fp8_round, mxfp4_round
 from moe_model import Policy, hf_tensors, pack, random_weights, route_table, save_hf
 from rollout import (
     Request,
     RolloutEngine,
     RolloutSettings,
-    engine_name,
     invalid_route,
-    mxfp4_round,
     simulate_rounding,
     validate_routes,
 )
+from vllm_worker import engine_name
 
 pytestmark = pytest.mark.slow
 VOCAB = 98
@@ -218,7 +219,7 @@ def test_routes_of_requests_that_were_preempted(engine_of, monkeypatch):
     assert not preempted, "there is room for six of them, two blocks each"
     assert [c.token_ids for c in queued] == [c.token_ids for c in completions]
     assert engine.num_blocks == 12  # vLLM keeps one
-    assert "hold 1,536 tokens, that is 4 completions of full length (384 tokens" in engine.describe()
+    assert "1,536 tokens, that is 4 completions of full length (384 tokens" in engine.describe()
 
 
 def test_routes_are_captured_where_they_are_asked_for(engine_of):
@@ -244,7 +245,7 @@ def test_capture_is_switched_in_both_of_vllms_model_runners():
     second = SimpleNamespace(routed_experts_capturer="capturer")
     for on in (False, True, False, True):
         for runner in (first, second):
-            rollout.switch_capture_in_worker(SimpleNamespace(model_runner=runner), on)
+            vllm_worker.switch_capture_in_worker(SimpleNamespace(model_runner=runner), on)
         assert first.routed_experts_initialized is on
         assert second.routed_experts_capturer == ("capturer" if on else None)
 
@@ -645,7 +646,7 @@ def test_vllm_would_quantise_exactly_what_the_simulation_rounds(kind, engine_of)
                     fp8.Fp8PerBlockOnlineMoEMethod if experts else fp8.Fp8PerBlockOnlineLinearMethod
                 )
                 leaves = ("w13_weight", "w2_weight") if experts else ("weight",)
-                methods |= {rollout.plain_name(f"{name}.{leaf}"): prefix for leaf in leaves}
+                methods |= {vllm_worker.plain_name(f"{name}.{leaf}"): prefix for leaf in leaves}
         return methods
 
     policy = make_policy(kind)
@@ -759,7 +760,7 @@ def test_one_element_moved_by_one_ulp_in_the_engine_is_found(kind, name, dtype, 
     engine.sync(hf_tensors(policy), 0)
     tamper(engine, name, {17: 1})
     count = None if "embed" in name else 1  # a tied head may count too
-    assert_check_fails(engine, hf_tensors(policy), rollout.plain_name(name) + " (from ", count=count)
+    assert_check_fails(engine, hf_tensors(policy), vllm_worker.plain_name(name) + " (from ", count=count)
     engine.sync(hf_tensors(policy), 1)
     engine.check_weights(hf_tensors(policy))
 
@@ -833,18 +834,18 @@ def test_the_checksum_is_the_sum_and_the_sum_of_squares_of_the_bits(dtype, integ
     tiny = torch.finfo(dtype).tiny
     values[0, :5] = torch.tensor([tiny, -tiny, float("nan"), float("inf"), -float("inf")])
     tensor = values.to(dtype)
-    assert tensor.numel() > rollout.CHECKSUM_CHUNK["cpu"] and (tensor == 0).any()
+    assert tensor.numel() > vllm_worker.CHECKSUM_CHUNK["cpu"] and (tensor == 0).any()
     bits = torch.where(tensor == 0, 0, tensor).view(integers).flatten().tolist()
     modulus = 2 ** (16 * dtype.itemsize)
     expected = [sum(bits) % modulus, sum(b * b for b in bits) % modulus]
-    checksum = rollout.checksum(values, dtype)
+    checksum = vllm_worker.checksum(values, dtype)
     assert [x % modulus for x in checksum.tolist()] == expected
     order = torch.randperm(tensor.numel(), generator=torch.Generator().manual_seed(0))
     moved = F.pad(torch.where(tensor == 0, -tensor, tensor).flatten()[order], (5, 70_000))  # -0, padding
     moved.view(integers)[:2] = torch.tensor([1, largest_subnormal])
-    assert torch.equal(rollout.checksum(moved, dtype), checksum)
+    assert torch.equal(vllm_worker.checksum(moved, dtype), checksum)
     tensor.view(integers)[7, 7] += 1  # one ulp
-    assert not torch.equal(rollout.checksum(tensor, dtype), checksum)
+    assert not torch.equal(vllm_worker.checksum(tensor, dtype), checksum)
 
 
 def test_fp8_simulation_is_checked_against_the_rounded_weights(engine_of, monkeypatch):
@@ -874,7 +875,7 @@ def test_a_sync_that_does_nothing_is_found(engine_of, monkeypatch):
 def test_a_sync_that_leaves_a_layer_behind_is_found(engine_of, monkeypatch):
     policy, engine = make_policy("mixed"), engine_of("mixed")
     engine.sync(hf_tensors(policy), 0)
-    load = rollout.load_weights_in_worker
+    load = vllm_worker.load_weights_in_worker
 
     def partial(worker, named, on_cpu):
         kept = ((name, tensor) for name, tensor in named if ".layers.1." not in name)
@@ -894,14 +895,14 @@ def test_a_sync_that_leaves_a_layer_behind_is_found(engine_of, monkeypatch):
 def test_a_tied_head_with_a_packed_copy_of_the_old_embedding_is_found(engine_of, monkeypatch):
     policy, engine = make_policy("moe"), engine_of("moe")
     engine.sync(hf_tensors(policy), 0)
-    repack = rollout.repack_for_cpu_kernels
+    repack = vllm_worker.repack_for_cpu_kernels
 
     def without_head(model, packed):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model.config, "tie_word_embeddings", False)
             repack(model, packed)
 
-    monkeypatch.setattr(rollout, "repack_for_cpu_kernels", without_head)
+    monkeypatch.setattr(vllm_worker, "repack_for_cpu_kernels", without_head)
     move(policy)
     engine.sync(hf_tensors(policy), 1)
     assert_check_fails(engine, hf_tensors(policy), "lm_head.weight (from model.embed_tokens.weight)")
@@ -1025,6 +1026,7 @@ def test_keys_and_values_wake_up_after_the_check_of_the_weights(monkeypatch):
     )
     engine = object.__new__(RolloutEngine)
     engine.settings, engine.llm, engine.on_gpu = RolloutSettings(sleep_level=2), llm, False
+    engine.num_experts = 8
     engine.sync([], 3, [])
     expected = ["weights", "load_weights_in_worker", "prefixes", "compare_weights_in_worker", "kv_cache"]
     assert (calls, engine.policy_version) == (expected, 3)
@@ -1179,14 +1181,14 @@ def test_scales_that_vllm_makes_itself_are_not_missed_in_a_sync(monkeypatch):
     monkeypatch.setattr(vllm.config, "set_current_vllm_config", lambda config: contextlib.nullcontext())
     sent = [("o_proj.weight", torch.ones(4, 4)), ("norm.weight", torch.ones(4))]
     worker, _ = fp8_worker_stand_in()
-    assert rollout.load_weights_in_worker(worker, sent, on_cpu=False) == []
+    assert vllm_worker.load_weights_in_worker(worker, sent, on_cpu=False) == []
     worker, _ = fp8_worker_stand_in()
-    assert rollout.load_weights_in_worker(worker, sent[1:], on_cpu=False) == ["o_proj.weight"]
+    assert vllm_worker.load_weights_in_worker(worker, sent[1:], on_cpu=False) == ["o_proj.weight"]
 
 
 def test_checksums_leave_out_what_vllm_quantises_and_only_that():
     worker, model = fp8_worker_stand_in()
     sent = [("o_proj.weight", torch.ones(4, 4)), ("norm.weight", torch.ones(4))]
-    assert rollout.compare_weights_in_worker(worker, sent) == []
+    assert vllm_worker.compare_weights_in_worker(worker, sent) == []
     model.norm.weight.data[2] = 2
-    assert rollout.compare_weights_in_worker(worker, sent) == ["norm.weight (from norm.weight)"]
+    assert vllm_worker.compare_weights_in_worker(worker, sent) == ["norm.weight (from norm.weight)"]

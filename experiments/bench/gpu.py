@@ -75,7 +75,8 @@ def what_is_missing(mode: str) -> str | None:
         return f"made for compute capability 9.0 (H100, H200), this is {torch.cuda.get_device_name()}"
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     if free_bytes < MIN_GIB * 2**30:
-        return f"needs {MIN_GIB} GiB of free GPU memory, here are {free_bytes / 2**30:.0f} of {total_bytes / 2**30:.0f}"
+        sizes = f"{free_bytes / 2**30:.0f} of {total_bytes / 2**30:.0f}"
+        return f"needs {MIN_GIB} GiB of free GPU memory, here are {sizes}"
     if mode == "engine":
         try:
             import vllm  # noqa: F401

@@ -6,8 +6,8 @@
 
 A group of 8 completions of equal length goes through forward and backward of a random MoE, in one
 micro-batch. Three ways take turns: every row with its own prompt (train.share_prompts: false), one prompt
-shared by all rows (true), and rows with only the last token of the prompt. The last way is not valid training,
-but an upper bound on the saving. Seconds are CPU time of this process, so that other processes on the core do
+shared by all rows (true), and rows with only the last token of the prompt. The last way is an upper bound on
+the saving, not valid training. Seconds are CPU time of this process, so that other processes on the core do
 not count.
 """
 
