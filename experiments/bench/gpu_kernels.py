@@ -197,8 +197,8 @@ def make_policy(size: str, device: torch.device, **changes):
 def flops_per_token(size: dict, length: int) -> float:
     """Return the model FLOPs of forward and backward per token, at sequences of length S.
 
-    The sum is 6 per active weight, plus 6 H R S for causal attention in each layer. Recomputed activations do not
-    count.
+    The sum is 6 per active weight, plus 6 H R S for causal attention in each layer. Recomputed activations
+    do not count.
     """
     hidden = size["hidden_size"]
     heads = size["num_attention_heads"] * size["head_dim"]
@@ -361,7 +361,7 @@ OUTERMOST = ("head", "experts", "attention")  # kinds that include all calls wit
 
 
 def profile(out: Path, dry: bool) -> Report:
-    """Measure the share of each kind of operation in an update, to decide whether routing kernels would pay."""
+    """Measure the share of each kind of operation in an update: would a routing kernel pay?"""
     work = Work.make(dry)
     work.update()
     with torch.profiler.profile() as profiler:
