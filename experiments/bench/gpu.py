@@ -53,7 +53,7 @@ MIN_GIB = 70  # GPU memory that the pieces require
 
 
 def versions() -> dict[str, str]:
-    """Return the date, the device and the versions of the installed libraries."""
+    """Return the date, the device and the versions of installed libraries, for example torch and vllm."""
     from importlib.metadata import PackageNotFoundError, version
 
     entries = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]}
@@ -141,7 +141,7 @@ def as_text(value) -> str:
 
 
 def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
-    """Return the lines of a piece in the report: criteria, then figures beside their expected values."""
+    """Return the lines of a piece in the report: criteria, then figures with their expected values."""
     report = record["report"]
     verdicts = {True: "pass", False: "FAIL", NEEDS_GPU: NEEDS_GPU}
     lines = [f"\n## {name} ({record['seconds']:.0f} s, {record['versions']['date']})\n"]

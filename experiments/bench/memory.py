@@ -41,7 +41,7 @@ DEFAULTS = {
 
 
 def read_case(text: str) -> SimpleNamespace:
-    """Read name=value,... over the defaults."""
+    """Read name=value,... over the defaults, for example experts=16,ep=2,dtype=bfloat16."""
     values = dict(item.split("=") for item in text.split(","))
     if unknown := values.keys() - DEFAULTS.keys():
         raise ValueError(f"--case: unknown {', '.join(sorted(unknown))}; known are {', '.join(DEFAULTS)}")

@@ -110,7 +110,7 @@ def measure(trainer: ModuleType, policy, batch, config, replay: str) -> dict[str
 
 
 def policy_of(trainer: str, policy, engine_dtype: str, fp8: str) -> torch.nn.Module:
-    """Return the policy with the weights and the dtype of a trainer."""
+    """Return the policy as a trainer computes it, for example a bfloat16 copy."""
     match trainer:
         case "float32":
             return policy

@@ -33,7 +33,7 @@ KINDS = {  # kind: pattern of operator names
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of an operator."""
+    """Return the kind of an operator: the first of KINDS with a matching pattern."""
     return next(kind for kind, pattern in KINDS.items() if re.fullmatch(pattern, name))
 
 

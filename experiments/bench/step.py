@@ -118,7 +118,10 @@ def main() -> None:
         help=f"workloads to run, of {', '.join(map(repr, WORKLOADS))} (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py to compare"
+        "settings",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings of train_rl.py, for example reward.overlap=false",
     )
     args = parser.parse_args()
     if args.steps is not None and args.steps <= WARMUP_STEPS:

@@ -181,7 +181,7 @@ def main() -> None:
     if args.result:
         train_with_trl(args.model, args.tokens, args.steps, args.trainers == ["vllm"], args.result)
         return
-    from experiments.bench.step import WARMUP_STEPS, WORKLOADS, run_once
+    from experiments.bench.step import WARMUP_STEPS, WORKLOADS
 
     if args.steps is not None and args.steps <= WARMUP_STEPS:
         sys.exit(f"--steps must be above {WARMUP_STEPS}, because the first steps are not counted")
@@ -189,6 +189,15 @@ def main() -> None:
         sys.exit(f"--workloads: unknown {min(unknown)!r}, choose from {', '.join(map(repr, WORKLOADS))}")
     if not TINY.is_dir():
         sys.exit("the tiny model is missing: run `python -m data.tiny` first")
+    table = measure(args)
+    print("\n".join(table_lines(table)))
+    write_json(args.json, table)
+
+
+def measure(args) -> dict[str, dict]:
+    """Run the trainers in turns; return {trainer: {workload: {figure: spread}}}."""
+    from experiments.bench.step import WARMUP_STEPS, WORKLOADS, run_once
+
     table = {trainer: {} for trainer in args.trainers}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -212,8 +221,7 @@ def main() -> None:
                 table[trainer][name] = {
                     figure: spread([run[figure] for run in trainer_runs]) for figure in trainer_runs[0]
                 }
-    print("\n".join(table_lines(table)))
-    write_json(args.json, table)
+    return table
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ SKIPPING = {"off": "false", "on": "true"}  # train.skip_zero_gradient
 
 
 def slots_with_gradient(tokens: list[int], share: float) -> set[int]:
-    """Choose groups of all sizes that together hold about a share of the tokens."""
+    """Choose groups of all sizes that together hold about a share of the tokens, for example 0.33."""
     chosen = set()
     num_chosen = 0  # tokens of the chosen groups
     num_tokens = 0  # tokens of all groups so far

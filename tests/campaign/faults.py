@@ -120,7 +120,7 @@ def moments_of(run: Started, blow: Blow, seconds: float) -> Iterator[bool]:
 
 
 def strike(bench: Bench, run_dir: Path, blow: Blow, settings: tuple[str, ...] = ()) -> str | None:
-    """Start the run, deliver a blow and wait for the end; return a description, None if the run ended first."""
+    """Start the run, deliver a blow and wait for the end; None if the run ended first, else a description."""
     run = start_trainer(run_dir, *bench.workload, *settings)
     try:
         for is_time in moments_of(run, blow, bench.seconds):
@@ -234,7 +234,7 @@ def change_number(name: str, file: Path) -> None:
 
 
 def damage(name: str, edit: Callable[[Path], None], bench: Bench, folder: Path) -> tuple[str, str]:
-    """Damage a file of the newest checkpoint: the run must name it, and resume from the older checkpoint."""
+    """Damage a file of the newest checkpoint: the run names the file, and resumes with on_damage=older."""
     run_dir = shutil.copytree(bench.reference, folder / "run")
     shutil.rmtree(run_dir / "model")  # must be exported again
     newest = max((run_dir / "checkpoints").glob("step_*"))
