@@ -10,9 +10,9 @@ completions or rewards. Each round draws new lengths from the next seed.
 
 Reward time is stated relative to the engine, because machines differ: the ratio is the seconds of a reward
 worker over the seconds of an engine at peak throughput. For example, at ratio 1 the slow rewards of a step
-keep the workers busy as long as its tokens keep the engine busy. At ratio 0 a rule scores all prompts. At other ratios
-half of the prompts are scored by a function that sleeps, like a wait for a sandbox or a remote judge. The
-engine, the reward workers and sample_step() are the ones of training; no update runs in between.
+keep the workers busy as long as its tokens keep the engine busy. At ratio 0 a rule scores all prompts. At
+other ratios half of the prompts are scored by a function that sleeps, like a wait for a sandbox or a remote
+judge. The engine, the reward workers and sample_step() are the ones of training; no update runs in between.
 
 Rows take turns within a round. Ratios (between rows, and over the bound) are taken within a round, and the
 table shows medians over rounds. Each row of the stack adds one change to the previous row; each contrast

@@ -5,8 +5,8 @@
     python -m experiments.bench.rollout --workload recipe.json
 
 Lengths are log-normal between prompts and between the completions of a prompt, and are cut at the longest. A
-prompt with long completions has long completions in every step, which a length predictor relies on: for example, a prompt two standard
-deviations above the mean has completions 7 times as long as the median. Rules
+prompt with long completions has long completions in every step, which a length predictor relies on: for
+example, a prompt two standard deviations above the mean has completions 7 times as long as the median. Rules
 score some prompts; sandboxes or judges score the remaining prompts. A recipe draws the same numbers on every
 machine.
 """
