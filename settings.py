@@ -631,7 +631,8 @@ class RewardSettings(Section):
         "language model that writes a verdict.",
     )
     judge_path: str | None = setting(
-        None, "folder of the judge, or module:function that returns one; null: no judge"
+        None,
+        "folder of the judge, or module:function that maps a list of questions to answers; null: no judge",
     )
     judge_weight: float = setting(0.5, "w in reward = (1 - w) verifier + w judge", gt=0, le=1)
     judge_margin: float = setting(

@@ -25,7 +25,7 @@ def outputs_of(page: str) -> list[tuple[str, str]]:
 
 def test_each_block_prints_what_the_page_shows():
     outputs = outputs_of(PAGE.read_text())
-    assert len(outputs) == 10
+    assert len(outputs) == 11
     assert all(printed == shown for printed, shown in outputs), outputs
 
 
