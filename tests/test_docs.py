@@ -267,7 +267,12 @@ CODE_PAGES = [
 SOURCES = [path for path in ROOT.rglob("*.py") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts)]
 
 
-FOREIGN = {"TrainingArguments", "get_optimizer_configuration"}  # names of transformers and TRL
+FOREIGN = {
+    "TrainingArguments",
+    "get_optimizer_configuration",
+    "low_var_kl",
+    "test_sync",
+}  # names of transformers and TRL
 
 
 @cache
