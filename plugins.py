@@ -10,7 +10,7 @@
 |---|---|---|---|
 | gain | batch.LossInputs | gain [b, T] with gradient, {name: statistic [b, T]} | once per micro-batch |
 | advantage | batch.AdvantageInputs | advantages [B] or [B, T] | once per step |
-| select | batch.SelectInputs | advantages [B, T] | once per update of a step |
+| select | batch.SelectInputs | advantages [B, T] | once per minibatch of a step |
 
 A plug-in is named in YAML or on the command line only, never by data. At the start it is imported, its
 arguments are checked against its signature, and it is called with a small batch. The digest of its file is

@@ -412,7 +412,8 @@ class RolloutSettings(Section):
     )
     check_every: int = setting(
         50,
-        "check the engine's weights and parity every N steps, and always at the first; 0: never",
+        "check the engine's weights and parity at the first sync and every N steps; 0: at the first sync "
+        "only",
         True,
         ge=0,
     )

@@ -1,24 +1,24 @@
-"""Evaluate a model on prompt sets, and make a page to read its completions; or read those of a training run.
+"""Evaluate a model on prompt sets, and make a page for reading the completions of a model or a training run.
 
     python experiments/evaluate.py --model data/built/tiny/model --data data/built/tiny/test.jsonl \\
         --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 \\
         --json runs/tiny.json --html runs/tiny.html
-    python experiments/evaluate.py --model runs/espo --data test.jsonl --json e.json    # a run that goes on
+    python experiments/evaluate.py --model runs/espo --data test.jsonl --json e.json  # or a running one
     torchrun --nproc-per-node=8 experiments/evaluate.py --model FOLDER --data FILE --json F.json --html F.html
-    python experiments/evaluate.py --run runs/espo --html espo.html    # its samples.jsonl; needs no engine
+    python experiments/evaluate.py --run runs/espo --html espo.html    # reads samples.jsonl, needs no engine
 
---model is the folder of a Hugging Face checkpoint, of an export (run.dir/model), of one checkpoint, or of a
-run (its newest checkpoint; the run may go on meanwhile). Each prompt is completed once greedily and --samples
-times by sampling. Settings of train_rl.py's sections data, rollout and reward may follow the options:
-rollout.stop=[...] reward.timeout_s=30 data.on_bad_row=drop. docs/data_and_rewards.md says how figures are
-estimated and how the page is used.
+--model is the folder of a Hugging Face checkpoint, an export (run.dir/model), a checkpoint of a run, or a
+run. For a run, the newest checkpoint is evaluated, even while the run trains. Each prompt is completed once
+greedily and --samples times by sampling. Settings of train_rl.py's sections data, rollout and reward may
+follow the options, for example rollout.stop=[...] reward.timeout_s=30 data.on_bad_row=drop.
+docs/data_and_rewards.md explains the estimators of the figures and the use of the page.
 
-What is written:
+Output files:
     --json         figures with 95 % intervals, over all prompts, by source and by difficulty; the settings
     --completions  JSONL, one row per completion (default: NAME_completions.jsonl beside --json or --html)
-    --html         one page to read the completions, without network or other files
+    --html         one page for reading the completions; works offline
 
---data takes files and hub names, and in braces everything that data.eval takes of a prompt set:
+--data takes files and hub names or, in braces, a prompt set with the settings of data.eval:
     --data '{path: HuggingFaceH4/MATH-500, split: test, columns: {prompt: problem, difficulty: level}}'
 """
 
@@ -60,8 +60,8 @@ from reward import (
 from runtime.config import Section, explain, merge, read_override
 from runtime.launch import leave, one_line, run
 
-NUM_RESAMPLES = 2000  # a bootstrap draws so many
-MAX_LEVELS = 12  # more difficulties are gathered into NUM_RANGES ranges
+NUM_RESAMPLES = 2000  # of a bootstrap
+MAX_LEVELS = 12  # beyond, difficulties are merged into NUM_RANGES ranges
 NUM_RANGES = 8
 
 
@@ -70,10 +70,10 @@ NUM_RANGES = 8
 # ------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def open_model(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Give the folder of a model's files for the length of a block, and a name for the model.
+    """Return a context with the folder of a model's files, and a name for the model.
 
-    A run removes old checkpoints while it goes on. Its newest one is therefore linked into a folder beside
-    the checkpoints, where the files stay until the block ends; links take no space of their own.
+    A running training deletes old checkpoints. The files of the newest checkpoint are therefore hard-linked
+    into a temporary folder beside the checkpoints for the length of the context; links take no disk space.
     """
     from runtime.checkpoint import list_checkpoints
 
@@ -85,21 +85,22 @@ def open_model(folder: Path) -> Iterator[tuple[Path, str]]:
     if not list_checkpoints(checkpoints):
         if not (folder / "model" / "config.json").is_file():
             raise ValueError(
-                f"--model {folder}: neither a Hugging Face checkpoint (config.json), nor an export or a "
-                "checkpoint (model/config.json), nor a run with a finished checkpoint (checkpoints/step_N)"
+                f"--model {folder}: not a model; expected a Hugging Face checkpoint (config.json), an export "
+                "or checkpoint (model/config.json), or a run with a finished checkpoint (checkpoints/step_N)"
             )
         yield folder / "model", name
         return
-    where = checkpoints if os.access(checkpoints, os.W_OK) else None  # elsewhere files are copied, not linked
-    with tempfile.TemporaryDirectory(prefix="evaluate_", dir=where) as held:
-        step = link_newest(checkpoints, Path(held) / "model")
-        yield Path(held) / "model", f"{name} at step {int(step.removeprefix('step_'))}"
+    parent = checkpoints if os.access(checkpoints, os.W_OK) else None  # elsewhere, files are copied
+    with tempfile.TemporaryDirectory(prefix="evaluate_", dir=parent) as scratch:
+        step = link_newest(checkpoints, Path(scratch) / "model")
+        yield Path(scratch) / "model", f"{name} at step {int(step.removeprefix('step_'))}"
 
 
 def link_newest(checkpoints: Path, target: Path) -> str:
-    """Link the model's files of the newest checkpoint into a folder; return the checkpoint's name.
+    """Link the model files of the newest checkpoint into a folder; return the name of the checkpoint.
 
-    If the run removes the checkpoint meanwhile, it has written a newer one. ValueError if none can be read.
+    If the run deletes this checkpoint during the copy, a newer checkpoint exists and is tried next.
+    ValueError if five checkpoints in a row cannot be read.
     """
     from runtime.checkpoint import list_checkpoints
 
@@ -110,11 +111,11 @@ def link_newest(checkpoints: Path, target: Path) -> str:
             return newest.name
         except (FileNotFoundError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
-    raise ValueError(f"--model: {newest}/model cannot be read")
+    raise ValueError(f"--model: cannot read {newest}/model; check its permissions and files")
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Link a file, or copy it where the file system does not link."""
+    """Hard-link a file, or copy it if the file system lacks links."""
     try:
         os.link(source, target)
     except FileNotFoundError:
@@ -129,21 +130,23 @@ def link_or_copy(source: str, target: str) -> None:
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Estimate without bias the probability that one of k samples is right (arXiv 2107.03374, eq. 1).
 
-    1 - C(n - c, k) / C(n, k) for c right samples of n: the share of the subsets of k with a right one.
+    1 - C(n - c, k) / C(n, k) for c right samples of n: the share of subsets of size k with a right sample.
+    Example: with n = 8 and c = 1, pass@4 is 0.5.
     """
     return 1 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def values_of_k(num_samples: int) -> list[int]:
-    """Return the k of pass@k: powers of two up to the number of samples, and that number."""
+    """Return the k of pass@k: powers of two up to num_samples, and num_samples; 6 gives [1, 2, 4, 6]."""
     return sorted({2**i for i in range(num_samples.bit_length())} | {num_samples} - {0})
 
 
 def prompt_figures(rows: list[dict]) -> dict[str, float]:
-    """Return the figures of one prompt from the rows of its completions.
+    """Return the figures of a prompt from the rows of its completions.
 
-    accuracy: reward of the greedy completion. avg_at_K: mean reward of the K samples. pass_at_k: of samples
-    with status "ok". The others are means over all of its completions.
+    accuracy: reward of the greedy completion. avg_at_K: mean reward of the K samples. pass_at_k: estimated
+    from the samples, which are right if their status is "ok". All other figures are means over all
+    completions.
     """
     greedy = [row["reward"] for row in rows if row["temperature"] == 0]
     sampled = [row["reward"] for row in rows if row["temperature"] > 0]
@@ -160,67 +163,74 @@ def prompt_figures(rows: list[dict]) -> dict[str, float]:
 
 
 def mean_figures(figures: list[dict[str, float]], seed: int) -> dict:
-    """Average the figures of prompts; with 95 % intervals by the percentile bootstrap over prompts.
+    """Average the figures of prompts, with 95 % intervals by the percentile bootstrap over prompts.
 
-    Returns {"num_prompts": n, name: {"mean", "low", "high"}}. One prompt alone has no interval.
+    Returns {"num_prompts": n, name: {"mean", "low", "high"}}; low and high are None for a single prompt.
     """
     from scipy.stats import bootstrap
 
-    table = np.array([list(of_prompt.values()) for of_prompt in figures])  # [prompts, figures]
-    lows = highs = [None] * table.shape[1]
+    table = np.array([list(prompt.values()) for prompt in figures])  # [prompts, figures]
+    lows = [None] * table.shape[1]
+    highs = [None] * table.shape[1]
     if len(table) > 1:
         interval = bootstrap(
             (table,), np.mean, axis=0, n_resamples=NUM_RESAMPLES, batch=100, method="percentile",
             rng=np.random.default_rng(seed),
         ).confidence_interval  # fmt: skip
-        lows, highs = interval.low.tolist(), interval.high.tolist()
+        lows = interval.low.tolist()
+        highs = interval.high.tolist()
     means = zip(figures[0], table.mean(axis=0).tolist(), lows, highs)
     return {"num_prompts": len(table)} | {n: {"mean": m, "low": lo, "high": hi} for n, m, lo, hi in means}
 
 
 def level_labels(difficulties: list[float | None]) -> dict[float, str]:
-    """Name each difficulty: by itself, or by a range where there are many, of about equally many prompts."""
-    known = sorted(value for value in difficulties if value is not None)
-    distinct = sorted(set(known))
+    """Label each difficulty by the number or, if there are many, by a range such as "10 to 19".
+
+    The ranges have about equally many prompts.
+    """
+    values = sorted(value for value in difficulties if value is not None)
+    distinct = sorted(set(values))
     if len(distinct) <= MAX_LEVELS:
         return {value: f"{value:g}" for value in distinct}
-    edges = [known[len(known) * i // NUM_RANGES] for i in range(1, NUM_RANGES)]
+    edges = [values[len(values) * i // NUM_RANGES] for i in range(1, NUM_RANGES)]
     ranges: dict[int, list[float]] = {}
     for value in distinct:
         ranges.setdefault(sum(value >= edge for edge in edges), []).append(value)
-    return {v: f"{part[0]:g} to {part[-1]:g}" for part in ranges.values() for v in part}
+    return {value: f"{levels[0]:g} to {levels[-1]:g}" for levels in ranges.values() for value in levels}
 
 
 def all_figures(rows: list[dict], seed: int) -> dict:
-    """Return the figures over all prompts, by source and by difficulty (where prompts have one)."""
-    of_prompt: dict[int, list[dict]] = {}
+    """Return the figures over all prompts, by source, and by difficulty if prompts have difficulties."""
+    groups: dict[int, list[dict]] = {}
     for row in rows:
-        of_prompt.setdefault(row["prompt_index"], []).append(row)
-    labels = level_labels([group[0]["difficulty"] for group in of_prompt.values()])
-    entries = [(group[0], prompt_figures(group)) for group in of_prompt.values()]
-    gather = lambda is_in: mean_figures([figures for row, figures in entries if is_in(row)], seed)
-    sources = dict.fromkeys(row["source"] for row, _ in entries)
-    levels = dict.fromkeys(labels[value] for value in sorted(labels))
+        groups.setdefault(row["prompt_index"], []).append(row)
+    labels = level_labels([group[0]["difficulty"] for group in groups.values()])
+    by_source: dict[str, list[dict]] = {}
+    by_level: dict[str, list[dict]] = {labels[value]: [] for value in sorted(labels)}
+    all_prompts = []
+    for group in groups.values():
+        figures = prompt_figures(group)
+        all_prompts.append(figures)
+        by_source.setdefault(group[0]["source"], []).append(figures)
+        if group[0]["difficulty"] is not None:
+            by_level[labels[group[0]["difficulty"]]].append(figures)
     return {
-        "all": gather(lambda row: True),
-        "source": {source: gather(lambda row, s=source: row["source"] == s) for source in sources},
-        "difficulty": {
-            name: gather(lambda row, n=name: labels.get(row["difficulty"]) == n) for name in levels
-        },
+        "all": mean_figures(all_prompts, seed),
+        "source": {source: mean_figures(prompts, seed) for source, prompts in by_source.items()},
+        "difficulty": {level: mean_figures(prompts, seed) for level, prompts in by_level.items()},
     }
 
 
 def mismatch_figures(rows: list[dict]) -> dict[str, float]:
-    """Compare the log-probabilities of trainer and engine over all tokens; {} where one of them lacks.
+    """Compare the log-probabilities of trainer and engine over all tokens; {} without the trainer's.
 
-    abs_dlogp, its largest and its 99th percentile in nats; mismatch_k3 as in docs/metrics.md.
+    Returns mean, maximum and 99th percentile of abs_dlogp in nats, and mismatch_k3, see docs/metrics.md.
     """
-    known = [row for row in rows if row.get("trainer_logprobs")]
-    if not known:
+    compared = [row for row in rows if row.get("trainer_logprobs")]
+    if not compared:
         return {}
-    trainer, engine = (
-        np.concatenate([r[k] for r in known]) for k in ("trainer_logprobs", "rollout_logprobs")
-    )
+    trainer = np.concatenate([row["trainer_logprobs"] for row in compared])
+    engine = np.concatenate([row["rollout_logprobs"] for row in compared])
     d = trainer - engine
     return {
         "abs_dlogp": float(np.abs(d).mean()),
@@ -239,18 +249,23 @@ LABELS = {
 
 
 def label_of(name: str) -> str:
-    """Return the short name of a figure: greedy, avg@8, pass@4 ..."""
+    """Return the short name of a figure, for example greedy, avg@8 or pass@4."""
     return LABELS.get(name, name.replace("_at_", "@"))
 
 
+def show_figure(name: str, value: float | None) -> str:
+    """Format a figure: one digit for tokens, three digits for shares; "-" for None."""
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if "tokens" in name else f"{value:.3f}"
+
+
 def table_text(figures: dict) -> str:
-    """Write the figures for a terminal: all with their intervals, then the means by source and difficulty."""
-    share = lambda name: "tokens" not in name
-    show = lambda name, value: "-" if value is None else f"{value:.3f}" if share(name) else f"{value:.1f}"
+    """Format the figures for a terminal: intervals over all prompts, then means by source and difficulty."""
     names = [name for name in figures["all"] if name != "num_prompts"]
     lines = [f"{figures['all']['num_prompts']} prompts; 95 % intervals by bootstrap over prompts"]
     for name in names:
-        mean, low, high = (show(name, figures["all"][name][key]) for key in ("mean", "low", "high"))
+        mean, low, high = (show_figure(name, figures["all"][name][key]) for key in ("mean", "low", "high"))
         lines.append(f"  {label_of(name):<22}{mean:>9}   {low} to {high}")
     groups = [
         (k, n, f) for k in ("source", "difficulty") for n, f in figures[k].items() if len(figures[k]) > 1
@@ -260,9 +275,9 @@ def table_text(figures: dict) -> str:
         columns = [name for name in names if not name.endswith("_frac")]
         heads = [label_of(name) for name in columns]
         lines += ["", " " * (width + 2) + f"{'prompts':>8}" + "".join(f"{head:>10}" for head in heads)]
-        for kind, name, found in groups:
-            cells = "".join(f"{show(column, found[column]['mean']):>10}" for column in columns)
-            lines.append(f"  {kind + ' ' + name:<{width}}{found['num_prompts']:>8}{cells}")
+        for kind, name, means in groups:
+            cells = "".join(f"{show_figure(column, means[column]['mean']):>10}" for column in columns)
+            lines.append(f"  {kind + ' ' + name:<{width}}{means['num_prompts']:>8}{cells}")
     return "\n".join(lines)
 
 
@@ -272,21 +287,21 @@ def table_text(figures: dict) -> str:
 class Task(NamedTuple):
     """One prompt of the evaluation."""
 
-    prompt_index: int  # over all sets
-    place: int  # in its own set
+    prompt_index: int  # number of the prompt over all sets
+    place: int  # number of the prompt in its set
     prompt: Prompt
     prompt_ids: list[int]
 
 
 def load_tasks(settings, tokenizer, seed: int) -> tuple[list[Task], list[str]]:
-    """Load and tokenise the prompts of all sets; return them and lines to print.
+    """Load and tokenise the prompts of all sets; return the tasks, and notes to print.
 
-    ValueError names a row that cannot be used, or a reward function that cannot be called.
+    ValueError names an unusable row of a set, or a reward function that cannot be called.
     """
     from data.stream import load_sets
 
-    longest, functions = settings.rollout.max_prompt_tokens, settings.reward.functions
-    loaded = load_sets(settings.data, tokenizer, longest, functions, seed)
+    functions = settings.reward.functions
+    loaded = load_sets(settings.data, tokenizer, settings.rollout.max_prompt_tokens, functions, seed)
     tasks: list[Task] = []
     for prompts, prompt_ids in loaded.eval_sets.values():
         for place, (prompt, ids) in enumerate(zip(prompts, prompt_ids)):
@@ -297,41 +312,43 @@ def load_tasks(settings, tokenizer, seed: int) -> tuple[list[Task], list[str]]:
 
 
 def verifier_rows(tasks: list[Task]) -> list[tuple[str, str, dict]]:
-    """Return (kind, answer, fields) of each task, as reward.py takes them."""
+    """Return (kind, answer, fields) of each task, the arguments of a verifier."""
     return [(task.prompt.kind, task.prompt.answer, task.prompt.fields) for task in tasks]
 
 
 def sample(engine, pool, tokenizer, tasks: list[Task], args, settings, progress) -> tuple[list[dict], list]:
-    """Complete each task greedily and args.samples times; return the rows and what vLLM returned of each.
+    """Complete each task greedily and args.samples times; return the rows, and the engine's completions.
 
-    A sample has the random numbers that train_rl.py gives it in an evaluation with this seed.
+    The seed of a sample is the same as in an evaluation of train_rl.py with this train.seed.
     """
     from data.stream import seed_of
     from rollout import Request
 
     temperatures = [0.0] + [settings.rollout.temperature] * args.samples
-    asked = [(task, number, at) for task in tasks for number, at in enumerate(temperatures)]
+    jobs = [(task, number, value) for task in tasks for number, value in enumerate(temperatures)]
     requests = [
         Request(
             task.prompt_ids, seed_of(args.seed, "eval", task.prompt.source, task.place, number), temperature,
             settings.rollout.max_new_tokens, group=task.prompt_index,
         )
-        for task, number, temperature in asked
+        for task, number, temperature in jobs
     ]  # fmt: skip
     texts: dict[int, str] = {}
 
     def submit(index: int, completion) -> None:
-        prompt = asked[index][0].prompt
+        prompt = jobs[index][0].prompt
         texts[index] = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
         pool.submit(index, prompt.kind, texts[index], prompt.answer, prompt.fields)
-        progress.update(int(os.environ["WORLD_SIZE"]))  # the other ranks are about as far
+        progress.update(
+            int(os.environ["WORLD_SIZE"])
+        )  # an estimate: all ranks advance at about the same pace
 
     completions = engine.generate(requests, 0, submit, pool.poll)
     verdicts = pool.collect()
     binary = settings.reward.binary
     rows = [
-        row_of(*asked[index], completions[index], verdicts[index], texts[index], binary)
-        for index in range(len(asked))
+        row_of(*jobs[index], completions[index], verdicts[index], texts[index], binary)
+        for index in range(len(jobs))
     ]
     return rows, completions
 
@@ -339,7 +356,7 @@ def sample(engine, pool, tokenizer, tasks: list[Task], args, settings, progress)
 def row_of(
     task: Task, number: int, temperature: float, completion, verdict: Verdict, text: str, binary: bool
 ) -> dict:
-    """Make the row of a completion in the JSONL file. binary: only a reward of 1 counts."""
+    """Make the row of a completion in the JSONL file. binary: rewards below 1 become 0."""
     prompt = task.prompt
     if binary:
         verdict = replace(verdict, reward=float(verdict.reward == 1))
@@ -354,21 +371,23 @@ def row_of(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The trainer's side
+# The policy of the trainer
 # ------------------------------------------------------------------------------------------------------------
 def add_trainer_outputs(
     policy, rows: list[dict], prompt_ids: dict[int, list[int]], args: argparse.Namespace
 ) -> list[np.ndarray | None]:
-    """Add trainer_logprobs and entropy to rows; return the experts [tokens, L, K] of each, or None.
+    """Add trainer_logprobs and entropy to rows; return the experts [tokens, L, K] of each row, or None.
 
-    A row is computed at the temperature at which it was sampled; a greedy one at 1, as vLLM reports it.
+    Log-probabilities are at the sampling temperature of the row. For greedy completions the temperature is 1,
+    because vLLM reports log-probabilities at 1.
     """
     import torch
 
     from moe_model import num_experts_of, pack, route_table
     from runtime.schedule import split_rows
 
-    device, num_experts = next(policy.parameters()).device, num_experts_of(policy.config)
+    device = next(policy.parameters()).device
+    num_experts = num_experts_of(policy.config)
     routes: list[np.ndarray | None] = [None] * len(rows)
     lengths = [len(prompt_ids[row["prompt_index"]]) + row["num_tokens"] for row in rows]
     temperatures = [row["temperature"] or 1.0 for row in rows]
@@ -382,17 +401,18 @@ def add_trainer_outputs(
     ]
     progress = progress_bar(len(rows), "trainer")
     for batch in batches:
-        asked = [prompt_ids[rows[i]["prompt_index"]] for i in batch]
-        packed = pack(asked, [rows[i]["token_ids"] for i in batch], device)
+        batch_prompts = [prompt_ids[rows[i]["prompt_index"]] for i in batch]
+        packed = pack(batch_prompts, [rows[i]["token_ids"] for i in batch], device)
         with torch.no_grad():
             logprobs, entropy, layer_ids = policy(packed, temperatures[batch[0]])  # [N], [N], L x [T, K]
         table = route_table(layer_ids, num_experts)
         sizes = [rows[i]["num_tokens"] for i in batch]
-        chosen = [None] * len(batch)
+        expert_ids = [None] * len(batch)
         if table is not None:
-            chosen = table.index_select(0, packed.predictor_index).cpu().split(sizes)  # [tokens, L, K] each
-        parts = zip(batch, logprobs.float().cpu().split(sizes), entropy.float().cpu().split(sizes), chosen)
-        for i, logprobs_of_row, entropy_of_row, ids in parts:
+            expert_ids = table.index_select(0, packed.predictor_index).cpu().split(sizes)  # [tokens, L, K]
+        row_logprobs = logprobs.float().cpu().split(sizes)
+        row_entropies = entropy.float().cpu().split(sizes)
+        for i, logprobs_of_row, entropy_of_row, ids in zip(batch, row_logprobs, row_entropies, expert_ids):
             rows[i]["trainer_logprobs"] = logprobs_of_row.tolist()
             rows[i]["entropy"] = entropy_of_row.tolist()
             routes[i] = None if ids is None else ids.numpy()
@@ -405,33 +425,34 @@ def engine_routes(completion, num_prompt_tokens: int) -> np.ndarray | None:
     """Return the experts [tokens, L, K] that predicted each token of a completion in the engine, or None."""
     if completion.routed_experts is None:
         return None
-    return completion.routed_experts[num_prompt_tokens - 1 :].numpy()  # the row before a token predicts it
+    return completion.routed_experts[num_prompt_tokens - 1 :].numpy()  # row t predicts token t + 1
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Files
 # ------------------------------------------------------------------------------------------------------------
 def write_aside(path: Path | None, text: str) -> None:
-    """Write a file whole or not at all; nothing without a path."""
+    """Write a file atomically; do nothing if the path is None."""
     if path is not None:
-        aside = path.with_name(path.name + ".partial")
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
 
 
 def as_jsonl(rows: list[dict]) -> str:
-    """Write rows as JSONL in ASCII; a number that JSON does not have becomes null."""
+    """Write rows as JSONL in ASCII; NaN and infinities, which JSON lacks, become null."""
     return "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows)
 
 
 def evaluation_header(result: dict, num_experts: int, layers: list[int]) -> dict:
-    """Return what the page shows above the completions of an evaluation."""
-    figures, settings = result["figures"], result["settings"]
-    unit = lambda name: "tokens" if name == "completion_tokens" else "share"
-    is_zero = lambda name: name.endswith("_frac") and figures["all"][name]["mean"] == 0
-    names = [name for name in figures["all"] if name != "num_prompts" and not is_zero(name)]
-    show = lambda found, name: {"name": label_of(name), "unit": unit(name), **found[name]}
-    tiles = [show(figures["all"], name) for name in names]
+    """Return the header of an evaluation's page: figures, tables and settings."""
+    figures = result["figures"]
+    settings = result["settings"]
+    names = []
+    for name, value in figures["all"].items():
+        if name != "num_prompts" and not (name.endswith("_frac") and value["mean"] == 0):
+            names.append(name)
+    tiles = [tile_of(name, figures["all"]) for name in names]
     if result["mismatch"]:
         note = "mean difference of the log-probabilities of trainer and engine, in nats"
         mean = f"{result['mismatch']['abs_dlogp']:.1e}"
@@ -440,7 +461,10 @@ def evaluation_header(result: dict, num_experts: int, layers: list[int]) -> dict
         {
             "name": f"By {kind}",
             "columns": [kind, "prompts", *map(label_of, names)],
-            "rows": [[k, of["num_prompts"], *(show(of, name) for name in names)] for k, of in groups.items()],
+            "rows": [
+                [group, means["num_prompts"], *(tile_of(name, means) for name in names)]
+                for group, means in groups.items()
+            ],
         }
         for kind, groups in figures.items()
         if kind != "all" and len(groups) > 1
@@ -453,14 +477,19 @@ def evaluation_header(result: dict, num_experts: int, layers: list[int]) -> dict
     }  # fmt: skip
 
 
-def samples_page(run_dir: Path) -> str:
-    """Return the page of the samples that a run wrote; ValueError if there are none.
+def tile_of(name: str, means: dict) -> dict:
+    """Return the entry of a figure in the header of a page: label, unit, mean and interval."""
+    unit = "tokens" if name == "completion_tokens" else "share"
+    return {"name": label_of(name), "unit": unit, **means[name]}
 
-    The run may go on meanwhile: a last line that is not whole yet is left out. Tokens are shown where rows
-    have token_ids.
+
+def samples_page(run_dir: Path) -> str:
+    """Return the page of a run's training samples; ValueError if samples.jsonl has no row.
+
+    An incomplete last line, of a run that is training, is skipped. Rows with token_ids show tokens.
     """
     if not run_dir.is_dir():
-        raise ValueError(f"--run {run_dir}: no such folder")
+        raise ValueError(f"--run {run_dir}: no such folder; name the run.dir of a run")
     file = run_dir / "samples.jsonl"
     *lines, _ = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
     rows = [json.loads(line) for line in lines]
@@ -474,33 +503,34 @@ def samples_page(run_dir: Path) -> str:
     for number in with_tokens:
         details[number] = token_details(rows[number], text_pieces(tokenizer, rows[number]["token_ids"]))
     prompts, groups = group_rows(rows)
-    of_prompts = [[details[number] for number in numbers] for numbers in groups]
-    return build_page(samples_header(run_dir, rows, len(prompts)), prompts, of_prompts)
+    prompt_details = [[details[number] for number in numbers] for numbers in groups]
+    return build_page(samples_header(run_dir, rows, len(prompts)), prompts, prompt_details)
 
 
 def tokenizer_of_run(run_dir: Path):
-    """Load the tokenizer of a run, from its newest model or, before there is one, from where it began."""
+    """Load the tokenizer of a run from the newest checkpoint or, before the first one, from model.path."""
     from data.chat import load_tokenizer
 
     try:
         with open_model(run_dir) as (folder, _):
             return load_tokenizer(folder)
-    except ValueError:  # there is no checkpoint yet
+    except ValueError:  # no checkpoint yet
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
         return load_tokenizer(config["model"]["path"])
 
 
 def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
-    """Return what the page shows above the samples of a run."""
-    steps, tenth = sorted({row["step"] for row in rows}), rows[-max(1, len(rows) // 10) :]
-    mean = lambda part: sum(row["reward"] for row in part) / len(part)
+    """Return the header of the page of a run's samples."""
+    steps = sorted({row["step"] for row in rows})
+    rewards = [row["reward"] for row in rows]
+    last_rewards = rewards[-max(1, len(rows) // 10) :]
     right = sum(row["status"] == "ok" for row in rows) / len(rows)
-    tiles = [
-        ("mean reward", mean(rows), "over all samples"),
-        ("at the end", mean(tenth), "reward, last tenth"),
+    figures = [
+        ("mean reward", sum(rewards) / len(rewards), "over all samples"),
+        ("at the end", sum(last_rewards) / len(last_rewards), "reward, last tenth"),
+        ("right", right, "share of the samples"),
     ]
-    tiles = [{"name": n, "unit": "share", "mean": value, "note": note} for n, value, note in tiles]
-    tiles.append({"name": "right", "unit": "share", "mean": right, "note": "share of the samples"})
+    tiles = [{"name": label, "unit": "share", "mean": value, "note": note} for label, value, note in figures]
     name = run_dir.resolve().name
     facts = [["steps", f"{steps[0]} to {steps[-1]}"], ["groups", num_groups], ["completions", len(rows)]]
     return {
@@ -513,14 +543,12 @@ def samples_header(run_dir: Path, rows: list[dict], num_groups: int) -> dict:
 # Command line
 # ------------------------------------------------------------------------------------------------------------
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Read the command line; ValueError names an option that is wrong."""
-    keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="experiments/evaluate.py", description=__doc__, formatter_class=keep_lines
-    )
+    """Read the command line; ValueError names the invalid option."""
+    parser = argparse.ArgumentParser("experiments/evaluate.py", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--model", type=Path, help="folder of a checkpoint, an export or a run")
-    add("--run", type=Path, help="instead: folder of a run, whose training samples become a page")
+    add("--run", type=Path, help="instead of --model: folder of a run, to make the page of its samples")
     add(
         "--data", nargs="+", action="extend", default=[], help="prompt sets: files, hub names, or {path: ...}"
     )
@@ -530,34 +558,43 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--samples", type=int, default=8, help="K, samples a prompt; 0: greedy only (default: %(default)s)")
     add("--kind", help="verifier of rows without a kind: math, gsm8k, path/file.py:function ...")
     add("--template", help='text around each prompt, with "{prompt}" in it')
-    add("--columns", help="where columns are named otherwise, e.g. '{prompt: problem, difficulty: level}'")
-    add("--limit", type=int, help="take the first rows of each set only")
-    add("--chat", choices=["auto", "always", "never"], help="what the chat template renders, see data.chat")
-    add("--system-prompt", help="system message of rendered prompts that have none")
-    add("--max-new-tokens", type=int, default=512, help="completions are cut here (default: %(default)s)")
-    add("--temperature", type=float, default=1.0, help="of sampling (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of sampling and bootstrap (default: %(default)s)")
-    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of engine and trainer")
-    add("--kv-cache-gib", type=float, help="keys and values per rank; without it vLLM decides")
-    add("--max-num-seqs", type=int, default=256, help="completions at once per rank (default: %(default)s)")
+    add("--columns", help="names of the columns, for example '{prompt: problem, difficulty: level}'")
+    add("--limit", type=int, help="use only the first rows of each set")
+    add(
+        "--chat",
+        choices=["auto", "always", "never"],
+        help="which prompts the chat template renders, see data.chat",
+    )
+    add("--system-prompt", help="system message for rendered prompts that lack a system message")
+    add("--max-new-tokens", type=int, default=512, help="limit of a completion (default: %(default)s)")
+    add("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of sampling and bootstrap (default: %(default)s)")
+    add("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of engine and trainer")
+    add("--kv-cache-gib", type=float, help="GiB of keys and values per rank (default: chosen by vLLM)")
+    add(
+        "--max-num-seqs",
+        type=int,
+        default=256,
+        help="simultaneous completions per rank (default: %(default)s)",
+    )
     add("--trainer-logprobs", action=argparse.BooleanOptionalAction, default=True,
-        help="compute entropies and log-probabilities by the trainer's policy, too")  # fmt: skip
-    add("--micro-batch-tokens", type=int, default=16384, help="padded tokens per forward of the trainer")
+        help="also compute entropies and log-probabilities by the trainer's policy")  # fmt: skip
+    add("--micro-batch-tokens", type=int, default=16384, help="padded tokens per forward pass of the trainer")
     add("settings", nargs="*", metavar="section.key=value", help="settings of data, rollout and reward")
     args = parser.parse_intermixed_args(argv)
     if (args.model is None) == (args.run is None):
-        raise ValueError("give either --model FOLDER with --data FILE, or --run RUN_DIR with --html FILE")
+        raise ValueError("expected either --model FOLDER with --data FILE, or --run RUN_DIR with --html FILE")
     if args.run is not None and (args.html is None or args.data):
         raise ValueError(
-            "--run RUN_DIR takes --html FILE and no --data: it shows the samples of the training"
+            "--run RUN_DIR needs --html FILE and takes no --data: the page shows samples of the training"
         )
     if args.model is not None and not args.data:
-        raise ValueError("--model needs --data FILE")
+        raise ValueError("--model needs --data FILE with the prompts")
     if args.samples < 0 or args.micro_batch_tokens < 1:
         raise ValueError("--samples must be at least 0 and --micro-batch-tokens at least 1")
-    beside = args.json or args.html
-    if args.completions is None and beside is not None and args.run is None:
-        args.completions = beside.with_name(f"{beside.stem}_completions.jsonl")
+    output = args.json or args.html
+    if args.completions is None and output is not None and args.run is None:
+        args.completions = output.with_name(f"{output.stem}_completions.jsonl")
     files = [file.resolve() for file in (args.json, args.html, args.completions) if file is not None]
     if len(set(files)) < len(files):
         raise ValueError("--json, --html and --completions must be different files")
@@ -567,14 +604,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def refuse_overwriting(args: argparse.Namespace, sources: list[PromptSource]) -> None:
-    """Raise ValueError where a file to be written is one of those that hold the prompts."""
+    """Raise ValueError if an output file is also a file of prompts."""
     outputs = {file.resolve() for file in (args.json, args.html, args.completions) if file is not None}
     for source in sources:
         local = os.path.expanduser(source.path)
         for file in [] if is_saved_to_disk(local) else find_files(source.path, local, source.split):
             if Path(file).resolve() in outputs:
                 raise ValueError(
-                    f"{file} holds prompts and would be overwritten by the results; give another --json, "
+                    f"{file} holds prompts and would be overwritten by the results; choose another --json, "
                     "--html or --completions"
                 )
 
@@ -582,7 +619,8 @@ def refuse_overwriting(args: argparse.Namespace, sources: list[PromptSource]) ->
 def read_settings(args: argparse.Namespace, context: int):
     """Return the settings of data, rollout and reward: defaults < options < section.key=value.
 
-    context: tokens of the model; without rollout.max_prompt_tokens a prompt may have as many as it leaves.
+    context: length of the model's context in tokens. rollout.max_prompt_tokens defaults to the context minus
+    --max-new-tokens.
     """
     from rollout import RolloutSettings
 
@@ -595,8 +633,8 @@ def read_settings(args: argparse.Namespace, context: int):
     common |= {"columns": read_mapping("--columns", args.columns) if args.columns else None}
     data = {"eval": [], "chat": args.chat, "system_prompt": args.system_prompt}
     for text in args.data:
-        own = read_mapping("--data", text) if text.lstrip().startswith("{") else {"path": text}
-        data["eval"].append({key: value for key, value in common.items() if value is not None} | own)
+        source = read_mapping("--data", text) if text.lstrip().startswith("{") else {"path": text}
+        data["eval"].append({key: value for key, value in common.items() if value is not None} | source)
     names = ("temperature", "max_new_tokens", "dtype", "kv_cache_gib", "max_num_seqs")
     rollout = {name: getattr(args, name) for name in names} | {"sleep_level": sleep_level(args)}
     values = {"data": {key: value for key, value in data.items() if value is not None}, "rollout": rollout}
@@ -611,18 +649,18 @@ def read_settings(args: argparse.Namespace, context: int):
     if most < 1:
         raise ValueError(
             f"--max-new-tokens {settings.rollout.max_new_tokens} leaves no room for a prompt in the model's "
-            f"context of {context} tokens"
+            f"context of {context} tokens; choose a smaller number"
         )
     if settings.rollout.max_prompt_tokens > most:
         raise ValueError(
             f"rollout.max_prompt_tokens {settings.rollout.max_prompt_tokens} + --max-new-tokens "
-            f"{settings.rollout.max_new_tokens} exceed the model's context of {context} tokens"
+            f"{settings.rollout.max_new_tokens} exceed the model's context of {context} tokens; lower either"
         )
     return settings
 
 
 def read_mapping(option: str, text: str) -> dict:
-    """Read {key: value} of the command line as YAML; ValueError names the option."""
+    """Parse {key: value} of the command line as YAML; ValueError names the option."""
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -633,14 +671,14 @@ def read_mapping(option: str, text: str) -> dict:
 
 
 def sleep_level(args: argparse.Namespace) -> int:
-    """Return 2 where a GPU must hold the trainer after the engine: then the engine drops its weights."""
+    """Return 2, which frees the engine's weights, if the trainer needs the GPU after the engine; else 0."""
     import torch
 
     return 2 if args.trainer_logprobs and torch.cuda.is_available() else 0
 
 
 def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
-    """Evaluate the model in a folder and write what was asked for. Collective."""
+    """Evaluate the model in a folder and write the output files. Collective."""
     from data.chat import load_tokenizer
     from moe_model import is_moe_layer, load_config, num_experts_of
     from runtime.checkpoint import digest_of_weights
@@ -653,14 +691,14 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     say("\n".join([*notes, *training_warnings(args.model, settings)]))
     seconds: dict[str, float] = {}
     start = time.perf_counter()
-    mine = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
-    engine, rows, completions = generate(args, settings, folder, tokenizer, tasks, mine)
+    local_tasks = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
+    engine, rows, completions = generate(args, settings, folder, tokenizer, tasks, local_tasks)
     seconds["engine"] = time.perf_counter() - start
     result = {"model": name, "weights": digest_of_weights(folder)}
     result |= {"settings": settings_of(args, settings), "seconds": seconds}
-    write_results(args, result, gather(rows)[0])  # the trainer may yet fail: these are kept
+    write_results(args, result, gather(rows)[0])  # before the trainer, which may fail
 
-    prompt_ids = {task.prompt_index: task.prompt_ids for task in mine}
+    prompt_ids = {task.prompt_index: task.prompt_ids for task in local_tasks}
     lengths = [len(prompt_ids[row["prompt_index"]]) for row in rows]
     routes = [engine_routes(completion, length) for completion, length in zip(completions, lengths)]
     trainer_routes: list[np.ndarray | None] = [None] * len(rows)
@@ -670,8 +708,10 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
         trainer_routes = add_trainer_outputs(build_trainer(folder, settings), rows, prompt_ids, args)
         seconds["trainer"] = time.perf_counter() - start
     layers = [layer for layer in range(hf_config.num_hidden_layers) if is_moe_layer(hf_config, layer)]
-    of_layers = lambda ids: None if ids is None or not args.html else ids[:, layers]
-    tables = [(of_layers(engine_ids), of_layers(ids)) for engine_ids, ids in zip(routes, trainer_routes)]
+    tables = [(None, None)] * len(rows)
+    if args.html:
+        tables = [tuple(None if ids is None else ids[:, layers] for ids in pair)
+                  for pair in zip(routes, trainer_routes)]  # fmt: skip
     rows, tables = gather(rows, tables)
     if rows:
         write_results(args, result, rows)
@@ -685,9 +725,9 @@ TRAINED_WITH = ("data.chat", "data.system_prompt", "data.chat_template_args", "r
 
 
 def training_warnings(model: Path, settings) -> list[str]:
-    """Say which settings of prompts, ends and rewards differ from those of the run that made the model.
+    """Warn of settings in TRAINED_WITH that differ from the settings of the run that trained the model.
 
-    model: a run, its export or one of its checkpoints; [] for any other folder, and where none differs.
+    model: a run, its export or one of its checkpoints. Returns [] for any other folder, and if all are equal.
     """
     folders = (model, *model.resolve().parents[:3])  # at most run/checkpoints/step_N/model
     file = next((file for folder in folders if (file := folder / "config.yaml").is_file()), None)
@@ -695,15 +735,16 @@ def training_warnings(model: Path, settings) -> list[str]:
         trained = yaml.safe_load(file.read_text()) if file else {}
         values = {name: trained[name.split(".")[0]][name.split(".")[1]] for name in TRAINED_WITH}
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        return []  # no run of this project
-    given = settings.model_dump(mode="json")
-    differing = [
-        f"{name} was {value!r} and is {now!r}"
-        for name, value in values.items()
-        if value != (now := given[name.split(".")[0]][name.split(".")[1]])
-    ]
-    why = "give the same, unless the difference is meant"
-    return [f"warning: in training ({file}) {'; '.join(differing)}: {why}"] if differing else []
+        return []  # not a run of this project
+    present = settings.model_dump(mode="json")
+    changes = []
+    for name, value in values.items():
+        section, _, key = name.partition(".")
+        if value != present[section][key]:
+            changes.append(f"{name} was {value!r} and is {present[section][key]!r}")
+    if not changes:
+        return []
+    return [f"warning: in training ({file}) {'; '.join(changes)}: set the same unless you mean to differ"]
 
 
 def say(text: str) -> None:
@@ -713,7 +754,7 @@ def say(text: str) -> None:
 
 
 def progress_bar(num_completions: int, label: str):
-    """Return a bar that counts completions, on rank 0 and on a terminal only."""
+    """Return a bar that counts completions; visible on rank 0 of a terminal only."""
     from tqdm import tqdm
 
     hidden = None if os.environ["RANK"] == "0" else True
@@ -721,22 +762,22 @@ def progress_bar(num_completions: int, label: str):
 
 
 def gather(rows: list[dict], tables: list | None = None) -> tuple[list[dict], list]:
-    """Return the rows of all ranks, and the table of each, in the order of the set on rank 0. Collective.
+    """Gather the rows of all ranks, and the table of each row, on rank 0 in the order of the set. Collective.
 
-    On other ranks both are empty.
+    All other ranks get two empty lists.
     """
     import torch.distributed as dist
 
     pairs = list(zip(rows, tables or [None] * len(rows)))
-    everyone = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(pairs, everyone)
-    pairs = [pair for of_rank in everyone or [] for pair in of_rank]
+    gathered = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(pairs, gathered)
+    pairs = [pair for rank_pairs in gathered or [] for pair in rank_pairs]
     pairs.sort(key=lambda pair: (pair[0]["prompt_index"], pair[0]["sample"]))
     return [row for row, _ in pairs], [table for _, table in pairs]
 
 
-def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], mine: list[Task]):
-    """Complete this rank's tasks and have them scored; return the engine, the rows and the completions."""
+def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_tasks: list[Task]):
+    """Complete and score the tasks of this rank; return the engine, the rows and the completions."""
     from data.score import weights_of
     from rollout import RolloutEngine
 
@@ -744,26 +785,30 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], mine: l
     with start_pool(settings.reward, tokenizer) as pool:
         say(reference_warning(pool, tasks))
         say(f"{num_completions:,} completions of {len(tasks):,} prompts; starting vLLM")
-        longest = max(len(task.prompt_ids) for task in tasks)  # all ranks agree: they may share an engine
+        longest = max(
+            len(task.prompt_ids) for task in tasks
+        )  # over all ranks, because ranks may share an engine
         engine = RolloutEngine(folder, longest + settings.rollout.max_new_tokens, settings.rollout)
         engine.sync(weights_of(folder), policy_version=0)
         with progress_bar(num_completions, "generate") as progress:
-            rows, completions = sample(engine, pool, tokenizer, mine, args, settings, progress)
+            rows, completions = sample(engine, pool, tokenizer, local_tasks, args, settings, progress)
     return engine, rows, completions
 
 
 def reference_warning(pool: RewardPool, tasks: list[Task]) -> str:
-    """Say how many prompts nothing can solve, because their reference answer is wrong by its own rule."""
+    """Warn of prompts that no answer can solve, because the verifier rejects the reference answer."""
     reasons = impossible_references(pool, verifier_rows(tasks))
     if not reasons:
         return ""
     index, reason = next(iter(reasons.items()))
-    where = f"prompt {index + 1} of {tasks[index].prompt.source}"
-    return f"warning: {len(reasons)} reference answers cannot be met, first {where}: {reason}"
+    example = f"prompt {index + 1} of {tasks[index].prompt.source}"
+    return (
+        f"warning: {len(reasons)} reference answers fail their own verifier, for example {example}: {reason}"
+    )
 
 
 def build_trainer(folder: Path, settings):
-    """Load the policy as the trainer computes it, whole on this rank."""
+    """Load the trainer's policy, with all experts on this rank."""
     import torch
 
     from moe_model import ModelSettings, build_policy
@@ -773,9 +818,9 @@ def build_trainer(folder: Path, settings):
 
 
 def settings_of(args: argparse.Namespace, settings) -> dict:
-    """Return the settings that the figures depend on, for the JSON and the page.
+    """Return the settings that determine the figures, for the JSON and the page.
 
-    changed: those of sections data, rollout and reward that differ from the defaults.
+    changed: settings of the sections data, rollout and reward that differ from the defaults.
     """
     rollout = settings.rollout
     return {
@@ -787,7 +832,7 @@ def settings_of(args: argparse.Namespace, settings) -> dict:
 
 
 def write_results(args: argparse.Namespace, result: dict, rows: list[dict]) -> None:
-    """Add the figures of the rows to the result; write JSON and JSONL. Nothing without rows."""
+    """Add the figures of the rows to the result and write JSON and JSONL; do nothing for an empty list."""
     if rows:
         result |= {"figures": all_figures(rows, args.seed), "mismatch": mismatch_figures(rows)}
         failed = [row for row in rows if row["status"] in FAILED]
@@ -799,7 +844,7 @@ def write_results(args: argparse.Namespace, result: dict, rows: list[dict]) -> N
 def evaluation_page(
     result: dict, rows: list[dict], tables: list[tuple], tokenizer, layers: list[int], num_experts: int
 ) -> str:
-    """Return the page of an evaluation. tables: experts of engine and trainer, of each row."""
+    """Return the page of an evaluation. tables: for each row, the experts of engine and trainer."""
     labels = level_labels([row["difficulty"] for row in rows])
     prompts, groups = group_rows(rows, labels)
     details = [
@@ -807,26 +852,27 @@ def evaluation_page(
         for row, of_row in zip(rows, tables)
     ]
     if num_dropped := drop_routes(details):
-        say(f"the page holds no experts of {num_dropped} of {len(details)} completions: there are too many")
+        say(f"the page omits the experts of {num_dropped} of {len(details)} completions to limit its size")
     header = evaluation_header(result, num_experts, layers)
     return build_page(header, prompts, [[details[n] for n in numbers] for numbers in groups])
 
 
 def report(args: argparse.Namespace, result: dict) -> None:
-    """Print the figures and the files that were written."""
+    """Print the figures and the names of the output files."""
     print(f"{result['model']}: {table_text(result['figures'])}")
     if mismatch := result["mismatch"]:
-        mean, most = mismatch["abs_dlogp"], mismatch["abs_dlogp_max"]
-        print(f"  trainer and engine: |dlogp| {mean:.1e} in the mean, {most:.1e} at most")
+        mean = mismatch["abs_dlogp"]
+        largest = mismatch["abs_dlogp_max"]
+        print(f"  trainer and engine: |dlogp| mean {mean:.1e}, largest {largest:.1e}")
     if result["first_failure"]:
-        print(f"  first verdict that failed: {one_line(result['first_failure'])}")
+        print(f"  first failed verdict: {one_line(result['first_failure'])}")
     for file in (args.json, args.completions, args.html):
         if file is not None:
             print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Do what the command line asks for."""
+    """Evaluate --model, or make the page of --run."""
     if args.run is not None:
         write_aside(args.html, samples_page(args.run))
         print(f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB")
@@ -837,11 +883,10 @@ def main(args: argparse.Namespace) -> None:
     from runtime.schedule import from_rank_0
 
     join_ranks()
-    held = contextlib.ExitStack()
-    with held:
-        opened = held.enter_context(open_model(args.model)) if dist.get_rank() == 0 else None
-        evaluate(args, *from_rank_0(opened))
-        dist.barrier()  # the files stay until all have read them
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(open_model(args.model)) if dist.get_rank() == 0 else None
+        evaluate(args, *from_rank_0(model))
+        dist.barrier()  # rank 0 keeps the linked files until all ranks have read them
     dist.destroy_process_group()
 
 

@@ -1,18 +1,23 @@
-"""Run every row of a table with every seed: one run of train_rl.py each, several at once, resumable.
+"""Run every row of a table with every seed, one run of train_rl.py each; or reproduce one row of a study.
 
     python experiments/run.py --rows experiments/studies/zero_variance/*.yaml --seeds 0 1 2 3 4 --out runs/all
     python experiments/run.py --rows ROW.yaml --seeds 0 --out runs/try --jobs 2 --ranks 2 eval.every=5
-    python experiments/run.py ... --script mine.py    run a changed copy of train_rl.py, with its settings
-    python experiments/run.py ... --dry-run           print the commands of the runs still to do
+    python experiments/run.py ... --script mine.py    run a changed copy of train_rl.py
+    python experiments/run.py ... --dry-run           print the commands of unfinished runs
+    python experiments/run.py --row zero_variance/grpo_online --seed 0    reproduce one recorded run
 
-A row is a YAML file and is named like it; settings on the command line go to all rows. Seed S of a row writes
-to OUT/ROW/seed_S, and its console, since its latest start, to OUT/ROW/seed_S.log. All rows get the first seed
-before any gets the second, so that an early table compares all of them.
+A row is a YAML file, and the file names the row. Settings on the command line apply to all rows. Seed S of
+a row writes to OUT/ROW/seed_S, and the console output of the latest launch goes to OUT/ROW/seed_S.log. All
+rows run with the first seed before any row runs with the second seed, so that an early table has all rows.
 
-The same command again goes on: finished runs are skipped, others resume from their checkpoints. A folder made
-with other settings or by a script of another name is refused, with --redo removed and redone; a folder that
-another run writes to is refused. Ctrl-C and SIGTERM end all runs. On a GPU machine use --jobs 1: every run
-takes the first GPUs, as many as --ranks.
+Repeat a command to continue: finished runs are skipped, unfinished runs resume from checkpoints. A folder
+made with other settings, or by a script of another name, is refused; --redo removes the folder and runs
+again. A folder that another run is using is refused too. Ctrl-C and SIGTERM end all runs. On a GPU machine
+use --jobs 1, because every run takes the first GPUs, as many as --ranks.
+
+--row STUDY/ROW runs experiments/studies/STUDY/ROW.yaml with one seed and the recorded settings, and prints
+the new figures beside the recorded figures. If data/built lacks the model and prompts of the environment,
+`python -m data.tiny` builds both first. Records do not hold --ranks: see the commands in the study's README.
 """
 
 import argparse
@@ -37,12 +42,25 @@ import yaml
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE_S = 60.0  # between SIGTERM to torchrun, which ends its ranks, and SIGKILL to what is left
+if __name__ == "__main__":
+    sys.path.append(str(ROOT))  # run as a script: for the modules of the project
+
+from experiments import report
+from experiments.bench.common import markdown
+from runtime.config import differences, flat_settings
+
+STUDIES = ROOT / "experiments" / "studies"
+GRACE_S = 60.0  # between SIGTERM to torchrun, which ends the ranks, and SIGKILL to surviving processes
+ANY_METRIC = "train/zero_variance_frac"  # a metric of every record, because reading a run requires one
+OTHER_START = (
+    "The initial weights of the recorded runs are not available: this run starts from weights built on this "
+    "machine, which may differ. Results differ by rounding between processors, so expect similar figures."
+)
 
 
 @dataclass(frozen=True)
 class Run:
-    """One row with one seed. Paths are relative to the root where they lie below it."""
+    """One row with one seed. Paths below the root are relative to the root."""
 
     row: str
     seed: int
@@ -52,63 +70,66 @@ class Run:
     arguments: tuple[str, ...]  # arguments of the script
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Which runs
+# ------------------------------------------------------------------------------------------------------------
 def from_root(path: Path) -> Path:
-    """Return the path as the script will see it; so no config.yaml names a folder of this machine."""
+    """Return the path relative to the root, so that no config.yaml records a folder of this machine."""
     path = path.resolve()
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 def plan(args: argparse.Namespace) -> list[Run]:
-    """List all runs in the order in which they start: seeds outside, rows inside."""
+    """List all runs in launch order: for each seed, all rows."""
     for name, values in (("--rows", [path.stem for path in args.rows]), ("--seeds", args.seeds)):
-        twice = [str(value) for value, count in Counter(values).items() if count > 1]
-        if twice:
+        duplicates = [str(value) for value, count in Counter(values).items() if count > 1]
+        if duplicates:
             raise ValueError(
-                f"{name}: {', '.join(twice)} is there twice, run folders are named by row and seed"
+                f"{name}: {', '.join(duplicates)} occurs twice; name each once, because row and seed name "
+                "the run folders"
             )
     runs = []
+    script = from_root(args.script)
     for seed in args.seeds:
         for path in args.rows:
             folder = from_root(args.out) / path.stem / f"seed_{seed}"
-            own = (f"run.dir={folder}", f"train.seed={seed}", f"model.ep_size={args.ranks}")
-            arguments = ("--config", str(from_root(path)), *own, *args.settings)
-            log, script = folder.with_name(f"seed_{seed}.log"), from_root(args.script)
+            settings = (f"run.dir={folder}", f"train.seed={seed}", f"model.ep_size={args.ranks}")
+            arguments = ("--config", str(from_root(path)), *settings, *args.settings)
+            log = folder.with_name(f"seed_{seed}.log")
             runs.append(Run(path.stem, seed, folder, log, script, arguments))
     return runs
 
 
 def command(run: Run, ranks: int) -> list[str]:
-    """Return the command of a run, to be started in the root."""
+    """Return the command of a run, for the root as working directory."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*torchrun, str(run.script), *run.arguments]
 
 
 @functools.cache
 def load_script(path: Path) -> ModuleType:
-    """Import train_rl.py or a changed copy of it from its file; ValueError if it is neither."""
+    """Import train_rl.py or a changed copy from a file; ValueError for any other file."""
     if not path.is_file() or path.suffix != ".py":
-        raise ValueError(f"--script: {path} is no Python file")
+        raise ValueError(f"--script: {path} is not a Python file; name a copy of train_rl.py")
     spec = importlib.util.spec_from_file_location(f"script_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up there
+    sys.modules[spec.name] = module  # before the code runs: dataclasses look up the module by name
     spec.loader.exec_module(module)
     if not (hasattr(module, "Config") and hasattr(module, "load_config")):
-        raise ValueError(f"--script: {path} has no Config and load_config(), it is no copy of train_rl.py")
+        raise ValueError(f"--script: {path} lacks Config or load_config(); name a copy of train_rl.py")
     return module
 
 
 def changed_settings(run: Run) -> list[str]:
-    """List the settings in which the run's folder differs from what would be run; ValueError for wrong ones.
+    """List the settings that differ between the folder and the command; ValueError for invalid settings.
 
-    A setting that is younger than the folder counts as having had its default. The script's name counts as a
-    setting.
+    If the folder is older than a setting, the setting counts as its default. The name of the script counts as
+    a setting.
     """
     script = load_script(run.script)
-    from runtime.config import differences  # main() puts the root on the path
-
     config = script.load_config(list(run.arguments))
     if (Path(config.run.dir), config.train.seed) != (run.folder, run.seed):
-        raise ValueError("run.dir and train.seed are set by --out and --seeds; leave them out")
+        raise ValueError("--out and --seeds set run.dir and train.seed; remove these two from the command")
     if not (run.folder / "config.yaml").is_file():
         return []
     try:
@@ -123,9 +144,10 @@ def changed_settings(run: Run) -> list[str]:
 
 
 def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:
-    """List the runs to do. A folder made with other settings is a ValueError, or with redo is removed.
+    """List the unfinished runs; with redo, remove folders made with other settings.
 
-    ValueError also for a folder whose lock another run holds, unless the list is only printed.
+    ValueError for a folder made with other settings, unless redo is set, and for a folder that another run
+    has locked. A dry run ignores locks and removes nothing.
     """
     for run in [] if dry_run else runs:
         refuse_locked(run.folder)
@@ -133,8 +155,8 @@ def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:
     changed = [f"{run.folder}: {'; '.join(names)}" for run, names in changes.items() if names]
     if changed and not redo:
         raise ValueError(
-            "made with other settings; choose another --out, or --redo to remove these runs and redo them:\n"
-            + "\n".join(changed)
+            "folders were made with other settings; choose another --out, or --redo to remove these runs and "
+            "run them again:\n" + "\n".join(changed)
         )
     for run in runs:
         if changes[run] and not dry_run:
@@ -143,19 +165,22 @@ def unfinished(runs: list[Run], redo: bool, dry_run: bool) -> list[Run]:
 
 
 def refuse_locked(folder: Path) -> None:
-    """Raise ValueError if a run writes to the folder now: starting another would cut its log off."""
+    """Raise ValueError if a run is writing to the folder, because a second launch would truncate the log."""
     if (folder / "lock").is_file():
         with (folder / "lock").open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ValueError(
-                    f"{folder}: a run is writing to it; wait for it or choose another --out"
+                    f"{folder}: a run is writing to it; wait for the run or choose another --out"
                 ) from None
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Running
+# ------------------------------------------------------------------------------------------------------------
 def start(run: Run, ranks: int) -> subprocess.Popen:
-    """Start a run in a session of its own: a Ctrl-C reaches this script alone, which then ends every tree."""
+    """Launch a run in a separate session: Ctrl-C reaches this script only, which then ends all runs."""
     run.log.parent.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))  # for a copy elsewhere
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path}
@@ -167,9 +192,9 @@ def start(run: Run, ranks: int) -> subprocess.Popen:
 
 
 def end_trees(processes: list[subprocess.Popen]) -> None:
-    """End processes and all their children.
+    """End processes and all child processes.
 
-    torchrun puts each rank in a session of its own, so the trees are found by parentage, not by group.
+    torchrun puts each rank into a separate session, so a signal to a process group would miss the ranks.
     """
     trees = [psutil.Process(process.pid) for process in processes]
     trees += [child for parent in trees for child in parent.children(recursive=True)]
@@ -182,17 +207,17 @@ def end_trees(processes: list[subprocess.Popen]) -> None:
 
 
 def end_of(log: Path, num_lines: int = 15) -> str:
-    """Return the last lines of a console, without the screens that torchrun adds below a rank's own words."""
+    """Return the last lines of a console, without the report that torchrun adds after a rank has failed."""
     lines = log.read_text(errors="replace").splitlines()
     footers = [
         i for i, line in enumerate(lines) if "torch/distributed/elastic" in line and "] failed" in line
     ]
-    own = lines[: footers[0]] if footers else lines
-    return "\n".join(own[-num_lines:])
+    rank_lines = lines[: footers[0]] if footers else lines
+    return "\n".join(rank_lines[-num_lines:])
 
 
-def report(run: Run, returncode: int, seconds: float) -> bool:
-    """Print a line for a run that ended well, the end of its log for another; tell whether it ended well."""
+def print_result(run: Run, returncode: int, seconds: float) -> bool:
+    """Print the final figures of a run, or the end of a failed run's log; return whether it succeeded."""
     name = f"{run.row} seed {run.seed}"
     if returncode == 0 and (run.folder / "summary.json").is_file():
         summary = json.loads((run.folder / "summary.json").read_text())
@@ -206,10 +231,14 @@ def report(run: Run, returncode: int, seconds: float) -> bool:
 
 
 def run_all(runs: list[Run], jobs: int, ranks: int) -> list[Run]:
-    """Run all, at most `jobs` at once, and return those that failed; KeyboardInterrupt once a signal came."""
-    waiting, running, failed, signals = deque(runs), {}, [], []
+    """Run all, at most `jobs` at a time; return the failed runs. A signal raises KeyboardInterrupt."""
+    waiting = deque(runs)
+    running: dict[Run, tuple[subprocess.Popen, float]] = {}
+    failed = []
+    signals = []
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A handler only takes note: an exception could fall between the start of a run and its entry below.
+        # The handler only records the signal: an exception could strike between the launch of a run and the
+        # entry in `running`, and the run would survive this script.
         signal.signal(number, lambda number, frame: signals.append(number))
     progress = tqdm(total=len(runs), desc="table", unit="run", disable=None)
     try:
@@ -220,7 +249,8 @@ def run_all(runs: list[Run], jobs: int, ranks: int) -> list[Run]:
             for run, (process, started) in list(running.items()):
                 if process.poll() is not None:
                     del running[run]
-                    failed += [] if report(run, process.returncode, time.monotonic() - started) else [run]
+                    if not print_result(run, process.returncode, time.monotonic() - started):
+                        failed.append(run)
                     progress.update()
             progress.refresh()
             time.sleep(0.2)
@@ -232,40 +262,153 @@ def run_all(runs: list[Run], jobs: int, ranks: int) -> list[Run]:
     return failed
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Reproducing a row
+# ------------------------------------------------------------------------------------------------------------
+def recorded_run(row: Path, seed: int) -> report.Run:
+    """Find the record of a row with a seed in the record files of its study."""
+    if not row.is_file():
+        names = ", ".join(sorted(file.stem for file in row.parent.glob("*.yaml"))) or "none"
+        raise ValueError(f"--row: {from_root(row)} does not exist; rows in this folder: {names}")
+    runs: list[report.Run] = []
+    for file in sorted(row.parent.glob("*.jsonl"), key=lambda file: file.name != "runs.jsonl"):
+        runs += report.read_records(file, [row.stem], ANY_METRIC)[0]
+    for run in runs:
+        if run.record["seed"] == seed:
+            return run
+    seeds = ", ".join(str(run.record["seed"]) for run in runs) or "none"
+    raise ValueError(f"--seed {seed}: not recorded for row {row.stem}; recorded seeds: {seeds}")
+
+
+def missing_start(run: Run) -> list[str]:
+    """Return the command that builds the model and prompts of a run; [] if the model exists.
+
+    ValueError if another file is missing, for example offline scores: the README of the study makes it.
+    """
+    config = load_script(run.script).load_config(list(run.arguments))
+    for name, path in (
+        ("zero_variance.offline_scores", config.zero_variance.offline_scores),
+        ("reward.judge_path", config.reward.judge_path),
+    ):
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"{name}: {path} is missing; make it by the commands in the study's README.md")
+    model = Path(config.model.path)
+    if model.parent.parent != Path("data/built") or model.is_dir():
+        return []
+    return [sys.executable, "-m", "data.tiny", "--recipe", model.parent.name]
+
+
+def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[str]:
+    """List the recorded settings that the row's YAML lacks, for example eval.every=100 of a command line.
+
+    A recorded setting that this version lacks is reported, because the run cannot repeat it.
+    """
+    script = load_script(from_root(args.script))
+    defaults = flat_settings(script.Config().model_dump(mode="json"))
+    config = script.load_config(["--config", str(args.rows[0])])
+    present = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
+    past = recorded.record.get("settings", {})
+    overrides = []
+    for name in past | present:
+        if name in ("run.dir", "train.seed") or past.get(name) == present.get(name):
+            continue
+        if name in defaults:
+            overrides.append(f"{name}={json.dumps(past.get(name, defaults[name]))}")
+        else:
+            print(f"warning: the recorded setting {name} is unknown in this version", file=sys.stderr)
+    return overrides
+
+
+def figures_of(run: report.Run) -> dict[str, str]:
+    """Return the figures of a finished run: evaluations at the first and last step, tokens and seconds."""
+    figures = {}
+    for name, values in run.record["evaluations"].items():
+        values = [value for value in values if value is not None]
+        if name.startswith("eval/") and values:
+            figures[name.removeprefix("eval/")] = f"{values[0]:.4f} -> {values[-1]:.4f}"
+    share = run.steps["gradient_tokens_total"].sum() / run.steps["tokens_total"].sum()
+    return figures | {
+        "steps": str(len(run.steps["step"])),
+        "generated tokens": f"{run.steps['generated_tokens'][-1]:,.0f}",
+        "share of tokens with gradient": f"{share:.3f}",
+        "seconds of training": f"{run.steps['seconds_per_step'].sum():.0f}",
+    }
+
+
+def comparison(run: Run, recorded: report.Run) -> list[str]:
+    """Return the table of new and recorded figures, and the note about weights."""
+    new_figures = figures_of(report.read_run(ROOT / run.folder, ANY_METRIC))
+    old_figures = figures_of(recorded)
+    rows = [[name, value, old_figures.get(name, "-")] for name, value in new_figures.items()]
+    commit = str(recorded.record.get("commit"))[:8]
+    heads = [f"{run.row}, seed {run.seed}", "this run", f"recorded (commit {commit})"]
+    return [*markdown(heads, rows), "", OTHER_START]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------------------
 def parse(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=Path, nargs="+", required=True, help="YAML files, one per row")
-    parser.add_argument("--seeds", type=int, nargs="+", required=True, help="train.seed of each row's runs")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the run folders")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once (default: %(default)s)")
+    parser.add_argument("--rows", type=Path, nargs="+", help="YAML files, one per row")
+    parser.add_argument("--seeds", type=int, nargs="+", help="train.seed of the runs of each row")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the run folders (with --row: runs/reproduce/STUDY)"
+    )
+    parser.add_argument("--row", metavar="STUDY/ROW", help="instead of --rows: reproduce a row of a study")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --row (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     parser.add_argument(
         "--ranks", type=int, default=1, help="processes per run, and model.ep_size (default: %(default)s)"
     )
     parser.add_argument(
         "--script", type=Path, default=ROOT / "train_rl.py",
-        help="what to run: a changed copy of train_rl.py (default: train_rl.py itself)",
+        help="script to run: train_rl.py (default) or a changed copy",
     )  # fmt: skip
-    parser.add_argument("--redo", action="store_true", help="remove and redo runs made with other settings")
+    parser.add_argument("--redo", action="store_true", help="remove and repeat runs made with other settings")
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
-    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="settings of all rows")
+    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="settings for all rows")
     args = parser.parse_intermixed_args(argv)
     if args.jobs < 1 or args.ranks < 1:
         parser.error("--jobs and --ranks must be at least 1")
+    if args.row is None and None in (args.rows, args.seeds, args.out):
+        parser.error("expected --rows, --seeds and --out; or --row STUDY/ROW")
+    if args.row is not None:
+        study, _, row = args.row.removesuffix(".yaml").rpartition("/")
+        if args.rows or args.seeds or not study:
+            parser.error("--row STUDY/ROW takes --seed, and neither --rows nor --seeds")
+        args.rows = [STUDIES / study / f"{row}.yaml"]
+        args.seeds = [args.seed]
+        args.out = args.out or ROOT / "runs" / "reproduce" / study
     return args
 
 
+def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run | None]:
+    """Return all runs, the unfinished runs and, for --row, the recorded run. Build the start of --row."""
+    recorded = None
+    if args.row:
+        recorded = recorded_run(args.rows[0], args.seed)
+        args.settings = [*recorded_settings(args, recorded), *args.settings]
+    runs = plan(args)
+    os.chdir(ROOT)  # the working directory of train_rl.py, for relative paths in settings
+    todo = unfinished(runs, args.redo, args.dry_run)
+    if recorded and todo:
+        build = missing_start(todo[0])
+        if build and args.dry_run:
+            print(shlex.join(build))
+        elif build and subprocess.run(build, cwd=ROOT).returncode:
+            raise ValueError(f"--row {args.row}: cannot build its start, `{shlex.join(build)}` failed")
+    return runs, todo, recorded
+
+
 def main(argv: list[str]) -> int:
-    """Run what the command line asks for and return the exit code."""
+    """Run the command line and return the exit code."""
     args = parse(argv)
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))  # run as a script: for what train_rl.py and its copies import
     try:
-        runs = plan(args)
-        os.chdir(ROOT)  # where train_rl.py runs and its settings look for files
-        todo = unfinished(runs, args.redo, args.dry_run)
+        runs, todo, recorded = prepare(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -274,18 +417,20 @@ def main(argv: list[str]) -> int:
             path = "" if run.script.parent == Path() else "PYTHONPATH=. "  # as start() sets it
             print(path + shlex.join(command(run, args.ranks)))
         return 0
-    print(f"{len(runs) - len(todo)} of {len(runs)} runs are finished already", flush=True)
+    print(f"{len(runs) - len(todo)} of {len(runs)} runs are already finished", flush=True)
     try:
         failed = run_all(todo, args.jobs, args.ranks)
     except KeyboardInterrupt:
         print(
-            "interrupted: all runs are ended; with the same command finished ones are skipped, those with a "
-            "checkpoint go on, and the others start anew",
+            "interrupted: all runs are ended; repeat the command to skip finished runs, resume runs with a "
+            "checkpoint and restart all other runs",
             file=sys.stderr,
         )
         return 130
     for run in failed:
         print(f"failed: {run.row} seed {run.seed}, see {run.log}", file=sys.stderr)
+    if recorded and not failed:
+        print("\n".join(comparison(runs[0], recorded)))
     return 1 if failed else 0
 
 

@@ -1,4 +1,4 @@
-"""Share what all tests use: quiet libraries, a way to run something on several ranks, an undisturbed run."""
+"""Shared fixtures: quiet libraries, ways to run a script on several ranks, and an undisturbed run."""
 
 import atexit
 import json
@@ -20,7 +20,7 @@ from tests import preloaded
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL (README); tests skip without them
+SHARED_DATA = ROOT.parent / "shared" / "data"  # public sets as JSONL; tests skip if it is missing
 
 # A test that starts a program of the operating system names the program by this marker. On a machine without
 # the program, the test is skipped, and pytest's last lines count the skipped tests by program.
@@ -30,29 +30,28 @@ MISSING = "missing program: "  # begins the reason of every such skip; the progr
 
 
 def hide_leak_reports() -> None:
-    """Discard the standard error of this process from here on; the exit code stays as it is.
+    """Discard the standard error of this process from here on; the exit code does not change.
 
-    Triton's bindings are made by nanobind, which prints 30 lines about leaked types when an interpreter that
-    has run vLLM exits. Triton offers no switch for the report, and hides it in its own compile workers by the
-    same means.
+    Triton's bindings use nanobind, which prints 30 lines about leaked types when an interpreter that has run
+    vLLM exits. Triton's own compile workers hide the report the same way, since Triton has no switch for it.
     """
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def pytest_configure() -> None:
-    """Register the exit handler early, so that it runs last: other handlers have then printed their text."""
+    """Register the exit handler first, because Python calls handlers in reverse order."""
     atexit.register(hide_leak_reports)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Deal the slow tests to the two processes of `make test`, and have one make the demo's model at once.
+    """Distribute the slow tests over the two processes of `make test`.
 
-    One process, of the mark `ranks`, runs what uses the demo's model or stands in a file that starts ranks,
-    because runs and starts serve several files; the other one runs the rest beside it. A test that shares
-    nothing says `slow(process="others")`. The demo's model takes a minute to make: the second process begins
-    with what needs it, the first one with what does not.
+    The process of the mark `ranks` runs tests that use the demo's model, and files that start ranks, because
+    several files share runs and starts. The other process runs the remaining tests. A slow test that shares
+    nothing says `slow(process="others")`. The demo's model takes a minute to make. Only one process makes the
+    model, so the process `ranks` begins with tests that need the model and the other process begins without.
     """
     for item in items:
         skip_without_programs(item)
@@ -67,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def skip_without_programs(item: pytest.Item) -> None:
-    """Skip a test if this machine lacks a program that one of its `needs_program` markers names."""
+    """Skip a test if this machine lacks a program that a `needs_program` marker names."""
     for marker in item.iter_markers("needs_program"):
         name = marker.kwargs["name"]
         command = marker.kwargs.get("command", name)
@@ -94,38 +93,39 @@ def needs_demo(item: pytest.Item) -> bool:
 def torchrun(
     num_ranks: int, *arguments: object, timeout_s: float = 240, **options
 ) -> subprocess.CompletedProcess:
-    """Run a script by torchrun itself, as a user does; preloaded.run() starts six times as fast."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}",
-        "--master-addr=127.0.0.1", f"--master-port={port}", *map(str, arguments),
-    ]  # fmt: skip
+    """Run a script by torchrun itself, as a user does. preloaded.run() starts six times as fast."""
+    address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    command = torchrun_command(num_ranks, *address, *arguments)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | options.pop("env", {})
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, **options
     )
 
 
-def two_agents(num_ranks: int, *arguments: object, timeout_s: float = 240) -> subprocess.CompletedProcess:
-    """Run a script as on two nodes, both on this machine: an agent of torchrun for each half of the ranks."""
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    agents, deadline = [], time.monotonic() + timeout_s
+        return probe.getsockname()[1]
+
+
+def torchrun_command(num_ranks: int, *arguments: object) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}"]
+    return [*launcher, *map(str, arguments)]
+
+
+def two_agents(num_ranks: int, *arguments: object, timeout_s: float = 240) -> subprocess.CompletedProcess:
+    """Run a script as on two nodes, both on this machine: each agent of torchrun starts half of the ranks."""
+    port = free_port()
+    deadline = time.monotonic() + timeout_s
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    agents = []
     for node in range(2):
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
-            f"--nproc-per-node={num_ranks // 2}", "--master-addr=127.0.0.1", f"--master-port={port}",
-            *map(str, arguments),
-        ]  # fmt: skip
-        streams = [tempfile.TemporaryFile("w+") for _ in range(2)]
-        agent = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=streams[0],
-            stderr=streams[1],
-        )  # fmt: skip
-        agents.append((agent, *streams))
+        node_options = ["--nnodes=2", f"--node-rank={node}"]
+        address = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        command = torchrun_command(num_ranks // 2, *node_options, *address, *arguments)
+        stdout, stderr = (tempfile.TemporaryFile("w+") for _ in range(2))
+        agent = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stdout, stderr=stderr)
+        agents.append((agent, stdout, stderr))
     try:
         codes = [agent.wait(max(0.0, deadline - time.monotonic())) for agent, _, _ in agents]
     finally:
@@ -136,7 +136,7 @@ def two_agents(num_ranks: int, *arguments: object, timeout_s: float = 240) -> su
 
 
 TWO_ENDS = ROOT / "data" / "built" / "two_ends" / "model"  # its generation_config.json has two end tokens
-SMALL = [  # six quick steps with two checkpoints on the way
+SMALL = [  # six quick steps with two checkpoints before the last one
     "--config", "experiments/environments/tiny.yaml", f"model.path={TWO_ENDS}", "train.num_steps=6",
     "rollout.prompts_per_step=8", "rollout.group_size=4", "checkpoint.every=2", "eval.every=2",
     "eval.num_samples=2", "run.log_every=1",
@@ -151,7 +151,7 @@ def train(*settings, ranks=2, start=preloaded.run, **options) -> subprocess.Comp
 
 @pytest.fixture(scope="session")
 def demo_model():
-    """Make the embedded default, once, as the demo makes it, and one that ends at the digit 7, too."""
+    """Make the demo's model, and a copy with a second end token, the digit 7."""
     subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
     TWO_ENDS.mkdir(parents=True, exist_ok=True)
     for file in (ROOT / "data" / "built" / "tiny" / "model").iterdir():
@@ -164,9 +164,9 @@ def demo_model():
 
 @pytest.fixture(scope="session")
 def undisturbed(demo_model, tmp_path_factory) -> Path:
-    """Return the folder of a run of SMALL that nothing disturbed, its experts spread over two nodes.
+    """Return the folder of an uninterrupted run of SMALL, with experts spread over two nodes.
 
-    The runs that are compared with it have one node: the number of nodes changes no bit.
+    Tests compare this run with runs on one node, because the number of nodes changes no bit.
     """
     run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
     done = train(*SMALL, f"run.dir={run_dir}", start=two_agents)
@@ -175,8 +175,22 @@ def undisturbed(demo_model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def ranks(monkeypatch):
+    """Return ranks(N), which makes torch.distributed consist of N threads of this process."""
+    from fake_ranks import FakeRanks
+
+    return lambda world_size: FakeRanks(world_size).install(monkeypatch)
+
+
+@pytest.fixture
+def one_rank(ranks):
+    """Make this process the only rank, for collective functions."""
+    ranks(1)
+
+
+@pytest.fixture
 def float64():
-    """Make float64 the dtype of tensors that a function under test makes without naming one."""
+    """Make float64 the default dtype of tensors during a test."""
     import torch
 
     torch.set_default_dtype(torch.float64)

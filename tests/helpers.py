@@ -1,11 +1,9 @@
-"""Build what tests are about, stand in for torch.distributed and vLLM, run suites on ranks, compare runs."""
+"""Shared tools: test objects, stand-ins for torch.distributed and vLLM, suites on ranks, comparisons."""
 
 import functools
 import json
-import pickle
 import random
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import reference
 import torch
-import torch.distributed as dist
 from conftest import ROOT
+from fake_ranks import FakeRanks as FakeRanks
 from safetensors.torch import load_file
 
 import train_rl
@@ -39,7 +37,7 @@ SMALLEST_TRAINING_SET = "data.train=[{path: unused}]"
 def make_config(*settings: str, section: str = "", **values) -> Config:
     """Read settings as a command line does.
 
-    values: more of them, of a section as section__key, or of the section that is given as key.
+    values: more settings, as section__key=value, or as key=value of `section`.
     """
     names = {key: key.replace("__", ".") if "__" in key else f"{section}.{key}" for key in values}
     return load_config(
@@ -51,21 +49,21 @@ def make_prompts(num: int) -> list[Prompt]:
     return [Prompt(f"prompt {i}", "1", "exact", "set") for i in range(num)]
 
 
-@functools.cache  # statistics of sampling need half a million
+@functools.cache  # statistics of sampling need half a million completions
 def make_completion(length: int) -> Completion:
     return Completion([1 + i % 7 for i in range(length)], [-1.0] * length, "stop", 0.0)
 
 
 @functools.cache
 def make_verdict(right: bool | None, share: float = 0.0) -> Verdict:
-    """Make the verdict of a right or a wrong completion, of which a share is right; None: it gave up."""
+    """Make a verdict; share: the score of a wrong completion; None: a timeout."""
     if right is None:
         return Verdict(0.0, "timeout")
     return Verdict(1.0, "ok") if right else Verdict(share, "wrong")
 
 
 def make_group(slot: int, prompt: int, lengths=(), rights=(), shares=None) -> Group:
-    """Make a group of completions of these lengths; rights and shares are what make_verdict() takes."""
+    """Make a group of completions with these lengths; rights and shares are arguments of make_verdict()."""
     shares = shares or [0.0] * len(rights)
     return Group(
         slot,
@@ -86,15 +84,19 @@ def make_batch(
     padding: int = 0,
     **ragged: list[list[float]],
 ) -> RolloutBatch:
-    """Make a batch of valid completions, `padding` columns wider than it needs.
+    """Make a batch of valid completions with `padding` extra columns.
 
-    Without group_index all are of one group. ragged: fields [B, T] by their rows; rollout_logprobs are 0
-    unless they are given.
+    Without group_index, all rows are one group. ragged: the rows of fields [B, T]; rollout_logprobs are 0 by
+    default.
     """
-    num, lengths = len(completion_ids), [len(ids) for ids in completion_ids]
+    num = len(completion_ids)
+    lengths = [len(ids) for ids in completion_ids]
     width = max([1, *lengths]) + padding
-    pad = lambda rows: torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows]).reshape(num, width)
     ragged = {"rollout_logprobs": [[]] * num} | ragged
+    fields = {
+        name: torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows]).reshape(num, width)
+        for name, rows in ragged.items()
+    }
     return RolloutBatch(
         prompts=make_prompts(num),
         prompt_ids=prompt_ids or [[1]] * num,
@@ -105,33 +107,33 @@ def make_batch(
         group_index=torch.tensor(group_index or [0] * num, dtype=torch.int64),
         minibatch=torch.zeros(num, dtype=torch.int64),
         valid=torch.ones(num, dtype=torch.bool),
-        **{name: pad(rows) for name, rows in ragged.items()},
+        **fields,
     )
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Updates: twelve completions, how they are split over ranks, and cases
+# Updates: twelve completions, splits over ranks, and cases
 # ------------------------------------------------------------------------------------------------------------
-# Adam divides each gradient by its own size, so that the rounding of a gradient near 0 becomes a step of lr.
-# SMOOTH_EPS in the denominator bounds what rounding does: lr / eps * 1e-8 = 1e-7.
+# Adam divides each gradient by its size, so that the rounding of a gradient near 0 becomes a step of lr.
+# SMOOTH_EPS in the denominator bounds the effect of rounding: lr / eps * 1e-8 = 1e-7.
 SMOOTH_EPS = 1e-2
 LEARNING_RATE, TEMPERATURE, CLIP_EPS = 0.1, 0.7, 0.2
 GROUPS = [list(range(g * 3, g * 3 + 3)) for g in range(4)]
 EVERYTHING = [row for group in GROUPS for row in group]
 HALVES, SHARES = (EVERYTHING[:6], EVERYTHING[6:]), (EVERYTHING[:9], EVERYTHING[9:])
-INTERLEAVED = (GROUPS[0] + GROUPS[2], GROUPS[1] + GROUPS[3])  # so that minibatches are those of one rank
+INTERLEAVED = (GROUPS[0] + GROUPS[2], GROUPS[1] + GROUPS[3])  # gives two ranks the minibatches of one rank
 SHUFFLED = [GROUPS[g][i] for g in (2, 0, 3, 1) for i in (1, 2, 0)]
-REWARDS = [  # (reward, valid) of each completion: one right, one half right, one timed out, no variance
+REWARDS = [  # (reward, valid): a right completion, a half-right one, a timeout, a group without variance
     [(1.0, True), (0.0, True), (0.0, True)],
     [(0.0, True), (0.5, True), (1.0, True)],
     [(1.0, True), (0.0, True), (0.0, False)],
     [(1.0, True), (1.0, True), (1.0, True)],
 ]
-WORK = {"padding_frac", "update_tokens", "update_tokens_max"}  # metrics of a split, not of an update
+WORK = {"padding_frac", "update_tokens", "update_tokens_max"}  # metrics that depend on the split
 
 
 def make_ragged_completions() -> list[dict]:
-    """Make twelve ragged completions in four groups; old_logprobs, ref_logprobs are far from a policy's."""
+    """Make twelve ragged completions in four groups, with logprobs that no policy would give."""
     rng = random.Random(0)
     completions = []
     for group, rewards in enumerate(REWARDS):
@@ -151,10 +153,11 @@ def make_ragged_completions() -> list[dict]:
 
 
 def share_prompt_routes(completions: list[dict]) -> None:
-    """Give the prompt of a group, but for its last token, the routes that it has in the first completion."""
+    """Give all completions of a group the same routes for the prompt, except for the last prompt token."""
     first_of = {}
     for c in completions:
-        first, num_shared = first_of.setdefault(c["group"], c), len(c["prompt_ids"]) - 1
+        first = first_of.setdefault(c["group"], c)
+        num_shared = len(c["prompt_ids"]) - 1
         for model, ids in c["routes"].items():
             ids[:num_shared] = first["routes"][model][:num_shared]
 
@@ -162,10 +165,7 @@ def share_prompt_routes(completions: list[dict]) -> None:
 def batch_of_rows(
     completions: list[dict], rows: list[int], padding: int = 0, num_minibatches: int = 1
 ) -> RolloutBatch:
-    """Make the batch of some of make_ragged_completions().
-
-    Whole groups make a minibatch, the first groups the first.
-    """
+    """Make the batch of some of make_ragged_completions(). Minibatches consist of whole groups, in order."""
     chosen = [completions[row] for row in rows]
     groups = list(dict.fromkeys(c["group"] for c in chosen))
     group_index = [groups.index(c["group"]) for c in chosen]
@@ -184,11 +184,11 @@ def batch_of_rows(
 def update_case(name: str, *rows: list[int], old="none", ep_size=1, padding=0, **settings) -> dict:
     """Describe a call of update_policy(): the rows of each rank, and settings.
 
-    old: where old_logprobs come from, `given`, `computed` or `none`. settings: of section `train`, or named
-    section__key; adam_eps, model and ids are not settings, but what rank_worker.run_update() says.
+    old: source of old_logprobs: `given`, `computed` or `none`. settings: of section `train`, or section__key.
+    adam_eps, model and ids are arguments of rank_worker.run_update(), not settings.
     """
-    own = {key: settings.pop(key, default) for key, default in
-           (("adam_eps", SMOOTH_EPS), ("model", "model"), ("ids", "none"))}  # fmt: skip
+    defaults = {"adam_eps": SMOOTH_EPS, "model": "model", "ids": "none"}
+    arguments = {key: settings.pop(key, default) for key, default in defaults.items()}
     settings = {
         "learning_rate": LEARNING_RATE, "max_grad_norm": 1e3, "rollout__temperature": TEMPERATURE,
         "model__ep_size": ep_size, "model__dtype": "float32",
@@ -196,40 +196,42 @@ def update_case(name: str, *rows: list[int], old="none", ep_size=1, padding=0, *
     names = {key: key.replace("__", ".") if "__" in key else f"train.{key}" for key in settings}
     return {
         "name": name, "rows": list(rows), "old": old, "ep_size": ep_size, "padding": padding,
-        "settings": [f"{names[key]}={value}" for key, value in settings.items()], **own,
+        "settings": [f"{names[key]}={value}" for key, value in settings.items()], **arguments,
     }  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What stands in for engine and verifier
+# Stand-ins for engine and verifier
 # ------------------------------------------------------------------------------------------------------------
-Answer = Callable[
-    [int, int, int, int], tuple[bool | None, int]
-]  # (prompt, step, slot, sample) -> right, length
+# (prompt, step, slot, sample) -> (right, length)
+Answer = Callable[[int, int, int, int], tuple[bool | None, int]]
 
 
 def hashed_answer(rates: list[float], seed: int = 0, timeout_prob: float = 0.0) -> Answer:
-    """Draw verdicts at each prompt's pass rate, the same whichever rank asks, and in whatever order."""
+    """Draw verdicts at each prompt's pass rate, independently of the order of calls and of the rank."""
 
     def answer(prompt: int, step: int, slot: int, sample: int) -> tuple[bool | None, int]:
         draws = random.Random(f"{seed}/{prompt}/{step}/{slot}/{sample}")
-        timed_out, right, length = draws.random() < timeout_prob, draws.random(), draws.randint(1, 9)
-        return None if timed_out else right < rates[prompt], length
+        timed_out = draws.random() < timeout_prob
+        right = draws.random() < rates[prompt]
+        return None if timed_out else right, draws.randint(1, 9)
 
     return answer
 
 
 class FakeEngine:
-    """Stands in for an engine and for the reward workers behind it.
+    """Stands in for an engine and the reward workers.
 
-    A request's only prompt token is the number of its prompt, see make_rollouts(). Completions end in the
-    reverse of their order; the completion with a key is as right as the answer says.
+    The prompt of a request is a single token, the number of the prompt (see make_run()). Completions end in
+    reverse order. answer() decides the verdict and the length of each completion.
     """
 
     seconds_per_step, tokens_per_second, seconds = 0.01, 1000.0, {}
 
     def __init__(self, answer: Answer):
-        self.answer, self.num_sampled, self.rights = answer, Counter(), {}
+        self.answer = answer
+        self.num_sampled = Counter()
+        self.rights = {}
 
     def describe(self) -> str:
         return ""
@@ -253,7 +255,7 @@ class FakeEngine:
         return 2
 
     def submit(self, key: int, kind: str, completion: list[int], answer: str, fields: dict) -> None:
-        assert key in self.rights, "a completion is scored that was not sampled"
+        assert key in self.rights, "the completion to score was never sampled"
 
     def poll(self) -> int:
         return 0
@@ -280,9 +282,9 @@ def make_run(config: Config, answer: Answer | None, num_prompts: int, **fields) 
 def loss_inputs(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, settings: AlgorithmSettings, **fields
 ) -> LossInputs:
-    """Return the inputs of a loss in which engine, reference and old policy are the same.
+    """Return the inputs of a loss for which engine, reference and old policy are equal.
 
-    fields: overrides [b, T]; entropies and advantages are 0 unless given, and all tokens count.
+    fields: overrides [b, T]. By default entropies and advantages are 0, and all tokens count.
     """
     mask = fields.get("mask", torch.ones(logprobs.shape, dtype=torch.bool))
     entropy = fields.get("entropy", torch.zeros_like(old_logprobs))
@@ -295,101 +297,29 @@ def loss_inputs(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Several ranks in one process
-# ------------------------------------------------------------------------------------------------------------
-class FakeRanks:
-    """Stands in for torch.distributed: ranks are threads of this process."""
-
-    def __init__(self, world_size: int):
-        self.barrier_of_ranks, self.parts = threading.Barrier(world_size), [None] * world_size
-        self.local = threading.local()
-
-    def install(self, monkeypatch) -> "FakeRanks":
-        """Put this in the place of torch.distributed until the test ends."""
-        names = ("get_rank", "get_world_size", "barrier", "all_gather_object", "all_reduce")
-        for name in (*names, "all_to_all_single", "broadcast_object_list"):
-            monkeypatch.setattr(dist, name, getattr(self, name))
-        return self
-
-    def get_rank(self) -> int:
-        return getattr(self.local, "rank", 0)
-
-    def get_world_size(self) -> int:
-        return len(self.parts)
-
-    def barrier(self) -> None:
-        self.barrier_of_ranks.wait(20)
-
-    def all_gather_object(self, everyone: list, item) -> None:
-        self.parts[self.get_rank()] = pickle.dumps(item)  # what arrives is a copy, as between processes
-        self.barrier()
-        everyone[:] = [pickle.loads(part) for part in self.parts]
-        self.barrier()
-
-    def broadcast_object_list(self, items: list) -> None:
-        everyone = [None] * len(self.parts)
-        self.all_gather_object(everyone, items)
-        items[:] = everyone[0]
-
-    def all_reduce(self, tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> None:
-        everyone = [None] * len(self.parts)
-        self.all_gather_object(everyone, tensor)
-        combine = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}[op]
-        tensor.copy_(combine(torch.stack(everyone), dim=0))
-
-    def all_to_all_single(
-        self, received: torch.Tensor, sent: torch.Tensor, received_sizes=None, sent_sizes=None
-    ) -> None:
-        everyone = [None] * len(self.parts)
-        parts = sent.split(sent_sizes or len(sent) // len(self.parts))
-        self.all_gather_object(everyone, [part.clone() for part in parts])
-        arrived = [parts[self.get_rank()] for parts in everyone]
-        assert received_sizes is None or received_sizes == [len(part) for part in arrived]
-        received.copy_(torch.cat(arrived))
-
-    def run(self, function: Callable[[int], object]) -> list:
-        """Call function(rank) on every rank and return the list of what they return."""
-        results, errors = [None] * len(self.parts), []
-
-        def work(rank: int) -> None:
-            self.local.rank = rank
-            try:
-                results[rank] = function(rank)
-            except BaseException as error:
-                errors.append(error)
-                self.barrier_of_ranks.abort()
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(self.parts))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
-            raise error
-        return results
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Suites on real ranks
 # ------------------------------------------------------------------------------------------------------------
 class RankSuite:
-    """A suite of rank_worker.py. All suites of so many ranks share one start of torchrun.
+    """A suite of rank_worker.py. All suites of one number of ranks share one start of the ranks.
 
-    A test file makes its suites when it is imported. The first results() of a number of ranks runs all suites
-    of this session for it, because a start takes longer than most suites.
+    Test files make suites on import. The first call of results() for a number of ranks, for example 2, runs
+    all suites of this session with that number, because a start takes longer than most suites.
 
-    prepare(folder): writes what the suite reads.
+    prepare(folder): writes the input of the suite.
     """
 
     of_session: list["RankSuite"] = []
     started: dict[int, tuple[tempfile.TemporaryDirectory, str]] = {}  # {ranks: (folder, standard error)}
 
     def __init__(self, name: str, num_ranks: int, prepare: Callable[[Path], None]):
-        self.name, self.num_ranks, self.prepare, self.loaded = name, num_ranks, prepare, None
+        self.name = name
+        self.num_ranks = num_ranks
+        self.prepare = prepare
+        self.loaded = None
         self.of_session.append(self)
 
     def folder(self) -> Path:
-        """Return the folder of this suite, after it has run."""
+        """Return the folder of this suite; the suite has run."""
         if self.num_ranks not in self.started:
             suites = [suite for suite in self.of_session if suite.num_ranks == self.num_ranks]
             assert len({suite.name for suite in suites}) == len(suites)
@@ -398,13 +328,14 @@ class RankSuite:
                 folder = Path(parent.name) / suite.name
                 folder.mkdir()
                 suite.prepare(folder)
-            worker, names = ROOT / "tests" / "rank_worker.py", [suite.name for suite in suites]
+            worker = ROOT / "tests" / "rank_worker.py"
+            names = [suite.name for suite in suites]
             done = preloaded.run(self.num_ranks, worker, parent.name, *names, timeout_s=300)
             self.started[self.num_ranks] = parent, done.stderr
         return Path(self.started[self.num_ranks][0].name) / self.name
 
     def results(self) -> list:
-        """Return what the suite gave on each rank; the same objects at every call."""
+        """Return the results of the suite on each rank; every call returns the same objects."""
         files = [self.folder() / f"results_{rank}.pt" for rank in range(self.num_ranks)]
         if not all(file.is_file() for file in files):
             log = self.started[self.num_ranks][1]
@@ -417,7 +348,7 @@ class RankSuite:
 # ------------------------------------------------------------------------------------------------------------
 # Comparing weights and runs
 # ------------------------------------------------------------------------------------------------------------
-TIMES = (  # what may differ between two runs of the same numbers
+TIMES = (  # metrics that may differ between two runs with the same numbers
     "seconds", "completion_seconds", "peak_rss", "rollout_bubble", "rollout_tail", "straggler",
     "reward_latency",
 )  # fmt: skip
@@ -429,13 +360,13 @@ def parameter_distance(one: dict, other: dict) -> float:
 
 
 def rows_of(run_dir: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl without anything that measures time or memory."""
+    """Return the rows of metrics.jsonl without measurements of time and memory."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
 
 
 def steps_of(run_dir: Path) -> list[dict]:
-    """Return those rows_of() that are of a step, and not of an evaluation."""
+    """Return the rows of training steps, without the rows of evaluations."""
     return [row for row in rows_of(run_dir) if "score" in row]
 
 
@@ -449,8 +380,9 @@ def weights_of(model: Path) -> dict:
 
 
 def assert_same_weights(one: Path, other: Path) -> None:
-    of_one, of_other = weights_of(one), weights_of(other)
-    assert of_one.keys() == of_other.keys() and all(torch.equal(of_one[n], of_other[n]) for n in of_one)
+    weights, expected = weights_of(one), weights_of(other)
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in weights)
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
 from unittest import mock
@@ -84,10 +85,12 @@ def run(
     timeout_s: float = 240,
     env: dict[str, str] | None = None,
     cwd: Path = ROOT,
+    kill_when: Callable[[], bool] | None = None,
 ) -> subprocess.CompletedProcess:
-    """Run a script with its arguments on num_ranks processes; when one fails the others are ended.
+    """Run a script with its arguments on num_ranks processes. If a rank fails, end all ranks.
 
     0 ranks: one process without torchrun's environment. subprocess.TimeoutExpired after timeout_s.
+    kill_when: polled while the ranks run; if True, all ranks are killed (SIGKILL).
     """
     context, arguments = start_server(), [str(argument) for argument in arguments]
     common, ranks = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}, []
@@ -96,10 +99,13 @@ def run(
             ranks.append(context.Process(target=run_rank, args=(arguments, common | own, folder, str(cwd))))
             ranks[-1].start()
         deadline, waiting = time.monotonic() + timeout_s, {rank.sentinel: rank for rank in ranks}
+        killed = False
         while waiting and not any(rank.exitcode for rank in ranks) and time.monotonic() < deadline:
-            for sentinel in multiprocessing.connection.wait(waiting, timeout=1):
+            for sentinel in multiprocessing.connection.wait(waiting, timeout=0.01 if kill_when else 1):
                 waiting.pop(sentinel).join()
-        timed_out = bool(waiting) and time.monotonic() >= deadline
+            if killed := kill_when is not None and kill_when():
+                break
+        timed_out = bool(waiting) and not killed and time.monotonic() >= deadline
         for rank in waiting.values():
             rank.kill()
             rank.join()

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node=N tests/rank_worker.py FOLDER SUITE...
 
-A suite reads what the tests wrote into FOLDER/SUITE. Every rank stores what the suite returned there, in
-results_RANK.pt; comparing it is up to the tests (helpers.RankSuite).
+A suite reads the files that the tests wrote into FOLDER/SUITE. Every rank stores the suite's results there,
+in results_RANK.pt; the tests compare these files (helpers.RankSuite).
 """
 
 import math
@@ -17,14 +17,7 @@ import torch
 warnings.filterwarnings("ignore", category=FutureWarning)
 
 import torch.distributed as dist
-from helpers import (
-    batch_of_rows,
-    hashed_answer,
-    make_config,
-    make_group,
-    make_prompts,
-    make_run,
-)
+from helpers import batch_of_rows, hashed_answer, make_config, make_group, make_prompts, make_run
 from model_suites import model
 
 import moe_model
@@ -56,16 +49,17 @@ def start_engine(config: train_rl.Config, folder: Path, group, adam_eps: float |
 # ------------------------------------------------------------------------------------------------------------
 # Updates: test_grpo.py, test_replay.py
 # ------------------------------------------------------------------------------------------------------------
-def run_update(case: dict, completions: list[dict], folder: Path, group, seen: list) -> dict:
+def run_update(case: dict, completions: list[dict], folder: Path, group, losses: list) -> dict:
     """Run helpers.update_case() on this rank's rows.
 
-    case["model"]: folder of the policy. case["ids"]: routes of the sampler, `given` with the completions, the
-    policy's `own`, or `none`. seen: record_losses() writes here. Returns the parameters and metrics after
-    update_policy(), what it wrote into the batch, and its micro-batches as (rows, logprobs, ratio).
+    case["model"]: folder of the policy. case["ids"]: routes of the sampler: `given` with the completions,
+    `own` (the policy's), or `none`. losses: list that updates() fills. Returns the parameters and metrics
+    after update_policy(), the changed fields of the batch, and micro-batches as (rows, logprobs, ratio).
     """
     config = make_config(*case["settings"])
     engine = start_engine(config, folder / case["model"], group, case["adam_eps"])
-    rows, policy = case["rows"][dist.get_rank()], engine.module
+    policy = engine.module
+    rows = case["rows"][dist.get_rank()]
     batch = batch_of_rows(completions, rows, case["padding"], config.train.minibatches_per_step)
     if config.algorithm.kl_coef == 0:
         batch.ref_logprobs = None
@@ -80,45 +74,48 @@ def run_update(case: dict, completions: list[dict], folder: Path, group, seen: l
     elif case["old"] == "none":
         batch.old_logprobs = None
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    before = {name: value.clone() for name, value in tensors.items()}
-    seen.clear()
+    copies = {name: value.clone() for name, value in tensors.items()}
+    losses.clear()
     metrics = reduce_metrics(train_rl.update_policy(engine, batch, config))
     return {
         "metrics": metrics,
-        "loss": reduce_metrics({"loss_total": (sum(loss for *_, loss in seen), 1)})["loss_total"],
-        "old_logprobs": before.get("old_logprobs"),
+        "loss": reduce_metrics({"loss_total": (sum(loss for *_, loss in losses), 1)})["loss_total"],
+        "old_logprobs": copies.get("old_logprobs"),
         "parameters": weights_of(policy),
-        "written": [name for name, value in before.items() if not torch.equal(value, getattr(batch, name))],
-        "micro_batches": [part[:3] for part in seen],
+        "written": [name for name, value in copies.items() if not torch.equal(value, getattr(batch, name))],
+        "micro_batches": [part[:3] for part in losses],
     }
 
 
 def updates(folder: Path) -> dict:
     """Run the cases of FOLDER/request.pt; return {name: run_update()}."""
-    request, original, seen = torch.load(folder / "request.pt"), train_rl.micro_batch_loss, []
+    request = torch.load(folder / "request.pt")
+    micro_batch_loss = train_rl.micro_batch_loss
+    losses = []
 
-    def recording(logprobs, entropy, batch, rows, *others):
-        loss, statistics = original(logprobs, entropy, batch, rows, *others)
-        seen.append((rows, logprobs.detach().clone(), statistics["ratio"].clone(), loss.item()))
+    def recording(logprobs, entropy, batch, rows, *arguments):
+        loss, statistics = micro_batch_loss(logprobs, entropy, batch, rows, *arguments)
+        losses.append((rows, logprobs.detach().clone(), statistics["ratio"].clone(), loss.item()))
         return loss, statistics
 
     groups = expert_groups({case["ep_size"] for case in request["cases"]}, num_experts=2)
     train_rl.micro_batch_loss = recording
     results = {
-        case["name"]: run_update(case, request["completions"], folder, groups[case["ep_size"]], seen)
+        case["name"]: run_update(case, request["completions"], folder, groups[case["ep_size"]], losses)
         for case in request["cases"]
     }
-    train_rl.micro_batch_loss = original
+    train_rl.micro_batch_loss = micro_batch_loss
     return results
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Values that are not finite: test_nonfinite.py
+# NaN and infinity: test_nonfinite.py
 # ------------------------------------------------------------------------------------------------------------
 def finite_batch(completions: list[dict]) -> train_rl.RolloutBatch:
     """Make the batch of this rank's completions; prompts are named after the row."""
     rows = [i for i in range(len(completions)) if i % 2 == dist.get_rank()]
-    batch, prompts = batch_of_rows(completions, rows), make_prompts(len(completions))
+    prompts = make_prompts(len(completions))
+    batch = batch_of_rows(completions, rows)
     batch.prompts = [prompts[i] for i in rows]
     batch.verdicts = [Verdict(1.0, "ok")] * len(rows)
     batch.rewards = torch.ones(len(rows))
@@ -127,16 +124,19 @@ def finite_batch(completions: list[dict]) -> train_rl.RolloutBatch:
 
 
 def run_nonfinite(case: str, on_nonfinite: str, completions: list[dict], engine, folder: Path) -> dict:
-    """Make a loss, a gradient or a reward not finite on one rank, and update; then an ordinary update.
+    """Put NaN or infinity into a loss, a gradient or a reward of one rank, and update; then update normally.
 
-    Returns what was raised, rewards and which are valid, the metrics, the weights before, after, and after
+    Returns the error, rewards, valid flags, the metrics, and the weights before, after, and after
     the next update.
     """
     config = make_config(
         "train.learning_rate=0.1", f"run.dir={folder / on_nonfinite}", f"run.on_nonfinite={on_nonfinite}"
     )
-    policy, batch = engine.module, finite_batch(completions)
-    before, metrics, raised, handles = weights_of(policy), None, None, []
+    policy = engine.module
+    batch = finite_batch(completions)
+    before = weights_of(policy)
+    metrics = raised = None
+    handles = []
     if case == "loss" and dist.get_rank() == 1:  # one token of one completion of one rank
         batch.advantages[2, 0] = math.nan
     if case == "gradient":
@@ -178,7 +178,7 @@ def nonfinite(folder: Path) -> dict:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# What ranks exchange: test_schedule.py
+# Exchanges between ranks: test_schedule.py
 # ------------------------------------------------------------------------------------------------------------
 DTYPES = (torch.uint8, torch.int16, torch.float32)
 PARCELS = ("objects", "tensors", "one way", "nothing", "stays", "completions")
@@ -191,8 +191,7 @@ def completion_with_routes(seed: int, tokens: int) -> Completion:
 
 
 def parcels(case: str, rank: int) -> list[list]:
-    """Return what a rank sends to ranks 0 and 1."""
-    other = 1 - rank
+    """Return the lists that a rank sends to rank 0 and to rank 1."""
     match case:
         case "objects":
             sent = [{"from": rank}, ("a", None, 1.5), "text \udcff", Verdict(1.0, "ok")]
@@ -208,26 +207,27 @@ def parcels(case: str, rank: int) -> list[list]:
         case "stays":
             return [[f"own {rank}"] if r == rank else [] for r in range(2)]
         case "completions":
-            return [[completion_with_routes(10 * rank + i, i) for i in range(r + 2)] for r in (0, other + 1)]
+            return [[completion_with_routes(10 * rank + i, i) for i in range(r + 2)] for r in (0, 2 - rank)]
 
 
 def schedule(folder: Path) -> dict:
-    """Call reduce_metrics(), split_micro_batches() and, on two ranks, exchange() where ranks differ."""
-    rank, arrived = dist.get_rank(), {}
+    """Call reduce_metrics(), split_micro_batches() and, on two ranks, exchange() with different inputs."""
+    rank = dist.get_rank()
+    received = {}
     for case in PARCELS if dist.get_world_size() == 2 else ():
         sent = parcels(case, rank)
-        arrived[case] = exchange(sent)
-        number = len(sent[rank])
-        assert all(one is other for one, other in zip(arrived[case][:number], sent[rank])), "no copy"
+        received[case] = exchange(sent)
+        assert all(one is other for one, other in zip(received[case], sent[rank])), "no copy"
     lengths = [[40, 3, 9, 9, 1, 22, 5, 5, 30], [8, 2]][rank]
-    rows, own_rows = list(range(len(lengths))), list(range(1 + 2 * rank))
+    single_rows = list(range(1 + 2 * rank))
     pairs = {"mean": (1.0 + rank, 1 + 2 * rank), "none": (0.0, 0), "tokens_total": (5.0 + rank, 1)}
     pairs |= {"length_max": (7.0 - 3 * rank, 1), "below_max": (-2.0 - rank, 1), "max_of_total": (3.0, 2)}
-    alone = lambda balance: split_micro_batches([3, 3, 3], own_rows, 1, balance)
     return {
-        "exchange": arrived,
-        "micro_batches": split_micro_batches(lengths, rows, 45, balance=True),
-        "alone": {balance: alone(balance) for balance in (True, False)},
+        "exchange": received,
+        "micro_batches": split_micro_batches(lengths, list(range(len(lengths))), 45, balance=True),
+        "single_rows": {
+            balance: split_micro_batches([3, 3, 3], single_rows, 1, balance) for balance in (True, False)
+        },
         "reduced": reduce_metrics(pairs),
     }
 
@@ -243,7 +243,7 @@ def contents(groups: list[train_rl.Group]) -> list[tuple]:
 
 
 def sample_steps(case: dict, history=None, state=None) -> list[dict]:
-    """Run some steps of sampling, record, dropping and dealing on this rank; return what came of each."""
+    """Sample, record, drop and deal on this rank for some steps; return the results of each step."""
     config = make_config(*case["settings"])
     answer = hashed_answer(case["rates"], case["seed"], case["timeout_prob"])
     run = make_run(config, answer, len(case["rates"]))
@@ -253,19 +253,20 @@ def sample_steps(case: dict, history=None, state=None) -> list[dict]:
     for _ in range(case["num_steps"]):
         groups, outcomes, account = train_rl.sample_step(run)
         train_rl.update_history(run, list(outcomes.values()))
-        dealt, kept = train_rl.drop_and_deal(groups, outcomes, config)
+        trained, trained_outcomes = train_rl.drop_and_deal(groups, outcomes, config)
         run.state.step += 1
         steps.append({
             "outcomes": [(slot, astuple(o)) for slot, o in outcomes.items()],
             "account": dict(account), "consumed": run.state.consumed_prompts,
-            "kept": sorted(kept), "sampled": contents(groups), "trained": contents(dealt),
+            "trained_slots": sorted(trained_outcomes),
+            "sampled": contents(groups), "trained": contents(trained),
             "record": {name: value.tolist() for name, value in vars(run.history).items()},
         })  # fmt: skip
     return steps
 
 
 def run_update_of_groups(case: dict, model: Path, group) -> dict:
-    """Return parameters before and after the last of the case's updates, and that update's reduced metrics.
+    """Return parameters before and after the last update of the case, and the reduced metrics.
 
     case["updates"]: for each update, for each rank, [(slot, verdicts, completion lengths)].
     """
@@ -277,9 +278,9 @@ def run_update_of_groups(case: dict, model: Path, group) -> dict:
         groups = [
             make_group(slot, slot, lengths, rights) for slot, rights, lengths in of_ranks[dist.get_rank()]
         ]
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, [g.outcome(config.reward.binary) for g in groups])
-        outcomes = {o.slot: o for o in sum(everyone, [])}
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, [g.outcome(config.reward.binary) for g in groups])
+        outcomes = {o.slot: o for o in sum(gathered, [])}
         if case["deal"]:
             groups, outcomes = train_rl.drop_and_deal(groups, outcomes, config)
         batch = train_rl.collate(groups, make_prompts(16), [[2, 3, i] for i in range(16)])
@@ -293,18 +294,24 @@ def run_update_of_groups(case: dict, model: Path, group) -> dict:
 
 
 def zero_variance(folder: Path) -> dict:
-    """Sample and update as FOLDER/request.pt says; also list every value of num_new_prompts()."""
+    """Sample and update as FOLDER/request.pt says; also record every result of num_new_prompts()."""
     request = torch.load(folder / "request.pt")
     num_experts = moe_model.num_experts_of(moe_model.load_config(folder / "model"))
     group = moe_model.create_expert_parallel_group(1, num_experts)
-    wanted, num_new_prompts = [], train_rl.num_new_prompts
-    train_rl.num_new_prompts = lambda *given: wanted.append(num_new_prompts(*given)) or wanted[-1]
+    num_new_prompts = train_rl.num_new_prompts
+    counts = []
+
+    def recording(*arguments) -> int:
+        counts.append(num_new_prompts(*arguments))
+        return counts[-1]
+
+    train_rl.num_new_prompts = recording
     sampling = [sample_steps(case) for case in request["sampling"]]
     train_rl.num_new_prompts = num_new_prompts
     updates = {
         case["name"]: run_update_of_groups(case, folder / "model", group) for case in request["updates"]
     }
-    return {"sampling": sampling, "wanted": wanted, "updates": updates}
+    return {"sampling": sampling, "num_new_prompts": counts, "updates": updates}
 
 
 SUITES = {
@@ -323,7 +330,7 @@ def main(folder: Path, names: list[str]) -> None:
     for name in names:
         result = SUITES[name](folder / name)
         torch.save(result, folder / name / f"results_{dist.get_rank()}.pt")
-    dist.barrier()  # leaving while a neighbour still talks aborts it
+    dist.barrier()  # a rank that leaves early would abort the communication of other ranks
     dist.destroy_process_group()
 
 

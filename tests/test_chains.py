@@ -24,7 +24,7 @@ SYMBOLS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 def integer(text: str) -> int:
-    """Evaluate an expression of whole numbers along its syntax tree, without any modulus."""
+    """Evaluate an expression of whole numbers by its syntax tree, without a modulus."""
 
     def value(node: ast.AST) -> int:
         if isinstance(node, ast.Constant):
@@ -39,28 +39,31 @@ def trace_by_grammar(prompt: str) -> str:
     start = prompt.removesuffix(";")
     num_steps = (string.ascii_lowercase + string.ascii_uppercase).index(start[0])
     program = [start[i : i + 2] for i in range(1, len(start) - 2, 2)]
-    expression, states = start[-1], []
-    for left in reversed(range(num_steps)):
-        done = num_steps - left
+    expression = start[-1]
+    states = []
+    for num_remaining in reversed(range(num_steps)):
+        done = num_steps - num_remaining
         expression = f"({expression}){program[(done - 1) % len(program)]}"
         turned = program[done % len(program) :] + program[: done % len(program)]
-        counter = (string.ascii_lowercase + string.ascii_uppercase)[left]
+        counter = (string.ascii_lowercase + string.ascii_uppercase)[num_remaining]
         states.append(f"{counter}{''.join(turned)}={integer(expression) % 10}")
     return ";".join(states)
 
 
 def share_by_grammar(prompt: str, completion: str) -> float:
-    """Count the states that follow from the state before them, up to the first that is malformed."""
+    """Return the share of states that follow from the previous state, up to the first malformed state."""
     right = trace_by_grammar(prompt).split(";")
-    written, before, count = completion.split(";"), prompt.removesuffix(";"), 0
-    for state, reference in zip(written, right):
+    states = completion.split(";")
+    previous = prompt.removesuffix(";")
+    count = 0
+    for state, reference in zip(states, right):
         if len(state) != len(reference) or any(state[i] != reference[i] for i in range(len(state) - 1)):
             break
         if state[-1] not in "0123456789":
             break
-        count += int(state[-1]) == integer(f"{before[-1]}{before[1:3]}") % 10
-        before = state
-    return count / max(len(right), len(written))
+        count += int(state[-1]) == integer(f"{previous[-1]}{previous[1:3]}") % 10
+        previous = state
+    return count / max(len(right), len(states))
 
 
 def test_the_sets_are_disjoint_of_the_lengths_that_they_say_and_their_answers_right():
@@ -208,11 +211,11 @@ def test_the_description_of_an_environment_counts_sampled_completions_only(tmp_p
     assert shares == pytest.approx([1 / 3] * 3)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:1]))
     monkeypatch.setattr("sys.argv", ["measure", str(tmp_path / "rows.jsonl")])
-    assert main() == 1 and "there are no sampled completions" in capsys.readouterr().err
+    assert main() == 1 and "rows.jsonl" in capsys.readouterr().err
 
 
 def test_the_demos_table_is_made_of_its_runs(tmp_path, monkeypatch, capsys):
-    """Two runs of 100 steps; in the second one more is right, and step 100 has no groups at all."""
+    """Two runs of 100 steps; the second run is better, and step 100 has no groups."""
     for seed, more in enumerate((0.0, 0.25)):
         folder = tmp_path / "runs" / f"seed_{seed}"
         folder.mkdir(parents=True)

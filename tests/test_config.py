@@ -1,10 +1,8 @@
-"""Settings: where they come from, and what is said about wrong ones."""
+"""Settings: their sources (defaults, YAML files, command line), and the refusal of wrong ones."""
 
 import itertools
 import re
 import shlex
-import subprocess
-import sys
 import time
 from typing import Literal, get_args, get_origin
 
@@ -28,9 +26,9 @@ from runtime.config import complete, differences, free_on_resume, setting_fields
 from runtime.learning_rate import learning_rate
 from train_rl import Config, load_config
 
-TRAIN = "data.train=[{path: a.jsonl}]"  # the one setting without which there is nothing to do
+TRAIN = "data.train=[{path: a.jsonl}]"  # the only setting without a usable default
 SETTINGS = setting_fields(Config)
-CHOICES = {  # {setting: its values} of every setting with choices
+CHOICES = {  # {setting: values} for each setting that is a Literal
     name: get_args(info.annotation)
     for name, info in SETTINGS.items()
     if get_origin(info.annotation) is Literal
@@ -43,7 +41,7 @@ def load(*overrides: str, file=None):
 
 
 def error_of(*overrides: str, file=None) -> str:
-    """The message of the ValueError, one line as it is printed."""
+    """Return the message of the ValueError, which must be one line, as a user sees it."""
     with pytest.raises(ValueError) as caught:
         load(*overrides, file=file)
     assert type(caught.value) is ValueError, caught.value
@@ -68,56 +66,42 @@ def write(tmp_path):
 
 def test_command_line_over_file_over_defaults(write):
     file = write("train: {seed: 5, num_steps: 7}\nrun: {dir: from_file}\n")
-    config = load("train.num_steps=9", file=file)
-    assert (config.train.num_steps, config.train.seed, config.run.dir) == (9, 5, "from_file")
-    assert config.train.learning_rate == Config().train.learning_rate
+    for config in (
+        load("train.num_steps=9", file=file),
+        load_config(["train.num_steps=9", TRAIN, "--config", str(file)]),
+    ):
+        assert (config.train.num_steps, config.train.seed, config.run.dir) == (9, 5, "from_file")
+        assert config.train.learning_rate == Config().train.learning_rate
+        assert config.data.train[0].path == "a.jsonl"
     assert load("train.seed=1", "train.seed=2").train.seed == 2
 
 
-def test_settings_may_stand_on_both_sides_of_the_file(write):
-    file = write("train: {seed: 5, num_steps: 7}")
-    config = load_config([TRAIN, "--config", str(file), "train.num_steps=9"])
-    assert (config.train.num_steps, config.train.seed, config.data.train[0].path) == (9, 5, "a.jsonl")
-
-
-def test_an_override_may_be_a_whole_section_and_keeps_the_rest_of_it(write):
+def test_an_override_may_be_a_section_and_replaces_lists_only(write):
     file = write("train: {seed: 5}\ndata: {train: [{path: x}, {path: y}]}\n")
     config = load("train={num_steps: 3}", "data.train=[{path: z, limit: 2}]", file=file)
     assert (config.train.num_steps, config.train.seed) == (3, 5)
-    assert [(source.path, source.limit) for source in config.data.train] == [("z", 2)]  # a list is one value
+    assert [(source.path, source.limit) for source in config.data.train] == [("z", 2)]
 
 
-def test_a_file_inherits_from_its_base(write):
-    write("train: {seed: 1, num_steps: 1, warmup_steps: 1}\nrun: {dir: grandparent}\n", "deep/first.yaml")
-    write("base: deep/first.yaml\ntrain: {num_steps: 2, warmup_steps: 2}\n", "parent.yaml")
-    config = load(file=write("base: parent.yaml\ntrain: {warmup_steps: 3}\n"))
-    assert (config.train.seed, config.train.num_steps, config.train.warmup_steps) == (1, 2, 3)
-    assert config.run.dir == "grandparent"
-
-
-def test_a_file_inherits_from_several_bases_the_later_above_the_earlier(write):
-    write("train: {seed: 1, num_steps: 1}\nrun: {dir: first}", "first.yaml")
-    write("train: {num_steps: 2, warmup_steps: 2}\nrun: {log_every: 2}", "second.yaml")
-    config = load(file=write("base: [first.yaml, second.yaml]\ntrain: {warmup_steps: 3}\n"))
-    assert (config.train.seed, config.train.num_steps, config.train.warmup_steps) == (1, 2, 3)
-    assert (config.run.dir, config.run.log_every) == ("first", 2)
+def test_a_file_inherits_from_bases_and_the_later_base_wins(write):
+    write("train: {seed: 1, num_steps: 1, warmup_steps: 1}\nrun: {dir: oldest}\n", "deep/oldest.yaml")
+    write("base: oldest.yaml\ntrain: {num_steps: 2}\n", "deep/first.yaml")
+    second = write("train: {num_steps: 3, warmup_steps: 2}\nrun: {log_every: 2}", "second.yaml")
+    for bases in ("[deep/first.yaml, second.yaml]", f"[deep/first.yaml, {second}]"):
+        config = load(file=write(f"base: {bases}\ntrain: {{warmup_steps: 3}}\n"))
+        assert (config.train.seed, config.train.num_steps, config.train.warmup_steps) == (1, 3, 3)
+        assert (config.run.dir, config.run.log_every) == ("oldest", 2)
 
 
 def test_of_several_files_the_later_wins(write):
-    first, second = write("train: {seed: 1, num_steps: 1}", "a.yaml"), write("train: {seed: 2}", "b.yaml")
+    first = write("train: {seed: 1, num_steps: 1}", "a.yaml")
+    second = write("train: {seed: 2}", "b.yaml")
     config = load_config([TRAIN, "--config", str(first), "--config", str(second)])
     assert (config.train.seed, config.train.num_steps) == (2, 1)
 
 
-def test_a_base_is_relative_to_the_file_that_names_it(write):
-    write("train: {seed: 1}", "deep/parent.yaml")
-    file = write("base: parent.yaml", "deep/child.yaml")
-    assert load(file=file).train.seed == 1
-    assert load(file=write(f"base: {file.parent / 'parent.yaml'}")).train.seed == 1
-
-
 @pytest.mark.parametrize("text, value", [("1e-6", 1e-6), ("1E6", 1e6), ("1.0e-6", 1e-6), ("3", 3.0)])
-def test_numbers_as_people_write_them(text, value, write):
+def test_notations_of_numbers(text, value, write):
     file = write(f"train: {{learning_rate: {text}}}")
     for config in (load(f"train.learning_rate={text}"), load(file=file)):
         assert config.train.learning_rate == value and type(config.train.learning_rate) is float
@@ -128,7 +112,7 @@ def test_an_empty_file_leaves_the_defaults(text, write):
     assert load(file=write(text)) == load()
 
 
-def test_a_setting_that_is_off_by_default_names_the_word_that_turns_it_off():
+def test_the_text_of_an_optional_setting_names_the_word_that_turns_it_off():
     optional = {name: info for name, info in SETTINGS.items() if info.default is None}
     assert "rollout.kv_cache_gib" in optional and "data.train[].limit" in optional
     for name, info in optional.items():
@@ -163,7 +147,7 @@ def test_the_resolved_config_loads_as_the_same_config(write):
 
 
 def command_of(file) -> list[str]:
-    """The arguments of train_rl.py in the comment that a YAML begins with."""
+    """Return the arguments of train_rl.py in the comment at the top of a YAML file."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
     text = "\n".join(line.removeprefix("#").strip() for line in lines).replace("\\\n", " ")
     (command,) = re.findall(r"train_rl\.py (.*)", text)
@@ -178,46 +162,37 @@ def test_every_experiment_begins_with_its_command_and_the_command_loads(file, mo
     assert load_config(arguments).data.train
 
 
-def test_there_are_experiments():
-    assert {file.parent.name for file in EXPERIMENTS} >= {"environments", "methods", "zero_variance"}
-
-
-NOT_IN_YAMLS = {  # {(setting, choice): why there is one that no YAML makes}
-    ("model.logprob_kernel", "naive"): "what the kernels are compared with; trains the model of data.tiny",
-    ("model.logprob_kernel", "chunked"): "what auto is on CPUs, and the contrast on GPUs",
-    ("model.logprob_kernel", "triton"): "what auto is on GPUs, where a run without it should fail at start",
+NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML makes}
+    ("model.logprob_kernel", "naive"): "the oracle of the other kernels; trains the model of data.tiny",
+    ("model.logprob_kernel", "chunked"): "the value of auto on CPUs, and the contrast on GPUs",
+    ("model.logprob_kernel", "triton"): "the value of auto on GPUs; a run that lacks it should fail at start",
     ("data.chat", "never"): "chat models whose prompts are meant to be plain text",
     ("reward.sandbox", "rlimits"): "machines that refuse namespaces",
-    ("run.on_signal", "stop"): "machines that give no time to write a checkpoint",
+    ("run.on_signal", "stop"): "machines that kill a job before a checkpoint could be written",
     **{
         ("train.lr_schedule", name): "a matter of taste; no result here depends on a schedule"
-        for name in (
-            "linear",
-            "cosine",
-            "cosine_with_restarts",
-            "cosine_with_min_lr",
-            "polynomial",
-            "inverse_sqrt",
-        )
+        for name in CHOICES["train.lr_schedule"]
+        if name not in ("constant", "constant_with_warmup")
     },
     ("rollout.capture_routes", "off"): "engines that cannot return the experts of a token",
     ("reward.judge", "generative"): "needs a language model that can judge; the tiny one writes digits only",
-    ("checkpoint.resume", "weights"): "a run that goes on with another number of ranks",
+    ("checkpoint.resume", "weights"): "a run that resumes with another number of ranks",
     ("checkpoint.on_damage", "older"): "a start after a disk has failed",
     ("checkpoint.resume", "never"): "scripts that must not add to an earlier run",
     ("run.on_nonfinite", "skip"): "long runs that are worth more than one update",
 }
 
 
-def chosen(config: Config, name: str) -> object:
+def value_of(config: Config, name: str) -> object:
     section, _, key = name.partition(".")
     return getattr(getattr(config, section), key)
 
 
-def test_every_choice_is_a_default_or_used():
-    """By a YAML, or for a reason that stands above: a choice that nobody makes is not worth its branch."""
+def test_each_choice_is_a_default_or_in_a_yaml_or_has_a_reason():
+    """A choice that nobody makes is not worth its branch."""
     configs = [Config(), *(load_config([TRAIN, "--config", str(file)]) for file in EXPERIMENTS)]
-    used = {(name, chosen(config, name)) for name in CHOICES for config in configs}
+    assert {file.parent.name for file in EXPERIMENTS} >= {"environments", "methods", "zero_variance"}
+    used = {(name, value_of(config, name)) for name in CHOICES for config in configs}
     unused = {(name, value) for name, values in CHOICES.items() for value in values} - used
     assert unused == set(NOT_IN_YAMLS)
 
@@ -244,13 +219,13 @@ def test_every_choice_is_a_default_or_used():
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_one(setting, name, near, write):
-    expected = f"{name}: unknown setting, did you mean {near}?"
-    assert error_of(setting) == expected
+    message = error_of(setting)
+    assert message.startswith(f"{name}: ") and near in message
     section, _, value = setting.partition("=")
     for part in reversed(section.split(".")):
         value = f"{{{part}: {value}}}"
     write(value, "base.yaml")
-    assert error_of(file=write(value)) == error_of(file=write("base: base.yaml")) == expected
+    assert error_of(file=write(value)) == error_of(file=write("base: base.yaml")) == message
 
 
 def test_all_wrong_settings_are_named_at_once():
@@ -266,9 +241,9 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(name):
     value = "5" if name.endswith(("columns", "_args")) else "{a: {b: 1}}"
     source, _, leaf = name.rpartition("[].")
     if source == "stages":
-        entry = (
-            f"until: {{{leaf.removeprefix('until.')}: {value}}}" if "until" in leaf else f"{leaf}: {value}"
-        )
+        entry = f"{leaf}: {value}"
+        if "until" in leaf:
+            entry = f"until: {{{leaf.removeprefix('until.')}: {value}}}"
         message = error_of(f"stages=[{{name: a}}, {{name: b, {entry}}}]".replace("name: b, name", "name"))
         assert message.startswith(f"stages[1].{leaf}: ")
     elif source:
@@ -288,10 +263,17 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(name):
         "train.learning_rate=fast", "model.activation_checkpointing=perhaps", "run.dir=5", "run.dir=",
         "train.betas=[0.9]", "train.betas=0.9", "train=5", "train=", "model.dtype=fp16", "train.zero_stage=3",
         "checkpoint.resume=always", "data.eval=x", "data.eval={path: x}", "data.eval=[5]",
+        "rollout.temperature=.inf", "train.learning_rate=.nan", "train.num_steps=true",
+        "train.max_generated_tokens=false", "train.betas=[1.5, 0.9]", "train.seed=4294967296", "run.dir=''",
+        'run.dir="a\\0b"', "data.train=[{path: x, kind: maths}]", "data.eval=[{path: x, kind: maths}]",
+        *(f"reward.functions=['{name}']" for name in ("exact", "verify", "my module:verify", "module:")),
+        *(f"algorithm.entropy_groups={value}" for value in ("[]", "[0.5]", "[0.5, 0.6]", "[1.2, -0.2]")),
+        "algorithm.entropy_groups=[1.0, 0.0]", "train.lr_schedule_args={powr: 2} train.lr_schedule=cosine",
     ],
 )  # fmt: skip
-def test_other_wrong_types(setting):
-    assert error_of(setting).startswith(setting.split("=")[0].removesuffix(".x"))
+def test_a_wrong_value_is_refused_by_name(setting):
+    words = re.split(r" (?=train\.lr_schedule=)", setting)
+    assert error_of(*words).startswith(setting.split("=")[0].removesuffix(".x"))
 
 
 @pytest.mark.parametrize(
@@ -401,14 +383,15 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings, one, other", REFUSED)
-def test_contradictory_settings_are_refused_with_both_names(settings, one, other):
+@pytest.mark.parametrize("settings, first, second", REFUSED)
+def test_contradictory_settings_are_refused_with_both_names(settings, first, second):
     message = error_of(*settings.split())
-    assert one in message and other in message
+    assert first in message and second in message
 
 
 def test_every_contradiction_is_refused_by_some_case(monkeypatch):
-    raised, listed = set(), set()
+    raised = set()
+    listed = set()
 
     def note(config, contradictions):
         listed.update(contradictions)
@@ -422,7 +405,7 @@ def test_every_contradiction_is_refused_by_some_case(monkeypatch):
 
 
 def test_the_refused_settings_are_legitimate_alone():
-    """Each pair is refused for the combination: with the other value of one of them it loads."""
+    """Only the combination is refused: with another value of either setting, the config loads."""
     legitimate = (
         "zero_variance.probe_size=7", "zero_variance.rl_zvp=true", "zero_variance.drop=true",
         "zero_variance.refill=true zero_variance.drop=true", "reward.judge=scalar reward.judge_path=x",
@@ -447,47 +430,36 @@ def test_the_refused_settings_are_legitimate_alone():
         assert load(*settings.split())
 
 
-@pytest.mark.parametrize("shares", ["[]", "[0.5]", "[0.5, 0.6]", "[1.2, -0.2]", "[1.0, 0.0]"])
-def test_shares_of_entropy_groups_must_be_positive_and_sum_to_one(shares):
-    assert "algorithm.entropy_groups" in error_of(f"algorithm.entropy_groups={shares}")
+def warning_of(*settings: str) -> str:
+    """Return the only warning about some settings."""
+    (warning,) = config_warnings(load(*settings))
+    return warning
 
 
 def test_unusual_settings_are_warned_about_with_both_names():
     assert config_warnings(load()) == []
+    gspo = "algorithm.ratio_level=sequence"
     several = "train.minibatches_per_step=4"
-    (warning,) = config_warnings(load("algorithm.ratio_level=sequence", several))
+    warning = warning_of(gspo, several)
     assert "algorithm.clip_eps_high 0.2" in warning and "algorithm.ratio_level 'sequence'" in warning
     narrow = ("algorithm.clip_eps_low=3e-4", "algorithm.clip_eps_high=4e-4")
-    assert config_warnings(load("algorithm.ratio_level=sequence", *narrow, several)) == []
-    for own in ("algorithm.ratio_level=sequence", "algorithm.clip_mode=weight"):
-        (warning,) = config_warnings(load(own, *narrow))
-        assert "no clip acts at train.minibatches_per_step 1" in warning
-        for acts in (several, "train.passes_per_rollout=2", "algorithm.old_policy=rollout"):
-            assert config_warnings(load(own, *narrow, acts)) == []
-    (warning,) = config_warnings(load("algorithm.loss_agg=token_group_mean"))
+    assert config_warnings(load(gspo, *narrow, several)) == []
+    for method in (gspo, "algorithm.clip_mode=weight"):
+        assert "train.minibatches_per_step 1" in warning_of(method, *narrow)
+        for active in (several, "train.passes_per_rollout=2", "algorithm.old_policy=rollout"):
+            assert config_warnings(load(method, *narrow, active)) == []
+    warning = warning_of("algorithm.loss_agg=token_group_mean")
     assert "algorithm.loss_agg" in warning and "algorithm.ratio_level 'token'" in warning
-    for selects in (f"select={TOP_ENTROPY}", "rollout_correction=token_mask"):
-        gspo = ("algorithm.ratio_level=sequence", *narrow, several, f"algorithm.{selects}")
-        (warning,) = config_warnings(load(*gspo))
-        assert "algorithm.ratio_form 'geometric' at algorithm.ratio_level 'sequence'" in warning
-        for leaves_out in ("algorithm.ratio_form=stop_gradient", "algorithm.clip_mode=weight"):
-            assert config_warnings(load(*gspo, leaves_out)) == []
-    (warning,) = config_warnings(load("rollout.group_size=1"))
-    assert "rollout.group_size 1" in warning
+    for selection in (f"select={TOP_ENTROPY}", "rollout_correction=token_mask"):
+        masked = (gspo, *narrow, several, f"algorithm.{selection}")
+        warning = warning_of(*masked)
+        assert "algorithm.ratio_form 'geometric'" in warning and "algorithm.ratio_level" in warning
+        for remedy in ("algorithm.ratio_form=stop_gradient", "algorithm.clip_mode=weight"):
+            assert config_warnings(load(*masked, remedy)) == []
+    assert "rollout.group_size 1" in warning_of("rollout.group_size=1")
 
 
-@pytest.mark.parametrize("place", ["train", "eval"])
-def test_an_unknown_verifier_is_refused(place):
-    message = error_of(f"data.{place}=[{{path: x, kind: maths}}]")
-    assert message.startswith(f"data.{place}[].kind") and "'maths'" in message and "math" in message
-
-
-@pytest.mark.parametrize("function", ["exact", "verify", "my module:verify", "module:"])
-def test_a_function_that_is_no_module_and_name_is_refused(function):
-    assert (
-        error_of(f"reward.functions=['{function}']")
-        == f"reward.functions: {function!r} is neither module:function nor path/file.py:function"
-    )
+def test_a_function_is_a_module_and_a_name():
     assert load("reward.functions=['my.module:verify']").reward.functions == ["my.module:verify"]
 
 
@@ -499,39 +471,41 @@ def test_a_config_without_training_prompts_is_refused():
 # ---- wrong files and arguments -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["- a\n", "abc\n", "5\n", "[]\n", "false\n", "0\n", "''\n"])
-def test_a_file_that_is_no_mapping_is_refused(text, write):
-    file = write(text)
-    message = error_of(file=file)
-    assert message.startswith(f"{file}: ") and "section" in message
-
-
 @pytest.mark.parametrize(
-    "text, line",
+    "content, word",
     [
+        *((text, "section") for text in ("- a\n", "abc\n", "5\n", "[]\n", "false\n", "0\n", "''\n")),
         ("train:\n  seed: 1\n  num_steps: 2\n  seed: 1\n", "line 4: key 'seed'"),
         ("train: {seed: 1}\nrun: {dir: x}\ntrain: {seed: 2}\n", "line 3: key 'train'"),
         ("data:\n  eval:\n  - path: x\n    path: y\n", "line 4: key 'path'"),
+        *((text, "") for text in ("train: [1", "train: {seed: 1", "a: b: c", "\tx: 1", "data: {{x}}")),
+        ("? [1]\n: 2", ""),
+        (b"\xff\xfe\xfa", ""),
+        *((f"base: {base}\n", "base") for base in ("5", "[5]", "[[a.yaml]]", "{a: b}", "true")),
+        ("base: run.yaml", "base"),
+        ("base: cycle.yaml", "base"),
+        ("base: none.yaml", "none.yaml"),
     ],
 )
-def test_a_key_given_twice_is_refused(text, line, write):
-    file = write(text)
-    assert error_of(file=file) == f"{file}: {line} is given twice"
+def test_a_broken_file_is_refused_by_name(content, word, write, tmp_path):
+    write("base: run.yaml", "cycle.yaml")
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = error_of(file=file)
+    assert str(tmp_path) in message and word in message
 
 
-BROKEN_YAML = ["train: [1", "train: {seed: 1", "a: b: c", "\tx: 1", "data: {{x}}", "? [1]\n: 2"]
+def test_a_missing_file_is_named(tmp_path):
+    for missing in (tmp_path / "none.yaml", tmp_path):
+        assert str(missing) in error_of(file=missing)
 
 
-@pytest.mark.parametrize("text", BROKEN_YAML)
-def test_broken_yaml_is_refused_with_the_file(text, write):
-    file = write(text)
-    assert error_of(file=file).startswith(f"{file}: ")
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    file = tmp_path / "binary.yaml"
-    file.write_bytes(b"\xff\xfe\xfa")
-    assert error_of(file=file).startswith(f"{file}: ")
+def test_two_files_may_share_a_grandparent(write):
+    """Two ways to one file are fine; only a chain of bases that closes is refused."""
+    write("train: {seed: 4}", "a.yaml")
+    write("base: a.yaml", "b.yaml")
+    for name in ("c.yaml", "d.yaml"):
+        assert load(file=write("base: b.yaml", name)).train.seed == 4
 
 
 @pytest.mark.parametrize("value", ["[1", "{a: 1", "a: b: c", "{{x}}", "{a: 1, a: 2}", "!!python/none"])
@@ -543,34 +517,6 @@ def test_broken_yaml_on_the_command_line_is_refused_by_name(value):
 def test_an_argument_without_a_value_is_refused(setting):
     message = error_of(setting)
     assert repr(setting) in message and "section.key=value" in message
-
-
-def test_a_missing_file_is_named(tmp_path, write):
-    for missing in (tmp_path / "none.yaml", tmp_path):
-        assert str(missing) in error_of(file=missing)
-    assert str(tmp_path / "none.yaml") in error_of(file=write("base: none.yaml"))
-
-
-@pytest.mark.parametrize("base", ["5", "[5]", "[[a.yaml]]", "{a: b}", "true"])
-def test_a_base_that_is_no_name_is_refused(base, write):
-    file = write(f"base: {base}\n")
-    message = error_of(file=file)
-    assert str(file) in message and "base" in message
-
-
-def test_files_that_inherit_from_each_other_are_refused(write):
-    itself = write("base: itself.yaml", "itself.yaml")
-    assert str(itself) in error_of(file=itself) and "base" in error_of(file=itself)
-    write("base: second.yaml", "first.yaml")
-    assert "base" in error_of(file=write("base: first.yaml", "second.yaml"))
-
-
-def test_two_files_may_share_a_grandparent(write):
-    """Only a chain that closes is a cycle."""
-    write("train: {seed: 4}", "a.yaml")
-    write("base: a.yaml", "b.yaml")
-    for name in ("c.yaml", "d.yaml"):
-        assert load(file=write("base: b.yaml", name)).train.seed == 4
 
 
 @pytest.mark.parametrize(
@@ -591,8 +537,8 @@ def test_no_tag_makes_a_python_object(tag, tmp_path, write):
 # ---- resuming ----------------------------------------------------------------------------------------------
 
 
-def test_what_may_change_on_resume_is_named_as_the_comparison_names_it():
-    """runtime.config.differences() names section.key: a mark on another name would have no effect."""
+def test_settings_that_are_free_on_resume_have_the_names_of_the_comparison():
+    """differences() compares section.key, so a mark on a deeper name would have no effect."""
     compared = {f"{section}.{key}" for section, values in Config().model_dump().items() for key in values}
     free = free_on_resume(Config)
     assert free < compared
@@ -620,6 +566,7 @@ def test_help_prints_every_setting_with_its_default_and_meaning(capsys):
     assert printed.startswith("usage: ") and " ".join(train_rl.__doc__.split()) in text
     assert len(SETTINGS) > 40
     for name, info in SETTINGS.items():
+        assert len(info.description.split()) >= 2, name
         default = "required" if info.is_required() else f"default {info.default!r}"
         assert f" {name} ({default}) {' '.join(info.description.split())} " in text + " ", name
 
@@ -637,26 +584,18 @@ def test_help_of_a_section_prints_the_settings_of_this_section_only(section, cap
     assert all(SETTINGS[name].description in printed for name in names)
 
 
-def test_help_of_an_unknown_section_names_the_nearest_one(capsys):
+@pytest.mark.parametrize(
+    "arguments, word",
+    [(["--help", "algoritm"], "did you mean algorithm?"), (["--confgi", "x.yaml"], "--confgi")],
+)
+def test_an_unknown_section_or_option_is_refused_in_few_lines(arguments, word, capsys):
     with pytest.raises(SystemExit) as caught:
-        load_config(["--help", "algoritm"])
-    assert caught.value.code == 2 and "did you mean algorithm?" in capsys.readouterr().err
+        load_config(arguments)
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and word in error and len(error.splitlines()) < 10
 
 
-@pytest.mark.slow
-def test_the_command_prints_the_help_and_nothing_else():
-    command = [sys.executable, str(ROOT / "train_rl.py"), "--help"]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert finished.returncode == 0 and finished.stderr == ""
-    assert finished.stdout.startswith("usage: train_rl.py ") and " run.on_nonfinite " in finished.stdout
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_every_setting_has_a_description(name):
-    assert len((SETTINGS[name].description or "").split()) >= 2
-
-
-def test_no_section_is_left_out_of_the_setting_names():
+def test_every_field_of_every_section_is_a_setting():
     def leaves(values, prefix=""):
         for key, value in values.items():
             is_section = isinstance(value, dict) and not key.endswith("_args")
@@ -668,20 +607,13 @@ def test_no_section_is_left_out_of_the_setting_names():
         assert listed == set(PromptSource.model_fields)
 
 
-def test_an_unknown_option_is_refused_in_few_lines(capsys):
-    with pytest.raises(SystemExit) as caught:
-        load_config(["--confgi", "x.yaml"])
-    error = capsys.readouterr().err
-    assert caught.value.code == 2 and "--confgi" in error
-    assert len(error.splitlines()) < 10
-
-
-# ---- to go on from a checkpoint of an earlier version ------------------------------------------------------
+# ---- resuming from a checkpoint of an earlier version ------------------------------------------------------
 
 
 def test_a_setting_that_a_checkpoint_lacks_counts_as_its_default():
-    config = load("data.eval=[{path: b}]", "train.num_steps=7")
-    saved = config.model_dump(mode="json")
+    settings = ("data.eval=[{path: b}]", "train.num_steps=7")
+    present = load(*settings).model_dump(mode="json")
+    saved = load(*settings).model_dump(mode="json")
     for section, key in (
         ("train", "lr_schedule"),
         ("train", "betas"),
@@ -689,18 +621,14 @@ def test_a_setting_that_a_checkpoint_lacks_counts_as_its_default():
         ("rollout", "stop"),
     ):
         del saved[section][key]
-    del saved["data"]["train"][0]["weight"], saved["data"]["eval"][0]["columns"], saved["run"]
-    present = config.model_dump(mode="json")
+    del saved["data"]["train"][0]["weight"]
+    del saved["data"]["eval"][0]["columns"]
+    del saved["run"]
     assert differences(complete(Config, saved), present) == []
-    other = load(
-        "data.eval=[{path: b}]",
-        "train.num_steps=7",
-        "train.betas=[0.5, 0.9]",
-        "data.train=[{path: a, weight: 2}]",
-    )
-    found = differences(complete(Config, saved), other.model_dump(mode="json"))
-    assert [line.split(" ", 1)[0] for line in found] == ["data.train", "train.betas"]
-    assert found[1] == "train.betas [0.9, 0.95] -> [0.5, 0.9]"
+    changed = load(*settings, "train.betas=[0.5, 0.9]", "data.train=[{path: a, weight: 2}]")
+    lines = differences(complete(Config, saved), changed.model_dump(mode="json"))
+    assert [line.split(" ", 1)[0] for line in lines] == ["data.train", "train.betas"]
+    assert lines[1] == "train.betas [0.9, 0.95] -> [0.5, 0.9]"
 
 
 # ---- learning rates, trackers, models of the hub -----------------------------------------------------------
@@ -708,8 +636,8 @@ def test_a_setting_that_a_checkpoint_lacks_counts_as_its_default():
 
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("schedule", CHOICES["train.lr_schedule"])
-def test_a_learning_rate_is_that_of_transformers_one_step_on(schedule, warmup):
-    """transformers' own scheduler, stepped, is at the same factor one step later; no update has rate 0."""
+def test_the_learning_rate_equals_the_next_one_of_transformers(schedule, warmup):
+    """The scheduler of transformers has the same factor one step later, so that no update has rate 0."""
     options = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "polynomial": {"power": 2.0}}.get(schedule, {})
     unshifted = schedule == "inverse_sqrt" and warmup == 0  # the shift would count as a warm-up of one step
     config = load(
@@ -727,31 +655,22 @@ def test_a_learning_rate_is_that_of_transformers_one_step_on(schedule, warmup):
     for step in range(10):
         optimizer.step()
         scheduler.step()
-        found = learning_rate(config.train, step)
-        assert found == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12) and found > 0
+        rate = learning_rate(config.train, step)
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12) and rate > 0
     assert learning_rate(config.train, warmup) == 0.5
 
 
-def test_an_option_that_a_schedule_does_not_take_is_refused():
-    message = error_of("train.lr_schedule=cosine", "train.lr_schedule_args={powr: 2}")
-    assert message.startswith("train.lr_schedule_args: {'powr': 2.0} for cosine")
-
-
-def test_inverse_sqrt_without_a_warm_up_falls_as_slowly_as_that_of_transformers():
-    """Its timescale is 10,000 there, unless it is given."""
-    found = [
-        learning_rate(
-            load(
-                "train.lr_schedule=inverse_sqrt", "train.learning_rate=1", f"train.lr_schedule_args={options}"
-            ).train,
-            99,
+def test_inverse_sqrt_without_a_warm_up_has_the_timescale_of_transformers():
+    """The default timescale is 10,000 steps."""
+    for options, timescale in (("{}", 10_000), ("{timescale: 100}", 100)):
+        config = load(
+            "train.lr_schedule=inverse_sqrt", "train.learning_rate=1", f"train.lr_schedule_args={options}"
         )
-        for options in ("{}", "{timescale: 100}")
-    ]
-    assert found == pytest.approx([(10_000 / 10_099) ** 0.5, (100 / 199) ** 0.5], rel=1e-12)
+        expected = (timescale / (timescale + 99)) ** 0.5
+        assert learning_rate(config.train, 99) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_tracker_that_is_not_installed_is_refused_with_those_that_are():
+def test_a_tracker_that_is_not_installed_is_refused_with_the_installed_ones():
     lifecycle.check_trackers(load("run.trackers=[tensorboard]"))
     for name in ("wandbb", "swanlab"):
         with pytest.raises(ValueError, match=f"run.trackers: {name}.*tensorboard"):
@@ -761,60 +680,43 @@ def test_a_tracker_that_is_not_installed_is_refused_with_those_that_are():
 def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     assert moe_model.model_folder(tmp_path) == tmp_path
-    asked = []
+    downloads = []
 
     def download(name, allow_patterns):
-        asked.append(name)
+        downloads.append(name)
         if name == "owner/lost":
             raise OSError("cannot be\nreached")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert moe_model.model_folder("owner/model") == tmp_path and asked == ["owner/model"]
-    with pytest.raises(ValueError, match="model.path: owner/lost .*cannot be reached"):
+    assert moe_model.model_folder("owner/model") == tmp_path and downloads == ["owner/model"]
+    with pytest.raises(ValueError, match="model.path: owner/lost.*cannot be reached"):
         moe_model.model_folder("owner/lost")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty holds no config.json"):
+    with pytest.raises(ValueError, match="empty.*config.json"):
         moe_model.model_folder(tmp_path / "empty")
 
 
-def test_a_policy_is_made_of_a_name_of_the_hub(tmp_path, monkeypatch):
-    """As the reference of a KL term is, on a machine that has the model from the hub."""
+def test_a_policy_is_built_from_a_name_of_the_hub(tmp_path, monkeypatch):
+    """For example, the reference model of a KL term."""
     saved = tiny.build_policy(tiny.Recipe(), 20)
     moe_model.save_hf(saved, tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(tmp_path))
     settings = load("model.dtype=float32").model
-    made = moe_model.build_policy(settings, "owner/model", None, torch.device("cpu"))
-    assert all(map(torch.equal, made.parameters(), saved.parameters()))
+    policy = moe_model.build_policy(settings, "owner/model", None, torch.device("cpu"))
+    assert all(map(torch.equal, policy.parameters(), saved.parameters()))
 
 
 # ---- hostile YAML ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting, message",
-    [
-        ("rollout.temperature=.inf", "rollout.temperature: input should be a finite number, found inf"),
-        ("train.learning_rate=.nan", "train.learning_rate: input should be a finite number, found nan"),
-        ("train.num_steps=true", "train.num_steps: expected a number, found True"),
-        ("train.max_generated_tokens=false", "train.max_generated_tokens: expected a number, found False"),
-        ("train.betas=[1.5, 0.9]", "train.betas.0: input should be less than 1, found 1.5"),
-        ("train.seed=4294967296", "train.seed: input should be less than 4294967296, found 4294967296"),
-        ("run.dir=''", "run.dir: string should match pattern"),
-        ('run.dir="a\\0b"', "run.dir: string should match pattern"),
-    ],
-)
-def test_a_value_that_would_fail_later_is_refused_by_name(setting, message):
-    assert error_of(setting).startswith(message)
-
-
-def test_yaml_that_stands_for_more_than_it_says_is_refused_at_once(write):
-    """Seven lines of aliases of aliases stand for 20 million values."""
+def test_a_huge_yaml_is_refused_at_once(write):
+    """Seven lines of nested aliases expand to 20 million values; comparing 20,000 names took minutes."""
     lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 7)]
     start = time.monotonic()
-    assert "values, aliases included; settings have at most 100,000" in error_of(file=write("\n".join(lines)))
-    assert "nested too deeply" in error_of(file=write("train: {betas: " + "[" * 3000 + "]" * 3000 + "}"))
+    assert "100,000" in error_of(file=write("\n".join(lines)))
+    assert "nested" in error_of(file=write("train: {betas: " + "[" * 3000 + "]" * 3000 + "}"))
     unknown = error_of(file=write("train:\n" + "".join(f"  k{i}: 1\n" for i in range(20_000))))
     assert unknown.count("unknown setting") == 10 and unknown.endswith("; and 19,990 more")
-    assert time.monotonic() - start < 20, "it took minutes to compare 20,000 names"
+    assert time.monotonic() - start < 20

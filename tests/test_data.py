@@ -1,20 +1,17 @@
-"""Prompt sets and prepare scripts, on real files. The hub is replaced, and no test may open a socket."""
+"""Prompt sets and the scripts that prepare them, on real files. The hub is replaced; sockets are refused."""
 
 import csv
 import gzip
 import json
 import os
 import random
-import re
 import socket
-import subprocess
-import sys
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 
 import datasets
 import pytest
-from conftest import ROOT
 from conftest import SHARED_DATA as SHARED
 
 from data import gsm8k, math_sets, random_model
@@ -46,6 +43,15 @@ def no_network(monkeypatch):
     assert attempts == []  # a library may swallow the OSError
 
 
+@contextmanager
+def refuses(*words: object):
+    """Expect a ValueError whose message contains each word, for example a file, a row and a setting."""
+    with pytest.raises(ValueError) as error:
+        yield
+    missing = [word for word in map(str, words) if word not in str(error.value)]
+    assert not missing, f"{missing} not in: {error.value}"
+
+
 def write_lines(path, rows, end="\n", start=""):
     text = start + "".join(json.dumps(row, ensure_ascii=False) + end for row in rows)
     path.write_bytes(text.encode("utf-8"))
@@ -57,15 +63,32 @@ def write_parquet(path, columns):
     return path
 
 
-def prompt(text, answer="1"):
+def make_prompt(text, answer="1"):
     return Prompt(text, answer, "exact", "set")
+
+
+def texts_of(prompts):
+    return [prompt.text for prompt in prompts]
+
+
+def answers_of(prompts):
+    return [prompt.answer for prompt in prompts]
+
+
+def kinds_of(prompts):
+    return [prompt.kind for prompt in prompts]
 
 
 def one_token(texts, add_special_tokens=True):
     return {"input_ids": [[1] for _ in texts]}
 
 
-# ---- load_prompts: what it reads ---------------------------------------------------------------------------
+def load_plain(settings: DataSettings, functions=(), seed=0):
+    """Load the sets of some settings with one token per prompt."""
+    return load_sets(settings, one_token, 9, list(functions), seed)
+
+
+# ---- load_prompts: files and fields ------------------------------------------------------------------------
 
 
 def test_fields_of_a_jsonl_file(tmp_path):
@@ -81,9 +104,9 @@ def test_fields_of_a_jsonl_file(tmp_path):
 @pytest.mark.parametrize("end, start", [("\r\n", ""), ("\n", "\ufeff"), ("\r\n", "\ufeff"), ("\n\n", "\n")])
 def test_line_ends_byte_order_mark_and_blank_lines_do_not_matter(tmp_path, end, start):
     plain = write_lines(tmp_path / "plain.jsonl", ROWS)
-    other = write_lines(tmp_path / "other.jsonl", ROWS, end, start)
-    assert other.read_bytes() != plain.read_bytes()
-    assert load_prompts(other, name="set") == load_prompts(plain, name="set")
+    variant = write_lines(tmp_path / "variant.jsonl", ROWS, end, start)
+    assert variant.read_bytes() != plain.read_bytes()
+    assert load_prompts(variant, name="set") == load_prompts(plain, name="set")
 
 
 @pytest.mark.parametrize("start", ["", "\ufeff\n "])
@@ -98,7 +121,7 @@ def test_parquet_equals_jsonl_and_leaves_no_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [row | {"answer": str(row["answer"])} for row in ROWS]
     lines = write_lines(tmp_path / "set.jsonl", rows)
-    parquet = write_parquet(tmp_path / "set.parquet", {key: [row[key] for row in rows] for key in rows[0]})
+    parquet = rows_as_parquet(tmp_path / "set.parquet", rows)
     assert load_prompts(parquet) == load_prompts(lines)
     assert not (tmp_path / "cache").exists()
 
@@ -108,48 +131,44 @@ def test_a_rewritten_parquet_file_is_read_again(tmp_path):
     for answer in ("old", "new"):
         write_parquet(path, {"prompt": ["q"], "answer": [answer]})
         os.utime(path, (0, 0))
-        assert [one.answer for one in load_prompts(path)] == [answer]
+        assert answers_of(load_prompts(path)) == [answer]
 
 
 @pytest.mark.parametrize(
     "value, text",
     [
-        (7, "7"),
-        (-3, "-3"),
-        (27.0, "27"),
-        (2.5, "2.5"),
-        (10**30, "1" + "0" * 30),
-        ("007", "007"),
-        (" x ", " x "),
-        ("2020-01-01", "2020-01-01"),
+        (7, "7"), (-3, "-3"), (27.0, "27"), (2.5, "2.5"), (10**30, "1" + "0" * 30), ("007", "007"),
+        (" x ", " x "), ("2020-01-01", "2020-01-01"),
     ],
-)
+)  # fmt: skip
 def test_answers_become_text_without_a_change_of_value(tmp_path, value, text):
     rows = [{"prompt": "q", "answer": value}, {"prompt": "q", "answer": 0.5}, {"prompt": "q", "answer": "x"}]
     assert load_prompts(write_lines(tmp_path / "set.jsonl", rows))[0].answer == text
-
-
-def test_integers_beside_an_empty_field_survive_parquet(tmp_path):
-    path = write_parquet(tmp_path / "set.parquet", {"prompt": ["a", "b"], "answer": [27.0, 0.5]})
-    assert [one.answer for one in load_prompts(path)] == ["27", "0.5"]
+    if isinstance(value, float):  # parquet stores integers beside an empty field as floats
+        path = write_parquet(tmp_path / "set.parquet", {"prompt": ["a", "b"], "answer": [value, 0.5]})
+        assert answers_of(load_prompts(path)) == [text, "0.5"]
 
 
 def test_named_columns_kind_and_name(tmp_path):
     row = {"q": "q", "gold": "g", "level": "4", "verifier": "exact", "difficulty": "hard", "kind": "?"}
     path = write_lines(tmp_path / "set.jsonl", [row])
     columns = {"prompt": "q", "answer": "gold"}
-    others = {"gold": "g", "level": "4", "verifier": "exact", "difficulty": "hard"}
+    unread = {"gold": "g", "level": "4", "verifier": "exact", "difficulty": "hard"}
     full = columns | {"difficulty": "level", "kind": "verifier"}
-    assert load_prompts(path, columns=full, name="x") == [Prompt("q", "g", "exact", "x", 4.0, None, others)]
+    assert load_prompts(path, columns=full, name="x") == [Prompt("q", "g", "exact", "x", 4.0, None, unread)]
     ignored = columns | {"difficulty": None, "kind": None}
-    expected = [Prompt("q", "g", "numeric", "set", None, None, others)]
+    expected = [Prompt("q", "g", "numeric", "set", None, None, unread)]
     assert load_prompts(path, columns=ignored, kind="numeric") == expected
 
 
-def test_kind_is_math_where_nothing_says_otherwise(tmp_path):
-    path = write_lines(tmp_path / "set.jsonl", [{"prompt": "q", "answer": "a"}])
-    assert load_prompts(path)[0].kind == "math"
-    assert load_prompts(path, kind="numeric")[0].kind == "numeric"
+def test_a_row_without_a_kind_takes_the_kind_of_the_settings_or_math(tmp_path):
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "1"}]
+    path = write_lines(tmp_path / "set.jsonl", rows)
+    assert kinds_of(load_prompts(path)) == ["math", "math"]
+    write_lines(path, [ROWS[0], rows[0], rows[1] | {"kind": None}])
+    assert kinds_of(load_prompts(path, kind="numeric")) == ["exact", "numeric", "numeric"]
+    with refuses("set.jsonl", "row 2", "'kind'"):
+        load_prompts(path)
 
 
 def test_template_keeps_every_other_brace(tmp_path):
@@ -162,10 +181,10 @@ def test_difficulty_range_is_closed_and_limit_comes_after_it(tmp_path):
     levels = [5, 1, 3, None, 2, 3, 4]
     rows = [{"prompt": str(index), "answer": "a", "difficulty": level} for index, level in enumerate(levels)]
     path = write_lines(tmp_path / "set.jsonl", rows)
-    assert [one.text for one in load_prompts(path, difficulty=(2, 4))] == ["2", "4", "5", "6"]
-    assert [one.text for one in load_prompts(path, difficulty=[2, 4], limit=3)] == ["2", "4", "5"]
-    assert [one.text for one in load_prompts(path, limit=2)] == ["0", "1"]
-    assert [one.text for one in load_prompts(path, limit=99)] == list("0123456")
+    assert texts_of(load_prompts(path, difficulty=(2, 4))) == ["2", "4", "5", "6"]
+    assert texts_of(load_prompts(path, difficulty=[2, 4], limit=3)) == ["2", "4", "5"]
+    assert texts_of(load_prompts(path, limit=2)) == ["0", "1"]
+    assert texts_of(load_prompts(path, limit=99)) == list("0123456")
 
 
 # ---- load_prompts: the hub and the network -----------------------------------------------------------------
@@ -184,7 +203,7 @@ def test_hub_name_subset_and_split_reach_the_library(monkeypatch):
     assert calls == [(("owner/set.v2", "main"), {"split": "test"}, datasets.logging.ERROR)]
 
 
-def test_the_library_is_silent_and_then_as_before(tmp_path, capfd):
+def test_reading_silences_the_library_and_then_restores_its_verbosity(tmp_path, capfd):
     path = write_parquet(tmp_path / "set.parquet", {"prompt": ["q"], "answer": ["a"]})
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"not parquet")
@@ -195,7 +214,7 @@ def test_the_library_is_silent_and_then_as_before(tmp_path, capfd):
     try:
         load_prompts(path)
         assert capfd.readouterr() == ("", "")
-        with pytest.raises(ValueError):
+        with refuses("broken.parquet"):
             load_prompts(broken)
         assert datasets.logging.get_verbosity() == datasets.logging.INFO
         assert not datasets.are_progress_bars_disabled()
@@ -207,258 +226,199 @@ def test_the_library_is_silent_and_then_as_before(tmp_path, capfd):
         datasets.logging.set_verbosity(verbosity)
 
 
-def test_import_is_cheap():
-    code = "import sys, data.prompts, data.gsm8k, data.math_sets; print('datasets' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("False\n", "")
-
-
 # ---- load_prompts: errors ----------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("name", ["missing.jsonl", "missing.json", "missing.parquet"])
-def test_missing_file(tmp_path, name):
-    with pytest.raises(ValueError, match=rf"{name}: no such file or folder, seen from .*data.train\[\].path"):
-        load_prompts(tmp_path / name)
-
-
-NO_FILE, NO_DATA = "no such file or folder, seen from", "holds no .jsonl, .json, .csv, .parquet file"
+NO_FILE = "no such file"
+NO_DATA = ".jsonl, .json, .csv, .parquet"
 
 
 @pytest.mark.parametrize(
     "path, message",
     [
-        ("d/gsm8k.csv", NO_FILE),
-        ("gsm8k.csv", NO_FILE),
-        ("d/gsm8k.jsonl.gz", NO_FILE),
-        ("owner/set.txt", NO_FILE),
-        ("built/nothing", NO_FILE),  # the folder is here
-        ("data/built/nothing", NO_FILE),
-        ("./nothing", NO_FILE),
-        ("/nothing", NO_FILE),
+        *((name, NO_FILE) for name in ("missing.jsonl", "missing.json", "missing.parquet", "gsm8k.csv")),
+        *((name, NO_FILE) for name in ("d/gsm8k.csv", "d/gsm8k.jsonl.gz", "owner/set.txt", "/nothing")),
+        *((name, NO_FILE) for name in ("built/nothing", "data/built/nothing", "./nothing")),
         ("built", NO_DATA),
         ("set.txt", "not a data file"),
-        ("built/*.jsonl", "the pattern matches no .jsonl, .json, .csv, .parquet file"),
+        ("built/*.jsonl", NO_DATA),
     ],
 )
-def test_what_is_neither_file_nor_hub_name(tmp_path, monkeypatch, path, message):
-    """It is refused at once: nobody waits for the retries of the hub."""
+def test_a_path_that_is_no_data_file_is_refused_before_the_hub_is_called(
+    tmp_path, monkeypatch, path, message
+):
+    """Nobody should wait for the retries of the hub because of a typing error."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("the hub was called"))
     (tmp_path / "built").mkdir()
     (tmp_path / "built" / "readme.md").write_text("x")
     (tmp_path / "set.txt").write_text("x")
-    with pytest.raises(ValueError, match=f"^{re.escape(path)}: .*{re.escape(message)}"):
+    remedy = "data.train[].path" if message == NO_FILE else ""
+    with refuses(f"{path}: ", message, remedy):
         load_prompts(path)
+
+
+ROW = '{"prompt": "a", "answer": 1}\n'
+ANSWER = '{"prompt": "a", "answer": %s}'
 
 
 @pytest.mark.parametrize(
-    "content, message",
+    "name, content, words",
     [
-        ("", r"set.jsonl: no rows"),
-        ("\n\r\n", r"set.jsonl: no rows"),
-        ("[]", r"set.jsonl: no rows"),
+        *(("set.jsonl", text, ["no rows"]) for text in ("", "\n\r\n", "[]")),
+        ("set.jsonl", ROW + '\n{"prompt": "b", "ans', ["line 3", "not JSON"]),
+        ("set.jsonl", ROW + '{"prompt": "a", "answer": 1, "answer": 2}', ["line 2", "'answer'", "twice"]),
+        ("set.jsonl", ANSWER % ("7" * 5000), ["line 1", "4300 digits"]),
+        ("set.jsonl", ANSWER % ("[" * 99999 + "]" * 99999), ["line 1", "maximum"]),
+        ("set.jsonl", ANSWER % "1e400", ["row 1", "'answer'", "inf"]),
+        ("set.jsonl", ANSWER % "true", ["row 1", "'answer'", "True"]),
+        ("set.jsonl", '{"prompt": "a\\ud800", "answer": 1}', ["row 1", "'prompt'", "half a character"]),
         (
-            '{"prompt": "a", "answer": 1}\n\n{"prompt": "b", "ans',
-            r"set.jsonl: line 3 is not JSON: Unterminated",
+            "set.jsonl", '{"prompt": "a", "answer": {"asserts": ["\\ud800"]}, "kind": "code"}',
+            ["row 1", "'answer'", "half a character"],
         ),
-        (
-            '{"prompt": "a", "answer": 1}\n{"prompt": "a", "answer": 1, "answer": 2}',
-            r"set.jsonl: line 2 cannot be read: key 'answer' is given twice",
-        ),
-        ('{"prompt": "a", "answer": ' + "7" * 5000 + "}", r"line 1 cannot be read: .*\(4300 digits\)"),
-        ('{"prompt": "a", "answer": ' + "[" * 99999 + "]" * 99999 + "}", "line 1 cannot be read: maximum"),
-        ('{"prompt": "a", "answer": 1e400}', "row 1: column 'answer' must hold text or a number, found inf"),
-        ('{"prompt": "a", "answer": true}', "row 1: column 'answer' must hold text or a number, found True"),
-        ('{"prompt": "a\\ud800", "answer": 1}', "row 1: column 'prompt' holds half a character"),
-        (
-            '{"prompt": "a", "answer": {"asserts": ["\\ud800"]}, "kind": "code"}',
-            "row 1: column 'answer' holds half a character",
-        ),
-        ('[{"prompt": "a", "answer": 1},\n{"prompt" "b"}]', r"set.jsonl: line 2 is not JSON: Expecting ':'"),
-        ('{"prompt": "a", "answer": 1}\n[1, 2]\n', r"set.jsonl: row 2 must be an object .* found \[1, 2\]"),
-        ('["a"]', r"set.jsonl: row 1 must be an object .* found 'a'"),
+        ("set.jsonl", '[{"prompt": "a", "answer": 1},\n{"prompt" "b"}]', ["line 2", "not JSON"]),
+        ("set.jsonl", ROW + "[1, 2]\n", ["row 2", "object", "[1, 2]"]),
+        ("set.jsonl", '["a"]', ["row 1", "object", "'a'"]),
+        ("set.jsonl", '{"prompt": "é", "answer": "a"}\n'.encode("latin-1"), ["not UTF-8"]),
+        ("set.parquet", "not parquet", ["parquet"]),
+        ("set.csv", "prompt,answer\na,1\nb\n", ["row 2", "1 fields"]),
+        ("set.csv", 'prompt,answer\n"a,1\n', ["line 2", "not CSV"]),
+        ("set.csv", "prompt,prompt\na,1\n", ["prompt, prompt"]),
+        ("set.csv", "prompt,answer\n", ["no rows"]),
+        ("set.csv", "", ["no rows"]),
+        ("set.csv", "prompt;answer\na;1\n", ["no column", "prompt;answer"]),
+        ("set.csv", b"prompt\xff", ["not UTF-8"]),
+        ("set.jsonl.gz", "no gzip", ["gzip"]),
+        ("set.jsonl.gz", gzip.compress(b"{}" * 99)[:-12], ["gzip"]),
     ],
-)
-def test_broken_json(tmp_path, content, message):
-    path = tmp_path / "set.jsonl"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
+)  # fmt: skip
+def test_a_broken_file_is_refused_with_its_name_and_line(tmp_path, name, content, words):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with refuses(f"{name}: ", *words):
         load_prompts(path)
 
 
-def test_text_that_is_not_utf8(tmp_path):
-    path = tmp_path / "set.jsonl"
-    path.write_bytes('{"prompt": "é", "answer": "a"}\n'.encode("latin-1"))
-    with pytest.raises(ValueError, match="set.jsonl: not UTF-8"):
-        load_prompts(path)
-
-
-def test_broken_and_empty_parquet(tmp_path):
-    path = tmp_path / "set.parquet"
-    path.write_bytes(b"not parquet")
-    with pytest.raises(ValueError, match="set.parquet: cannot be read as parquet: .*not a parquet file"):
-        load_prompts(path)
-    write_parquet(path, {"prompt": [], "answer": []})
-    with pytest.raises(ValueError, match="set.parquet: no rows"):
-        load_prompts(path)
+def test_empty_parquet(tmp_path):
+    with refuses("set.parquet", "no rows"):
+        load_prompts(write_parquet(tmp_path / "set.parquet", {"prompt": [], "answer": []}))
 
 
 GOLD = {"prompt": "task", "answer": "info.gold"}
 
 
 @pytest.mark.parametrize(
-    "columns, message",
+    "columns, words",
     [
         (
             {},
-            r"no column for the prompt \(looked for prompt, question, problem, messages\) among task, info, "
-            r"info.gold, level; name it in the settings, columns: \{prompt: \.\.\.\}",
+            ["prompt, question, problem, messages", "task, info, info.gold, level", "columns: {prompt: ...}"],
         ),
-        (
-            {"prompt": "task"},
-            r"no column for the answer \(looked for reward_model.ground_truth, answer, ground_truth, solutio",
-        ),
-        (
-            {"prompt": "task", "answer": "gold"},
-            "no column 'gold' for columns.answer among task, info, info.gold",
-        ),
-        (
-            {"prompt": "task", "answer": "info.x"},
-            "no column 'info.x' for columns.answer among task, info, info.gold",
-        ),
-        (GOLD | {"difficulty": "steps"}, "no column 'steps' for columns.difficulty among"),
-        (GOLD | {"kind": "type"}, "no column 'type' for columns.kind among"),
-        (GOLD | {"prompt": None}, "no column for the prompt among"),
-        (GOLD | {"answer": None}, "row 1: .* columns.answer"),
-        ({"promt": "task"}, "columns.promt is unknown, expected one of prompt, answer, kind, difficulty"),
-        (GOLD | {"difficulty": "level"}, "row 2: column 'level' must hold a number, found 'hard'"),
+        ({"prompt": "task"}, ["answer", "reward_model.ground_truth"]),
+        ({"prompt": "task", "answer": "gold"}, ["'gold'", "columns.answer", "info.gold"]),
+        ({"prompt": "task", "answer": "info.x"}, ["'info.x'", "columns.answer", "info.gold"]),
+        (GOLD | {"difficulty": "steps"}, ["'steps'", "columns.difficulty"]),
+        (GOLD | {"kind": "type"}, ["'type'", "columns.kind"]),
+        (GOLD | {"prompt": None}, ["no column for the prompt"]),
+        (GOLD | {"answer": None}, ["row 1", "columns.answer"]),
+        ({"promt": "task"}, ["columns.promt", "prompt, answer, kind, difficulty"]),
+        (GOLD | {"difficulty": "level"}, ["row 2", "'level'", "'hard'"]),
     ],
 )
-def test_wrong_columns(tmp_path, columns, message):
+def test_wrong_columns(tmp_path, columns, words):
     rows = [{"task": "q", "info": {"gold": "a"}, "level": level} for level in (1, "hard")]
-    with pytest.raises(ValueError, match=f"set.jsonl: {message}"):
+    with refuses("set.jsonl: ", *words):
         load_prompts(write_lines(tmp_path / "set.jsonl", rows), columns=columns)
 
 
 @pytest.mark.parametrize("column", ["prompt", "answer", "kind"])
 @pytest.mark.parametrize("value", [None, "", " \n\t", float("nan"), [], ["a", "b"], {"a": 1}, "absent"])
-def test_rows_without_text(tmp_path, column, value):
+def test_a_row_without_text_is_refused_or_dropped(tmp_path, column, value):
     good = {"prompt": "q", "answer": "a", "kind": "exact"}
     bad = good | {column: value}
     if value == "absent":
         del bad[column]
     path = write_lines(tmp_path / "set.jsonl", [good, bad, good])
-    message = f"column '{column}' must hold text or a number"
-    if column == "prompt" and isinstance(value, list):
-        message = "message 1 must have a role and a content" if value else "the list of messages is empty"
-    with pytest.raises(ValueError, match=f"set.jsonl: row 2: {message}.*; data.on_bad_row=drop"):
+    word = "message" if column == "prompt" and isinstance(value, list) else f"'{column}'"
+    with refuses("set.jsonl: row 2: ", word, "data.on_bad_row=drop"):
         load_prompts(path)
-    assert [one.text for one in load_prompts(path, on_bad_row="drop")] == ["q", "q"]
+    assert texts_of(load_prompts(path, on_bad_row="drop")) == ["q", "q"]
 
 
-def test_rows_without_a_kind_have_that_of_the_settings(tmp_path):
-    rows = [{"prompt": name, "answer": "1"} for name in "abc"]
-    path = write_lines(
-        tmp_path / "set.jsonl", [rows[0] | {"kind": "exact"}, rows[1], rows[2] | {"kind": None}]
-    )
-    assert [one.kind for one in load_prompts(path, kind="numeric")] == ["exact", "numeric", "numeric"]
-    with pytest.raises(ValueError, match="row 2: column 'kind' must hold text"):
-        load_prompts(path)
-
-
-def test_difficulty_range_without_rows(tmp_path):
-    path = write_lines(tmp_path / "set.jsonl", ROWS)
-    with pytest.raises(ValueError, match="set.jsonl: no prompt has difficulty 4 to 9; available: 1 to 3.5"):
-        load_prompts(path, difficulty=(4, 9))
-    with pytest.raises(ValueError, match="available: none, set columns.difficulty"):
-        load_prompts(path, difficulty=(4, 9), columns={"difficulty": None})
-
-
-def test_wrong_template_and_limit(tmp_path):
-    path = write_lines(tmp_path / "set.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"template 'Q: \{question\}' does not contain \{prompt\}"):
-        load_prompts(path, template="Q: {question}")
-    for limit in (0, -1):
-        with pytest.raises(ValueError, match="limit\n.*greater than or equal to 1"):
-            load_prompts(path, limit=limit)
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"difficulty": (4, 9)}, ["set.jsonl", "difficulty 4 to 9", "1 to 3.5"]),
+        ({"difficulty": (4, 9), "columns": {"difficulty": None}}, ["set.jsonl", "columns.difficulty"]),
+        ({"template": "Q: {question}"}, ["template", "{question}", "{prompt}"]),
+        ({"limit": 0}, ["limit", "1"]),
+        ({"limit": -1}, ["limit", "1"]),
+    ],
+)
+def test_wrong_difficulty_range_template_and_limit(tmp_path, options, words):
+    with refuses(*words):
+        load_prompts(write_lines(tmp_path / "set.jsonl", ROWS), **options)
 
 
 # ---- load_prompts: data cannot run code --------------------------------------------------------------------
 
 HARMLESS = {"prompt": "q", "answer": "1", "kind": "exact"}
 HARMFUL = {"prompt": "q", "answer": "open('ran', 'w')", "kind": "timeit:timeit"}
+CODE_REFUSED = ("row 2", "'timeit:timeit'", "reward.functions")
 
 
-def harmful_file(folder, suffix):
+@pytest.mark.parametrize("source", ["set.jsonl", "set.parquet", "owner/set"])
+def test_a_row_that_names_a_function_is_refused_with_file_row_and_settings(tmp_path, monkeypatch, source):
     rows = [HARMLESS, HARMFUL]
-    if suffix == ".parquet":
-        return write_parquet(folder / "set.parquet", {key: [row[key] for row in rows] for key in HARMFUL})
-    return write_lines(folder / f"set{suffix}", rows)
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_row_that_names_a_function_is_refused_with_file_row_and_settings(tmp_path, suffix):
-    path = harmful_file(tmp_path, suffix)
-    message = rf"set{suffix}: row 2: kind 'timeit:timeit' would run code .* reward\.functions"
+    path = source if source == "owner/set" else tmp_path / source
+    if source == "owner/set":
+        hub = datasets.Dataset.from_list(rows)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: hub)
+    elif source == "set.parquet":
+        rows_as_parquet(path, rows)
+    else:
+        write_lines(path, rows)
     for options in ({}, {"kind": "numeric"}, {"kind": "my:function"}, {"functions": ["timeit:repeat"]}):
-        with pytest.raises(ValueError, match=message):
+        with refuses(source, *CODE_REFUSED):
             load_prompts(path, **options)
 
 
-def test_a_row_of_a_hub_set_that_names_a_function_is_refused(monkeypatch):
-    rows = datasets.Dataset.from_list([HARMLESS, HARMFUL])
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows)
-    with pytest.raises(ValueError, match="owner/set: row 2: kind 'timeit:timeit' would run code"):
-        load_prompts("owner/set")
-
-
 def test_a_row_may_name_the_function_that_the_settings_name(tmp_path):
-    path = harmful_file(tmp_path, ".jsonl")
+    path = write_lines(tmp_path / "set.jsonl", [HARMLESS, HARMFUL])
     for options in ({"kind": "timeit:timeit"}, {"functions": ["timeit:timeit"]}):
-        assert [one.kind for one in load_prompts(path, **options)] == ["exact", "timeit:timeit"]
-    ignored = load_prompts(path, columns={"kind": None})
-    assert [one.kind for one in ignored] == ["math", "math"]
-
-
-def test_a_row_of_an_unknown_kind_is_refused(tmp_path):
-    path = write_lines(tmp_path / "set.jsonl", [HARMLESS, HARMLESS | {"kind": "maths"}])
-    message = r"set.jsonl: row 2: kind 'maths' is none of exact, .*math.*set columns: \{kind: null\}"
-    with pytest.raises(ValueError, match=message):
-        load_prompts(path)
+        assert kinds_of(load_prompts(path, **options)) == ["exact", "timeit:timeit"]
+    assert kinds_of(load_prompts(path, columns={"kind": None})) == ["math", "math"]
 
 
 def test_a_run_takes_functions_from_its_settings_alone(tmp_path):
-    """A function that one source names may stand in the rows of all: both come from the same settings."""
-    source = {"path": str(harmful_file(tmp_path, ".jsonl"))}
-    for places in ({"train": [source]}, {"eval": [source]}):
-        with pytest.raises(ValueError, match="set.jsonl: row 2: kind 'timeit:timeit' would run code"):
-            load_sets(DataSettings(**places), one_token, 9, [], 0)
+    """Rows of every source may use a function that one source names: both come from the same settings."""
+    source = {"path": str(write_lines(tmp_path / "set.jsonl", [HARMLESS, HARMFUL]))}
+    for sources in ({"train": [source]}, {"eval": [source]}):
+        with refuses("set.jsonl", *CODE_REFUSED):
+            load_plain(DataSettings(**sources))
     plain = write_lines(tmp_path / "plain.jsonl", [{"prompt": "other", "answer": "1"}])
     named = {"path": str(plain), "kind": {"math": 0.5, "timeit:timeit": 0.5}}
-    for functions, others in ((["timeit:timeit"], []), (["1*exact + 2*timeit:timeit"], []), ([], [named])):
-        loaded = load_sets(DataSettings(train=[source], eval=others), one_token, 9, functions, 0)
-        assert [one.kind for one in loaded.train] == ["exact", "timeit:timeit"]
+    for functions, sets in ((["timeit:timeit"], []), (["1*exact + 2*timeit:timeit"], []), ([], [named])):
+        loaded_sets = load_plain(DataSettings(train=[source], eval=sets), functions)
+        assert kinds_of(loaded_sets.train) == ["exact", "timeit:timeit"]
 
 
 @pytest.mark.parametrize(
-    "kind, refused",
+    "kind, remedy",
     [
-        ("0.5*math + 0.5*exact", None),
-        ("0.5*math + 0.5*timeit:timeit", "would run code"),
-        ("rewards.py:f", "would run code"),
-        ("0.5*math + 0.5*maths", "is none of"),
+        ("0.5*math + 0.5*timeit:timeit", "reward.functions"),
+        ("rewards.py:f", "reward.functions"),
+        ("0.5*math + 0.5*maths", "columns: {kind: null}"),
+        ("maths", "columns: {kind: null}"),
     ],
 )
-def test_a_row_may_name_a_sum_of_what_it_may_name(tmp_path, kind, refused):
-    path = write_lines(tmp_path / "set.jsonl", [HARMLESS | {"kind": kind}])
-    if refused is None:
-        assert load_prompts(path)[0].kind == kind
-        return
-    with pytest.raises(ValueError, match=f"set.jsonl: row 1: kind .* {refused}"):
-        load_prompts(path)
-    with pytest.raises(ValueError, match=f"set.jsonl: row 1: kind .* {refused}"):
-        load_prompts(path, on_bad_row="drop")
+def test_a_row_may_name_sums_of_known_kinds_only(tmp_path, kind, remedy):
+    path = write_lines(tmp_path / "set.jsonl", [HARMLESS | {"kind": "0.5*math + 0.5*exact"}])
+    assert kinds_of(load_prompts(path)) == ["0.5*math + 0.5*exact"]
+    write_lines(path, [HARMLESS | {"kind": kind}])
+    for on_bad_row in ("stop", "drop"):
+        with refuses("set.jsonl: row 1: kind", remedy):
+            load_prompts(path, on_bad_row=on_bad_row)
 
 
 # ---- formats and shapes that people have -------------------------------------------------------------------
@@ -475,12 +435,12 @@ INSTRUCTION = "{prompt}\nAnswer after ####."
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """A byte-level tokenizer with Qwen3's chat template in short."""
+    """A byte-level tokenizer with a short form of Qwen3's chat template."""
     return random_model.build_tokenizer([row["question"] for row in QUESTIONS], 300)
 
 
-def messages_of(row, *before):
-    return [*before, {"role": "user", "content": row["question"]}]
+def messages_of(row):
+    return [{"role": "user", "content": row["question"]}]
 
 
 VERL = [
@@ -498,8 +458,8 @@ def rows_as_parquet(path, rows):
     return path
 
 
-def write_csv(path, rows, opened=open):
-    with opened(path, "wt", encoding="utf-8", newline="") as file:
+def write_csv(path, rows, opener=open):
+    with opener(path, "wt", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
@@ -507,13 +467,14 @@ def write_csv(path, rows, opened=open):
 
 
 def write_gz(path, rows):
-    path.write_bytes(gzip.compress(write_lines(path.with_suffix(""), rows).read_bytes()))
-    path.with_suffix("").unlink()
+    plain = write_lines(path.with_suffix(""), rows)
+    path.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
     return path
 
 
-def write_parts(folder, rows, pattern):
-    """Three files of two formats; what stands beside them is not read."""
+def write_files(folder, rows, pattern):
+    """Write three data files of two formats, and beside them three files that a pattern should skip."""
     folder.mkdir()
     write_lines(folder / "train-0.jsonl", rows[:5])
     write_csv(folder / "train-1.csv", rows[5:6])
@@ -526,20 +487,22 @@ def write_parts(folder, rows, pattern):
 
 def save_to_disk(folder, rows, split=None):
     saved = datasets.Dataset.from_list(rows)
-    (datasets.DatasetDict({split: saved, "test": saved.select([0])}) if split else saved).save_to_disk(folder)
+    if split:
+        saved = datasets.DatasetDict({split: saved, "test": saved.select([0])})
+    saved.save_to_disk(folder)
     return folder
 
 
 PLAIN = [{"prompt": row["question"], "answer": row["answer"]} for row in QUESTIONS]
-FORMATS = {  # {name: how a folder gets a path that holds QUESTIONS}
+FORMATS = {  # {name: function that writes QUESTIONS into a folder and returns the path}
     "jsonl": lambda d: write_lines(d / "set.jsonl", QUESTIONS),
     "plain columns": lambda d: write_lines(d / "set.jsonl", PLAIN),
     "jsonl.gz": lambda d: write_gz(d / "set.jsonl.gz", QUESTIONS),
     "csv": lambda d: write_csv(d / "set.csv", QUESTIONS),
     "csv.gz": lambda d: write_csv(d / "set.csv.gz", QUESTIONS, gzip.open),
     "parquet": lambda d: rows_as_parquet(d / "set.parquet", QUESTIONS),
-    "pattern": lambda d: write_parts(d / "set", QUESTIONS, "train-*"),
-    "folder": lambda d: write_parts(d / "set", QUESTIONS, ""),
+    "pattern": lambda d: write_files(d / "set", QUESTIONS, "train-*"),
+    "folder": lambda d: write_files(d / "set", QUESTIONS, ""),
     "save_to_disk": lambda d: save_to_disk(d / "set", QUESTIONS),
     "save_to_disk with splits": lambda d: save_to_disk(d / "set", QUESTIONS, "train"),
 }
@@ -558,30 +521,31 @@ CONVERSATIONS = {
 }
 
 
-def loaded(path, tokenizer, **settings):
+def load_with_template(path, tokenizer, **settings):
     data = DataSettings(train=[{"path": str(path), "name": "set", "template": INSTRUCTION}], **settings)
     return load_sets(data, tokenizer, 1000, [], 0)
 
 
-def essence(sets):
-    return [(p.text, p.answer, p.kind, p.source, p.messages, p.is_chat) for p in sets.train], sets.train_ids
+def fields_of(sets):
+    return [(p.text, p.answer, p.kind, p.source, p.messages, p.is_chat) for p in sets.train]
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_prompts_and_tokens(tmp_path, tokenizer, name):
-    sets = loaded(FORMATS[name](tmp_path), tokenizer, chat="never")
+    sets = load_with_template(FORMATS[name](tmp_path), tokenizer, chat="never")
     texts = [f"{row['question']}\nAnswer after ####." for row in QUESTIONS]
     expected = [(text, row["answer"], "gsm8k", "set", None, False) for text, row in zip(texts, QUESTIONS)]
-    assert essence(sets) == (expected, [tokenizer(text)["input_ids"] for text in texts])
+    assert fields_of(sets) == expected
+    assert sets.train_ids == [tokenizer(text)["input_ids"] for text in texts]
 
 
 @pytest.mark.parametrize("name", {**FORMATS, **CONVERSATIONS})
 @pytest.mark.parametrize("args", [{}, {"enable_thinking": False}])
 def test_every_shape_is_rendered_as_transformers_renders_it(tmp_path, tokenizer, name, args):
-    """Texts with data.chat always, lists of messages as they are; the same tokens either way."""
+    """Texts under `data.chat: always` give the same tokens as lists of messages under `auto`."""
     make, chat = (FORMATS[name], "always") if name in FORMATS else (CONVERSATIONS[name], "auto")
     settings = {"system_prompt": "Be brief.", "chat_template_args": args}
-    sets = loaded(make(tmp_path), tokenizer, chat=chat, **settings)
+    sets = load_with_template(make(tmp_path), tokenizer, chat=chat, **settings)
     conversations = [
         [
             {"role": "system", "content": "Be brief."},
@@ -589,82 +553,72 @@ def test_every_shape_is_rendered_as_transformers_renders_it(tmp_path, tokenizer,
         ]
         for row in QUESTIONS
     ]
-    render = lambda m, **more: tokenizer.apply_chat_template(m, add_generation_prompt=True, **args, **more)
+
+    def render(messages, **options):
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **args, **options)
+
     assert sets.train_ids == [list(render(m, tokenize=True)["input_ids"]) for m in conversations]
-    texts = [render(m, tokenize=False) for m in conversations]
-    assert essence(sets)[0] == [
+    texts = [render(messages, tokenize=False) for messages in conversations]
+    assert fields_of(sets) == [
         (text, row["answer"], "gsm8k", "set", messages, True)
         for text, row, messages in zip(texts, QUESTIONS, conversations)
     ]
     assert all(text.endswith("<think>\n\n</think>\n\n" if args else "assistant\n") for text in texts)
 
 
+def write_trl_standard(folder):
+    return write_lines(folder / "set.jsonl", [{"prompt": f"{i}", "ground_truth": i} for i in range(12)])
+
+
 @pytest.mark.parametrize(
-    "make, line",
+    "make, words",
     [
-        (FORMATS["plain columns"], "columns (prompt, answer), verified by gsm8k, plain text"),
-        (FORMATS["jsonl"], "GSM8K's columns (question, answer), verified by gsm8k, plain text"),
-        (FORMATS["folder"], "3 files, GSM8K's columns (question, answer), verified by gsm8k, plain text"),
-        (
-            CONVERSATIONS["verl parquet"],
-            "verl's columns (prompt: messages, reward_model.ground_truth), verified by gsm8k, rendered by "
-            "the chat template",
-        ),
-        (
-            CONVERSATIONS["TRL conversational"],
-            "TRL's conversational columns (prompt: messages, solution), verified by gsm8k, rendered by the "
-            "chat template",
-        ),
-        (
-            lambda d: write_lines(
-                d / "set.jsonl", [{"prompt": f"{i}", "ground_truth": i} for i in range(12)]
-            ),
-            "TRL's standard columns (prompt, ground_truth), verified by math, plain text",
-        ),
+        (FORMATS["plain columns"], ["(prompt, answer)", "gsm8k", "plain text"]),
+        (FORMATS["jsonl"], ["GSM8K", "(question, answer)", "gsm8k", "plain text"]),
+        (FORMATS["folder"], ["3 files", "GSM8K", "(question, answer)", "gsm8k", "plain text"]),
+        (CONVERSATIONS["verl parquet"], ["verl", "reward_model.ground_truth", "gsm8k", "chat template"]),
+        (CONVERSATIONS["TRL conversational"], ["TRL", "solution", "gsm8k", "chat template"]),
+        (write_trl_standard, ["TRL", "(prompt, ground_truth)", "math", "plain text"]),
     ],
 )
-def test_the_shape_of_a_set_is_said(tmp_path, tokenizer, make, line):
+def test_a_note_names_the_shape_verifier_and_rendering_of_a_set(tmp_path, tokenizer, make, words):
     path = make(tmp_path)
-    note, *warnings = loaded(path, tokenizer).notes
-    assert note == f"set ({path}): 12 prompts, {line}"
-    assert bool(warnings) == line.endswith("plain text")
+    note, *warnings = load_with_template(path, tokenizer).notes
+    assert note.startswith(f"set ({path}): 12 prompts") and all(word in note for word in words), note
+    assert bool(warnings) == ("plain text" in words)
 
 
-def test_what_a_verifier_may_ask_for_of_a_row_of_verl(tmp_path, tokenizer):
-    rows = [VERL[0] | {"difficulty": 2.0, "kind": "numeric", "completion": "kept from verify()"}]
-    rows[0]["reward_model"] = {"style": "rule", "ground_truth": "34"}
-    (one,) = load_prompts(rows_as_parquet(tmp_path / "set.parquet", rows), tokenizer=tokenizer)
-    assert (one.answer, one.kind, one.difficulty) == ("34", "numeric", 2.0)
-    assert one.fields == {
-        "data_source": "openai/gsm8k", "ability": "math", "reward_model": rows[0]["reward_model"],
-        "extra_info": {"split": "train", "index": 0}, "difficulty": 2.0, "prompt": one.text,
+def test_a_verifier_reads_the_columns_of_a_row_of_verl(tmp_path, tokenizer):
+    row = VERL[0] | {"difficulty": 2.0, "kind": "numeric", "completion": "hidden from verify()"}
+    row["reward_model"] = {"style": "rule", "ground_truth": "34"}
+    (prompt,) = load_prompts(rows_as_parquet(tmp_path / "set.parquet", [row]), tokenizer=tokenizer)
+    assert (prompt.answer, prompt.kind, prompt.difficulty) == ("34", "numeric", 2.0)
+    assert prompt.fields == {
+        "data_source": "openai/gsm8k", "ability": "math", "reward_model": row["reward_model"],
+        "extra_info": {"split": "train", "index": 0}, "difficulty": 2.0, "prompt": prompt.text,
         "messages": messages_of(QUESTIONS[0]),
     }  # fmt: skip
-    assert json.loads(json.dumps(one.fields)) == one.fields
+    assert json.loads(json.dumps(prompt.fields)) == prompt.fields
 
 
 def test_dapo_rows_and_columns_by_dots(tmp_path, tokenizer):
-    rows = [
-        {
-            "data_source": "math_dapo", "prompt": messages_of(QUESTIONS[0]), "ability": "MATH",
-            "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079", "level": 3},
-        }
-    ]  # fmt: skip
-    path = rows_as_parquet(tmp_path / "dapo.parquet", rows)
+    row = {
+        "data_source": "math_dapo", "prompt": messages_of(QUESTIONS[0]), "ability": "MATH",
+        "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079", "level": 3},
+    }  # fmt: skip
+    path = rows_as_parquet(tmp_path / "dapo.parquet", [row])
     columns = {"difficulty": "extra_info.level"}
-    (one,) = load_prompts(path, tokenizer=tokenizer, columns=columns)
-    assert (one.answer, one.kind, one.difficulty, one.source) == ("34", "math", 3.0, "dapo")
-    rows[0] |= {"extra_info.level": 7, "data_source": "openai/gsm8k"}
-    path = write_lines(tmp_path / "dapo.jsonl", [*rows, rows[0] | {"data_source": "lighteval/MATH"}])
-    found = load_prompts(path, tokenizer=tokenizer, columns=columns)
-    assert [one.difficulty for one in found] == [7, 7], "a column of that very name goes first"
-    assert [one.kind for one in found] == ["gsm8k", "math"]
+    (prompt,) = load_prompts(path, tokenizer=tokenizer, columns=columns)
+    assert (prompt.answer, prompt.kind, prompt.difficulty, prompt.source) == ("34", "math", 3.0, "dapo")
+    row |= {"extra_info.level": 7, "data_source": "openai/gsm8k"}
+    path = write_lines(tmp_path / "dapo.jsonl", [row, row | {"data_source": "lighteval/MATH"}])
+    prompts = load_prompts(path, tokenizer=tokenizer, columns=columns)
+    difficulties = [prompt.difficulty for prompt in prompts]
+    assert difficulties == [7, 7], "a column with the dotted name wins over a nested field"
+    assert kinds_of(prompts) == ["gsm8k", "math"]
     (note,) = load_sets(DataSettings(train=[{"path": str(path)}]), tokenizer, 999, [], 0).notes
-    assert (
-        "(prompt: messages, reward_model.ground_truth, data_source), verified by gsm8k, math, rendered"
-        in note
-    )
+    assert "data_source" in note and "gsm8k, math" in note
 
 
 @pytest.mark.parametrize(
@@ -682,60 +636,35 @@ def test_dapo_rows_and_columns_by_dots(tmp_path, tokenizer):
     ],
 )
 def test_answers_of_other_shapes(tmp_path, row, kind, answer):
-    (one,) = load_prompts(write_lines(tmp_path / "set.jsonl", [{"prompt": "q"} | row]), kind=kind)
-    assert one.answer == answer
+    (prompt,) = load_prompts(write_lines(tmp_path / "set.jsonl", [{"prompt": "q"} | row]), kind=kind)
+    assert prompt.answer == answer
     if isinstance(kind, dict):
-        assert one.kind == " + ".join(f"{weight}*{name}" for name, weight in kind.items())
+        assert prompt.kind == " + ".join(f"{weight}*{name}" for name, weight in kind.items())
 
 
 def test_csv_keeps_the_text_of_answers_and_empty_fields_are_missing(tmp_path):
     path = tmp_path / "set.csv"
     path.write_bytes('\ufeffprompt,answer,difficulty\r\n"a, ""b""\nc",007,\r\nq,1.50,2\r\n'.encode())
-    found = load_prompts(path)
-    assert [(one.text, one.answer, one.difficulty) for one in found] == [
-        ('a, "b"\nc', "007", None), ("q", "1.50", 2.0)
-    ]  # fmt: skip
-    assert found[0].columns == {"difficulty": None}
+    first, second = load_prompts(path)
+    assert (first.text, first.answer, first.difficulty) == ('a, "b"\nc', "007", None)
+    assert (second.text, second.answer, second.difficulty) == ("q", "1.50", 2.0)
+    assert first.columns == {"difficulty": None}
     long = "x" * 200_000
     assert load_prompts(write_csv(path, [{"prompt": long, "answer": 1}]))[0].text == long
 
 
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("set.csv", b"prompt,answer\na,1\nb\n", "set.csv: row 2 has 1 fields, the first line 2"),
-        ("set.csv", b'prompt,answer\n"a,1\n', "set.csv: line 2 is not CSV: unexpected end of data"),
-        (
-            "set.csv",
-            b"prompt,prompt\na,1\n",
-            "set.csv: .*: prompt, prompt",
-        ),
-        ("set.csv", b"prompt,answer\n", "set.csv: no rows"),
-        ("set.csv", b"", "set.csv: no rows"),
-        ("set.csv", b"prompt;answer\na;1\n", "set.csv: no column for the prompt .* among prompt;answer"),
-        ("set.csv", b"prompt\xff", "set.csv: not UTF-8 text"),
-        ("set.jsonl.gz", b"no gzip", "set.jsonl.gz: .*gzip"),
-        ("set.jsonl.gz", gzip.compress(b"{}" * 99)[:-12], "set.jsonl.gz: .*gzip"),
-    ],
-)
-def test_broken_csv_and_gz(tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        load_prompts(tmp_path / name)
-
-
 def test_a_saved_set_without_the_split_and_broken_files_of_a_folder_are_named(tmp_path):
     save_to_disk(tmp_path / "saved", PLAIN, "train")
-    with pytest.raises(ValueError, match="saved: no split 'dev' among train, test; set data.train"):
+    with refuses("saved", "'dev'", "train, test", "data.train"):
         load_prompts(tmp_path / "saved", split="dev")
     (tmp_path / "saved" / "train" / "data-00000-of-00001.arrow").write_bytes(b"x")
-    with pytest.raises(ValueError, match="saved: save_to_disk wrote this folder, but it cannot be read"):
+    with refuses("saved", "save_to_disk"):
         load_prompts(tmp_path / "saved")
-    write_parts(tmp_path / "parts", PLAIN, "")
-    write_lines(tmp_path / "parts" / "train-1.jsonl", [PLAIN[0], {"prompt": "q"}])
-    with pytest.raises(ValueError, match="parts/train-1.jsonl: row 2: column 'answer' must hold"):
-        load_prompts(tmp_path / "parts")
-    tables = load_tables(str(tmp_path / "parts"), split="other")  # no file is called so: all are taken
+    write_files(tmp_path / "set", PLAIN, "")
+    write_lines(tmp_path / "set" / "train-1.jsonl", [PLAIN[0], {"prompt": "q"}])
+    with refuses("set/train-1.jsonl", "row 2", "'answer'"):
+        load_prompts(tmp_path / "set")
+    tables = load_tables(str(tmp_path / "set"), split="other")  # all files, because none is called "other"
     assert [os.path.basename(name) for name, _ in tables] == [
         "test-0.jsonl", "train-0.jsonl", "train-1.csv", "train-1.jsonl", "train-2.parquet"
     ]  # fmt: skip
@@ -747,94 +676,92 @@ USER, ASSISTANT, SYSTEM = ({"role": role, "content": role} for role in ("user", 
 
 
 @pytest.mark.parametrize(
-    "messages, message",
+    "messages, word",
     [
-        (
-            [USER, ASSISTANT],
-            "the last message is from the assistant, but a prompt ends with one from the user",
-        ),
-        ([SYSTEM], "the last message is from the system"),
-        ([USER, USER], "message 2 has role 'user' where the assistant's turn is"),
-        ([SYSTEM, ASSISTANT, USER], "message 2 has role 'assistant' where the user's turn is"),
-        ([SYSTEM, SYSTEM, USER], "message 2 has role 'system', which may only come first and once"),
-        ([USER, SYSTEM, USER], "message 2 has role 'system'"),
-        ([USER | {"role": "human"}], "message 1 has role 'human'; expected system, user, assistant"),
-        ([{"content": "x"}], "message 1 must have a role and a content"),
-        ([USER | {"content": None}], "message 1: only text can be rendered, found the content None"),
-        ([USER | {"content": [{"type": "image", "url": "x"}]}], "message 1: only text can be rendered"),
-        ([USER | {"content": []}], "message 1: only text can be rendered"),
-        ([USER | {"content": " "}], "the last message is empty"),
-        ("[{'role': 'user', 'content': 'x'}]", "a list of messages that is written as text must be JSON"),
+        ([USER, ASSISTANT], "assistant"),
+        ([SYSTEM], "system"),
+        ([USER, USER], "message 2"),
+        ([SYSTEM, ASSISTANT, USER], "message 2"),
+        ([SYSTEM, SYSTEM, USER], "message 2"),
+        ([USER, SYSTEM, USER], "message 2"),
+        ([USER | {"role": "human"}], "'human'"),
+        ([{"content": "x"}], "message 1"),
+        ([USER | {"content": None}], "None"),
+        ([USER | {"content": [{"type": "image", "url": "x"}]}], "message 1"),
+        ([USER | {"content": []}], "message 1"),
+        ([USER | {"content": " "}], "empty"),
+        ("[{'role': 'user', 'content': 'x'}]", "JSON"),
     ],
 )
-def test_messages_that_make_no_prompt(tmp_path, tokenizer, messages, message):
+def test_messages_that_make_no_prompt_are_refused_or_dropped(tmp_path, tokenizer, messages, word):
     path = write_lines(tmp_path / "set.jsonl", [{"prompt": p, "answer": 1} for p in ([USER], messages)])
-    with pytest.raises(ValueError, match=re.escape(f"set.jsonl: row 2: {message}")):
+    with refuses("set.jsonl: row 2: ", word):
         load_prompts(path, tokenizer=tokenizer)
     sets = load_sets(DataSettings(train=[{"path": str(path)}], on_bad_row="drop"), tokenizer, 99, [], 0)
-    assert sets.notes[1] == "set: 1 rows dropped: 1 whose messages cannot be rendered"
+    assert "1 rows dropped" in sets.notes[1] and "messages" in sets.notes[1]
     (dropped,) = sets.dropped
-    assert (dropped["file"], dropped["row"]) == (str(path), 2) and message in dropped["detail"]
+    assert (dropped["file"], dropped["row"]) == (str(path), 2) and word in dropped["detail"]
 
 
 def test_messages_that_make_a_prompt(tmp_path, tokenizer):
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [SYSTEM, USER, ASSISTANT, {"role": "user", "content": parts, "name": None}]
+    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [SYSTEM, USER, ASSISTANT, {"role": "user", "content": content, "name": None}]
     path = write_lines(tmp_path / "set.jsonl", [{"prompt": messages, "answer": 1}])
-    (one,) = load_prompts(path, tokenizer=tokenizer, system_prompt="not used", template="<{prompt}>")
-    assert one.messages == [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "<ab>"}]
-    assert one.text == tokenizer.apply_chat_template(one.messages, tokenize=False, add_generation_prompt=True)
-
-
-def chat_file(folder, prompt):
-    return write_lines(folder / "set.jsonl", [{"prompt": prompt, "answer": "1"}])
+    (prompt,) = load_prompts(path, tokenizer=tokenizer, system_prompt="not used", template="<{prompt}>")
+    assert prompt.messages == [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "<ab>"}]
+    rendered = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+    assert prompt.text == rendered
 
 
 def test_templates_that_are_missing_or_fail(tmp_path):
     tokenizer = random_model.build_tokenizer(["x"], 300)
-    conversation, text = chat_file(tmp_path, [USER]), write_lines(tmp_path / "text.jsonl", PLAIN)
-    with pytest.raises(ValueError, match="set.jsonl: row 1: column .prompt. .* data.chat"):
+    conversation = write_lines(tmp_path / "set.jsonl", [{"prompt": [USER], "answer": "1"}])
+    text = write_lines(tmp_path / "text.jsonl", PLAIN)
+    with refuses("set.jsonl: row 1", "data.chat"):
         load_prompts(conversation, tokenizer=tokenizer, chat="never")
     for args in ({"enable_thinkin": 1}, {"tokenize": True}):
-        with pytest.raises(ValueError, match=f"data.chat_template_args.{min(args)} is"):
+        with refuses(f"data.chat_template_args.{min(args)}"):
             load_prompts(conversation, tokenizer=tokenizer, chat_template_args=args)
-    tokenizer.chat_template = (
-        "{% if messages|length > 1 %}{{ raise_exception('No system role!') }}{% endif %}x"
-    )
+    failing = "{% if messages|length > 1 %}{{ raise_exception('No system role!') }}{% endif %}x"
+    tokenizer.chat_template = failing
     load_prompts(conversation, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="set.jsonl: row 1: the chat template failed: .*No system role!"):
+    with refuses("set.jsonl: row 1", "chat template", "No system role!"):
         load_prompts(conversation, tokenizer=tokenizer, system_prompt="s")
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="set.jsonl: row 1: .* but the tokenizer has no chat template"):
+    with refuses("set.jsonl: row 1", "no chat template"):
         load_prompts(conversation, tokenizer=tokenizer, on_bad_row="drop")
-    with pytest.raises(ValueError, match="text.jsonl: .* but the tokenizer has no chat template"):
+    with refuses("text.jsonl", "no chat template"):
         load_prompts(text, tokenizer=tokenizer, chat="always")
     assert len(load_prompts(text, tokenizer=tokenizer)) == len(PLAIN)
 
 
-def test_warnings_about_what_is_not_rendered(tmp_path, tokenizer):
-    text, bare = write_lines(tmp_path / "text.jsonl", PLAIN), random_model.build_tokenizer(["x"], 300)
+def test_prompts_that_are_not_rendered_are_warned_about(tmp_path, tokenizer):
+    text = write_lines(tmp_path / "text.jsonl", PLAIN)
+    bare = random_model.build_tokenizer(["x"], 300)
     bare.chat_template = None
-    notes = lambda tokenizer, **settings: loaded(text, tokenizer, **settings).notes[1:]
-    assert notes(bare) == notes(tokenizer, chat="never") == notes(tokenizer, chat="always") == []
-    (warning,) = notes(tokenizer)
-    assert warning.startswith(
-        "warning: the prompts of set are plain text, though the tokenizer has a chat template"
-    )
-    (warning,) = notes(bare, system_prompt="s")
-    assert warning == "warning: data.system_prompt has no effect, no prompt is rendered"
+
+    def warnings(tokenizer, **settings):
+        return load_with_template(text, tokenizer, **settings).notes[1:]
+
+    assert warnings(bare) == warnings(tokenizer, chat="never") == warnings(tokenizer, chat="always") == []
+    (warning,) = warnings(tokenizer)
+    assert warning.startswith("warning: ") and "set" in warning and "plain text" in warning
+    (warning,) = warnings(bare, system_prompt="s")
+    assert warning.startswith("warning: ") and "data.system_prompt" in warning
 
 
 def test_special_tokens_are_added_to_plain_text_only():
     tokenizer = random_model.build_tokenizer(["x"], 300)
     tokenizer.bos_token = "<|endoftext|>"
-    adds = lambda texts, add_special_tokens: {
-        "input_ids": [[0] * add_special_tokens + tokenizer(text)["input_ids"] for text in texts]
-    }
-    prompts = [prompt("ab"), replace(prompt("c"), is_chat=True), prompt("d")]
+
+    def add_zero(texts, add_special_tokens):
+        ids = [[0] * add_special_tokens + tokenizer(text)["input_ids"] for text in texts]
+        return {"input_ids": ids}
+
+    prompts = [make_prompt("ab"), replace(make_prompt("c"), is_chat=True), make_prompt("d")]
     ids = [tokenizer(text)["input_ids"] for text in ("ab", "c", "d")]
-    assert tokenize(prompts, adds) == [[0, *ids[0]], ids[1], [0, *ids[2]]]
-    assert tokenize([], adds) == []
+    assert tokenize(prompts, add_zero) == [[0, *ids[0]], ids[1], [0, *ids[2]]]
+    assert tokenize([], add_zero) == []
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
@@ -843,70 +770,58 @@ def test_special_tokens_are_added_to_plain_text_only():
 @pytest.mark.parametrize("text", [r"{prompt}\\nA:", r"{prompt}\\n", r"\\t{prompt}", r"{prompt}\\nthink"])
 def test_a_line_break_written_as_two_characters_is_refused(text):
     for settings in ({"train": [{"path": "x", "template": text}]}, {"system_prompt": text}):
-        with pytest.raises(ValueError, match="line break"):
+        with refuses("line break"):
             DataSettings(**settings)
 
 
 @pytest.mark.parametrize("text", ["{prompt}\nA:", r"\\boxed{} {prompt}", r"{prompt} \\text{a} \\neq \\times"])
-def test_line_breaks_and_latex_are_no_mistake(text):
+def test_line_breaks_and_latex_are_accepted(text):
     assert PromptSource(path="x", template=text).template == text
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "settings, words",
     [
-        (
-            {"train": [{"path": "a/x.jsonl"}, {"path": "b/x.csv"}]},
-            r"data.train\[\].name: two sets are called 'x'",
-        ),
-        (
-            {"eval": [{"path": "a/x.jsonl"}, {"path": "y", "name": "x"}]},
-            r"data.eval\[\].name: two sets are called",
-        ),
+        ({"train": [{"path": "a/x.jsonl"}, {"path": "b/x.csv"}]}, ["data.train[].name", "'x'"]),
+        ({"eval": [{"path": "a/x.jsonl"}, {"path": "y", "name": "x"}]}, ["data.eval[].name", "'x'"]),
         (
             {"train": [{"path": "x.jsonl", "holdout": 5}], "eval": [{"path": "d/x.jsonl"}]},
-            r"data.eval\[\].name: two sets are called 'x' \(a holdout is an eval set, too\)",
+            ["data.eval[].name", "'x'", "holdout"],
         ),
-        ({"eval": [{"path": "x", "holdout": 5}]}, r"data.eval\[\] x: weight and holdout are for data.train"),
-        ({"eval": [{"path": "x", "weight": 2}]}, r"data.eval\[\] x: weight and holdout are for data.train"),
-        (
-            {"train": [{"path": "x", "holdout": 1.5}]},
-            "holdout 1.5: a share below 1, or a whole number of rows",
-        ),
-        ({"chat": "never", "system_prompt": "s"}, "data.chat never renders nothing"),
+        ({"eval": [{"path": "x", "holdout": 5}]}, ["data.eval[] x", "holdout", "data.train"]),
+        ({"eval": [{"path": "x", "weight": 2}]}, ["data.eval[] x", "weight", "data.train"]),
+        ({"train": [{"path": "x", "holdout": 1.5}]}, ["holdout 1.5"]),
+        ({"chat": "never", "system_prompt": "s"}, ["data.chat never"]),
     ],
 )
-def test_settings_that_contradict_each_other(settings, message):
-    with pytest.raises(ValueError, match=message):
-        load_sets(DataSettings(**settings), one_token, 9, [], 0)
+def test_settings_that_contradict_each_other(settings, words):
+    with refuses(*words):
+        load_plain(DataSettings(**settings))
 
 
 @pytest.mark.parametrize(
-    "kind, message",
+    "kind, words",
     [
-        *[(kind, "each kind needs a weight above 0") for kind in ({"math": 0}, {"math": "1"}, {1: 1.0})],
-        ("maths", "unknown kind 'maths': did you mean 'math'"),
-        ({"maths": 0.5, "exact": 0.5}, "unknown kind 'maths' in '0.5[*]maths"),
-        (5, "valid string"),
+        *((kind, ["weight above 0"]) for kind in ({"math": 0}, {"math": "1"}, {1: 1.0})),
+        ("maths", ["'maths'", "'math'"]),
+        ({"maths": 0.5, "exact": 0.5}, ["'maths'"]),
+        (5, ["kind", "string"]),
     ],
 )
-def test_kinds_that_there_are_not(kind, message):
-    with pytest.raises(ValueError, match=message):
+def test_unknown_kinds_and_weights_are_refused(kind, words):
+    with refuses(*words):
         PromptSource(path="x", kind=kind)
 
 
-def test_a_kind_of_the_settings_is_never_without_effect(tmp_path):
+def test_a_kind_of_the_settings_must_have_an_effect(tmp_path):
     path = write_lines(tmp_path / "set.jsonl", [HARMLESS])
-    message = (
-        r"set.jsonl: kind 'math' of the settings is not used, because the column 'kind' says exact; set "
-    )
-    with pytest.raises(ValueError, match=message + r"columns: \{kind: null\} to ignore"):
+    with refuses("set.jsonl", "'math'", "exact", "columns: {kind: null}"):
         load_prompts(path, kind="math")
     assert load_prompts(path, kind="exact")[0].kind == load_prompts(path)[0].kind == "exact"
     assert load_prompts(path, kind="math", columns={"kind": None})[0].kind == "math"
 
 
-# ---- rows that are dropped, held out, weighted -------------------------------------------------------------
+# ---- dropped rows, holdouts, weights -----------------------------------------------------------------------
 
 
 def test_dropped_rows_are_counted_by_reason(tmp_path, tokenizer):
@@ -915,29 +830,29 @@ def test_dropped_rows_are_counted_by_reason(tmp_path, tokenizer):
         {"prompt": "q", "answer": " "}, {"prompt": None, "answer": 1}, {"prompt": "long " * 99, "answer": 1},
         {"prompt": "q", "difficulty": "hard", "answer": 2}, {"answer": 1}, {"prompt": "x" * 200, "answer": 1},
     ]  # fmt: skip
-    path = write_lines(tmp_path / "set.jsonl", [good[0], *bad, *good[1:]])
-    data = lambda **more: DataSettings(train=[{"path": str(path)}], chat="never", **more)
-    sets = load_sets(data(on_bad_row="drop"), tokenizer, 50, [], 0)
-    assert [one.text for one in sets.train] == ["q0", "q1", "q2"] and len(sets.train_ids) == 3
-    assert sets.notes[1] == (
-        "set: 6 rows dropped: 2 without a prompt, 2 longer than rollout.max_prompt_tokens 50, "
-        "1 without an answer, 1 whose difficulty is no number"
-    )
+    path = tmp_path / "set.jsonl"
+
+    def load(rows, **settings):
+        write_lines(path, rows)
+        data = DataSettings(train=[{"path": str(path)}], chat="never", **settings)
+        return load_sets(data, tokenizer, 50, [], 0)
+
+    mixed = [good[0], *bad, *good[1:]]
+    sets = load(mixed, on_bad_row="drop")
+    assert texts_of(sets.train) == ["q0", "q1", "q2"] and len(sets.train_ids) == 3
+    counts = ("6 rows dropped", "2 without a prompt", "2 longer", "1 without an answer", "1 whose difficulty")
+    assert all(count in sets.notes[1] for count in counts), sets.notes[1]
+    assert "rollout.max_prompt_tokens 50" in sets.notes[1]
     assert sorted(row["row"] for row in sets.dropped) == [2, 3, 4, 5, 6, 7]
     assert {row["set"] for row in sets.dropped} == {"set"} and json.dumps(sets.dropped)
-    with pytest.raises(ValueError, match="set.jsonl: row 2: column 'answer' must hold.*data.on_bad_row=drop"):
-        load_sets(data(), tokenizer, 50, [], 0)
-    write_lines(path, [good[0], bad[2]])
-    with pytest.raises(
-        ValueError, match="set.jsonl: row 2: the prompt has .* tokens, rollout.max_prompt_tokens 50"
-    ):
-        load_sets(data(), tokenizer, 50, [], 0)
-    write_lines(path, [*QUESTIONS, {"question": "q"}])
-    sets = load_sets(data(on_bad_row="drop"), tokenizer, 50, [], 0)
-    assert {one.kind for one in sets.train} == {"gsm8k"}, "answers that are missing do not say otherwise"
-    write_lines(path, bad)
-    with pytest.raises(ValueError, match="set.jsonl: .*; set: 6 rows dropped: 2 without a prompt"):
-        load_sets(data(on_bad_row="drop"), tokenizer, 50, [], 0)
+    with refuses("set.jsonl: row 2", "'answer'", "data.on_bad_row=drop"):
+        load(mixed)
+    with refuses("set.jsonl: row 2", "rollout.max_prompt_tokens 50"):
+        load([good[0], bad[2]])
+    sets = load([*QUESTIONS, {"question": "q"}], on_bad_row="drop")
+    assert set(kinds_of(sets.train)) == {"gsm8k"}, "a missing answer does not change the detected verifier"
+    with refuses("set.jsonl", "6 rows dropped", "2 without a prompt"):
+        load(bad, on_bad_row="drop")
 
 
 def numbered(path, count, tag):
@@ -945,55 +860,50 @@ def numbered(path, count, tag):
 
 
 @pytest.mark.parametrize("holdout, count", [(7, 7), (0.25, 25), (1, 1)])
-def test_a_holdout_is_disjoint_stable_and_of_the_wanted_size(tmp_path, holdout, count):
+def test_a_holdout_is_disjoint_stable_and_of_the_requested_size(tmp_path, holdout, count):
     path = numbered(tmp_path / "set.jsonl", 100, "q")
 
-    def split(seed=0, **more):
-        data = DataSettings(train=[{"path": str(path), "holdout": holdout, **more}])
-        sets = load_sets(data, one_token, 9, [], seed)
-        held_out, ids = sets.eval_sets[more.get("name", "set")]
+    def split(seed=0, **source):
+        data = DataSettings(train=[{"path": str(path), "holdout": holdout, **source}])
+        sets = load_plain(data, seed=seed)
+        held_out, ids = sets.eval_sets[source.get("name", "set")]
         assert len(ids) == len(held_out) == count and len(sets.train_ids) == len(sets.train) == 100 - count
         assert f"100 prompts ({count} of them held out)" in sets.notes[0]
-        assert sorted(int(one.answer) for one in sets.train + held_out) == list(range(100))
-        return {one.answer for one in held_out}
+        assert sorted(map(int, answers_of(sets.train + held_out))) == list(range(100))
+        return set(answers_of(held_out))
 
     first = split()
-    assert (
-        split() == first == split(template="{prompt}!", name="other")
-    )  # the questions decide, not their text
+    # The columns of a row decide, so the template and the name of a set do not move questions.
+    assert split() == first == split(template="{prompt}!", name="other")
     assert split(seed=1) != first
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     write_lines(path, rows[::-1])
     assert split() == first
 
 
-def test_equal_questions_are_held_out_together_and_both_sides_keep_something(tmp_path):
+def test_equal_questions_are_held_out_together_and_neither_side_is_empty(tmp_path):
     rows = [{"prompt": f"q {i // 2}{' ' * (i % 2)}", "answer": i} for i in range(40)]
     path = write_lines(tmp_path / "set.jsonl", rows)
-    load = lambda n: load_sets(DataSettings(train=[{"path": str(path), "holdout": n}]), one_token, 9, [], 0)
-    held_out = {int(one.answer) // 2 for one in load(6).eval_sets["set"][0]}
-    assert len(held_out) == 3 and not held_out & {int(one.answer) // 2 for one in load(6).train}
+
+    def load(holdout):
+        return load_plain(DataSettings(train=[{"path": str(path), "holdout": holdout}]))
+
+    held_out = {int(answer) // 2 for answer in answers_of(load(6).eval_sets["set"][0])}
+    assert len(held_out) == 3 and not held_out & {int(answer) // 2 for answer in answers_of(load(6).train)}
     for holdout in (0.001, 40, 99):
-        with pytest.raises(ValueError, match="holdout"):
+        with refuses("holdout"):
             load(holdout)
 
 
-def test_an_evaluation_set_that_shares_a_prompt_with_training_is_refused(tmp_path):
-    train, held_out = numbered(tmp_path / "a.jsonl", 9, "q"), numbered(tmp_path / "b.jsonl", 2, "q")
-    with pytest.raises(ValueError, match="2 evaluation prompts are also training prompts"):
-        load_sets(
-            DataSettings(train=[{"path": str(train)}], eval=[{"path": str(held_out)}]), one_token, 9, [], 0
-        )
-
-
 def test_weights_decide_how_often_prompts_are_offered(tmp_path):
-    """Over many epochs, counted; each set goes through all its prompts before any comes again."""
-    sizes, weights = {"a": 10, "b": 7, "c": 20}, {"a": 1.0, "b": 3.0, "c": 0.3}
+    """Count over many epochs. A set offers all of its prompts before any prompt comes again."""
+    sizes = {"a": 10, "b": 7, "c": 20}
+    weights = {"a": 1.0, "b": 3.0, "c": 0.3}
     train = [
         {"path": str(numbered(tmp_path / f"{name}.jsonl", size, name)), "weight": weights[name]}
         for name, size in sizes.items()
     ]
-    sets = load_sets(DataSettings(train=train), one_token, 9, [], 0)
+    sets = load_plain(DataSettings(train=train))
     assert sets.train_weights == weights and "weight 0.3" in sets.notes[2]
     mixture = mixture_of(sets.train, sets.train_weights)
     per_epoch = 10 + 21 + 6
@@ -1012,63 +922,60 @@ def test_weights_decide_how_often_prompts_are_offered(tmp_path):
 
 def test_without_weights_the_order_is_that_of_one_shuffled_set(tmp_path):
     paths = [numbered(tmp_path / f"{name}.jsonl", 5, name) for name in "ab"]
-    sets = load_sets(DataSettings(train=[{"path": str(path)} for path in paths]), one_token, 9, [], 0)
+    sets = load_plain(DataSettings(train=[{"path": str(path)} for path in paths]))
     assert sets.train_weights is None and mixture_of(sets.train, None) is None
-    assert prompts_of_step(10, 10, 0, 0) == [8, 6, 9, 3, 7, 5, 4, 1, 0, 2]  # part of every run that there is
-    with pytest.raises(
-        ValueError, match="weight 0.05 of a, which has 5 prompts: less than one prompt an epoch"
-    ):
+    assert prompts_of_step(10, 10, 0, 0) == [8, 6, 9, 3, 7, 5, 4, 1, 0, 2]  # old runs depend on this order
+    with refuses("weight 0.05 of a", "5 prompts"):
         mixture_of(sets.train, {"a": 0.05, "b": 1.0})
 
 
 # ---- data.random_model -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_random_model_is_a_small_chat_model_and_the_same_again(tmp_path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    text = write_lines(tmp_path / "set.jsonl", CONVERSATION_ROWS)
-    (tmp_path / "notes.md").write_text("naïve 数")
-    sizes = "--vocab 320 --hidden 64 --layers 1 --experts 2 --top-k 1 --expert-width 16".split()
-    texts = ["--text", str(text), "--text", str(tmp_path / "notes.md")]
-    for name in ("one", "two"):
-        random_model.main(["--output", str(tmp_path / name), *texts, *sizes])
-    for file in ("model.safetensors", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "one")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    assert model.config.model_type == "qwen3_moe" and 270 < len(tokenizer) == model.config.vocab_size <= 320
-    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
-    assert model.generation_config.eos_token_id == ends and tokenizer.eos_token == "<|im_end|>"
-    words = "any naïve 数 😀\n\t  text"
-    assert tokenizer.decode(tokenizer(words)["input_ids"]) == words
-    assert len(tokenizer("many clips")["input_ids"]) < len("many clips")  # the words of the file are known
-    thought = tokenizer("<think>x</think><|im_end|>")["input_ids"]
-    assert len(thought) == 4 and tokenizer.decode(thought, skip_special_tokens=True) == "<think>x</think>"
-    with pytest.raises(ValueError, match="one exists and is not empty"):
-        random_model.main(["--output", str(tmp_path / "one"), *texts])
-
 
 CONVERSATION_ROWS = [
     {"prompt": [{"role": "user", "content": f"many clips {i}"}], "answer": i} for i in range(9)
 ]
 
 
+@pytest.mark.slow
+def test_a_random_model_is_a_small_chat_model_and_reproducible(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows_file = write_lines(tmp_path / "set.jsonl", CONVERSATION_ROWS)
+    (tmp_path / "notes.md").write_text("naïve 数")
+    sizes = "--vocab 320 --hidden 64 --layers 1 --experts 2 --top-k 1 --expert-width 16".split()
+    texts = ["--text", str(rows_file), "--text", str(tmp_path / "notes.md")]
+    for name in ("first", "second"):
+        random_model.main(["--output", str(tmp_path / name), *texts, *sizes])
+    for file in ("model.safetensors", "tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "first")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert model.config.model_type == "qwen3_moe" and 270 < len(tokenizer) == model.config.vocab_size <= 320
+    ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert model.generation_config.eos_token_id == ends and tokenizer.eos_token == "<|im_end|>"
+    words = "any naïve 数 😀\n\t  text"
+    assert tokenizer.decode(tokenizer(words)["input_ids"]) == words
+    assert len(tokenizer("many clips")["input_ids"]) < len("many clips")  # tokens of the words in the file
+    thought = tokenizer("<think>x</think><|im_end|>")["input_ids"]
+    assert len(thought) == 4 and tokenizer.decode(thought, skip_special_tokens=True) == "<think>x</think>"
+    with refuses("first", "not empty"):
+        random_model.main(["--output", str(tmp_path / "first"), *texts])
+
+
 @pytest.mark.parametrize(
-    "options, message",
+    "options, words",
     [
-        (["--vocab", "100"], "--vocab 100 must be at least 261"),
-        (["--hidden", "100"], "--hidden 100 must be a multiple of 64"),
-        (["--top-k", "99"], "--top-k 99 must be at most --experts 16"),
-        (["--layers", "0"], "--layers 0 must be at least 1"),
-        (["--text", "no.txt"], "--text no.txt: neither a data file nor a file of UTF-8 text"),
-        (["--text", "no.jsonl"], "no.jsonl: no such file"),
+        (["--vocab", "100"], ["--vocab 100", "261"]),
+        (["--hidden", "100"], ["--hidden 100", "64"]),
+        (["--top-k", "99"], ["--top-k 99", "--experts 16"]),
+        (["--layers", "0"], ["--layers 0", "1"]),
+        (["--text", "no.txt"], ["--text no.txt", "UTF-8"]),
+        (["--text", "no.jsonl"], ["no.jsonl", NO_FILE]),
     ],
 )
-def test_wrong_options_of_a_random_model(tmp_path, options, message):
+def test_wrong_options_of_a_random_model(tmp_path, options, words):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match=message):
+    with refuses(*words):
         random_model.main(["--output", str(tmp_path / "x"), "--text", str(tmp_path / "a.txt"), *options])
     assert not (tmp_path / "x").exists()
 
@@ -1076,38 +983,41 @@ def test_wrong_options_of_a_random_model(tmp_path, options, message):
 # ---- check_disjoint, save_prompts --------------------------------------------------------------------------
 
 
-def test_check_disjoint_names_count_and_example():
-    train = [prompt("a"), prompt("b"), prompt("c")]
-    check_disjoint(train, [prompt("d"), prompt("a ")])
-    with pytest.raises(ValueError, match="2 evaluation prompts are also training .* example 'c' of 'set'"):
-        check_disjoint(train, [prompt("d"), prompt("c", answer="2"), prompt("a")])
+def test_a_prompt_of_training_and_evaluation_is_refused_with_count_and_example(tmp_path):
+    train = [make_prompt("a"), make_prompt("b"), make_prompt("c")]
+    check_disjoint(train, [make_prompt("d"), make_prompt("a ")])
+    with refuses("2 evaluation prompts", "'c' of 'set'"):
+        check_disjoint(train, [make_prompt("d"), make_prompt("c", answer="2"), make_prompt("a")])
+    train_file = numbered(tmp_path / "a.jsonl", 9, "q")
+    eval_file = numbered(tmp_path / "b.jsonl", 2, "q")
+    with refuses("2 evaluation prompts"):
+        load_plain(DataSettings(train=[{"path": str(train_file)}], eval=[{"path": str(eval_file)}]))
 
 
 def test_saved_prompts_are_loaded_back(tmp_path):
     path = tmp_path / "new" / "folder" / "set.jsonl"
-    prompts = load_prompts(write_lines(tmp_path / "set.jsonl", ROWS)) + [prompt("no difficulty")]
+    prompts = load_prompts(write_lines(tmp_path / "set.jsonl", ROWS)) + [make_prompt("no difficulty")]
     save_prompts(path, prompts)
-    level = lambda one: {"difficulty": one.difficulty}
     assert load_prompts(path, name="set") == [
-        replace(one, source="set", columns=level(one)) for one in prompts
+        replace(prompt, source="set", columns={"difficulty": prompt.difficulty}) for prompt in prompts
     ]
     assert [file.name for file in path.parent.iterdir()] == ["set.jsonl"]
-    assert '"naïve 数 \u2028 😀"' in path.read_text(encoding="utf-8")  # readable, not escaped
+    assert '"naïve 数 \u2028 😀"' in path.read_text(encoding="utf-8")  # readable, because not escaped
 
 
 def test_a_failed_save_keeps_the_old_file(tmp_path):
     path = tmp_path / "set.jsonl"
-    save_prompts(path, [prompt("old")])
+    save_prompts(path, [make_prompt("old")])
     with pytest.raises(TypeError):
-        save_prompts(path, [prompt("new"), prompt("new", answer=object())])
-    assert [one.text for one in load_prompts(path)] == ["old"]
+        save_prompts(path, [make_prompt("new"), make_prompt("new", answer=object())])
+    assert texts_of(load_prompts(path)) == ["old"]
 
 
 # ---- data.gsm8k --------------------------------------------------------------------------------------------
 
 
 def gsm8k_rows(count, tag):
-    """One to three reasoning steps in turn; the answers are 0,000, 1,000, 2,000, ..."""
+    """Return rows with one to three reasoning steps in turn and the answers 0,000, 1,000, 2,000, ..."""
     return [
         {"question": f"{tag} {index}?", "answer": "<<1+1=2>> " * (1 + index % 3) + f"\n#### {index},000"}
         for index in range(count)
@@ -1115,8 +1025,9 @@ def gsm8k_rows(count, tag):
 
 
 def build_gsm8k(folder, train, test):
-    train, test = write_lines(folder / "raw_train.jsonl", train), write_lines(folder / "raw_test.jsonl", test)
-    return run_gsm8k(train, test, folder / "out")
+    train_file = write_lines(folder / "raw_train.jsonl", train)
+    test_file = write_lines(folder / "raw_test.jsonl", test)
+    return run_gsm8k(train_file, test_file, folder / "out")
 
 
 def run_gsm8k(train, test, output):
@@ -1138,15 +1049,18 @@ def test_gsm8k_validation_depends_on_the_question_alone(tmp_path):
     rows = gsm8k_rows(400, "train")
     shuffled = random.Random(0).sample(rows, len(rows))
     runs = []
-    for name, train in (("a", rows), ("b", rows), ("c", shuffled), ("d", rows[:300])):
+    for name, train in (("first", rows), ("second", rows), ("shuffled", shuffled), ("fewer", rows[:300])):
         (tmp_path / name).mkdir()
         splits = build_gsm8k(tmp_path / name, train, gsm8k_rows(5, "test"))
-        runs.append({split: {one.text for one in prompts} for split, prompts in splits.items()})
+        runs.append({split: set(texts_of(prompts)) for split, prompts in splits.items()})
     first, second, reordered, fewer = runs
     assert first == second == reordered
     assert not first["train"] & first["validation"]
     assert 8 <= len(first["validation"]) <= 40  # 400 questions, one in twenty
     assert fewer["validation"] < first["validation"]
+    bytes_of = lambda name: {path.name: path.read_bytes() for path in (tmp_path / name / "out").iterdir()}
+    assert bytes_of("first") == bytes_of("second")
+    assert sorted(bytes_of("first")) == ["test.jsonl", "train.jsonl", "validation.jsonl"]
 
 
 def test_gsm8k_validation_of_a_known_question():
@@ -1154,15 +1068,6 @@ def test_gsm8k_validation_of_a_known_question():
     chosen = [index for index in range(100) if gsm8k.in_validation(f"Question {index}?")]
     assert chosen == [19, 25, 35, 44, 45, 74]
     assert gsm8k.in_validation(f" Question \n {chosen[0]}? ")
-
-
-def test_gsm8k_second_run_writes_the_same_bytes(tmp_path):
-    files = []
-    for _ in range(2):
-        build_gsm8k(tmp_path, gsm8k_rows(100, "train"), gsm8k_rows(5, "test"))
-        files.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})
-    assert files[0] == files[1]
-    assert sorted(files[0]) == ["test.jsonl", "train.jsonl", "validation.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -1175,19 +1080,19 @@ def test_gsm8k_second_run_writes_the_same_bytes(tmp_path):
     ],
 )
 def test_gsm8k_final_number(solution, number):
-    assert gsm8k.final_number(solution, "here") == number
+    assert gsm8k.final_number(solution, "file") == number
 
 
 @pytest.mark.parametrize("solution", ["18", "#### eighteen", "#### 18 dollars", "####"])
 def test_gsm8k_solution_without_number(tmp_path, solution):
     rows = gsm8k_rows(2, "train") + [{"question": "q", "answer": solution}]
-    with pytest.raises(ValueError, match="raw_train.jsonl: row 3: column 'answer' must end in '#### number'"):
+    with refuses("raw_train.jsonl: row 3", "'answer'", "####"):
         build_gsm8k(tmp_path, rows, gsm8k_rows(5, "test"))
     assert not (tmp_path / "out").exists()
 
 
 def test_gsm8k_refuses_a_test_question_in_train(tmp_path):
-    with pytest.raises(ValueError, match="evaluation prompts are also training prompts"):
+    with refuses("evaluation prompts"):
         build_gsm8k(tmp_path, gsm8k_rows(50, "same"), gsm8k_rows(50, "same"))
     assert not (tmp_path / "out").exists()
 
@@ -1198,8 +1103,8 @@ def test_gsm8k_real_files(tmp_path):
     sizes = {split: len(prompts) for split, prompts in splits.items()}
     assert sizes == {"train": 7095, "validation": 378, "test": 1319}
     assert splits["test"][0].answer == "18"
-    assert all(float(one.answer).is_integer() for prompts in splits.values() for one in prompts)
-    assert {one.difficulty for one in splits["train"]} == set(range(10))
+    assert all(float(answer).is_integer() for prompts in splits.values() for answer in answers_of(prompts))
+    assert {prompt.difficulty for prompt in splits["train"]} == set(range(10))
 
 
 # ---- data.math_sets ----------------------------------------------------------------------------------------
@@ -1224,12 +1129,13 @@ def test_gsm8k_real_files(tmp_path):
     ],
 )
 def test_last_boxed(solution, answer):
-    found = last_boxed(solution)
-    assert (None if found is None else found.strip()) == answer
+    boxed = last_boxed(solution)
+    assert (None if boxed is None else boxed.strip()) == answer
 
 
 def build_math(folder, rows, *options):
-    source, output = write_lines(folder / "raw.jsonl", rows), folder / "built" / "test.jsonl"
+    source = write_lines(folder / "raw.jsonl", rows)
+    output = folder / "built" / "test.jsonl"
     math_sets.main(["--input", str(source), "--output", str(output), *options])
     return load_prompts(output)
 
@@ -1241,9 +1147,9 @@ def test_math_set_columns_and_levels(tmp_path, capsys):
         for index, level in enumerate(levels)
     ]
     prompts = build_math(tmp_path, rows)
-    assert [one.difficulty for one in prompts] == [5.0, 3.0, 2.5, None, None]
-    assert [one.answer for one in prompts] == list("01234")
-    assert {one.kind for one in prompts} == {"math"}
+    assert [prompt.difficulty for prompt in prompts] == [5.0, 3.0, 2.5, None, None]
+    assert answers_of(prompts) == list("01234")
+    assert set(kinds_of(prompts)) == {"math"}
     assert prompts[0].text == "p0\nPlease reason step by step, and put your final answer within \\boxed{}."
     assert "test.jsonl: 5 rows, mean length 73 characters, 3 with difficulty\n" in capsys.readouterr().out
 
@@ -1253,35 +1159,24 @@ def test_math_set_answers_from_solutions_or_named_columns(tmp_path):
     assert build_math(tmp_path, rows)[0].answer == r"\frac{1}{2}"
     named = build_math(tmp_path, rows, "--prompt-column", "question", "--answer-column", "gold")[0]
     assert (named.text.splitlines()[0], named.answer) == ("q", "g")
-
-
-def test_math_set_solution_is_used_over_answer_when_asked(tmp_path):
     rows = [{"problem": "p", "solution": r"\boxed{1}", "answer": "2"}]
     assert build_math(tmp_path, rows, "--answer-column", "solution")[0].answer == "1"
 
 
 @pytest.mark.parametrize(
-    "row, options, message",
+    "row, options, words",
     [
-        ({"question": "q", "answer": "a"}, (), "no column 'problem'; set --prompt-column to one of question"),
-        (
-            {"problem": "p", "gold": "g"},
-            (),
-            "no column 'answer'; set --answer-column to one of problem, gold",
-        ),
-        (
-            {"problem": "p", "solution": "s"},
-            ("--answer-column", "gold"),
-            "no column 'gold'; set --answer-column",
-        ),
-        ({"problem": " ", "answer": "a"}, (), "row 1: column 'problem' must hold text"),
-        ({"problem": "p", "answer": None}, (), "row 1: column 'answer' must hold text"),
-        ({"problem": "p", "solution": "no box"}, (), r"row 1: column 'solution' has no"),
-        ({"problem": "p", "solution": r"\boxed{ }"}, (), r"row 1: column 'solution' has no"),
+        ({"question": "q", "answer": "a"}, (), ["'problem'", "--prompt-column", "question"]),
+        ({"problem": "p", "gold": "g"}, (), ["'answer'", "--answer-column", "problem, gold"]),
+        ({"problem": "p", "solution": "s"}, ("--answer-column", "gold"), ["'gold'", "--answer-column"]),
+        ({"problem": " ", "answer": "a"}, (), ["row 1", "'problem'"]),
+        ({"problem": "p", "answer": None}, (), ["row 1", "'answer'"]),
+        ({"problem": "p", "solution": "no box"}, (), ["row 1", "'solution'"]),
+        ({"problem": "p", "solution": r"\boxed{ }"}, (), ["row 1", "'solution'"]),
     ],
 )
-def test_math_set_errors(tmp_path, row, options, message):
-    with pytest.raises(ValueError, match=f"raw.jsonl: {message}"):
+def test_math_set_errors(tmp_path, row, options, words):
+    with refuses("raw.jsonl: ", *words):
         build_math(tmp_path, [row], *options)
     assert not (tmp_path / "built").exists()
 
@@ -1300,20 +1195,7 @@ def test_math_real_files(tmp_path, name, count, first, graded):
     math_sets.main(["--input", str(SHARED / f"{name}.jsonl"), "--output", str(output)])
     prompts = load_prompts(output, name=name)
     assert (len(prompts), prompts[0].answer, prompts[0].source) == (count, first, name)
-    assert sum(one.difficulty is not None for one in prompts) == graded
-
-
-@needs_shared
-def test_boxes_of_math500_are_its_answers():
-    for row in map(json.loads, (SHARED / "math500.jsonl").read_text(encoding="utf-8").splitlines()):
-        assert last_boxed(row["solution"]) == row["answer"]
-
-
-# ---- commands ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module, default", [("data.gsm8k", "openai/gsm8k"), ("data.math_sets", "problem")])
-def test_help_shows_the_defaults(module, default):
-    done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert f"(default: {default})" in done.stdout
+    assert sum(prompt.difficulty is not None for prompt in prompts) == graded
+    if name == "math500":
+        for row in map(json.loads, (SHARED / "math500.jsonl").read_text(encoding="utf-8").splitlines()):
+            assert last_boxed(row["solution"]) == row["answer"]

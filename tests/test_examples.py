@@ -1,4 +1,4 @@
-"""The scripts of examples/ run end to end, here with two CPU ranks and a tiny random model."""
+"""The scripts of examples/ run end to end, with two CPU ranks and a tiny random model instead of GPUs."""
 
 import json
 import os
@@ -16,8 +16,8 @@ def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
     rows = [
         {"question": f"What is {i} + {i}?", "answer": f"<<{i}+{i}={2 * i}>> #### {2 * i}"} for i in range(80)
     ]
-    for name, part in (("train", rows[:72]), ("test", rows[72:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    for name, split in (("train", rows[:72]), ("test", rows[72:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split))
     sizes = ["--hidden", "64", "--layers", "2", "--experts", "4", "--expert-width", "64", "--vocab", "400"]
     random_model.main(["--output", str(tmp_path / "model"), "--text", str(tmp_path / "train.jsonl"), *sizes])
     environment = os.environ | {

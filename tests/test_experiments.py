@@ -1,4 +1,4 @@
-"""The benchmarks of experiments/bench/ and data/tiny.py, run as their READMEs say."""
+"""The benchmarks of experiments/bench/ and data/tiny.py, run by the commands of the READMEs."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ def bench(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.C
 
 
 def changed_trainer(folder: Path, old: str, new: str) -> Path:
-    """Write a copy of train_rl.py in which `old`, which stands there once, is `new`."""
+    """Write a copy of train_rl.py in which `new` replaces `old`, which occurs once."""
     text = (ROOT / "train_rl.py").read_text()
     assert text.count(old) == 1, old
     (folder / "changed.py").write_text(text.replace(old, new))
@@ -50,7 +50,7 @@ def small_recipe(tmp_path_factory) -> Path:
     """Write a recipe of little work with rewards of 50 to 100 ms."""
     recipe = {
         "num_steps": 2, "num_prompts": 4, "group_size": 2, "median_tokens": 12.0, "longest_tokens": 40,
-        "slow_share": 0.5, "slow_seconds": [0.05, 0.1], "seed": 3,
+        "slow_share": 0.75, "slow_seconds": [0.05, 0.1], "seed": 3,
     }  # fmt: skip
     path = tmp_path_factory.mktemp("bench") / "recipe.json"
     path.write_text(json.dumps(recipe))
@@ -62,7 +62,8 @@ def small_recipe(tmp_path_factory) -> Path:
 @pytest.mark.usefixtures("demo_model")
 def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     options = ("--repeats", 1, "--steps", 6, "--json", tmp_path / "step.json")
-    copy = changed_trainer(tmp_path, '"sync_bytes": report.num_bytes,', '"sync_bytes": 12345678,')
+    line = "    run.parity_is_due |= check\n"
+    copy = changed_trainer(tmp_path, line, line + "    report = replace(report, num_bytes=12345678)\n")
     settings = ("rollout.prompts_per_step=4", "rollout.max_new_tokens=96", "--workloads", "256 new tokens")
     done = bench("step", *options, "--script", copy, *settings)
     assert "| bytes per sync | 12,345,678 |" in done.stdout
@@ -81,7 +82,7 @@ def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
 @pytest.mark.usefixtures("demo_model")
 def test_operators_finds_the_products_that_a_changed_update_makes(tmp_path):
     """Thirty products of large matrices at the start of each update take most of its time."""
-    line = "    train, work, lengths = config.train, UpdateWork(), sequence_lengths(batch)\n"
+    line = "    work = UpdateWork()\n"
     copy = changed_trainer(
         tmp_path, line, "    [torch.ones(800, 800).mm(torch.ones(800, 800)) for _ in range(30)]\n" + line
     )
@@ -123,7 +124,7 @@ def test_sync_writes_the_table_it_prints(tmp_path):
         assert f"| {way} | {seconds['median']:.4f} (" in done.stdout
     reports = size["reports"]
     assert reports["one by one"]["num_tensors"] == reports["fused"]["num_tensors"] + 2 * (3 * 8 - 2)
-    # layers x experts x three matrices, and all that is not an expert's
+    # layers x experts x three matrices, and all other matrices
     assert {report["num_bytes"] for report in reports.values()} == {4 * size["parameters"]}
     assert set(found["python_per_tensor"]) == {"one by one", "fused", "packed"}
 
@@ -143,8 +144,8 @@ def test_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
 def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     (tmp_path / "recipe.json").write_text('{"num_prompts": 16, "group_size": 4, "longest_tokens": 128}')
     options = ("--workload", tmp_path / "recipe.json", "--repeats", 1, "--micro-batch-tokens", 512)
-    padding = "(work.num_padded - work.num_computed, work.num_padded)"
-    copy = changed_trainer(tmp_path, padding, padding.replace("(", "(7 * work.num_padded + "))
+    padding = "(self.num_padded - self.num_computed, self.num_padded)"
+    copy = changed_trainer(tmp_path, padding, padding.replace("(", "(7 * self.num_padded + "))
     done = bench("update", *options, "--script", copy, "--json", tmp_path / "update.json")
     rows = json.loads((tmp_path / "update.json").read_text())
     as_they_come, balanced, *of_shares = rows
@@ -168,12 +169,14 @@ def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, smal
     small = ("--repeats", 1, "--slots", 2, "--workers", 2, "--ratios", 0, 2)
     done = bench("rollout", "--workload", small_recipe, *small, *files)
     assert "all rows of a ratio gave the same completions and rewards" in done.stdout
-    record, given = json.loads((tmp_path / "rollout.json").read_text()), WorkRecipe.load(small_recipe)
-    assert [case["ratio"] for case in record["cases"]] == [0, 2] and given != WorkRecipe()
+    record = json.loads((tmp_path / "rollout.json").read_text())
+    slow_share = WorkRecipe.load(small_recipe).slow_share
+    assert [case["ratio"] for case in record["cases"]] == [0, 2] and slow_share != WorkRecipe().slow_share
     assert (tmp_path / "rollout.png").stat().st_size > 10_000
     for case in record["cases"]:
-        (recipe,), rows = map(WorkRecipe.of, case["recipes"]), case["rows"]
-        assert recipe.slow_share == (given.slow_share if case["ratio"] else 0)
+        (recipe,) = map(WorkRecipe.of, case["recipes"])
+        rows = case["rows"]
+        assert recipe.slow_share == (slow_share if case["ratio"] else 0)
         assert rows[0]["speedup"] == 1 and len(rows) == 5
         asleep = Workload.make(recipe).reward_seconds.sum() / 4  # two ranks with two workers each
         for row in rows:
@@ -204,11 +207,10 @@ def test_the_default_recipe_makes_the_recorded_work_on_any_machine(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rollout", "update"])
-def test_a_model_that_is_not_there_is_an_error_of_one_line(name, tmp_path):
+def test_a_missing_model_is_an_error_of_one_line(name, tmp_path):
     done = run("-m", f"experiments.bench.{name}", "--model", tmp_path)
-    assert (
-        done.returncode == 1 and done.stderr == f"{tmp_path} is missing; make it by `python -m data.tiny`\n"
-    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert str(tmp_path) in done.stderr and "data.tiny" in done.stderr
 
 
 # ---- data/tiny.py ------------------------------------------------------------------------------------------
@@ -256,8 +258,8 @@ def test_a_second_build_is_served_from_the_cache_and_a_changed_recipe_is_not(tmp
     assert "already there" in run(*command).stderr
     assert "made in" in run(*command[:-1], 3).stderr and weights.read_bytes() != first
     assert "made in" in run(*command).stderr and weights.read_bytes() == first, "the build is deterministic"
-    left = {p.name for p in tmp_path.iterdir()}
-    assert left == {"tiny", ".tiny.lock"}, "nothing else is left beside the result"
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"tiny", ".tiny.lock"}, "no temporary files remain"
 
 
 # ---- experiments/bench/, without an engine -----------------------------------------------------------------
@@ -309,22 +311,6 @@ def test_all_pieces_for_a_gpu_run_dry_and_those_that_are_there_are_not_run_again
         figures = report["eager"]["report"]["figures"]
         assert figures["largest |dlogp| against `tokens`"] < 1e-5, "both are eager on a CPU"
         assert "CPUUnquantizedExperts" in report["tokens"]["report"]["figures"]["engine"]  # X86 with AVX-512
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_every_figure_of_a_piece_for_a_gpu_has_an_expectation_of_its_own(mode):
-    pieces, expected = MODES[mode].PIECES, MODES[mode].EXPECTED
-    assert set(expected) == set(pieces) and all(expected.values())
-    record = {
-        "report": {"figures": {}, "criteria": {}},
-        "seconds": 1.0,
-        "dry": False,
-        "versions": {"date": "x"},
-    }
-    for name, texts in expected.items():
-        record["report"]["figures"] = {f"{start} and more": 1.0 for start in texts}
-        lines = [line for line in bench_gpu.piece_lines(name, record, texts) if line.startswith("- ")]
-        assert [line.partition("(expected: ")[2] for line in lines] == [f"{text})" for text in texts.values()]
 
 
 WITHOUT_LIBRARIES = """
@@ -382,12 +368,16 @@ def test_a_machine_that_cannot_run_the_pieces_is_told_why_in_a_line(capability, 
 
 
 def test_flops_per_token_are_those_that_torch_counts():
-    """torch counts forward products, attention without regard to the causal mask: twice ours. Embeddings cost
-    nothing; the last token of a sequence predicts nothing, and is left out."""
+    """torch counts the forward pass, with attention over the full square: twice the causal part.
+
+    Embeddings cost nothing, and the last token of a sequence is omitted because it predicts nothing.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    size, length, count = gpu_kernels.SIZES["dry"], 24, 3
+    size = gpu_kernels.SIZES["dry"]
+    length = 24
+    count = 3
     config = Qwen3MoeConfig(**size, intermediate_size=64, norm_topk_prob=True, tie_word_embeddings=False)
     policy = moe_model.Policy(config).double()  # float64 goes through plain products
     moe_model.random_weights(policy, seed=0)

@@ -1,4 +1,4 @@
-"""The campaign of tests/campaign/faults.py: its verdicts, and the part of its cases that is quick."""
+"""The campaign of tests/campaign/faults.py: the verdicts of the campaign, and the quick cases."""
 
 import contextlib
 import io
@@ -26,26 +26,33 @@ def done(code: int, stderr: str) -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess([], code, "", stderr)
 
 
+def check(function, problem: str) -> None:
+    """Expect that a check passes, or that the check fails and names the problem."""
+    if problem:
+        with pytest.raises(Failed, match=problem):
+            function()
+    else:
+        function()
+
+
 # ---- verdicts ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "code, stderr, problem",
     [
         (2, "warning\n\nerror on rank 0: x.jsonl: row 3: no answer\n", ""),
         (0, "error on rank 0: x.jsonl: row 3: no answer", "exit code 0"),
-        (2, "error on rank 0: no answer", "does not name 'row 3'"),
-        (2, "error on rank 0: no answer; the stack is in row 3", "does not name 'row 3'"),
-        (2, "error on rank 0: row 3 \x1b[31m", "not one printable line"),
-        (2, "error on rank 0: row 3 " + "x" * 3000, "not one printable line"),
-        (2, "error on rank 0: row 3 has\nno answer", "not one printable line"),
-        (2, "Traceback (most recent call last):\n  File\nerror on rank 0: row 3", "no line of its own"),
-        (-9, "Killed", "no line of its own: Killed"),
+        (2, "error on rank 0: no answer", "row 3"),
+        (2, "error on rank 0: no answer; the stack is in row 3", "row 3"),
+        (2, "error on rank 0: row 3 \x1b[31m", "printable"),
+        (2, "error on rank 0: row 3 " + "x" * 3000, "printable"),
+        (2, "error on rank 0: row 3 has\nno answer", "printable"),
+        (2, "Traceback (most recent call last):\n  File\nerror on rank 0: row 3", "line"),
+        (-9, "Killed", "Killed"),
     ],
 )
-def test_a_refusal_is_one_line_that_names_the_thing(code, stderr, problem):
-    if problem:
-        with pytest.raises(Failed, match=problem):
-            refusal(done(code, stderr), "row 3")
-    else:
+def test_a_refusal_is_one_line_that_names_the_row(code, stderr, problem):
+    check(lambda: refusal(done(code, stderr), "row 3"), problem)
+    if not problem:
         assert refusal(done(code, stderr), "row 3") == "error on rank 0: x.jsonl: row 3: no answer"
 
 
@@ -60,43 +67,34 @@ def write_run(folder, rows, weights=b"weights"):
     "rows, weights, problem",
     [
         ([{"step": 1, "score": 0.5, "seconds_per_step": 9}], b"weights", ""),
-        ([{"step": 1, "score": 0.25}], b"weights", "step 1 has another score"),
-        ([{"step": 1, "score": 0.5, "loss": 1.0}], b"weights", "step 1 has another loss"),
-        ([{"step": 1, "score": 0.5}] * 2, b"weights", r"has the steps \[1, 1\]"),
-        ([], b"weights", r"has the steps \[\]"),
-        ([{"step": 1, "score": 0.5}], b"weighty", "the exported weights are others"),
+        ([{"step": 1, "score": 0.25}], b"weights", "step 1 .*score"),
+        ([{"step": 1, "score": 0.5, "loss": 1.0}], b"weights", "step 1 .*loss"),
+        ([{"step": 1, "score": 0.5}] * 2, b"weights", r"\[1, 1\]"),
+        ([], b"weights", r"\[\]"),
+        ([{"step": 1, "score": 0.5}], b"weighty", "weights"),
     ],
 )
-def test_runs_are_the_same_but_for_times(rows, weights, problem, tmp_path):
+def test_equal_runs_may_differ_in_times_only(rows, weights, problem, tmp_path):
     reference = write_run(tmp_path / "reference", [{"step": 1, "score": 0.5, "seconds_per_step": 1}])
-    other = write_run(tmp_path / "other", rows, weights)
-    if problem:
-        with pytest.raises(Failed, match=problem):
-            must_equal(other, reference)
-    else:
-        must_equal(other, reference)
+    run_dir = write_run(tmp_path / "run", rows, weights)
+    check(lambda: must_equal(run_dir, reference), problem)
 
 
-@pytest.mark.parametrize("growth, problem", [(0.0, ""), (0.4, ""), (4.0, "rank 0 MiB grows from 1")])
-def test_a_soak_that_grows_fails(growth, problem):
-    curve = [{"rank 0 MiB": 1000 + growth * look, "processes": 5 + look % 2} for look in range(80)]
-    if problem:
-        with pytest.raises(Failed, match=problem):
-            must_be_flat(curve)
-    else:
-        must_be_flat(curve)
-
-
-def test_a_soak_of_a_few_looks_fails():
-    with pytest.raises(Failed, match="19 looks at the run are too few"):
-        must_be_flat([{"processes": 5}] * 19)
+@pytest.mark.parametrize(
+    "looks, growth, problem", [(80, 0.0, ""), (80, 0.4, ""), (80, 4.0, "rank 0 MiB"), (19, 0.0, "19 looks")]
+)
+def test_a_soak_that_grows_or_is_short_fails(looks, growth, problem):
+    curve = [{"rank 0 MiB": 1000 + growth * look, "processes": 5 + look % 2} for look in range(looks)]
+    check(lambda: must_be_flat(curve), problem)
 
 
 LEAKY = """
 import json, os, subprocess, sys, threading, time
 from pathlib import Path
 trainer, leaks, folder = sys.argv[1:]
-folder, kept, seen, step = Path(folder), [], 0, 0
+folder = Path(folder)
+leaked = []
+last_look = step = 0
 make = {
     "MiB": lambda: bytearray(b"x" * (3 << 20)),
     "descriptors": lambda: os.open("/dev/null", os.O_RDONLY),
@@ -104,14 +102,14 @@ make = {
     "processes": lambda: subprocess.Popen(["sleep", "100"]),
 }
 (folder / "run" / "metrics.jsonl").write_text('{"step": 0}')
-while seen < 24:
+while last_look < 24:
     step += 1
     with (folder / "run" / "metrics.jsonl").open("a") as rows:
         rows.write("\\n" + json.dumps({"step": step}))
     looks = (folder / "rows.jsonl").read_text().count("\\n") if (folder / "rows.jsonl").is_file() else 0
-    if looks > seen:
-        kept += [make[name]() for name in leaks.split()]
-        seen = looks
+    if looks > last_look:
+        leaked += [make[name]() for name in leaks.split()]
+        last_look = looks
     time.sleep(0.005)
 os._exit(0)
 """
@@ -119,10 +117,10 @@ os._exit(0)
 
 @pytest.mark.slow(process="others")
 @pytest.mark.parametrize("leaks", ["", "MiB descriptors threads processes"])
-def test_a_process_that_holds_more_at_each_look_fails_the_soak(leaks, tmp_path):
-    """A stand-in for a rank, watched as the soak watches a run, leaks one of each between two looks."""
+def test_a_leaking_process_fails_the_soak(leaks, tmp_path):
+    """Watch a stand-in for a rank that leaks memory, a descriptor, a thread and a process at each look."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 999}')  # a run goes on from before this row
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 999}')  # a row of an earlier start of the run
     command = [sys.executable, "-c", LEAKY, str(TRAINER), leaks, str(tmp_path)]
     run = Started(command, tmp_path / "run", RANK="0")
     try:
@@ -146,19 +144,20 @@ def test_a_process_that_holds_more_at_each_look_fails_the_soak(leaks, tmp_path):
 
 
 @NEEDS_BUBBLEWRAP
-def test_verdicts_of_the_soak_come_from_a_sandbox():
+def test_the_soak_scores_programs_in_a_sandbox():
     assert (prints_the_sum("0123", "0123"), prints_the_sum("0124", "0123")) == (1.0, 0.0)
 
 
-def test_finished_cases_are_skipped_and_failed_ones_are_tried_again(tmp_path, monkeypatch, capsys):
-    tried, broken = [], True
+def test_finished_cases_are_skipped_and_failed_cases_are_repeated(tmp_path, monkeypatch, capsys):
+    attempts = []
+    broken = True
 
     def passes(bench, folder):
-        tried.append("passes")
+        attempts.append("passes")
         return "same", "5 of 5 survived: rank 1 at 2.0 s"
 
     def may_fail(bench, folder):
-        tried.append("may fail")
+        attempts.append("may fail")
         (folder / "trace").touch()
         if broken:
             raise Failed("1 of 3 survived: rank 0")
@@ -170,28 +169,27 @@ def test_finished_cases_are_skipped_and_failed_ones_are_tried_again(tmp_path, mo
     monkeypatch.setattr(faults.signal, "signal", lambda *_: None)
     argv = ["faults", "--out", str(tmp_path / "out"), "--json", str(tmp_path / "f.json"), "--only", "kills/"]
     monkeypatch.setattr(sys, "argv", argv)
-    for code, verdict, kept in ((1, "failed", True), (0, "refused", False), (0, "refused", False)):
+    for code, verdict, has_trace in ((1, "failed", True), (0, "refused", False), (0, "refused", False)):
         with pytest.raises(SystemExit) as caught:
             faults.main()
-        found = {
-            result["name"]: result["verdict"] for result in json.loads((tmp_path / "f.json").read_text())
-        }
-        assert (caught.value.code, found) == (code, {"kills/passes": "same", "kills/may fail": verdict})
-        assert (tmp_path / "out" / "kills" / "may_fail" / "trace").exists() == kept
+        results = json.loads((tmp_path / "f.json").read_text())
+        verdicts = {result["name"]: result["verdict"] for result in results}
+        assert (caught.value.code, verdicts) == (code, {"kills/passes": "same", "kills/may fail": verdict})
+        assert (tmp_path / "out" / "kills" / "may_fail" / "trace").exists() == has_trace
         broken = False
-    assert tried == ["passes", "may fail", "may fail"]
+    assert attempts == ["passes", "may fail", "may fail"]
     output = capsys.readouterr().out
     assert "| kills | 2 | 1 | 0 | 1 |" in output and "| kills | 2 | 1 | 1 | 0 |" in output
     assert "; 6 of 8 kills were survived, bit for bit." in output
     assert "failed: kills/may fail: 1 of 3 survived: rank 0" in output
     monkeypatch.setattr(sys, "argv", [*argv[:-1], "nothing/"])
-    with pytest.raises(SystemExit, match="no name of a case holds nothing/"):
+    with pytest.raises(SystemExit, match="nothing/"):
         faults.main()
 
 
 # ---- cases that need no ranks ------------------------------------------------------------------------------
 def must_pass(cases: dict, bench: Bench | None, folder) -> None:
-    """Try cases; show all that fail at once."""
+    """Try all cases, then list every failure."""
     results = [try_case(bench, name, attempt, folder) for name, attempt in cases.items()]
     failed = [f"{result['name']}: {result['detail']}" for result in results if result["verdict"] == "failed"]
     assert not failed, "\n".join(failed)
@@ -201,15 +199,15 @@ SETTINGS = {n: attempt for n, attempt in hostile_input.setting_cases().items() i
 NAMES = sorted(SETTINGS)
 
 
-@pytest.mark.parametrize("part", range(8))
-def test_settings_outside_of_their_bounds_are_refused_by_name(part, tmp_path):
+@pytest.mark.parametrize("first", range(8))
+def test_settings_out_of_bounds_are_refused_by_name(first, tmp_path):
     assert len(NAMES) > 100
-    must_pass({name: SETTINGS[name] for name in NAMES[part::8]}, None, tmp_path)
+    must_pass({name: SETTINGS[name] for name in NAMES[first::8]}, None, tmp_path)
 
 
 @pytest.fixture
 def reads_only(monkeypatch) -> Bench:
-    """Return a bench that stops after the prompts are read."""
+    """Return a bench whose runs only read the prompts."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -227,7 +225,7 @@ def reads_only(monkeypatch) -> Bench:
 
 @pytest.mark.usefixtures("demo_model")
 @pytest.mark.slow
-def test_rows_and_files_that_are_no_prompts_are_refused_with_file_and_row(reads_only, tmp_path):
+def test_unusable_rows_and_files_are_refused_with_file_and_row(reads_only, tmp_path):
     cases = hostile_input.data_cases()
     cases = {name: cases[name] for name in cases if not name.startswith(("model, ", "mended"))}
     assert len(cases) > 30
@@ -236,8 +234,8 @@ def test_rows_and_files_that_are_no_prompts_are_refused_with_file_and_row(reads_
 
 # ---- cases with ranks --------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_run_with_other_numbers_fails_its_case(undisturbed, tmp_path):
-    """The case would pass whatever a run gives, if it did not look."""
+def test_a_run_with_other_weights_fails_its_case(undisturbed, tmp_path):
+    """Flip one byte of the exported weights, so that a case that compares nothing is noticed."""
 
     def launch(num_ranks, script, *arguments, timeout_s):
         copy = arguments[-1].removeprefix("run.dir=")
@@ -252,4 +250,4 @@ def test_a_run_with_other_numbers_fails_its_case(undisturbed, tmp_path):
         return "same", ""
 
     result = try_case(Bench(launch, SMALL, undisturbed), "kills/none", attempt, tmp_path)
-    assert (result["verdict"], result["detail"]) == ("failed", "the exported weights are others")
+    assert result["verdict"] == "failed" and "weights" in result["detail"]

@@ -1,4 +1,4 @@
-"""Random settings, rows and files, always the same ones: each is used or refused by name."""
+"""Random settings, rows and files with fixed seeds: each input is used, or refused by name."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ SCALARS = [
 
 
 def random_value(rng: random.Random, depth: int = 3) -> object:
-    """Make a scalar, or a list or mapping of such."""
+    """Return a scalar, or a list or mapping of random values."""
     kind = rng.random() if depth else 0.0
     if kind < 0.7:
         return rng.choice(SCALARS)
@@ -33,18 +33,18 @@ def random_value(rng: random.Random, depth: int = 3) -> object:
     return values if kind < 0.85 else {str(rng.choice(SCALARS)): value for value in values}
 
 
-def places_in(value: object) -> Iterator[tuple[object, object]]:
-    """Yield (list or mapping, index or key) of everything inside a value."""
+def items_in(value: object) -> Iterator[tuple[object, object]]:
+    """Yield (list or mapping, index or key) of every nested item."""
     for key in range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ():
         yield value, key
-        yield from places_in(value[key])
+        yield from items_in(value[key])
 
 
 def changed_values(value: object, rng: random.Random) -> object:
-    """Return a copy in which one or two values inside are others, or gone."""
+    """Return a copy in which one or two nested values are replaced or deleted."""
     value = copy.deepcopy(value)
     for _ in range(rng.choice((1, 1, 2))):
-        holder, key = rng.choice([*places_in(value)] or [([None], 0)])
+        holder, key = rng.choice([*items_in(value)] or [([None], 0)])
         if rng.random() < 0.3:
             del holder[key]
         else:
@@ -53,13 +53,14 @@ def changed_values(value: object, rng: random.Random) -> object:
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Flip, cut, repeat or insert some bytes."""
+    """Flip, truncate, repeat or insert some bytes."""
     for _ in range(rng.choice((1, 1, 1, 3))):
-        at, other = sorted(rng.randrange(len(content) + 1) for _ in range(2))
+        start, end = sorted(rng.randrange(len(content) + 1) for _ in range(2))
         odd = rng.choice((b"\xff", b"\0", b"\n", b"[" * 5000, b"9" * 5000, b'{"step": 1}\n', b"\xe2\x80\xa8"))
         content = rng.choice((
-            content[:at] + bytes(b ^ 1 << rng.randrange(8) for b in content[at : at + 1]) + content[at + 1 :],
-            content[:at], content[:other] + content[at:], content[:at] + odd + content[at:],
+            content[:start] + bytes(b ^ 1 << rng.randrange(8) for b in content[start : start + 1])
+            + content[start + 1 :],
+            content[:start], content[:end] + content[start:], content[:start] + odd + content[start:],
         )) or b" "  # fmt: skip
     return content
 
@@ -69,8 +70,9 @@ NAMES = sorted(setting_fields(train_rl.Config))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_any_value_of_any_setting_is_taken_or_refused_by_name(seed):
-    rng, refused = random.Random(f"settings {seed}"), 0
+def test_any_value_of_any_setting_is_accepted_or_refused_by_name(seed):
+    rng = random.Random(f"settings {seed}")
+    num_refused = 0
     for _ in range(100):
         name = rng.choice(NAMES)
         section, _, key = name.partition("[].")
@@ -80,10 +82,10 @@ def test_any_value_of_any_setting_is_taken_or_refused_by_name(seed):
         try:
             train_rl.load_config(["data.train=[{path: unused}]", override])
         except ValueError as error:
-            refused += 1
+            num_refused += 1
             assert section.rpartition(".")[2] in str(error) and len(str(error)) < 3000, override
             assert one_line(str(error)).isprintable()
-    assert 30 < refused < 100
+    assert 30 < num_refused < 100
 
 
 # ---- data --------------------------------------------------------------------------------------------------
@@ -103,8 +105,8 @@ def lines_of(rows: list) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
-def any_file(rows: list[dict], rng: random.Random) -> bytes:
-    """Write rows of which one has other values, or whose bytes are others."""
+def changed_file(rows: list[dict], rng: random.Random) -> bytes:
+    """Return the bytes of the rows with random changes, in the values of one row or in the bytes."""
     if rng.random() < 0.5:
         return changed_bytes(lines_of(rows), rng)
     number = rng.randrange(len(rows))
@@ -124,55 +126,63 @@ def read_rows(path):
 @pytest.mark.parametrize("read, rows", [(read_rows, ROWS), (load_scores, SCORES)])
 @pytest.mark.parametrize("seed", range(3))
 def test_any_file_of_rows_is_read_or_refused_by_its_name(read, rows, seed, tmp_path):
-    path, rng, refused = tmp_path / "rows.jsonl", random.Random(f"data {seed}"), 0
+    path = tmp_path / "rows.jsonl"
+    rng = random.Random(f"data {seed}")
+    num_refused = 0
     path.write_bytes(lines_of(rows))
     read(path)
     for _ in range(150):
-        path.write_bytes(content := any_file(rows, rng))
+        path.write_bytes(content := changed_file(rows, rng))
         try:
             read(path)
         except ValueError as error:
-            refused += 1
+            num_refused += 1
             assert str(path) in str(error) and len(str(error)) < 2000, content[:300]
-    assert 30 < refused < 150
+    assert 30 < num_refused < 150
 
 
-# ---- what a resumed run reads ------------------------------------------------------------------------------
-def test_any_metrics_lose_their_bad_lines_only(tmp_path, monkeypatch, capsys):
+# ---- files that a resumed run reads ------------------------------------------------------------------------
+def test_only_bad_lines_of_metrics_are_dropped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(checkpoint, "save_source", lambda folder: {})
     monkeypatch.setattr(checkpoint, "versions_of", dict)
-    config, file, rng = make_config(f"run.dir={tmp_path}"), tmp_path / "metrics.jsonl", random.Random("rows")
+    config = make_config(f"run.dir={tmp_path}")
+    file = tmp_path / "metrics.jsonl"
+    rng = random.Random("rows")
     good = [{"step": step, "score": 0.5, "name": "x" * step} for step in range(1, 6)]
     for _ in range(40):
         bad = changed_bytes(lines_of(good[:1]), rng) if rng.random() < 0.5 else lines_of([random_value(rng)])
-        at = rng.randrange(6)
-        file.write_bytes(lines_of(good[:at]) + bad.rstrip(b"\n") + b"\n" + lines_of(good[at:]))
+        position = rng.randrange(6)
+        tail = b"\n" + lines_of(good[position:])
+        file.write_bytes(lines_of(good[:position]) + bad.rstrip(b"\n") + tail)
         checkpoint.prepare_run_dir(tmp_path, config, {"state": {"step": 4, "evaluated_step": -1}})
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        kept = iter(rows)
-        assert all(row in kept for row in good[:4]), "the good ones are there, in their order"
+        remaining = iter(rows)
+        assert all(row in remaining for row in good[:4]), "the good rows must stay, in order"
         assert all(type(row["step"]) is int and row["step"] <= 4 for row in rows), bad
     assert "is no row of metrics" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_state_is_used_or_named(seed, tmp_path, monkeypatch):
-    """Without its own digest, as earlier checkpoints have none, the values must still make a state."""
+    """Checkpoints of earlier versions have no digest; the values must still make a state."""
     FakeRanks(1).install(monkeypatch)
     monkeypatch.setattr(checkpoint.os, "sync", lambda: None)
-    config, rng, refused = make_config(f"run.dir={tmp_path}"), random.Random(f"state {seed}"), 0
+    config = make_config(f"run.dir={tmp_path}")
+    rng = random.Random(f"state {seed}")
+    num_refused = 0
     checkpoint.save_checkpoint(config, asdict(TrainState(step=3)), lambda folder: None)
     file = tmp_path / "checkpoints" / "step_000003" / "state.json"
-    whole, content = json.loads(file.read_text()), file.read_bytes()
+    state = json.loads(file.read_text())
+    content = file.read_bytes()
     for number in range(100):
         if number % 2:
             file.write_bytes(changed_bytes(content, rng))
         else:
-            file.write_text(json.dumps(changed_values(whole | {"sha256": None}, rng)))
+            file.write_text(json.dumps(changed_values(state | {"sha256": None}, rng)))
         try:
             _, record = checkpoint.find_checkpoint(config)
             assert type(TrainState(**record["state"]).step) is int
         except ValueError as error:
-            refused += 1
+            num_refused += 1
             assert "step_000003" in str(error) and len(str(error)) < 20_000
-    assert refused > 30
+    assert num_refused > 30

@@ -1,14 +1,14 @@
-"""GRESO (arXiv 2506.02177): skipping by visits in a row without variance, against lists of visits.
+"""GRESO (arXiv 2506.02177): skipping by consecutive visits without variance, against lists of visits.
 
-The expected values are those of a literal account: every prompt keeps the mean reward of each visit, and the
-latest ones are counted from the end.
+The expected values come from a literal account: every prompt has the list of the mean rewards of all visits,
+and the latest visits are counted from the end.
 """
 
 import random
 
 import pytest
 import torch
-from helpers import FakeRanks, hashed_answer, make_config, make_group, make_run, no_history
+from helpers import hashed_answer, make_config, make_group, make_run, no_history
 
 import greso
 import train_rl
@@ -18,23 +18,19 @@ from runtime.checkpoint import TrainState
 from runtime.stages import StagePosition
 from settings import Config
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 GRESO = {
     "history": True, "skip_rule": "consecutive", "drop": True, "refill": True, "round_size": "adaptive",
     "max_rounds": 16,
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    FakeRanks(1).install(monkeypatch)
-
-
 def greso_config(**settings) -> Config:
     return make_config(section="zero_variance", **GRESO | settings)
 
 
-def in_a_row(visits: list[float], reward: float) -> int:
-    """Count the latest visits at which all completions had this reward."""
+def num_latest(visits: list[float], reward: float) -> int:
+    """Count the latest consecutive visits at which all completions had this reward."""
     count = 0
     for mean in reversed(visits):
         if mean != reward:
@@ -44,14 +40,13 @@ def in_a_row(visits: list[float], reward: float) -> int:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_skipping_and_exploration_are_those_of_the_lists_of_visits(seed):
-    rng, history, config = (
-        random.Random(seed),
-        no_history(6),
-        greso_config(target_solved=0.3, target_unsolved=0.2),
-    )
-    visits, p_easy, p_hard = {prompt: [] for prompt in range(6)}, 0.5, 0.5
-    found = set()
+def test_skipping_and_exploration_agree_with_the_lists_of_visits(seed):
+    rng = random.Random(seed)
+    history = no_history(6)
+    config = greso_config(target_solved=0.3, target_unsolved=0.2)
+    visits = {prompt: [] for prompt in range(6)}
+    p_easy = p_hard = 0.5
+    covered = set()
     for step in range(150):
         groups = []
         for slot, prompt in enumerate(rng.sample(range(6), 3)):
@@ -69,41 +64,42 @@ def test_skipping_and_exploration_are_those_of_the_lists_of_visits(seed):
         p_easy = max(p_easy - 0.01, 0.05) if easy >= 0.3 else min(p_easy + 0.01, 0.95)
         p_hard = max(p_hard - 0.01, 0.05) if hard >= 0.2 else min(p_hard + 0.01, 0.95)
         for prompt in range(6):
-            z_easy, z_hard = in_a_row(visits[prompt], 1.0), in_a_row(visits[prompt], 0.0)
+            z_easy, z_hard = num_latest(visits[prompt], 1.0), num_latest(visits[prompt], 0.0)
             expected = 1 - max(p_easy**z_easy if z_easy else p_hard**z_hard, 0.01)
             assert train_rl.skip_prob_of(prompt, history, step, config) == pytest.approx(expected, abs=1e-12)
-            found.add((z_easy > 1, z_hard > 1))
-    assert found == {(True, False), (False, True), (False, False)}
+            covered.add((z_easy > 1, z_hard > 1))
+    assert covered == {(True, False), (False, True), (False, False)}
 
 
-@pytest.mark.parametrize("shares", [(0.0, 0.05), (0.9, 0.95)])
-def test_exploration_stays_in_its_range(shares):
-    history, low_or_high = no_history(1), shares[1]
+@pytest.mark.parametrize("target, bound", [(0.0, 0.05), (2.0, 0.95)])
+def test_exploration_stays_in_its_range(target, bound):
+    history = no_history(1)
     outcome = make_group(0, 0, [3] * 4, [True] * 4).outcome(False)
     for _ in range(60):
-        greso.adjust_exploration(history, [outcome], 0.0 if low_or_high < 0.5 else 2.0, 2.0)
-    assert history.explore.tolist() == pytest.approx([low_or_high, 0.95])
+        greso.adjust_exploration(history, [outcome], target, 2.0)
+    assert history.explore.tolist() == pytest.approx([bound, 0.95])
 
 
 @pytest.mark.parametrize("varied, size", [(0, 12), (4, 12), (5, 9), (6, 5), (7, 3), (8, 0)])
-def test_a_round_is_sized_by_the_share_that_had_no_variance(varied, size):
-    """Eight are wanted of twelve sampled, v are useful: 1.25 (8 - v) / (v / 12), at most 12."""
-    groups = [make_group(slot, slot, [3] * 4, [True, False, True, slot >= varied]) for slot in range(12)]
-    for slot in range(varied, 12):
-        groups[slot] = make_group(slot, slot, [3] * 4, [True] * 4)
+def test_a_round_is_sized_by_the_share_of_groups_with_variance(varied, size):
+    """v of 12 sampled groups have variance, and the step needs 8: 1.25 (8 - v) / (v / 12), at most 12."""
+    groups = [
+        make_group(slot, slot, [3] * 4, [True, False, True, False] if slot < varied else [True] * 4)
+        for slot in range(12)
+    ]
     outcomes = {group.slot: group.outcome(False) for group in groups}
     config = greso_config(rollout__prompts_per_step=8, rollout__group_size=4)
     assert train_rl.num_new_prompts(outcomes, list(range(12)), [], config) == size
 
 
-def test_a_step_trains_on_as_many_groups_as_asked_for_and_drops_what_is_too_much():
+def test_a_step_trains_on_prompts_per_step_groups_and_drops_the_surplus():
     config = greso_config(rollout__prompts_per_step=8, rollout__group_size=4)
     run = make_run(config, hashed_answer([0.5] * 40, 3), 40)
     groups, outcomes, account = train_rl.sample_step(run)
     useful = [slot for slot, outcome in sorted(outcomes.items()) if outcome.has_variance]
     assert account["rounds"] == 1 and len(outcomes) == 12 and len(useful) > 8
-    groups, kept = train_rl.drop_and_deal(groups, outcomes, config)
-    assert list(kept) == [group.slot for group in groups] == useful[:8]
+    groups, trained = train_rl.drop_and_deal(groups, outcomes, config)
+    assert list(trained) == [group.slot for group in groups] == useful[:8]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +108,7 @@ def test_a_step_trains_on_as_many_groups_as_asked_for_and_drops_what_is_too_much
     ids=["all", "a stage", "weights"],
 )
 def test_exploration_adapts_after_one_epoch_of_the_stage(offers, length):
-    """An epoch offers 2 + 5 prompts of sets of two with weights 1 and 2.5; 100 are of stages before."""
+    """Sets of two prompts with weights 1 and 2.5 offer 2 + 5 prompts in an epoch. Earlier stages took 100."""
     state = TrainState(consumed_prompts=100 + length, stage=StagePosition(first_prompt=100))
     run = make_run(greso_config(), None, 6, offers=offers, state=state)
     outcome = make_group(0, 2, [3] * 4, [True, False, True, True]).outcome(False)
@@ -124,7 +120,7 @@ def test_exploration_adapts_after_one_epoch_of_the_stage(offers, length):
 
 
 def zero_variance_share(config: Config, rates: list[float], num_steps: int) -> float:
-    """Simulate the steps of a run; return the share of groups without variance in their second half."""
+    """Simulate a run; return the share of groups without variance in the second half of the run."""
     run = make_run(config, hashed_answer(rates, 1), len(rates))
     flat = 0
     total = 0
@@ -138,21 +134,21 @@ def zero_variance_share(config: Config, rates: list[float], num_steps: int) -> f
     return flat / total
 
 
-def test_the_share_without_variance_comes_down_to_the_one_aimed_at():
-    """A pool of which 0.7 is always or never solved: of the groups less than 1/4 are.
+def test_the_share_of_groups_without_variance_falls_to_its_target():
+    """0.7 of the prompts are always or never solved; fewer than 0.3 of the sampled groups are.
 
-    A step of 12 groups hits a target as often as it misses it, so its mean lies below.
+    Steps of 12 groups exceed a target as often as they fall short, so the mean lies below the target.
     """
-    rates, sizes = [0.0] * 28 + [1.0] * 21 + [0.5] * 21, {"rollout__prompts_per_step": 8}
+    rates = [0.0] * 28 + [1.0] * 21 + [0.5] * 21
+    sizes = {"rollout__prompts_per_step": 8}
     plain = make_config(section="zero_variance", **sizes)
     assert zero_variance_share(plain, rates, 30) == pytest.approx(0.7, abs=0.1)
     assert 0.1 < zero_variance_share(greso_config(**sizes), rates, 100) < 0.3
 
 
-def test_a_record_without_streaks_is_read_as_one_that_starts():
-    """Checkpoints hold the record as a dictionary, and may lack what only this rule reads."""
+def test_a_saved_record_without_streaks_loads_with_initial_streaks():
+    """Checkpoints store the record as a dictionary. Fields of the GRESO rule may be absent."""
     saved = {name: value for name, value in vars(no_history(3)).items() if name not in ("streak", "explore")}
     history = PromptHistory(**saved)
-    assert history.streak.tolist() == [0, 0, 0] and torch.equal(
-        history.explore, torch.full((2,), 0.5).double()
-    )
+    assert history.streak.tolist() == [0, 0, 0] and history.explore.tolist() == [0.5, 0.5]
+    assert history.explore.dtype == torch.float64

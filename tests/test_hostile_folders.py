@@ -1,7 +1,8 @@
-"""Folders and texts that come from elsewhere: no code in them runs, nothing is written through them."""
+"""Untrusted folders and texts, for example a downloaded model: their code does not run."""
 
 import ast
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,25 +28,27 @@ def model(tmp_path) -> Path:
 
 
 # ---- code in a model's folder ------------------------------------------------------------------------------
-def test_every_load_by_a_class_that_could_run_a_folders_code_forbids_it():
-    """A class named Auto... reads the name of the class, and of the file that has it, from the folder."""
+def test_every_call_that_could_run_code_of_a_folder_forbids_it():
+    """A transformers class named Auto... reads the name of a class, and of its file, from the folder."""
     folders = ("", "data", "runtime", "experiments", "experiments/bench", "verifiers", "tests/campaign")
-    files, calls = [file for name in folders for file in (ROOT / name).glob("*.py")], []
-    for file in (file for file in files if ".from_pretrained(" in file.read_text()):
-        for node in ast.walk(tree := ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("Auto"):
-                if ast.unparse(node.func).endswith(".from_pretrained"):
-                    calls.append((file, node, tree))
+    calls = []
+    for file in (file for name in folders for file in (ROOT / name).glob("*.py")):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and re.fullmatch(
+                r"Auto.*\.from_pretrained", ast.unparse(node.func)
+            ):
+                calls.append((file, node, tree))
     assert len(calls) >= 6
     for file, node, tree in calls:
-        said = ast.unparse(node)
-        if "**local" in said:
-            said += ast.unparse(tree)
-        assert "trust_remote_code=False" in said or "'trust_remote_code': False" in said, (file, node.lineno)
+        code = ast.unparse(node)
+        if "**local" in code:
+            code += ast.unparse(tree)
+        assert "trust_remote_code=False" in code or "'trust_remote_code': False" in code, (file, node.lineno)
 
 
 @pytest.mark.parametrize("load", [moe_model.load_config, load_tokenizer])
-def test_code_in_a_models_folder_does_not_run_even_if_somebody_would_say_yes(load, model, monkeypatch):
+def test_code_in_a_models_folder_does_not_run_even_if_the_user_says_yes(load, model, monkeypatch):
     trace = model / "trace"
     (model / "own.py").write_text(f"open({str(trace)!r}, 'w')")
     for name in ("config.json", "tokenizer_config.json"):
@@ -53,12 +56,12 @@ def test_code_in_a_models_folder_does_not_run_even_if_somebody_would_say_yes(loa
         names = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
         (model / name).write_text(json.dumps(settings | {"auto_map": names}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ValueError, match="contains custom code"):
+    with pytest.raises(ValueError, match="custom code"):
         load(model)
     assert not trace.exists()
 
 
-# ---- what a folder lacks -----------------------------------------------------------------------------------
+# ---- incomplete folders ------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "damage",
     [
@@ -68,12 +71,12 @@ def test_code_in_a_models_folder_does_not_run_even_if_somebody_would_say_yes(loa
         {"tokenizer_config.json": 0.5},
     ],
 )
-def test_a_folder_without_a_whole_tokenizer_is_named(damage, model):
+def test_a_folder_with_an_incomplete_tokenizer_is_named(damage, model):
     load_tokenizer(model)
-    for name, share in damage.items():
+    for name, fraction in damage.items():
         content = (model / name).read_bytes()
-        (model / name).write_bytes(content[: int(len(content) * (share or 0))])
-        if share is None:
+        (model / name).write_bytes(content[: int(len(content) * (fraction or 0))])
+        if fraction is None:
             (model / name).unlink()
     with pytest.raises(ValueError, match=f"{model}.* tokenizer.*; .*tokenizer.json") as caught:
         load_tokenizer(model)
@@ -81,17 +84,17 @@ def test_a_folder_without_a_whole_tokenizer_is_named(damage, model):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": 7}', '{"model_type": "nothing"}'])
-def test_a_config_that_is_none_is_named(text, model):
+def test_an_unusable_config_is_named(text, model):
     (model / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=f"{model}/config.json cannot be read as that of a model: "):
+    with pytest.raises(ValueError, match=f"{model}/config.json"):
         moe_model.load_config(model)
 
 
-def test_a_vocabulary_below_the_tokenizers_is_named():
+def test_a_vocabulary_smaller_than_the_tokenizer_is_named():
     prompts = make_prompts(2)
     loaded = SimpleNamespace(by_name=lambda: {"": (prompts, [[1, 2], [0, 7]])})
     refuse_unknown_tokens(loaded, 8, "folder")
-    with pytest.raises(ValueError, match="tokenizer in folder gives token 7 in the prompt 'prompt 1'"):
+    with pytest.raises(ValueError, match="folder.*token 7.*'prompt 1'"):
         refuse_unknown_tokens(loaded, 7, "folder")
 
 
@@ -101,14 +104,14 @@ def test_half_a_character_in_a_message_is_a_bad_row(role):
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     assert len(read_messages(messages, "x: row 3")) == 2
     messages[role == "user"]["content"] += "\ud800"
-    with pytest.raises(BadRow, match=r"message [12] holds half a character .a surrogate.: '[ab].ud800'"):
+    with pytest.raises(BadRow, match=r"message [12].*'[ab].ud800'"):
         read_messages(messages, "x: row 3")
 
 
-def test_what_a_reward_function_says_cannot_move_the_cursor(capsys, monkeypatch):
+def test_the_text_of_a_reward_function_cannot_move_the_cursor(capsys, monkeypatch):
     FakeRanks(1).install(monkeypatch)
     verdicts = [Verdict(0.0, "error", "KeyError: '\x1b[2J\rall is well\n'"), Verdict(1.0, "ok")]
     check_verdicts(verdicts, 0.5, "step 1")
     printed = "".join(capsys.readouterr())
-    assert r"first: error: KeyError: '\x1b[2J\rall is well '" in printed
+    assert r"KeyError: '\x1b[2J\rall is well '" in printed
     assert not {"\x1b", "\r"} & set(printed)

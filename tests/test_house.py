@@ -1,4 +1,4 @@
-"""What holds for every Python file (imports, length of functions, comments) and for the Makefile."""
+"""Rules for every Python file (imports, length of functions, docstrings) and for the Makefile."""
 
 import ast
 import inspect
@@ -12,33 +12,25 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-FLOORS = (  # a file imports from its own floor and from lower floors; no floor has circles (see below)
+FLOORS = (  # a file imports from files on the same floor or below; imports have no circles
     ("experiments", "tests"),
     ("train_rl",),
     ("lifecycle",),
     ("configure", "memory_plan", "greso"),
     (
-        "judges",
-        "rollout",
-        "vllm_worker",
-        "moe_model",
-        "plugins",
-        "data",
-        "runtime",
-        "batch",
-        "reward",
-        "settings",
-        "verifiers",
+        "judges", "rollout", "vllm_worker", "moe_model", "plugins", "data", "runtime", "batch", "reward",
+        "settings", "verifiers",
     ),
     ("kernels",),
-)
-# runtime/ serves every run and knows the types and the settings of the method only.
+)  # fmt: skip
+# runtime/ serves every run; of the method it imports only the types and the settings.
 BELOW_RUNTIME = ("runtime", "batch", "settings")
 FOLDERS = ("experiments", "tests", "data", "kernels", "runtime", "verifiers")
 PYTHON = sorted([*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))])
 CAMPAIGN = [path for path in PYTHON if path.is_relative_to(ROOT / "tests" / "campaign")]
 CODE = [path for path in PYTHON if "tests" not in path.relative_to(ROOT).parts] + CAMPAIGN
-MAX_LINES, MAX_MAIN, MAX_LOOP = 60, 120, 55
+MAX_LINES = 60
+MAX_LOOP = 55
 MODULES = [path.stem for path in ROOT.glob("*.py")]
 MODULES += [f"{path.parent.name}.{path.stem}" for name in FOLDERS[2:] for path in (ROOT / name).glob("*.py")]
 
@@ -51,13 +43,13 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def part_of(path: Path) -> str:
-    """Name the part of the project that a file belongs to: its folder, or the file at the root."""
+def unit_of(path: Path) -> str:
+    """Return the top folder of a file, or the stem of a file at the root."""
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def floor_of(part: str) -> int:
-    return next(number for number, parts in enumerate(FLOORS) if part in parts)
+def floor_of(unit: str) -> int:
+    return next(number for number, units in enumerate(FLOORS) if unit in units)
 
 
 # ---- imports -----------------------------------------------------------------------------------------------
@@ -80,64 +72,54 @@ def imported_names(node: ast.AST, inside_functions: bool = True) -> list[str]:
 
 
 def file_of(name: str, importer: Path) -> Path | None:
-    """Return the file of the project that a dotted name is, or is defined in; None for a library's name."""
-    parts = name.split(".")
-    for folder in (ROOT, importer.parent):  # pytest and scripts find the files beside them, too
-        for length in range(len(parts), 0, -1):
-            path = folder.joinpath(*parts[:length]).with_suffix(".py")
+    """Return the file of the project that defines a dotted name; None for a name of a library."""
+    words = name.split(".")
+    for folder in (ROOT, importer.parent):  # pytest and scripts also find files in the importer's folder
+        for length in range(len(words), 0, -1):
+            path = folder.joinpath(*words[:length]).with_suffix(".py")
             if path.is_file():
                 return path
     return None
 
 
 def imported_files(path: Path) -> set[Path]:
-    found = {file_of(name, path) for name in imported_names(parse(path))}
-    return found - {None, path}
+    return {file_of(name, path) for name in imported_names(parse(path))} - {None, path}
 
 
 @each_file
-def test_a_file_imports_from_its_own_floor_and_those_below(path):
-    part = part_of(path)
-    for other in imported_files(path):
-        above = floor_of(part_of(other)) < floor_of(part)
-        assert not above, f"{path.relative_to(ROOT)} imports {other.relative_to(ROOT)} from a floor above"
-        is_known = part != "runtime" or part_of(other) in BELOW_RUNTIME
-        assert is_known, (
-            f"runtime/ imports batch.py and settings.py at most, {path.name} imports {other.name}"
-        )
+def test_a_file_imports_from_the_same_floor_or_below(path):
+    unit = unit_of(path)
+    files = imported_files(path)
+    assert not [file.name for file in files if floor_of(unit_of(file)) < floor_of(unit)]
+    assert unit != "runtime" or not [file.name for file in files if unit_of(file) not in BELOW_RUNTIME]
 
 
 @each_code_file
 def test_code_does_not_import_tests(path):
-    assert path in CAMPAIGN or not [other for other in imported_files(path) if part_of(other) == "tests"]
+    assert path in CAMPAIGN or not [file for file in imported_files(path) if unit_of(file) == "tests"]
 
 
 def circles(graph: dict[Path, set[Path]]) -> list[set[Path]]:
-    """List the sets of files that import each other in a circle: those that reach each other (closure)."""
-    reached = {file: set(others) for file, others in graph.items()}
+    """List the sets of files that import each other, by the transitive closure of the imports."""
+    reached = {file: set(imports) for file, imports in graph.items()}
     for middle in graph:
         for file in graph:
             if middle in reached[file]:
                 reached[file] |= reached[middle]
-    found = {
-        frozenset(o for o in reached[file] if file in reached[o]) for file in graph if file in reached[file]
-    }
-    return [set(circle) for circle in found]
+    sets = {frozenset(o for o in reached[file] if file in reached[o]) for file in graph}
+    return [set(circle) for circle in sets if circle]
 
 
 def test_no_files_import_each_other_in_a_circle():
-    """Imports inside functions and under TYPE_CHECKING count as well: they only hide a circle."""
+    """Imports inside functions and under TYPE_CHECKING count too, because they only hide a circle."""
     graph = {path: imported_files(path) for path in PYTHON}
-    assert sum(map(len, graph.values())) > 100, "the imports are found"
+    assert sum(map(len, graph.values())) > 100
     assert circles(graph) == []
-
-
-def test_circles_are_found():
     assert circles({1: {2}, 2: {3}, 3: {2}, 4: {1}}) == [{2, 3}]
     assert circles({1: {2, 3}, 2: {3}, 3: set()}) == []
 
 
-def test_imports_are_found_where_they_are():
+def test_imports_inside_functions_and_conditions_are_listed():
     source = """
     import a.b
     if TYPE_CHECKING:
@@ -153,7 +135,7 @@ def test_imports_are_found_where_they_are():
 
 
 def test_a_reward_worker_starts_without_torch():
-    """A worker runs reward.py as a script."""
+    """Each worker process imports reward.py and its start should be quick; judges.py needs torch."""
     tops = {name.split(".")[0] for name in imported_names(parse(ROOT / "reward.py"), inside_functions=False)}
     assert not tops & {"torch", "transformers", "numpy", "vllm", "deepspeed"}
 
@@ -171,21 +153,21 @@ LIGHT = [
 ]  # fmt: skip
 
 
-def assert_imports_are_silent(folder: Path, modules: list[str], without: str) -> None:
-    """Import the modules one after another in a fresh process; without: what may not be loaded with them."""
+def assert_imports_are_silent(folder: Path, modules: list[str], forbidden: str) -> None:
+    """Import modules in a fresh process, which may print nothing and may not load the forbidden modules."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", IMPORT_ALL, without, *modules]
+    command = [sys.executable, "-c", IMPORT_ALL, forbidden, *modules]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(folder.iterdir()) == []
 
 
-def test_importing_what_is_light_prints_nothing_and_leaves_nothing(tmp_path):
+def test_importing_light_modules_is_silent_and_cheap(tmp_path):
     assert_imports_are_silent(tmp_path, LIGHT, "torch transformers datasets math_verify vllm")
 
 
 @pytest.mark.slow
-def test_importing_anything_prints_nothing_and_leaves_nothing(tmp_path):
+def test_importing_every_module_is_silent(tmp_path):
     assert set(LIGHT) < set(MODULES)
     assert_imports_are_silent(tmp_path, MODULES, "vllm datasets math_verify matplotlib experiments tests")
 
@@ -205,64 +187,52 @@ def functions_of(path: Path) -> list[ast.FunctionDef]:
 
 @each_code_file
 def test_no_function_is_long(path):
-    limit = lambda node: MAX_MAIN if (path.name, node.name) == ("train_rl.py", "main") else MAX_LINES
-    long = [f"{node.name}: {lines_of(node)}" for node in functions_of(path) if lines_of(node) > limit(node)]
+    long = [f"{node.name}: {lines_of(node)}" for node in functions_of(path) if lines_of(node) > MAX_LINES]
     assert not long, ", ".join(long)
 
 
 def test_the_loop_of_a_run_fits_on_a_page():
     (main,) = [node for node in functions_of(ROOT / "train_rl.py") if node.name == "main"]
     (loop,) = [node for node in ast.walk(main) if isinstance(node, ast.While)]
-    assert lines_of(main) <= MAX_MAIN and lines_of(loop) <= MAX_LOOP
+    assert lines_of(loop) <= MAX_LOOP
 
 
 def documented(tree: ast.Module) -> list[ast.AST]:
-    """List what needs a docstring: the module, its public functions and classes, and their public methods.
+    """List the nodes that need a docstring: the module, public functions, classes and public methods.
 
-    forward() and backward() do what torch says, and their class says what is computed.
+    forward() and backward() are exempt: torch defines their role, and the class documents the computation.
     """
-    found = [tree]
+    nodes = [tree]
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name[0] != "_":
-            found.append(node)
+            nodes.append(node)
             methods = node.body if isinstance(node, ast.ClassDef) else []
-            found += [method for method in methods if isinstance(method, ast.FunctionDef)
+            nodes += [method for method in methods if isinstance(method, ast.FunctionDef)
                       and method.name[0] != "_" and method.name not in ("forward", "backward")]  # fmt: skip
-    return found
+    return nodes
 
 
 @each_code_file
-def test_what_others_use_says_what_it_does(path):
-    without = [
-        getattr(node, "name", "the module") for node in documented(parse(path)) if not ast.get_docstring(node)
-    ]
-    assert not without, ", ".join(without)
+def test_public_code_has_docstrings(path):
+    nodes = [node for node in documented(parse(path)) if not ast.get_docstring(node)]
+    assert not [getattr(node, "name", "the module") for node in nodes]
 
 
 @pytest.mark.parametrize("stack", ["cpu", "gpu"])
-def test_what_make_would_run_is_valid_shell(stack):
-    targets = [
-        "demo",
-        "lint",
-        "quick",
-        "bench",
-        "table",
-        "test-ranks",
-        "test-others",
-        "test-sandbox",
-        "check-first",
-        "check-second",
-    ]
+def test_the_commands_of_make_are_valid_shell(stack):
+    targets = (
+        "demo lint quick bench table test-ranks test-others test-sandbox check-first check-second".split()
+    )
     make = ["make", "--dry-run", "--always-make", f"STACK={stack}", "RANKS=2", *targets]
     commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert commands.returncode == 0, commands.stderr
-    assert f"/installed-{stack}" in commands.stdout, "the installation is among them"
+    assert f"/installed-{stack}" in commands.stdout
     checked = subprocess.run(["sh", "-n"], input=commands.stdout, capture_output=True, text=True, timeout=30)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_two_stacks_never_share_a_folder(tmp_path):
-    """vLLM's builds for GPUs and for CPUs are two distributions with the same files."""
+    """The builds of vLLM for GPUs and for CPUs would overwrite each other's files."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     folders = []
     for installed in ("cpu", "gpu"):

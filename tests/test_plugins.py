@@ -1,7 +1,7 @@
-"""Plug-ins compute the values of the built-in versions that they replaced, and broken plug-ins are refused.
+"""Plug-ins of experiments/plugins agree with version v0.1, and broken plug-ins are refused.
 
-golden/plugins.json holds inputs and outputs (gain, gradient, advantages) of the built-in losses of version
-v0.1 in float64, for example of `clip_mode: soft`, which is experiments/plugins/sapo.py today.
+golden/plugins.json holds inputs and outputs (gain, gradient, advantages) in float64. Version v0.1 computed
+the outputs by built-in losses, for example by `clip_mode: soft`, which equals experiments/plugins/sapo.py.
 """
 
 import json
@@ -107,7 +107,7 @@ def test_a_select_plugin_equals_the_built_in_version_of_v0_1(name, float64):
     algorithm = AlgorithmSettings(select=str(PLUGINS / plugin), select_args=arguments)
     tensors = golden_tensors()
     rows = zip(GOLDEN["select_inputs"]["prompt_ids"], GOLDEN["select_inputs"]["completion_ids"])
-    seeds = [seed_of(3, "covariance", 5, *prompt, *ids) for prompt, ids in rows]  # those of v0.1
+    seeds = [seed_of(3, "covariance", 5, *prompt, *ids) for prompt, ids in rows]  # the seeds of v0.1
     minibatch = torch.tensor(GOLDEN["select_inputs"]["minibatch"])
     advantages = tensors["advantages"]
     for number in range(2):
@@ -162,12 +162,15 @@ def test_a_hook_refuses_a_wrong_shape(hook, tmp_path):
         train_rl.load_config(["data.train=[{path: x.jsonl}]", f"algorithm.{hook}={file}:plugin"])
 
 
+SAPO = "algorithm.gain=experiments/plugins/sapo.py:sapo"
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        ["algorithm.gain=experiments/plugins/sapo.py:sapo", "algorithm.gain_args={tau: 1.0}"],
+        [SAPO, "algorithm.gain_args={tau: 1.0}"],
         ["algorithm.gain_args={tau: 1.0}"],
-        ["algorithm.gain=experiments/plugins/sapo.py:sapo", "algorithm.clip_mode=none"],
+        [SAPO, "algorithm.clip_mode=none"],
         ["algorithm.gain=experiments/plugins/missing.py:sapo"],
         ["algorithm.gain=batch:LossInputs"],
     ],

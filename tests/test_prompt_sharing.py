@@ -1,7 +1,7 @@
-"""train.share_prompts: a prompt that goes once through the policy gives what it gives with every completion.
+"""train.share_prompts: a prompt that passes once through the policy gives the outputs of repeated prompts.
 
-The whole update with it, on one and two ranks, with expert parallelism and with replayed routes, stands
-beside plain torch and transformers in test_replay.py.
+test_replay.py compares the whole update with plain torch and transformers, on one and two ranks, with expert
+parallelism and replayed routes.
 """
 
 import json
@@ -37,52 +37,51 @@ def outputs_of(policy, share: bool, checkpointing: bool) -> tuple:
     logprobs, entropy, layer_ids = policy(packed)
     (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
     routes = moe_model.route_table(layer_ids, policy.config.num_experts)
+    routes = routes if packed.spread is None else routes[packed.spread]
     gradients = {name: parameter.grad.clone() for name, parameter in policy.named_parameters()}
-    return (
-        logprobs.detach(),
-        entropy.detach(),
-        routes if packed.spread is None else routes[packed.spread],
-        gradients,
-    )
+    return logprobs.detach(), entropy.detach(), routes, gradients
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_shared_prompt_gives_the_same_outputs_and_gradients(checkpointing, policy):
-    whole, shared = (outputs_of(policy, share, checkpointing) for share in (False, True))
-    for one, other in zip(whole[:2], shared[:2]):
-        torch.testing.assert_close(other, one, rtol=0, atol=1e-6)
-    assert torch.equal(whole[2], shared[2])
-    for name, gradient in whole[3].items():
+    *expected, routes, gradients = outputs_of(policy, False, checkpointing)
+    *outputs, shared_routes, shared_gradients = outputs_of(policy, True, checkpointing)
+    for output, value in zip(outputs, expected):
+        torch.testing.assert_close(output, value, rtol=0, atol=1e-6)
+    assert torch.equal(routes, shared_routes)
+    for name, gradient in gradients.items():
         bound = 1e-6 * max(1.0, gradient.abs().max().item())
-        torch.testing.assert_close(shared[3][name], gradient, rtol=0, atol=bound, msg=name)
+        torch.testing.assert_close(shared_gradients[name], gradient, rtol=0, atol=bound, msg=name)
 
 
-def test_what_is_laid_out_once():
-    """Three of the prompt's four tokens at each of its three repetitions; a prompt of one token never."""
-    whole, shared = (pack(PROMPTS, COMPLETIONS, "cpu", share) for share in (False, True))
-    assert len(whole.input_ids) - len(shared.input_ids) == 3 * 3
-    assert torch.equal(shared.input_ids[shared.spread], whole.input_ids)
-    assert torch.equal(shared.position_ids[shared.spread], whole.position_ids)
-    assert torch.equal(whole.input_ids[shared.kept], shared.input_ids)
+def test_repeated_prompts_are_laid_out_once():
+    """Each of three repetitions shares three of four prompt tokens; a prompt of one token is not shared."""
+    full, shared = (pack(PROMPTS, COMPLETIONS, "cpu", share) for share in (False, True))
+    assert len(full.input_ids) - len(shared.input_ids) == 3 * 3
+    assert torch.equal(shared.input_ids[shared.spread], full.input_ids)
+    assert torch.equal(shared.position_ids[shared.spread], full.position_ids)
+    assert torch.equal(full.input_ids[shared.kept], shared.input_ids)
     places = torch.cat([shared.padded_index, *(places for _, places in shared.repeats)])
-    assert sorted(places.tolist()) == sorted(whole.padded_index.tolist()), "every place is filled once"
-    assert len(set(shared.predictor_index.tolist())) == len(shared.predictor_index) == len(whole.target_ids)
+    assert sorted(places.tolist()) == sorted(full.padded_index.tolist()), "every place is filled once"
+    assert len(set(shared.predictor_index.tolist())) == len(shared.predictor_index) == len(full.target_ids)
 
 
-def test_a_group_stays_together_where_that_saves_tokens():
-    """The first group has 3 x 4 tokens of prompt, of which 6 are saved, and its longest completion has 8."""
+def test_a_group_stays_together_if_that_saves_tokens():
+    """The first group has 3 x 4 prompt tokens, of which 6 are saved. The longest completion has 8 tokens."""
     completions = make_ragged_completions()
-    own = [len(c["prompt_ids"]) + len(c["completion_ids"]) - 1 for c in completions]
-    assert own[:3] == [11, 10, 8]
-    lengths = lambda share: train_rl.split_lengths(
-        batch_of_rows(completions, list(range(12))), make_config(f"train.share_prompts={share}")
-    )
-    assert lengths("false") == own
-    assert lengths("true")[:3] == [11, 11, 11], "4 places are added"
+    lengths = [len(c["prompt_ids"]) + len(c["completion_ids"]) - 1 for c in completions]
+    assert lengths[:3] == [11, 10, 8]
+
+    def split_lengths(share: str) -> list[int]:
+        batch = batch_of_rows(completions, list(range(12)))
+        return train_rl.split_lengths(batch, make_config(f"train.share_prompts={share}"))
+
+    assert split_lengths("false") == lengths
+    assert split_lengths("true")[:3] == [11, 11, 11], "4 places are added"
     completions[0]["completion_ids"] += [1]
-    assert lengths("true")[:3] == [12, 12, 12], "6 places are added"
+    assert split_lengths("true")[:3] == [12, 12, 12], "6 places are added"
     completions[0]["completion_ids"] += [1]
-    assert lengths("true")[:3] == [13, 10, 8], "8 places would be added"
+    assert split_lengths("true")[:3] == [13, 10, 8], "8 places would be added"
 
 
 def test_the_benchmark_measures_all_lengths(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Programs in a sandbox: what tries to get out, what a limit stops, and the rewards of programs."""
+"""Programs in a sandbox: attempts to escape, programs that exceed a limit, and the rewards of programs."""
 
 import errno
 import json
@@ -29,22 +29,30 @@ each_isolation = pytest.mark.parametrize(
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    """Look for processes and folders that a test leaves behind."""
-    children = lambda: set(psutil.Process().children(recursive=True))
-    folders = lambda: set(Path(tempfile.gettempdir()).glob("sandbox_*"))
-    before = children(), folders()
+def no_leftovers():
+    """Check that a test leaves no process and no folder behind."""
+
+    def children():
+        return set(psutil.Process().children(recursive=True))
+
+    def folders():
+        return set(Path(tempfile.gettempdir()).glob("sandbox_*"))
+
+    old_children = children()
+    old_folders = folders()
     yield
-    user = 2**30 + os.getpid()  # the user of programs, where root runs the tests
+    user = 2**30 + os.getpid()  # the user id of programs if root runs the tests
     assert not [process for process in psutil.process_iter(["uids"]) if process.info["uids"].real == user]
-    assert (children() - before[0], folders() - before[1]) == (set(), set())
+    assert (children() - old_children, folders() - old_folders) == (set(), set())
 
 
 # ---- escapes -----------------------------------------------------------------------------------------------
 
-P, M, F = "PermissionError", "MemoryError", "FileNotFoundError"
-# What a program tries -> (how it ends in bubblewrap, how under rlimits alone, the program). An end is the
-# name of an exception, "escaped", or the reason why it was killed; None: not tried, nothing would stop it.
+P = "PermissionError"
+M = "MemoryError"
+F = "FileNotFoundError"
+# {attempt: (end in bubblewrap, end under rlimits alone, program)}. An end is the name of an exception,
+# "escaped", or the reason for a kill, for example "time"; None: skipped, because rlimits do not stop it.
 ESCAPES = {
     "connect to a server here": (P, P, "import socket; socket.create_connection(('127.0.0.1', {port}), 1)"),
     "ask a name server": (
@@ -68,16 +76,16 @@ ESCAPES = {
     "endless output": ("output", "output", "while True: print('x' * 65536)"),
     "endless errors": ("output", "output", "while True: sys.stderr.write('x' * 65536)"),
     "endless loop": ("time", "time", "while True: pass"),
-    "endless loop, deaf": (
+    "endless loop that ignores signals": (
         "time", "time",
         "import signal\nfor n in (2, 14, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile True: pass"),
     "sleep": ("time", "time", "import time; time.sleep(60)"),
-    "read more input than there is": ("EOFError", "EOFError", "input(); input()"),
-    "environment of another": (F, "escaped", "assert {secret!r} in open('/proc/{other}/environ').read()"),
-    "own environment": ("AssertionError", "AssertionError", "assert {secret!r} in str(os.environ)"),
+    "read past the end of the input": ("EOFError", "EOFError", "input(); input()"),
+    "another environment": (F, "escaped", "assert {secret!r} in open('/proc/{other}/environ').read()"),
+    "the environment": ("AssertionError", "AssertionError", "assert {secret!r} in str(os.environ)"),
     "memory of another process": (F, None, "open('/proc/{other}/mem', 'rb')"),
     "a file of another run": (F, "escaped", "open('{run}/verdicts.json')"),
-    "the same through a link": (F, "escaped", "os.symlink('{run}/verdicts.json', 'link'); open('link')"),
+    "a link to another run": (F, "escaped", "os.symlink('{run}/verdicts.json', 'link'); open('link')"),
     "write beside another run": (F, "escaped", "open('{run}/new', 'w')"),
     "read the project": (F, "escaped", "open('{project}/README.md')"),
     "write to the project": ("(FileNotFound|Permission|OS)Error", None, "open('{project}/new', 'w')"),
@@ -111,9 +119,7 @@ except BaseException as error:
 """
 PACKAGES = sysconfig.get_path("purelib")
 SMALL = Limits(wall_s=1.5, memory_bytes=256 << 20, output_bytes=1 << 20, folder_bytes=4 << 20)
-
-
-TRIED = [
+ATTEMPTS = [
     pytest.param(isolation, name, marks=NEEDS_BUBBLEWRAP if isolation == "bubblewrap" else ())
     for name, ends in ESCAPES.items()
     for isolation, end in zip(("bubblewrap", "rlimits"), ends)
@@ -121,16 +127,16 @@ TRIED = [
 ]
 
 
-@pytest.mark.parametrize("isolation, name", TRIED)
-def test_a_program_does_not_get_out(isolation, name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("isolation, name", ATTEMPTS)
+def test_a_program_does_not_escape(isolation, name, tmp_path, monkeypatch):
     *ends, body = ESCAPES[name]
     expected = ends[isolation == "rlimits"]
     (tmp_path / "verdicts.json").write_text("{}")
     other = subprocess.Popen(["sleep", "30"], env={"PATH": os.environ["PATH"], "SECRET": SECRET})
     monkeypatch.setenv("SECRET", SECRET)
-    places = {"project": ROOT, "home": Path.home(), "run": tmp_path}
+    folders = {"project": ROOT, "home": Path.home(), "run": tmp_path}
     with socket.create_server(("127.0.0.1", 0)) as server:
-        body = body.format(port=server.getsockname()[1], other=other.pid, secret=SECRET, **places)
+        body = body.format(port=server.getsockname()[1], other=other.pid, secret=SECRET, **folders)
         start = time.monotonic()
         result = run_program(FRAME.format(body=body), "", SMALL, isolation)
         seconds = time.monotonic() - start
@@ -138,14 +144,14 @@ def test_a_program_does_not_get_out(isolation, name, tmp_path, monkeypatch):
     other.kill()
     other.wait()
     assert re.fullmatch(expected, result.reason or result.stdout.strip()), result
-    assert seconds < SMALL.wall_s + 3 and is_alive  # a busy machine takes its time; a program left alone, 9 s
-    assert not [place for place in (ROOT, Path.home(), Path("/dev/shm")) if (place / "new").exists()]
+    assert seconds < SMALL.wall_s + 3 and is_alive  # a program without limits takes 9 s
+    assert not [folder for folder in (ROOT, Path.home(), Path("/dev/shm")) if (folder / "new").exists()]
 
 
 @each_isolation
-def test_every_call_of_the_list_is_refused(isolation):
+def test_every_listed_system_call_is_refused(isolation):
     column = list(sandbox.ARCHITECTURES).index(os.uname().machine)
-    numbers = {name: both[column] for name, both in sandbox.REFUSED.items() if both[column] is not None}
+    numbers = {name: pair[column] for name, pair in sandbox.REFUSED.items() if pair[column] is not None}
     source = f"""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -160,23 +166,25 @@ for number in {list(numbers.values())}:
 @pytest.mark.parametrize(
     "column, header", [(0, "x86_64-linux-gnu/asm/unistd_64.h"), (1, "asm-generic/unistd.h")]
 )
-def test_the_numbers_of_system_calls_are_the_kernel_s(column, header):
+def test_the_numbers_of_system_calls_match_the_headers_of_the_kernel(column, header):
     path = Path("/usr/include", header)
     if not path.is_file():
         pytest.skip(f"{path} is not installed (linux-libc-dev)")
-    found = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())
-    numbers = {name: int(number) for name, number in found}
-    ours = dict(sandbox.REFUSED, clone=sandbox.CLONE, prlimit64=sandbox.PRLIMIT, clone3=sandbox.CLONE3)
-    known = {name: both[column] for name, both in ours.items() if name in numbers or both[column] is None}
-    assert len(known) > 60
-    assert {name: numbers.get(name) for name in known} == known
+    definitions = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())
+    header_numbers = {name: int(number) for name, number in definitions}
+    calls = dict(sandbox.REFUSED, clone=sandbox.CLONE, prlimit64=sandbox.PRLIMIT, clone3=sandbox.CLONE3)
+    numbers = {
+        name: pair[column] for name, pair in calls.items() if name in header_numbers or pair[column] is None
+    }
+    assert len(numbers) > 60
+    assert {name: header_numbers.get(name) for name in numbers} == numbers
 
 
 # ---- the tests of one program ------------------------------------------------------------------------------
 
 
 @each_isolation
-def test_a_test_sees_nothing_of_the_one_before(isolation):
+def test_a_test_is_isolated_from_the_previous_test(isolation):
     source = """
 import os, sys
 print(sorted(os.listdir(".")), hasattr(sys, "seen"), input())
@@ -186,14 +194,14 @@ os.chmod("a/b", 0)
 os.symlink("/", "a/link")
 open("kept", "w").write("x")
 """
-    with Sandbox(source, isolation=isolation) as inside:
-        found = [inside.run(text).stdout for text in ("one", "two", "two\nthree")]
-    assert found == ["[] False one\n", "[] False two\n", "[] False two\n"]
+    with Sandbox(source, isolation=isolation) as box:
+        outputs = [box.run(text).stdout for text in ("one", "two", "two\nthree")]
+    assert outputs == ["[] False one\n", "[] False two\n", "[] False two\n"]
 
 
 @each_isolation
-def test_no_test_can_answer_for_the_process_outside(isolation):
-    """A program writes whole messages to every file that it has, and closes them."""
+def test_a_program_cannot_forge_the_verdict(isolation):
+    """The program writes forged verdicts to every open file descriptor, and closes all descriptors."""
     source = """
 import os
 message = b"".join(len(f).to_bytes(4, "big") + f for f in (b"0", b"", b"forged", b"", b"True"))
@@ -204,13 +212,13 @@ os.write(1, b"own\\n")
 os.closerange(0, 64)
 os._exit(0)
 """
-    with Sandbox(source, isolation=isolation) as inside:
-        assert [inside.run().stdout for _ in range(3)] == ["own\n"] * 3
+    with Sandbox(source, isolation=isolation) as box:
+        assert [box.run().stdout for _ in range(3)] == ["own\n"] * 3
 
 
 @each_isolation
 def test_a_program_ends_as_under_python(isolation, tmp_path):
-    """Exit status and output of scripts are those of `python program.py`."""
+    """Exit status and output are equal to `python program.py`."""
     for source in (
         "print(input()); exit(3)",
         "import sys; sys.exit('a message')",
@@ -238,16 +246,16 @@ def test_a_program_ends_as_under_python(isolation, tmp_path):
         path = tmp_path / "program.py"
         path.write_text(source)
         done = subprocess.run([sys.executable, path], input="é\n", capture_output=True, text=True, timeout=10)
-        found = run_program(source, "é\n", Limits(wall_s=20), isolation)
-        assert (found.stdout, found.reason) == (done.stdout, ""), source
-        assert found.exit == done.returncode or "abort" in source and found.exit < 0, source
-        assert found.stderr.splitlines()[-1:] == done.stderr.splitlines()[-1:], source
+        result = run_program(source, "é\n", Limits(wall_s=20), isolation)
+        assert (result.stdout, result.reason) == (done.stdout, ""), source
+        assert result.exit == done.returncode or "abort" in source and result.exit < 0, source
+        assert result.stderr.splitlines()[-1:] == done.stderr.splitlines()[-1:], source
 
 
 @NEEDS_BUBBLEWRAP
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
-def test_a_user_without_rights_gets_the_same(tmp_path):
-    """The system's Python runs as a user who has nothing."""
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change the user")
+def test_the_sandbox_works_for_a_user_without_rights(tmp_path):
+    """The system's Python runs as a user without any files or groups."""
     python = "/usr/bin/python3"
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from verifiers.sandbox import *;"
@@ -259,7 +267,7 @@ def test_a_user_without_rights_gets_the_same(tmp_path):
     )
     closed = [folder for folder in (ROOT, *ROOT.parents) if not folder.stat().st_mode & 1]
     if version.stdout != b"True\n" or closed:
-        pytest.skip("no Python 3.11 that such a user could run, or a project folder that it may not read")
+        pytest.skip("the user cannot run a Python 3.11, or cannot read the project folder")
     done = subprocess.run(
         [python, "-B", "-c", script], user=12345, group=12345, extra_groups=[], cwd="/",
         env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=30,
@@ -267,7 +275,7 @@ def test_a_user_without_rights_gets_the_same(tmp_path):
     assert (done.stdout, done.stderr) == ("2 []\n", "")
 
 
-def lives(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -275,8 +283,8 @@ def lives(process: psutil.Process) -> bool:
 
 
 @each_isolation
-def test_all_ends_with_a_worker_that_is_killed(isolation, tmp_path):
-    """The caller has 2 GiB of address space, as a reward worker has, and dies in the middle of a test."""
+def test_killing_a_worker_ends_its_program(isolation, tmp_path):
+    """The caller has 2 GiB of address space, like a reward worker, and is killed in the middle of a test."""
     script = f"""
 import resource, sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -296,33 +304,35 @@ run_program("while True: pass", "", Limits(wall_s=60), {isolation!r})
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.15)
-    inside = psutil.Process(worker.pid).children(recursive=True)
-    assert len(inside) >= 2
+    programs = psutil.Process(worker.pid).children(recursive=True)
+    assert len(programs) >= 2
     worker.kill()
     worker.wait()
     worker.stdout.close()
     deadline = time.monotonic() + 10
-    while any(lives(process) for process in inside):
+    while any(is_running(process) for process in programs):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert len(list(tmp_path.iterdir())) == (isolation == "rlimits")  # only its empty folder stays
+    assert len(list(tmp_path.iterdir())) == (
+        isolation == "rlimits"
+    )  # the empty folder of the killed worker remains
 
 
 # ---- a machine without bubblewrap --------------------------------------------------------------------------
 
 
-def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch, tmp_path):
+def test_an_error_names_bubblewrap_and_the_alternative(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="apt-get install bubblewrap.*reward.sandbox=rlimits"):
+    with pytest.raises(ValueError, match="bubblewrap.*reward.sandbox=rlimits"):
         check_sandbox("bubblewrap")
     refuses = tmp_path / "bwrap"
     refuses.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     refuses.chmod(0o755)
-    with pytest.raises(ValueError, match="No permissions.*unprivileged_userns_clone.*reward.sandbox=rlimits"):
+    with pytest.raises(ValueError, match="No permissions.*reward.sandbox=rlimits"):
         check_sandbox("bubblewrap")
     score, status, detail = verify("```python\nprint(1)\n```", '{"inputs": [""], "outputs": ["1"]}')
     assert (score, status) == (0.0, "error") and "No permissions" in detail
-    with pytest.raises(ValueError, match="'bubblewrap' or 'rlimits', not 'docker'"):
+    with pytest.raises(ValueError, match="'docker'"):
         run_program("", isolation="docker")
 
 
@@ -364,7 +374,7 @@ def test_the_program_of_a_completion(completion, program):
 
 
 @pytest.mark.parametrize(
-    "found, expected, same",
+    "output, expected, same",
     [
         ("1 2\n3\n", "1 2\n3", True),
         ("1  2 \n3\n\n", "1 2\n3", True),
@@ -373,15 +383,15 @@ def test_the_program_of_a_completion(completion, program):
         ("0.3333333", "0.33333333333", True),
         ("0.3334", "0.33333", False),
         ("1", "1.0", True),
-        ("1.0", "1", False),  # a whole number is written as such
+        ("1.0", "1", False),  # an integer must be printed without a decimal point
         ("10000001", "10000000", False),
         ("nan", "0.5", False),
         ("1e3", "1000.0", True),
         ("YES", "yes", False),
     ],
 )
-def test_outputs_are_compared_by_lines_and_words(found, expected, same):
-    assert same_output(found, expected) is same
+def test_outputs_are_compared_by_lines_and_words(output, expected, same):
+    assert same_output(output, expected) is same
 
 
 ADD = [f"assert add({a}, {b}) == {a + b}" for a, b in ((1, 2), (3, 4))]
@@ -392,14 +402,14 @@ LISTS = [
     "x = f(2)\nassert len(x) == 2",
     "assert (f(1) == [0]) is True",
 ]
-NEAR = [  # each function has tolerances of its own
+NEAR = [  # each function has its own default tolerances
     *(f"assert np.isclose(half(1), 0.5{tolerance})" for tolerance in ("", ", atol=1e-3")),
     *(f"assert math.isclose(half(1), 0.5{tolerance})" for tolerance in ("", ", abs_tol=1e-3")),
 ]
 SETUP = {"asserts": [*ADD, "assert add(zero, 5) == 0"], "setup": "zero = 0"}
 ECHO = {"inputs": ["1", "5"], "outputs": ["2", "6"]}
 CALL = {"fn_name": "join", "inputs": ['[1, 2]\n{"a": null}', [[3], {}]], "outputs": ['[1, 2, "a"]', [[3]]]}
-TYPED = [  # all names of typing are there, whether or not the program imports some itself
+TYPED = [  # the names of typing exist, whether or not the program imports them
     "def join(a: List, b) -> Any: return (*a, *b)",
     "def join(a: Union[list, str], b): return (*a, *b)",
     "import typing\ndef join(a: List[int], b): return (*a, *b)",
@@ -416,21 +426,21 @@ SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b
     "program, tests, reward, detail",
     [
         ("print(int(input()) + 1)", ECHO, 1.0, ""),
-        ("print(2)", ECHO, 0.5, "1 of 2 tests passed; test 2 gave '2'"),
-        ("print(int(input()) + 1); 1 / 0", ECHO, 0.0, "0 of 2 tests passed; test 1 ended with exit status 1"),
-        ("print(2)\nwhile True: pass", ECHO, 0.0, "0 of 2 tests passed; test 1 was killed after 0.3"),
+        ("print(2)", ECHO, 0.5, "1 of 2"),
+        ("print(int(input()) + 1); 1 / 0", ECHO, 0.0, "0 of 2"),
+        ("print(2)\nwhile True: pass", ECHO, 0.0, "0 of 2 tests passed; test 1 was killed"),
         ("print(2)", {"inputs": [["1", 5]], "outputs": [["2"]]}, 1.0, ""),
         ("def add(a, b): return a + b", ADD, 1.0, ""),
-        ("def add(a, b): return a", SETUP, 1 / 3, "1 of 3 tests passed; test 1 gave '1'"),
+        ("def add(a, b): return a", SETUP, 1 / 3, "1 of 3"),
         ("def f(n): return list(range(n))", LISTS, 1.0, ""),
         ("def f(n): return [1] * n", LISTS, 0.6, "3 of 5"),
         (SOLUTION, CALL, 1.0, ""),
         *((program, CALL, 1.0, "") for program in TYPED),
         ("size = len", SEPARATED, 1.0, ""),
-        ("def join(a, b): return a", CALL, 0.5, "1 of 2 tests passed; test 1 gave '[1,2]'"),
-        ("def", ADD, 0.0, "0 of 2 tests passed; test 1 ended with exit status 1: SyntaxError"),
+        ("def join(a, b): return a", CALL, 0.5, "1 of 2"),
+        ("def", ADD, 0.0, "0 of 2"),
         ("import math\nimport numpy as np\ndef half(x): return x / 2 + 1e-7", NEAR, 0.75, "3 of 4"),
-        # what a program may do instead of its work
+        # programs that cheat
         ("import os; os._exit(0)", ADD, 0.0, "0 of 2"),
         ("raise SystemExit(0)", ADD, 0.0, "0 of 2"),
         ("class E:\n    __eq__ = lambda a, b: True\nadd = lambda a, b: E()", ADD, 0.0, "0 of 2"),
@@ -443,22 +453,22 @@ SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b
     ],
 )  # fmt: skip
 def test_the_reward_is_the_share_of_tests_passed(program, tests, reward, detail):
-    timeout_s = 0.3 if "while True" in program else 5  # a busy machine takes longer than its share
-    found = verify(fenced(program), json.dumps(tests), timeout_s=timeout_s)
-    assert found[:2] == (reward, "ok" if reward == 1 else "wrong")
-    assert found[2].startswith(detail) and len(found[2]) <= 200
+    timeout_s = 0.3 if "while True" in program else 5  # 5 s, because the machine may be busy
+    score, status, explanation = verify(fenced(program), json.dumps(tests), timeout_s=timeout_s)
+    assert (score, status) == (reward, "ok" if reward == 1 else "wrong")
+    assert explanation.startswith(detail) and len(explanation) <= 200
 
 
 @each_isolation
-def test_threads_are_counted_where_they_are_those_of_the_program_alone(isolation):
-    """Without a namespace the kernel would count all threads of the user, the trainer's included."""
+def test_threads_are_limited_only_in_a_namespace(isolation):
+    """Outside of a namespace the kernel would count all threads of the user, including the trainer's."""
     program = "import resource; print(resource.getrlimit(resource.RLIMIT_NPROC)[0])"
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     expected = {"rlimits": limit, "bubblewrap": 64}
     assert int(run_program(program, isolation=isolation).stdout) == expected[isolation]
 
 
-def test_a_python_whose_folder_is_a_link_is_bound_by_both_names(tmp_path, monkeypatch):
+def test_a_linked_python_folder_is_bound_by_link_and_target(tmp_path, monkeypatch):
     (tmp_path / "python").mkdir()
     (tmp_path / "link").symlink_to("python")
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path / "link"))
@@ -469,7 +479,7 @@ def test_a_python_whose_folder_is_a_link_is_bound_by_both_names(tmp_path, monkey
 
 @NEEDS_BUBBLEWRAP
 def test_an_assert_without_a_constant_can_be_forged():
-    """docs/data_and_rewards.md says so."""
+    """docs/data_and_rewards.md warns about these asserts."""
     program = "class E:\n    __eq__ = lambda a, b: True\nadd = lambda a, b: E()"
     assert verify(fenced(program), '["x = 3\\nassert add(1, 2) == x"]')[0] == 1.0
 
@@ -479,28 +489,28 @@ def test_all_tests_of_a_program_share_a_limit_of_time():
     start = time.monotonic()
     tests = {"inputs": ["1"] * 50, "outputs": ["1"] * 50}
     score, _, detail = verify(fenced("while True: pass"), json.dumps(tests), timeout_s=0.1)
-    assert score == 0 and detail.startswith("0 of 50 tests passed; test 1 was killed after 0.1 s")
+    assert score == 0 and detail.startswith("0 of 50")
     assert 0.3 < time.monotonic() - start < 0.8
 
 
 @pytest.mark.parametrize(
-    "answer, message",
+    "answer, word",
     [
-        ("print(1)", "must be JSON"),
-        ("{}", 'needs "inputs" and "outputs", or "asserts"'),
-        ("3", 'needs "inputs" and "outputs", or "asserts"'),
-        ("[]", "asserts of a code row"),
-        ('{"inputs": "1", "outputs": ["1"]}', "inputs of a code row"),
+        ("print(1)", "JSON"),
+        ("{}", "asserts"),
+        ("3", "asserts"),
+        ("[]", "asserts"),
+        ('{"inputs": "1", "outputs": ["1"]}', "inputs"),
         ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs and 1 outputs"),
-        ('{"inputs": [1], "outputs": ["1"]}', "text or lists of lines"),
-        ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}', "fn_name must be the name of a function"),
+        ('{"inputs": [1], "outputs": ["1"]}', "lines"),
+        ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}', "fn_name"),
         ('{"inputs": ["x"], "outputs": ["1"], "fn_name": "a"}', "Expecting value"),
         ('["assert add(1"]', "not Python"),
-        ("[3]", "must be text"),
+        ("[3]", "text"),
     ],
 )
-def test_tests_that_cannot_be_read_are_an_error(answer, message):
+def test_unreadable_tests_are_an_error(answer, word):
     for completion in (fenced("print(1)"), "no program"):
         score, status, detail = verify(completion, answer)
-        assert (score, status) == (0.0, "error") and message in detail
+        assert (score, status) == (0.0, "error") and word in detail
     assert verify("no program", json.dumps(ADD))[:2] == (0.0, "no_answer")

@@ -1,4 +1,4 @@
-"""data/score.py as a user starts it, against probabilities by transformers; load_scores."""
+"""data/score.py as a user starts the script, against probabilities by transformers; load_scores."""
 
 import json
 import math
@@ -27,7 +27,9 @@ from reward import Verdict
 from tests import preloaded
 
 TINY = ROOT / "data" / "built" / "tiny"
-NUM_PROMPTS, SAMPLES, TEMPERATURE = 100, 16, 0.7
+NUM_PROMPTS = 100
+SAMPLES = 16
+TEMPERATURE = 0.7
 HEADER = {"model": "m 0", "samples": 4, "temperature": 1.0}
 SHAS = [prompt_sha(Prompt(f"{i}=", "1", "exact", "set")) for i in range(3)]
 
@@ -53,13 +55,13 @@ def command(prompts, output, *options):
 
 
 def score(*arguments) -> subprocess.CompletedProcess:
-    """Run it without torchrun: one process."""
+    """Run data.score as one process without torchrun."""
     return preloaded.run(0, "-m", "data.score", *arguments)
 
 
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
-    """Additions, of which the first stands twice, and last a prompt whose reference answer is no number."""
+    """Write additions, the first addition again, and a prompt whose reference answer is no number."""
     subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
     rows = [json.loads(line) for line in (TINY / "test.jsonl").read_text().splitlines()[:NUM_PROMPTS]]
     broken = {"prompt": "1    +2    =", "answer": "three", "kind": "numeric", "difficulty": 1}
@@ -68,7 +70,7 @@ def prompts_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scored(prompts_file):
-    """(file, what was printed) of one rank, in chunks of 70 prompts."""
+    """Score with one rank in chunks of 70 prompts; return the file and the printed text."""
     output = prompts_file.with_name("scores.jsonl")
     done = score(*command(prompts_file, output, "--chunk", 70))
     assert done.returncode == 0, done.stderr[-3000:]
@@ -76,7 +78,7 @@ def scored(prompts_file):
 
 
 def solve_probabilities(prompts: list[Prompt]) -> torch.Tensor:
-    """P(completion = answer + end of sequence) of each prompt by transformers, teacher-forced."""
+    """Compute P(completion = answer + end of sequence) of each prompt by transformers, teacher-forced."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
@@ -93,20 +95,23 @@ def solve_probabilities(prompts: list[Prompt]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_pass_rates_are_those_of_transformers_probabilities(scored, prompts_file):
+def test_pass_rates_agree_with_probabilities_by_transformers(scored, prompts_file):
     """n = 1600 completions: their sum within 4 standard deviations, and chi-square prompt by prompt."""
     prompts = load_prompts(prompts_file)[:NUM_PROMPTS]
     scores = load_scores(scored[0])
     solved = torch.tensor([scores[prompt_sha(prompt)].pass_rate for prompt in prompts]).double() * SAMPLES
     p = solve_probabilities(prompts)
-    expected, variance = SAMPLES * p, SAMPLES * p * (1 - p)
+    expected = SAMPLES * p
+    variance = SAMPLES * p * (1 - p)
     assert abs(solved.sum() - expected.sum()) < 4 * variance.sum().sqrt()
-    spread = variance > 0.5  # the others are too skewed for chi-square
+    spread = variance > 0.5  # a smaller variance is too skewed for chi-square
     squares = ((solved - expected) ** 2 / variance)[spread]
     assert spread.sum() > 30 and abs(squares.sum() - len(squares)) < 4 * (2 * len(squares)) ** 0.5
     assert (solved[p < 1e-4] == 0).all() and (solved[p > 1 - 1e-4] == SAMPLES).all()
     wrong_pairs = ((solved.roll(1) - expected) ** 2 / variance)[spread]
-    assert abs(wrong_pairs.sum() - len(squares)) > 4 * (2 * len(squares)) ** 0.5, "the bound can fail"
+    assert abs(wrong_pairs.sum() - len(squares)) > 4 * (2 * len(squares)) ** 0.5, (
+        "wrong pairs exceed the bound"
+    )
 
 
 @pytest.mark.slow
@@ -125,37 +130,39 @@ def test_file_and_summary(scored, prompts_file):
     assert all(r["num_samples"] == SAMPLES for r in rows[:-1])
     assert rows[-1] | {"prompt_sha": ""} == row("", None) | {
         "num_samples": 0, "mean_tokens": rows[-1]["mean_tokens"]
-    }, "a verdict that fails is no wrong answer"  # fmt: skip
+    }, "a failed verdict counts as no sample"  # fmt: skip
     lengths = sum(r["mean_tokens"] for r in rows[:-1]) / NUM_PROMPTS
     digits = sum(prompt.difficulty for prompt in prompts[:NUM_PROMPTS]) / NUM_PROMPTS
-    assert abs(lengths - (digits + 2)) < 0.1  # a digit more than the operands, and the end of the sequence
-    assert f"pass rates of {NUM_PROMPTS} prompts; 1 more without any verdict" in printed
+    assert abs(lengths - (digits + 2)) < 0.1  # one digit more than the operands, and the end of the sequence
+    assert f"pass rates of {NUM_PROMPTS} prompts; 1 more" in printed
     assert printed.rstrip().endswith(summary(rows))
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_after_a_cut_line_and_write_the_same_file(scored, prompts_file, tmp_path):
-    whole = scored[0].read_bytes()
-    lines = whole.splitlines(keepends=True)
-    cut = tmp_path / "scores.jsonl"
-    cut.write_bytes(b"".join(lines[:8]) + lines[8][:50])
-    done = preloaded.run(2, "-m", "data.score", *command(prompts_file, cut, "--chunk", 31))
+def test_two_ranks_resume_after_a_truncated_line_and_write_the_same_file(scored, prompts_file, tmp_path):
+    complete = scored[0].read_bytes()
+    lines = complete.splitlines(keepends=True)
+    resumed = tmp_path / "scores.jsonl"
+    resumed.write_bytes(b"".join(lines[:8]) + lines[8][:50])
+    done = preloaded.run(2, "-m", "data.score", *command(prompts_file, resumed, "--chunk", 31))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert cut.read_bytes() == whole and "7 of 101 prompts done" in done.stderr
-    assert done.stdout.split("\n", 1)[1] == scored[1].split("\n", 1)[1]  # the summary is of the whole file
+    assert resumed.read_bytes() == complete and "7 of 101 prompts done" in done.stderr
+    assert (
+        done.stdout.split("\n", 1)[1] == scored[1].split("\n", 1)[1]
+    )  # the summary covers all rows of the file
 
 
 @pytest.mark.slow
 def test_a_finished_file_and_another_seed_need_no_engine(scored, prompts_file):
     again = score(*command(prompts_file, scored[0]))
     assert again.returncode == 0 and again.stdout == scored[1] and "starting vLLM" not in again.stderr
-    before = scored[0].read_bytes()
+    content = scored[0].read_bytes()
     refused = score(*command(prompts_file, scored[0], "--seed", 1, "--samples", 8))
-    assert refused.returncode == 2 and "samples 16, now 8; seed 0, now 1" in refused.stderr
-    assert "Traceback" not in refused.stderr and scored[0].read_bytes() == before
+    assert refused.returncode == 2 and "samples 16" in refused.stderr and "seed 0" in refused.stderr
+    assert "Traceback" not in refused.stderr and scored[0].read_bytes() == content
 
 
-# ---- going on ----------------------------------------------------------------------------------------------
+# ---- resuming ----------------------------------------------------------------------------------------------
 def test_finished_rows_takes_whole_lines_only(tmp_path):
     path = tmp_path / "scores.jsonl"
     rows = [row(sha) for sha in SHAS]
@@ -164,7 +171,7 @@ def test_finished_rows_takes_whole_lines_only(tmp_path):
         path.write_text(content)
         assert finished_rows(path, HEADER, SHAS) == ([], 0)
     write(path, [HEADER | {"samples": 9}])
-    assert finished_rows(path, HEADER, SHAS) == ([], 0)  # no row was ever written: nothing to lose
+    assert finished_rows(path, HEADER, SHAS) == ([], 0)  # the file has no row that could be lost
     size = write(path, [HEADER, *rows[:2]]).stat().st_size
     for tail in ("", "{", json.dumps(rows[2])):
         assert finished_rows(write(path, [HEADER, *rows[:2]], tail), HEADER, SHAS) == (rows[:2], size)
@@ -172,47 +179,43 @@ def test_finished_rows_takes_whole_lines_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "rows, message",
+    "rows, tail, message",
     [
-        ([HEADER | {"model": "m 1"}, row(SHAS[0])], "made with model 'm 1', now 'm 0'; choose another"),
-        ([HEADER | {"temperature": 0.5}, row(SHAS[0])], "made with temperature 0.5, now 1.0"),
-        ([HEADER, row(SHAS[0]), row(SHAS[2])], "row 3 is not of prompt 2 of the set"),
-        ([HEADER, *map(row, SHAS), row(SHAS[0])], "row 5 is not of prompt 4"),
-        ([{"prompt": "1=", "answer": "1"}], "scores.jsonl"),
-        ([["a list"]], "scores.jsonl"),
+        ([HEADER | {"model": "m 1"}, row(SHAS[0])], "", "model 'm 1'"),
+        ([HEADER | {"temperature": 0.5}, row(SHAS[0])], "", "temperature 0.5"),
+        ([HEADER, row(SHAS[0]), row(SHAS[2])], "", "row 3"),
+        ([HEADER, *map(row, SHAS), row(SHAS[0])], "", "row 5"),
+        ([{"prompt": "1=", "answer": "1"}], "", "scores.jsonl"),
+        ([["a list"]], "", "scores.jsonl"),
+        ([HEADER], "{\n" + json.dumps(row(SHAS[1])) + "\n", "line 2"),
     ],
 )
-def test_a_file_of_something_else_is_refused_and_left_alone(rows, message, tmp_path):
-    path = write(tmp_path / "scores.jsonl", rows)
-    before = path.read_bytes()
+def test_a_file_of_another_command_is_refused_and_unchanged(rows, tail, message, tmp_path):
+    path = write(tmp_path / "scores.jsonl", rows, tail)
+    content = path.read_bytes()
     with pytest.raises(ValueError, match=message):
         open_output(path, HEADER, SHAS)
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
 
 
-def test_broken_lines_before_the_last_and_a_second_writer_are_refused(tmp_path):
-    path = write(tmp_path / "scores.jsonl", [HEADER], "{\n" + json.dumps(row(SHAS[1])) + "\n")
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
-        finished_rows(path, HEADER, SHAS)
+def test_a_second_writer_is_refused(tmp_path):
     rows, file = open_output(tmp_path / "new" / "scores.jsonl", HEADER, SHAS)
     assert rows == []
-    with file, pytest.raises(ValueError, match="another process is writing it"):
+    with file, pytest.raises(ValueError, match="another process"):
         open_output(tmp_path / "new" / "scores.jsonl", HEADER, SHAS)
 
 
-# ---- parts -------------------------------------------------------------------------------------------------
-def test_failed_verdicts_enter_no_pass_rate():
+# ---- functions ---------------------------------------------------------------------------------------------
+def test_failed_verdicts_do_not_count():
     verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "timeout"), Verdict(0.0, "no_answer"), Verdict(0.0, "error")]
     assert row_of("a", [1, 2, 3, 6], verdicts) == row("a", 0.5) | {"num_samples": 2}
     assert row_of("a", [1, 5], verdicts[1::2]) == row("a", None) | {"num_samples": 0}
     sums = [Verdict(0.5, "ok", parts={"math": 1.0, "rewards.py:brevity": 0.0}), Verdict(0.9, "wrong")]
     expected = row("a", 0.0, wrong_rate=0.0) | {"num_samples": 2}
-    assert row_of("a", [3, 3], sums) == expected, (
-        "right by its first kind, which its status says, but not as a whole"
-    )
+    assert row_of("a", [3, 3], sums) == expected, "status ok, but a reward below 1 is not solved"
 
 
-def test_summary_counts_every_rate_once_and_expects_what_the_formula_says():
+def test_summary_counts_every_rate_once_and_applies_the_formula():
     rates = [0, 0, 0.1, 0.2, 0.5, 0.8, 0.95, 1, None]
     text = summary([row(sha, rate) for sha, rate in zip("abcdefghi", rates)])
     counts = [int(line.split("%")[0].split()[-2]) for line in text.splitlines() if "%" in line]
@@ -222,7 +225,7 @@ def test_summary_counts_every_rate_once_and_expects_what_the_formula_says():
 
 
 def test_zero_variance_of_draws_has_no_bias():
-    """Exact mean over the binomial of 16 samples; the plug-in estimate is off by more than a tenth."""
+    """Compare with the exact binomial mean of 16 samples; the plug-in estimate is off by over a tenth."""
     for p in (0.1, 0.3, 0.9):
         weights = [math.comb(16, k) * p**k * (1 - p) ** (16 - k) for k in range(17)]
         mean = sum(w * zero_variance_of_draws(k / 16, 1 - k / 16, 16) for k, w in enumerate(weights))
@@ -234,31 +237,31 @@ def test_digest_and_weights_follow_the_folder(tmp_path):
     from safetensors.torch import save_file
 
     (tmp_path / "config.json").write_text("{}")
-    a, b = torch.arange(4.0), torch.arange(1_000_000.0)
-    save_file({"a": a}, tmp_path / "model-1.safetensors")
+    b = torch.arange(1_000_000.0)
+    save_file({"a": torch.arange(4.0)}, tmp_path / "model-1.safetensors")
     save_file({"b": b}, tmp_path / "model-2.safetensors")
-    one = model_digest(tmp_path)
-    assert model_digest(tmp_path) == one and {n for n, _ in weights_of(tmp_path)} == {"a", "b"}
+    first = model_digest(tmp_path)
+    assert model_digest(tmp_path) == first and {n for n, _ in weights_of(tmp_path)} == {"a", "b"}
     index = {"weight_map": {"b": "model-2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    ((name, tensor),) = weights_of(tmp_path)  # the other shard is of an earlier save
+    ((name, tensor),) = weights_of(tmp_path)  # the index omits the shard of an earlier save
     assert name == "b" and torch.equal(tensor, b)
     save_file({"b": b + 1}, tmp_path / "model-2.safetensors")
-    two = model_digest(tmp_path)
+    second = model_digest(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    assert len({one, two, model_digest(tmp_path)}) == 3
+    assert len({first, second, model_digest(tmp_path)}) == 3
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--samples", "0"], "--samples 0 must be at least 1"),
-        (["--temperature", "0"], "--temperature 0: must be positive, or 0 with --samples 1"),
+        (["--samples", "0"], "--samples 0"),
+        (["--temperature", "0"], "--temperature 0.*--samples 1"),
         (["--temperature", "-1"], "--temperature -1"),
-        (["--model", "no/such/folder"], "--model no/such/folder must be a folder with config.json"),
-        (["reward.sandbocks=rlimits"], "reward.sandbocks: unknown setting, did you mean sandbox"),
-        (["train.num_steps=2"], "train: only settings of section reward and rollout.stop may follow"),
-        (["rollout.temperature=2"], "rollout.temperature: only settings of section reward and rollout.stop"),
+        (["--model", "no/such/folder"], "--model no/such/folder.*config.json"),
+        (["reward.sandbocks=rlimits"], "reward.sandbocks.*sandbox"),
+        (["train.num_steps=2"], "train.*rollout.stop"),
+        (["rollout.temperature=2"], "rollout.temperature.*rollout.stop"),
     ],
 )
 def test_bad_options(options, message):
@@ -273,7 +276,7 @@ def test_programs_need_a_sandbox_before_anything_is_generated(prompts_file, tmp_
     with monkeypatch.context() as changed:
         changed.setenv("PATH", str(tmp_path))
         done = score(*command(path, tmp_path / "scores.jsonl"))
-    assert done.returncode == 2 and "bubblewrap, which is not installed" in done.stderr
+    assert done.returncode == 2 and "bubblewrap" in done.stderr
     assert "reward.sandbox=rlimits" in done.stderr
     done = score(*command(path, tmp_path / "scores.jsonl", "--samples", 1), "reward.sandbox=rlimits")
     assert done.returncode == 0 and "pass rates of 1 prompts; 0 more without" in done.stdout
@@ -281,7 +284,7 @@ def test_programs_need_a_sandbox_before_anything_is_generated(prompts_file, tmp_
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory):
-    """A folder with all that reading prompts needs of a model: a tokenizer and a context of 99 tokens."""
+    """Make a folder with the parts of a model that reading prompts needs: a tokenizer and a context of 99."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = random_model.build_tokenizer(["many clips"], 300)
     tokenizer.save_pretrained(folder)
@@ -318,33 +321,33 @@ def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
         [{"role": "system", "content": "S"}, {"role": "user", "content": content}]
         for content in ("<many>", "<no messages>")
     ]
-    render = lambda m: tokenizer.apply_chat_template(m, add_generation_prompt=True, enable_thinking=False)
-    assert prompt_ids == [list(render(m)["input_ids"]) for m in conversations]
+    arguments = {"add_generation_prompt": True, "enable_thinking": False}
+    rendered = [tokenizer.apply_chat_template(messages, **arguments) for messages in conversations]
+    assert prompt_ids == [list(batch["input_ids"]) for batch in rendered]
     assert [(p.answer, p.kind, p.messages) for p in prompts] == [
         ("1", "numeric", conversations[0]), ("2", "numeric", conversations[1])
     ]  # fmt: skip
-    assert notes[1] == (
-        "set: 2 rows dropped: 1 whose messages cannot be rendered, 1 longer than the model's context of 99 "
-        "less --max-new-tokens 75"
-    )
+    assert "2 rows dropped" in notes[1] and "context of 99" in notes[1] and "--max-new-tokens 75" in notes[1]
     settings = DataSettings(
         train=[{"path": str(path), "columns": {"prompt": "q", "answer": "info.gold", "difficulty": "level"},
                 "difficulty": (2, 3), "limit": 4, "template": "<{prompt}>", "kind": "numeric"}],
         chat="always", system_prompt="S", chat_template_args={"enable_thinking": False}, on_bad_row="drop",
     )  # fmt: skip
     trained = load_sets(settings, tokenizer, 75, [], 0).train
-    assert {prompt_sha(p) for p in trained} == {prompt_sha(p) for p in prompts}, "scores are found again"
+    assert {prompt_sha(p) for p in trained} == {prompt_sha(p) for p in prompts}, (
+        "load_scores() finds the scores again"
+    )
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--template", "Q: {question}"], "--template: .* does not contain {prompt}"),
-        (["--template", r"{prompt}\n"], "--template"),
-        (["--limit", 0], "--limit: input should be greater than or equal to 1, found 0"),
-        (["--chat-template-args", "5"], "--chat-template-args: input should be a valid dictionary"),
-        (["--chat-template-args", "{a"], "--chat-template-args: while parsing"),
-        (["--chat", "never", "--system-prompt", "s"], "data.chat never renders nothing"),
+        (["--template", "Q: {question}"], "--template.*{prompt}"),
+        (["--template", r"{prompt}\n"], "--template.*line break"),
+        (["--limit", 0], "--limit.*0"),
+        (["--chat-template-args", "5"], "--chat-template-args"),
+        (["--chat-template-args", "{a"], "--chat-template-args"),
+        (["--chat", "never", "--system-prompt", "s"], "data.chat"),
     ],
 )
 def test_bad_options_for_prompts(chat_model, options, message):
@@ -352,12 +355,12 @@ def test_bad_options_for_prompts(chat_model, options, message):
         options_for(chat_model[0], "set.jsonl", *options)
 
 
-def test_a_row_may_name_a_function_of_ones_own_only_where_the_command_does(chat_model, tmp_path):
+def test_a_row_may_name_only_functions_that_the_command_names(chat_model, tmp_path):
     rows = [{"prompt": f"q {kind}", "answer": "1", "kind": kind} for kind in ("exact", "timeit:timeit")]
     path = write(tmp_path / "prompts.jsonl", rows)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl: row 2: kind 'timeit:timeit' would run code"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: row 2: .*'timeit:timeit'"):
         read_prompts(options_for(chat_model[0], path))
-    with pytest.raises(ValueError, match="--kind: unknown kind 'maths'"):
+    with pytest.raises(ValueError, match="--kind.*'maths'"):
         options_for(chat_model[0], path, "--kind", "maths")
     options = options_for(chat_model[0], path, "reward.functions=[timeit:timeit]", 'rollout.stop=["x"]')
     assert [prompt.kind for prompt in read_prompts(options)[0]] == ["exact", "timeit:timeit"]
@@ -367,44 +370,44 @@ def test_a_row_may_name_a_function_of_ones_own_only_where_the_command_does(chat_
     assert prompt.kind == "0.5*math + 0.5*timeit:timeit"
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_with_file_and_row(chat_model, tmp_path):
+def test_a_prompt_that_fills_the_context_is_refused_with_file_and_row(chat_model, tmp_path):
     path = write(tmp_path / "prompts.jsonl", [{"prompt": "x" * 76, "answer": "1"}])
-    message = "prompts.jsonl: row 1: the prompt has 76 tokens, the model's context of 99 less"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="prompts.jsonl: row 1: .*76 tokens.*99"):
         read_prompts(options_for(chat_model[0], path))
 
 
 # ---- load_scores -------------------------------------------------------------------------------------------
 def test_load_scores(tmp_path):
     path = write(tmp_path / "s.jsonl", [HEADER, row(SHAS[0], 0.25), row(SHAS[1], None), row(SHAS[2], 1, 7)])
-    found = {SHAS[0]: OfflineScore(0.25, 3.0, 0.75), SHAS[1]: None, SHAS[2]: OfflineScore(1, 7, 0)}
-    assert load_scores(path) == found
+    expected = {SHAS[0]: OfflineScore(0.25, 3.0, 0.75), SHAS[1]: None, SHAS[2]: OfflineScore(1, 7, 0)}
+    assert load_scores(path) == expected
     assert prompt_sha(Prompt("a", "b", "exact", "s")) == prompt_sha(Prompt("a", "b", "math", "t", 3.0))
     assert prompt_sha(Prompt("1=", "12", "exact", "s")) != prompt_sha(Prompt("1=1", "2", "exact", "s"))
+
+
+ROW = row(SHAS[0])
+BAD_FIELDS = {  # {field: values that load_scores() refuses}
+    "pass_rate": (1.5, float("nan"), "1", True),
+    "wrong_rate": (0.6, "a"),
+    "mean_tokens": (None, -1, float("nan"), True),
+}
 
 
 @pytest.mark.parametrize(
     "rows, tail, message",
     [
-        ([row(SHAS[0])], "", "row 1 .*header"),
-        ([{"prompt": "1="}], "", "row 1 .*header"),
-        ([], "", "row 1 .*header"),
-        ([HEADER, row(SHAS[0])], '{"prom', "line 3 is not JSON: .*data.score"),
-        ([HEADER, ["a list"]], "", "row 2 must be an object"),
-        ([HEADER, row(SHAS[0]), row("abc")], "", "row 3: prompt_sha must be 64 hex digits, found 'abc'"),
-        ([HEADER, {"pass_rate": 0.5}], "", "row 2: prompt_sha must be 64 hex digits, found None"),
-        ([HEADER, {"prompt_sha": SHAS[0]}], "", "row 2: pass_rate must be in"),
-        ([HEADER, row(SHAS[0], 1.5)], "", "row 2: pass_rate must be in .* found 1.5"),
-        ([HEADER, row(SHAS[0], float("nan"))], "", "row 2: pass_rate must be in .* found nan"),
-        ([HEADER, row(SHAS[0], "1")], "", "row 2: pass_rate must be in .* found '1'"),
-        ([HEADER, row(SHAS[0], True)], "", "row 2: pass_rate must be in .* found True"),
-        ([HEADER, row(SHAS[0], 0.5, 3, 0.6)], "", "row 2: wrong_rate must be in .*, found 0.6"),
-        ([HEADER, row(SHAS[0], 0.5, 3, "a")], "", "row 2: wrong_rate must be in .*, found 'a'"),
-        ([HEADER, row(SHAS[0], 0.5, None)], "", "row 2: mean_tokens must be 0 or more, found None"),
-        ([HEADER, row(SHAS[0], 0.5, -1)], "", "row 2: mean_tokens must be 0 or more, found -1"),
-        ([HEADER, row(SHAS[0], 0.5, float("nan"))], "", "row 2: mean_tokens must be 0 or more, found nan"),
-        ([HEADER, row(SHAS[0], 0.5, True)], "", "row 2: mean_tokens must be 0 or more, found True"),
-        ([HEADER, row(SHAS[0]), row(SHAS[0])], "", "row 3: prompt .* for the second time"),
+        *((rows, "", "row 1 .*header") for rows in ([ROW], [{"prompt": "1="}], [])),
+        ([HEADER, ROW], '{"prom', "line 3 .*data.score"),
+        ([HEADER, ["a list"]], "", "row 2"),
+        ([HEADER, ROW, row("abc")], "", "row 3: prompt_sha.* 'abc'"),
+        ([HEADER, {"pass_rate": 0.5}], "", "row 2: prompt_sha.* None"),
+        ([HEADER, {"prompt_sha": SHAS[0]}], "", "row 2: pass_rate"),
+        ([HEADER, ROW, ROW], "", "row 3: prompt"),
+        *(
+            ([HEADER, ROW | {field: value}], "", f"row 2: {field}.* {value!r}")
+            for field, values in BAD_FIELDS.items()
+            for value in values
+        ),
     ],
 )
 def test_load_scores_names_file_and_row(rows, tail, message, tmp_path):
@@ -414,6 +417,6 @@ def test_load_scores_names_file_and_row(rows, tail, message, tmp_path):
     assert str(path) in str(error.value)
 
 
-def test_load_scores_of_no_file():
-    with pytest.raises(ValueError, match="no/such.jsonl: no such file; make it with"):
+def test_load_scores_of_a_missing_file():
+    with pytest.raises(ValueError, match="no/such.jsonl.*data.score"):
         load_scores("no/such.jsonl")

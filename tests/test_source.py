@@ -1,4 +1,4 @@
-"""Test what runtime/checkpoint.py keeps of the source of a run."""
+"""The copy of the source that a run saves (runtime/checkpoint.py: save_source)."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ def git(repository: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch) -> Path:
-    """Make a folder of a script and its modules, as if checkpoint.py stood in it and the script ran."""
+    """Make a folder with a script and a module, as if checkpoint.py lay in the folder and the script ran."""
     root = tmp_path / "repository"
     (root / "runtime").mkdir(parents=True)
     (root / "mine.py").write_text("print('mine')\n")
@@ -35,20 +35,21 @@ def commit(repository: Path) -> str:
     return git(repository, "rev-parse", "HEAD")
 
 
-def test_a_clean_checkout_is_its_commit_and_the_script(repository, tmp_path):
-    found, folder = commit(repository), tmp_path / "source"
+def test_of_a_clean_checkout_the_commit_and_the_script_are_saved(repository, tmp_path):
+    first = commit(repository)
+    folder = tmp_path / "source"
     (repository / "ignored.py").write_text("x = 1\n")
-    expected = {"commit": found, "dirty": False, "script": "mine.py"}
-    assert checkpoint.save_source(folder) == expected
+    assert checkpoint.save_source(folder) == {"commit": first, "dirty": False, "script": "mine.py"}
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"mine.py": "print('mine')\n"}
 
 
-def test_changes_of_tracked_files_are_kept_as_a_diff_that_gives_them_back(repository, tmp_path):
-    found, folder = commit(repository), tmp_path / "source"
+def test_changes_of_tracked_files_are_saved_as_a_diff_that_restores_them(repository, tmp_path):
+    first = commit(repository)
+    folder = tmp_path / "source"
     (repository / "model.py").write_text("SIZE = 2\n")
     (repository / "mine.py").write_text("print('staged')\n")
     git(repository, "add", "mine.py")
-    assert checkpoint.save_source(folder) == {"commit": found, "dirty": True, "script": "mine.py"}
+    assert checkpoint.save_source(folder) == {"commit": first, "dirty": True, "script": "mine.py"}
     assert (folder / "mine.py").read_text() == "print('staged')\n"
     git(repository, "reset", "-q", "--hard")
     git(repository, "apply", str(folder / "changes.diff"))
@@ -56,10 +57,10 @@ def test_changes_of_tracked_files_are_kept_as_a_diff_that_gives_them_back(reposi
     assert (repository / "mine.py").read_text() == "print('staged')\n"
     git(repository, "reset", "-q", "--hard")
     checkpoint.save_source(folder)
-    assert [path.name for path in folder.iterdir()] == ["mine.py"], "of the latest start only"
+    assert [path.name for path in folder.iterdir()] == ["mine.py"], "files of the latest start only"
 
 
-def test_a_python_file_that_git_does_not_track_makes_a_checkout_dirty(repository, tmp_path):
+def test_an_untracked_python_file_makes_a_checkout_dirty(repository, tmp_path):
     commit(repository)
     (repository / "notes.txt").write_text("not code\n")
     assert checkpoint.save_source(tmp_path / "source")["dirty"] is False
@@ -67,7 +68,7 @@ def test_a_python_file_that_git_does_not_track_makes_a_checkout_dirty(repository
     assert checkpoint.save_source(tmp_path / "source")["dirty"] is True
 
 
-def test_without_git_the_script_alone_is_kept(repository, tmp_path, monkeypatch):
+def test_without_git_only_the_script_is_saved(repository, tmp_path, monkeypatch):
     expected = {"commit": None, "dirty": None, "script": "mine.py"}
     assert checkpoint.save_source(tmp_path / "source") == expected, "no repository"
     commit(repository)

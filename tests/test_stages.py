@@ -1,7 +1,7 @@
-"""Stages: when one hands over, what it may set, which prompts it offers, and a run that is resumed in them.
+"""Stages: when a stage ends, the settings and prompts of a stage, and resuming a run with stages.
 
-`Simulated` is a second hand-over rule, which looks at the whole series of a stage each time instead of
-keeping a position.
+`Simulated` is a second implementation of the hand-over rule. It evaluates the whole series of a stage each
+time, while the code keeps a position.
 """
 
 import json
@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, SMALL, train
-from helpers import FakeRanks, assert_same_run, assert_same_weights, no_history, rows_of, steps_of
+from helpers import assert_same_run, assert_same_weights, no_history, rows_of, steps_of
 
 import lifecycle
 import train_rl
@@ -48,22 +48,23 @@ def error_of(stages: str, *settings: str) -> str:
 
 
 class Simulated:
-    """A stage as its whole series: tokens of each step, and all measurements."""
+    """A stage as its whole series: the tokens of each step, and all measurements."""
 
     def __init__(self, rule: dict):
-        self.rule, self.tokens, self.measured = rule, [], []
+        self.rule = rule
+        self.tokens = []
+        self.values = []
 
     def is_over(self) -> bool:
-        values = self.measured
-        record = 0  # the last value that rose above the record before it
-        for i, value in enumerate(values):
-            if value > values[record]:
+        record = 0  # index of the last value that exceeded all values before it
+        for i, value in enumerate(self.values):
+            if value > self.values[record]:
                 record = i
         reached = {
             "steps": len(self.tokens),
             "tokens": sum(self.tokens),
-            "accuracy": values[-1] if values else -math.inf,
-            "plateau": len(values) - 1 - record,
+            "accuracy": self.values[-1] if self.values else -math.inf,
+            "plateau": len(self.values) - 1 - record,
         }
         return any(reached[name] >= self.rule[name] for name in reached if name in self.rule)
 
@@ -77,54 +78,59 @@ def random_rule(draw: random.Random) -> dict:
 
 
 @pytest.mark.parametrize("metric", ["score", "eval/set/accuracy"])
-def test_a_rule_hands_over_when_a_simulation_of_it_does(metric):
-    """Over 300 series of 60 steps; the position goes through JSON at each step, as through a checkpoint."""
+def test_a_stage_ends_when_its_simulation_does(metric):
+    """300 series of 60 steps. The position goes through JSON at each step, like in a checkpoint."""
     ends = []
     for seed in range(300):
         draw = random.Random(seed)
         rule = random_rule(draw)
-        hand_over, simulated, position = HandOver(metric=metric, **rule), Simulated(rule), StagePosition()
+        hand_over = HandOver(metric=metric, **rule)
+        simulated = Simulated(rule)
+        position = StagePosition()
         for step in range(60):
             if metric != "score" and step % 3 == 0:
                 accuracy = draw.random()
-                simulated.measured.append(accuracy)
+                simulated.values.append(accuracy)
                 position = after_measurement(position, hand_over, {metric: accuracy, "score": 1.0})
             assert (end_of_stage(position, hand_over) is not None) == simulated.is_over(), (seed, rule, step)
             if simulated.is_over():
                 ends.append(step)
                 break
-            tokens, score = draw.randint(0, 99), draw.choice([draw.random(), 0.5, math.nan])
+            tokens = draw.randint(0, 99)
+            score = draw.choice([draw.random(), 0.5, math.nan])
             simulated.tokens.append(tokens)
             if metric == "score" and not math.isnan(score):
-                simulated.measured.append(score)
+                simulated.values.append(score)
             position = after_step(position, hand_over, tokens, {"score": score})
             position = StagePosition(**json.loads(json.dumps(asdict(position))))
-    assert len(ends) > 150 and len(set(ends)) > 15, "series that end, at many different steps"
+    assert len(ends) > 150 and len(set(ends)) > 15, "many series end, at many different steps"
 
 
 @pytest.mark.parametrize(
-    "rule, scores, step, words",
+    "rule, scores, step, reason",
     [
         ({"steps": 3}, [0.1] * 5, 3, "3 steps"),
         ({"tokens": 25}, [0.1] * 5, 3, "30 tokens"),
-        ({"accuracy": 0.5}, [0.4, 0.5, 0.4], 2, "score 0.500, at least 0.5"),
-        ({"plateau": 2}, [0.1, 0.3, 0.2, 0.4, 0.4, 0.4], 6, "score did not rise above 0.400 in 2 values"),
+        ({"accuracy": 0.5}, [0.4, 0.5, 0.4], 2, "0.500"),
+        ({"plateau": 2}, [0.1, 0.3, 0.2, 0.4, 0.4, 0.4], 6, "0.400"),
         ({}, [1.0] * 9, None, ""),
     ],
 )
-def test_hand_overs_that_one_can_count(rule, scores, step, words):
-    rule, position, reasons = HandOver(**rule), StagePosition(), []
+def test_the_end_of_a_stage_by_hand(rule, scores, step, reason):
+    rule = HandOver(**rule)
+    position = StagePosition()
+    reasons = []
     for score in scores:
         position = after_step(position, rule, 10, {"score": score})
         reasons.append(end_of_stage(position, rule))
-    first = next((number for number, reason in enumerate(reasons, start=1) if reason), None)
-    assert first == step and words in (reasons[step - 1] if step else "")
+    first = next((number for number, text in enumerate(reasons, start=1) if text), None)
+    assert first == step and reason in (reasons[step - 1] if step else "")
 
 
 # ---- settings ----------------------------------------------------------------------------------------------
 
 
-def test_a_stage_is_the_run_with_its_own_settings_over_it():
+def test_the_settings_of_a_stage_replace_the_settings_of_the_run():
     one, two = stage_configs(
         load(
             "[{name: a, until: {steps: 2}, rollout: {group_size: 4}, data: {train: [{path: b}]}}, "
@@ -136,10 +142,8 @@ def test_a_stage_is_the_run_with_its_own_settings_over_it():
     assert [source.path for source in (*one.data.train, *two.data.train)] == ["b", "a.jsonl"]
     assert (one.algorithm.clip_eps_high, two.algorithm.clip_eps_high) == (0.2, 0.3)
     assert one.algorithm.clip_eps_low == two.algorithm.clip_eps_low == 0.1
-    assert one.rollout.temperature == two.rollout.temperature == 0.7 and (one.eval.every, two.eval.every) == (
-        50,
-        7,
-    )
+    assert one.rollout.temperature == two.rollout.temperature == 0.7
+    assert (one.eval.every, two.eval.every) == (50, 7)
     plain = load_config([TRAIN])
     assert stage_configs(plain) == [plain]
 
@@ -159,9 +163,9 @@ def test_engine_and_policy_are_built_for_the_largest_stage():
     assert lifecycle.widest([plain]) == plain
 
 
-def test_what_a_stage_may_set_exists_and_everything_else_is_refused_by_name():
-    names, sections = setting_fields(Config), set(Config.model_fields)
-    assert {*names, *sections} >= STAGE_SETTINGS
+def test_a_setting_that_is_fixed_for_the_run_is_refused_by_name_in_a_stage():
+    sections = set(Config.model_fields)
+    assert {*setting_fields(Config), *sections} >= STAGE_SETTINGS
     fixed = {"model.ep_size=2", "rollout.dtype=float32", "train.num_steps=7", "train.seed=3", "run.dir=x"}
     fixed |= {"reward.judge_path=x", "checkpoint.every=1", "data.chat=always", "train.zero_stage=2"}
     for text in fixed:
@@ -169,68 +173,63 @@ def test_what_a_stage_may_set_exists_and_everything_else_is_refused_by_name():
         section, key = name.split(".")
         assert name not in STAGE_SETTINGS and section not in STAGE_SETTINGS
         message = error_of(f"[{{name: a, until: {{steps: 1}}}}, {{name: b, {section}: {{{key}: {value}}}}}]")
-        assert message.startswith(f"stages[1].{name}: cannot change from stage to stage")
+        assert message.startswith(f"stages[1].{name}: ")
 
 
 A = "{name: a, until: {steps: 3}}"
 B = "{name: b}"
 HELD_OUT = "data.eval=[{path: held_out.jsonl}]"
-NEVER = "stages[0] (a) can never end: "
-REFUSED = {
-    "unknown setting": (f"[{A}, {{name: b, rollout: {{xyz: 1}}}}]", [], "stages[1].rollout.xyz: unknown"),
-    "near name": (f"[{A}, {{name: b, rollout: {{group_sze: 1}}}}]", [], "did you mean rollout.group_size?"),
-    "unknown section": (f"[{A}, {{name: b, rolout: {{group_size: 1}}}}]", [], "stages[1].rolout.group_"),
-    "wrong type": (f"[{A}, {{name: b, rollout: {{group_size: x}}}}]", [], "stages[1].rollout.group_size: "),
-    "section that is none": (f"[{A}, {{name: b, rollout: 3}}]", [], "stages[1].rollout: "),
-    "unknown rule": ("[{name: a, until: {stpes: 3}}]", [], "stages[0].until.stpes: unknown setting"),
-    "true as steps": ("[{name: a, until: {steps: true}}]", [], "stages[0].until.steps: expected a number"),
-    "no name": ("[{until: {steps: 3}}]", [], "stages[0].name: field required"),
-    "contradiction in a stage": (
-        f"[{A}, {{name: b, zero_variance: {{refill: true}}}}]", [],
-        "stages[1] (b): zero_variance.refill True needs zero_variance.drop False",
+ON_HELD_OUT = "metric: eval/held_out/accuracy"
+REFUSED = {  # case: (stages, settings, keywords of the message)
+    "unknown setting": (
+        f"[{A}, {{name: b, rollout: {{group_sze: 1}}}}]", [],
+        "stages[1].rollout.group_sze rollout.group_size",
     ),
-    "two of a name": (f"[{A}, {A}, {B}]", [], "stages[1] (a): another stage has this name"),
-    "the last one ends": (f"[{A}]", [], "stages[0] (a).until: the last stage ends with the run"),
-    "no rule": (f"[{{name: a}}, {B}]", [], NEVER + "set until.steps"),
-    "longer than the run": (f"[{A}, {B}]", ["train.num_steps=3"], NEVER + "its `until` needs at least 3"),
+    "wrong type": (f"[{A}, {{name: b, rollout: {{group_size: x}}}}]", [], "stages[1].rollout.group_size"),
+    "unknown rule": ("[{name: a, until: {stpes: 3}}]", [], "stages[0].until.stpes"),
+    "no name": ("[{until: {steps: 3}}]", [], "stages[0].name"),
+    "nested": (f"[{A}, {{name: b, stages: []}}]", [], "stages[1]"),
+    "contradiction in a stage": (
+        f"[{A}, {{name: b, zero_variance: {{refill: true}}}}]", [], "stages[1] zero_variance.drop",
+    ),
+    "two of a name": (f"[{A}, {A}, {B}]", [], "stages[1] name"),
+    "the last stage ends": (f"[{A}]", [], "stages[0] until"),
+    "no rule": (f"[{{name: a}}, {B}]", [], "stages[0] until.steps"),
+    "longer than the run": (f"[{A}, {B}]", ["train.num_steps=3"], "stages[0] 3"),
     "together longer": (
-        f"[{A}, {{name: c, until: {{steps: 4}}}}, {B}]", ["train.num_steps=7"],
-        "stages[1] (c) can never end: its `until` needs at least 7 steps",
+        f"[{A}, {{name: c, until: {{steps: 4}}}}, {B}]", ["train.num_steps=7"], "stages[1] 7",
     ),
     "a plateau that is too long": (
-        f"[{{name: a, until: {{plateau: 6}}}}, {B}]", ["train.num_steps=7"],
-        NEVER + "its `until` needs at least 7",
+        f"[{{name: a, until: {{plateau: 6}}}}, {B}]", ["train.num_steps=7"], "stages[0] 7",
     ),
     "more tokens than the run": (
         f"[{{name: a, until: {{tokens: 9}}}}, {B}]", ["train.max_generated_tokens=9"],
-        NEVER + "until.tokens 9 must be below train.max_generated_tokens 9",
+        "stages[0] until.tokens train.max_generated_tokens",
     ),
-    "no evaluations on the way": (
-        f"[{{name: a, until: {{metric: eval/held_out/accuracy, accuracy: 0.5}}}}, {B}]",
-        ["eval.every=0", HELD_OUT], NEVER + "until.metric eval/held_out/accuracy is measured",
+    "no evaluations": (
+        f"[{{name: a, until: {{{ON_HELD_OUT}, accuracy: 0.5}}}}, {B}]", ["eval.every=0", HELD_OUT],
+        "stages[0] until.metric",
     ),
     "evaluations too far apart": (
-        f"[{{name: a, until: {{metric: eval/held_out/accuracy, plateau: 2}}}}, {B}]",
-        ["eval.every=10", "train.num_steps=20", HELD_OUT], NEVER + "its `until` needs at least 20 steps",
+        f"[{{name: a, until: {{{ON_HELD_OUT}, plateau: 2}}}}, {B}]",
+        ["eval.every=10", "train.num_steps=20", HELD_OUT], "stages[0] 20",
     ),
     "no such set": (
         f"[{{name: a, until: {{metric: eval/held_in/accuracy, accuracy: 0.5}}}}, {B}]", [HELD_OUT],
-        "stages[0] (a).until.metric: 'eval/held_in/accuracy' is not measured in this stage; choose one of "
-        "eval/held_out/accuracy, eval/held_out/avg_at_8, eval/held_out/pass_at_8, score",
+        "until.metric eval/held_out/accuracy eval/held_out/avg_at_8 eval/held_out/pass_at_8 score",
     ),
     "no samples": (
         f"[{{name: a, until: {{metric: eval/held_out/pass_at_8, accuracy: 0.5}}, eval: {{num_samples: 0}}}}, "
         f"{B}]", [HELD_OUT], "eval/held_out/accuracy, score",
     ),
-    "accuracy above 1": (f"[{{name: a, until: {{accuracy: 2}}}}, {B}]", [], "stages[0].until.accuracy: "),
-    "nested": (f"[{A}, {{name: b, stages: []}}]", [], "cannot change from stage to stage"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_list_of_stages_is_refused_in_one_sentence(case):
-    stages, settings, message = REFUSED[case]
-    assert message in error_of(stages, *settings)
+def test_an_invalid_list_of_stages_is_refused(case):
+    stages, settings, keywords = REFUSED[case]
+    message = error_of(stages, *settings)
+    assert all(keyword in message for keyword in keywords.split(" ")), message
 
 
 def test_settings_of_stages_have_names_and_a_written_config_loads_as_the_same(tmp_path):
@@ -244,7 +243,7 @@ def test_settings_of_stages_have_names_and_a_written_config_loads_as_the_same(tm
 
 
 @pytest.mark.parametrize(
-    "changed, named",
+    "stages, difference",
     [
         (f"[{{name: a, until: {{steps: 4}}}}, {B}]", "stages[0].until.steps 3 -> 4"),
         (f"[{A}, {{name: b, rollout: {{group_size: 4}}}}]", "stages[1].rollout.group_size None -> 4"),
@@ -253,32 +252,32 @@ def test_settings_of_stages_have_names_and_a_written_config_loads_as_the_same(tm
         (f"[{A}, {B}]", None),
     ],
 )
-def test_a_changed_list_of_stages_is_refused_on_resume(changed, named, monkeypatch, tmp_path):
-    FakeRanks(1).install(monkeypatch)
-    config, state = load(f"[{A}, {B}]"), TrainState(stage=StagePosition(1))
+def test_a_changed_list_of_stages_is_refused_on_resume(stages, difference, one_rank, tmp_path):
+    config = load(f"[{A}, {B}]")
+    state = TrainState(stage=StagePosition(1))
     record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": asdict(state)}
     record = json.loads(json.dumps(record))
-    if named is None:
-        return check_fits(load(changed), tmp_path, record)
-    with pytest.raises(ValueError, match=re.escape(named)):
-        check_fits(load(changed), tmp_path, record)
+    if difference is None:
+        return check_fits(load(stages), tmp_path, record)
+    with pytest.raises(ValueError, match=re.escape(difference)):
+        check_fits(load(stages), tmp_path, record)
 
 
-def test_a_checkpoint_of_a_stage_that_is_gone_gives_no_weights_to_go_on_with(monkeypatch, tmp_path):
-    FakeRanks(1).install(monkeypatch)
+def test_weights_of_a_stage_that_no_longer_exists_are_refused(one_rank, tmp_path):
     record = {"state": asdict(TrainState(stage=StagePosition(1)))}
     check_fits(load(f"[{A}, {B}]", "checkpoint.resume=weights"), tmp_path, record)
-    with pytest.raises(ValueError, match=re.escape("written in stages[1], the settings have 0 stages")):
+    with pytest.raises(ValueError, match=re.escape("stages[1]")):
         check_fits(load("[]", "checkpoint.resume=weights"), tmp_path, record)
 
 
-def test_counters_of_other_stages_do_not_end_the_stage_that_weights_go_on_in():
-    earlier, position = load(f"[{A}, {B}]"), StagePosition(1, steps=100, latest=0.9, first_prompt=7)
+def test_weights_resume_in_a_changed_stage_with_new_counters():
+    """Otherwise the counters of the old stage could end the changed stage at once."""
+    earlier = load(f"[{A}, {B}]")
+    position = StagePosition(1, steps=100, latest=0.9, first_prompt=7)
     record = {"state": asdict(TrainState(step=140, stage=position))}
     record = json.loads(json.dumps(record | {"config": earlier.model_dump(mode="json")}))
     assert state_of(record, earlier).stage == position
-    changed = load(f"[{A}, {{name: b, train: {{learning_rate: 1.0e-3}}}}]")
-    state = state_of(record, changed)
+    state = state_of(record, load(f"[{A}, {{name: b, train: {{learning_rate: 1.0e-3}}}}]"))
     assert (state.step, state.stage) == (140, StagePosition(1, first_prompt=7))
 
 
@@ -291,7 +290,7 @@ def one_token(texts, add_special_tokens=True):
 
 @pytest.fixture
 def sums(tmp_path):
-    """Write ten sums of difficulty 0 to 9, the last of them twice; sums(range or None) is a stage's data."""
+    """Write ten sums of difficulty 0 to 9, the last one twice; sums(range or None) returns a stage's data."""
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "kind": "exact", "difficulty": i} for i in range(10)]
     path, held_out = tmp_path / "sums.jsonl", tmp_path / "held_out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[-1]]))
@@ -305,42 +304,47 @@ def sums(tmp_path):
     return data
 
 
-def load_all(data: list[DataSettings], windows: list[Window] | None = None, left_out=lambda whole: None):
-    """Do what load_data() of the trainer does, without ranks and rewards."""
+def sum_texts(*numbers: int) -> list[str]:
+    return [f"{i}+1=" for i in numbers]
+
+
+def load_all(data: list[DataSettings], windows: list[Window] | None = None, filter_set=lambda union: None):
+    """Load the prompts of stages as the trainer's load_data() does, without ranks and rewards.
+
+    filter_set: removes prompts from the union of all stages.
+    """
     places = [f"stages[{number}]" for number in range(len(data))]
     sets = load_stages(data, [9] * len(data), one_token, [], places)
-    whole = unite(sets)
-    left_out(whole)
-    offers, scores = offers_of(whole, sets, windows or [Window(None, (0.0, 1.0))] * len(data), places)
-    texts = [[whole.train[i].text for i in own.indices] for own in offers]
-    return whole, offers, scores, texts
+    union = unite(sets)
+    filter_set(union)
+    offers, scores = offers_of(union, sets, windows or [Window(None, (0.0, 1.0))] * len(data), places)
+    texts = [[union.train[i].text for i in of_stage.indices] for of_stage in offers]
+    return union, offers, scores, texts
 
 
 def test_a_prompt_of_two_stages_has_one_place_in_the_record(sums):
-    whole, offers, scores, texts = load_all([sums((0, 5)), sums((4, 9), name="hard"), sums((0, 5))])
-    assert [prompt.text for prompt in whole.train] == [f"{i}+1=" for i in (*range(10), 9)]
-    assert texts == [[f"{i}+1=" for i in part] for part in (range(6), (4, 5, 6, 7, 8, 9, 9), range(6))]
+    union, offers, scores, texts = load_all([sums((0, 5)), sums((4, 9), name="hard"), sums((0, 5))])
+    assert [prompt.text for prompt in union.train] == sum_texts(*range(10), 9)
+    easy = sum_texts(*range(6))
+    assert texts == [easy, sum_texts(4, 5, 6, 7, 8, 9, 9), easy]
     assert offers[0] == offers[2] != offers[1] and scores == [None] * 11
-    assert len(whole.train_ids) == 11 and list(whole.eval_sets) == ["held_out"]
-    assert [len(own.indices) for own in offers] == [6, 7, 6]
+    assert len(union.train_ids) == 11 and list(union.eval_sets) == ["held_out"]
 
 
-def test_one_stage_is_the_set_as_it_is(sums):
-    whole, (offers,), _, _ = load_all([sums()])
-    assert len(whole.train) == 11 and offers == Offers(list(range(11)), None)
-    history = no_history(11)
+def test_a_single_stage_offers_the_whole_set(sums):
+    union, (offers,), _, _ = load_all([sums()])
+    assert len(union.train) == 11 and offers == Offers(list(range(11)), None)
     config = load_config([TRAIN, "train.seed=5"])
     for consumed in (0, 7, 40):
-        assert train_rl.choose_prompts(15, consumed, history, 0, config, offers) == (
-            prompts_of_step(11, 15, consumed, 5),
-            15,
-        )
+        expected = prompts_of_step(11, 15, consumed, 5), 15
+        assert train_rl.choose_prompts(15, consumed, no_history(11), 0, config, offers) == expected
 
 
-def test_the_stream_of_a_stage_is_that_of_its_prompts_alone(sums):
-    """Weights hold within the stage; prompts that other stages offer are never drawn."""
-    whole, offers, _, _ = load_all([sums((0, 5)), sums((4, 9), weight=2.0)])
-    history, config = no_history(len(whole.train)), load_config([TRAIN, "train.seed=5"])
+def test_the_stream_of_a_stage_holds_its_own_prompts_only(sums):
+    """Weights apply within the stage, and prompts of other stages are never drawn."""
+    union, offers, _, _ = load_all([sums((0, 5)), sums((4, 9), weight=2.0)])
+    history = no_history(len(union.train))
+    config = load_config([TRAIN, "train.seed=5"])
     chosen, offered = train_rl.choose_prompts(14, 100 + 3, history, 0, config, offers[1], first=100)
     places = prompts_of_step(7, 14, 3, 5, ((7, 2.0),))
     assert chosen == [offers[1].indices[place] for place in places] and offered == 14
@@ -348,60 +352,68 @@ def test_the_stream_of_a_stage_is_that_of_its_prompts_alone(sums):
     assert sorted(epoch) == sorted([*offers[1].indices] * 2)
 
 
-def test_a_window_of_measured_pass_rates_is_the_stages_own(sums):
-    whole, *_ = load_all([sums()])
+def test_each_stage_has_its_own_window_of_measured_pass_rates(sums):
+    union, *_ = load_all([sums()])
     rows = [{"model": "m"}]
-    for i, prompt in enumerate(whole.train[:10]):
+    for i, prompt in enumerate(union.train[:10]):
         score = {"pass_rate": i / 10, "wrong_rate": 1 - i / 10, "num_samples": 8, "mean_tokens": 4.0}
         rows.append({"prompt_sha": prompt_sha(prompt)} | score)
     sums.scores.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    window = lambda low, high: Window(str(sums.scores), (low, high))
-    whole, offers, scores, texts = load_all([sums()] * 2, [window(0.5, 1.0), window(0.1, 0.5)])
-    assert texts == [[f"{i}+1=" for i in part] for part in ((5, 6, 7, 8, 9, 9), range(1, 6))]
-    assert "0+1=" not in [prompt.text for prompt in whole.train], "no stage offers it"
-    assert {p.text: s.pass_rate for p, s in zip(whole.train, scores)} == {
-        f"{i}+1=": i / 10 for i in range(1, 10)
-    }
-    everything = Window(None, (0.0, 1.0))
-    _, offers, of_all, _ = load_all([sums()] * 3, [everything, window(0.5, 1.0), everything])
-    found = [score and score.pass_rate for score in of_all]
-    assert found == [None] * 5 + [0.5, 0.6, 0.7, 0.8, 0.9, 0.9] and offers[0] == offers[2]
-    with pytest.raises(ValueError, match=re.escape("stages[1]: zero_variance.offline_pass_rate: no pass")):
+
+    def window(low: float, high: float) -> Window:
+        return Window(str(sums.scores), (low, high))
+
+    union, offers, scores, texts = load_all([sums()] * 2, [window(0.5, 1.0), window(0.1, 0.5)])
+    assert texts == [sum_texts(5, 6, 7, 8, 9, 9), sum_texts(*range(1, 6))]
+    assert "0+1=" not in [prompt.text for prompt in union.train], "no stage offers it"
+    rates = {prompt.text: score.pass_rate for prompt, score in zip(union.train, scores)}
+    assert rates == {f"{i}+1=": i / 10 for i in range(1, 10)}
+    open_window = Window(None, (0.0, 1.0))
+    _, offers, scores, _ = load_all([sums()] * 3, [open_window, window(0.5, 1.0), open_window])
+    rates = [score and score.pass_rate for score in scores]
+    assert rates == [None] * 5 + [0.5, 0.6, 0.7, 0.8, 0.9, 0.9] and offers[0] == offers[2]
+    with pytest.raises(ValueError, match=re.escape("stages[1]: zero_variance.offline_pass_rate")):
         load_all([sums()] * 2, [window(0.5, 1.0), window(0.95, 1.0)])
 
 
-def test_what_is_left_out_of_the_whole_is_left_out_of_every_stage(sums):
-    def left_out(whole):
-        kept = [i for i, prompt in enumerate(whole.train) if prompt.text != "4+1="]
-        whole.train[:], whole.train_ids[:] = (
-            [part[i] for i in kept] for part in (whole.train, whole.train_ids)
-        )
+def test_a_prompt_that_is_removed_from_the_union_is_removed_from_every_stage(sums):
+    def remove_one(union):
+        remaining = [i for i, prompt in enumerate(union.train) if prompt.text != "4+1="]
+        union.train[:] = [union.train[i] for i in remaining]
+        union.train_ids[:] = [union.train_ids[i] for i in remaining]
 
-    _, _, _, texts = load_all([sums((0, 5)), sums((4, 9))], left_out=left_out)
-    assert texts == [[f"{i}+1=" for i in part] for part in ((0, 1, 2, 3, 5), (5, 6, 7, 8, 9, 9))]
+    _, _, _, texts = load_all([sums((0, 5)), sums((4, 9))], filter_set=remove_one)
+    assert texts == [sum_texts(0, 1, 2, 3, 5), sum_texts(5, 6, 7, 8, 9, 9)]
 
 
-def test_an_empty_window_and_a_leak_are_refused_before_an_engine_starts(sums):
-    with pytest.raises(ValueError, match=re.escape("stages[1]: ") + ".*no prompt has difficulty 20 to 30"):
-        load_all([sums((0, 5)), sums((20, 30))])
-    with pytest.raises(ValueError, match=re.escape("stages[1]: ") + ".*no prompt has difficulty 5 to 2"):
-        load_all([sums((0, 5)), sums((5, 2))])
+def test_an_empty_window_and_a_leak_into_held_out_data_are_refused(sums):
+    for difficulty in ((20, 30), (5, 2)):
+        with pytest.raises(ValueError, match=re.escape("stages[1]: ") + ".*difficulty"):
+            load_all([sums((0, 5)), sums(difficulty)])
     leak = {"eval": [{"path": sums().train[0].path, "limit": 2}]}
-    for others in ((1, 4), (0, 9)):
+    leaking_stages = (
+        [sums((1, 4), **leak), sums((1, 4), **leak)],
+        [sums((0, 9), **leak), sums((0, 9), **leak)],
+        [sums((5, 9), **leak), sums((1, 4))],
+    )
+    for stages in leaking_stages:
         with pytest.raises(ValueError, match="[01][+]1="):
-            load_all([sums(others, **leak), sums(others, **leak)])
-    with pytest.raises(ValueError, match="1[+]1="):
-        load_all([sums((5, 9), **leak), sums((1, 4))])
+            load_all(stages)
+
+
+def test_a_holdout_needs_the_same_training_set_and_prompt_limit_in_all_stages(sums):
+    train_set = sums((0, 5)).train[0].model_copy(update={"holdout": 0.5})
+    with_holdout = sums((0, 5)).model_copy(update={"train": [train_set]})
     with pytest.raises(ValueError, match=re.escape("stages[0]: data.train[].holdout")):
-        train_set = sums((0, 5)).train[0].model_copy(update={"holdout": 0.5})
-        load_all([sums((0, 5)).model_copy(update={"train": [train_set]}), sums((4, 9))])
-    same = [sums((0, 5)).model_copy(update={"train": [train_set], "on_bad_row": "drop"})] * 2
+        load_all([with_holdout, sums((4, 9))])
+    stages = [with_holdout.model_copy(update={"on_bad_row": "drop"})] * 2
     with pytest.raises(ValueError, match="rollout.max_prompt_tokens"):
-        refuse_holdouts(same, [8, 16], ["stages[0]", "stages[1]"])
-    refuse_holdouts(same, [8, 8], ["stages[0]", "stages[1]"])
+        refuse_holdouts(stages, [8, 16], ["stages[0]", "stages[1]"])
+    refuse_holdouts(stages, [8, 8], ["stages[0]", "stages[1]"])
 
 
-def test_a_hand_over_begins_a_stream_only_where_the_prompts_are_others():
+def test_a_new_stage_begins_a_new_stream_only_if_its_prompts_differ(monkeypatch):
+    monkeypatch.setattr(lifecycle, "say", lambda line: None)
     configs = stage_configs(load(f"[{A}, {{name: c, until: {{steps: 1}}, rollout: {{group_size: 4}}}}, {B}]"))
     offers = [Offers([0, 1]), Offers([0, 1]), Offers([1, 2])]
     state = TrainState(step=3, consumed_prompts=24, stage=StagePosition(0, steps=3, first_prompt=5))
@@ -411,9 +423,7 @@ def test_a_hand_over_begins_a_stream_only_where_the_prompts_are_others():
     )  # fmt: skip
     for number, rule, first_prompt in ((1, HandOver(steps=3), 5), (2, HandOver(steps=1), 32)):
         run.rule = rule
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lifecycle, "say", lambda line: None)
-            assert lifecycle.next_stage_if_due(run) is configs[number] is run.config
+        assert lifecycle.next_stage_if_due(run) is configs[number] is run.config
         assert state.stage == StagePosition(number, first_prompt=first_prompt)
         assert run.offers is offers[number]
         state.consumed_prompts += 8
@@ -451,13 +461,13 @@ def staged(demo_model, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_goes_through_its_stages_and_says_so(staged):
+def test_a_run_goes_through_its_stages_and_reports_them(staged):
     run_dir, output = staged
     steps = steps_of(run_dir)
     stages = [row["stage"] for row in steps]
     assert stages == [0, 0, 0, 1, 1, 1, 2]
-    assert "stages[0] (short) ends (3 steps); stages[1] (mixed) begins" in output
-    assert re.search(r"step 6: stages\[1\] \(mixed\) ends \(eval/additions/accuracy did not rise", output)
+    assert re.search(r"stages\[0\] \(short\) ends \(3 steps\)", output)
+    assert re.search(r"step 6: stages\[1\] \(mixed\) ends \(eval/additions/accuracy", output)
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     of_stage = {number: [s for s in samples if stages[s["step"] - 1] == number] for number in range(3)}
     assert [len(of_stage[number]) / stages.count(number) for number in range(3)] == [2, 4, 4]
@@ -465,69 +475,52 @@ def test_a_run_goes_through_its_stages_and_says_so(staged):
     assert {sample["difficulty"] for sample in of_stage[1]} <= {2, 4, 5}
     assert max(row["completion_tokens_max"] for row in steps[:3]) == 4
     assert max(row["completion_tokens_max"] for row in steps[3:]) > 4
-    assert [("ref_kl_k3" in row, row["learning_rate"] == 1e-3) for row in steps] == [
-        (stage == 2, stage == 1) for stage in stages
-    ]
+    for row in steps:
+        assert ("ref_kl_k3" in row) == (row["stage"] == 2)
+        assert (row["learning_rate"] == 1e-3) == (row["stage"] == 1)
     evaluations = [row for row in rows_of(run_dir) if "score" not in row]
     assert [row["step"] for row in evaluations] == [0, 2, 4, 6, 7]
 
 
 @pytest.mark.slow
-def test_tensorboard_marks_the_stage(staged):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(staged[0] / "tensorboard"))
-    events.Reload()
-    found = {event.step: event.value for event in events.Scalars("stage")}
-    assert found == {row["step"]: row["stage"] for row in rows_of(staged[0])}
-
-
-@pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit_in_its_stage(staged, tmp_path):
-    """From the checkpoint of the step that ends the first stage."""
-    resumed = shutil.copytree(staged[0], tmp_path / "resumed")
+    """Resume from the checkpoint of the step that ends the first stage."""
+    straight, _ = staged
+    resumed = shutil.copytree(straight, tmp_path / "resumed")
     for folder in sorted((resumed / "checkpoints").iterdir())[3:]:
         shutil.rmtree(folder)
     done = train(*STAGED, f"run.dir={resumed}")
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"resumed from {resumed}/checkpoints/step_000003" in done.stdout
-    assert "stages[0] (short) ends" in done.stdout
-    assert "stages[1] (mixed) ends" in done.stdout
-    assert_same_run(staged[0], resumed)
-    for one in sorted((staged[0] / "checkpoints").iterdir()):
-        other = resumed / "checkpoints" / one.name
-        assert_same_weights(one / "model", other / "model")
-        states = [json.loads((folder / "state.json").read_text())["state"] for folder in (one, other)]
+    assert all(f"{stage} ends" in done.stdout for stage in ("stages[0] (short)", "stages[1] (mixed)"))
+    assert_same_run(straight, resumed)
+    for original in sorted((straight / "checkpoints").iterdir()):
+        copy = resumed / "checkpoints" / original.name
+        assert_same_weights(original / "model", copy / "model")
+        states = [json.loads((folder / "state.json").read_text())["state"] for folder in (original, copy)]
         assert states[0]["stage"] == states[1]["stage"]
-        records = [torch.load(folder / "history.pt", weights_only=True) for folder in (one, other)]
+        records = [torch.load(folder / "history.pt", weights_only=True) for folder in (original, copy)]
         assert all(torch.equal(records[0][name], records[1][name]) for name in ("solved", "last_step"))
-    assert set(records[0]["last_step"].tolist()) >= {0, 3, 6}, "the record is of all stages"
-
-
-def test_the_example_goes_through_its_stages():
-    file = ROOT / "experiments" / "environments" / "stages.yaml"
-    one, two = stage_configs(load_config(["--config", str(file)]))
-    assert one.data.train[0].difficulty == (1, 3) and two.data.train[0].difficulty is None
-    assert lifecycle.max_model_len(lifecycle.widest([one, two])) == 32
+    assert set(records[0]["last_step"].tolist()) >= {0, 3, 6}, "the record covers all stages"
 
 
 # ---- the page ----------------------------------------------------------------------------------------------
 PAGE = (ROOT / "docs" / "stages.md").read_text()
 
 
-def test_the_page_lists_what_a_stage_may_set():
+def test_the_page_lists_the_settings_of_a_stage():
     listed = PAGE.partition("## What a stage may set")[2].partition("All others")[0]
-    named = set(re.findall(r"`([a-z_.0-9]+)`", listed)) - {"weight", "difficulty"}
-    named -= {"zero_variance.offline_scores", "zero_variance.offline_pass_rate"}
-    assert named == STAGE_SETTINGS - {"reward.judge_certainty"}
+    names = set(re.findall(r"`([a-z_.0-9]+)`", listed)) - {"weight", "difficulty"}
+    names -= {"zero_variance.offline_scores", "zero_variance.offline_pass_rate"}
+    assert names == STAGE_SETTINGS - {"reward.judge_certainty"}
     until = PAGE.partition("## When a stage hands over")[2].partition("## What a stage may set")[0]
-    assert all(f"`{name}`" in until for name in set(HandOver.model_fields) - {"window", "min_rise"})
+    assert all(f"`{name}`" in until for name in HandOver.model_fields)
 
 
-def test_the_example_of_the_page_is_read(tmp_path):
+def test_the_example_of_the_page_is_valid(tmp_path):
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "two_phases.yaml").write_text(text)
-    first, second, third = stage_configs(load_config(["--config", str(tmp_path / "two_phases.yaml")]))
-    assert [own.rollout.max_new_tokens for own in (first, second, third)] == [1024, 4096, 4096]
-    assert [len(own.data.train) for own in (first, second, third)] == [2, 2, 2]
-    assert third.train.learning_rate == 5e-7 and second.zero_variance.history
+    stages = stage_configs(load_config(["--config", str(tmp_path / "two_phases.yaml")]))
+    assert [stage.rollout.max_new_tokens for stage in stages] == [1024, 4096, 4096]
+    assert [len(stage.data.train) for stage in stages] == [2, 2, 2]
+    assert stages[2].train.learning_rate == 5e-7 and stages[1].zero_variance.history

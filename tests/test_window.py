@@ -1,4 +1,4 @@
-"""experiments/studies/long_chains/window.py: its figures and tables against the logs of the runs."""
+"""experiments/studies/long_chains/window.py: figures and tables against the logs of the runs."""
 
 import json
 import sys
@@ -18,20 +18,17 @@ def write_run(folder, rate: float, final: float, longer: float, clipped: list[fl
     (folder / "config.yaml").write_text(yaml.safe_dump({"train": train}))
     (folder / "versions.json").write_text('{"commit": "c0ffee"}')
     (folder / "summary.json").write_text("{}")
-    evaluation = lambda step, value, other: {
-        "step": step, "generated_tokens": 100 * step, "eval/chains/avg_at_4": value,
-        "eval/longer/avg_at_4": other,
-    }  # fmt: skip
-    log = [evaluation(0, 0.25, 0.0)]
+    log = [{"step": 0, "eval/chains/avg_at_4": 0.25, "eval/longer/avg_at_4": 0.0}]
     for step, share in enumerate(clipped, start=1):
         log.append({
-            "step": step, "generated_tokens": 100 * step, "tokens_total": 100, "gradient_tokens_total": 50,
-            "zero_variance_frac": 0.5, "seconds_per_step": 0.1,
+            "step": step, "tokens_total": 100, "gradient_tokens_total": 50, "zero_variance_frac": 0.5,
+            "seconds_per_step": 0.1,
         })  # fmt: skip
         if share is not None:
             log[-1] |= {"entropy": step / 8, "clipped": share}
-    log.append(evaluation(NUM_STEPS, final, longer))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    log.append({"step": NUM_STEPS, "eval/chains/avg_at_4": final, "eval/longer/avg_at_4": longer})
+    lines = [json.dumps(row | {"generated_tokens": 100 * row["step"]}) + "\n" for row in log]
+    (folder / "metrics.jsonl").write_text("".join(lines))
 
 
 @pytest.fixture
@@ -46,8 +43,9 @@ def runs(tmp_path):
 
 
 def test_a_window_is_read_and_shown_run_by_run(runs, tmp_path, monkeypatch, capsys):
-    """The last ten of 12 steps are 3 to 12, of which the last has no figures."""
-    file, picture = tmp_path / "window.json", tmp_path / "window.png"
+    """The last ten of 12 steps are 3 to 12, and step 12 lacks entropy and clipped."""
+    file = tmp_path / "window.json"
+    picture = tmp_path / "window.png"
     monkeypatch.setattr(sys, "argv", ["window", str(runs), "--json", str(file), "--plot", str(picture)])
     window.main()
     data = json.loads(file.read_text())
@@ -76,23 +74,23 @@ def test_a_window_is_read_and_shown_run_by_run(runs, tmp_path, monkeypatch, caps
 
 
 def test_runs_are_added_to_a_file(runs, tmp_path, monkeypatch, capsys):
-    file, more = tmp_path / "window.json", tmp_path / "more"
-    command = lambda *paths: ["window", *map(str, paths), "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", command(runs))
+    file = tmp_path / "window.json"
+    more = tmp_path / "more"
+    monkeypatch.setattr(sys, "argv", ["window", str(runs), "--json", str(file)])
     window.main()
-    before = json.loads(file.read_text())
+    old = json.loads(file.read_text())
     write_run(more / "a" / "espo" / "seed_101", 1e-3, 0.5, 0.25, [0.5] * NUM_STEPS)
-    monkeypatch.setattr(sys, "argv", command(file, more))
+    monkeypatch.setattr(sys, "argv", ["window", str(file), str(more), "--json", str(file)])
     window.main()
-    after = json.loads(file.read_text())
-    assert [run for run in after if run in before] == before
-    (added,) = (run for run in after if run not in before)
+    new = json.loads(file.read_text())
+    assert [run for run in new if run in old] == old
+    (added,) = (run for run in new if run not in old)
     assert (added["row"], added["seed"], added["chains"]) == ("espo", 101, 0.5)
     capsys.readouterr()
     with pytest.raises(SystemExit):
         window.main()
-    assert f"{more}: espo at 0.001, seed 101, is there twice" in capsys.readouterr().err
-    assert json.loads(file.read_text()) == after
+    assert f"{more}: espo at 0.001, seed 101" in capsys.readouterr().err
+    assert json.loads(file.read_text()) == new
 
 
 def test_a_run_without_the_longer_chains_is_named(runs, monkeypatch, capsys):
@@ -101,4 +99,5 @@ def test_a_run_without_the_longer_chains_is_named(runs, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["window", str(runs)])
     with pytest.raises(SystemExit):
         window.main()
-    assert f"{log.parent}: no evaluation on a set `longer`" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert str(log.parent) in error and "`longer`" in error

@@ -1,6 +1,7 @@
-"""Hang in a way that is named, on one of two watched ranks: watched_ranks.py KIND FOLDER.
+"""Hang on one of two watched ranks: watched_ranks.py KIND FOLDER.
 
-Rank 1 hangs in a phase of a step, as a run's ranks would; rank 0 goes on to the next collective and waits.
+Rank 1 hangs in a phase of a step, as the rank of a run would; rank 0 continues to the next collective and
+waits.
 """
 
 import ctypes
@@ -27,12 +28,11 @@ WARN_S, TIMEOUT_S = 1.0, 3.0
 
 
 def hangs_here(seconds: float = 60.0) -> None:
-    """Hang under a name that a stack shows."""
+    """Hang in a function whose name appears in the stack trace."""
     time.sleep(seconds)
 
 
 def hang(kind: str, clock: Clock, folder: Path) -> None:
-    """Hang as `kind` says."""
     match kind:
         case "before a collective":
             with clock("update"):

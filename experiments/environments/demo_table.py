@@ -1,11 +1,11 @@
-"""Make the table of the README from runs of the demo, and keep its record.
+"""Make the table of the README from runs of the demo, and write the record of the table.
 
     python experiments/run.py --rows experiments/environments/demo.yaml --seeds 0 1 2 --ranks 2 \\
         --out runs/seeds
     python -m experiments.environments.demo_table runs/seeds/demo --json experiments/environments/demo.json
 
-The file holds what summary.json says of each run, and the share of groups without variance in the first and
-the last 50 steps.
+The file holds for each run the figures of summary.json, for example avg_at_8 before and after training, and
+the share of groups without variance in the first and the last 50 steps.
 """
 
 import json
@@ -19,7 +19,7 @@ STEPS = 50
 
 
 def read_run(folder: Path) -> dict[str, float]:
-    """Return the figures of a run that has ended."""
+    """Return the figures of a finished run."""
     summary = json.loads((folder / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rates = [row["zero_variance_frac"] for row in rows if "zero_variance_frac" in row]
@@ -35,11 +35,11 @@ def read_run(folder: Path) -> dict[str, float]:
 
 
 def table_lines(data: list[dict]) -> list[str]:
-    """Return the table of the runs: their mean, and in brackets the least and the largest."""
+    """Return the table of the runs: mean, and in brackets the range."""
 
     def spread(name: str, form: str = ".3f") -> str:
         values = [run[name] for run in data]
-        mean, low, high = (format(f(values), form) for f in (statistics.mean, min, max))
+        mean, low, high = [format(statistic(values), form) for statistic in (statistics.mean, min, max)]
         return mean if low == high else f"{mean} ({low}-{high})"
 
     rows = [[text, spread(f"{name}_before"), spread(f"{name}_after")] for name, text in EVALUATED.items()]
@@ -61,7 +61,7 @@ def main() -> None:
     args = parser.parse_args()
     data = [read_run(folder) for folder in sorted(args.runs.glob("seed_*/"))]
     if not data:
-        parser.error(f"{args.runs}: there is no folder seed_S in it; experiments/run.py makes them")
+        parser.error(f"{args.runs}: no folder seed_S in it; experiments/run.py makes run folders")
     print("\n".join(table_lines(data)))
     write_json(args.json, data)
 

@@ -5,8 +5,7 @@
         --completions runs/start.jsonl --json runs/start.json
     python -m experiments.environments.measure runs/start.jsonl
 
-The figures are over the sampled completions, at the temperature at which they were sampled; greedy ones are
-left out.
+The figures are over the sampled completions, at the sampling temperature. Greedy completions are omitted.
 """
 
 import argparse
@@ -21,10 +20,10 @@ UNCERTAIN_NATS = 0.3  # entropy above which a token counts as uncertain
 
 
 def describe(rows: list[dict]) -> dict[str, float]:
-    """Return the figures of sampled completions; a prompt's pass rate is its share of fully right ones."""
+    """Return the figures of sampled completions; a pass rate is a prompt's share of right completions."""
     rows = [row for row in rows if row["temperature"] > 0]
     if not rows:
-        raise ValueError("there are no sampled completions; give evaluate.py --samples")
+        raise ValueError("no sampled completions; run evaluate.py with --samples above 0")
     tokens = np.array([row["num_tokens"] for row in rows])
     entropy = np.concatenate([row["entropy"] for row in rows])
     of_prompt = defaultdict(list)
@@ -47,7 +46,7 @@ def describe(rows: list[dict]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Read the command line and print a table."""
+    """Print the table of a file of completions."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,13 +56,13 @@ def main() -> int:
         figures = describe([json.loads(line) for line in path.read_text().splitlines()])
     except KeyError as error:
         print(
-            f"error: {path}: its rows hold no {error}; make them with experiments/evaluate.py, and without "
+            f"error: {path}: rows lack {error}; make the file by experiments/evaluate.py, without the option "
             "--no-trainer-logprobs",
             file=sys.stderr,
         )
         return 1
     except (OSError, ValueError) as error:
-        print(f"error: {path}: no completions of experiments/evaluate.py: {error}", file=sys.stderr)
+        print(f"error: {path}: expected completions of experiments/evaluate.py: {error}", file=sys.stderr)
         return 1
     print("| figure | value |\n|---|---|")
     for name, value in figures.items():

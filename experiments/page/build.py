@@ -1,14 +1,15 @@
-"""Make one HTML file in which completions are read; it needs no network and no file beside it.
+"""Make one HTML file for reading completions; the page works offline and needs no other file.
 
     html = build_page(header, prompts, details)
 
-The page is made of page.html, page.css and page.js of this folder. Its data stand in it as JSON, compressed
-by gzip and written in base64, so that nothing a model or a data set wrote can be taken for markup: an index
-of all prompts and completions, which the page reads at its start, and the tokens of each prompt, which it
-reads when that prompt is shown. A Content-Security-Policy lets the page run its own script and nothing else,
-and keeps it from asking a network for anything.
+The page consists of page.html, page.css and page.js of this folder. The data are JSON, compressed by gzip and
+encoded in base64, so that a browser never takes the text of a model or a dataset for markup. For example, a
+completion "<script>..." is shown as text. There are two kinds of data elements: an index of all prompts and
+completions, which the page reads at the start, and the tokens of each prompt, which the page reads when a
+reader opens the prompt. A Content-Security-Policy allows only the page's own script and blocks all network
+access.
 
-This file needs neither torch nor an engine.
+This file imports neither torch nor an engine.
 """
 
 import base64
@@ -24,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 FOLDER = Path(__file__).resolve().parent
-HIGH_ENTROPY_SHARE = 0.2  # ESPO's first entropy group of a completion's tokens
-MAX_ROUTE_BYTES = 32 << 20  # experts of all tokens; they hardly compress
+HIGH_ENTROPY_SHARE = 0.2  # fraction of a completion's tokens in ESPO's first entropy group
+MAX_ROUTE_BYTES = 32 << 20  # limit for the experts of all tokens, which hardly compress
 COMPLETION_KEYS = (
     "completion", "status", "reward", "detail", "parts", "num_tokens", "finish_reason", "sample",
     "temperature",
@@ -34,30 +35,31 @@ PROMPT_KEYS = ("prompt", "answer", "kind", "source", "difficulty", "step")
 
 
 def build_page(header: dict, prompts: list[dict], details: list[list[dict | None]]) -> str:
-    """Return the HTML.
+    """Return the HTML of the page.
 
     header: title, facts, tiles, tables, mode ("evaluation" or "samples"), bins of the histogram, layers that
-    have experts, num_experts. prompts: as group_rows() makes them. details: of each prompt, and of each of
-    its completions in order, what token_details() returns, or None where tokens are not known.
+    have experts, num_experts. prompts: made by group_rows(). details: for each prompt, a list with the
+    token_details() of each completion, or None for a completion without recorded tokens.
     """
-    known = [detail for of_prompt in details for detail in of_prompt if detail]
+    all_details = [detail for prompt_details in details for detail in prompt_details if detail]
     choices = {
         "sources": sorted({p["source"] for p in prompts if p["source"]}),
         "difficulties": list(dict.fromkeys(p["difficulty"] for p in sorted(prompts, key=_difficulty_order)
                                            if p["difficulty"])),
-        "scales": scales_of(known),
+        "scales": scales_of(all_details),
     }  # fmt: skip
-    shown = [{key: value for key, value in p.items() if key != "difficulty_order"} for p in prompts]
-    parts = [data_element("index", {"header": header | choices, "prompts": shown})]
-    for number, of_prompt in enumerate(details):
-        if any(of_prompt):
-            parts.append(data_element(f"tokens-{number}", of_prompt))
-    style, script = ((FOLDER / name).read_text() for name in ("page.css", "page.js"))
+    entries = [{key: value for key, value in p.items() if key != "difficulty_order"} for p in prompts]
+    elements = [data_element("index", {"header": header | choices, "prompts": entries})]
+    for number, prompt_details in enumerate(details):
+        if any(prompt_details):
+            elements.append(data_element(f"tokens-{number}", prompt_details))
+    style = (FOLDER / "page.css").read_text()
+    script = (FOLDER / "page.js").read_text()
     policy = (
         f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; base-uri 'none'"
     )
     fields = {"policy": html.escape(policy), "title": html.escape(plain(header["title"]))}
-    fields |= {"style": style, "script": script, "data": "\n".join(parts)}
+    fields |= {"style": style, "script": script, "data": "\n".join(elements)}
     page = re.split(r"\{\{(\w+)\}\}", (FOLDER / "page.html").read_text())  # text, name, text, name ...
     page[1::2] = [fields[name] for name in page[1::2]]
     return "".join(page)
@@ -69,32 +71,33 @@ def _difficulty_order(prompt: dict) -> float:
 
 
 def digest(text: str) -> str:
-    """Return the hash by which a Content-Security-Policy knows an element of the page."""
+    """Return the hash by which a Content-Security-Policy identifies an element of the page."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def plain(text: str) -> str:
-    """Replace what UTF-8 and the title of a page cannot hold: lone surrogates and control characters."""
+    """Replace lone surrogates and control characters, which a page's title cannot hold."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def data_element(name: str, value: object) -> str:
-    """Return an element that a browser does not run or show, with JSON in it."""
+    """Return an element with JSON that a browser neither runs nor shows."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII: lone surrogates are escaped
     data = base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
     return f'<script type="application/gzip" id="{name}">{data}</script>'
 
 
 # ------------------------------------------------------------------------------------------------------------
-# From rows of completions to what the page reads
+# From rows of completions to the data of the page
 # ------------------------------------------------------------------------------------------------------------
 def group_rows(
     rows: list[dict], levels: dict[float, str] | None = None
 ) -> tuple[list[dict], list[list[int]]]:
-    """Gather rows into prompts; return these and the numbers of the rows of each.
+    """Group rows by prompt; return the prompts, and the row numbers of each prompt.
 
-    Rows belong together that have one step, one prompt_index (where they have them) and one prompt. A key
-    that a row lacks becomes null. levels: the label of each difficulty; without it the number itself.
+    Rows form a prompt if step, prompt_index and text of the prompt are equal; a missing step or prompt_index
+    equals another missing one. A missing key becomes null. levels: label of each difficulty, for example
+    {2.0: "2 to 3"}; None: the number is the label.
     """
     groups: dict[tuple, list[int]] = {}
     for number, row in enumerate(rows):
@@ -103,7 +106,7 @@ def group_rows(
     for numbers in groups.values():
         first = rows[numbers[0]]
         prompt = {key: first.get(key) for key in PROMPT_KEYS}
-        if first.get("messages"):  # the list shows what was asked, without the chat template around it
+        if first.get("messages"):  # the list shows the question without the chat template
             prompt["question"] = first["messages"][-1]["content"]
         if prompt["difficulty"] is not None:
             value = prompt["difficulty"]
@@ -121,7 +124,7 @@ def group_rows(
 
 
 def finite(value):
-    """Return a JSON value with null for numbers that JSON does not have: NaN and infinities."""
+    """Replace NaN and infinities, which JSON lacks, by null."""
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -132,12 +135,14 @@ def finite(value):
 def token_details(
     row: dict, pieces: list[str], routes: np.ndarray | None = None, trainer_routes: np.ndarray | None = None
 ) -> dict:
-    """Return what the page shows of a completion's tokens.
+    """Return the data of a completion's tokens for the page.
 
-    row: token_ids, and where they are known rollout_logprobs (the engine's), trainer_logprobs and entropy.
-    pieces: the text of each token. routes, trainer_routes: experts [tokens, layers, K] that predicted each.
+    row: token_ids; optional rollout_logprobs (of the engine), trainer_logprobs and entropy. pieces: text of
+    each token. routes, trainer_routes: experts [tokens, layers, K] that predicted each token.
     """
-    entropy, engine, trainer = (row.get(key) for key in ("entropy", "rollout_logprobs", "trainer_logprobs"))
+    entropy = row.get("entropy")
+    engine = row.get("rollout_logprobs")
+    trainer = row.get("trainer_logprobs")
     detail = {
         "ids": row["token_ids"],
         "pieces": pieces,
@@ -148,35 +153,35 @@ def token_details(
         "routes": route_table(routes),
         "trainer_routes": route_table(trainer_routes),
     }
-    if engine is not None and trainer is not None:  # the page adds them up: this takes less room than both
-        missing = math.nan
-        pairs = [(missing if None in pair else pair[0] - pair[1]) for pair in zip(trainer, engine)]
-        detail |= {"difference": rounded(pairs, ".2e"), "trainer": None}
+    if engine is not None and trainer is not None:  # the page adds engine and difference: smaller than both
+        differences = [math.nan if None in pair else pair[0] - pair[1] for pair in zip(trainer, engine)]
+        detail |= {"difference": rounded(differences, ".2e"), "trainer": None}
     if routes is not None and trainer_routes is not None:
         differs = (np.sort(routes, axis=-1) != np.sort(trainer_routes, axis=-1)).any(axis=(1, 2))  # [tokens]
         table = route_table(trainer_routes[differs]) | {"at": differs.nonzero()[0].tolist()}
-        detail["trainer_routes"] = table  # other tokens have the engine's
+        detail["trainer_routes"] = table  # for all other tokens, the engine's experts hold
     return {key: value for key, value in detail.items() if value is not None}
 
 
 def rounded(values: Sequence[float | None] | None, form: str) -> list[float | None] | None:
-    """Round numbers for the page, as a format says; null for what is not finite."""
+    """Round numbers for the page by a format, for example ".4f"; null for NaN and infinities."""
     if values is None:
         return None
     return finite([None if value is None else float(format(value, form)) for value in values])
 
 
 def highest(values: Sequence[float], share: float) -> list[int]:
-    """Return the places of the highest values, a share of them rounded up; of equal ones the first.
+    """Return the positions of the highest values: a share of all values, rounded up; ties go to the first.
 
-    Entropies give ESPO's first token group (arXiv 2512.00499, eq. 7), as entropy_groups() of train_rl.py.
+    For entropies, this is ESPO's first token group (arXiv 2512.00499, eq. 7), see entropy_groups() of
+    train_rl.py. Example: share 0.2 of 11 tokens selects 3 tokens.
     """
     order = np.argsort(-np.asarray(values, dtype=np.float64), kind="stable")
     return sorted(order[: math.ceil(len(values) * share - 1e-9)].tolist())
 
 
 def route_table(ids: np.ndarray | None) -> dict | None:
-    """Return expert ids [tokens, layers, K] as bytes, little end first, in base64."""
+    """Return expert ids [tokens, layers, K] as little-endian bytes in base64."""
     if ids is None:
         return None
     ids = np.ascontiguousarray(ids, dtype="<u1" if ids.max(initial=0) < 256 else "<u2")
@@ -188,7 +193,7 @@ def route_table(ids: np.ndarray | None) -> dict | None:
 
 
 def drop_routes(details: list[dict], limit: int = MAX_ROUTE_BYTES) -> int:
-    """Remove experts where all before them fill the limit in bytes; return how many lost them."""
+    """Remove the experts of completions beyond a limit in bytes; return the number of these completions."""
     used = num_dropped = 0
     for detail in details:
         tables = [detail[name] for name in ("routes", "trainer_routes") if name in detail]
@@ -202,27 +207,34 @@ def drop_routes(details: list[dict], limit: int = MAX_ROUTE_BYTES) -> int:
 
 def scales_of(details: list[dict]) -> dict[str, float]:
     """Return the value at which each shading is darkest: the 99th percentile over all tokens of the page."""
-    join = lambda name: [value for detail in details for value in detail.get(name, []) if value is not None]
-    values = {
-        "entropy": join("entropy"),
-        "surprise": [-logprob for logprob in join("engine") or join("trainer")],
-        "difference": [abs(difference) for difference in join("difference")],
+    logprobs = token_values(details, "engine") or token_values(details, "trainer")
+    shadings = {
+        "entropy": token_values(details, "entropy"),
+        "surprise": [-logprob for logprob in logprobs],
+        "difference": [abs(difference) for difference in token_values(details, "difference")],
     }
-    scales = {name: float(np.percentile(found, 99)) for name, found in values.items() if found}
+    scales = {name: float(np.percentile(values, 99)) for name, values in shadings.items() if values}
     return {name: scale if scale > 0 else 1.0 for name, scale in scales.items()}
 
 
-def text_pieces(tokenizer, token_ids: list[int]) -> list[str]:
-    """Return the text of each token; together they are the text with special tokens.
+def token_values(details: list[dict], name: str) -> list[float]:
+    """Return the numbers of a key over all tokens of the page, without nulls."""
+    return [value for detail in details for value in detail.get(name, []) if value is not None]
 
-    tokenizer: of transformers. A character of several tokens stands at the last of them, and the others have
-    an empty text.
+
+def text_pieces(tokenizer, token_ids: list[int]) -> list[str]:
+    """Return the text of each token; joined, the pieces give the text with special tokens.
+
+    tokenizer: a tokenizer of transformers. A character that spans several tokens, for example an emoji, is
+    the text of the last token, and the tokens before have an empty text.
     """
     from tokenizers.decoders import DecodeStream
 
-    inner, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=False)
-    pieces = [stream.step(inner, token_id) or "" for token_id in token_ids]
-    whole = inner.decode(token_ids, skip_special_tokens=False)
-    if pieces and len(rest := "".join(pieces)) < len(whole) and whole.startswith(rest):
-        pieces[-1] += whole[len(rest) :]  # bytes at the end that are no whole character
+    backend = tokenizer.backend_tokenizer
+    stream = DecodeStream(skip_special_tokens=False)
+    pieces = [stream.step(backend, token_id) or "" for token_id in token_ids]
+    text = backend.decode(token_ids, skip_special_tokens=False)
+    prefix = "".join(pieces)
+    if pieces and len(prefix) < len(text) and text.startswith(prefix):
+        pieces[-1] += text[len(prefix) :]  # bytes of an incomplete character at the end
     return pieces

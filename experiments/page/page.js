@@ -1,20 +1,20 @@
 "use strict";
-// Show prompts with their completions. The page is one file: index and tokens are gzip in base64 inside it, and a
-// prompt's tokens are unpacked when it is shown. All text comes into the page as text nodes, never as markup.
+// Show prompts with their completions. The page is one file: it contains index and tokens as gzip in base64, and
+// unpacks the tokens of a prompt when a reader opens the prompt. All text enters the page as text nodes, not as markup.
 
 const STATUS = { ok: "right", wrong: "wrong", no_answer: "no_answer", timeout: "failed", error: "failed" };
 const LABELS = { right: "right", wrong: "wrong", no_answer: "no answer", failed: "failed", unknown: "no verdict" };
-const TOKENS_AT_FIRST = 2000; // more come at a click, so that a long completion does not hold up its neighbours
-const ROW_HEIGHT = 74; // as in the style sheet
-const MAX_DOTS = 18; // completions in a row of the list; more become one bar
-const HEAT_STEPS = 10; // as in the style sheet
+const TOKENS_AT_FIRST = 2000; // a click adds the rest, so that a long completion does not delay the cards below
+const ROW_HEIGHT = 74; // same value as in page.css
+const MAX_DOTS = 18; // dots in a row of the list; more completions become one bar
+const HEAT_STEPS = 10; // same value as in page.css
 
 const $ = (id) => document.getElementById(id);
 const state = {
   statuses: new Set(), source: "", difficulty: "", search: "", bin: null, sort: "order", turned: false,
   shade: "none", marks: true, shown: [], selected: null, token: null, drawing: 0,
 };
-let index = null; // what build.py wrote: header and prompts
+let index = null; // header and prompts, written by build.py
 let visibility = null; // the observer that fills cards when they come into view
 
 // ---- Elements ----------------------------------------------------------------------------------------------------
@@ -32,10 +32,10 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-// Controls, direction marks and lone surrogates would vanish or turn the line around: they are shown by their number.
+// Controls, direction marks and lone surrogates are invisible or reverse the line, so the page shows their code points.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200b\u200c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]|\p{Cs}/u;
 
-/** Return nodes that show a text, with a sign where a character would not be seen. */
+/** Return nodes that show a text, with a sign for each invisible character. */
 function visible(text, withNewlines = false) {
   if (!HIDDEN.test(text) && !(withNewlines && text.includes("\n"))) return [text];
   const nodes = [];
@@ -61,7 +61,7 @@ const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 
 // ---- Data --------------------------------------------------------------------------------------------------------
 
-/** Unpack the JSON of one data element; null if there is none. */
+/** Unpack the JSON of a data element; null if the page lacks the element. */
 async function unpack(id) {
   const node = $(id);
   if (!node) return null;
@@ -70,13 +70,13 @@ async function unpack(id) {
   return JSON.parse(await new Response(stream).text());
 }
 
-/** Add the trainer's log-probabilities, of which the page holds the difference to the engine's. */
+/** Add the trainer's log-probabilities: the page stores only their difference to the engine's. */
 function complete(detail) {
   if (!detail?.difference) return;
   detail.trainer = detail.engine.map((logp, i) => (logp === null || detail.difference[i] === null ? null : logp + detail.difference[i]));
 }
 
-/** Add to each prompt what the list sorts and filters by. */
+/** Add to each prompt the values by which the list sorts and filters. */
 function prepare(prompts) {
   for (const [place, prompt] of prompts.entries()) {
     const all = prompt.completions;
@@ -92,7 +92,7 @@ function prepare(prompts) {
   }
 }
 
-/** Return the text of a prompt that a search looks through. */
+/** Return the text that a search compares: prompt, answer, source, completions. */
 function searchable(prompt) {
   prompt.searchable ??= [prompt.prompt, prompt.answer ?? "", prompt.source ?? "",
     ...prompt.completions.flatMap((c) => [c.completion, c.detail ?? ""])].join("\n").toLowerCase();
@@ -182,22 +182,22 @@ function drawTables() {
   const tables = index.header.tables.flatMap(({ name, columns, rows }) => [el("h2", {}, name), el("table", { class: "figures" },
     el("thead", {}, el("tr", {}, ...columns.map((column) => el("th", {}, column)))),
     el("tbody", {}, ...rows.map((row) => el("tr", {}, ...row.map(cell)))))]);
-  $("tables").replaceChildren(...tables, el("p", { class: "empty" }, "Intervals are of 95 %, by bootstrap over prompts."));
+  $("tables").replaceChildren(...tables, el("p", { class: "empty" }, "95 % intervals by bootstrap over prompts."));
   $("tables").showModal();
 }
 
 function drawHelp() {
   const keys = [["j  k", "next, previous prompt"], ["g  G", "first, last prompt"], ["/", "search"], ["1  2  3  4", "prompts with a right, wrong, unanswered, failed completion"],
-    ["r", "turn the order around"], ["x", "drop all filters"], ["c  C", "next, previous completion"], ["← →", "previous, next token, after a click on one"],
-    ["s", "change the shading of tokens"], ["m", "mark the fifth of the tokens with the highest entropy"], ["[  ]", "previous, next step of a run"],
-    ["o", "show or hide the figures"], ["t", "light, dark, as the system"], ["Esc", "close the token's panel"]];
+    ["r", "reverse the order"], ["x", "clear all filters"], ["c  C", "next, previous completion"], ["← →", "previous, next token, after a click on a token"],
+    ["s", "change the shading of tokens"], ["m", "mark the 20 % of the tokens with the highest entropy"], ["[  ]", "previous, next step of a run"],
+    ["o", "show or hide the figures"], ["t", "light, dark or system theme"], ["Esc", "close the panel of a token"]];
   $("help").replaceChildren(el("h2", {}, "Keys"), el("div", { class: "keys" },
     ...keys.flatMap(([key, text]) => [el("span", {}, ...key.split("  ").flatMap((k) => [el("kbd", {}, k), " "])), el("span", {}, text)])),
     el("h2", {}, "Signs"), el("div", { class: "keys" },
       ...["right", "wrong", "no_answer", "failed"].flatMap((name) => [el("span", {}, el("i", { class: `dot ${name}` })), el("span", {},
-        { right: "right, as the verifier says", wrong: "wrong, though a part of the reward may be given", no_answer: "no answer was found in the completion", failed: "the verifier ran out of time or raised an error" }[name])]),
-      el("span", { class: "marks" }, el("span", { class: "t high" }, "token")), el("span", {}, "among the fifth of its completion with the highest entropy (ESPO's first group)"),
-      el("span", {}, el("span", { class: "control" }, "U+200F")), el("span", {}, "a character that would not be seen")));
+        { right: "right, according to the verifier", wrong: "wrong, possibly with a partial reward", no_answer: "the completion contains no answer", failed: "the verifier timed out or raised an error" }[name])]),
+      el("span", { class: "marks" }, el("span", { class: "t high" }, "token")), el("span", {}, "one of the 20 % of the completion's tokens with the highest entropy (ESPO's first group)"),
+      el("span", {}, el("span", { class: "control" }, "U+200F")), el("span", {}, "an invisible character")));
   $("help").showModal();
 }
 
@@ -238,7 +238,7 @@ function drawToolbar() {
 function drawLegend() {
   const scale = index.header.scales[state.shade];
   const bar = scale ? ["0", el("i"), `${scale >= 0.01 ? number(scale, 2) : scale.toExponential(0)} nats`] : [];
-  const mark = index.header.scales.entropy && state.marks ? [el("span", { class: "mark", title: "Among the fifth of its completion with the highest entropy (m)" }, "top fifth")] : [];
+  const mark = index.header.scales.entropy && state.marks ? [el("span", { class: "mark", title: "One of the 20 % of the completion's tokens with the highest entropy (m)" }, "top fifth")] : [];
   $("legend").replaceChildren(...bar, ...mark);
   document.body.classList.toggle("marks", state.marks);
 }
@@ -279,7 +279,7 @@ function dropFilters() {
 
 // ---- The list ----------------------------------------------------------------------------------------------------
 
-/** Filter and sort anew, draw the list, keep the selection if it is still there. */
+/** Filter, sort and draw the list; keep the selection if the selected prompt is still in the list. */
 function refresh() {
   const needle = state.search.trim().toLowerCase();
   const isKept = (prompt) =>
@@ -295,12 +295,12 @@ function refresh() {
   $("direction").textContent = state.turned ? "↓" : "↑";
   $("spacer").style.height = `${state.shown.length * ROW_HEIGHT}px`;
   $("spacer").replaceChildren();
-  if (!state.shown.length) $("spacer").append(el("p", { class: "empty" }, "No prompt fits these filters."));
+  if (!state.shown.length) $("spacer").append(el("p", { class: "empty" }, "No prompt matches these filters."));
   if (!state.shown.includes(state.selected)) select(state.shown[0] ?? null);
   else { reveal(); drawRows(); dimCards(); }
 }
 
-/** Draw the rows of the list that are in view, and no others. */
+/** Draw only the visible rows of the list. */
 function drawRows() {
   const list = $("list"), first = Math.max(0, Math.floor(list.scrollTop / ROW_HEIGHT) - 6);
   const last = Math.min(state.shown.length, first + Math.ceil(list.clientHeight / ROW_HEIGHT) + 12);
@@ -321,7 +321,7 @@ function row(prompt, place) {
     onclick: () => select(prompt) }, top, snippet, bottom);
 }
 
-/** Show the verdicts of a prompt: a sign each, the greedy one apart, or shares of a bar. */
+/** Show the verdicts of a prompt: a dot for each completion, the greedy one set apart, or a bar of shares. */
 function verdicts(prompt) {
   const all = prompt.completions;
   if (all.length <= MAX_DOTS) {
@@ -351,7 +351,7 @@ function move(by) {
 
 // ---- The reader --------------------------------------------------------------------------------------------------
 
-/** Show a prompt with its completions; their tokens are unpacked meanwhile. */
+/** Show a prompt with its completions, after unpacking their tokens. */
 async function select(prompt) {
   const drawing = ++state.drawing;
   state.selected = prompt;
@@ -366,7 +366,7 @@ async function select(prompt) {
     for (const bar of $("chart").querySelectorAll("g")) bar.classList.toggle("on", Number(bar.dataset.bin) === prompt.step);
   }
   const details = await unpack(`tokens-${prompt.place}`);
-  if (drawing !== state.drawing) return; // another prompt was chosen meanwhile
+  if (drawing !== state.drawing) return; // the reader has opened another prompt meanwhile
   for (const detail of details ?? []) complete(detail);
   const cards = prompt.completions.map((completion, i) => card(prompt, completion, details?.[i] ?? null));
   $("reader").replaceChildren(task(prompt), el("div", { id: "cards" }, ...cards));
@@ -392,9 +392,9 @@ function task(prompt) {
 
 function card(prompt, completion, detail) {
   const length = completion.num_tokens === null ? `${completion.completion.length} characters` : `${completion.num_tokens} tokens`;
-  const parts = Object.entries(completion.parts ?? {}).map(([name, value]) => el("span", { class: "tag", title: "own score of one of the kinds that make the reward" }, ...visible(`${name} ${number(value)}`)));
+  const parts = Object.entries(completion.parts ?? {}).map(([name, value]) => el("span", { class: "tag", title: "score of one of the kinds whose sum is the reward" }, ...visible(`${name} ${number(value)}`)));
   const finish = completion.finish_reason && el("span", { class: `tag${completion.finish_reason === "length" ? " cut" : ""}`,
-    title: completion.finish_reason === "length" ? "cut at the limit of new tokens" : "the policy ended it" }, ...visible(completion.finish_reason));
+    title: completion.finish_reason === "length" ? "cut at the limit of new tokens" : "ended by the policy" }, ...visible(completion.finish_reason));
   const header = el("header", {}, el("span", { class: "verdict" }, el("i", { class: `dot ${completion.verdict}` }), LABELS[completion.verdict]),
     el("span", { class: "name" }, nameOf(completion)),
     completion.reward === null ? null : el("b", { class: "reward" }, `reward ${number(completion.reward, completion.reward % 1 ? 3 : 0)}`),
@@ -409,15 +409,15 @@ function card(prompt, completion, detail) {
     if (detail?.pieces) addTokens(node, body, 0);
     else body.replaceChildren(...visible(completion.completion || "(empty)"));
     if (body.scrollHeight <= body.clientHeight + 2) return;
-    const whole = el("button", {}, "Show whole");
-    whole.onclick = () => { whole.textContent = node.classList.toggle("whole") ? "Show less" : "Show whole"; };
+    const whole = el("button", {}, "Show all");
+    whole.onclick = () => { whole.textContent = node.classList.toggle("whole") ? "Show less" : "Show all"; };
     footer.append(whole);
     footer.hidden = false;
   };
   return node;
 }
 
-/** Add tokens to a completion from one place on; a button adds those that are too many at first. */
+/** Add the tokens of a completion from a position on; a button adds the tokens beyond TOKENS_AT_FIRST. */
 function addTokens(node, body, from) {
   const { pieces } = node.detail, to = from ? pieces.length : Math.min(pieces.length, TOKENS_AT_FIRST);
   const high = new Set(node.detail.high ?? []);
@@ -435,7 +435,7 @@ function addTokens(node, body, from) {
   }
 }
 
-/** Return what a token is shaded by; null where it was not computed. */
+/** Return the number that shades a token; null if it was not computed. */
 function valueOf(detail, i) {
   const { entropy, trainer, engine } = detail;
   switch (state.shade) {
@@ -456,7 +456,7 @@ function reshade() {
   drawLegend();
 }
 
-/** Let completions stand back that have another verdict than those filtered for. */
+/** Dim the completions whose verdict is not among the filters. */
 function dimCards() {
   for (const node of document.querySelectorAll(".card")) {
     node.classList.toggle("dim", state.statuses.size > 0 && !state.statuses.has(node.completion.verdict));
@@ -465,7 +465,7 @@ function dimCards() {
 
 // ---- Tokens ------------------------------------------------------------------------------------------------------
 
-/** List what is known of a token, as terms and values. */
+/** List the recorded numbers of a token, as terms and values. */
 function numbersOf(detail, i) {
   const [trainer, engine] = [detail.trainer?.[i] ?? null, detail.engine?.[i] ?? null];
   const lines = [["token id", detail.ids ? String(detail.ids[i]) : null], ["entropy", detail.entropy ? `${number(detail.entropy[i], 4)} nats` : null],
@@ -476,12 +476,12 @@ function numbersOf(detail, i) {
 
 const asList = (lines) => el("dl", {}, ...lines.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 
-const pieceOf = (detail, i) => (detail.pieces[i] === "" ? ["(a part of a character)"] : visible(detail.pieces[i], true));
+const pieceOf = (detail, i) => (detail.pieces[i] === "" ? ["(part of a character)"] : visible(detail.pieces[i], true));
 
 function showTooltip(span) {
   const detail = span.closest(".card").detail, i = Number(span.dataset.i), box = span.getClientRects()[0], tip = $("tooltip");
   if (!box) return;
-  const isHigh = span.classList.contains("high") ? [["among the top fifth", "yes"]] : [];
+  const isHigh = span.classList.contains("high") ? [["top 20 % by entropy", "yes"]] : [];
   tip.replaceChildren(el("div", { class: "text" }, ...pieceOf(detail, i)), asList([...numbersOf(detail, i), ...isHigh]));
   tip.hidden = false;
   const below = box.bottom + 8 + tip.offsetHeight < innerHeight;
@@ -489,7 +489,7 @@ function showTooltip(span) {
   tip.style.top = `${below ? box.bottom + 7 : box.top - tip.offsetHeight - 7}px`;
 }
 
-/** Open the panel of a token: its numbers and the experts that computed it. */
+/** Open the panel of a token: the numbers of the token, and the experts that computed it. */
 function openToken(span) {
   document.querySelector(".t.on")?.classList.remove("on");
   span.classList.add("on");
@@ -505,11 +505,11 @@ function openToken(span) {
   span.scrollIntoView({ block: "nearest" });
 }
 
-/** Show the experts of a token, layer by layer; the trainer's choice beside the engine's where they differ. */
+/** Show the experts of a token, layer by layer, with the trainer's experts if they differ from the engine's. */
 function experts(detail, i) {
   const layers = index.header.layers, title = el("h2", {}, "Experts");
   if (!layers.length) return [];
-  if (!detail.routes && !detail.trainer_routes) return [title, el("p", { class: "note" }, "They were not kept for this completion: the page has a limit for them.")];
+  if (!detail.routes && !detail.trainer_routes) return [title, el("p", { class: "note" }, "Omitted for this completion, to limit the size of the page.")];
   const engine = expertIds(detail.routes, i);
   const trainer = detail.trainer_routes ? expertIds(detail.trainer_routes, i) ?? engine : null;
   const list = (ids, others) => ids.map((id) => el("span", { class: others && !others.includes(id) ? "expert other" : "expert" }, String(id)));
@@ -523,11 +523,11 @@ function experts(detail, i) {
       ...(same ? [] : [el("div", {}, "trainer ", ...list(other, one))])));
   });
   const who = engine ? "the engine" : "the trainer";
-  const agree = engine && trainer ? (differing ? ` The trainer chose others in ${differing} of ${layers.length} layers.` : " The trainer chose the same.") : "";
-  return [title, el("p", { class: "note" }, `Chosen by ${who} where it predicted this token.${agree}`), el("table", { class: "experts" }, el("tbody", {}, ...rows))];
+  const agree = engine && trainer ? (differing ? ` The trainer chose other experts in ${differing} of ${layers.length} layers.` : " The trainer chose the same experts.") : "";
+  return [title, el("p", { class: "note" }, `Chosen by ${who} when predicting this token.${agree}`), el("table", { class: "experts" }, el("tbody", {}, ...rows))];
 }
 
-/** Return the expert ids of a token by layer from a table of all tokens, or of those in table.at; null without. */
+/** Return the expert ids of a token by layer, from a table of all tokens or of the tokens in table.at; else null. */
 function expertIds(table, token) {
   const i = table?.at ? table.at.indexOf(token) : token;
   if (!table || i < 0) return null;
@@ -563,7 +563,7 @@ function changeTheme() {
   const order = ["", "light", "dark"], root = document.documentElement;
   const next = order[(order.indexOf(root.dataset.theme ?? "") + 1) % order.length];
   if (next) root.dataset.theme = next; else delete root.dataset.theme;
-  try { localStorage.setItem("theme", next); } catch { /* a page without storage starts as the system has it */ }
+  try { localStorage.setItem("theme", next); } catch { /* a page without storage starts with the system's theme */ }
 }
 
 function toggleOverview() { $("overview").hidden = !$("overview").hidden; drawRows(); }
