@@ -76,6 +76,7 @@ class Family:
     score: Literal["softmax", "sigmoid"] = (
         "softmax"  # sigmoid: float32 scores, experts chosen with a fixed bias
     )
+    qkv_bias: bool = False  # queries, keys and values have a bias, without a field of config.json
     output_bias: bool = True  # attention_bias of config.json also gives o_proj a bias
     block: str = "mlp"  # name of the MoE block in a checkpoint
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's matrices
@@ -85,6 +86,11 @@ class Family:
 NO_SLIDING_WINDOW = ("use_sliding_window", False)
 FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", fixed_fields=(NO_SLIDING_WINDOW,)),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", query_norm="none", qkv_bias=True, output_bias=False,
+        fixed_fields=(NO_SLIDING_WINDOW,),
+    ),
+    "llama": Family("LlamaForCausalLM", query_norm="none", fixed_fields=(("mlp_bias", False),)),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", num_experts="num_experts", fixed_fields=(NO_SLIDING_WINDOW,)),
     "olmoe": Family(
         "OlmoeForCausalLM", num_experts="num_experts", expert_width="intermediate_size", query_norm="all",
@@ -590,7 +596,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = head_dim(config)
         family = FAMILIES[config.model_type]
-        bias = getattr(config, "attention_bias", False)
+        bias = family.qkv_bias or getattr(config, "attention_bias", False)
         sizes = {
             "q": config.num_attention_heads,
             "k": config.num_key_value_heads,

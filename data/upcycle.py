@@ -1,0 +1,151 @@
+"""Turn a dense model into a Mixture-of-Experts by copying each MLP into several experts (sparse upcycling).
+
+    python -m data.upcycle --model DENSE --experts 4 --top-k 2 --output MOE
+    python -m data.upcycle --model DENSE --experts 4 --top-k 2 --output MOE --reinit 0.5    # Drop-Upcycling
+
+Every expert of a layer is a copy of the layer's MLP, and the weights of the chosen experts sum to 1, so the
+MoE computes the same function as the dense model, whatever the router chooses (Komatsuzaki et al., arXiv
+2212.05055). The router is random. A Llama folder becomes Mixtral, a Qwen3 folder becomes Qwen3-MoE.
+
+Identical experts make routes meaningless: replaying a route changes nothing. --reinit makes experts differ at
+the price of the exact function (Drop-Upcycling, arXiv 2502.19261, section 3): in each expert a fraction r of
+the MLP's hidden units is drawn anew, from normal distributions with the mean and the standard deviation of the
+replaced weights. One set of units serves all three matrices of an expert [as in the paper's text; the authors'
+code draws a set per matrix]. The paper finds r = 0.5 best for pretraining on billions of tokens; a start for RL
+has to stay close to the dense model, so small values such as 0.02 are of use here [ours].
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+
+from data.random_model import refuse_to_overwrite
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+SHARED_FIELDS = (  # fields of config.json that both configurations have
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters",
+    "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+def moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
+    """Return the configuration of the MoE; ValueError for a family that has no MoE of the same layers."""
+    fields = {name: getattr(dense, name) for name in SHARED_FIELDS if hasattr(dense, name)}
+    if getattr(dense, "attention_bias", False) or getattr(dense, "mlp_bias", False):
+        raise ValueError(f"--model: a {dense.model_type} with biases has no MoE family of the same layers")
+    if dense.model_type == "llama":
+        return MixtralConfig(
+            **fields, intermediate_size=dense.intermediate_size, num_local_experts=num_experts,
+            num_experts_per_tok=top_k, sliding_window=None, architectures=["MixtralForCausalLM"],
+        )  # fmt: skip
+    if dense.model_type == "qwen3":
+        return Qwen3MoeConfig(
+            **fields, intermediate_size=dense.intermediate_size, moe_intermediate_size=dense.intermediate_size,
+            num_experts=num_experts, num_experts_per_tok=top_k, norm_topk_prob=True,
+            architectures=["Qwen3MoeForCausalLM"],
+        )  # fmt: skip
+    raise ValueError(f"--model: model_type {dense.model_type!r} cannot be upcycled; llama and qwen3 can")
+
+
+def reinitialised(weight: Tensor, units: Tensor, dim: int, generator: torch.Generator) -> Tensor:
+    """Return a copy of a matrix whose hidden units (along dim) are drawn anew with their mean and deviation."""
+    copy = weight.clone()
+    replaced = copy.index_select(dim, units).float()
+    fresh = torch.randn(replaced.shape, generator=generator) * replaced.std() + replaced.mean()
+    return copy.index_copy_(dim, units, fresh.to(copy.dtype))
+
+
+def experts_of(
+    mlp: dict[str, Tensor], num_experts: int, reinit: float, generator: torch.Generator
+) -> list[dict[str, Tensor]]:
+    """Return the experts of a layer: copies of its MLP {projection: [I, D] or [D, I]}, partly drawn anew."""
+    num_units = len(mlp["gate_proj"])
+    num_fresh = int(reinit * num_units)
+    experts = []
+    for _ in range(num_experts):
+        units = torch.randperm(num_units, generator=generator)[:num_fresh]
+        experts.append({
+            name: reinitialised(weight, units, 1 if name == "down_proj" else 0, generator) if num_fresh else weight
+            for name, weight in mlp.items()
+        })  # fmt: skip
+    return experts
+
+
+def upcycle(
+    weights: dict[str, Tensor], config: PretrainedConfig, reinit: float, router_std: float, seed: int
+) -> dict[str, Tensor]:
+    """Return the weights of the MoE under the names of a Hugging Face checkpoint.
+
+    weights: of the dense model. config: of the MoE.
+    """
+    is_mixtral = config.model_type == "mixtral"
+    num_experts = config.num_local_experts if is_mixtral else config.num_experts
+    block = "block_sparse_moe" if is_mixtral else "mlp"
+    names = dict(zip(PROJECTIONS, ("w1", "w3", "w2"))) if is_mixtral else {name: name for name in PROJECTIONS}
+    generator = torch.Generator().manual_seed(seed)
+    moe = {name: weight for name, weight in weights.items() if ".mlp." not in name}
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}"
+        mlp = {name: weights[f"{prefix}.mlp.{name}.weight"] for name in PROJECTIONS}
+        router = torch.randn(num_experts, config.hidden_size, generator=generator) * router_std
+        moe[f"{prefix}.{block}.gate.weight"] = router.to(mlp["gate_proj"].dtype)
+        for number, expert in enumerate(experts_of(mlp, num_experts, reinit, generator)):
+            for name, weight in expert.items():
+                moe[f"{prefix}.{block}.experts.{number}.{names[name]}.weight"] = weight.contiguous()
+    return moe
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a folder of safetensors; ValueError if there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"--model: {folder} contains no *.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the command line and write the folder of the MoE."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m data.upcycle", description=__doc__, formatter_class=keep_lines)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="folder of the dense model")
+    add("--output", type=Path, required=True, help="folder of the MoE, must not exist")
+    add("--experts", type=int, default=4, help="experts per layer (default: 4)")
+    add("--top-k", type=int, default=2, help="experts per token (default: 2); with 1 the router has no gradient")
+    add("--reinit", type=float, default=0.0, help="fraction of hidden units that each expert draws anew (default: 0)")
+    add("--router-std", type=float, default=0.02, help="standard deviation of the router's weights (default: 0.02)")
+    add("--seed", type=int, default=0, help="seed of router and re-initialised units (default: 0)")
+    args = parser.parse_args(argv)
+    try:
+        if not 1 <= args.top_k <= args.experts or not 0 <= args.reinit <= 1:
+            raise ValueError("--top-k must be between 1 and --experts, --reinit between 0 and 1")
+        refuse_to_overwrite(args.output)
+        config = moe_config(AutoConfig.from_pretrained(args.model), args.experts, args.top_k)
+        weights = upcycle(read_weights(args.model), config, args.reinit, args.router_std, args.seed)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    args.output.mkdir(parents=True)
+    config.dtype = next(iter(weights.values())).dtype
+    config.save_pretrained(args.output)
+    save_torch_state_dict(weights, args.output)
+    for file in args.model.iterdir():  # tokenizer, chat template, generation_config.json
+        if file.suffix in (".json", ".jinja", ".model", ".txt") and not (args.output / file.name).exists():
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, args.output)
+    total = sum(weight.numel() for weight in weights.values())
+    print(f"{args.output}: {config.model_type}, {args.experts} experts, top {args.top_k}, {total / 1e6:.0f} M parameters")
+    if args.top_k == 1:
+        print("note: with top 1 the weight of the chosen expert is 1, so the router has no gradient")
+
+
+if __name__ == "__main__":
+    main()
