@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO
@@ -249,7 +249,7 @@ def digest_of_files(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def save_source(folder: Path, plugins: list[Path]) -> dict[str, str | bool | None]:
+def save_source(folder: Path, plugins: Iterable[Path] = ()) -> dict[str, str | bool | None]:
     """Copy the script, the plug-ins and all uncommitted changes (changes.diff, tracked files) into a folder.
 
     Returns {"commit", "dirty", "script"}. dirty: True also if the checkout has untracked Python files. If git
