@@ -593,7 +593,11 @@ def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> 
         for prompt, verdict in zip(batch.prompts, batch.verdicts)
     ]
     inputs = AdvantageInputs(batch.rewards, parts, batch.valid, batch.group_index, ALL_RANKS)
-    return load_plugin(algorithm, "advantage")(inputs)
+    advantages = load_plugin(algorithm, "advantage")(inputs).to(batch.rewards.dtype)
+    if advantages.shape not in (batch.valid.shape, batch.response_mask.shape):
+        expected = f"[B] = {list(batch.valid.shape)} or [B, T] = {list(batch.response_mask.shape)}"
+        raise RuntimeError(f"algorithm.advantage: expected {expected}, got {list(advantages.shape)}")
+    return advantages * (batch.valid if advantages.dim() == 1 else batch.valid.unsqueeze(1))
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
@@ -644,7 +648,7 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step:
             ranks=ALL_RANKS,
         )
         selected = load_plugin(algorithm, "select")(inputs)
-        advantages = torch.where(inputs.mask, selected, advantages)
+        advantages = torch.where(inputs.mask, selected.to(advantages.dtype), advantages)
     return advantages
 
 
@@ -1136,7 +1140,8 @@ def micro_batch_loss(
     )
     loss, statistics = policy_loss(inputs, weights)
     if "mask" in algorithm.rollout_correction:
-        statistics["masked"] = (correction == 0).to(logprobs.dtype)
+        masked = (correction == 0).to(logprobs.dtype)
+        statistics["masked"] = torch.maximum(masked, statistics.get("masked", masked))
     statistics["entropy"] = entropy
     statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
     if batch.old_logprobs is None and has_moved:
