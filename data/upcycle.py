@@ -9,10 +9,10 @@ MoE computes the same function as the dense model, whatever the router chooses (
 
 Identical experts make routes meaningless: replaying a route changes nothing. --reinit makes experts differ at
 the price of the exact function (Drop-Upcycling, arXiv 2502.19261, section 3): in each expert a fraction r of
-the MLP's hidden units is drawn anew, from normal distributions with the mean and the standard deviation of the
-replaced weights. One set of units serves all three matrices of an expert [as in the paper's text; the authors'
-code draws a set per matrix]. The paper finds r = 0.5 best for pretraining on billions of tokens; a start for RL
-has to stay close to the dense model, so small values such as 0.02 are of use here [ours].
+the MLP's hidden units is drawn anew, from normal distributions with the mean and the standard deviation of
+the replaced weights. One set of units serves all three matrices of an expert [as in the paper's text; the
+authors' code draws a set per matrix]. The paper finds r = 0.5 best for pretraining on billions of tokens; a
+start for RL has to stay close to the dense model, so small values such as 0.02 are of use here [ours].
 """
 
 import argparse
@@ -57,7 +57,8 @@ def moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> Pretrai
 
 
 def reinitialised(weight: Tensor, units: Tensor, dim: int, generator: torch.Generator) -> Tensor:
-    """Return a copy of a matrix whose hidden units (along dim) are drawn anew with their mean and deviation."""
+    """Return a copy of a matrix whose hidden units (along dim) are drawn anew with their mean and
+    deviation."""
     copy = weight.clone()
     replaced = copy.index_select(dim, units).float()
     fresh = torch.randn(replaced.shape, generator=generator) * replaced.std() + replaced.mean()
@@ -74,7 +75,7 @@ def experts_of(
     for _ in range(num_experts):
         units = torch.randperm(num_units, generator=generator)[:num_fresh]
         experts.append({
-            name: reinitialised(weight, units, 1 if name == "down_proj" else 0, generator) if num_fresh else weight
+            name: reinitialised(weight, units, 1 if name == "down_proj" else 0, generator) if num_fresh else weight.clone()
             for name, weight in mlp.items()
         })  # fmt: skip
     return experts
@@ -115,14 +116,31 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 def main(argv: list[str] | None = None) -> None:
     """Read the command line and write the folder of the MoE."""
     keep_lines = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m data.upcycle", description=__doc__, formatter_class=keep_lines)
+    parser = argparse.ArgumentParser(
+        prog="python -m data.upcycle", description=__doc__, formatter_class=keep_lines
+    )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of the dense model")
     add("--output", type=Path, required=True, help="folder of the MoE, must not exist")
     add("--experts", type=int, default=4, help="experts per layer (default: 4)")
-    add("--top-k", type=int, default=2, help="experts per token (default: 2); with 1 the router has no gradient")
-    add("--reinit", type=float, default=0.0, help="fraction of hidden units that each expert draws anew (default: 0)")
-    add("--router-std", type=float, default=0.02, help="standard deviation of the router's weights (default: 0.02)")
+    add(
+        "--top-k",
+        type=int,
+        default=2,
+        help="experts per token (default: 2); with 1 the router has no gradient",
+    )
+    add(
+        "--reinit",
+        type=float,
+        default=0.0,
+        help="fraction of hidden units that each expert draws anew (default: 0)",
+    )
+    add(
+        "--router-std",
+        type=float,
+        default=0.02,
+        help="standard deviation of the router's weights (default: 0.02)",
+    )
     add("--seed", type=int, default=0, help="seed of router and re-initialised units (default: 0)")
     args = parser.parse_args(argv)
     try:
@@ -142,7 +160,9 @@ def main(argv: list[str] | None = None) -> None:
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, args.output)
     total = sum(weight.numel() for weight in weights.values())
-    print(f"{args.output}: {config.model_type}, {args.experts} experts, top {args.top_k}, {total / 1e6:.0f} M parameters")
+    print(
+        f"{args.output}: {config.model_type}, {args.experts} experts, top {args.top_k}, {total / 1e6:.0f} M parameters"
+    )
     if args.top_k == 1:
         print("note: with top 1 the weight of the chosen expert is 1, so the router has no gradient")
 
