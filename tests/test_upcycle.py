@@ -136,9 +136,9 @@ def test_instructions_are_verifiable_and_held_out_sets_have_other_arguments(tmp_
     from data import instructions
     from verifiers.instructions import read_constraints
 
-    instructions.main(["--output", str(tmp_path), "--train", "200", "--test", "40"])
+    instructions.main(["--output", str(tmp_path), "--train", "300", "--test", "150"])
     sets = {}
-    for split, size in (("train", 200), ("test", 40)):
+    for split, size in (("train", 300), ("test", 150)):
         rows = [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
         assert len({row["prompt"] for row in rows}) == size
         sets[split] = [constraint for row in rows for constraint in json.loads(row["answer"])]
