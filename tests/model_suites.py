@@ -219,8 +219,8 @@ def resume(folder: Path) -> dict:
         torch.save(moe_model.optimizer_shard(engine), file)
         take_step(engine, batch, 1)
         result["straight"] = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
-        if zero_stage == 2:
-            result["bytes"] = bytes_of_zero_2(engine, pack_rows(batch, [0]))
+        if dtype == torch.bfloat16:
+            result["bytes"] = (bytes_of_zero_1 if zero_stage == 1 else bytes_of_zero_2)(engine)
         engine.destroy()
 
         policy = policy_from(folder / "start", ep_size=2).to(dtype)
@@ -234,45 +234,61 @@ def resume(folder: Path) -> dict:
     return results
 
 
-def bytes_of_zero_2(engine, packed) -> dict:
-    """Count DeepSpeed's bytes between updates and, of gradients, after one more backward."""
-    outer = engine.optimizer
-    states = outer.optimizer.state.values()
-    masters = outer.single_partition_of_fp32_groups
+def count_bytes(tensors) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
 
-    def count(tensors) -> int:
-        return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
 
-    def count_gradients() -> int:
-        return count(group and group.flat_partition for group in outer.averaged_gradients.values())
+def moments(optimizer) -> list[torch.Tensor]:
+    return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
-    between = count_gradients()
-    logprobs, _, _ = engine(packed)
+
+def backward_of_zeros(engine) -> None:
+    logprobs, _, _ = engine(pack_rows(tiny_batch(), [0]))
     engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
+
+
+def bytes_of_zero_1(engine) -> dict:
+    """Count the bytes of DeepSpeed's tensors after a backward."""
+    backward_of_zeros(engine)
+    outer = engine.optimizer
     return {
-        "between": between,
-        "gradients in an update": count_gradients(),
-        "master weights": count(masters),
-        "gradients handed over": count(master.grad for master in masters),
-        "AdamW": count(state[key] for state in states for key in ("exp_avg", "exp_avg_sq")),
-        "weights to hand back": count(getattr(outer, "param_buffer_of_bit16_for_cpu_offload_groups", [])),
-        "buffer": count([getattr(outer, "temp_grad_buffer_for_gpu_offload", None)]),
+        "gradients of weights": count_bytes(parameter.grad for parameter in engine.module.parameters()),
+        "weights": count_bytes(outer.bf16_groups_flat),
+        "gradients": count_bytes(outer.fp32_groups_gradients_flat),
+        "master weights": count_bytes(outer.fp32_groups_flat_partition),
+        "AdamW": count_bytes(moments(outer.optimizer)),
     }
 
 
-def optimizer_memory(folder: Path) -> dict:
-    """Take two steps in bfloat16 at EP = 2 with three configurations; count elements between the steps.
+def bytes_of_zero_2(engine) -> dict:
+    """Count the bytes of DeepSpeed's tensors between updates and, of gradients, after one more backward."""
+    outer = engine.optimizer
+    masters = outer.single_partition_of_fp32_groups
 
-    project: as in training. gradients held: without the project's change to DeepSpeed. fused: with the
-    optimizer for GPUs.
-    """
+    def count_gradients() -> int:
+        return count_bytes(group and group.flat_partition for group in outer.averaged_gradients.values())
+
+    between = count_gradients()
+    backward_of_zeros(engine)
+    return {
+        "between": between,
+        "gradients in an update": count_gradients(),
+        "master weights": count_bytes(masters),
+        "handed gradients": count_bytes(master.grad for master in masters),
+        "AdamW": count_bytes(moments(outer.optimizer)),
+        "weights": count_bytes(getattr(outer, "param_buffer_of_bit16_for_cpu_offload_groups", [])),
+        "buffer": count_bytes([getattr(outer, "temp_grad_buffer_for_gpu_offload", None)]),
+    }
+
+
+def optimizer_variants(folder: Path) -> dict:
+    """Take two steps in bfloat16 with gradients added late, and with the fused optimizer for GPUs."""
     results = {}
     initialize = deepspeed.initialize
-    for name in ("project", "gradients held", "fused"):
+    for name in ("late", "fused"):
 
         def changed(model, config, name=name):
-            if name == "gradients held":
-                config["bf16"]["immediate_grad_update"] = False
+            config["bf16"]["immediate_grad_update"] = name != "late"
             config["optimizer"]["params"]["fused"] = name == "fused"
             return initialize(model=model, config=config)
 
@@ -280,24 +296,11 @@ def optimizer_memory(folder: Path) -> dict:
         deepspeed.initialize = changed
         engine = adamw_engine(policy, 1)
         deepspeed.initialize = initialize
-        norms = [take_step(engine, tiny_batch(), 0)]
-        logprobs, _, _ = engine(pack_rows(tiny_batch(), [0]))
-        engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
-        outer = engine.optimizer
-        states = outer.optimizer.state.values()
-        tensors = {
-            "gradients of weights": [p.grad for p in policy.parameters() if p.grad is not None],
-            "weights": outer.bf16_groups_flat,
-            "gradients": outer.fp32_groups_gradients_flat,
-            "master weights": outer.fp32_groups_flat_partition,
-            "AdamW": [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")],
-        }
-        elements = {part: sum(tensor.numel() for tensor in tensors[part]) for part in tensors}
-        norms.append(take_step(engine, tiny_batch(), 1))
-        groups = outer.optimizer.param_groups
-        fused = {group["fused"] for group in groups}, {group["foreach"] for group in groups}
-        parameters = collect(policy.named_parameters())
-        results[name] = {"norms": norms, "elements": elements, "fused": fused, "parameters": parameters}
+        for step in range(2):
+            take_step(engine, tiny_batch(), step)
+        groups = engine.optimizer.optimizer.param_groups
+        assert {(group["fused"], group["foreach"]) for group in groups} == {(name == "fused", None)}
+        results[name] = {"parameters": collect(policy.named_parameters()), "bytes": bytes_of_zero_1(engine)}
         engine.destroy()
     return results
 
@@ -436,7 +439,7 @@ def weights(folder: Path) -> dict:
     return results | {"random": collect(policy.named_parameters())}
 
 
-PIECES = (autoep, groups, dispatch, recomputed_and_replayed, optimizer_memory)
+PIECES = (autoep, groups, dispatch, recomputed_and_replayed, optimizer_variants)
 SECTIONS = {1: [steps], 2: [steps, resume, *PIECES, weights], 4: [steps, weights]}  # by world size
 
 

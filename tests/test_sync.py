@@ -511,8 +511,8 @@ def test_the_check_passes_after_every_sync_and_fails_for_other_weights(kind, dty
     policy, engine = synced(kind, dtype, fp8)
     engine.check_weights(hf_tensors(policy))
     move(policy)
-    with pytest.raises(RuntimeError, match="other values"):
-        engine.check_weights(hf_tensors(policy))
+    # Embedding and head, last norm; per layer 4 norms, qkv, o, router, w13, w2. Each of them has changed.
+    assert_check_fails(engine, hf_tensors(policy), count=2 + 1 + 3 * 9 if kind == "moe" else None)
     half = policy.bfloat16()
     engine.sync(hf_tensors(half), 2)
     engine.check_weights(hf_tensors(half))
@@ -543,58 +543,11 @@ def test_one_ulp_in_one_element_of_the_engine_fails_the_check(kind, name, dtype,
     engine.check_weights(hf_tensors(policy))
 
 
-POLICY_NAMES = [
-    ("moe", "model.layers.1.mlp.experts.gate_up_proj", 1),
-    ("moe", "model.layers.0.mlp.experts.down_proj", 1),
-    ("moe", "model.layers.2.mlp.gate.weight", 1),
-    ("moe", "model.layers.1.self_attn.v_proj.weight", 1),
-    ("moe", "model.layers.1.self_attn.k_norm.weight", 1),
-    ("moe", "model.embed_tokens.weight", 2),  # and the head, which is tied to it
-    ("mixed", "lm_head.weight", 1),
-    ("mixed", "model.layers.1.self_attn.k_proj.bias", 1),
-    ("mixed", "model.layers.0.mlp.up_proj.weight", 1),
-]
-
-
-def with_change(policy, name, change):
-    """List the policy's tensors with one of them changed."""
-    return [(n, change(tensor) if n == name else tensor) for n, tensor in hf_tensors(policy)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("kind", "name", "count"), POLICY_NAMES)
-def test_one_ulp_in_one_element_of_the_policy_fails_the_check(kind, name, count, dtype, synced):
-    policy, engine = synced(kind, dtype)
-    change = lambda tensor: by_ulps(tensor.to(getattr(torch, dtype)), {20: -1}).float()
-    assert_check_fails(engine, with_change(policy, name, change), engine_name(name), name, count=count)
-
-
 def test_a_parameter_without_a_sent_tensor_fails_the_check(synced):
     policy, engine = synced("moe")
     name = "model.layers.1.self_attn.q_norm.weight"
     incomplete = [(n, tensor) for n, tensor in hf_tensors(policy) if n != name]
     assert_check_fails(engine, incomplete, f"{name} (from nothing)")
-
-
-def test_changes_that_cancel_in_a_sum_fail_the_check(synced):
-    policy, engine = synced("moe")
-    name = "model.layers.1.mlp.experts.down_proj"
-    weight = dict(hf_tensors(policy))[name].flatten()
-    large = weight.argmax().item()
-    small = weight.abs().argmin().item()
-    change = lambda tensor: by_ulps(tensor, {large: 1, small: -1})  # the sum of the bits stays
-    assert_check_fails(engine, with_change(policy, name, change), name)
-
-    def exchange(tensor):  # the sum of the values stays
-        moved = tensor.clone()
-        moved.view(-1)[:2] += torch.tensor([0.5, -0.5])
-        return moved
-
-    engine.sync(hf_tensors(policy), 1)
-    assert_check_fails(engine, with_change(policy, name, exchange), name)
-    engine.sync(hf_tensors(policy), 2)
-    tamper(engine, "model.layers.1.mlp.experts.routed_experts.w2_weight", {0: 3, 1: -3})
-    assert_check_fails(engine, hf_tensors(policy), name)
 
 
 @pytest.mark.parametrize(
@@ -616,6 +569,8 @@ def test_the_checksum_is_the_sum_and_the_sum_of_squares_of_the_bits(dtype, integ
     moved = F.pad(torch.where(tensor == 0, -tensor, tensor).flatten()[order], (5, 70_000))  # -0, padding
     moved.view(integers)[:2] = torch.tensor([1, largest_subnormal])
     assert torch.equal(vllm_worker.checksum(moved, dtype), checksum)
+    moved = by_ulps(tensor, {1000: 1, 2000: -1})  # changes that cancel in the sum
+    assert not torch.equal(vllm_worker.checksum(moved, dtype), checksum)
 
 
 @pytest.mark.parametrize(("form", "other_form"), [("fp8", "mxfp4"), ("mxfp4", "fp8")])
@@ -624,43 +579,14 @@ def test_simulated_rounding_is_checked_against_the_rounded_weights(form, other_f
     name = "model.layers.1.self_attn.k_proj.weight"
     rounding = {"fp8": fp8_round, "mxfp4": mxfp4_round}
     engine.check_weights(hf_tensors(policy))
-    assert_check_fails(engine, with_change(policy, name, lambda tensor: tensor * 1.5), name)
+    changed = [(n, tensor * 1.5 if n == name else tensor) for n, tensor in hf_tensors(policy)]
+    assert_check_fails(engine, changed, name)
     engine.sync(hf_tensors(policy), 1)
     monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"fp8": "off"}))
     engine.check_weights(list(simulate_rounding(hf_tensors(policy), rounding[form])))
     # 3 layers of qkv_proj, o_proj, w13 and w2
     other = list(simulate_rounding(hf_tensors(policy), rounding[other_form]))
     assert_check_fails(engine, other, "model.layers.0.self_attn.qkv_proj.weight", count=12)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Syncs that go wrong without an error
-# ------------------------------------------------------------------------------------------------------------
-def test_a_sync_that_does_nothing_fails_the_check(synced, monkeypatch):
-    policy, engine = synced("moe")
-    move(policy)
-    monkeypatch.setattr(rollout, "load_weights_in_worker", lambda worker, named, on_cpu: [])
-    engine.sync(hf_tensors(policy), 1)
-    num_parameters = (
-        2 + 1 + 3 * 9
-    )  # embedding and head, last norm; per layer 4 norms, qkv, o, router, w13, w2
-    assert_check_fails(engine, hf_tensors(policy), "model.embed_tokens.weight", count=num_parameters)
-
-
-def test_a_sync_that_skips_a_layer_fails_the_check(synced, monkeypatch):
-    policy, engine = synced("mixed")
-    load = vllm_worker.load_weights_in_worker
-
-    def skip_layer_1(worker, named, on_cpu):
-        tensors = ((name, tensor) for name, tensor in named if ".layers.1." not in name)
-        assert load(worker, tensors, on_cpu), "the sync itself reports the missing layer"
-        return []
-
-    monkeypatch.setattr(rollout, "load_weights_in_worker", skip_layer_1)
-    move(policy)
-    engine.sync(hf_tensors(policy), 1)
-    # 4 norms, qkv with its bias, o, router, w13, w2
-    assert_check_fails(engine, hf_tensors(policy), "model.layers.1.", count=10)
 
 
 def test_a_tied_head_with_a_packed_copy_of_the_old_embedding_fails_the_check(synced, monkeypatch):
@@ -692,32 +618,6 @@ def test_a_tensor_without_a_place_in_the_engine_is_an_error(engine_of):
 # ------------------------------------------------------------------------------------------------------------
 # Engines for GPUs, tested on a CPU
 # ------------------------------------------------------------------------------------------------------------
-def test_a_float32_head_brings_a_bfloat16_engine_nearer_to_the_trainer(engine_of, monkeypatch):
-    """Logits of 16 to 32 have steps of 1/8 in bfloat16; the trainer sums them in float32.
-
-    The layers change little, so that most of the difference comes from the head and the last norm.
-    """
-    policy = make_policy("dense")
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            parameter.mul_(0.01 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0)
-        policy.lm_head.weight.mul_(4)
-    policy.bfloat16()
-    requests = random_requests(96, 1, 30)
-    options = rollout.engine_options
-    differences = {}
-    for head_dtype, num_seats in (("model", 7), ("float32", 6)):  # engine_of() keeps one engine per settings
-        override = {"hf_overrides": {"head_dtype": head_dtype}}
-        with monkeypatch.context() as patch:
-            patch.setattr(rollout, "engine_options", lambda *given, more=override: options(*given) | more)
-            engine = engine_of("dense", "bfloat16", max_num_seqs=num_seats)
-        engine.sync(hf_tensors(policy), 0)
-        completions = engine.generate(requests, 0)
-        logprobs, _ = trained(policy, requests, completions)
-        differences[head_dtype] = logprob_distance(logprobs, completions).mean()
-    assert differences["float32"] < 0.95 * differences["model"]  # measured 0.018 and 0.022 nats
-
-
 def test_options_of_an_engine_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     options = rollout.engine_options("folder", 100, RolloutSettings(sleep_level=2), 7200.5)
