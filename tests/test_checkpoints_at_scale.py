@@ -4,6 +4,7 @@ The tensors are tiny; their names and the file of each tensor are those of the r
 all ranks in turn, because load_hf() and save_hf() use no collective.
 """
 
+import copy
 import json
 from functools import cache
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ def checkpoint(tmp_path_factory):
     @cache
     def checkpoint(size: str):
         folder = tmp_path_factory.mktemp(size)
-        config = model_config(f"Qwen/Qwen3-{size}")
+        config = copy.deepcopy(model_config(f"Qwen/Qwen3-{size}"))
         config.update(TINY)
         policy = Policy(config)
         torch.manual_seed(0)
