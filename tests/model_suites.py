@@ -4,6 +4,7 @@ rank_worker.py runs model(). FOLDER/start, FOLDER/dense and FOLDER/glm are check
 """
 
 import copy
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -281,30 +282,6 @@ def bytes_of_zero_2(engine) -> dict:
     }
 
 
-def optimizer_variants(folder: Path) -> dict:
-    """Take two steps in bfloat16 with gradients added late, and with the fused optimizer for GPUs."""
-    results = {}
-    initialize = deepspeed.initialize
-    for name in ("late", "fused"):
-
-        def changed(model, config, name=name):
-            config["bf16"]["immediate_grad_update"] = name != "late"
-            config["optimizer"]["params"]["fused"] = name == "fused"
-            return initialize(model=model, config=config)
-
-        policy = policy_from(folder / "start", ep_size=2).bfloat16()
-        deepspeed.initialize = changed
-        engine = adamw_engine(policy, 1)
-        deepspeed.initialize = initialize
-        for step in range(2):
-            take_step(engine, tiny_batch(), step)
-        groups = engine.optimizer.optimizer.param_groups
-        assert {(group["fused"], group["foreach"]) for group in groups} == {(name == "fused", None)}
-        results[name] = {"parameters": collect(policy.named_parameters()), "bytes": bytes_of_zero_1(engine)}
-        engine.destroy()
-    return results
-
-
 def autoep(folder: Path) -> dict:
     """Take the step of steps() by DeepSpeed's expert parallelism on transformers' model, row by row."""
     batch = tiny_batch()
@@ -408,16 +385,20 @@ def recomputed_and_replayed(folder: Path) -> dict:
     """Compute log-probabilities and gradients at EP = 2: plain, checkpointed, replayed, both."""
     packed = pack_rows(tiny_batch(), MICRO_BATCHES[2][dist.get_rank()][0])
     policy = policy_from(folder / "start", ep_size=2)
-    results = {}
-    recorded = None
+    results = {"num_forwards": Counter()}
+    routes = None
     for name in ("plain", "checkpointed", "replayed", "both"):
         policy.activation_checkpointing = name in ("checkpointed", "both")
-        replay_ids = recorded if name in ("replayed", "both") else None
-        logprobs, _, layer_ids = policy(packed, replay_ids_TLK=replay_ids)
+        count = lambda *_, name=name: results["num_forwards"].update([name])
+        hook = policy.model.layers[0].register_forward_pre_hook(count)
+        logprobs, _, layer_ids = policy(
+            packed, replay_ids_TLK=routes if name in ("replayed", "both") else None
+        )
         policy.zero_grad()
         logprobs.sum().backward()
+        hook.remove()
         results[name] = {"logprobs": logprobs.detach(), **grads(policy)}
-        recorded = recorded if recorded is not None else stack_routes(layer_ids)
+        routes = stack_routes(layer_ids)
     return results
 
 
@@ -439,7 +420,7 @@ def weights(folder: Path) -> dict:
     return results | {"random": collect(policy.named_parameters())}
 
 
-PIECES = (autoep, groups, dispatch, recomputed_and_replayed, optimizer_variants)
+PIECES = (autoep, groups, dispatch, recomputed_and_replayed)
 SECTIONS = {1: [steps], 2: [steps, resume, *PIECES, weights], 4: [steps, weights]}  # by world size
 
 

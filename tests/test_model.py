@@ -25,7 +25,6 @@ from model_suites import (
     RESUME_CASES,
     STEP_CASES,
     dispatch_inputs,
-    stack_routes,
     tiny_batch,
     tiny_config,
     tiny_model,
@@ -187,42 +186,6 @@ def test_batch_without_targets():
     assert all(grad.count_nonzero() == 0 for grad in pop_gradients(policy).values())
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Recomputation and replay
-# ------------------------------------------------------------------------------------------------------------
-def run(policy: Policy, batch, replay_ids: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor], list]:
-    logprobs, _, layer_ids = policy(packed_batch(batch), replay_ids_TLK=replay_ids)
-    backward(logprobs, batch)
-    return logprobs.detach(), pop_gradients(policy), layer_ids
-
-
-@pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_activation_checkpointing_changes_nothing(kind):
-    policy = policy_like(tiny_model(kind))
-    logprobs, gradients, _ = run(policy, tiny_batch())
-    calls = []
-    policy.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
-    policy.activation_checkpointing = True
-    again, gradients_again, _ = run(policy, tiny_batch())
-    assert len(calls) == 2, "the layer runs once more in backward"
-    assert torch.equal(again, logprobs)
-    assert_same(gradients_again, gradients, atol=0)
-
-
-@pytest.mark.parametrize("kind", MOE_KINDS)
-def test_replay_of_own_routes_is_bitwise_equal(kind):
-    policy = policy_like(tiny_model(kind))
-    batch = tiny_batch()
-    logprobs, gradients, layer_ids = run(policy, batch)
-    routes = stack_routes(layer_ids)  # [T, L, K]
-    again, gradients_again, _ = run(policy, batch, routes)
-    assert torch.equal(again, logprobs)
-    assert_same(gradients_again, gradients, atol=0)
-    for shifted in (routes.roll(1, dims=0), routes.roll(1, dims=1)):  # by a token, by a layer
-        other, _, _ = run(policy, batch, shifted)
-        assert (other - logprobs).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize("kind", MOE_KINDS)
 def test_replay_of_random_routes_matches_transformers(kind):
     """Force random routes on transformers' router too; the weights come from each side's own softmax."""
@@ -258,9 +221,10 @@ def test_replay_of_random_routes_matches_transformers(kind):
         logp = hf(input_ids=torch.tensor([inputs]), use_cache=False).logits[0].log_softmax(-1)
         expected += [logp[len(prompt) - 1 + t, token] for t, token in enumerate(completion)]
     backward(torch.stack(expected), batch)
-    logprobs, gradients, _ = run(policy, batch, routes)
-    torch.testing.assert_close(logprobs, torch.stack(expected).detach(), rtol=0, atol=PARITY)
-    assert_same(gradients, pop_gradients(hf), atol=PARITY, alive=1e-3)
+    logprobs, _, _ = policy(packed_batch(batch), replay_ids_TLK=routes)
+    backward(logprobs, batch)
+    torch.testing.assert_close(logprobs, torch.stack(expected), rtol=0, atol=PARITY)
+    assert_same(pop_gradients(policy), pop_gradients(hf), atol=PARITY, alive=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -441,9 +405,6 @@ def test_errors_of_a_load_name_the_file_or_the_tensor(tmp_path):
     shard = only_shard(tmp_path)
     tensors = load_file(shard)
     name = "model.layers.2.mlp.experts.5.up_proj.weight"
-    save_file({n: t for n, t in tensors.items() if n != name}, shard)
-    with pytest.raises(ValueError, match=name):
-        load_hf(policy, tmp_path)
     save_file(tensors | {name: torch.zeros(24, 31)}, shard)
     with pytest.raises(ValueError, match=rf"{name}.*\(24, 31\)"):
         load_hf(policy, tmp_path)
@@ -500,18 +461,6 @@ def test_ranks_load_and_gather_the_tensors_of_transformers(world_size):
     for rank in ranks:  # every rank feeds an engine
         assert_same(dict(rank["hf_tensors"]), expected, atol=0)
         assert len(rank["hf_tensors"]) == len(expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensors_of_one_process_equal_transformers(kind):
-    hf = tiny_model(kind)
-    named = list(moe_model.hf_tensors(policy_like(hf)))
-    expected = dict(hf.named_parameters())  # without a tied head
-    expected |= {name: b for name, b in hf.named_buffers() if name.endswith("correction_bias")}
-    if kind == "mixtral":  # the engine uses the names of a checkpoint
-        expected = {name.replace(".mlp.", ".block_sparse_moe."): value for name, value in expected.items()}
-    assert_same(dict(named), expected, atol=0)
-    assert len(named) == len(expected)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -672,18 +621,6 @@ def test_memory_of_an_optimizer_is_as_planned(zero_stage, offload):
             assert (planned["master weights"], planned["AdamW"]) == (4 * num_elements, 8 * num_elements)
 
 
-@pytest.mark.slow
-def test_steps_without_immediate_gradients_and_with_the_optimizer_for_gpus():
-    """A bfloat16 gradient that is added to the float32 sum later gives the same bits, and needs memory."""
-    for variants, rank in zip(section("optimizer_variants", 2), section("resume", 2)):
-        parameters, _ = rank[torch.bfloat16, 1, False]["straight"]
-        assert variants["late"]["bytes"]["gradients of weights"] > 0
-        assert_same(variants["late"]["parameters"], parameters, atol=0)
-        assert variants["fused"]["bytes"]["gradients of weights"] == 0
-        for name, value in variants["fused"]["parameters"].items():  # one unit in the last place of bfloat16
-            assert torch.allclose(value, parameters[name], rtol=2**-7, atol=1e-6)
-
-
 def test_memory_of_a_large_model_by_part():
     """Qwen3-30B-A3B: 28.99 billion parameters in experts, 0.62 in embeddings, 0.92 elsewhere."""
     config = model_config("Qwen/Qwen3-30B-A3B")
@@ -747,5 +684,6 @@ def test_expert_parallelism_matches_transformers_also_recomputed_and_replayed():
     for rows, results in zip(MICRO_BATCHES[2], section("recomputed_and_replayed", 2)):
         logprobs = torch.cat([expected[i] for i in rows[0]])
         torch.testing.assert_close(results["plain"]["logprobs"], logprobs, rtol=0, atol=PARITY)
+        assert results.pop("num_forwards") == {"plain": 1, "checkpointed": 2, "replayed": 1, "both": 2}
         for name in ("checkpointed", "replayed", "both"):
             assert_same(results[name], results["plain"], atol=0)
