@@ -254,8 +254,9 @@ def fuzzed_routes(rng, config, rows, sparse):
     for layer in set(range(config.num_hidden_layers)) - set(sparse):
         ids[:, layer] = rng.integers(2)  # K times the same id, which is valid in a dense layer
     for t in np.flatnonzero(rng.random(rows) < 0.35):
-        faults = [config.num_experts, largest, *ids[t, 0]]  # unknown experts, or perhaps one expert twice
-        ids[t, rng.choice(sparse), rng.integers(top_k)] = min(rng.choice(faults), largest)
+        layer = rng.choice(sparse)
+        faults = [config.num_experts, largest, *ids[t, layer]]  # an unknown expert, or one expert twice
+        ids[t, layer, rng.integers(top_k)] = min(rng.choice(faults), largest)
     ids.setflags(write=False)
     return ids
 
