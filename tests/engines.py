@@ -1,4 +1,4 @@
-"""Samples of real vLLM engines, and their comparison with the trainer's forward pass."""
+"""Sample from real vLLM engines, and compare the samples with the trainer's forward pass."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def save_model(policy, folder: Path) -> Path:
 
 
 def random_requests(count: int, shortest: int, longest: int, max_new_tokens: int = 12) -> list[Request]:
-    """Draw requests with random prompts; the seed of a request is its number."""
+    """Draw requests with random prompts; seeds are 0, 1, 2 and so on."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(shortest, longest, size=count)
     prompts = [rng.integers(3, VOCAB, size=length).tolist() for length in lengths]

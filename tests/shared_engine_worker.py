@@ -1,6 +1,6 @@
 """Share one engine between two ranks: `shared_engine_worker.py FOLDER MODE` prints one JSON line per rank.
 
-MODE tensor: the engine splits every matrix; both ranks sample their own requests, in unequal numbers.
+MODE tensor: the engine splits every matrix; rank 0 samples 4 requests, rank 1 samples 5.
 MODE expert: the engine of each rank holds half of the experts and takes them from the policy of the same
 rank. vLLM's CPU kernel cannot compute with half of the experts, so this mode compares weights by checksum and
 samples nothing.

@@ -1,7 +1,7 @@
 """Load and export checkpoints with the names and the shards of Qwen3-30B-A3B and Qwen3-235B-A22B.
 
-The tensors are tiny; their names and the file of each tensor are those of the real models. One process plays
-all ranks in turn, because load_hf() and save_hf() use no collective.
+The tensors are tiny, but have the names and the files of the real models, for example 118 files of the 235B
+model. One process plays all ranks in turn, because load_hf() and save_hf() use no collective.
 """
 
 import copy
@@ -87,22 +87,6 @@ def expert_of(name: str) -> int | None:
     return int(name.split(".experts.")[1].split(".")[0]) if ".experts." in name else None
 
 
-def assert_holds(policy: Policy, tensors: dict[str, torch.Tensor], experts: range) -> None:
-    """Compare a rank's parameters with the tensors of the checkpoint, whose names are spelled out here."""
-    for name, parameter in policy.named_parameters():
-        prefix, _, projection = name.rpartition(".")
-        if projection == "down_proj":
-            expected = torch.stack([tensors[f"{prefix}.{e}.down_proj.weight"] for e in experts])
-        elif projection == "gate_up_proj":
-            pairs = [
-                [tensors[f"{prefix}.{e}.{part}_proj.weight"] for part in ("gate", "up")] for e in experts
-            ]
-            expected = torch.stack([torch.cat(pair) for pair in pairs])
-        else:
-            expected = tensors[name]
-        assert torch.equal(parameter, expected), name
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "ep_size", "ranks"),
@@ -111,9 +95,10 @@ def assert_holds(policy: Policy, tensors: dict[str, torch.Tensor], experts: rang
 def test_a_rank_reads_its_share_and_exports_it(
     size, ep_size, ranks, checkpoint, reads, tmp_path, monkeypatch
 ):
-    """A rank reads shared tensors and its own experts, each tensor once, and writes its experts.
+    """A rank reads the shared tensors and the experts of this rank, each tensor once, and writes its experts.
 
-    Together the ranks write every tensor once, in files of a limited size that the index names.
+    Together the ranks write every tensor once, bitwise equal, in files of a limited size that the index
+    names. test_model.py compares the loaded parameters with transformers'.
     """
     monkeypatch.setattr(moe_model, "SHARD_BYTES", 2**16)
     folder, tensors = checkpoint(size)
@@ -133,7 +118,6 @@ def test_a_rank_reads_its_share_and_exports_it(
         load_hf(policy, folder)
         experts = range(rank * 128 // ep_size, (rank + 1) * 128 // ep_size)
         assert sorted(reads) == sorted(name for name in tensors if expert_of(name) in (None, *experts))
-        assert_holds(policy, tensors, experts)
         save_hf(policy, tmp_path)
         written = (None, *experts) if rank == 0 else experts
         expected_names += [name for name in tensors if expert_of(name) in written]

@@ -178,14 +178,6 @@ def test_entropy_matches_the_formula_in_float64(temperature):
     torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=PARITY)
 
 
-def test_batch_without_targets():
-    policy = policy_like(tiny_model("moe"))
-    logprobs, entropy, _ = policy(pack([[1, 2, 3], [4]], [[], []], "cpu"))
-    assert logprobs.shape == entropy.shape == (0,)
-    logprobs.sum().backward()
-    assert all(grad.count_nonzero() == 0 for grad in pop_gradients(policy).values())
-
-
 @pytest.mark.parametrize("kind", MOE_KINDS)
 def test_replay_of_random_routes_matches_transformers(kind):
     """Force random routes on transformers' router too; the weights come from each side's own softmax."""
@@ -255,7 +247,8 @@ class CarelessGroupedMM(torch.autograd.Function):
 def test_grouped_linear_multiplies_every_row_by_the_matrix_of_its_expert(
     counts, dtype, careless, monkeypatch
 ):
-    """Unaligned counts, empty experts, no row at all. float64 takes the loop, the other types grouped_mm.
+    """Counts are unaligned, zero for some experts, or zero for all. float64 takes the loop, the other types
+    take grouped_mm.
 
     Numbers are of size 5, sums of up to 24 products: atol is 20 roundings of that in each type.
     """
@@ -359,8 +352,6 @@ def test_transformers_to_policy_to_transformers(kind, tmp_path):
     policy = load_policy(tmp_path / "hf")
     assert_same(dict(policy.named_parameters()), dict(hf.named_parameters()), atol=0)
     save_hf(policy, tmp_path / "own")
-    again = load_policy(tmp_path / "own")
-    assert_same(dict(again.named_parameters()), dict(policy.named_parameters()), atol=0)
     back = assert_transformers_loads(tmp_path / "own", hf)
     ids = torch.tensor([tiny_batch().prompt_ids[2]])
     with torch.no_grad():  # equal logits show that the configuration survived too: theta, eps, head size, ...
@@ -571,7 +562,7 @@ def test_resumed_step_is_bitwise_equal(reference, case):
 
 @pytest.mark.slow
 def test_step_equals_deepspeed_autoep():
-    """AutoEP's step on transformers' model at EP = 2. Its w1 and w3 are gate_up_proj, its w2 is down_proj."""
+    """AutoEP's step on transformers' model at EP = 2. Weights w1 and w3 are gate_up_proj; w2 is down_proj."""
     autoep_ranks = []
     for rank in section("autoep", 2):
         named = {name.replace(".router.gate.", ".gate."): value for name, value in rank["parameters"].items()}
