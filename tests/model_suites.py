@@ -261,6 +261,37 @@ def bytes_of_zero_1(engine) -> dict:
     }
 
 
+def optimizers(folder: Path) -> dict:
+    """Take two bfloat16 steps with ZeRO 1 at EP = 2: as the product does, with bfloat16 gradients held until
+    the step, and with the fused AdamW of GPUs."""
+    results = {}
+    initialize = deepspeed.initialize
+    for variant in ("product", "gradients held", "fused"):
+
+        def changed(model, config, variant=variant):
+            if variant == "gradients held":
+                config["bf16"]["immediate_grad_update"] = False
+            config["optimizer"]["params"]["fused"] = variant == "fused"
+            return initialize(model=model, config=config)
+
+        policy = policy_from(folder / "start", ep_size=2).bfloat16()
+        deepspeed.initialize = changed
+        engine = adamw_engine(policy, 1)
+        deepspeed.initialize = initialize
+        norms = [take_step(engine, tiny_batch(), step) for step in range(2)]
+        backward_of_zeros(engine)
+        groups = engine.optimizer.optimizer.param_groups
+        results[variant] = {
+            "norms": norms,
+            "held": count_bytes(parameter.grad for parameter in policy.parameters()),
+            "weights": count_bytes(engine.optimizer.bf16_groups_flat),
+            "fused": {(group["fused"], group["foreach"]) for group in groups},
+            "parameters": collect(policy.named_parameters()),
+        }
+        engine.destroy()
+    return results
+
+
 def bytes_of_zero_2(engine) -> dict:
     """Count the bytes of DeepSpeed's tensors between updates and, of gradients, after one more backward."""
     outer = engine.optimizer
@@ -421,7 +452,7 @@ def weights(folder: Path) -> dict:
 
 
 PIECES = (autoep, groups, dispatch, recomputed_and_replayed)
-SECTIONS = {1: [steps], 2: [steps, resume, *PIECES, weights], 4: [steps, weights]}  # by world size
+SECTIONS = {1: [steps], 2: [steps, resume, optimizers, *PIECES, weights], 4: [steps, weights]}  # by world size
 
 
 def model(folder: Path) -> dict:

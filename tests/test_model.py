@@ -580,6 +580,23 @@ def test_step_equals_deepspeed_autoep():
 # ------------------------------------------------------------------------------------------------------------
 # Memory
 # ------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_settings_of_the_optimizer_save_memory_and_change_no_step():
+    """ZeRO 1 in bfloat16: adding gradients at once is exact, and the fused AdamW differs by rounding.
+
+    One unit in the last place of bfloat16 is 2 ** -7 of a value at most; 1e-6 covers values near 0.
+    """
+    for rank in section("optimizers", 2):
+        product, held, fused = (rank[name] for name in ("product", "gradients held", "fused"))
+        assert product["held"] == fused["held"] == 0
+        assert held["held"] == pytest.approx(product["weights"], abs=64)  # DeepSpeed pads its groups
+        assert product["norms"] == held["norms"]
+        assert_same(product["parameters"], held["parameters"], atol=0)
+        assert product["fused"] == {(False, None)} and fused["fused"] == {(True, None)}
+        for name, value in fused["parameters"].items():
+            assert torch.allclose(value, product["parameters"][name], rtol=2**-7, atol=1e-6)
+
+
 @pytest.mark.parametrize(("zero_stage", "offload"), [(1, False), (2, False), (2, True)])
 @pytest.mark.slow
 def test_memory_of_an_optimizer_is_as_planned(zero_stage, offload):
