@@ -217,16 +217,6 @@ def test_the_policy_allows_one_script_only():
     assert "url(" not in style and "@import" not in style
 
 
-def test_rows_become_prompts():
-    rows = [row(1, 0, difficulty=2.0), row(0, 0, reward=math.nan), row(1, 1)]
-    prompts, groups = group_rows(rows, {2.0: "2 to 3"})
-    assert groups == [[0, 2], [1]] and [p["difficulty"] for p in prompts] == ["2 to 3", None]
-    assert prompts[1]["completions"][0]["reward"] is None
-    prompts, groups = group_rows([sample_row(step) for step in (10, 10, 20)])
-    assert groups == [[0, 1], [2]] and [p["step"] for p in prompts] == [10, 20]
-    assert [c["sample"] for c in prompts[0]["completions"]] == [1, 2] and prompts[0]["answer"] is None
-
-
 def test_details_of_tokens():
     rng = np.random.default_rng(0)
     engine = np.argsort(rng.random((4, 2, 300)))[..., :3].astype(np.int16)  # more ids than a byte holds

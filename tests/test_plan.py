@@ -311,19 +311,6 @@ def test_a_micro_batch_computes_a_shared_prompt_once(tokens, together):
     assert shared.parts == separate.parts, "the largest micro-batch may have short prompts only"
 
 
-def test_short_prompts_are_not_planned_as_shared():
-    """The lengths of completions of a group differ by more tokens than a short prompt has."""
-    assert make_task(prompts=999, new=1000).rows_together == 1
-    assert make_task(prompts=1000, new=1000).rows_together > 1
-
-
-def test_attention_works_on_all_places_of_shared_prompts():
-    task = plan.replace(make_task(), model=small_config("dense", 2))
-    full, shared, dense = (plan.product_seconds(task, *sizes) for sizes in ((7, 10), (3, 10, 7), (3, 0)))
-    attention = 4 * 2 * 6 * 32 * 10 / 0.5 / 989e12
-    assert full - shared == pytest.approx(4 / 3 * dense) and shared - dense == pytest.approx(7 * attention)
-
-
 # ---- bytes over the wire -----------------------------------------------------------------------------------
 def ring_all_reduce(num_bytes: float, ranks: int) -> float:
     """Count the bytes that a rank sends: ranks - 1 parts to reduce, and as many to spread the result."""
@@ -440,14 +427,6 @@ def test_a_sync_takes_about_the_published_seconds():
     assert plan.sync_seconds(two_nodes) > 2 * plan.sync_seconds(task), "the network is slower than NVLink"
 
 
-def test_products_by_hand():
-    """A dense toy: 2 operations a parameter and token at half of the peak, and attention."""
-    task = plan.replace(make_task(), model=small_config("dense", 2))
-    layer = 96 * (6 + 2 + 2) * 32 + 6 * 32 * 96 + 3 * 96 * 80 + 2 * 96 + 2 * 32
-    operations = 2 * (2 * layer + 96 + 64 * 96) + 4 * 2 * 6 * 32 * 10
-    assert plan.product_seconds(task, 7, 10) == pytest.approx(7 * operations / 0.5 / 989e12)
-
-
 # ---- fits, advice, search ----------------------------------------------------------------------------------
 TOO_LARGE = [
     ("Qwen3-30B-A3B", 8, "h100", ("model.ep_size=8",)),
@@ -504,13 +483,16 @@ def test_search_offloads_if_nothing_else_fits(machine, offloads):
 SEARCHED = ("--config", str(ROOT / "experiments/models/qwen3_30b_a3b_one_node.yaml"))
 
 
-def test_search_proposes_fitting_runs_fastest_first():
+def test_search_proposes_fitting_runs_fastest_first(small, capsys):
     proposals = plan.search(make_task(gpus=8, machine="h200"), most=4)
     seconds = [sum(plan.phase_seconds(task).values()) for _, task in proposals]
     assert len(proposals) == 4 and seconds == sorted(seconds)
     assert all(plan.why_not(task) is None for _, task in proposals)
     command = [*SEARCHED, *plan.as_settings(proposals[0][0]).split()]
     assert plan.why_not(plan.read_task(plan.parse_args(command))) is None, "a proposal is a command line"
+    argv = ["--config", str(small), "--gpus", "2", "--search"]
+    assert plan.main(argv) == 0 and "as it is" in capsys.readouterr().out
+    assert plan.main([*argv, "--gpu-memory-gib", "4"]) == 1 and "phase" in capsys.readouterr().out
 
 
 # ---- command line ------------------------------------------------------------------------------------------
@@ -578,21 +560,6 @@ def test_a_file_without_a_known_machine_is_named(small):
         plan.main(["--config", str(small)])
 
 
-def test_a_search_prints_the_settings_and_proposals(small, capsys):
-    argv = ["--config", str(small), "--gpus", "2", "--search"]
-    assert plan.main(argv) == 0
-    _, current, *proposals = capsys.readouterr().out.splitlines()
-    assert current.endswith("as it is") and 0 < len(proposals) <= 5
-    assert plan.main([*argv, "--gpu-memory-gib", "4"]) == 1
-    assert "phase" in capsys.readouterr().out
-
-
-def test_contradictions_are_printed_with_advice(small, capsys):
-    assert plan.main(["--config", str(small), "--gpus", "2", "model.ep_size=3"]) == 1
-    printed = capsys.readouterr().out
-    assert "model.ep_size 3" in printed and "model.ep_size=1" in printed
-
-
 # ---- the complete configurations ---------------------------------------------------------------------------
 def task_of(file: Path) -> plan.Task:
     return plan.read_task(plan.parse_args(["--config", str(file)]))
@@ -620,15 +587,9 @@ def test_new_headers_replace_old_headers(tmp_path, monkeypatch):
     file = tmp_path / "a.yaml"
     file.write_text(text.replace("rollout 7", "rollout 9").replace("--nproc", "--old", 1))
     monkeypatch.setattr(plan, "ROOT", tmp_path)
-    assert plan.main(["--write-headers", str(file)]) == 0
-    expected = text.replace("experiments/models/qwen3_0_6b_one_gpu.yaml", "a.yaml")
-    assert file.read_text() == expected
-    (machine,) = [line for line in text.splitlines() if plan.MACHINE_LINE.match(line)]
-    settings = text.splitlines()[len(plan.comment_of(file)) :]
-    file.write_text("\n".join(["# Mine", machine, *settings]) + "\n")  # a header that a user wrote
     for _ in range(2):
         assert plan.main(["--write-headers", str(file)]) == 0
-        assert file.read_text() == "# Mine\n" + expected[expected.index("#   torchrun") :]
+        assert file.read_text() == text.replace("experiments/models/qwen3_0_6b_one_gpu.yaml", "a.yaml")
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

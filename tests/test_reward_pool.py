@@ -1,6 +1,5 @@
 """The reward pool: custom functions, workers that misbehave, order, backlog, decoding."""
 
-import json
 import os
 import random
 import signal
@@ -69,7 +68,6 @@ def flees(completion, answer):
     return 1.0
 def equal(completion, answer): return completion == answer
 def raises(completion, answer): raise KeyError("no such test")
-def text(completion, answer): return "half"
 def hangs(completion, answer):
     while True: pass
 def deaf(completion, answer):
@@ -178,23 +176,6 @@ def test_a_function_gets_the_columns_that_its_parameters_name(own):
     (verdict,) = scored((f"{own}:with_default", "p", "a", {"completion": "z", "answer": "z"}))
     assert verdict.reward == 0.25, "a row without the column gets the default"
     assert scored((f"{own}:without_answer", "abc", "a", {"completion": "z"})) == [OK]
-
-
-def test_workers_get_only_the_fields_that_a_function_takes(own):
-    kinds = {
-        f"{own}:with_default": ["level"],
-        f"{own}:with_prompt": ["messages", "prompt"],
-        f"{own}:given": [],
-        f"{own}:with_all": None,
-        f"0.5*exact + 0.25*{own}:with_default + 0.25*{own}:waits_for": ["level"],
-    }
-    with RewardPool(1) as pool:
-        for kind in kinds:
-            pool.submit(kind, kind, "p", "1", FIELDS)
-        pool.collect()
-        for kind, names in {**kinds, "math": []}.items():
-            line = json.loads(pool._line([reward._Item(0, kind, "p", "1", FIELDS)]))
-            assert line[1][0][4] == {n: v for n, v in FIELDS.items() if names is None or n in names}
 
 
 @pytest.mark.parametrize(
