@@ -6,7 +6,7 @@ rollout.py makes completions of requests. train_rl.py collects them in groups, o
 batch of a rank, and takes the inputs of the loss from it, one micro-batch at a time.
 
 Shapes: B completions on this rank, b rows of a micro-batch, T tokens of the longest completion (padded
-right), L MoE layers, K experts per token. Log-probabilities and entropies are in nats.
+right), L layers, K experts per token. Log-probabilities and entropies are in nats.
 """
 
 from collections.abc import Callable
@@ -213,12 +213,12 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class SelectInputs:
-    """Inputs of an `algorithm.select` plug-in: the completions of one update on this rank."""
+    """Inputs of an `algorithm.select` plug-in: the completions of one minibatch on this rank."""
 
     advantages: Tensor  # [B, T]
     old_logprobs: Tensor  # [B, T]
     entropy: Tensor  # [B, T] of the old policy
-    mask: Tensor  # [B, T] bool, tokens of this update
+    mask: Tensor  # [B, T] bool, tokens of this minibatch
     group_index: Tensor  # [B] int64
     generators: list[Random]  # [B] seeded by the row's tokens and the step: the same on whichever rank
     ranks: Collectives

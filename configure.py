@@ -12,6 +12,7 @@ from data.prompts import check_data
 from runtime.config import explain, read_config, refuse_contradictions
 from runtime.learning_rate import learning_rate
 from runtime.other_names import NAMES_ELSEWHERE
+from runtime.plugin_files import HOOKS
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
 from settings import STAGE_SETTINGS, Config
 from verifiers.kinds import functions_of, is_kind
@@ -149,7 +150,7 @@ def loss_contradictions(config: Config) -> dict[str, bool]:
         **{
             f"{{algorithm.{hook}_args}} has no effect without algorithm.{hook}":
                 len(getattr(algo, f"{hook}_args")) > 0 and getattr(algo, hook) is None
-            for hook in plugins.HOOKS
+            for hook in HOOKS
         },
     }  # fmt: skip
 
@@ -182,7 +183,9 @@ def config_warnings(config: Config) -> list[str]:
     """List legitimate but unusual combinations, to be printed once at the start."""
     algo = config.algorithm
     warnings = []
-    if algo.ratio_level != "token" and algo.clip_mode == "fixed" and algo.clip_eps_high >= 0.1:
+    has_built_in_clip = algo.gain is None
+    is_wide = algo.clip_mode == "fixed" and algo.clip_eps_high >= 0.1
+    if has_built_in_clip and algo.ratio_level != "token" and is_wide:
         warnings.append(
             f"algorithm.clip_eps_high {algo.clip_eps_high} is wide for algorithm.ratio_level "
             f"{algo.ratio_level!r}: GSPO uses 3e-4 and 4e-4"
@@ -206,7 +209,7 @@ def config_warnings(config: Config) -> list[str]:
             "token_mask): take algorithm.ratio_form stop_gradient to exclude them"
         )
     has_own_clip = algo.ratio_level != "token" or algo.clip_mode not in ("fixed", "none")
-    if has_own_clip and num_updates == 1 and algo.old_policy == "trainer":
+    if has_built_in_clip and has_own_clip and num_updates == 1 and algo.old_policy == "trainer":
         warnings.append(
             f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "
             "acts at train.minibatches_per_step 1, because every ratio of the only update is 1; GSPO takes 4"

@@ -40,10 +40,10 @@ def first_round_size(prompts_per_step: int) -> int:
 def next_round_size(num_missing: int, num_useful: int, num_sampled: int, prompts_per_step: int) -> int:
     """Return the number of prompts in a later round.
 
-        min(1.5 B, 1.25 (B - useful) / (share of groups with variance in the last round))
+        min(1.5 P, 1.25 (P - useful) / (share of groups with variance in the last round))
 
-    num_missing: B - useful, groups with variance that the step still lacks; num_useful of num_sampled: groups
-    with variance in the last round; prompts_per_step: B. The floor of 64 prompts per round and the rounding
+    num_missing: P - useful, groups with variance that the step still lacks; num_useful of num_sampled: groups
+    with variance in the last round; prompts_per_step: P. The floor of 64 prompts per round and the rounding
     to the number of GPUs are left out, because they belong to the authors' batch of 256 [ours].
     """
     largest = first_round_size(prompts_per_step)

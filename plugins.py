@@ -10,7 +10,7 @@
 |---|---|---|---|
 | gain | batch.LossInputs | gain [b, T] with gradient, {name: statistic [b, T]} | once per micro-batch |
 | advantage | batch.AdvantageInputs | advantages [B] or [B, T] | once per step |
-| select | batch.SelectInputs | advantages [B, T] | once per update of a step |
+| select | batch.SelectInputs | advantages [B, T] | once per minibatch of a step |
 
 A plug-in is named in YAML or on the command line only, never by data. At the start it is imported, its
 arguments are checked against its signature, and it is called with a small batch. The digest of its file is
@@ -30,8 +30,6 @@ from batch import AdvantageInputs, Collectives, LossInputs, SelectInputs
 from settings import AlgorithmSettings, Config
 from verifiers.own import explain, load_function
 
-HOOKS = ("gain", "advantage", "select")
-
 
 def load_plugin(algorithm: AlgorithmSettings, hook: str) -> Callable:
     """Return the function of a hook with its arguments bound; ValueError explains what is wrong with it."""
@@ -41,7 +39,7 @@ def load_plugin(algorithm: AlgorithmSettings, hook: str) -> Callable:
         raise ValueError(f"algorithm.{hook}: {name!r} must be path/file.py:function")
     try:
         function = load_function(name).call
-    except Exception as error:  # the file may raise anything
+    except (Exception, SystemExit) as error:  # the file may raise anything
         raise ValueError(f"algorithm.{hook}: {name} cannot be loaded: {explain(error)}") from error
     signature = inspect.signature(function)
     try:
@@ -64,7 +62,7 @@ def check_plugins(config: Config) -> None:
         plugin = load_plugin(config.algorithm, hook)
         try:
             problem = check(plugin, config)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(f"algorithm.{hook}: {name} fails on a small batch: {explain(error)}") from error
         if problem:
             raise ValueError(f"algorithm.{hook}: {name} {problem}")
@@ -128,44 +126,62 @@ def check_gain(gain: Callable, config: Config) -> str | None:
         if not isinstance(value, Tensor) or value.shape != MASK.shape:
             return f"must return statistics [b, T] = [2, 3], {name!r} is {describe(value)}"
     if config.train.skip_zero_gradient and config.algorithm.kl_coef == 0:
-        values, _ = gain(small_loss_inputs(config.algorithm, 0.0))
-        if (values[MASK] != 0).any():
+        inputs = small_loss_inputs(config.algorithm, 0.0)
+        values, _ = gain(inputs)
+        (gradient,) = torch.autograd.grad(values[MASK].sum(), inputs.logprobs)
+        if (gradient[MASK] != 0).any():
             return (
-                "has a gain for tokens with advantage 0, which updates skip: set "
+                "has a gradient for tokens with advantage 0, which updates skip: set "
                 "train.skip_zero_gradient=false"
             )
     return None
 
 
 def check_advantage(advantage: Callable, config: Config) -> str | None:
-    """Return the problem of an advantage plug-in's result, None if there is none."""
-    inputs = AdvantageInputs(
-        rewards=torch.tensor([1.0, 0.0]),
-        parts=[{"exact": (1.0, 1.0)}, {"exact": (1.0, 0.0)}],
-        valid=torch.tensor([True, True]),
-        group_index=torch.tensor([0, 0]),
-        ranks=ONE_RANK,
-    )
-    result = advantage(inputs)
-    if not isinstance(result, Tensor) or not result.is_floating_point() or result.shape[:1] != (2,):
-        return f"must return advantages of floats [B] = [2] or [B, T], it returned {describe(result)}"
-    if result.dim() > 2:
-        return f"must return advantages of floats [B] = [2] or [B, T], it returned {describe(result)}"
+    """Return the problem of an advantage plug-in's result, None if there is none.
+
+    If the settings add a judge or penalties to the verifier's score, the rewards of the small batch differ
+    from the parts, and can be negative, as they can in the run.
+    """
+    reward = config.reward
+    has_penalties = reward.overlong_buffer > 0 or reward.repetition_coef > 0
+    can_be_negative = has_penalties or reward.judge_mode == "pairwise_reference"
+    is_changed = can_be_negative or reward.judge != "none" or reward.binary
+    rewards = torch.tensor([0.75, -0.25 if can_be_negative else 0.25] if is_changed else [1.0, 0.0])
+    for num_completions in (2, 0):  # a rank may have no completion
+        inputs = AdvantageInputs(
+            rewards=rewards[:num_completions],
+            parts=[{"exact": (1.0, 1.0)}, {"exact": (1.0, 0.0)}][:num_completions],
+            valid=torch.ones(num_completions, dtype=torch.bool),
+            group_index=torch.zeros(num_completions, dtype=torch.int64),
+            ranks=ONE_RANK,
+        )
+        result = advantage(inputs)
+        is_floats = isinstance(result, Tensor) and result.is_floating_point()
+        if not is_floats or result.dim() not in (1, 2) or len(result) != num_completions:
+            expected = f"advantages of floats [B] = [{num_completions}] or [B, T]"
+            return f"must return {expected}, it returned {describe(result)}"
     return None
 
 
 def check_select(select: Callable, config: Config) -> str | None:
     """Return the problem of a select plug-in's result, None if there is none."""
-    inputs = SelectInputs(
-        advantages=torch.tensor([[1.0], [-1.0]]) * MASK,
-        old_logprobs=torch.tensor([[-0.5, -1.0, -2.0], [-1.5, -0.25, 0.0]]),
-        entropy=torch.tensor([[1.0, 0.5, 2.0], [0.1, 1.5, 0.0]]),
-        mask=MASK,
-        group_index=torch.tensor([0, 0]),
-        generators=[Random(0), Random(1)],
-        ranks=ONE_RANK,
-    )
-    result = select(inputs)
-    if not is_tensor(result, [MASK.shape]):
-        return f"must return advantages of floats [B, T] = [2, 3], it returned {describe(result)}"
+    advantages = torch.tensor([[1.0], [-1.0]]) * MASK
+    old_logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-1.5, -0.25, 0.0]])
+    entropy = torch.tensor([[1.0, 0.5, 2.0], [0.1, 1.5, 0.0]])
+    for num_completions in (2, 0):  # a rank may have no completion
+        rows = slice(num_completions)
+        inputs = SelectInputs(
+            advantages=advantages[rows],
+            old_logprobs=old_logprobs[rows],
+            entropy=entropy[rows],
+            mask=MASK[rows],
+            group_index=torch.zeros(num_completions, dtype=torch.int64),
+            generators=[Random(0), Random(1)][rows],
+            ranks=ONE_RANK,
+        )
+        result = select(inputs)
+        if not is_tensor(result, [inputs.mask.shape]):
+            expected = f"advantages of floats [B, T] = [{num_completions}, 3]"
+            return f"must return {expected}, it returned {describe(result)}"
     return None

@@ -101,7 +101,20 @@ Correction = Literal[
 ]  # fmt: skip
 Replay = Literal["off", "r2", "r3"]
 JudgeMode = Literal["score", "pairwise_reference", "round_robin"]
-PluginArgs = dict[str, bool | int | float | str | list[float]]
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+def numbers_of(arguments):
+    """Turn texts such as 1e-3, which YAML reads as text, into numbers; keep other values."""
+    if not isinstance(arguments, dict):
+        return arguments
+    return {
+        name: float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+        for name, value in arguments.items()
+    }
+
+
+PluginArgs = Annotated[dict[str, bool | int | float | str | list[float]], BeforeValidator(numbers_of)]
 
 
 class AlgorithmSettings(Section):
@@ -129,6 +142,7 @@ class AlgorithmSettings(Section):
         "entropy_adaptive: an interval that is wider for uncertain tokens (ESPO eq. 8). weight: the clipped "
         "ratio is a constant factor of log pi (CISPO). before_mean: clip each token's ratio, then average "
         "(GMPO). none: no clip.",
+        hint="SAPO, DPPO, VESPO and your own are plug-ins: algorithm.gain, docs/plugins.md",
     )
     clip_eps_low: float = setting(0.2, "clip ratios below 1 - clip_eps_low", gt=0, le=1)
     clip_eps_high: float = setting(0.2, "clip ratios above 1 + clip_eps_high", gt=0)
@@ -156,6 +170,7 @@ class AlgorithmSettings(Section):
         "group_std",
         "group_std: divide centred rewards by the standard deviation of the group. mean_only: only subtract "
         "the mean of the group (Dr.GRPO).",
+        hint="MaxRL, RLOO, GDPO, batch_std and your own are plug-ins: algorithm.advantage, docs/plugins.md",
     )
     tie_band: float = setting(
         0.0, "treat rewards that are this close to the group's mean as ties with advantage 0; 0: off", ge=0
@@ -381,6 +396,7 @@ class RolloutSettings(Section):
         "GPU memory that the engine frees during updates. 0: none. 2: weights and KV cache, which the next "
         "sync restores.",
         True,
+        hint="vLLM's level 1 keeps weights that the next sync overwrites; 2 frees as much",
     )
     enforce_eager: bool = setting(
         False, "disable CUDA graphs and compilation on GPUs, for example to debug an error", True
@@ -412,7 +428,8 @@ class RolloutSettings(Section):
     )
     check_every: int = setting(
         50,
-        "check the engine's weights and parity every N steps, and always at the first; 0: never",
+        "check the engine's weights and parity at the first sync and every N steps; 0: at the first sync "
+        "only",
         True,
         ge=0,
     )

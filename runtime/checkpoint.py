@@ -8,7 +8,6 @@ resume, read the folder that find_checkpoint() returns.
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import itertools
 import json
@@ -21,7 +20,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO
@@ -31,8 +30,9 @@ import yaml
 from safetensors import SafetensorError
 
 from runtime.agreement import versions_of
-from runtime.config import complete, differences, free_on_resume
+from runtime.config import complete, differences, free_on_resume, with_paths_to
 from runtime.launch import one_line
+from runtime.plugin_files import file_of, plugin_digests
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
 
@@ -179,13 +179,14 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     backup = None if record else keep_earlier_record(run_dir)
     if backup:
         print(f"run.dir: an earlier launch ended before its first checkpoint; its logs are kept in {backup}")
+    settings = with_paths_to(run_dir, config.model_dump(mode="json"), type(config))
+    plugins = plugin_digests(config)
     with writing(run_dir / "config.yaml"):
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     with writing(run_dir / "source"):
-        versions = versions_of() | save_source(run_dir / "source")
+        versions = versions_of() | save_source(run_dir / "source", [file_of(name) for name in plugins])
         versions["weights"] = digest_of_weights(Path(config.model.path))
-        if plugins := plugin_digests(config):
-            versions["plugins"] = plugins
+        versions |= {"plugins": plugins} if plugins else {}
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
@@ -248,8 +249,8 @@ def digest_of_files(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def save_source(folder: Path) -> dict[str, str | bool | None]:
-    """Copy the running script and all uncommitted changes (changes.diff, tracked files only) into a folder.
+def save_source(folder: Path, plugins: Iterable[Path] = ()) -> dict[str, str | bool | None]:
+    """Copy the script, the plug-ins and all uncommitted changes (changes.diff, tracked files) into a folder.
 
     Returns {"commit", "dirty", "script"}. dirty: True also if the checkout has untracked Python files. If git
     is missing, commit and dirty are None, and the folder gets the script alone.
@@ -259,6 +260,8 @@ def save_source(folder: Path) -> dict[str, str | bool | None]:
     script = Path(sys.argv[0]).resolve()
     if script.is_file():
         shutil.copy(script, folder / script.name)
+    for plugin in plugins:
+        shutil.copy(plugin, folder / plugin.name)
 
     def git(*arguments: str) -> str | None:
         root = Path(__file__).resolve().parents[1]
@@ -292,20 +295,6 @@ def topology(config) -> dict:
         "zero_stage": config.train.zero_stage,
         "dtype": config.model.dtype,
     }
-
-
-@functools.cache
-def digest_of_plugin(name: str) -> str:
-    """Return the digest of the file of path/file.py:function, as it was at the first call in this process."""
-    return hashlib.sha256(Path(name.rpartition(":")[0]).read_bytes()).hexdigest()[:16]
-
-
-def plugin_digests(config) -> dict[str, str]:
-    """Return {path/file.py:function: digest of the file} of the plug-ins of a run and of its stages."""
-    algorithms = [config.algorithm.model_dump()]
-    algorithms += [(stage.model_extra or {}).get("algorithm") or {} for stage in config.stages]
-    names = [algorithm.get(hook) for algorithm in algorithms for hook in ("gain", "advantage", "select")]
-    return {name: digest_of_plugin(name) for name in names if name}
 
 
 def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
@@ -422,6 +411,11 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
         )
     while checkpoints:
         record, problems = read_record(checkpoints[-1])
+        if problems == [OTHER_VERSION]:
+            raise ValueError(
+                f"{checkpoints[-1]} was written by another version of this program and cannot be resumed "
+                f"exactly: choose another run.dir and start with model.path={checkpoints[-1]}/model"
+            )
         if not problems:
             check_fits(config, checkpoints[-1], record)
             return checkpoints[-1], record
@@ -438,6 +432,9 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
         dist.barrier()
 
 
+OTHER_VERSION = "state.json was written by another version of this program"
+
+
 def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
     """Return state.json of a checkpoint, and a list with the problem of this file, if any."""
     record = {}
@@ -446,7 +443,7 @@ def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
         record = json.loads((checkpoint / "state.json").read_text())
         is_complete = record.keys() >= {"topology", "config", "state"}
         if not is_complete or unknown_counters(record["state"]):
-            problem = ["state.json was not written by this version of the program"]
+            problem = [OTHER_VERSION]
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         problem = [f"state.json cannot be read: {error}"]
     if not problem and "sha256" in record and record.pop("sha256") != digest_of_record(record):

@@ -130,12 +130,13 @@ def handle_nonfinite(
     fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
     torch.save(fields | {"prompts": texts, "rows": rows} | more, path)  # plain types: loads with weights_only
     prompts = ", ".join(repr(text[:80]) for text in examples[:3]) or "none in particular"
+    skipped = "reward" if quantity == "reward" else "update"
     message = (
         f"step {step + 1}: a {quantity} is NaN or infinite; prompts ({len(examples)}): {prompts}; the batch "
-        f"is saved in {path.parent}, the weights are unchanged"
+        f"is saved in {path.parent}, and this {skipped} has not changed the weights"
     )
     if config.run.on_nonfinite == "stop":
-        raise RuntimeError(f"{message}; run.on_nonfinite=skip would continue without this batch")
+        raise RuntimeError(f"{message}; run.on_nonfinite=skip continues without this {skipped}")
     say(message)
 
 

@@ -17,6 +17,7 @@ import operator
 import os
 import re
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -52,14 +53,21 @@ class Section(BaseModel):
         return value
 
 
-def setting(default, description: str, free_on_resume: bool = False, is_path: bool = False, **limits):
+def setting(
+    default,
+    description: str,
+    free_on_resume: bool = False,
+    is_path: bool = False,
+    hint: str = "",
+    **limits,
+):
     """Define a field with a description for --help; the default `...` makes the setting required.
 
     free_on_resume: the value may change when a run resumes, because the setting affects speed, logging or
     checks but not the training result, for example run.log_every. is_path: a relative path in a YAML file
-    starts from the folder of this file.
+    starts from the folder of this file. hint: end of the message about a wrong value.
     """
-    extra = {"free_on_resume": free_on_resume, "is_path": is_path}
+    extra = {"free_on_resume": free_on_resume, "is_path": is_path, "hint": hint}
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -148,28 +156,60 @@ def read_yaml(path: Path, schema: type[BaseModel], above: tuple[Path, ...] = ())
     return merge(below, values)
 
 
-def with_paths_from(folder: Path, values: dict, schema: type[BaseModel]) -> dict:
-    """Return settings whose relative paths (is_path) start from a folder, also in the entries of `stages`."""
-    resolved = dict(values)
+def with_paths(values: dict, schema: type[BaseModel], change: Callable[[str], str]) -> dict:
+    """Return settings with change(path) for every path (is_path), also in the entries of `stages`."""
+    changed = dict(values)
     for name, info in schema.model_fields.items():
         value = values.get(name)
         if is_section(info.annotation) and isinstance(value, dict):
-            resolved[name] = with_paths_from(folder, value, info.annotation)
+            changed[name] = with_paths(value, info.annotation, change)
         elif section_in_list(info.annotation) and isinstance(value, list):
             # an entry of `stages` holds sections of the whole schema
-            resolved[name] = [with_paths_from(folder, v, schema) if isinstance(v, dict) else v for v in value]
+            changed[name] = [with_paths(v, schema, change) if isinstance(v, dict) else v for v in value]
         elif (info.json_schema_extra or {}).get("is_path") and isinstance(value, str):
-            resolved[name] = os.path.normpath(folder / value)
-    return resolved
+            changed[name] = change(value)
+    return changed
+
+
+def with_paths_from(folder: Path, values: dict, schema: type[BaseModel]) -> dict:
+    """Return settings whose paths, relative to a folder, are relative to the working directory instead.
+
+    A path outside of the working directory becomes absolute, so that one file always has one spelling.
+    """
+
+    def resolve(path: str) -> str:
+        try:
+            file = (folder / Path(path).expanduser()).resolve()
+        except (ValueError, OSError, RuntimeError):  # no path at all, which the reader of the setting refuses
+            return path
+        return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+
+    return with_paths(values, schema, resolve)
+
+
+def with_paths_to(folder: Path, values: dict, schema: type[BaseModel]) -> dict:
+    """Return settings whose paths are relative to a folder, the reverse of with_paths_from()."""
+    return with_paths(values, schema, lambda path: os.path.relpath(path, folder))
 
 
 def merge(below: dict, above: dict) -> dict:
-    """Merge nested mappings. A value of `above` wins; a list replaces the entire list below."""
-    merged = dict(below)
+    """Merge nested mappings. A value of `above` wins; a list replaces the entire list below.
+
+    A new value of KEY drops the arguments KEY_args below, for example gain_args of another gain.
+    """
+    changed = [key for key, value in above.items() if below.get(key) != value]
+    obsolete = {f"{key}_args" for key in changed}
+    return unite({key: value for key, value in below.items() if key not in obsolete}, above, merge)
+
+
+def unite(below: dict, above: dict, merge_inner: Callable[[dict, dict], dict] | None = None) -> dict:
+    """Merge nested mappings as merge() does, but keep all arguments: for settings of one command line."""
+    merge_inner = merge_inner or unite
+    united = dict(below)
     for key, value in above.items():
         are_mappings = isinstance(value, dict) and isinstance(below.get(key), dict)
-        merged[key] = merge(below[key], value) if are_mappings else value
-    return merged
+        united[key] = merge_inner(below[key], value) if are_mappings else value
+    return united
 
 
 def read_override(text: str) -> dict:
@@ -220,8 +260,10 @@ def read_config(
     values: dict = {}
     for file in args.config:
         values = merge(values, read_yaml(file, schema))
+    overrides: dict = {}
     for override in args.settings:
-        values = merge(values, read_override(override))
+        overrides = unite(overrides, with_paths_from(Path(), read_override(override), schema))
+    values = merge(values, overrides)
     try:
         return schema.model_validate(values)
     except ValidationError as error:
@@ -286,7 +328,10 @@ def explain(
             lines.append(f"{prefix}{name}: unknown setting, did you mean {near}?")
         else:
             message = lowered(item["msg"].removeprefix("Value error, "))
-            lines.append(f"{prefix}{name}: {message}, found {repr(item['input'])[:200]}")
+            info = setting_fields(schema).get(name)
+            hint = (info.json_schema_extra or {}).get("hint") if info else ""
+            end = f" ({hint})" if hint else ""
+            lines.append(f"{prefix}{name}: {message}, found {repr(item['input'])[:200]}{end}")
     more = [f"and {len(wrong) - MAX_ERRORS:,} more"] if len(wrong) > MAX_ERRORS else []
     return "; ".join(lines + more)
 

@@ -1,11 +1,13 @@
 """The pages for newcomers: the code blocks run as printed, and the names on the pages exist in the code."""
 
+import ast
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -253,3 +255,55 @@ def test_slurm_starts_the_same_commands_as_two_shells(tmp_path):
         for text in (by_hand, STANDS_FOR_SLURM + by_slurm)
     ]
     assert outputs[0] == outputs[1] and outputs[0].count("torchrun --nnodes=2 --node-rank=") == 2
+
+
+# ---- names of the code -------------------------------------------------------------------------------------
+CODE_PAGES = [
+    *PAGES,
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "kernels" / "README.md",
+    ROOT / "runtime" / "README.md",
+]
+OWN_PAGES = [page for page in CODE_PAGES if page not in (FROM_OTHERS, GPU)]  # these two quote libraries
+SOURCES = [path for path in ROOT.rglob("*.py") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts)]
+
+
+@cache
+def words_of_the_code() -> set[str]:
+    return set().union(*(re.findall(r"\w+", path.read_text()) for path in SOURCES))
+
+
+@cache
+def defined_names(path: Path) -> set[str]:
+    """List the names that a file defines or imports: functions, classes, methods, fields and constants."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            names.add(node.attr)
+    return names
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_file_and_function_of_a_page_exist(page):
+    """For example `rollout.py: RolloutEngine.sync`, or several functions of one file after the colon."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for file, names in re.findall(r"`([\w/]+\.py): ([\w., ]+)`", text):
+        defined = defined_names(ROOT / file)
+        for name in re.split(r"[., ]+", names):
+            assert name in defined, f"{page.name}: {file} has no {name}"
+
+
+@pytest.mark.parametrize("page", OWN_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_function_without_a_file_exists_somewhere(page):
+    """A name such as `sample_step` or `LossInputs` is the name of something in the code."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for code in re.findall(r"`([A-Za-z_][\w.]*)(?:\(\))?`", text):
+        for name in code.split("."):
+            is_function = re.fullmatch(r"[a-z]+(_[a-z0-9]+)+|([A-Z][a-z]+){2,}", name)
+            assert not is_function or name in words_of_the_code(), (
+                f"{page.name}: nothing in the code is called {name}"
+            )

@@ -50,7 +50,7 @@ def small_recipe(tmp_path_factory) -> Path:
     """Write a recipe of little work with rewards of 50 to 100 ms."""
     recipe = {
         "num_steps": 2, "num_prompts": 4, "group_size": 2, "median_tokens": 12.0, "longest_tokens": 40,
-        "slow_share": 0.5, "slow_seconds": [0.05, 0.1], "seed": 3,
+        "slow_share": 0.75, "slow_seconds": [0.05, 0.1], "seed": 3,
     }  # fmt: skip
     path = tmp_path_factory.mktemp("bench") / "recipe.json"
     path.write_text(json.dumps(recipe))

@@ -143,7 +143,7 @@ def test_any_file_of_rows_is_read_or_refused_by_its_name(read, rows, seed, tmp_p
 
 # ---- files that a resumed run reads ------------------------------------------------------------------------
 def test_only_bad_lines_of_metrics_are_dropped(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(checkpoint, "save_source", lambda folder: {})
+    monkeypatch.setattr(checkpoint, "save_source", lambda folder, plugins: {})
     monkeypatch.setattr(checkpoint, "versions_of", dict)
     config = make_config(f"run.dir={tmp_path}")
     file = tmp_path / "metrics.jsonl"

@@ -207,8 +207,9 @@ def assert_matches_reference(case: dict, config: Config, padding=0, elsewhere=(0
     has_mask = "mask" in algorithm.rollout_correction
     assert ("masked" in statistics) == (has_mask or "max_divergence" in algorithm.gain_args)
     if "masked" in statistics:
-        factors = sum(corrections if has_mask else masks, [])
-        assert statistics["masked"].tolist() == [float(factor == 0) for factor in factors]
+        pairs = zip(sum(corrections, []), sum(masks, []))
+        is_masked = [has_mask and correction == 0 or mask == 0 for correction, mask in pairs]
+        assert statistics["masked"].tolist() == [float(masked) for masked in is_masked]
     distances = [a - b for rows in zip(case["old_logprobs"], case["rollout_logprobs"]) for a, b in zip(*rows)]
     assert_close(statistics["abs_dlogp"], [abs(d) for d in distances])
     return statistics["clipped"].tolist()
@@ -841,7 +842,8 @@ def test_maxrl_and_rloo_worked_out_by_hand(float64):
 
     assert_close(advantages("maxrl", [1.0, 0.0, 0.0, 0.0]), [3.0, -1.0, -1.0, -1.0])
     assert_close(advantages("rloo", [1.0, 0.0, 0.0, 0.0]), [1.0] + [-1 / 3] * 3)
-    assert not advantages("maxrl", [0.75, -0.25, -0.25, -0.25]).any(), "the mean is 0"
+    with pytest.raises(ValueError, match="negative"):
+        advantages("maxrl", [0.75, -0.25, -0.25, -0.25])
 
 
 def test_rl_zvp_worked_out_by_hand(float64):
@@ -977,6 +979,10 @@ def advantages_of_ranks(monkeypatch, deals: list[list[dict]], config: Config) ->
         ]
         batch.valid = torch.tensor([group["valid"][i] for _, group, i in rows])
         batch.rewards = torch.tensor([verdict.reward for verdict in batch.verdicts])
+        if "gdpo" in config.algorithm.advantage:  # refuses rewards that are not the sums of their parts
+            weights = [group["weights"] for _, group, _ in rows]
+            sums = [sum(w[kind] * p[kind] for kind in p) / sum(w.values()) for w, p in zip(weights, parts)]
+            batch.rewards = torch.tensor(sums)
         return train_rl.token_advantages(batch, config)[:, 0].tolist()
 
     return sum(FakeRanks(2).install(monkeypatch).run(on_rank), [])
@@ -1085,6 +1091,8 @@ def gradient_of(**algorithm) -> torch.Tensor:
     batch.old_logprobs = (batch.rollout_logprobs + noise(0.8)) * batch.response_mask
     batch.ref_logprobs = batch.old_logprobs + noise(1.0)
     batch.rewards = torch.tensor([1.0, 0.0, 0.4, 0.1, 0.6, 0.2] * 2)  # 0.1: right, with many penalties
+    if "gdpo" in str(algorithm.get("advantage")):  # refuses rewards that are not the sums of their parts
+        batch.rewards = torch.tensor([1.0, 0.06, 0.18] * 4)  # by SEVERAL
     config = config_of(**algorithm)
     batch.advantages = train_rl.select_tokens(train_rl.token_advantages(batch, config), batch, config, 0)
     logprobs = (batch.old_logprobs + noise(1.5)).requires_grad_()

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 from configure import load_config
-from plugins import HOOKS
+from runtime.plugin_files import HOOKS
 from settings import Config, ZeroVarianceSettings
 
 METHODS = ROOT / "experiments" / "methods"
@@ -134,7 +134,7 @@ def test_a_method_has_the_values_of_its_paper(name):
     for setting, expected in PAPERS[name].items():
         value = getattr(config.algorithm, setting)
         if setting in HOOKS:
-            expected = str(METHODS.parent / "plugins" / expected)
+            expected = f"experiments/plugins/{expected}"
         is_float = isinstance(expected, float)
         assert value == (pytest.approx(expected, rel=1e-12) if is_float else expected), f"algorithm.{setting}"
     for setting, expected in ZERO_VARIANCE.get(name, UNFILTERED).items():

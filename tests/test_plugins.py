@@ -13,8 +13,10 @@ from conftest import ROOT
 
 import train_rl
 from batch import AdvantageInputs, LossInputs, SelectInputs
+from configure import stage_configs
 from data.stream import seed_of
 from plugins import ONE_RANK, load_plugin
+from runtime.checkpoint import prepare_run_dir
 from settings import AlgorithmSettings
 from verifiers.kinds import parts_of
 
@@ -90,6 +92,8 @@ def test_an_advantage_plugin_equals_the_built_in_version_of_v0_1(name):
         {part: (weight, second if part == "numeric" else reward) for weight, part in parts_of(kind)}
         for kind, reward, second in zip(kinds, rewards, second_rewards)
     ]
+    if is_gdpo:  # refuses rewards that are not the weighted sums of their parts
+        rewards = [sum(w * r for w, r in row.values()) / sum(w for w, _ in row.values()) for row in parts]
     inputs = AdvantageInputs(
         rewards=torch.tensor(rewards, dtype=dtype),
         parts=parts,
@@ -189,3 +193,61 @@ def test_a_path_in_a_yaml_is_relative_to_the_yaml(tmp_path):
     (tmp_path / "exp.yaml").write_text("base: sub/base.yaml\ndata: {train: [{path: x.jsonl}]}\n")
     config = train_rl.load_config(["--config", str(tmp_path / "exp.yaml")])
     assert config.algorithm.gain == f"{tmp_path}/sub/mine.py:gain"
+
+
+@pytest.mark.parametrize(
+    "method, setting, word",
+    [
+        ("gdpo", "reward.overlong_buffer=4", "GDPO"),
+        ("gdpo", "reward.binary=true", "GDPO"),
+        ("maxrl", "reward.repetition_coef=0.5", "MaxRL"),
+        ("sapo", "algorithm.gain_args={tau_positive: 0}", "tau_positive"),
+        ("top_entropy", "algorithm.select_args={fraction: 2}", "fraction"),
+    ],
+)
+def test_a_plugin_refuses_settings_that_it_would_ignore(method, setting, word):
+    method = ["--config", f"experiments/methods/{method}.yaml"]
+    train_rl.load_config(["data.train=[{path: x.jsonl}]", *method])
+    with pytest.raises(ValueError, match=word):
+        train_rl.load_config(["data.train=[{path: x.jsonl}]", *method, setting])
+
+
+def test_another_function_drops_the_arguments_of_the_earlier_one():
+    sapo = ["--config", "experiments/methods/sapo.yaml"]
+    vespo = ["--config", "experiments/methods/vespo.yaml"]
+    config = train_rl.load_config(["data.train=[{path: x.jsonl}]", *sapo, *vespo])
+    assert set(config.algorithm.gain_args) == {
+        "power_positive", "power_negative", "decay_positive", "decay_negative",
+    }  # fmt: skip
+    config = train_rl.load_config(["data.train=[{path: x.jsonl}]", *sapo, "algorithm.gain=null"])
+    assert config.algorithm.gain is None and config.algorithm.gain_args == {}
+    stages = "stages=[{name: a, until: {steps: 1}}, {name: b, algorithm: {gain: null}}]"
+    _, second = stage_configs(train_rl.load_config(["data.train=[{path: x.jsonl}]", *sapo, stages]))
+    assert second.algorithm.gain is None and second.algorithm.gain_args == {}
+
+
+def test_the_saved_settings_of_a_run_load_again(tmp_path):
+    """config.yaml holds paths relative to run.dir, as a YAML does."""
+    sapo = ["--config", "experiments/methods/sapo.yaml"]
+    config = train_rl.load_config(["data.train=[{path: x.jsonl}]", *sapo, f"run.dir={tmp_path}"])
+    prepare_run_dir(tmp_path, config, None)
+    assert train_rl.load_config(["--config", str(tmp_path / "config.yaml")]) == config
+    assert (tmp_path / "source" / "sapo.py").is_file()
+    assert list(json.loads((tmp_path / "versions.json").read_text())["plugins"]) == [config.algorithm.gain]
+
+
+def test_an_absolute_and_a_relative_path_are_one_plugin():
+    relative = train_rl.load_config(["--config", "experiments/studies/variants/sapo.yaml"])
+    absolute = train_rl.load_config(["--config", str(ROOT / "experiments/studies/variants/sapo.yaml")])
+    assert relative == absolute and relative.algorithm.gain == "experiments/plugins/sapo.py:sapo"
+
+
+def test_a_number_in_scientific_notation_is_a_number():
+    config = train_rl.load_config(
+        [
+            "data.train=[{path: x.jsonl}]",
+            f"algorithm.gain={PLUGINS}/sapo.py:sapo",
+            "algorithm.gain_args={tau_positive: 1e-3}",
+        ]
+    )
+    assert config.algorithm.gain_args["tau_positive"] == 0.001

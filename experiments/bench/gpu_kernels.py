@@ -1,7 +1,7 @@
-"""Pieces of experiments.bench.gpu that need torch and triton alone; the runner imports them by name.
+"""Pieces of experiments.bench.gpu that require only torch and triton; the runner imports them by name.
 
-A piece is a function (folder, dry) -> Report. `dry` means small sizes on a CPU, to see that it runs. Shapes
-are those of a layer of Qwen3-30B-A3B, of which a card holds several.
+A piece is a function (folder, dry) -> Report. `dry` runs small sizes on a CPU, as a test of the code. Shapes
+are the ones of a layer of Qwen3-30B-A3B; four layers fit one GPU.
 """
 
 import importlib
@@ -14,6 +14,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,13 +23,13 @@ import torch
 from experiments.bench.common import ROOT
 
 NEEDS_GPU = "needs a GPU"
-LIMIT_S = 600  # seconds that a piece may take
+LIMIT_S = 600  # time limit of a piece, in seconds
 LAYER_30B = {
     "hidden_size": 2048, "num_hidden_layers": 4, "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
     "vocab_size": 151936,
 }  # fmt: skip
-SIZES = {  # models: layers of 30B; 2.0 billion parameters, 0.8 of them at work on a token; one for dry runs
+SIZES = {  # layers of 30B; 2.0 billion parameters, 0.8 billion active per token; small, for dry runs
     "30B": LAYER_30B,
     "2B": LAYER_30B | {"num_hidden_layers": 8, "num_experts": 32},
     "dry": {
@@ -44,19 +45,19 @@ TILES = [  # rows, columns, depth, warps, stages: all compile for sm_90 without 
 
 @dataclass
 class Report:
-    """What a piece has to say; a criterion is True, False, or NEEDS_GPU."""
+    """The results of a piece; a criterion is True, False, or NEEDS_GPU."""
 
     figures: dict = field(default_factory=dict)
     criteria: dict[str, bool | str] = field(default_factory=dict)
 
 
 def on_gpu(verdict: bool, dry: bool) -> bool | str:
-    """Return a criterion that small sizes on a CPU say nothing about."""
+    """Return a criterion that small sizes on a CPU cannot decide."""
     return NEEDS_GPU if dry else verdict
 
 
 def shell(command: list, log: Path) -> None:
-    """Run a program of the project; RuntimeError with the end of its log if it fails."""
+    """Run a program of the project; raise RuntimeError with the end of its log if it fails."""
     environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
     options = {"cwd": ROOT, "env": environment, "timeout": LIMIT_S}
     try:
@@ -83,7 +84,7 @@ def tests(out: Path, dry: bool) -> Report:
 
 
 def head(out: Path, dry: bool) -> Report:
-    """Run the benchmark of the kernels at one vocabulary and judge its figures."""
+    """Run the benchmark of the kernels at one vocabulary and check the criteria."""
     sizes = ["--rows", 4096, 32768, "--vocab", 151936, "--hidden", 2048, 4096, "--repeats", 5]
     if dry:
         sizes = ["--rows", 64, "--vocab", 1000, "--hidden", 64, "--repeats", 1, "--fp8-shape", 256, 256]
@@ -91,26 +92,27 @@ def head(out: Path, dry: bool) -> Report:
     from experiments.bench import kernels
 
     kernels.main([*map(str, sizes), "--json", str(path)])
-    found = json.loads(path.read_text())
-    report = Report({f"ceiling, {name}": value for name, value in found["ceilings"].items()})
+    results = json.loads(path.read_text())
+    report = Report({f"ceiling, {name}": value for name, value in results["ceilings"].items()})
     for kind in ("naive", "chunked", "triton"):
-        errors = [max(r["errors"].values()) for r in found["head"] if r["errors"] and r["version"] == kind]
+        errors = [max(r["errors"].values()) for r in results["head"] if r["errors"] and r["version"] == kind]
         report.figures |= {f"largest error against float64, {kind}": max(errors)} if errors else {}
-        if errors and kind != "naive":  # whose logits are rounded to bfloat16
+        if errors and kind != "naive":  # naive rounds logits to bfloat16
             report.criteria[f"errors below 1 %, {kind}"] = max(errors) < 1e-2
     names = ("1.5 times chunked", "twice the floor", "1/10 of naive's memory", "FP8 at 80 % of a copy")
     report.criteria |= dict.fromkeys(names, NEEDS_GPU)
     if dry:
         return report
-    row = {(r["version"], r["rows"], r["hidden"]): r for r in found["head"]}
+    row = {(r["version"], r["rows"], r["hidden"]): r for r in results["head"]}
     fused, chunked = (row[name, 32768, 4096] for name in ("triton", "chunked"))
-    few = row["naive", 4096, 4096]  # at 32,768 rows it may not fit: its logits grow with them
-    beyond = 8 * (few["peak_bytes"] - few["gradient_bytes"]) + fused["gradient_bytes"]
-    seconds, others = (statistics.median(r["update_s"]) for r in (fused, chunked))
-    figures = {"chunked / triton": others / seconds, "triton / floor": seconds / fused["floor_s"]}
-    figures["memory / naive's"] = fused["peak_bytes"] / beyond
+    few = row["naive", 4096, 4096]  # extrapolated, because the logits of 32,768 rows may not fit
+    naive_bytes = 8 * (few["peak_bytes"] - few["gradient_bytes"]) + fused["gradient_bytes"]
+    fused_s = statistics.median(fused["update_s"])
+    chunked_s = statistics.median(chunked["update_s"])
+    figures = {"chunked / triton": chunked_s / fused_s, "triton / floor": fused_s / fused["floor_s"]}
+    figures["memory / naive's"] = fused["peak_bytes"] / naive_bytes
     copies = {
-        f"FP8 {r['operation']} of a copy": r["of_copy"] for r in found["fp8"] if r["version"] == "triton"
+        f"FP8 {r['operation']} of a copy": r["of_copy"] for r in results["fp8"] if r["version"] == "triton"
     }
     verdicts = (figures["chunked / triton"] >= 1.5, figures["triton / floor"] <= 2)
     verdicts += (figures["memory / naive's"] <= 0.1, min(copies.values()) >= 0.8)
@@ -120,30 +122,34 @@ def head(out: Path, dry: bool) -> Report:
 
 
 def tiles(out: Path, dry: bool) -> Report:
-    """Time forward and backward with other tiles: what to put into TILES on this GPU."""
+    """Time forward and backward with other tiles, to choose TILES for this GPU."""
     if dry:
         return Report(criteria={"the tile in use is within 5 % of the fastest": NEEDS_GPU})
     from experiments.bench.kernels import gradients, make_inputs, seconds
     from kernels import linear_logprob_entropy as kernel
 
-    device, report, kept = torch.device("cuda"), Report(), kernel.TILES[2]
+    device = torch.device("cuda")
+    report = Report()
+    current_tile = kernel.TILES[2]
     inputs = make_inputs(32768, 151936, 4096, device, torch.bfloat16)
     ones = torch.ones(32768, device=device)
 
     def fused(*inputs):
         return kernel.linear_logprob_entropy(*inputs, backend="triton")
 
-    taken = {}
+    seconds_of = {}
     for tile in TILES:
         kernel.TILES[2] = dict(zip(("BN", "BC", "BD", "num_warps", "num_stages"), tile))
         try:
             times = [seconds(lambda: gradients(fused, inputs, (ones, None)), device) for _ in range(4)]
-            taken[str(tile)] = statistics.median(times[1:])
+            seconds_of[str(tile)] = statistics.median(times[1:])
         except Exception as error:
             report.figures[str(tile)] = f"does not run: {str(error).splitlines()[0]}"
-    in_use = taken.get(str(tuple(kept.values())), float("inf"))
-    report.criteria["the tile in use is within 5 % of the fastest"] = in_use <= 1.05 * min(taken.values())
-    report.figures |= taken
+    in_use = seconds_of.get(str(tuple(current_tile.values())), float("inf"))
+    report.criteria["the tile in use is within 5 % of the fastest"] = in_use <= 1.05 * min(
+        seconds_of.values()
+    )
+    report.figures |= seconds_of
     return report
 
 
@@ -151,8 +157,8 @@ def tiles(out: Path, dry: bool) -> Report:
 # Some layers of a model
 # ------------------------------------------------------------------------------------------------------------
 def policy_module():
-    """Import moe_model, with empty modules in place of libraries that a bare machine lacks."""
-    wanted = {
+    """Import moe_model, with empty modules in place of missing libraries."""
+    stand_ins = {
         "deepspeed": {"DeepSpeedEngine": object}, "deepspeed.moe": {},
         "deepspeed.moe.layer": {"MoE": torch.nn.Module},
         "deepspeed.utils": {"groups": None}, "safetensors": {"SafetensorError": OSError, "safe_open": None},
@@ -161,7 +167,7 @@ def policy_module():
     }  # fmt: skip
     names = ("deepspeed", "safetensors", "transformers")
     missing = {name for name in names if name not in sys.modules and not importlib.util.find_spec(name)}
-    for name, attributes in wanted.items():
+    for name, attributes in stand_ins.items():
         if name.partition(".")[0] in missing:
             module = types.ModuleType(name)
             vars(module).update(attributes)
@@ -170,7 +176,7 @@ def policy_module():
 
 
 def make_policy(size: str, device: torch.device, **changes):
-    """Make a random policy of a size, bfloat16 on a GPU."""
+    """Make a random policy of one of SIZES, bfloat16 on a GPU."""
     moe_model = policy_module()
     config = SimpleNamespace(
         **SIZES[size] | changes, model_type="qwen3_moe", mlp_only_layers=[], decoder_sparse_step=1,
@@ -189,12 +195,13 @@ def make_policy(size: str, device: torch.device, **changes):
 
 
 def flops_per_token(size: dict, length: int) -> float:
-    """Return the model FLOPs of forward and backward per token of a sequence of this length S.
+    """Return the model FLOPs of forward and backward per token, at sequences of length S.
 
-    They are 6 per weight that is at work, and 6 H R S for causal attention in each layer. Recomputed
-    activations do not count.
+    The sum is 6 per active weight, plus 6 H R S for causal attention in each layer. Recomputed activations
+    do not count.
     """
-    hidden, heads = size["hidden_size"], size["num_attention_heads"] * size["head_dim"]
+    hidden = size["hidden_size"]
+    heads = size["num_attention_heads"] * size["head_dim"]
     keys = size["num_key_value_heads"] * size["head_dim"]
     attention = hidden * (2 * heads + 2 * keys)
     experts = size["num_experts_per_tok"] * 3 * hidden * size["moe_intermediate_size"]
@@ -205,7 +212,7 @@ def flops_per_token(size: dict, length: int) -> float:
 
 @dataclass
 class Work:
-    """A policy and a micro-batch of it."""
+    """A policy and a micro-batch."""
 
     policy: torch.nn.Module
     packed: object
@@ -215,9 +222,12 @@ class Work:
 
     @classmethod
     def make(cls, dry: bool, length: int = 1024, tokens: int = 32768) -> "Work":
-        """Make some layers of 30B, or of the small model, and random tokens."""
-        size, device = ("dry", torch.device("cpu")) if dry else ("30B", torch.device("cuda"))
-        length, tokens = (32, 128) if dry else (length, tokens)
+        """Make some layers of 30B, or the small model in a dry run, and random tokens."""
+        size = "dry" if dry else "30B"
+        device = torch.device("cpu" if dry else "cuda")
+        if dry:
+            length = 32
+            tokens = 128
         policy = make_policy(size, device)
         generator = torch.Generator().manual_seed(0)
         shape = (tokens // length, length)
@@ -226,36 +236,38 @@ class Work:
         return cls(policy, packed, tokens, tokens * flops_per_token(SIZES[size], length), device)
 
     def forward(self, replay=None):
-        """Return the log-probabilities without a gradient, as the old-logprob pass does."""
+        """Return the outputs without gradient, as the old-logprob pass does."""
         with torch.no_grad():
             return self.policy(self.packed, replay_ids_TLK=replay)
 
     def update(self, replay=None) -> None:
-        """Compute gradients of all weights anew."""
+        """Compute the gradients of all weights."""
         self.policy.zero_grad(set_to_none=True)
         logprobs, _, _ = self.policy(self.packed, replay_ids_TLK=replay)
         logprobs.sum().backward()
 
 
 def update(out: Path, dry: bool) -> Report:
-    """Time an update and the pass before it at 30B's shapes; replay, checkpointing, memory, determinism."""
+    """Time an update and the old-logprob pass at 30B's shapes; replay, checkpointing, memory, determinism."""
     from experiments.bench.kernels import ceilings, peak_bytes, seconds
 
-    work, report = Work.make(dry), Report()
-    moe_model, dtype = policy_module(), torch.float32 if dry else torch.bfloat16
+    work = Work.make(dry)
+    report = Report()
+    moe_model = policy_module()
+    dtype = torch.float32 if dry else torch.bfloat16
     best = ceilings(work.device, dtype, 3)["flops"]
     routes = moe_model.route_table(work.forward()[2], work.policy.config.num_experts)
     rounds = 2 if dry else 5
     calls = {
         "update": work.update,
-        "update, R3": lambda: work.update(routes),
+        "update, R3": partial(work.update, routes),
         "old-logprob pass": work.forward,
     }
-    taken: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            taken[name].append(seconds(call, work.device))
-    medians = {name: statistics.median(times[1:]) for name, times in taken.items()}
+            times[name].append(seconds(call, work.device))
+    medians = {name: statistics.median(values[1:]) for name, values in times.items()}
     report.figures |= {f"{name}, s": value for name, value in medians.items()}
     report.figures["R3 / live routes"] = medians["update, R3"] / medians["update"]
     report.figures["MFU, update"] = work.flops / medians["update"] / best
@@ -264,12 +276,12 @@ def update(out: Path, dry: bool) -> Report:
     for _ in range(3):
         work.update()
         gradients.append({n: p.grad.float().cpu() for n, p in work.policy.named_parameters()})
-    largest = lambda tensor: tensor.abs().max().item()
     spread = {
-        name: max(largest(other[name] - value) for other in gradients[1:]) / largest(value)
+        name: max((repeat[name] - value).abs().max().item() for repeat in gradients[1:])
+        / value.abs().max().item()
         for name, value in gradients[0].items()
-    }  # fmt: skip
-    last = f"layers.{work.policy.config.num_hidden_layers - 1}.mlp.experts"  # no attention stands above it
+    }
+    last = f"layers.{work.policy.config.num_hidden_layers - 1}.mlp.experts"  # no attention follows
     of_experts = max(value for name, value in spread.items() if last in name)
     report.figures |= {"gradients over repeats, largest": max(spread.values())}
     report.figures |= {"gradients over repeats, last experts": of_experts}
@@ -308,10 +320,11 @@ def long(out: Path, dry: bool) -> Report:
 
 
 def optimizer(out: Path, dry: bool) -> Report:
-    """Measure a step of AdamW, fused as on GPUs and as torch chooses: seconds and what it holds meanwhile."""
+    """Measure a step of AdamW, fused as on GPUs and with torch's default: seconds and peak memory."""
     from experiments.bench.kernels import peak_bytes, seconds
 
-    device, report = torch.device("cpu" if dry else "cuda"), Report()
+    device = torch.device("cpu" if dry else "cuda")
+    report = Report()
     num = 2**18 if dry else 2**30
     results = {}
     for name, options in (("fused", {"fused": True}), ("default", {"foreach": None})):
@@ -336,7 +349,7 @@ def optimizer(out: Path, dry: bool) -> Report:
 # ------------------------------------------------------------------------------------------------------------
 # Profile
 # ------------------------------------------------------------------------------------------------------------
-KINDS = {  # the kind of work, from the name of the innermost call that says so
+KINDS = {  # kind: parts of the names of calls; the innermost matching call decides
     "head": ("LinearLogprobEntropy",),
     "experts": ("grouped_mm",),
     "attention": ("scaled_dot_product", "flash", "efficient_attention", "cudnn_attention"),
@@ -344,46 +357,46 @@ KINDS = {  # the kind of work, from the name of the innermost call that says so
     "moving rows": ("TakeRows", "CopyToExperts", "SumOfExperts", "index", "gather", "scatter", "sort", "topk",
                     "bincount", "cumsum", "repeat_interleave"),
 }  # fmt: skip
-WHOLE = ("head", "experts", "attention")  # kinds that own all that happens inside of their calls
+OUTERMOST = ("head", "experts", "attention")  # kinds that include all calls within their own calls
 
 
 def profile(out: Path, dry: bool) -> Report:
-    """Measure the shares of a micro-batch's forward and backward by operation: do routing kernels pay?"""
+    """Measure the share of each kind of operation in an update: would a routing kernel pay?"""
     work = Work.make(dry)
     work.update()
-    with torch.profiler.profile() as found:
+    with torch.profiler.profile() as profiler:
         work.update()
         if not dry:
             torch.cuda.synchronize()
-    shares = shares_by_kind(found.events(), "self_cpu_time_total" if dry else "self_device_time_total")
-    (out / "profile.txt").write_text(found.key_averages().table(row_limit=60))
+    shares = shares_by_kind(profiler.events(), "self_cpu_time_total" if dry else "self_device_time_total")
+    (out / "profile.txt").write_text(profiler.key_averages().table(row_limit=60))
     text = "moving rows takes less than the experts' products: no kernel of our own for it"
     return Report(shares, {text: on_gpu(shares["moving rows"] < shares["experts"], dry)})
 
 
 def kind_of(event) -> str | None:
-    """Return the kind of an operation by its own name or by that of a call around it."""
-    found = None
+    """Return the kind of an operation, by its own name or by the name of an enclosing call."""
+    kind = None
     while event is not None:
-        kind = next((k for k, names in KINDS.items() if any(n in event.name for n in names)), None)
-        found = kind if kind in WHOLE else found or kind
+        match = next((k for k, names in KINDS.items() if any(n in event.name for n in names)), None)
+        kind = match if match in OUTERMOST else kind or match
         event = event.cpu_parent
-    return found
+    return kind
 
 
 def shares_by_kind(events, attribute: str) -> dict[str, float]:
-    """Return the share of the time of operations by kind; on a GPU that of the kernels they start."""
+    """Return the share of time per kind of operation; on a GPU, the time of the launched kernels."""
     sums = dict.fromkeys([*KINDS, "norms, softmax, elementwise, copies"], 0.0)
     for event in (e for e in events if e.device_type == torch.autograd.DeviceType.CPU):
         sums[kind_of(event) or list(sums)[-1]] += getattr(event, attribute)
     total = sum(sums.values()) or 1.0
-    return {kind: taken / total for kind, taken in sums.items()}
+    return {kind: seconds / total for kind, seconds in sums.items()}
 
 
 PIECES: dict[str, Callable[[Path, bool], Report]] = {
     piece.__name__: piece for piece in (tests, head, tiles, update, long, optimizer, profile)
 }  # fmt: skip
-EXPECTED = {  # {piece: {beginning of a figure's name: what was expected of one H200 before any was seen}}
+EXPECTED = {  # {piece: {start of a figure's name: value expected of one H200, written before the first run}}
     "tests": {"pytest": "all pass, none skipped"},
     "head": {
         "ceiling, flops": "7e14", "ceiling, copy": "4.3e12", "largest error against float64, triton": "1e-4",

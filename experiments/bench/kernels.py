@@ -1,24 +1,24 @@
-"""Measure the kernels: time, rate against what this machine can do, peak memory and error of every version.
+"""Measure the kernels: time, rate relative to this machine's peak, peak memory and error of every version.
 
     python -m experiments.bench.kernels --json kernels.json --plot kernels.png
-                                              # 16 sizes on a GPU, 6 on a CPU: some ten minutes
+                                              # 16 sizes on a GPU, 6 on a CPU: about ten minutes
     python -m experiments.bench.kernels --rows 32768 --vocab 151936 --hidden 4096
 
-Head (kernels/linear_logprob_entropy.py), all versions that run here:
-    naive        whole logits and torch's autograd; the entropy has no gradient, as the trainer uses it
+Head (kernels/linear_logprob_entropy.py), all versions available on this machine:
+    naive        full logits and torch's autograd; the entropy has no gradient, as in the trainer
     chunked      torch, a block of the vocabulary at a time
     triton       the kernels (NVIDIA GPUs)
     liger, CE    liger-kernel's fused linear cross-entropy: mean negative log-probability, no entropy (GPUs)
     liger, GRPO  liger-kernel's fused linear GRPO loss: log-probabilities, no entropy
-The last two are there only after `pip install liger-kernel`; they compute less. FP8 (kernels/fp8_block.py):
-weights and activations, torch and Triton.
+The last two require `pip install liger-kernel`, and compute less than the first three. FP8
+(kernels/fp8_block.py): weights and activations, torch and Triton.
 
-Seconds are medians of --repeats rounds in which all versions take turns, after one that is not counted, in
-brackets their range. The floor is the time of the three products that any version needs (forward, dx, dW) at
-the rate of a large square product, measured in the same run. Memory is the peak during forward and backward
-above what is there before, and in brackets less the gradients that come out (for whole logits that is too
-little: their peak comes before the gradients do). Errors are norm(difference) / norm(result) against whole
-logits in float64, on the first rows and the same operands.
+Seconds are medians of --repeats rounds in which all versions take turns, after a warm-up round, with the
+range in brackets. The floor is the time of the three matrix products that any version must compute (forward,
+dx, dW), at the rate of a large square product in the same run. Memory is the peak during forward and
+backward above the memory before, and in brackets less the gradients. (For full logits the bracket is too low,
+because the peak comes before the gradients are allocated.) Errors are norm(difference) / norm(result) against
+full logits in float64, on the first rows and the same operands.
 """
 
 import argparse
@@ -28,6 +28,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -39,7 +40,7 @@ from experiments.bench.common import make_parser, markdown, pyplot, spread, with
 from kernels import fp8_block
 from kernels.linear_logprob_entropy import linear_logprob_entropy, naive
 
-SIZES = {  # rows, vocabulary, hidden size; both vocabularies are common ones (Llama 2; Qwen3)
+SIZES = {  # rows, vocabulary (Llama 2: 32,000; Qwen3: 151,936), hidden size
     "cuda": ([4096, 16384, 32768, 65536], [32000, 151936], [2048, 4096]),
     "cpu": ([512], [8192, 32000, 151936], [256, 1024]),
 }
@@ -58,7 +59,7 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
         function()
         return time.perf_counter() - start
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # about a millisecond in which Python gets ahead: launches cost nothing then
+    torch.cuda._sleep(2_000_000)  # about a millisecond, in which Python queues the launches
     start.record()
     function()
     end.record()
@@ -71,7 +72,8 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Return the seconds of every function by round.
 
-    A function that does not fit into memory is left out, and so is one of liger-kernel that fails.
+    A function that runs out of memory is left out (for example, naive with large vocabularies), and so is a
+    function of liger-kernel that fails.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats + 1):
@@ -83,7 +85,7 @@ def in_turns(
                 if not isinstance(error, torch.OutOfMemoryError) and "liger" not in name:
                     raise
                 failure = f"{name} is left out: {str(error).splitlines()[0]}"
-            if failure:  # the frames that held its tensors are gone by now
+            if failure:  # outside of except, whose traceback holds the tensors
                 del times[name]
                 torch.cuda.empty_cache()
                 tqdm.write(failure)
@@ -92,30 +94,30 @@ def in_turns(
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device) -> int | None:
-    """Return the most memory alive during the call above that before it; None where it cannot be read."""
+    """Return the peak memory during the call above the memory before; None if it cannot be read."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        baseline = torch.cuda.memory_allocated()
         function()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - baseline
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is resident now
-        before = status_kib("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
+        baseline = status_kib("VmRSS")
         function()
-        return (status_kib("VmHWM") - before) * 1024
+        return (status_kib("VmHWM") - baseline) * 1024
     except OSError:
         return None
 
 
 def status_kib(field: str) -> int:
-    """Return a field of this process's status in KiB."""
+    """Return a field of this process's /proc status in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def return_freed_memory() -> None:
-    """Make glibc give blocks of 64 KiB and more back when they are freed: the peak is then what is alive."""
+    """Make glibc return freed blocks of 64 KiB and more at once, so that the peak counts live memory only."""
     m_mmap_threshold = -3
     if hasattr(ctypes.CDLL(None), "mallopt"):
         ctypes.CDLL(None).mallopt(m_mmap_threshold, 2**16)
@@ -137,7 +139,7 @@ def ceilings(device: torch.device, dtype: torch.dtype, repeats: int) -> dict[str
 # Head
 # ------------------------------------------------------------------------------------------------------------
 def naive_value_only(x: Tensor, weight: Tensor, targets: Tensor, temperature: float):
-    """Compute naive() with an entropy that autograd does not follow: the cheaper rival."""
+    """Compute naive() without a gradient of the entropy, which is cheaper."""
     logits = torch.nn.functional.linear(x, weight).float() / temperature
     logp = logits.log_softmax(dim=-1)
     with torch.no_grad():
@@ -148,12 +150,9 @@ def naive_value_only(x: Tensor, weight: Tensor, targets: Tensor, temperature: fl
 def head_versions(device: torch.device, wanted: list[str]) -> dict[str, Callable]:
     """Return {name: function from (x, weight, targets, temperature) to (logprobs, entropy or None)}."""
 
-    def backend(name: str) -> Callable:
-        return lambda *inputs: linear_logprob_entropy(*inputs, backend=name)
-
-    versions = {"naive": naive_value_only, "chunked": backend("chunked")}
+    versions = {"naive": naive_value_only, "chunked": partial(linear_logprob_entropy, backend="chunked")}
     if device.type == "cuda":
-        versions["triton"] = backend("triton")
+        versions["triton"] = partial(linear_logprob_entropy, backend="triton")
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -162,21 +161,26 @@ def head_versions(device: torch.device, wanted: list[str]) -> dict[str, Callable
             settings = {"beta": 0.0, "use_ref_model": False, "compiled": x.is_cuda}
             loss = LigerFusedLinearGRPOLoss(temperature=temperature, **settings)
             rows = min(len(x), 1024)  # one sequence at a time
-            x, targets = x.view(-1, rows, x.shape[1]), targets.view(-1, rows)
-            return loss(x, weight, targets, torch.ones_like(targets), torch.ones(len(x), device=x.device))[
-                0
-            ], None
+            x = x.view(-1, rows, x.shape[1])
+            targets = targets.view(-1, rows)
+            advantages = torch.ones(len(x), device=x.device)
+            return loss(x, weight, targets, torch.ones_like(targets), advantages)[0], None
 
         if device.type == "cuda":
             cross_entropy = LigerFusedLinearCrossEntropyLoss()
-            versions["liger, CE"] = lambda x, w, t, temperature: (cross_entropy(w, x, t), None)
+
+            def mean_nll(x, weight, targets, temperature):
+                return cross_entropy(weight, x, targets), None
+
+            versions["liger, CE"] = mean_nll
         versions["liger, GRPO"] = grpo
     return {name: function for name, function in versions.items() if not wanted or name in wanted}
 
 
 def gradients(function: Callable, inputs: tuple, weights: tuple[Tensor, Tensor | None]) -> tuple:
     """Return (logprobs, entropy, dx, dW) of sum(weights[0] logprobs) + sum(weights[1] entropy)."""
-    x, weight = inputs[0].requires_grad_(), inputs[1].requires_grad_()
+    x = inputs[0].requires_grad_()
+    weight = inputs[1].requires_grad_()
     x.grad = weight.grad = None
     logprobs, entropy = function(*inputs)
     loss = (logprobs * weights[0]).sum() if logprobs.dim() else logprobs
@@ -205,25 +209,28 @@ def head_errors(functions: dict[str, Callable], inputs: tuple, with_entropy: dic
     x, weight, targets, temperature = inputs
     rows = slice(0, min(ERROR_ROWS, len(x)))
     generator = torch.Generator(x.device).manual_seed(1)
-    both = tuple(torch.randn(2, len(x[rows]), device=x.device, generator=generator))
+    weights = tuple(torch.randn(2, len(x[rows]), device=x.device, generator=generator))
     small = (x[rows].detach(), weight.detach(), targets[rows], temperature)
-    exact = gradients(naive, (small[0].double(), small[1].double(), *small[2:]), [w.double() for w in both])
+    exact = gradients(
+        naive, (small[0].double(), small[1].double(), *small[2:]), [w.double() for w in weights]
+    )
     errors = {}
     for name in functions:
         if name not in with_entropy:
             continue
-        found = gradients(with_entropy[name], small, both)
+        results = gradients(with_entropy[name], small, weights)
         errors[name] = {
             quantity: float((a.double() - b).norm() / b.norm())
-            for quantity, a, b in zip(("logprob", "entropy", "dx", "dW"), found, exact)
+            for quantity, a, b in zip(("logprob", "entropy", "dx", "dW"), results, exact)
         }
     return errors
 
 
 def bench_head(size: tuple[int, int, int], args, peak: dict[str, float], bar: tqdm) -> list[dict]:
-    """Return one row per version of a size (rows, vocabulary, hidden)."""
+    """Return one row per version for a size (rows, vocabulary, hidden)."""
     rows, vocab, hidden = size
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device = torch.device(args.device)
+    dtype = getattr(torch, args.dtype)
     inputs = make_inputs(*size, device, dtype)
     versions = head_versions(device, args.versions)
     ones = torch.ones(rows, device=device)
@@ -235,12 +242,12 @@ def bench_head(size: tuple[int, int, int], args, peak: dict[str, float], bar: tq
         with torch.no_grad():
             return function(*inputs)
 
-    forwards = {name: lambda f=f: forward(f) for name, f in versions.items() if "liger" not in name}
-    updates = {name: lambda f=f: gradients(f, inputs, (ones, None)) for name, f in versions.items()}
-    both = {name: lambda f=f: gradients(f, inputs, (ones, ones)) for name, f in with_entropy.items()}
-    found_forward = in_turns(forwards, args.repeats, device, bar)
-    found = in_turns(updates, args.repeats, device, bar)
-    found_both = in_turns(both, args.repeats, device, bar)
+    forwards = {name: partial(forward, f) for name, f in versions.items() if "liger" not in name}
+    updates = {name: partial(gradients, f, inputs, (ones, None)) for name, f in versions.items()}
+    both_gradients = {name: partial(gradients, f, inputs, (ones, ones)) for name, f in with_entropy.items()}
+    forward_s = in_turns(forwards, args.repeats, device, bar)
+    update_s = in_turns(updates, args.repeats, device, bar)
+    both_gradients_s = in_turns(both_gradients, args.repeats, device, bar)
     floor = 6 * rows * vocab * hidden / peak["flops"]
     gradient_bytes = inputs[0].nbytes + inputs[1].nbytes
     errors = head_errors(versions, inputs, with_entropy)
@@ -250,13 +257,13 @@ def bench_head(size: tuple[int, int, int], args, peak: dict[str, float], bar: tq
         row |= {
             "gradient_bytes": gradient_bytes,
             "errors": errors.get(name),
-            "left_out": name not in found,
+            "left_out": name not in update_s,
         }
-        row |= {"forward_s": found_forward.get(name), "both_gradients_s": found_both.get(name)}
-        if name in found:
+        row |= {"forward_s": forward_s.get(name), "both_gradients_s": both_gradients_s.get(name)}
+        if name in update_s:
             torch.cuda.empty_cache()
-            row |= {"update_s": found[name], "peak_bytes": peak_bytes(updates[name], device)}
-            row["flops"] = 6 * rows * vocab * hidden / statistics.median(found[name])
+            row |= {"update_s": update_s[name], "peak_bytes": peak_bytes(updates[name], device)}
+            row["flops"] = 6 * rows * vocab * hidden / statistics.median(update_s[name])
         table.append(row)
     return table
 
@@ -265,7 +272,7 @@ def bench_head(size: tuple[int, int, int], args, peak: dict[str, float], bar: tq
 # FP8
 # ------------------------------------------------------------------------------------------------------------
 def bench_fp8(args, peak: dict[str, float], bar: tqdm) -> list[dict]:
-    """Return one row per operation and version: bytes/s of what has to be read and written."""
+    """Return one row per operation and version; the rate counts the bytes that must be read and written."""
     device = torch.device(args.device)
     values = torch.randn(args.fp8_shape or FP8_SHAPE[device.type], device=device).bfloat16()
     operations = {
@@ -274,9 +281,9 @@ def bench_fp8(args, peak: dict[str, float], bar: tqdm) -> list[dict]:
     }
     rows = []
     for operation, (quantise, block_rows) in operations.items():
-        functions = {"torch": lambda q=quantise: q(values, use_triton=False)}
+        functions = {"torch": partial(quantise, values, use_triton=False)}
         if device.type == "cuda":
-            functions["triton"] = lambda q=quantise: q(values, use_triton=True)
+            functions["triton"] = partial(quantise, values, use_triton=True)
         codes, scales = functions["torch"]()
         moved = values.nbytes + codes.nbytes + scales.nbytes
         back = fp8_block.dequantise(codes, scales, block_rows).double()
@@ -303,16 +310,17 @@ def table_lines(data: dict) -> list[str]:
 
 
 def head_cells(row: dict, rows: list[dict]) -> list[str]:
-    """Return what the table says of one version; `/ naive` is the median of ratios within a round."""
+    """Return the table cells of one version; `/ naive` is the median of ratios within a round."""
     same = ("rows", "vocab", "hidden")
     rivals = [r for r in rows if r["version"] == "naive" and all(r[name] == row[name] for name in same)]
-    ratio, memory = "-", "-"
+    ratio = "-"
+    memory = "-"
     if rivals and not rivals[0]["left_out"]:
         pairs = zip(row["update_s"], rivals[0]["update_s"])
-        ratio = f"{statistics.median(mine / naives for mine, naives in pairs):.2f}"
+        ratio = f"{statistics.median(seconds / naive_s for seconds, naive_s in pairs):.2f}"
     if row["peak_bytes"] is not None:
-        beyond = row["peak_bytes"] - row["gradient_bytes"]
-        memory = f"{row['peak_bytes'] / 2**20:,.0f} ({beyond / 2**20:,.0f})"
+        above_gradients = row["peak_bytes"] - row["gradient_bytes"]
+        memory = f"{row['peak_bytes'] / 2**20:,.0f} ({above_gradients / 2**20:,.0f})"
     times = [
         with_range(spread(row[name]), ".3g") if row[name] else "-"
         for name in ("forward_s", "update_s", "both_gradients_s")
@@ -337,18 +345,20 @@ def fp8_lines(data: dict) -> list[str]:
 
 
 def plot_head(rows: list[dict], path: Path) -> None:
-    """Draw seconds and memory of forward and backward over vocabulary sizes, at the most rows of a width."""
+    """Draw seconds and memory of an update over vocabulary sizes, at the largest number of rows."""
     plt = pyplot()
     widths = sorted({row["hidden"] for row in rows})
     figure, grid = plt.subplots(2, len(widths), figsize=(5 * len(widths), 6), squeeze=False, sharex=True)
     most = max(row["rows"] for row in rows)
     for (top, bottom), width in zip(grid.T, widths):
         for version in dict.fromkeys(row["version"] for row in rows):
-            mine = [r for r in rows if r["version"] == version and not r["left_out"]]
-            mine = [r for r in mine if r["hidden"] == width and r["rows"] == most]
-            vocab = [r["vocab"] for r in mine]
-            top.plot(vocab, [statistics.median(r["update_s"]) for r in mine], marker="o", label=version)
-            memory = [((r["peak_bytes"] or 0) - r["gradient_bytes"]) / 2**20 for r in mine]
+            version_rows = [r for r in rows if r["version"] == version and not r["left_out"]]
+            version_rows = [r for r in version_rows if r["hidden"] == width and r["rows"] == most]
+            vocab = [r["vocab"] for r in version_rows]
+            top.plot(
+                vocab, [statistics.median(r["update_s"]) for r in version_rows], marker="o", label=version
+            )
+            memory = [((r["peak_bytes"] or 0) - r["gradient_bytes"]) / 2**20 for r in version_rows]
             bottom.plot(vocab, memory, marker="o", label=version)
         top.set(title=f"{most:,} rows, hidden size {width:,}", ylabel="forward + backward, s")
         bottom.set(xlabel="vocabulary", ylabel="MiB beyond gradients", yscale="log", xscale="log")
@@ -364,13 +374,19 @@ def plot_head(rows: list[dict], path: Path) -> None:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(__doc__, plot=True)
-    add, here = parser.add_argument, "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", choices=SIZES, default=here, help="default: %(default)s")
-    add("--dtype", help="of the operands (default: bfloat16 on GPUs, float32 on CPUs)")
+    add = parser.add_argument
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", choices=SIZES, default=default_device, help="device to measure (default: %(default)s)")
+    add("--dtype", help="dtype of the operands (default: bfloat16 on GPUs, float32 on CPUs)")
     for name, meaning in (("rows", "tokens"), ("vocab", "vocabulary sizes"), ("hidden", "hidden sizes")):
         add(f"--{name}", type=int, nargs="+", help=f"{meaning} (default: see SIZES)")
-    add("--fp8-shape", type=int, nargs=2, metavar=("M", "N"), help="matrix to quantise")
-    add("--versions", nargs="+", default=[], help="only these versions of the head")
+    add("--fp8-shape", type=int, nargs=2, metavar=("M", "N"), help="size of the matrix to quantise")
+    add(
+        "--versions",
+        nargs="+",
+        default=[],
+        help="versions of the head, for example chunked triton (default: all)",
+    )
     add("--repeats", type=int, default=5, help="counted rounds (default: %(default)s)")
     args = parser.parse_args(argv)
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
@@ -399,12 +415,12 @@ def main(argv: list[str] | None = None) -> None:
             bar.set_postfix_str("rows {} vocabulary {} hidden {}".format(*size))
             head += bench_head(size, args, peak, bar)
         fp8 = bench_fp8(args, peak, bar)
-    found = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "ceilings": peak}
-    found |= {"head": head, "fp8": fp8}
-    print("\n".join([*table_lines(found), "", *fp8_lines(found)]))
+    results = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "ceilings": peak}
+    results |= {"head": head, "fp8": fp8}
+    print("\n".join([*table_lines(results), "", *fp8_lines(results)]))
     if args.plot:
         plot_head(head, args.plot)
-    write_json(args.json, found)
+    write_json(args.json, results)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Measure the memory of updates on CPUs and set it beside memory_plan.memory_by_part().
+"""Measure the memory of updates on CPUs and compare it with memory_plan.memory_by_part().
 
     python -m experiments.bench.memory --json memory.json        # all cases, about three minutes
     torchrun --nproc-per-node=2 -m experiments.bench.memory --case experts=16,ep=2,dtype=bfloat16
 
-A rank makes a random model, puts it under DeepSpeed and takes two steps of two micro-batches each. Measured
-is the highest resident memory (VmHWM) minus that before the model was made, in a process whose allocator
-hands back what is freed, and after an update of a tiny model, so that libraries are loaded; with several
-ranks, the mean of them. oneDNN keeps the products of every shape that it has met, which only CPUs do: that
-cache is off.
+A rank makes a random model, wraps the model in DeepSpeed and takes two steps of two micro-batches each. The
+measured value is the peak resident memory (VmHWM) minus the resident memory before the model is made,
+averaged over ranks. Three precautions: the allocator returns freed memory at once; an update of a tiny model
+comes first, so that libraries are loaded; and oneDNN's primitive cache is off, because the cache keeps the
+products of every shape, which happens on CPUs only.
 """
 
 import argparse
@@ -18,7 +18,8 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # names in mallopt(): tensors get pages that go back at once
+MMAP_THRESHOLD = -3  # option of mallopt(): allocate tensors by mmap, so that freed pages are returned
+TRIM_THRESHOLD = -1  # option of mallopt(): return freed memory of the heap
 LIBRARY_BYTES = int(0.15 * 2**30)  # oneDNN's scratch for bfloat16 products on CPUs, measured
 CASES = (
     "dtype=float32,tokens=512",
@@ -40,11 +41,11 @@ DEFAULTS = {
 
 
 def read_case(text: str) -> SimpleNamespace:
-    """Read name=value,... over the defaults."""
-    given = dict(part.split("=") for part in text.split(","))
-    if unknown := given.keys() - DEFAULTS.keys():
+    """Read name=value,... over the defaults, for example experts=16,ep=2,dtype=bfloat16."""
+    values = dict(item.split("=") for item in text.split(","))
+    if unknown := values.keys() - DEFAULTS.keys():
         raise ValueError(f"--case: unknown {', '.join(sorted(unknown))}; known are {', '.join(DEFAULTS)}")
-    return SimpleNamespace(**{name: type(value)(given.get(name, value)) for name, value in DEFAULTS.items()})
+    return SimpleNamespace(**{name: type(value)(values.get(name, value)) for name, value in DEFAULTS.items()})
 
 
 def read_status(key: str) -> int:
@@ -54,7 +55,7 @@ def read_status(key: str) -> int:
 
 
 def model_of(case: SimpleNamespace, **smaller: int):
-    """Return the configuration of a case's model, with some sizes changed."""
+    """Return the configuration of a case's model; smaller: sizes to override."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     size = SimpleNamespace(**vars(case) | smaller)
@@ -65,12 +66,12 @@ def model_of(case: SimpleNamespace, **smaller: int):
     )  # fmt: skip
     if not size.experts:
         return Qwen3Config(**sizes)
-    own = {"num_experts_per_tok": 2, "moe_intermediate_size": size.width, "norm_topk_prob": True}
-    return Qwen3MoeConfig(**sizes, num_experts=size.experts, **own)
+    moe_sizes = {"num_experts_per_tok": 2, "moe_intermediate_size": size.width, "norm_topk_prob": True}
+    return Qwen3MoeConfig(**sizes, num_experts=size.experts, **moe_sizes)
 
 
 def update(config, case: SimpleNamespace, tokens: int, group) -> list[int]:
-    """Take two steps of two micro-batches; return how many elements of each group the rank updates."""
+    """Take two steps of two micro-batches; return the elements that the rank updates in each group."""
     import torch
 
     import moe_model
@@ -96,7 +97,9 @@ def update(config, case: SimpleNamespace, tokens: int, group) -> list[int]:
             del logprobs, packed
             gc.collect()
         engine.step()
-    shares = [p.numel() for part in engine.optimizer.optimizer.param_groups for p in part["params"]]
+    shares = [
+        p.numel() for param_group in engine.optimizer.optimizer.param_groups for p in param_group["params"]
+    ]
     engine.destroy()
     return shares
 
@@ -118,17 +121,18 @@ def measure(case: SimpleNamespace) -> dict:
     group = moe_model.create_expert_parallel_group(case.ep, case.experts)
     update(model_of(case, hidden=64, layers=1, width=64, vocab=512), case, case.length, group)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
-    before, config = read_status("VmRSS"), model_of(case)
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    config = model_of(case)
+    resident = read_status("VmRSS")
     shares = update(config, case, case.tokens, group)
-    measured = torch.tensor(float(read_status("VmHWM") - before))
+    measured = torch.tensor(float(read_status("VmHWM") - resident))
     dist.all_reduce(measured)
     ranks = dist.get_world_size()
     settings = ModelSettings(
         ep_size=case.ep, dtype=case.dtype, activation_checkpointing=bool(case.checkpointing)
     )
     parts = memory_plan.memory_by_part(config, settings, case.zero, ranks, case.tokens, on_gpu=False)
-    parts["sync buffers"] = 0  # there is no engine
+    parts["sync buffers"] = 0  # no engine runs here
     libraries = LIBRARY_BYTES if case.dtype == "bfloat16" else 0
     return {
         "measured": measured.item() / ranks, "predicted": peak_bytes(parts) + libraries, "parts": parts,
@@ -137,37 +141,41 @@ def measure(case: SimpleNamespace) -> dict:
 
 
 def run_all(cases: tuple[str, ...], path: Path | None) -> None:
-    """Measure cases, each in processes of its own, and print a row of a table for each."""
+    """Measure cases, each in new processes, and print a table row for each."""
     from experiments.bench.common import markdown, run_ranks, write_json
 
     names = ["case", "million parameters", "measured, MiB", "predicted, MiB", "ratio"]
     print("\n".join(markdown(names, [])), flush=True)
-    found = {}
+    results = {}
     for name in cases:
-        one = found[name] = run_ranks("experiments.bench.memory", read_case(name).ranks, ["--case", name])
-        measured, predicted = (f"{one[key] / 2**20:,.0f}" for key in ("measured", "predicted"))
-        ratio = f"{one['predicted'] / one['measured']:.3f}"
-        row = [name, f"{one['parameters'] / 1e6:.0f}", measured, predicted, ratio]
+        result = results[name] = run_ranks(
+            "experiments.bench.memory", read_case(name).ranks, ["--case", name]
+        )
+        measured, predicted = (f"{result[key] / 2**20:,.0f}" for key in ("measured", "predicted"))
+        ratio = f"{result['predicted'] / result['measured']:.3f}"
+        row = [name, f"{result['parameters'] / 1e6:.0f}", measured, predicted, ratio]
         print(markdown(names, [row])[-1], flush=True)
-        write_json(path, found)
+        write_json(path, results)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Read the command line; measure one case on this rank, or all in turn."""
+    """Read the command line; measure one case on this rank, or launch all cases in turn."""
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=keep_lines)
-    parser.add_argument("--case", help="one case, name=value,...; without it all are measured")
-    parser.add_argument("--first", type=int, default=0, help="begin with this case (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of all cases here")
-    parser.add_argument("--result", type=Path, metavar="FILE", help="write those of the one case here")
+    parser.add_argument("--case", help="measure one case, for example experts=16,ep=2 (default: all cases)")
+    parser.add_argument("--first", type=int, default=0, help="index of the first case (default: 0)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results of all cases to this file"
+    )
+    parser.add_argument("--result", type=Path, metavar="FILE", help="write the result of --case to this file")
     args = parser.parse_args(argv)
     if args.case is None:
         return run_all(CASES[args.first :], args.json)
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")  # read when torch is imported
     case = read_case(args.case)
-    found = measure(case)
+    result = measure(case)
     if args.result and os.environ["RANK"] == "0":
-        args.result.write_text(json.dumps(found))
+        args.result.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Measure how far trainer and engine are apart on the same tokens, and what replay and TIS change about it.
+"""Measure the mismatch between trainer and engine on the same tokens, and the effect of replay and TIS.
 
     python -m experiments.bench.mismatch                      # both models: about five minutes on one core
     python -m experiments.bench.mismatch --json mismatch.json --plot mismatch.png
     python -m experiments.bench.mismatch --script changed.py  # with a changed copy of train_rl.py
 
-Models: data/built/tiny (2 layers, 8 experts, top 2) and data/built/deep (8 layers, 32 experts, top 4), made
-by data.tiny where they are missing. The engine samples; the trainer computes the same tokens with its own
-routes (off; r2 is the same here, it replays the trainer's own old pass) and with the engine's (r3). All of
-it goes through the functions that a run uses. A figure is the mean over --repeats rollouts with different
-samples, in brackets their range.
+Models: data/built/tiny (2 layers, 8 experts, top 2) and data/built/deep (8 layers, 32 experts, top 4), built
+by data.tiny if missing. The engine samples; the trainer computes the same tokens with its own routes (off;
+r2, which replays the routes of the trainer's old pass, gives the same result here) or with the engine's
+routes (r3). All steps use the functions of a training run. A figure is the mean over --repeats rollouts with
+different samples, with the range in brackets.
 
-The trainer computes in float32 or bfloat16, on a GPU where there is one. "engine's weights" means float32
-products on the weights as the engine holds them, rounded to bfloat16 or FP8; what is left then comes from
-rounding of activations alone. In the last rows the engine is float32 but for the weights of its routers: the
-routes alone differ, nearly. A GPU with FP8 adds rows of tiny with vLLM's own FP8 kernels, weights and
-activations (on).
+The trainer computes in float32 or bfloat16, on a GPU if available. "engine's weights" means float32 products
+on the weights that the engine holds, rounded to bfloat16 or FP8, so that the remaining mismatch comes from
+rounding of activations alone. In the last rows the engine is float32 except for the router weights, so that
+almost only the routes differ. On a GPU with FP8 there are also rows of tiny with vLLM's own FP8 kernels, for
+both weights and activations (on).
 """
 
 import argparse
@@ -29,6 +29,7 @@ import torch
 from tqdm import tqdm
 
 import moe_model
+from batch import Group, Request, collate
 from data.chat import load_tokenizer
 from data.prompts import load_prompts
 from data.stream import seed_of
@@ -41,14 +42,15 @@ from experiments.bench.common import (
     write_json,
 )
 from reward import Verdict
-from rollout import Request, RolloutEngine, RolloutSettings, quantise_for_engine
+from rollout import RolloutEngine, quantise_for_engine
 from runtime.launch import leave, run
 from runtime.metrics import effective_sample_size, mismatch_statistics, reduce_metrics, token_metrics
+from settings import Config, RolloutSettings
 
 MODELS = {"tiny": "2 layers, 8 experts, top 2", "deep": "8 layers, 32 experts, top 4"}
-WHOLE_BLOCKS = ("tiny",)  # models whose hidden size is a multiple of 128, as vLLM's FP8 kernels want
+WHOLE_BLOCKS = ("tiny",)  # models with a hidden size that vLLM's FP8 kernels support (a multiple of 128)
 ROUTER = "float32, router bfloat16"
-ENGINES = {  # name -> FP8 settings, trainers
+ENGINES = {  # name: (FP8 settings, trainers)
     "bfloat16": (("off", "simulate"), ("float32", "engine's weights", "bfloat16")),
     "float32": (("off", "simulate"), ("float32", "engine's weights")),
     ROUTER: (("off",), ("float32",)),
@@ -61,9 +63,10 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def sample(trainer: ModuleType, engine: RolloutEngine, prompts, prompt_ids, config, seed: int):
-    """Return completions of all prompts as a batch; without verdicts, which nothing here reads."""
-    settings, size = config.rollout, config.rollout.group_size
+def sample(engine: RolloutEngine, prompts, prompt_ids, config, seed: int):
+    """Return completions of all prompts as a batch, with dummy verdicts."""
+    settings = config.rollout
+    size = settings.group_size
     requests = [
         Request(ids, seed_of(seed, i, k), settings.temperature, settings.max_new_tokens)
         for i, ids in enumerate(prompt_ids)
@@ -71,18 +74,19 @@ def sample(trainer: ModuleType, engine: RolloutEngine, prompts, prompt_ids, conf
     ]
     completions = engine.generate(requests, 0)
     groups = [
-        trainer.Group(i, i, completions[i * size : (i + 1) * size], [Verdict(0.0, "wrong")] * size)
+        Group(i, i, completions[i * size : (i + 1) * size], [Verdict(0.0, "wrong")] * size)
         for i in range(len(prompts))
     ]
-    return trainer.collate(groups, prompts, prompt_ids)
+    return collate(groups, prompts, prompt_ids)
 
 
 def measure(trainer: ModuleType, policy, batch, config, replay: str) -> dict[str, float]:
-    """Return the mismatch report of a batch, and what truncation makes of it."""
+    """Return the mismatch metrics of a batch, with the effective sample size after truncation."""
     settings = {"algorithm": config.algorithm.model_copy(update={"router_replay": replay})}
-    config, batch = config.model_copy(update=settings), copy.copy(batch)
+    config = config.model_copy(update=settings)
+    batch = copy.copy(batch)
     outputs = trainer.forward_batch(policy, batch, config, keep_routes=True)
-    if replay == "r2":  # the updates' forward: the routes that the old pass has just recorded
+    if replay == "r2":  # the forward pass of an update, with the routes of the old pass
         batch.old_routes = outputs.routes
         outputs = trainer.forward_batch(policy, batch, config, keep_routes=True)
     values = mismatch_statistics(outputs.logprobs, batch.rollout_logprobs)
@@ -90,14 +94,15 @@ def measure(trainer: ModuleType, policy, batch, config, replay: str) -> dict[str
     truncated = weight.clamp(max=TIS_CAP)
     values |= {"mismatch_routes": outputs.route_mismatch, "ratio": torch.ones_like(weight)}
     values |= {"truncated": (weight > TIS_CAP).float(), "tis": truncated, "tis_sq": truncated.square()}
-    shares = config.algorithm.entropy_groups
-    groups = trainer.entropy_groups(outputs.entropy, batch.response_mask, shares)
+    fractions = config.algorithm.entropy_groups
+    groups = trainer.entropy_groups(outputs.entropy, batch.response_mask, fractions)
     values |= {"entropy": outputs.entropy, "entropy_group": groups}
     rows = list(range(len(batch.prompts)))
-    metrics = reduce_metrics(token_metrics(batch, [(rows, values)], len(shares)))
+    metrics = reduce_metrics(token_metrics(batch, [(rows, values)], len(fractions)))
     metrics |= effective_sample_size(metrics)
     metrics["ess_tis"] = metrics["tis"] ** 2 / metrics["tis_sq"]
-    mask, differ = batch.response_mask, outputs.route_mismatch.bool()
+    mask = batch.response_mask
+    differ = outputs.route_mismatch.bool()
     for name, chosen in (("same_routes", mask & ~differ), ("other_routes", mask & differ)):
         dlogp = values["abs_dlogp"][chosen]
         metrics[f"abs_dlogp_of_{name}"] = dlogp.mean().item() if len(dlogp) else math.nan
@@ -105,31 +110,31 @@ def measure(trainer: ModuleType, policy, batch, config, replay: str) -> dict[str
 
 
 def policy_of(trainer: str, policy, engine_dtype: str, fp8: str) -> torch.nn.Module:
-    """Return the policy as one of the trainers computes it."""
+    """Return the policy as a trainer computes it, for example a bfloat16 copy."""
     match trainer:
         case "float32":
             return policy
         case "bfloat16":
             return copy.deepcopy(policy).bfloat16()
         case "engine's weights":
-            held = copy.deepcopy(policy)
-            parameters = dict(held.named_parameters())
+            engine_policy = copy.deepcopy(policy)
+            parameters = dict(engine_policy.named_parameters())
             with torch.no_grad():
-                rounded = "simulate" if fp8 == "on" else fp8  # vLLM rounds what it is sent in the same way
+                rounded = "simulate" if fp8 == "on" else fp8  # vLLM rounds the weights in the same way
                 for tensor_name, tensor in quantise_for_engine(moe_model.hf_tensors(policy), rounded):
                     parameters[tensor_name].copy_(tensor.to(getattr(torch, engine_dtype)))
-            return held
+            return engine_policy
 
 
 def starts(model: str, engine: str) -> list[tuple[bool, tuple[str, ...]]]:
-    """List (whether vLLM quantises, FP8 settings) of the engines to start one after another."""
+    """List the engines to start one after another, as (vLLM quantises, FP8 settings)."""
     has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
     quantises = has_fp8 and engine == "bfloat16" and model in WHOLE_BLOCKS
     return [(False, ENGINES[engine][0])] + [(True, ("on",))] * quantises
 
 
 def weights_for(engine: str, policy):
-    """Yield what is sent to an engine."""
+    """Yield the weights to send to an engine."""
     for name, tensor in moe_model.hf_tensors(policy):
         yield name, tensor.bfloat16() if engine == ROUTER and name.endswith("mlp.gate.weight") else tensor
 
@@ -139,7 +144,7 @@ def rows_of_model(
 ) -> list[dict]:
     """Return all rows of the table for one model."""
     folder = model_folder(name)
-    config = trainer.Config.model_validate(
+    config = Config.model_validate(
         {"rollout": {"max_new_tokens": 16, "max_prompt_tokens": 16}, "train": {"micro_batch_tokens": 8192}}
     )
     tokenizer = load_tokenizer(folder / "model")
@@ -150,7 +155,8 @@ def rows_of_model(
     policy.to("cuda" if torch.cuda.is_available() else "cpu")
     rows = []
     for engine_name, quantises, fp8_settings in ((e, *start) for e in ENGINES for start in starts(name, e)):
-        dtype, trainers = engine_name.partition(",")[0], ENGINES[engine_name][1]
+        dtype = engine_name.partition(",")[0]
+        trainers = ENGINES[engine_name][1]
         settings = RolloutSettings(dtype=dtype, kv_cache_gib=0.25, fp8="on" if quantises else "off")
         engine = None  # a GPU holds one MoE engine at a time
         engine = RolloutEngine(folder / "model", 64, settings)
@@ -158,33 +164,37 @@ def rows_of_model(
             engine.settings = settings.model_copy(update={"fp8": fp8})
             engine.sync(weights_for(engine_name, policy), 0)
             engine.check_weights(weights_for(engine_name, policy))
-            batches = [sample(trainer, engine, prompts, prompt_ids, config, seed) for seed in range(repeats)]
+            batches = [sample(engine, prompts, prompt_ids, config, seed) for seed in range(repeats)]
             num_tokens = sum(int(batch.response_mask.sum()) for batch in batches)
             for trainer_name in trainers:
                 computed = policy_of(trainer_name, policy, dtype, fp8)
                 for replay in REPLAY:
-                    found = [measure(trainer, computed, batch, config, replay) for batch in batches]
+                    measured = [measure(trainer, computed, batch, config, replay) for batch in batches]
                     case = {"model": name, "trainer": trainer_name, "engine": engine_name, "fp8": fp8}
                     rows.append(
                         case
                         | {"router_replay": replay, "n": repeats, "tokens": num_tokens}
-                        | {metric: summary([one[metric] for one in found]) for metric in sorted(found[0])}
+                        | {
+                            metric: summary([metrics[metric] for metrics in measured])
+                            for metric in sorted(measured[0])
+                        }
                     )
                     progress.update()
     return rows
 
 
 def summary(values: list[float]) -> dict[str, float | None]:
-    """Return mean and range of the values that are known."""
-    known = [value for value in values if math.isfinite(value)]
-    if not known:
+    """Return mean and range of the finite values."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
         return {"mean": None, "min": None, "max": None}
-    return {"mean": statistics.fmean(known), "min": min(known), "max": max(known)}
+    return {"mean": statistics.fmean(finite), "min": min(finite), "max": max(finite)}
 
 
 def table_lines(data: list[dict]) -> list[str]:
     """Return one line per model, engine and trainer: without replay -> with the engine's routes (r3)."""
-    names, rows = ["model", "engine", "fp8", "trainer"], []
+    names = ["model", "engine", "fp8", "trainer"]
+    rows = []
     for row in (row for row in data if row["router_replay"] == "off"):
         (replayed,) = (
             other for other in data
@@ -193,10 +203,10 @@ def table_lines(data: list[dict]) -> list[str]:
         cells = [row[name] for name in names]
         for metric in COLUMNS:
             small = metric.startswith(("abs", "mismatch_k3"))
-            texts = [f"{of[metric]['mean']:{'.1e' if small else '.4f'}}" for of in (row, replayed)]
+            texts = [f"{side[metric]['mean']:{'.1e' if small else '.4f'}}" for side in (row, replayed)]
             if metric == "abs_dlogp":  # with its range
-                for k, of in enumerate((row, replayed)):
-                    texts[k] += f" ({of[metric]['min']:.1e} to {of[metric]['max']:.1e})"
+                for k, side in enumerate((row, replayed)):
+                    texts[k] += f" ({side[metric]['min']:.1e} to {side[metric]['max']:.1e})"
             cells.append(" -> ".join(texts))
         rows.append(cells)
     return markdown([*names, *COLUMNS.values()], rows)
@@ -204,17 +214,18 @@ def table_lines(data: list[dict]) -> list[str]:
 
 def plot_table(rows: list[dict], path: Path) -> None:
     """Draw mean |dlogp| with and without the engine's routes, by model and precision."""
-    plt, models = pyplot(), list(dict.fromkeys(row["model"] for row in rows))
+    plt = pyplot()
+    models = list(dict.fromkeys(row["model"] for row in rows))
     size = (6 * len(models), 4.5)
     figure, axes = plt.subplots(1, len(models), figsize=size, layout="constrained", sharey=True)
     for axis, model in zip(axes if len(models) > 1 else [axes], models):
-        of_model = [row for row in rows if row["model"] == model]
-        cases = list(dict.fromkeys((row["engine"], row["fp8"], row["trainer"]) for row in of_model))
+        model_rows = [row for row in rows if row["model"] == model]
+        cases = list(dict.fromkeys((row["engine"], row["fp8"], row["trainer"]) for row in model_rows))
         for offset, replay in ((-0.2, "off"), (0.2, "r3")):
-            found = [row for row in of_model if row["router_replay"] == replay]
-            heights = [row["abs_dlogp"]["mean"] for row in found]
-            low = [row["abs_dlogp"]["mean"] - row["abs_dlogp"]["min"] for row in found]
-            high = [row["abs_dlogp"]["max"] - row["abs_dlogp"]["mean"] for row in found]
+            replay_rows = [row for row in model_rows if row["router_replay"] == replay]
+            heights = [row["abs_dlogp"]["mean"] for row in replay_rows]
+            low = [row["abs_dlogp"]["mean"] - row["abs_dlogp"]["min"] for row in replay_rows]
+            high = [row["abs_dlogp"]["max"] - row["abs_dlogp"]["mean"] for row in replay_rows]
             places = [i + offset for i in range(len(cases))]
             axis.bar(places, heights, 0.4, yerr=[low, high], label=f"router_replay {replay}")
         labels = [f"{e}{' + FP8' * (f != 'off')}\n{t}" for e, f, t in cases]
@@ -231,9 +242,11 @@ def plot_table(rows: list[dict], path: Path) -> None:
 def read(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(__doc__, plot=True, script=True)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: both")
-    parser.add_argument("--prompts", type=int, default=64, help="prompts of a rollout (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="rollouts (default: %(default)s)")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to measure (default: both)"
+    )
+    parser.add_argument("--prompts", type=int, default=64, help="prompts per rollout (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="rollouts per row (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.prompts < 1 or args.repeats < 1:
         parser.error("--prompts and --repeats must be at least 1")
@@ -247,7 +260,8 @@ def main(args: argparse.Namespace) -> None:
     trainer = load_trainer(args.script)
     cases = [(model, engine) for model in args.models for engine in ENGINES]
     num_rows = sum(len(fp8) * len(ENGINES[e][1]) for m, e in cases for _, fp8 in starts(m, e)) * len(REPLAY)
-    progress, rows = tqdm(total=num_rows, desc="mismatch", unit="row", disable=None), []
+    progress = tqdm(total=num_rows, desc="mismatch", unit="row", disable=None)
+    rows = []
     for name in args.models:
         rows += rows_of_model(trainer, name, args.prompts, args.repeats, progress)
     progress.close()

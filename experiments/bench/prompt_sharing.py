@@ -1,14 +1,14 @@
-"""Measure what computing the prompt of a group once, instead of once per completion, saves in an update.
+"""Measure the time saved in an update by computing the prompt of a group once instead of once per completion.
 
     python -m experiments.bench.prompt_sharing                  # one process on one core: about five minutes
     python -m experiments.bench.prompt_sharing --json prompt_sharing.json
     python -m experiments.bench.prompt_sharing --prompts 64 --completions 256 --repeats 1
 
-A group of 8 completions of one length and their prompt go through forward and backward of a random MoE, one
-micro-batch, in three ways that take turns: every row with a prompt of its own (train.share_prompts: false),
-the prompt shared by the rows (true), and rows without their prompts but for the last token. The last is no
-training: it bounds from above what any sharing can save. Seconds are those of the core, without what others
-take of it.
+A group of 8 completions of equal length goes through forward and backward of a random MoE, in one
+micro-batch. Three ways take turns: every row with its own prompt (train.share_prompts: false), one prompt
+shared by all rows (true), and rows with only the last token of the prompt. The last way is an upper bound on
+the saving, not valid training. Seconds are CPU time of this process, so that other processes on the core do
+not count.
 """
 
 import statistics
@@ -22,7 +22,7 @@ WAYS = ("as they are", "shared", "without prompts")
 
 
 def pack_group(way: str, prompt: list[int], completions: list[list[int]]):
-    """Pack a group in one of the ways."""
+    """Pack a group in one of WAYS."""
     import moe_model
 
     prompt = prompt[-1:] if way == "without prompts" else prompt
@@ -30,7 +30,7 @@ def pack_group(way: str, prompt: list[int], completions: list[list[int]]):
 
 
 def seconds_of(policy, packed) -> float:
-    """Return the seconds that a forward and backward of the sum of all log-probabilities keep a core busy."""
+    """Return the CPU seconds of a forward and backward pass over the sum of all log-probabilities."""
     policy.zero_grad()
     start = time.process_time()
     logprobs, _, _ = policy(packed)
@@ -43,22 +43,26 @@ def measure(policy, num_prompt: int, num_completion: int, repeats: int) -> dict:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    draw = lambda num: torch.randint(3, MODEL[4], (num,), generator=generator).tolist()
-    prompt, completions = draw(num_prompt), [draw(num_completion) for _ in range(GROUP_SIZE)]
+
+    def draw(num_tokens: int) -> list[int]:
+        return torch.randint(3, MODEL[4], (num_tokens,), generator=generator).tolist()
+
+    prompt = draw(num_prompt)
+    completions = [draw(num_completion) for _ in range(GROUP_SIZE)]
     packed = {way: pack_group(way, prompt, completions) for way in WAYS}
     rounds = [{way: seconds_of(policy, packed[way]) for way in WAYS} for _ in range(repeats + 1)][1:]
     tokens = {way: len(packed[way].input_ids) for way in WAYS}
-    of_whole = lambda way: statistics.median(seconds[way] / seconds[WAYS[0]] for seconds in rounds)
+    ratios = {way: statistics.median(seconds[way] / seconds[WAYS[0]] for seconds in rounds) for way in WAYS}
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_completion, "group_size": GROUP_SIZE,
         "tokens_saved": 1 - tokens["shared"] / tokens["as they are"],
         "seconds": {way: spread([seconds[way] for seconds in rounds]) for way in WAYS},
-        "saved": 1 - of_whole("shared"), "saved_at_most": 1 - of_whole("without prompts"),
+        "saved": 1 - ratios["shared"], "saved_at_most": 1 - ratios["without prompts"],
     }  # fmt: skip
 
 
 def table_lines(data: list[dict]) -> list[str]:
-    """Return the table of prompts and completions."""
+    """Return the table by lengths of prompt and completions."""
     rows = [
         [
             row["prompt_tokens"], row["completion_tokens"], f"{row['tokens_saved']:.3f}",
@@ -77,12 +81,15 @@ def main() -> None:
 
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add("--prompts", type=int, nargs="+", default=[64, 512, 2048], help="tokens (default: %(default)s)")
-    add("--completions", type=int, nargs="+", default=[256, 2048], help="tokens (default: %(default)s)")
+    add(
+        "--prompts", type=int, nargs="+", default=[64, 512, 2048], help="prompt tokens (default: %(default)s)"
+    )
+    add("--completions", type=int, nargs="+", default=[256, 2048], help="tokens each (default: %(default)s)")
     add("--repeats", type=int, default=5, help="rounds of the three ways (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    policy, rows = make_policy(*MODEL), []
+    policy = make_policy(*MODEL)
+    rows = []
     for num_completion in args.completions:
         for num_prompt in args.prompts:
             rows.append(measure(policy, num_prompt, num_completion, args.repeats))

@@ -1,14 +1,14 @@
-"""Measure what returning routed experts costs a rollout: seconds with over seconds without, bytes per token.
+"""Measure the cost of returning routed experts in a rollout: ratio of seconds, and bytes per token.
 
     python -m experiments.bench.routes                     # about four minutes
     python -m experiments.bench.routes --json routes.json
 
 Two engines of the same model, one with rollout.capture_routes, take turns on the same requests. A pair is one
-generate() of each; a figure is the median over pairs, in brackets the middle half. One workload has 256
-completions of at most 16 tokens (the demo's), the other 64 completions of 256 tokens from the same model with
-an end-of-sequence token that it hardly ever says. Models: tiny (2 layers, top 2) and deep (8 layers, top 4)
-of data.tiny, and random weights of 30 million parameters (4 layers, top 2), a model in which vLLM's Python
-weighs less.
+generate() of each; a figure is the median over pairs, with the middle half in brackets. One workload has 256
+completions of at most 16 tokens (as in the demo), the second has 64 completions of 256 tokens, from the same
+model with an end-of-sequence token that is rarely sampled. Models: tiny (2 layers, top 2) and deep (8 layers,
+top 4) of data.tiny, and random weights of 30 million parameters (4 layers, top 2), in which vLLM's Python
+code takes a smaller share of the time.
 """
 
 import statistics
@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 import moe_model
+from batch import Request
 from data.chat import load_tokenizer
 from data.prompts import load_prompts
 from experiments.bench.common import (
@@ -31,14 +32,15 @@ from experiments.bench.common import (
     model_folder,
     write_json,
 )
-from rollout import Request, RolloutEngine, RolloutSettings
+from rollout import RolloutEngine
 from runtime.launch import leave
+from settings import RolloutSettings
 
-WORKLOADS = {"16 new tokens": (256, 16), "256 new tokens": (64, 256)}  # name -> (completions, max_new_tokens)
+WORKLOADS = {"16 new tokens": (256, 16), "256 new tokens": (64, 256)}  # name: (completions, max_new_tokens)
 
 
 def start_engines(folder: Path, dtype: str, policy: moe_model.Policy) -> dict[bool, RolloutEngine]:
-    """Return {captures routes: engine with the policy's weights}."""
+    """Start two engines with the policy's weights; return {captures routes: engine}."""
     engines = {}
     for captures in (False, True):
         settings = RolloutSettings(dtype=dtype, kv_cache_gib=0.25, capture_routes="on" if captures else "off")
@@ -54,8 +56,9 @@ def measure(name: str, workload: str, dtype: str, pairs: int, scratch: Path, pro
     model = folder / "model"
     tokenizer = load_tokenizer(model)
     prompts = tokenizer([p.text for p in load_prompts(str(folder / "test.jsonl"))])["input_ids"]
-    if name in SIZES:  # a random model never ends a completion
-        policy, model = make_policy(*SIZES[name]), scratch / name
+    if name in SIZES:  # random weights hardly ever end a completion
+        policy = make_policy(*SIZES[name])
+        model = scratch / name
         moe_model.save_hf(policy, model)
         tokenizer.save_pretrained(model)
     else:
@@ -103,10 +106,18 @@ def table_lines(data: list[dict]) -> list[str]:
 
 def main() -> None:
     """Measure all models and workloads and print the table."""
-    parser, models = make_parser(__doc__), ["tiny", "deep", "30M"]
-    parser.add_argument("--models", nargs="+", choices=models, default=models, help="default: all")
+    parser = make_parser(__doc__)
+    models = ["tiny", "deep", "30M"]
+    parser.add_argument(
+        "--models", nargs="+", choices=models, default=models, help="models to measure (default: all)"
+    )
     parser.add_argument("--pairs", type=int, default=15, help="pairs per workload (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engine")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="dtype of the engine (default: %(default)s)",
+    )
     args = parser.parse_args()
     if args.pairs < 1:
         parser.error("--pairs must be at least 1")

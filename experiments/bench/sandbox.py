@@ -1,16 +1,17 @@
-"""Measure how many programs a second one core judges: in bubblewrap, under rlimits, and by a bare subprocess.
+"""Measure the programs judged per second and core: in bubblewrap, under rlimits, and by a bare subprocess.
 
     python -m experiments.bench.sandbox                      # about a minute
     python -m experiments.bench.sandbox --json sandbox.json
 
-The process and all that it starts are pinned to one core. The way of a reward worker is measured: from the
-text of a completion to its verdict (verifiers/code.py). "subprocess" starts a plain `python -c` for each
-test and compares its output, with no protection at all. Workloads: a program of one line with one test, and
-one that imports two modules with ten tests. The ways take turns; a figure is the median over rounds.
+The process and all of its children are pinned to one core. The time runs from the text of a completion to its
+verdict, as in a reward worker (verifiers/code.py). "subprocess" starts a plain `python -c` for each test and
+compares the output, without any protection. Workloads: a program of one line with one test, and a program
+with two imports and ten tests. The ways take turns; a figure is the median over rounds.
 
-Prediction, written down before the first measurement: a start of the sandbox takes about 20 ms and each
-test 1 to 2 ms, so that bubblewrap judges about 45 trivial programs a second, fewer than a subprocess' 100,
-and about 30 of ten tests, more than a subprocess' 10, because tests share a start.
+Prediction, written before the first measurement: starting the sandbox takes about 20 ms and each test 1 to 2
+ms. For trivial programs, bubblewrap then judges about 45 per second, fewer than the 100 of a subprocess. For
+programs with ten tests it judges about 30, more than the 10 of a subprocess, because the tests share one
+start.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from collections import Counter
 words = sys.stdin.read().split()
 for word, count in sorted(Counter(words).items()):
     print(word, count)"""
-WORKLOADS = {  # name -> (program, stdin of its tests, their stdout)
+WORKLOADS = {  # name: (program, stdin of each test, stdout of each test)
     "one line, 1 test": ("print(int(input()) + 1)", ["41"], ["42"]),
     "two imports, 10 tests": (
         COUNT_WORDS,
@@ -43,8 +44,9 @@ WORKLOADS = {  # name -> (program, stdin of its tests, their stdout)
 
 
 def by_subprocess(completion: str, tests: dict) -> float:
-    """Return the share of tests passed, each by a Python of its own that nothing holds back."""
-    program, passed = extract_program(completion), 0
+    """Return the share of tests passed, each in a new Python process without limits."""
+    program = extract_program(completion)
+    passed = 0
     for stdin, stdout in zip(tests["inputs"], tests["outputs"]):
         command = [sys.executable, "-c", program]
         done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=10)
@@ -53,12 +55,12 @@ def by_subprocess(completion: str, tests: dict) -> float:
 
 
 def by_sandbox(isolation: str) -> Callable[[str, dict], float]:
-    """Return the verifier with one isolation as a function of completion and tests."""
+    """Return the code verifier under one isolation, as a function of completion and tests."""
     return lambda completion, tests: verify(completion, json.dumps(tests), isolation=isolation)[0]
 
 
 def measure(programs: int, rounds: int) -> list[dict]:
-    """Return a row for each workload and way, with programs a second by round."""
+    """Return a row for each workload and way, with programs per second by round."""
     ways = {
         "subprocess": by_subprocess,
         "rlimits": by_sandbox("rlimits"),
@@ -67,7 +69,8 @@ def measure(programs: int, rounds: int) -> list[dict]:
     progress = tqdm(total=len(WORKLOADS) * rounds * len(ways), desc="bench", unit="round", disable=None)
     rows = []
     for workload, (program, inputs, outputs) in WORKLOADS.items():
-        completion, tests = f"```python\n{program}\n```", {"inputs": inputs, "outputs": outputs}
+        completion = f"```python\n{program}\n```"
+        tests = {"inputs": inputs, "outputs": outputs}
         seconds = {way: [] for way in ways}
         for _ in range(rounds):
             for way, judge in ways.items():
@@ -76,10 +79,10 @@ def measure(programs: int, rounds: int) -> list[dict]:
                 seconds[way].append((time.perf_counter() - start) / programs)
                 progress.update()
                 assert set(rewards) == {1.0}, (workload, way, rewards)
-        for way, found in seconds.items():
-            per_second = spread([1 / value for value in found])
+        for way, times in seconds.items():
+            per_second = spread([1 / value for value in times])
             rows.append(
-                {"workload": workload, "way": way, "seconds": spread(found), "per_second": per_second}
+                {"workload": workload, "way": way, "seconds": spread(times), "per_second": per_second}
             )
     return rows
 
@@ -96,8 +99,10 @@ def table_lines(rows: list[dict]) -> list[str]:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(__doc__)
-    parser.add_argument("--programs", type=int, default=30, help="per round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="per workload and way (default: %(default)s)")
+    parser.add_argument("--programs", type=int, default=30, help="programs per round (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="rounds per workload and way (default: %(default)s)"
+    )
     args = parser.parse_args()
     if args.programs < 1 or args.rounds < 1:
         parser.error("--programs and --rounds must be at least 1")

@@ -1,13 +1,13 @@
-"""Measure the seconds of a training step by phase, on two ranks with everything on.
+"""Measure the seconds of a training step by phase, on two ranks with all features of the demo.
 
     python -m experiments.bench.step                     # both workloads, three runs each: about 5 minutes
     python -m experiments.bench.step --json step.json
     python -m experiments.bench.step reward.overlap=false                  # with settings of train_rl.py
-    python -m experiments.bench.step --script changed.py                   # with a changed copy of it
+    python -m experiments.bench.step --script changed.py                   # a changed copy of train_rl.py
 
-One workload is the demo's: 32 prompts x 8 completions of at most 16 tokens. The other has completions of 256
-tokens, from the same model with an end-of-sequence token that it hardly ever says. A figure is the median
-over the steps of a run after the first five; the table shows the median over runs and their range.
+The first workload is the demo's: 32 prompts x 8 completions of at most 16 tokens. The second has completions
+of 256 tokens, from the same model with an end-of-sequence token that is rarely sampled. A figure is the
+median over the steps of a run after the first five; the table shows the median over runs and the range.
 """
 
 import json
@@ -37,7 +37,7 @@ from experiments.bench.common import (
 
 WARMUP_STEPS = 5  # the first steps allocate buffers
 PHASES = ("rollout", "reward", "logprobs", "update", "sync")
-WORKLOADS = {"16 new tokens": (16, 60), "256 new tokens": (256, 12)}  # name -> (max_new_tokens, steps)
+WORKLOADS = {"16 new tokens": (16, 60), "256 new tokens": (256, 12)}  # name: (max_new_tokens, steps)
 RATES = (
     ("completions_per_s", "completions/s", ".0f"),
     ("tokens_per_s", "generated tokens/s, whole step", ".0f"),
@@ -86,8 +86,9 @@ def run_once(
 
 
 def copy_seconds(num_bytes: int, repeats: int = 50) -> float:
-    """Return the median time of a plain copy of as many bytes by one thread."""
-    source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+    """Return the median seconds to copy this number of bytes with one thread."""
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    target = torch.empty(num_bytes, dtype=torch.uint8)
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -98,7 +99,7 @@ def copy_seconds(num_bytes: int, repeats: int = 50) -> float:
 
 def table_lines(data: dict) -> list[str]:
     """Return the table of {workload: {figure: spread}}."""
-    (num_runs,) = {found["n"] for workload in data.values() for found in workload.values()}
+    (num_runs,) = {figure["n"] for workload in data.values() for figure in workload.values()}
     rows = [
         [figure, *(with_range(workload[figure], ".3f") for workload in data.values())]
         for figure in (*PHASES, "other", "step")
@@ -108,22 +109,27 @@ def table_lines(data: dict) -> list[str]:
 
 
 def main() -> None:
-    """Run one workload after the other and print the table."""
+    """Run the workloads one after another and print the table."""
     parser = make_parser(__doc__, script=True)
     parser.add_argument("--repeats", type=int, default=3, help="runs per workload (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps per run (default: 60 and 12)")
     parser.add_argument(
         "--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS, metavar="NAME",
-        help=f"of {', '.join(map(repr, WORKLOADS))} (default: all)",
+        help=f"workloads to run, of {', '.join(map(repr, WORKLOADS))} (default: all)",
     )  # fmt: skip
     parser.add_argument(
-        "settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py to compare"
+        "settings",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings of train_rl.py, for example reward.overlap=false",
     )
     args = parser.parse_args()
     if args.steps is not None and args.steps <= WARMUP_STEPS:
-        sys.exit(f"--steps must be above {WARMUP_STEPS}, the first steps that are not counted")
+        sys.exit(
+            f"--steps must be above {WARMUP_STEPS}, because the first {WARMUP_STEPS} steps are not counted"
+        )
     if not TINY.is_dir():
-        sys.exit("the tiny model is not there yet: run `python -m data.tiny` first")
+        sys.exit("the tiny model is missing: run `python -m data.tiny` first")
     torch.set_num_threads(1)
     table = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -131,7 +137,8 @@ def main() -> None:
         progress = tqdm(total=args.repeats * len(args.workloads), desc="bench", unit="run", disable=None)
         for name in args.workloads:
             max_new_tokens, num_steps = WORKLOADS[name]
-            runs, num_steps = [], args.steps or num_steps
+            num_steps = args.steps or num_steps
+            runs = []
             for _ in range(args.repeats):
                 runs.append(run_once(args.script, max_new_tokens, num_steps, Path(scratch), args.settings))
                 progress.update()

@@ -1,26 +1,27 @@
-"""Measure the seconds of a weight sync into vLLM by model size, against copies of the same weights.
+"""Measure the seconds of a weight sync into vLLM by model size, and of plain copies of the same weights.
 
     python -m experiments.bench.sync                    # 1, 30, 300 million parameters: about three minutes
     python -m experiments.bench.sync --json sync.json --sizes 1M 30M
 
-These ways take turns, all into the same engine, one after another in every round:
-    one by one   The matrices of every expert are tensors of their own and go through vLLM's loader.
-    fused        Expert tensors are fused and go through vLLM's loader, in Python once for every expert.
-    packed       Expert tensors are fused and packed straight to where the kernel reads them, as sync() does
-                 on CPUs.
-    check        check_weights() compares checksums of what was sent with those of what the engine holds.
+These ways take turns in every round, all into the same engine:
+    one by one   The matrices of each expert are separate tensors and go through vLLM's loader.
+    fused        Expert tensors are fused and go through vLLM's loader, which loops over experts in Python.
+    packed       Expert tensors are fused and packed directly into the kernel's memory, as sync() does on
+                 CPUs.
+    check        check_weights() compares checksums of the sent weights with the engine's weights.
     packed, FP8  As packed, with block-wise E4M3 rounding (rollout.fp8 simulate).
-    its copies   The memory traffic that a sync on CPUs cannot do without: every tensor is cast into memory of
-                 the engine's dtype, and every matrix is copied once more in that dtype, because kernels read
-                 packed matrices. The memory is in use before, so that none of it is touched first.
-A figure is the median of --repeats rounds after one that is not counted, in brackets their range. Python per
-tensor is the sync of a model with the same tensors and next to no bytes, per tensor sent.
+    its copies   The minimal memory traffic of a sync on CPUs: every tensor is cast into memory of the
+                 engine's dtype, and every matrix is copied a second time in that dtype, because kernels read
+                 packed matrices. All memory is touched beforehand.
+A figure is the median of --repeats rounds after a warm-up round, with the range in brackets. Python per
+tensor is the time per tensor of a sync with the same tensors at tiny sizes, with next to no bytes to move.
 """
 
 import dataclasses
 import statistics
 import tempfile
 import time
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -39,14 +40,15 @@ from experiments.bench.common import (
     write_json,
 )
 from runtime.launch import leave
+from settings import RolloutSettings
 
 WAYS = ("one by one", "fused", "packed", "check", "packed, FP8")
 COPIES = ("its copies", "plain copy", "plain cast")
 
 
 def make_engine(policy: moe_model.Policy, dtype: str) -> rollout.RolloutEngine:
-    """Start an engine for models of this shape."""
-    settings = rollout.RolloutSettings(
+    """Start an engine for models of the policy's shape."""
+    settings = RolloutSettings(
         max_num_seqs=8, dtype=dtype, kv_cache_gib=0.1, prefix_caching=False, capture_routes="off"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +58,7 @@ def make_engine(policy: moe_model.Policy, dtype: str) -> rollout.RolloutEngine:
 
 
 def expert_by_expert(policy: moe_model.Policy):
-    """Yield hf_tensors() with every expert's matrices apart, as a checkpoint names them."""
+    """Yield hf_tensors() with separate matrices for each expert, named as in a checkpoint."""
     for name, tensor in moe_model.hf_tensors(policy):
         if tensor.dim() == 3:
             yield from moe_model.expert_slices(policy.config, name, tensor, 0)
@@ -65,7 +67,7 @@ def expert_by_expert(policy: moe_model.Policy):
 
 
 def sync(way: str, engine: rollout.RolloutEngine, policy: moe_model.Policy) -> rollout.SyncReport | None:
-    """Make one sync, or one check, in one of the ways."""
+    """Make one sync, or one check, in one of WAYS."""
     fp8 = "simulate" if way.endswith("FP8") else "off"
     engine.settings = engine.settings.model_copy(update={"fp8": fp8})
     storage = vllm_worker.expert_storage
@@ -88,7 +90,7 @@ def timed(call) -> float:
 
 
 def make_copies(policy: moe_model.Policy, dtype: str):
-    """Return a function that makes the copies that a sync of this policy cannot do without."""
+    """Return a function that makes the minimal copies of a sync of this policy."""
     sent = [tensor for _, tensor in moe_model.hf_tensors(policy)]
     cast = [torch.zeros_like(tensor, dtype=getattr(torch, dtype)) for tensor in sent]
     packed = [torch.zeros_like(tensor) if tensor.dim() > 1 else None for tensor in cast]
@@ -103,15 +105,15 @@ def make_copies(policy: moe_model.Policy, dtype: str):
 
 
 def measure(size: str, dtype: str, repeats: int, progress) -> dict:
-    """Return the seconds of every way and of plain copies, and bytes and tensors of a sync, of one size."""
+    """Return seconds of every way and of plain copies, and bytes and tensors of a sync, at one size."""
     policy = make_policy(*SIZES[size])
     engine = make_engine(policy, dtype)
     source = torch.cat([p.detach().flatten() for p in policy.parameters()])
     target = torch.empty_like(source)
-    ways = {way: (lambda way=way: sync(way, engine, policy)) for way in WAYS}
+    ways = {way: partial(sync, way, engine, policy) for way in WAYS}
     ways["its copies"] = make_copies(policy, dtype)
-    ways["plain copy"] = lambda: target.copy_(source)
-    ways["plain cast"] = lambda: target.view(torch.bfloat16)[: len(source)].copy_(source)
+    ways["plain copy"] = partial(target.copy_, source)
+    ways["plain cast"] = partial(target.view(torch.bfloat16)[: len(source)].copy_, source)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for round_ in range(repeats + 1):
         for way, call in ways.items():
@@ -127,21 +129,22 @@ def measure(size: str, dtype: str, repeats: int, progress) -> dict:
         "dtype": dtype,
         "n": repeats,
         "reports": reports,
-        "seconds": {way: spread(found) for way, found in seconds.items()},
+        "seconds": {way: spread(times) for way, times in seconds.items()},
         "packed / its copies": spread([a / b for a, b in zip(seconds["packed"], seconds["its copies"])]),
     }
 
 
 def python_per_tensor(dtype: str, repeats: int) -> dict[str, float]:
-    """Return the seconds per tensor of the 30M model's tensors with next to no bytes in them."""
+    """Return the seconds per tensor for the 30M model's tensors at tiny sizes."""
     _, layers, experts, _, _ = SIZES["30M"]
     policy = make_policy(32, layers, experts, 32, 128)
-    engine, found = make_engine(policy, dtype), {}
+    engine = make_engine(policy, dtype)
+    per_tensor = {}
     for way in ("one by one", "fused", "packed"):
         sync(way, engine, policy)
-        seconds = statistics.median(timed(lambda: sync(way, engine, policy)) for _ in range(repeats))  # noqa: B023
-        found[way] = seconds / sync(way, engine, policy).num_tensors
-    return found
+        seconds = statistics.median(timed(partial(sync, way, engine, policy)) for _ in range(repeats))
+        per_tensor[way] = seconds / sync(way, engine, policy).num_tensors
+    return per_tensor
 
 
 def table_lines(data: dict) -> list[str]:
@@ -156,7 +159,7 @@ def table_lines(data: dict) -> list[str]:
     rows.append([f"{ratio}, of a round", *(with_range(size[ratio], ".2f") for size in sizes.values())])
     for way in (*[way for way in WAYS if way != "check"], "plain copy"):
         sent = [(size["reports"]["packed"]["num_bytes"], size["seconds"][way]) for size in sizes.values()]
-        rates = [f"{num_bytes / found['median'] / 1e9:.2f}" for num_bytes, found in sent]
+        rates = [f"{num_bytes / times['median'] / 1e9:.2f}" for num_bytes, times in sent]
         rows.append([f"{way}, GB/s of float32 weights", *rates])
     for way in ("one by one", "packed"):
         rows.append([f"{way}, tensors", *(size["reports"][way]["num_tensors"] for size in sizes.values())])
@@ -166,9 +169,16 @@ def table_lines(data: dict) -> list[str]:
 def main() -> None:
     """Measure all sizes and print the table."""
     parser = make_parser(__doc__)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="default: all")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds (default: %(default)s)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of the engine")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="model sizes (default: all)"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="counted rounds (default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="dtype of the engine (default: %(default)s)",
+    )
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")

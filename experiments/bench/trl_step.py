@@ -4,22 +4,22 @@
         -r experiments/bench/requirements-trl.txt
     python -m experiments.bench.trl_step --trl-python trl_venv/bin/python --json trl_step.json
     python -m experiments.bench.trl_step --trl-python trl_venv/bin/python --trainers ep1 generate --repeats 5
-    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python run.log_every=10  # settings of ours
+    python -m experiments.bench.trl_step --trl-python trl_venv/bin/python run.log_every=10  # train_rl.py only
 
-Two ranks, float32, GRPO on 32 prompts x 8 completions a step, one update, without a KL term. The workloads
-are those of experiments.bench.step: at most 16 tokens, and 256 tokens from a model that hardly ever ends.
-These trainers take turns:
+Two ranks, float32, GRPO on 32 prompts x 8 completions per step, one update, without a KL term. The workloads
+are the ones of experiments.bench.step: at most 16 tokens, and 256 tokens from a model that hardly ever ends a
+completion. These trainers take turns:
     ep1         train_rl.py, every rank with all experts.
     ep2         train_rl.py, half of the experts on each rank.
-    all_tokens  As ep1, with what TRL computes: rows without gradient (train.skip_zero_gradient=false), and a
-                prompt with each of its completions (train.share_prompts=false). In the second workload all
-                rewards are equal, so ep1 and ep2 skip its whole update.
+    all_tokens  ep1 with the extra work of TRL: rows without gradient (train.skip_zero_gradient=false), and
+                the prompt of every completion (train.share_prompts=false). In the second workload all
+                rewards are equal, so ep1 and ep2 skip the entire update.
     generate    TRL's GRPOTrainer with transformers' generate.
     vllm        TRL's GRPOTrainer with vLLM in its processes.
-TRL's reward compares text, its experts are "eager" and nothing is compiled. Its own weight sync fails in
-vLLM's CPU build, which packs its weights, so vllm_worker.py loads the weights. A figure is the median over
-the steps of a run after the first five; the table shows the median over runs and their range, and ratios to
-ep1. The file holds {trainer: what experiments.bench.step writes}; TRL has no phases.
+TRL's reward compares text, TRL uses "eager" experts, and nothing is compiled. TRL's weight sync fails in
+vLLM's CPU build, which packs weights, so vllm_worker.py loads the weights. A figure is the median over the
+steps of a run after the first five; the table shows the median over runs, the range, and ratios to ep1. The
+JSON file holds {trainer: results as of experiments.bench.step}; TRL reports no phases.
 """
 
 import json
@@ -39,11 +39,13 @@ OURS = {
     "all_tokens": ("model.ep_size=1", "train.skip_zero_gradient=false", "train.share_prompts=false"),
 }
 TRAINERS = (*OURS, "generate", "vllm")
-NUM_PROMPTS, GROUP_SIZE, NUM_RANKS = 32, 8, 2
+NUM_PROMPTS = 32
+GROUP_SIZE = 8
+NUM_RANKS = 2
 
 
 def trl_config(output: Path, max_new_tokens: int, num_steps: int, use_vllm: bool):
-    """Return TRL's settings of what experiments/environments/demo.yaml says."""
+    """Return TRL's equivalent of the settings in experiments/environments/demo.yaml."""
     from trl import GRPOConfig
 
     return GRPOConfig(
@@ -59,7 +61,7 @@ def trl_config(output: Path, max_new_tokens: int, num_steps: int, use_vllm: bool
 
 
 def is_right(completions: list[str], answer: list[str], **columns) -> list[float]:
-    """Return 1.0 for each completion that is the answer, as the verifier `exact` does."""
+    """Return 1.0 for each completion that equals the answer, as the verifier `exact` does."""
     return [float(text.strip() == right) for text, right in zip(completions, answer)]
 
 
@@ -73,7 +75,7 @@ def sync_weights(generation) -> None:
 
 
 def train_with_trl(model: Path, max_new_tokens: int, num_steps: int, use_vllm: bool, result: Path) -> None:
-    """Train in this rank; rank 0 writes the seconds and the completions' mean length of each step."""
+    """Train on this rank; rank 0 writes the seconds and the mean completion length of each step."""
     import torch
     from datasets import load_dataset
     from transformers import TrainerCallback
@@ -83,17 +85,19 @@ def train_with_trl(model: Path, max_new_tokens: int, num_steps: int, use_vllm: b
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
     torch.set_num_threads(1)
     rows = load_dataset("json", data_files=str(ROOT / "data/built/tiny/train.jsonl"), split="train")
-    begun, seconds, lengths = [0.0], [], []
+    start = [0.0]
+    seconds = []
+    lengths = []
 
     class Clock(TrainerCallback):
-        """Takes the time of each step, its generation included."""
+        """Measures the time of each step, including generation."""
 
         def on_step_begin(self, *_, **__):
-            begun[0] = begun[0] or time.perf_counter()
+            start[0] = start[0] or time.perf_counter()
 
         def on_step_end(self, *_, **__):
-            seconds.append(time.perf_counter() - begun[0])
-            begun[0] = time.perf_counter()
+            seconds.append(time.perf_counter() - start[0])
+            start[0] = time.perf_counter()
 
         def on_log(self, *_, logs: dict, **__):
             lengths.extend(value for key, value in logs.items() if key == "completions/mean_length")
@@ -111,7 +115,7 @@ def train_with_trl(model: Path, max_new_tokens: int, num_steps: int, use_vllm: b
 def run_trl(
     python: Path, model: Path, max_new_tokens: int, num_steps: int, use_vllm: bool, warmup: int
 ) -> dict:
-    """Return medians over the steps of one run of TRL, by the names of experiments.bench.step."""
+    """Return medians over the steps of one run of TRL, under the names of experiments.bench.step."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result.json"
         command = [
@@ -123,56 +127,77 @@ def run_trl(
         environment = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
         if done.returncode:
-            own_words = done.stderr.partition("torch.distributed.elastic.multiprocessing.errors")[0]
-            sys.exit(f"TRL's run failed:\n{own_words[-6000:]}")
-        found = json.loads(result.read_text())
-    step = statistics.median(found["seconds"][warmup:])
+            message = done.stderr.partition("torch.distributed.elastic.multiprocessing.errors")[0]
+            sys.exit(f"TRL's run failed:\n{message[-6000:]}")
+        figures = json.loads(result.read_text())
+    step = statistics.median(figures["seconds"][warmup:])
     completions = NUM_PROMPTS * GROUP_SIZE
-    tokens = completions * statistics.median(found["lengths"][warmup:])
+    tokens = completions * statistics.median(figures["lengths"][warmup:])
     return {"step": step, "completions_per_s": completions / step, "tokens_per_s": tokens / step}
 
 
 def table_lines(data: dict) -> list[str]:
-    """Return the table of {trainer: {workload: {figure: spread}}}; ratios are to ep1."""
-    workloads, rows = list(next(iter(data.values()))), []
-    for trainer, found in data.items():
+    """Return the table of {trainer: {workload: {figure: spread}}}, with ratios to ep1."""
+    workloads = list(next(iter(data.values())))
+    rows = []
+    for trainer, results in data.items():
         row = [trainer]
         for workload in workloads:
-            step = found[workload]["step"]
+            step = results[workload]["step"]
             row.append(f"{step['median']:.3f} ({step['min']:.3f}-{step['max']:.3f})")
-            base = data.get("ep1", found)[workload]["step"]["median"]
+            base = data.get("ep1", results)[workload]["step"]["median"]
             row.append(f"{step['median'] / base:.2f}")
         rows.append(row)
-    (num_runs,) = {figures["step"]["n"] for found in data.values() for figures in found.values()}
+    (num_runs,) = {figures["step"]["n"] for results in data.values() for figures in results.values()}
     heads = [head for workload in workloads for head in (f"{workload}, s", "/ ep1")]
     return markdown([f"seconds per step, median (range) of {num_runs} runs", *heads], rows)
 
 
 def main() -> None:
-    """Run the trainers in turns and print the table; in a rank of TRL, do its part."""
+    """Run the trainers in turns and print the table; in a rank of TRL, train."""
     parser = make_parser(__doc__, script=True)
     add = parser.add_argument
-    add("--trl-python", type=Path, default=Path(sys.executable), help="interpreter that has TRL")
-    add("--trainers", nargs="+", choices=TRAINERS, default=list(TRAINERS), help="default: all")
-    add("--workloads", nargs="+", metavar="NAME", help="default: all, by the names of experiments.bench.step")
+    add("--trl-python", type=Path, default=Path(sys.executable), help="Python interpreter with TRL installed")
+    add(
+        "--trainers",
+        nargs="+",
+        choices=TRAINERS,
+        default=list(TRAINERS),
+        help="trainers to run (default: all)",
+    )
+    add(
+        "--workloads",
+        nargs="+",
+        metavar="NAME",
+        help="workloads of experiments.bench.step, for example '16 new tokens' (default: all)",
+    )
     add("--repeats", type=int, default=3, help="runs per workload and trainer (default: %(default)s)")
     add("--steps", type=int, help="steps per run (default: 60 and 12)")
     for name in ("--result", "--model"):
-        add(name, type=Path, help="set by the benchmark itself in TRL's ranks")
-    add("--tokens", type=int, help="set by the benchmark itself in TRL's ranks")
-    add("settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py for ours")
+        add(name, type=Path, help="internal: set for the ranks of TRL")
+    add("--tokens", type=int, help="internal: set for the ranks of TRL")
+    add("settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py (not of TRL)")
     args = parser.parse_intermixed_args()
     if args.result:
         train_with_trl(args.model, args.tokens, args.steps, args.trainers == ["vllm"], args.result)
         return
-    from experiments.bench.step import WARMUP_STEPS, WORKLOADS, run_once
+    from experiments.bench.step import WARMUP_STEPS, WORKLOADS
 
     if args.steps is not None and args.steps <= WARMUP_STEPS:
-        sys.exit(f"--steps must be above {WARMUP_STEPS}, the first steps that are not counted")
+        sys.exit(f"--steps must be above {WARMUP_STEPS}, because the first steps are not counted")
     if unknown := set(args.workloads or ()).difference(WORKLOADS):
-        sys.exit(f"there is no workload {min(unknown)!r}, only {', '.join(map(repr, WORKLOADS))}")
+        sys.exit(f"--workloads: unknown {min(unknown)!r}, choose from {', '.join(map(repr, WORKLOADS))}")
     if not TINY.is_dir():
-        sys.exit("the tiny model is not there yet: run `python -m data.tiny` first")
+        sys.exit("the tiny model is missing: run `python -m data.tiny` first")
+    table = measure(args)
+    print("\n".join(table_lines(table)))
+    write_json(args.json, table)
+
+
+def measure(args) -> dict[str, dict]:
+    """Run the trainers in turns; return {trainer: {workload: {figure: spread}}}."""
+    from experiments.bench.step import WARMUP_STEPS, WORKLOADS, run_once
+
     table = {trainer: {} for trainer in args.trainers}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -180,21 +205,23 @@ def main() -> None:
         for name in args.workloads or WORKLOADS:
             tokens, num_steps = WORKLOADS[name]
             model = TINY if tokens == 16 else scratch / "endless"
-            runs, num_steps = {trainer: [] for trainer in args.trainers}, args.steps or num_steps
+            num_steps = args.steps or num_steps
+            runs = {trainer: [] for trainer in args.trainers}
             for _ in range(args.repeats):
-                for trainer, found in runs.items():
+                for trainer, trainer_runs in runs.items():
                     if trainer in OURS:
                         settings = [*OURS[trainer], *args.settings]
-                        found.append(run_once(args.script, tokens, num_steps, scratch, settings))
+                        trainer_runs.append(run_once(args.script, tokens, num_steps, scratch, settings))
                     else:
                         with_vllm = trainer == "vllm"
                         options = (args.trl_python, model, tokens, num_steps, with_vllm, WARMUP_STEPS)
-                        found.append(run_trl(*options))
-                    print(f"{name}, {trainer}: {found[-1]['step']:.3f} s a step", flush=True)
-            for trainer, found in runs.items():
-                table[trainer][name] = {figure: spread([run[figure] for run in found]) for figure in found[0]}
-    print("\n".join(table_lines(table)))
-    write_json(args.json, table)
+                        trainer_runs.append(run_trl(*options))
+                    print(f"{name}, {trainer}: {trainer_runs[-1]['step']:.3f} s a step", flush=True)
+            for trainer, trainer_runs in runs.items():
+                table[trainer][name] = {
+                    figure: spread([run[figure] for run in trainer_runs]) for figure in trainer_runs[0]
+                }
+    return table
 
 
 if __name__ == "__main__":

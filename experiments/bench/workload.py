@@ -1,12 +1,14 @@
-"""Make the work of the rollout benchmark and the simulator: lengths of completions, seconds of their rewards.
+"""Draw the workload of the rollout benchmark and the simulator: completion lengths and reward seconds.
 
-    python -m experiments.bench.workload                     # describes what the default recipe makes
-    python -m experiments.bench.workload --json recipe.json  # writes the recipe, to be changed and given to
+    python -m experiments.bench.workload                     # describes the default workload
+    python -m experiments.bench.workload --json recipe.json  # writes the recipe, to be edited and passed to
     python -m experiments.bench.rollout --workload recipe.json
 
-Lengths are log-normal between prompts and between the completions of a prompt, cut at the longest: a prompt
-that needs long answers needs them again, which is what a length predictor lives on. Rewards are rules for
-some prompts, and sandboxes or judges for the others. A recipe makes the same numbers on every machine.
+Lengths are log-normal between prompts and between the completions of a prompt, and are cut at the longest. A
+prompt with long completions has long completions in every step, which a length predictor relies on: for
+example, a prompt two standard deviations above the mean has completions 7 times as long as the median. Rules
+score some prompts; sandboxes or judges score the remaining prompts. A recipe draws the same numbers on every
+machine.
 """
 
 import dataclasses
@@ -25,12 +27,12 @@ from experiments.bench.common import make_parser, write_json
 class Recipe:
     """Distributions of a workload [ours: chosen to look like long chains of thought]."""
 
-    num_steps: int = 6  # each visits every prompt once: the first without a history of it
+    num_steps: int = 6  # each samples every prompt once; in the first step prompts have no record
     num_prompts: int = 32
     group_size: int = 8
     prompt_tokens: int = 12
     median_tokens: float = 64.0
-    longest_tokens: int = 490  # longer ones are cut here, as by max_new_tokens
+    longest_tokens: int = 490  # longer completions are cut, as by max_new_tokens
     spread_of_prompts: float = 1.0  # standard deviation of log length between prompts
     spread_of_samples: float = 0.4  # the same between the completions of one prompt
     slow_share: float = 0.5  # share of prompts whose reward is a sandbox or a judge
@@ -40,7 +42,7 @@ class Recipe:
 
     @classmethod
     def of(cls, fields: dict) -> "Recipe":
-        """Make a recipe of the fields in a JSON object; those that are missing have their defaults."""
+        """Make a recipe of the fields in a JSON object; missing fields get their defaults."""
         unknown = set(fields) - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             raise ValueError(f"a recipe has no field {', no field '.join(sorted(unknown))}")
@@ -48,13 +50,13 @@ class Recipe:
 
     @classmethod
     def load(cls, path: Path | None) -> "Recipe":
-        """Read a recipe from a file; without one it is the default."""
+        """Read a recipe from a file; None: the default recipe."""
         return cls() if path is None else cls.of(json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What a recipe makes."""
+    """The numbers drawn from a recipe."""
 
     recipe: Recipe
     lengths: np.ndarray  # [step, prompt, sample] tokens, at least 1
@@ -62,7 +64,7 @@ class Workload:
 
     @property
     def is_slow(self) -> np.ndarray:
-        """Mark the prompts, [prompt] bool, whose reward is a sandbox or a judge."""
+        """Mark the prompts that are scored by a sandbox or a judge, [prompt] bool."""
         return (self.reward_seconds >= self.recipe.slow_seconds[0]).any(axis=(0, 2))
 
     @classmethod
@@ -70,16 +72,17 @@ class Workload:
         """Draw a workload; the same recipe gives the same numbers on every machine."""
         rng = np.random.default_rng(recipe.seed)
         shape = (recipe.num_steps, recipe.num_prompts, recipe.group_size)
-        of_prompt = rng.standard_normal((1, recipe.num_prompts, 1)) * recipe.spread_of_prompts
-        of_sample = rng.standard_normal(shape) * recipe.spread_of_samples
-        lengths = np.exp(np.log(recipe.median_tokens) + of_prompt + of_sample).round()
+        prompt_offsets = rng.standard_normal((1, recipe.num_prompts, 1)) * recipe.spread_of_prompts
+        sample_offsets = rng.standard_normal(shape) * recipe.spread_of_samples
+        lengths = np.exp(np.log(recipe.median_tokens) + prompt_offsets + sample_offsets).round()
         is_slow = rng.permutation(recipe.num_prompts) < recipe.slow_share * recipe.num_prompts
-        rule, slow = rng.uniform(*recipe.rule_seconds, shape), rng.uniform(*recipe.slow_seconds, shape)
+        rule = rng.uniform(*recipe.rule_seconds, shape)
+        slow = rng.uniform(*recipe.slow_seconds, shape)
         seconds = np.where(is_slow[None, :, None], slow, rule).round(6)
         return cls(recipe, lengths.clip(1, recipe.longest_tokens).astype(np.int64), seconds)
 
     def describe(self) -> str:
-        """Say how much work it is and how it is spread."""
+        """Describe the amount of work and the distribution of lengths."""
         num_steps, num_prompts, group_size = self.lengths.shape
         return (
             f"{num_steps} steps x {num_prompts} prompts x {group_size} completions, {self.lengths.sum():,} "
@@ -91,13 +94,13 @@ class Workload:
 
 
 def slow_verify(completion: str, answer: str) -> float:
-    """Take as many seconds as the answer says; the score is a hash of the text."""
+    """Sleep for the seconds given as the answer; the score is a hash of the text."""
     time.sleep(float(answer))
     return zlib.crc32(completion.encode()) % 2
 
 
 def main() -> None:
-    """Describe the default recipe's workload, and write the recipe."""
+    """Describe the default workload, and write its recipe."""
     args = make_parser(__doc__).parse_args()
     print(Workload.make(Recipe()).describe())
     write_json(args.json, dataclasses.asdict(Recipe()))

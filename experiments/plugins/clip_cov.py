@@ -16,6 +16,8 @@ def clip_cov(inputs: SelectInputs, fraction: float = 0.0002, low: float = 1.0, h
     current policy's log-probabilities; ours are the old policy's, so that the choice does not depend on the
     split of an update into micro-batches [ours; both agree in the first update of a step].
     """
+    if not 0 < fraction < 1 or low >= high:
+        raise ValueError("fraction must be between 0 and 1, and low below high")
     mask = inputs.mask
     sums = [float((values * mask).double().sum()) for values in (inputs.advantages, inputs.old_logprobs)]
     advantage_sum, logprob_sum, num_tokens = inputs.ranks.sum(*sums, int(mask.sum()))

@@ -2,7 +2,8 @@
 
 A token is dropped if its probability has moved far from the old policy's in the direction that its advantage
 pushes: A > 0 and p > p_old by more than eps_high, or A < 0 and p < p_old by more than eps_low. The other
-tokens have the gain sg[min(r, cap)] A log pi.
+tokens have the gain sg[min(r, cap)] A log pi. The paper has token ratios: leave algorithm.ratio_level at
+token.
 """
 
 import math

@@ -15,6 +15,11 @@ def gdpo(inputs: AdvantageInputs, eps: float = 1e-6) -> Tensor:
     w_k are divided by the sum of the weights. The paper also subtracts the batch's mean, which is 0, because
     each A^(k) is centred in its group [ours: left out, so that A_i is exactly 0 without variance].
     """
+    sums = [sum(w * r for w, r in row.values()) / sum(w for w, _ in row.values()) for row in inputs.parts]
+    if (torch.tensor(sums) - inputs.rewards)[inputs.valid].abs().gt(1e-5).any():
+        raise ValueError(
+            "GDPO takes the verifiers' rewards as they are: leave out judge, penalties and reward.binary"
+        )
     total = torch.zeros(len(inputs.rewards))
     for kind in sorted({kind for row in inputs.parts for kind in row}):
         terms = [row.get(kind, (0.0, 0.0)) for row in inputs.parts]  # [B] (weight, reward)

@@ -14,6 +14,8 @@ def sapo(
     r is the ratio of the token's group, tau is tau_positive for A > 0 and tau_negative for the other tokens.
     At r = 1 the gradient equals that of r A.
     """
+    if min(tau_positive, tau_negative) <= 0:
+        raise ValueError("tau_positive and tau_negative must be above 0")
     positive = inputs.ratio.new_tensor(tau_positive)
     negative = inputs.ratio.new_tensor(tau_negative)
     tau = torch.where(inputs.advantages > 0, positive, negative)

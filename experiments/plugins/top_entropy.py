@@ -14,6 +14,8 @@ def top_entropy(inputs: SelectInputs, fraction: float = 0.2) -> Tensor:
     The threshold is over the tokens of all ranks. The number of tokens is rounded up, and tokens as uncertain
     as the last one are included [ours]. The other tokens still count in the mean of the loss.
     """
+    if not 0 < fraction <= 1:
+        raise ValueError("fraction must be above 0 and at most 1")
     (num_tokens,) = inputs.ranks.sum(int(inputs.mask.sum()))
     num_selected = math.ceil(fraction * num_tokens - 1e-9)
     threshold = inputs.ranks.kth_largest(inputs.entropy[inputs.mask], num_selected)

@@ -21,7 +21,8 @@ def vespo(
     """Return sg[W^k exp(lambda (1 - W))] A log pi for each token, [b, T].
 
     W is the product of the completion's token ratios. The power k and the decay lambda depend on the sign of
-    the advantage; A = 0 counts as positive. The weight is 1 at W = 1.
+    the advantage; A = 0 counts as positive. The weight is 1 at W = 1. With algorithm.old_policy=rollout W
+    itself corrects the mismatch with the engine: leave algorithm.rollout_correction at none.
     """
     log_ratio = inputs.log_ratio.detach() * inputs.mask
     log_w = log_ratio.sum(dim=1, keepdim=True).clamp(LOG_W_MIN, LOG_W_MAX)  # [b, 1]

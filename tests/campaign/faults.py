@@ -1,32 +1,33 @@
-"""Disturb runs from the outside, and compare what comes out with an undisturbed run.
+"""Disturb runs from outside, and compare the results with an undisturbed run.
 
-    python -m tests.campaign.faults --json faults.json                  # some 340 cases, two cores
+    python -m tests.campaign.faults --json faults.json                  # about 340 cases, two cores
     python -m tests.campaign.faults --json faults.json --only damage/ rewards/
     python -m tests.campaign.faults --json soak.json --soak 2000        # one long run instead
 
 Every case ends with a verdict:
 
-    same      after the fault the same command ends well; the rows of metrics.jsonl without their times and
-              the SHA-256 of the exported weights are those of the undisturbed run
-    refused   the command ends soon, with one line that names the file, the row, the setting or the function
-    failed    anything else; its folder in --out is kept
+    same      after the fault, the same command succeeds, and both the rows of metrics.jsonl (except times)
+              and the SHA-256 of the exported weights equal the undisturbed run's
+    refused   the command ends soon, with one line naming the file, the row, the setting or the function
+    failed    all other outcomes; the case's folder in --out is preserved
 
 Kinds:
 
-    kills     SIGKILL to torchrun, a rank, all ranks, a reward worker or its guard: half of them while a
-              checkpoint or a log is written or a rank imports, half at random moments; several hit a run
-              before it may finish. Kills of runs whose reward functions have started processes in sessions
-              of their own, none of which may be left
-    signals   SIGTERM and SIGINT to torchrun or to all processes, once and twice; a rank that stands still
-    damage    files of the newest checkpoint flipped, cut, emptied, removed; numbers, lines, folders of others
-    disk      a full file system (a tmpfs, which only root can mount; left out otherwise)
+    kills     SIGKILL to torchrun, a rank, all ranks, a reward worker or its guard: half of the kills while a
+              checkpoint or a log is written or a rank imports, half at random moments; a run is killed
+              several times before it may finish. Further cases kill runs whose reward functions have started
+              processes in new sessions, which must all end as well
+    signals   SIGTERM and SIGINT to torchrun or to all processes, once and twice; a stopped rank (SIGSTOP)
+    damage    files of the newest checkpoint flipped, truncated, emptied, removed; changed numbers, extra
+              lines, extra folders
+    disk      a full file system (a tmpfs, which only root can mount; skipped for other users)
     rewards   functions that hang, die, flood, forge
-    data      rows, files and models that no run can use
+    data      rows, files and models that are invalid
     settings  values just and far outside of the bounds, unknown names, hostile YAML
 
-A case that ended well at the same commit is not tried again by the same command, which so goes on where it
-was stopped. Runs that nobody kills start as forks of a server that has imported the slow libraries. What is
-printed at the end, a table of verdicts and how many kills were survived, is for tests/campaign/README.md.
+A case with a good verdict at the same commit is skipped, so that the same command resumes an interrupted
+campaign. Runs without kills start as forks of a server that has imported the slow libraries. The final output
+(a table of verdicts, and the number of survived kills) belongs in tests/campaign/README.md.
 """
 
 import argparse
@@ -76,7 +77,7 @@ from tests.campaign.verdicts import (
     try_case,
 )
 
-WORKLOAD = [  # six quick steps with two checkpoints on the way
+WORKLOAD = [  # six quick steps with checkpoints in between
     "--config", "experiments/environments/tiny.yaml", "train.num_steps=6", "rollout.prompts_per_step=8",
     "rollout.group_size=4", "checkpoint.every=2", "eval.every=2", "eval.num_samples=2", "run.log_every=1",
     "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
@@ -86,38 +87,40 @@ WORKLOAD = [  # six quick steps with two checkpoints on the way
 # ------------------------------------------------------------------------------------------------------------
 # Kills and signals
 # ------------------------------------------------------------------------------------------------------------
-AIMS = ("checkpoint", "random", "log", "random", "imports", "random")  # half of the moments are chosen
+AIMS = ("checkpoint", "random", "log", "random", "imports", "random")  # half of the kills wait for an event
 
 
 @dataclass(frozen=True)
 class Blow:
-    """Signals to a part of a run, at a moment."""
+    """Signals to one of TARGETS, at a moment."""
 
     aim: str  # one of AIMS
     target: str  # one of TARGETS
-    moment: float  # in [0, 1): where in the span of its aim
+    moment: float  # in [0, 1): position within the time span of the aim
     signals: tuple[int, ...] = (signal.SIGKILL,)
 
 
 def moments_of(run: Started, blow: Blow, seconds: float) -> Iterator[bool]:
-    """Yield, at each look, whether it is time for a blow."""
-    before, changes = run.log_state(), 0
+    """Yield, at each poll, whether the moment of a blow has come."""
+    previous = run.log_state()
+    num_changes = 0
     while True:
         if blow.aim in ("imports", "random"):
             yield run.seconds() >= (
                 0.2 + 3.8 * blow.moment if blow.aim == "imports" else blow.moment * seconds
             )
             continue
-        present = run.log_state()
-        changes, before = changes + (present != before), present
-        is_there = run.checkpoint_is_written() if blow.aim == "checkpoint" else changes > 4 * blow.moment
+        current = run.log_state()
+        num_changes += current != previous
+        previous = current
+        is_there = run.checkpoint_is_written() if blow.aim == "checkpoint" else num_changes > 4 * blow.moment
         if is_there:
             time.sleep({"checkpoint": 0.05, "log": 0.01}[blow.aim] * blow.moment)
         yield is_there
 
 
 def strike(bench: Bench, run_dir: Path, blow: Blow, settings: tuple[str, ...] = ()) -> str | None:
-    """Start the run, deal a blow and wait for its end; return what happened, None if it had ended before."""
+    """Start the run, deliver a blow and wait for the end; None if the run ended first, else a description."""
     run = start_trainer(run_dir, *bench.workload, *settings)
     try:
         for is_time in moments_of(run, blow, bench.seconds):
@@ -129,60 +132,62 @@ def strike(bench: Bench, run_dir: Path, blow: Blow, settings: tuple[str, ...] = 
                 break
             time.sleep(0.001)
         during = ", checkpoint being written" * run.checkpoint_is_written()
-        what = f"{blow.target} at {run.seconds():.1f} s ({blow.aim}{during})"
+        event = f"{blow.target} at {run.seconds():.1f} s ({blow.aim}{during})"
         for i, number in enumerate(blow.signals):
-            time.sleep(1.2 if i else 0)  # sooner it would count as the same signal
+            time.sleep(1.2 if i else 0)  # within a second it would count as the same signal
             run.hit(blow.target, number)
-        if blow.target in SPARED:  # which are replaced, so the run itself is ended a little later
+        if blow.target in SPARED:  # the run replaces these, so torchrun is killed a little later
             time.sleep(0.3)
             run.hit("torchrun", signal.SIGKILL)
-        took = run.wait_until_gone(LEFT_S if signal.SIGKILL in blow.signals else END_S, what)
-        said = run.log.read_text(errors="replace")
-        if f'File "{TRAINER}"' in said:
-            raise Failed(f"{what}: a raw stack of a rank is on the console")
+        took = run.wait_until_gone(LEFT_S if signal.SIGKILL in blow.signals else END_S, event)
+        log = run.log.read_text(errors="replace")
+        if f'File "{TRAINER}"' in log:
+            raise Failed(f"{event}: a raw stack of a rank is on the console")
         waited = rf"error on rank \d+: .*waited \d+ s for {blow.target}\b"
-        if signal.SIGSTOP in blow.signals and not re.search(waited, said):
-            raise Failed(f"{what}: nobody says who was waited for: {end_of(said)}")
-        return f"{what}, gone after {took:.1f} s"
+        if signal.SIGSTOP in blow.signals and not re.search(waited, log):
+            raise Failed(f"{event}: no rank names the rank that it waited for: {end_of(log)}")
+        return f"{event}, gone after {took:.1f} s"
     finally:
         run.kill()
 
 
 def chain(blows: list[Blow], settings: tuple[str, ...], bench: Bench, folder: Path) -> tuple[str, str]:
-    """Deal blows to a run, one after another, and then let it finish.
+    """Deliver blows to a run, one after another, and then let the run finish.
 
-    Where a run ends before its blow it is compared, and the blow is dealt to a fresh one, earlier.
+    If a run ends before its blow, it is compared, and the blow hits a new run at an earlier moment.
     """
-    run_dir, dealt = folder / "run", []
+    run_dir = folder / "run"
+    survived = []
     try:
         for blow in blows:
             for attempt in range(5):
                 earlier = replace(blow, moment=blow.moment / 2**attempt)
                 if happened := strike(bench, run_dir, earlier, settings):
-                    dealt.append(happened)
+                    survived.append(happened)
                     break
                 must_equal(run_dir, bench.reference)
                 shutil.rmtree(run_dir)
         bench.must_be_same(run_dir)
     except Failed as failed:
-        tried = min(len(dealt) + 1, len(blows))  # the last one was not survived
-        told = "; ".join([*dealt, str(failed)])
-        raise Failed(f"{tried - 1} of {tried} survived: {told}") from failed
-    return "same", f"{len(dealt)} of {len(dealt)} survived: {'; '.join(dealt)}"
+        tried = min(len(survived) + 1, len(blows))  # the last blow was not survived
+        history = "; ".join([*survived, str(failed)])
+        raise Failed(f"{tried - 1} of {tried} survived: {history}") from failed
+    return "same", f"{len(survived)} of {len(survived)} survived: {'; '.join(survived)}"
 
 
 def fleeing(target: str, bench: Bench, folder: Path) -> tuple[str, str]:
-    """Kill a part of a run from whose reward functions processes have fled into sessions of their own."""
+    """Kill a run whose reward functions have started processes in new sessions."""
     trace, settings = hostile_input.fleeing_rows(folder)
     happened = strike(bench, folder / "run", Blow("log", target, 0.5), tuple(settings))
     if not happened or not trace.is_file():
-        raise Failed(f"no process had fled: {happened}")
+        raise Failed(f"no process has fled: {happened}")
     return "same", happened
 
 
 def kill_cases(num: int, seed: int, per_chain: int = 5) -> dict[str, Attempt]:
-    """Return the chains of so many kills, and kills of runs with processes that have left their group."""
-    cases, aims = {}, [AIMS[i % len(AIMS)] for i in range(num)]
+    """Return chains with `num` kills in total, and kills of runs with processes in new sessions."""
+    aims = [AIMS[i % len(AIMS)] for i in range(num)]
+    cases = {}
     for start in range(0, num, per_chain):
         rng = random.Random(f"{seed}/{start}")
         blows = [Blow(aim, rng.choice(TARGETS), rng.random()) for aim in aims[start : start + per_chain]]
@@ -193,8 +198,9 @@ def kill_cases(num: int, seed: int, per_chain: int = 5) -> dict[str, Attempt]:
 
 
 def signal_cases(seed: int) -> dict[str, Attempt]:
-    """Return a chain of signals that come once, one of those that come twice, and ranks that stand still."""
-    cases, rng = {}, random.Random(f"{seed}/signals")
+    """Return a chain of single signals, a chain of double signals, and stopped ranks."""
+    rng = random.Random(f"{seed}/signals")
+    cases = {}
     for times, word in ((1, "once"), (2, "twice")):
         blows = [
             Blow("log", target, 0.5 * rng.random(), (number,) * times)
@@ -221,28 +227,28 @@ NUMBERS = ("step", "consumed_prompts", "generated_tokens", "evaluated_step", "se
 
 
 def change_number(name: str, file: Path) -> None:
-    """Change a digit in state.json, which stays valid."""
+    """Change a digit in state.json, which remains valid JSON."""
     changed = re.sub(rf'("{name}": )(\d)', lambda m: m[1] + str(int(m[2]) ^ 1), file.read_text())
     assert changed != file.read_text()
     file.write_text(changed)
 
 
 def damage(name: str, edit: Callable[[Path], None], bench: Bench, folder: Path) -> tuple[str, str]:
-    """Damage a file of the newest checkpoint; it must be named, and the one before gives the same."""
+    """Damage a file of the newest checkpoint: the run names the file, and resumes with on_damage=older."""
     run_dir = shutil.copytree(bench.reference, folder / "run")
-    shutil.rmtree(run_dir / "model")  # it has to be exported anew
+    shutil.rmtree(run_dir / "model")  # must be exported again
     newest = max((run_dir / "checkpoints").glob("step_*"))
     edit(newest / name)
-    if not (newest / "state.json").is_file():  # this unmakes the checkpoint
+    if not (newest / "state.json").is_file():  # a folder without state.json is not a checkpoint
         bench.must_be_same(run_dir)
-        return "same", "the checkpoint without it counts as none"
+        return "same", "a checkpoint without state.json is ignored"
     line = bench.must_refuse(f"{newest.name} is damaged: {name}", f"run.dir={run_dir}")
     bench.must_be_same(run_dir, "checkpoint.on_damage=older")
     return "refused", line
 
 
 def unfinished(bench: Bench, folder: Path) -> Path:
-    """Copy the undisturbed run, and take its end away: it goes on from step 4."""
+    """Copy the undisturbed run without its last checkpoint and results, so that it resumes from step 4."""
     run_dir = shutil.copytree(bench.reference, folder / "run")
     shutil.rmtree(run_dir / "checkpoints" / "step_000006")
     shutil.rmtree(run_dir / "model")
@@ -251,8 +257,9 @@ def unfinished(bench: Bench, folder: Path) -> Path:
 
 
 def other_folders(bench: Bench, folder: Path) -> tuple[str, str]:
-    """Go on beside copies of checkpoints that a user has made."""
-    run_dir, names = unfinished(bench, folder), ("step_old", "step_000004_best", "step_99", "best")
+    """Resume a run beside copies of checkpoints that a user has made."""
+    run_dir = unfinished(bench, folder)
+    names = ("step_old", "step_000004_best", "step_99", "best")
     for name in names:
         shutil.copytree(run_dir / "checkpoints" / "step_000004", run_dir / "checkpoints" / name)
     bench.must_be_same(run_dir)
@@ -262,7 +269,7 @@ def other_folders(bench: Bench, folder: Path) -> tuple[str, str]:
 
 
 def broken_lines(bench: Bench, folder: Path) -> tuple[str, str]:
-    """Go on with lines in metrics.jsonl that are no rows."""
+    """Resume a run with invalid lines in metrics.jsonl."""
     run_dir = unfinished(bench, folder)
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (run_dir / name).open("ab") as file:
@@ -272,14 +279,14 @@ def broken_lines(bench: Bench, folder: Path) -> tuple[str, str]:
 
 
 def damage_cases() -> dict[str, Attempt]:
-    """Return every file with every damage, and what lies beside checkpoints."""
+    """Return every file with every damage, and the cases beside checkpoints."""
     cases = {f"{n} {kind}": partial(damage, n, DAMAGE[kind]) for n in CHECKPOINT_FILES for kind in DAMAGE}
     for name in NUMBERS:
         cases[f"state.json, another {name}"] = partial(damage, "state.json", partial(change_number, name))
     return cases | {"copies beside checkpoints": other_folders, "lines that are no rows": broken_lines}
 
 
-DISKS = {  # bytes that are free at the start (None: many, until the first row is logged), and settings
+DISKS = {  # name: (free bytes at the start, settings); None: filled after the first row is logged
     "before the start": (0, []), "at the start": (60_000, []), "first checkpoint": (8 << 20, []),
     "second checkpoint": (20 << 20, []), "last checkpoint": (38 << 20, []),
     "export": (17 << 20, ["checkpoint.every=0"]), "between two steps": (None, ["checkpoint.every=0"]),
@@ -287,14 +294,14 @@ DISKS = {  # bytes that are free at the start (None: many, until the first row i
 
 
 def fill(file: Path, free: int) -> None:
-    """Write a file until so many bytes of its file system are free."""
+    """Write a file until its file system has this many bytes available."""
     with file.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
         for _ in range((shutil.disk_usage(file.parent).free - free) >> 12):
             filler.write(bytes(4096))
 
 
 def fill_after_a_step(filler: Path, run_dir: Path) -> None:
-    """Fill a file system as soon as a run logs something."""
+    """Fill a file system as soon as a run has logged a row."""
     deadline = time.monotonic() + RUN_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
@@ -304,9 +311,10 @@ def fill_after_a_step(filler: Path, run_dir: Path) -> None:
 
 
 def full_disk(free: int | None, settings: list[str], bench: Bench, folder: Path) -> tuple[str, str]:
-    """Let a run fill its file system and then give it room."""
+    """Run on a file system that becomes full, then free space and resume."""
     (disk := folder / "disk").mkdir()
-    filler, run_dir = disk / "filler", disk / "run"
+    filler = disk / "filler"
+    run_dir = disk / "run"
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk], check=True)
     try:
         if free is not None:
@@ -331,12 +339,14 @@ def all_cases(kills: int, seed: int) -> dict[str, Attempt]:
         "kills": kill_cases(kills, seed),
         "signals": signal_cases(seed),
         "damage": damage_cases(),
-        "disk": {name: partial(full_disk, *given) for name, given in disks.items()},
+        "disk": {name: partial(full_disk, *limits) for name, limits in disks.items()},
         "rewards": hostile_input.reward_cases(),
         "data": hostile_input.data_cases(),
         "settings": hostile_input.setting_cases(),
     }
-    return {f"{kind}/{name}": attempt for kind, own in cases.items() for name, attempt in own.items()}
+    return {
+        f"{kind}/{name}": attempt for kind, attempts in cases.items() for name, attempt in attempts.items()
+    }
 
 
 @cache
@@ -347,38 +357,41 @@ def commit() -> str:
 
 
 def undisturbed(out: Path) -> tuple[Path, float]:
-    """Return the folder of an undisturbed run by torchrun, made if this commit has none, and its seconds."""
-    run_dir, note = out / "undisturbed", out / "undisturbed.json"
+    """Return the folder and the seconds of an undisturbed run, made first if this commit has none."""
+    run_dir = out / "undisturbed"
+    note = out / "undisturbed.json"
     made = json.loads(note.read_text()) if note.is_file() else {}
     if made.get("commit") != commit():
         model_folder("tiny")
         shutil.rmtree(run_dir, ignore_errors=True)
-        start, command = time.monotonic(), [*torchrun(2), str(TRAINER), *WORKLOAD, f"run.dir={run_dir}"]
+        start = time.monotonic()
+        command = [*torchrun(2), str(TRAINER), *WORKLOAD, f"run.dir={run_dir}"]
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
         )
         if done.returncode:
-            sys.exit("the undisturbed run failed, see above")
+            sys.exit("the undisturbed run failed; its error is printed above")
         made = {"commit": commit(), "seconds": time.monotonic() - start}
         note.write_text(json.dumps(made))
     return run_dir, made["seconds"]
 
 
 def table_lines(results: list[dict]) -> list[str]:
-    """Return what tests/campaign/README.md shows: verdicts by kind, and kills survived of kills tried."""
-    rows, kills = [], [0, 0]
+    """Return the lines for tests/campaign/README.md: verdicts by kind, and survived kills of all kills."""
+    rows = []
+    kills = [0, 0]
     for kind in dict.fromkeys(result["name"].partition("/")[0] for result in results):
-        own = [result for result in results if result["name"].startswith(f"{kind}/")]
-        verdicts = Counter(result["verdict"] for result in own)
-        seconds = round(sum(result["seconds"] for result in own))
-        rows.append([kind, len(own), *(verdicts[name] for name in VERDICTS), seconds])
+        kind_results = [result for result in results if result["name"].startswith(f"{kind}/")]
+        verdicts = Counter(result["verdict"] for result in kind_results)
+        seconds = round(sum(result["seconds"] for result in kind_results))
+        rows.append([kind, len(kind_results), *(verdicts[name] for name in VERDICTS), seconds])
     for result in results:
         survived = re.match(r"(\d+) of (\d+) survived: ", result["detail"])
         if survived and result["name"].startswith("kills/"):
             kills = [total + int(more) for total, more in zip(kills, survived.groups())]
     total = ["all", *(sum(row[column] for row in rows) for column in range(1, 6))]
-    told = f"Commit {commit()[:7]}; {kills[0]} of {kills[1]} kills were survived, bit for bit."
-    return [told, "", *markdown(["kind", "cases", *VERDICTS, "seconds"], [*rows, total])]
+    summary = f"Commit {commit()[:7]}; {kills[0]} of {kills[1]} kills were survived, bit for bit."
+    return [summary, "", *markdown(["kind", "cases", *VERDICTS, "seconds"], [*rows, total])]
 
 
 def parse() -> argparse.Namespace:
@@ -386,12 +399,29 @@ def parse() -> argparse.Namespace:
     parser = make_parser(__doc__)
     out = ROOT / "runs" / "faults"
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", default=out, help="finished cases, failed folders"
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        default=out,
+        help="folder for results and for folders of failed cases (default: %(default)s)",
     )
-    parser.add_argument("--only", nargs="+", metavar="TEXT", default=[""], help="cases whose name holds one")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        default=[""],
+        help="only cases whose name contains one of these texts, for example damage/",
+    )
     parser.add_argument("--kills", type=int, default=40, help="number of SIGKILLs (default: %(default)s)")
-    parser.add_argument("--soak", type=int, metavar="STEPS", help="instead: one run of so many short steps")
-    parser.add_argument("--seed", type=int, default=0, help="of moments and targets (default: %(default)s)")
+    parser.add_argument(
+        "--soak",
+        type=int,
+        metavar="STEPS",
+        help="instead of the cases, watch one run of this many short steps",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of moments and targets (default: %(default)s)"
+    )
     args = parser.parse_args()
     if args.kills < 1 or (args.soak is not None and args.soak < 1):
         parser.error("--kills and --soak must be at least 1")
@@ -399,33 +429,34 @@ def parse() -> argparse.Namespace:
 
 
 def try_all(bench: Bench | None, cases: dict[str, Attempt], out: Path) -> list[dict]:
-    """Try the cases that have not yet ended well at this commit; return the results of all."""
+    """Try the cases without a good verdict at this commit; return the results of all cases."""
     record = out / "cases.jsonl"
     lines = record.read_text().splitlines() if record.is_file() else []
-    known = {row["name"]: row for row in map(json.loads, lines) if row["commit"] == commit()}
+    results = {row["name"]: row for row in map(json.loads, lines) if row["commit"] == commit()}
     for name, attempt in tqdm(cases.items(), desc="faults", unit="case", disable=None):
-        if known.get(name, {}).get("verdict", "failed") == "failed":
-            known[name] = try_case(bench, name, attempt, out) | {"commit": commit()}
+        if results.get(name, {}).get("verdict", "failed") == "failed":
+            results[name] = try_case(bench, name, attempt, out) | {"commit": commit()}
             with record.open("a") as file:
-                file.write(json.dumps(known[name]) + "\n")
-    return [known[name] for name in cases]
+                file.write(json.dumps(results[name]) + "\n")
+    return [results[name] for name in cases]
 
 
 def main() -> None:
-    """Try the cases that are not finished and print the table."""
+    """Try the unfinished cases and print the table."""
     args = parse()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the runs end, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the runs end as well
     sys.path.insert(0, str(ROOT))
     out = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if args.soak:
-        folder = out / f"soak_{args.soak}_{commit()[:7]}"  # one that a killed command goes on in
-        cases, bench = {f"soak/{args.soak} steps": lambda *_: soak(args.soak, folder)}, None
+        folder = out / f"soak_{args.soak}_{commit()[:7]}"  # the same for a repeated command, which resumes
+        cases = {f"soak/{args.soak} steps": lambda *_: soak(args.soak, folder)}
+        bench = None
     else:
         cases = all_cases(args.kills, args.seed)
         cases = {name: case for name, case in cases.items() if any(text in name for text in args.only)}
         if not cases:
-            sys.exit(f"no name of a case holds {' or '.join(args.only)}")
+            sys.exit(f"--only: no name of a case holds {' or '.join(args.only)}")
         bench = Bench(preloaded.run, WORKLOAD, *undisturbed(out))
     results = try_all(bench, cases, out)
     print("\n".join(table_lines(results)))

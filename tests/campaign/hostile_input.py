@@ -1,4 +1,4 @@
-"""Feed runs what nobody should: reward functions, rows, files, models and settings (see faults.py)."""
+"""Start runs with hostile input: reward functions, rows, files, models and settings (see faults.py)."""
 
 import json
 import math
@@ -92,7 +92,7 @@ def forges(completion, answer):
 def forges_shape(completion, answer): write_everywhere(b'["0", {"fields": 3}]\\n[]\\n7\\n'); return 0.5
 """
 FUNCTIONS = re.findall(r"def (\w+)\(completion, answer\)", HOSTILE)
-STATUSES = {  # where the item's own is not "error"
+STATUSES = {  # name: accepted statuses of the function's items, unless "error"
     **dict.fromkeys(("blocks", "hangs", "ignores_alarm", "masks_alarm", "blocks_the_loop"), ("timeout",)),
     "waits_for_ever": ("timeout",),
     **dict.fromkeys(("leaves_children", "flees", "floods"), ("wrong",)),
@@ -103,11 +103,14 @@ IN_A_RUN = ("raises", "gives_nan", "gives_2", "gives_text", "leaves", "exits", "
 
 
 def hostile_function(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
-    """Score items with a function between rules, and then check it as before a run."""
+    """Score items with a hostile function between rules, and run the check that precedes a run."""
     import reward
+    from settings import RewardSettings
 
     (folder / "hostile.py").write_text(HOSTILE)
-    kind, start, said = f"{folder / 'hostile.py'}:{name}", time.monotonic(), ""
+    kind = f"{folder / 'hostile.py'}:{name}"
+    start = time.monotonic()
+    message = ""
     rules = {("exact", "a", "a"): 1.0, ("exact", "b", "a"): 0.0, ("characters", "ab", "ac"): 0.5}
     tag = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     with mock.patch.object(reward, "GRACE_S", 1.0), mock.patch.dict(os.environ, tag):
@@ -118,27 +121,27 @@ def hostile_function(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
                 pool.submit(i, kind, "x", "a", {})
             verdicts = pool.collect()
         try:
-            reward.check_functions([kind], [(kind, "a", {})], reward.RewardSettings(timeout_s=1.0))
+            reward.check_functions([kind], [(kind, "a", {})], RewardSettings(timeout_s=1.0))
         except ValueError as error:
-            said = str(error)
-    own = {verdicts.pop(i).status for i in range(3)}
+            message = str(error)
+    statuses = {verdicts.pop(i).status for i in range(3)}
     if any(verdict.reward != rules[key[1:]] for key, verdict in verdicts.items()):
-        raise Failed("a rule beside it has another verdict")
-    if not own <= set(STATUSES.get(name, ("error",))):
-        raise Failed(f"its own verdicts are {sorted(own)}")
-    if "wrong" not in own and f":{name}:" not in said:
-        raise Failed(f"the check before a run says {said!r}")
+        raise Failed("a rule has a wrong verdict beside the function")
+    if not statuses <= set(STATUSES.get(name, ("error",))):
+        raise Failed(f"the verdicts of the function are {sorted(statuses)}")
+    if "wrong" not in statuses and f":{name}:" not in message:
+        raise Failed(f"the check before a run says {message!r}")
     ended = time.monotonic()
-    while left := tagged(str(folder)):
+    while processes := tagged(str(folder)):
         if time.monotonic() - ended > LEFT_S:
-            raise Failed(f"{len(left)} processes are left after {LEFT_S:g} s")
+            raise Failed(f"{len(processes)} processes are still alive after {LEFT_S:g} s")
     if time.monotonic() - start > RUN_S:
         raise Failed(f"it took {time.monotonic() - start:.0f} s")
-    return "same", f"{', '.join(sorted(own))}; before a run: {said[:300] or 'let pass'}"
+    return "same", f"{', '.join(sorted(statuses))}; before a run: {message[:300] or 'accepted'}"
 
 
 def fleeing_rows(folder: Path) -> tuple[Path, list[str]]:
-    """Return a file that is there once a process has fled from a reward function, and settings for a run."""
+    """Return a file that appears once a process has fled from a reward function, and settings of a run."""
     (functions := folder / "hostile.py").write_text(HOSTILE)
     lines = (TINY.parent / "train.jsonl").read_text().splitlines()[:48]
     rows = [json.loads(line) | {"kind": f"{functions}:flees"} for line in lines]
@@ -148,13 +151,13 @@ def fleeing_rows(folder: Path) -> tuple[Path, list[str]]:
 
 
 def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
-    """Train on rows of which every fourth has a hostile function, and on the same where all only raise."""
+    """Train with a hostile function on every fourth row, and again with functions that only raise."""
     right = "    return lambda completion, answer: completion == answer or function(completion, answer)\n"
     text = [HOSTILE, "def unless_right(function):\n" + right]
     text += [f"in_run_{name} = unless_right({name})\n" for name in IN_A_RUN]
     (folder / "hostile.py").write_text("".join(text))
     lines = (TINY.parent / "train.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines[:48]]  # each of them is sampled
+    rows = [json.loads(line) for line in lines[:48]]  # all of these rows are sampled
     for run, names in {"all": IN_A_RUN, "one": IN_A_RUN[:1]}.items():
         functions = [f"{folder / 'hostile.py'}:in_run_{name}" for name in names]
         for i, row in enumerate(rows[::4]):
@@ -170,12 +173,12 @@ def hostile_run(bench: Bench, folder: Path) -> tuple[str, str]:
     must_equal(folder / "all", folder / "one", ("verdict/", "reward_worker_restarts", "length_"))
     for status in ("error", "timeout"):
         if not any(row.get(f"verdict/{status}_frac") for row in rows_of(folder / "all")):
-            raise Failed(f"no verdict was {status}")
-    return "same", "weights and rewards are those of a run in which all of them only raise"
+            raise Failed(f"no verdict has the status {status}")
+    return "same", "weights and rewards equal a run in which all functions only raise"
 
 
 def reward_cases() -> dict[str, Attempt]:
-    """Return every function, and a run with many of them."""
+    """Return a case for every function, and a run with many of the functions."""
     cases = {name: partial(hostile_function, name) for name in FUNCTIONS}
     return cases | {"a run with them": hostile_run}
 
@@ -204,7 +207,7 @@ ROWS = {  # the third row of a prompt file
     "2 MB prompt": f'{{"prompt": "{"1+" * 1_000_000}", "answer": "2"}}',
     "a list": "[1, 2]", "cut": '{"prompt": "1+1=", "ans', "no JSON": "prompt: 1+1=", "NUL bytes": "\0" * 100,
 }  # fmt: skip
-FILES = {  # a prompt file as a whole, by its ending
+FILES = {  # name: (file ending, content of the prompt file)
     "empty": (".jsonl", b""), "blank lines": (".jsonl", b"\n\n\n"), "a brace": (".jsonl", b"{"),
     "no UTF-8": (".jsonl", b'{"prompt": "\xff", "answer": "2"}\n'), "zip": (".jsonl", b"PK\x03\x04" * 99),
     "no parquet": (".parquet", b"PAR1 and nothing"), "cut gz": (".jsonl.gz", b"\x1f\x8b\x08\x00\x00"),
@@ -214,7 +217,7 @@ FILES = {  # a prompt file as a whole, by its ending
 
 
 def refuse_data(file: Path, place: str, bench: Bench) -> tuple[str, str]:
-    """Train on a file; Failed unless it is soon refused by its name and the place in it."""
+    """Train on a file; raise Failed unless a line soon refuses the file, naming file and place."""
     settings = (f"data.train=[{{path: {file}}}]", "model.ep_size=1", f"run.dir={file.parent / 'run'}")
     line = bench.must_refuse(str(file), *settings, ranks=1, timeout_s=REFUSAL_S)
     if not re.search(place, line):
@@ -229,10 +232,10 @@ def bad_row(row: str, bench: Bench, folder: Path) -> tuple[str, str]:
     if "kind" not in row:
         bad = bad.replace('{"prompt"', '{"kind": "exact", "prompt"', 1)
     (file := folder / "rows.jsonl").write_text("\n".join([*good[:2], bad, *good[2:]]) + "\n")
-    found = refuse_data(file, r"(row|line) 3\b", bench)
+    result = refuse_data(file, r"(row|line) 3\b", bench)
     if (folder / "trace").exists():
-        raise Failed("code of a row was executed")
-    return found
+        raise Failed("code in a row was executed")
+    return result
 
 
 def bad_file(ending: str, content: bytes, bench: Bench, folder: Path) -> tuple[str, str]:
@@ -258,28 +261,32 @@ def edit_weights(change: Callable) -> Callable[[Path], None]:
 
 
 def with_code(file: Path) -> None:
-    """Have config.json name code beside it, and a kind of model that only this code knows."""
+    """Make config.json refer to code in the model's folder, with a model type that only this code defines."""
     (file.parent / "own.py").write_text(f"open({str(file.parent / 'trace')!r}, 'w')\n")
     names = {name: "own.Own" for name in ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer")}
     edit_json(auto_map=names, model_type="own")(file)
 
 
 def with_fewer_tokens(file: Path) -> None:
-    """Take the last tokens of the tokenizer out of config.json and of the weights."""
+    """Remove the tokenizer's last tokens from config.json and from the weights."""
+
+    def first_rows(tensors: dict) -> dict:
+        is_cut = {name: "embed_tokens" in name or "lm_head" in name for name in tensors}
+        return {name: tensor[: 16 if is_cut[name] else None].clone() for name, tensor in tensors.items()}
+
     edit_json(vocab_size=16)(file)
-    rows = lambda name: 16 if "embed_tokens" in name or "lm_head" in name else None
-    cut = edit_weights(lambda all: {name: tensor[: rows(name)].clone() for name, tensor in all.items()})
-    cut(file.with_name(WEIGHTS))
+    edit_weights(first_rows)(file.with_name(WEIGHTS))
 
 
 def without_tokenizer(file: Path) -> None:
-    """Remove all that says what the tokens are."""
+    """Remove all files of the tokenizer."""
     for path in file.parent.glob("tokenizer*"):
         path.unlink()
 
 
-WEIGHTS, ROUTER = "model-00001-of-00001.safetensors", "model.layers.0.mlp.gate.weight"
-MODELS = {  # (file, what is done to it, what the line names)
+WEIGHTS = "model-00001-of-00001.safetensors"
+ROUTER = "model.layers.0.mlp.gate.weight"
+MODELS = {  # name: (file, edit, text that the refusal must contain)
     "no config": ("config.json", Path.unlink, "config.json"),
     "cut config": ("config.json", cut, "config.json"),
     "config a list": ("config.json", lambda file: file.write_text("[]"), "config.json"),
@@ -313,19 +320,19 @@ def bad_model(
 
 
 def mended_data(bench: Bench, folder: Path) -> tuple[str, str]:
-    """Start in a folder in which data and then a model were refused, as the undisturbed run does."""
+    """Refuse first the data and then the model, then start in the same folder with valid input."""
     (file := folder / "rows.jsonl").write_text("{")
     refuse_data(file, "", bench)
     bench.must_refuse("nowhere", "model.path=nowhere", f"run.dir={folder / 'run'}", timeout_s=REFUSAL_S)
     bench.must_be_same(folder / "run")
-    return "same", "a start in the same folder with data and model mended"
+    return "same", "a start in the same folder with valid data and model"
 
 
 def data_cases() -> dict[str, Attempt]:
-    """Return rows, files and models, and a start after two of them."""
+    """Return cases of rows, files and models, and a start after two refusals."""
     cases = {name: partial(bad_row, row) for name, row in ROWS.items()}
-    cases |= {f"file, {name}": partial(bad_file, *given) for name, given in FILES.items()}
-    cases |= {f"model, {name}": partial(bad_model, *given) for name, given in MODELS.items()}
+    cases |= {f"file, {name}": partial(bad_file, *file) for name, file in FILES.items()}
+    cases |= {f"model, {name}": partial(bad_model, *damage) for name, damage in MODELS.items()}
     return cases | {"mended": mended_data}
 
 
@@ -334,21 +341,22 @@ def data_cases() -> dict[str, Attempt]:
 # ------------------------------------------------------------------------------------------------------------
 def numbers_outside(info) -> list[str]:
     """List values just and far outside of a numeric setting's bounds, as YAML."""
-    values, is_whole = [], "float" not in str(info.annotation)
+    values = []
+    is_integer = "float" not in str(info.annotation)
     for bound in info.metadata:
         for name, sign in (("ge", -1), ("gt", -1), ("le", 1), ("lt", 1)):
             limit = getattr(bound, name, None)
             if isinstance(limit, (int, float)):
-                next_one = limit + sign if is_whole else math.nextafter(limit, sign * math.inf)
+                next_one = limit + sign if is_integer else math.nextafter(limit, sign * math.inf)
                 values += [repr(limit) if name in ("gt", "lt") else repr(next_one), str(sign * 10**30)]
     return values
 
 
-UNREADABLE = ("!!python/object/apply:os.getcwd []", "9" * 5000)  # no YAML of plain values
+UNREADABLE = ("!!python/object/apply:os.getcwd []", "9" * 5000)  # not plain YAML values
 
 
 def values_outside(info) -> list[str]:
-    """List values that a setting cannot have, as YAML."""
+    """List invalid values of a setting, as YAML."""
     kinds = str(info.annotation)
     values = [".inf", "-.inf", ".nan", "1.0e+400", *UNREADABLE]
     if "dict" not in kinds:
@@ -363,8 +371,8 @@ def values_outside(info) -> list[str]:
 
 
 def must_refuse_settings(argv: list[str], *names: str) -> None:
-    """Raise Failed unless these arguments are refused soon, in a line that holds all names."""
-    import train_rl
+    """Raise Failed unless these arguments are refused soon, in a line that contains all names."""
+    from configure import load_config
 
     def stop(*_: object) -> None:
         raise Failed(f"{' '.join(argv)[:200]}: no answer after {REFUSAL_S:g} s")
@@ -372,7 +380,7 @@ def must_refuse_settings(argv: list[str], *names: str) -> None:
     handler = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, REFUSAL_S)
     try:
-        train_rl.load_config(argv)
+        load_config(argv)
     except ValueError as error:
         line = str(error)
         if (missing := [name for name in names if name not in line]) or len(line) > 5000:
@@ -386,7 +394,7 @@ def must_refuse_settings(argv: list[str], *names: str) -> None:
         signal.signal(signal.SIGALRM, handler)
 
 
-FRAMES = {  # part of a setting's name -> the list around it, all else in which is right
+FRAMES = {  # text in a setting's name: a list around the setting that is otherwise valid
     "stages[].until.": "[{{name: one, until: {{{}}}}}, {{name: two}}]",
     "stages[].name": "[{{until: {{steps: 1}}, {}}}, {{name: two}}]",
     "[].path": "[{{{}}}]", "data.": "[{{path: unused, {}}}]",
@@ -394,17 +402,19 @@ FRAMES = {  # part of a setting's name -> the list around it, all else in which 
 
 
 def override(name: str, value: str) -> str:
-    """Return the argument that gives a setting this value."""
+    """Return the argument that sets a setting to this value."""
     section, _, keys = name.partition("[].")
     if not keys:
         return f"{name}={value}"
-    frame, key = next(frame for part, frame in FRAMES.items() if part in name), keys.rpartition(".")[2]
+    frame = next(frame for text, frame in FRAMES.items() if text in name)
+    key = keys.rpartition(".")[2]
     return f"{section}={frame.format(f'{key}: {value}')}"
 
 
 def bad_setting(name: str, info, bench: Bench, folder: Path) -> tuple[str, str]:
-    """Give a setting values that it cannot have; what cannot even be read is named by the list around it."""
-    problems, values = [], values_outside(info)
+    """Set a setting to invalid values; unreadable values are refused by the name of the enclosing list."""
+    problems = []
+    values = values_outside(info)
     section, _, keys = name.partition("[].")
     for value in values:
         named = (section,) if value in UNREADABLE else (section, keys)
@@ -417,7 +427,7 @@ def bad_setting(name: str, info, bench: Bench, folder: Path) -> tuple[str, str]:
     return "refused", f"{len(values)} values"
 
 
-LARGE = {  # (settings of a run, the word in the line that refuses them)
+LARGE = {  # settings of a run: text that the refusal must contain
     f"rollout.max_new_tokens={10**30}": "max_new_tokens", f"train.warmup_steps={10**30}": "warmup_steps",
     f"train.num_steps={10**30} train.max_generated_tokens=1": "num_steps",
     "train.learning_rate=1.0e+308": "train.learning_rate", "algorithm.kl_coef=1.0e+308": "loss",
@@ -426,7 +436,7 @@ LARGE = {  # (settings of a run, the word in the line that refuses them)
 
 
 def too_large(settings: str, name: str, bench: Bench, folder: Path) -> tuple[str, str]:
-    """Run two steps with a value that is far too large, and look at what is exported."""
+    """Run two steps with a value that is far too large, and check the exported weights."""
     from safetensors.torch import load_file
 
     common = ("train.num_steps=2", "data.eval=[]", "model.ep_size=1", f"run.dir={folder / 'run'}")
@@ -435,17 +445,17 @@ def too_large(settings: str, name: str, bench: Bench, folder: Path) -> tuple[str
         return "refused", refusal(done, name, folder)
     for file in (folder / "run" / "model").glob("*.safetensors"):
         if not all(tensor.isfinite().all() for tensor in load_file(file).values()):
-            raise Failed("exit code 0, and weights that are not finite are exported")
+            raise Failed("exit code 0, but the exported weights are not finite")
     return "same", "it runs, and the weights are finite"
 
 
 def aliases(of_each: str, num: int, first: str) -> str:
-    """Write a YAML in which each name stands for several of the one before."""
+    """Write a YAML in which each name refers several times to the previous name."""
     lines = [f"a{i}: &a{i} {of_each.replace('*', f'*a{i - 1}')}" for i in range(1, num)]
     return "\n".join([f"a0: &a0 {first}", *lines])
 
 
-YAMLS = {  # the text of a file, and what the line names; "": the file
+YAMLS = {  # name: (text of a file, text that the refusal must contain; "": the file's name)
     "aliases of aliases": (aliases("[" + ", ".join("*" * 10) + "]", 9, "[1, 1, 1, 1]"), "values"),
     "aliases of mappings": (aliases("{x: *, y: *}", 30, "{x: 1, y: 2}"), "values"),
     "an alias of itself": ("train: &a {betas: [*a]}", ""),
@@ -475,18 +485,18 @@ def bad_yaml(text: str, name: str, bench: Bench, folder: Path) -> tuple[str, str
 
 
 def unknown_names(bench: Bench, folder: Path) -> tuple[str, str]:
-    """Give settings that there are not."""
+    """Set unknown settings."""
     for name in UNKNOWN:
         must_refuse_settings(["data.train=[{path: unused}]", f"{name}=1"], name[:80])
     return "refused", f"{len(UNKNOWN)} names"
 
 
 def setting_cases() -> dict[str, Attempt]:
-    """Return every setting, unknown names and files."""
-    import train_rl
+    """Return cases of every setting, of unknown names and of files."""
     from runtime.config import setting_fields
+    from settings import Config
 
-    cases = {name: partial(bad_setting, name, info) for name, info in setting_fields(train_rl.Config).items()}
-    cases |= {f"YAML, {name}": partial(bad_yaml, *given) for name, given in YAMLS.items()}
-    cases |= {f"run, {given[0]}": partial(too_large, *given) for given in LARGE.items()}
+    cases = {name: partial(bad_setting, name, info) for name, info in setting_fields(Config).items()}
+    cases |= {f"YAML, {name}": partial(bad_yaml, *text) for name, text in YAMLS.items()}
+    cases |= {f"run, {settings}": partial(too_large, settings, name) for settings, name in LARGE.items()}
     return cases | {"unknown names": unknown_names}

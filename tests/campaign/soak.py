@@ -1,9 +1,9 @@
-"""Watch one long run of short steps with everything on: does it hold more and more? (faults.py --soak STEPS)
+"""Watch one long run of short steps with all features on, and check for leaks (faults.py --soak STEPS).
 
 Both ranks train in two stages, with zero-variance elimination, ESPO, router replay R3, weights rounded to
-FP8, penalties, a scalar judge (data/tiny_judge.py), and prompts whose verdict comes from a program in the
-sandbox of verifiers/code.py. Every second memory, threads, descriptors, processes and files in /dev/shm
-are counted. The rows are kept in rows.jsonl and drawn in curve.png; a run that was killed goes on.
+FP8, penalties, a scalar judge (data/tiny_judge.py), and prompts scored by a program in the sandbox of
+verifiers/code.py. Every second the soak counts memory, threads, descriptors, processes and files in /dev/shm.
+The rows are written to rows.jsonl and drawn in curve.png. A killed run resumes.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from experiments.bench.common import ROOT, TINY, model_folder, pyplot
 from tests.campaign.started import Started, start_trainer
 from tests.campaign.verdicts import LEFT_S, Failed, end_of
 
-EVERY_S = 1.0  # seconds between two looks
-MIN_LOOKS = 20  # fewer looks of a start say nothing
-GROWTH = 0.05  # share by which the median of a size may grow from the second quarter of a start to its last
+EVERY_S = 1.0  # seconds between two samples
+MIN_LOOKS = 20  # minimum samples of a start for a verdict
+GROWTH = 0.05  # allowed growth of a median, from the second quarter of a start to the last
 SETTINGS = [
     "--config", "experiments/environments/tiny.yaml", "--config", "experiments/methods/zero_variance.yaml",
     "--config", "experiments/methods/replay_r3.yaml", "--config", "experiments/methods/espo.yaml",
@@ -37,21 +37,21 @@ SETTINGS = [
 
 
 def prints_the_sum(completion: str, answer: str) -> float:
-    """Score a program that prints the completion by the code verifier: it has to print the answer."""
+    """Score a program that prints the completion, by the code verifier: the output must be the answer."""
     from verifiers import code
 
     program = f"```python\nprint({completion!r})\n```"
     reward, status, detail = code.verify(program, json.dumps({"inputs": [""], "outputs": [answer]}))
-    if status == "error":  # the sandbox does not start
+    if status == "error":  # the sandbox failed to start
         raise RuntimeError(detail)
     return reward
 
 
 def settings_of(steps: int, folder: Path) -> list[str]:
-    """Write the prompts, an eighth of them with programs, and return the settings of so many steps."""
+    """Write the prompts, an eighth with programs, and return the settings of a run of this many steps."""
     rows = [json.loads(line) for line in (TINY.parent / "train.jsonl").read_text().splitlines()[:2000]]
-    for kind, part in (("characters", rows[:1500]), ("tests.campaign.soak:prints_the_sum", rows[1500:])):
-        text = "".join(json.dumps(row | {"kind": kind}) + "\n" for row in part)
+    for kind, kind_rows in (("characters", rows[:1500]), ("tests.campaign.soak:prints_the_sum", rows[1500:])):
+        text = "".join(json.dumps(row | {"kind": kind}) + "\n" for row in kind_rows)
         (folder / f"{kind.rpartition(':')[2]}.jsonl").write_text(text)
     train = [
         {"path": str(folder / f"{name}.jsonl"), "weight": weight}
@@ -61,9 +61,9 @@ def settings_of(steps: int, folder: Path) -> list[str]:
         {"name": "one update", "until": {"steps": max(1, steps // 5)}, "rollout": {"max_new_tokens": 6}},
         {"name": "two updates", "train": {"minibatches_per_step": 2}},
     ]
-    given = [f"data.train={json.dumps(train)}", f"train.num_steps={steps}"]
-    given += [f"reward.judge_path={folder / 'judge'}"]
-    return [*SETTINGS, *given, *([f"stages={json.dumps(stages)}"] if steps > 1 else [])]
+    settings = [f"data.train={json.dumps(train)}", f"train.num_steps={steps}"]
+    settings += [f"reward.judge_path={folder / 'judge'}"]
+    return [*SETTINGS, *settings, *([f"stages={json.dumps(stages)}"] if steps > 1 else [])]
 
 
 def step_of(run_dir: Path) -> int:
@@ -75,7 +75,7 @@ def step_of(run_dir: Path) -> int:
 
 
 def sizes_of(run: Started) -> dict[str, float]:
-    """Count the MiB, threads and descriptors of each role, and processes and files of the whole run."""
+    """Count MiB, threads and descriptors of each role, and processes and files of the entire run."""
     sizes: Counter = Counter()
     for role, processes in run.parts().items():
         for process in processes:
@@ -89,12 +89,12 @@ def sizes_of(run: Started) -> dict[str, float]:
 
 
 def watch(run: Started, file: Path, every_s: float = EVERY_S) -> None:
-    """Add a row to a file of JSON lines at each look at a run, from its first step to its end."""
-    before = step_of(run.run_dir)  # a start that goes on drops rows after its checkpoint, then adds its own
+    """Append a row to a JSONL file at every sample of a run, from its first step to its end."""
+    first_step = step_of(run.run_dir)  # a resumed run first drops the rows after its checkpoint
     while run.process.poll() is None:
         step = step_of(run.run_dir)
-        before = min(before, step)
-        sizes = sizes_of(run) if step > before else {}
+        first_step = min(first_step, step)
+        sizes = sizes_of(run) if step > first_step else {}
         if "rank 0 MiB" in sizes and run.process.poll() is None:
             row = {"start": run.started, "seconds": run.seconds(), "step": step, **sizes}
             with file.open("a") as rows:
@@ -103,15 +103,16 @@ def watch(run: Started, file: Path, every_s: float = EVERY_S) -> None:
 
 
 def must_be_flat(rows: list[dict[str, float]]) -> None:
-    """Raise Failed with each size whose median grows too much from the second quarter of rows to the last."""
-    quarter, grown = len(rows) // 4, []
+    """Raise Failed naming each size whose median grows too much from the second quarter to the last."""
+    quarter = len(rows) // 4
+    grown = []
     if len(rows) < MIN_LOOKS:
         raise Failed(f"{len(rows)} looks at the run are too few, {MIN_LOOKS} are needed")
     names = {name: None for row in rows for name in row if name not in ("start", "seconds", "step")}
     for name in names:
         early, late = (
-            sorted(row.get(name, 0.0) for row in part)[quarter // 2]
-            for part in (rows[quarter : 2 * quarter], rows[-quarter:])
+            sorted(row.get(name, 0.0) for row in quarter_rows)[quarter // 2]
+            for quarter_rows in (rows[quarter : 2 * quarter], rows[-quarter:])
         )
         if late > early * (1 + GROWTH) + 1:
             grown.append(f"{name} grows from {early:.0f} to {late:.0f}")
@@ -129,7 +130,7 @@ def starts_of(file: Path) -> list[list[dict[str, float]]]:
 
 
 def draw(starts: list[list[dict[str, float]]], file: Path) -> None:
-    """Draw memory, descriptors, threads, and the numbers of processes and files by the step."""
+    """Draw memory, descriptors, threads, and the numbers of processes and files over steps."""
     figure, panels = (plt := pyplot()).subplots(2, 2, figsize=(10, 6), sharex=True)
     names = {name: None for rows in starts for row in rows for name in row}
     for panel, ending in zip(panels.flat, ("MiB", "descriptors", "threads", ("processes", "/dev/shm"))):
@@ -148,11 +149,13 @@ def draw(starts: list[list[dict[str, float]]], file: Path) -> None:
 
 
 def soak(steps: int, folder: Path) -> tuple[str, str]:
-    """Run the steps in this folder, or what is left of them, and say what the run held on the way."""
+    """Run or resume the steps in this folder, and summarise the sizes along the way."""
     folder.mkdir(parents=True, exist_ok=True)
     model_folder("tiny")
     command = [sys.executable, *"-m data.tiny_judge --steps=20 --pairs=640".split()]
-    subprocess.run([*command, f"--output={folder / 'judge'}"], cwd=ROOT, check=True)  # a poor one will do
+    subprocess.run(
+        [*command, f"--output={folder / 'judge'}"], cwd=ROOT, check=True
+    )  # accuracy is irrelevant here
     (file := folder / "rows.jsonl").touch()
     run = start_trainer(folder / "run", *settings_of(steps, folder))
     try:
@@ -165,12 +168,15 @@ def soak(steps: int, folder: Path) -> tuple[str, str]:
         if starts := starts_of(file):
             draw(starts, folder / "curve.png")
     if not starts:
-        raise Failed("the run ended before a look at it")
+        raise Failed("the run ended before the first look")
     for rows in [rows for rows in starts if len(rows) >= MIN_LOOKS] or [max(starts, key=len)]:
         must_be_flat(rows)
-    rows, names = starts[-1], ("rank 0 MiB", "rank 1 MiB", "worker MiB", "rank 0 descriptors", "processes")
+    rows = starts[-1]
+    names = ("rank 0 MiB", "rank 1 MiB", "worker MiB", "rank 0 descriptors", "processes")
     marks = [rows[len(rows) * i // 5] for i in range(5)] + rows[-1:]
     shown = [f"{name} {', '.join(f'{row.get(name, 0):.0f}' for row in marks)}" for name in names]
     pace = (rows[-1]["seconds"] - rows[0]["seconds"]) / max(1, rows[-1]["step"] - rows[0]["step"])
-    told = f"{steps} steps in {len(starts)} starts, the last one with {len(rows)} looks, {pace:.2f} s a step"
-    return "same", f"{told}: {'; '.join(shown)}; rows and curve are in {folder}"
+    summary = (
+        f"{steps} steps in {len(starts)} starts, the last one with {len(rows)} looks, {pace:.2f} s a step"
+    )
+    return "same", f"{summary}: {'; '.join(shown)}; rows and curve are in {folder}"

@@ -1,4 +1,4 @@
-"""Start a run whose processes are found again by an entry of PYTHONPATH, and sort, count and signal them."""
+"""Start a run, recognise its processes by an entry in PYTHONPATH, and sort, count and signal them."""
 
 import contextlib
 import os
@@ -11,17 +11,17 @@ import psutil
 from experiments.bench.common import ROOT, TRAINER, torchrun
 from tests.campaign.verdicts import Failed, tagged
 
-SPARED = ("worker", "guard")  # the run replaces them and goes on
+SPARED = ("worker", "guard")  # roles that the run replaces after a kill
 TARGETS = ("torchrun", "rank 0", "rank 1", "all ranks", "everything", *SPARED)
 
 
 def role_below(parent: psutil.Process | None) -> str:
-    """Return the role of a reward process: guards are started by a rank, workers by their guard."""
+    """Return the role of a reward process: ranks start guards, and guards start workers."""
     return "worker" if parent is not None and "--worker" in parent.cmdline() else "guard"
 
 
 def in_words(processes: list[psutil.Process]) -> str:
-    """Return the ends of the command lines of processes."""
+    """Return the ends of the processes' command lines."""
     lines = []
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -30,28 +30,32 @@ def in_words(processes: list[psutil.Process]) -> str:
 
 
 class Started:
-    """A command that writes metrics.jsonl to run_dir; what it prints goes to log.txt beside run_dir."""
+    """A running command that writes metrics.jsonl to run_dir; its output goes to log.txt beside run_dir."""
 
     def __init__(self, command: list[str], run_dir: Path, **environment: str):
-        self.run_dir, self.tag = run_dir, str(run_dir.parent)
-        self.log, self.shared_before = run_dir.parent / "log.txt", set(os.listdir("/dev/shm"))
+        self.run_dir = run_dir
+        self.tag = str(run_dir.parent)
+        self.log = run_dir.parent / "log.txt"
+        self.shared_before = set(os.listdir("/dev/shm"))
         environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{self.tag}", "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log
             )
-        self.since, self.started = time.monotonic(), time.time()
+        self.since = time.monotonic()
+        self.started = time.time()
 
     def seconds(self) -> float:
         """Return the seconds since the start."""
         return time.monotonic() - self.since
 
     def parts(self) -> dict[str, list[psutil.Process]]:
-        """Sort the processes into torchrun, ranks, reward workers with what they start, and their guards."""
+        """Sort the processes by role: torchrun, ranks, reward workers with their children, guards."""
         roles: dict[str, list] = {"torchrun": [psutil.Process(self.process.pid)]}
         for process in tagged(self.tag):
             with contextlib.suppress(psutil.Error):
-                command, rank = process.cmdline(), process.environ().get("RANK")
+                command = process.cmdline()
+                rank = process.environ().get("RANK")
                 if "--worker" in command:
                     roles.setdefault(role_below(process.parent()), []).append(process)
                 elif rank and str(TRAINER) in command:
@@ -59,48 +63,48 @@ class Started:
         return roles
 
     def processes(self) -> set[psutil.Process]:
-        """Return all processes of the run: those with the entry, and descendants, such as sandboxes."""
-        found = set(tagged(self.tag))
+        """Return all processes of the run: tagged processes, and descendants, for example sandboxes."""
+        processes = set(tagged(self.tag))
         with contextlib.suppress(psutil.Error):
-            found |= {psutil.Process(self.process.pid)}
-            found |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return found
+            processes |= {psutil.Process(self.process.pid)}
+            processes |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return processes
 
     def hit(self, target: str, number: int) -> None:
-        """Send a signal to one of TARGETS; to torchrun where there is no such part yet."""
+        """Send a signal to one of TARGETS; to torchrun if the target has not started yet."""
         parts = self.parts()
         ranks = parts.get("rank 0", []) + parts.get("rank 1", [])
         groups = {"all ranks": ranks, "everything": parts["torchrun"] + ranks}
-        found = groups.get(target, parts.get(target, []))
-        for process in (found[:1] if target in SPARED else found) or parts["torchrun"]:
+        processes = groups.get(target, parts.get(target, []))
+        for process in (processes[:1] if target in SPARED else processes) or parts["torchrun"]:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
-    def wait_until_gone(self, limit_s: float, what: str) -> float:
-        """Return the seconds until no process is left; Failed if it takes too long."""
+    def wait_until_gone(self, limit_s: float, event: str) -> float:
+        """Return the seconds until all processes have exited; raise Failed after limit_s."""
         start = time.monotonic()
         while self.process.poll() is None or tagged(self.tag):
             if time.monotonic() - start > limit_s:
-                raise Failed(f"{what}: after {limit_s:g} s there were still {in_words(tagged(self.tag))}")
+                raise Failed(f"{event}: after {limit_s:g} s there were still {in_words(tagged(self.tag))}")
             time.sleep(0.05)
         return time.monotonic() - start
 
     def kill(self) -> None:
-        """End all processes."""
+        """Kill all processes."""
         for process in tagged(self.tag):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait()
 
     def log_state(self) -> tuple[int, int]:
-        """Return what changes with every write to metrics.jsonl."""
+        """Return a value that changes with every write to metrics.jsonl."""
         with contextlib.suppress(OSError):
-            found = (self.run_dir / "metrics.jsonl").stat()
-            return found.st_ino, found.st_size
+            status = (self.run_dir / "metrics.jsonl").stat()
+            return status.st_ino, status.st_size
         return 0, 0
 
     def checkpoint_is_written(self) -> bool:
-        """Tell whether an unfinished checkpoint lies there that no earlier start has left."""
+        """Tell whether an unfinished checkpoint of this start exists."""
         with contextlib.suppress(OSError):
             unfinished = (self.run_dir / "checkpoints").glob("step_*.tmp")
             return any(path.stat().st_mtime > self.started for path in unfinished)

@@ -1,4 +1,4 @@
-"""Say whether a disturbed run ended as an undisturbed one, was refused, or failed (see faults.py)."""
+"""Decide whether a disturbed run equals the undisturbed run, was refused, or failed (see faults.py)."""
 
 import contextlib
 import hashlib
@@ -21,51 +21,50 @@ TIMES = (  # metrics that measure time or memory
     "reward_latency",
 )  # fmt: skip
 VERDICTS = ("same", "refused", "failed")
-LEFT_S = 20.0  # no process of a run may be left so long after a part of it was killed
-END_S = 90.0  # nor so long after a signal that lets it write a checkpoint
-REFUSAL_S = 20.0  # input that cannot be used must be refused in this time
-RUN_S = 120.0  # a start takes a tenth of it
+LEFT_S = 20.0  # all processes of a run must exit within this time after a kill
+END_S = 90.0  # the same after a signal that lets the run write a checkpoint
+REFUSAL_S = 20.0  # invalid input must be refused within this time
+RUN_S = 120.0  # time limit of a run; a start takes about a tenth
 
 
 class Failed(Exception):
-    """The verdict of a case is `failed`; the message says why."""
+    """The verdict of a case is `failed`; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all cases share."""
+    """The environment that all cases share."""
 
-    launch: Callable[
-        ..., subprocess.CompletedProcess
-    ]  # (ranks, script, *arguments, timeout_s) -> what it did
+    # launch(ranks, script, *arguments, timeout_s)
+    launch: Callable[..., subprocess.CompletedProcess]
     workload: list[str]
-    reference: Path  # the folder of an undisturbed run of the workload
-    seconds: float = 15.0  # the time of that run
+    reference: Path  # folder of the undisturbed run of the workload
+    seconds: float = 15.0  # duration of the undisturbed run
 
     def run(self, *settings: object, ranks: int = 2, timeout_s: float = RUN_S) -> subprocess.CompletedProcess:
-        """Run the workload with more settings; Failed if it does not end in time."""
+        """Run the workload with more settings; raise Failed after timeout_s."""
         try:
             return self.launch(ranks, str(TRAINER), *self.workload, *settings, timeout_s=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise Failed(f"no end after {timeout_s:g} s") from error
 
     def must_be_same(self, run_dir: Path, *settings: object) -> None:
-        """Run the workload, or go on with it; Failed if its end differs from that of the undisturbed run."""
+        """Start or resume the workload; raise Failed if its end differs from the undisturbed run."""
         done = self.run(f"run.dir={run_dir}", *settings)
         if done.returncode:
             raise Failed(f"exit code {done.returncode}: {end_of(done.stderr)}")
         must_equal(run_dir, self.reference)
 
     def must_refuse(self, name: str, *settings: object, folder: Path | None = None, **options) -> str:
-        """Run the workload; return the line that refuses it, see refusal()."""
+        """Run the workload and return the line that refuses it, see refusal()."""
         return refusal(self.run(*settings, **options), name, folder)
 
 
-Attempt = Callable[[Bench, Path], tuple[str, str]]  # (bench, own folder) -> verdict and what there is to say
+Attempt = Callable[[Bench, Path], tuple[str, str]]  # (bench, folder of the case) -> (verdict, detail)
 
 
 def rows_of(run_dir: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl without anything that measures time or memory."""
+    """Return the rows of metrics.jsonl, leaving out metrics of time and memory."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in rows]
 
@@ -77,12 +76,16 @@ def weights_of(run_dir: Path) -> dict[str, str]:
 
 
 def must_equal(run_dir: Path, reference: Path, but: tuple[str, ...] = ()) -> None:
-    """Raise Failed with the first difference between two finished runs; but: metrics that may differ."""
-    rows, expected = rows_of(run_dir), rows_of(reference)
+    """Raise Failed with the first difference between two finished runs.
+
+    but: prefixes of metrics that may differ.
+    """
+    rows = rows_of(run_dir)
+    expected = rows_of(reference)
     if [row["step"] for row in rows] != [row["step"] for row in expected]:
         raise Failed(f"metrics.jsonl has the steps {[row['step'] for row in rows]}")
-    for row, wanted in zip(rows, expected):
-        names = [name for name in {**row, **wanted} if row.get(name) != wanted.get(name)]
+    for row, expected_row in zip(rows, expected):
+        names = [name for name in {**row, **expected_row} if row.get(name) != expected_row.get(name)]
         if names := [name for name in names if not name.startswith(but)]:
             raise Failed(f"step {row['step']} has another {', '.join(names[:5])}")
     if not weights_of(reference) or weights_of(run_dir) != weights_of(reference):
@@ -90,15 +93,15 @@ def must_equal(run_dir: Path, reference: Path, but: tuple[str, ...] = ()) -> Non
 
 
 def end_of(text: str) -> str:
-    """Return the last line that says something."""
+    """Return the last line of a text that is not blank or a ruler."""
     lines = [line for line in text.splitlines() if line.strip(" =-")]
     return lines[-1][:300] if lines else "nothing was printed"
 
 
 def refusal(done: subprocess.CompletedProcess, name: str, folder: Path | None = None) -> str:
-    """Return the line that says why a command ended; Failed if it ended well, or without such a line.
+    """Return the line that refuses a command; raise Failed if the line is missing or the exit code is 0.
 
-    name: what it must hold, be it outside of the path of this folder.
+    name: must occur in the line, outside of the path of `folder`.
     """
     lines = done.stderr.splitlines()
     start = next((at for at, line in enumerate(lines) if line.startswith("error on rank")), None)
@@ -107,25 +110,28 @@ def refusal(done: subprocess.CompletedProcess, name: str, folder: Path | None = 
     if "Traceback (most recent call last)" in done.stderr or start is None:
         raise Failed(f"exit code {done.returncode}, but no line of its own: {end_of(done.stderr)}")
     line, *after = lines[start:]
-    said = line.partition("; the stack is in ")[0].replace(str(folder), "")
+    message = line.partition("; the stack is in ")[0].replace(str(folder), "")
     if (after and after[0].strip()) or len(line) > 2000 or not line.isprintable():
         raise Failed(f"it is not one printable line of 2,000 characters: {lines[start : start + 5]!r}"[:1000])
-    if name not in said:
+    if name not in message:
         raise Failed(f"its line does not name {name!r}: {line}")
     return line[:300]
 
 
 def try_case(bench: Bench | None, name: str, attempt: Attempt, out: Path) -> dict:
-    """Try a case in a folder of its own, which is kept if the verdict is failed."""
-    folder, start = out / re.sub(r"[^\w./=-]+", "_", name), time.monotonic()
+    """Try a case in a new folder, which is deleted unless the verdict is failed."""
+    folder = out / re.sub(r"[^\w./=-]+", "_", name)
+    start = time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
         verdict, detail = attempt(bench, folder)
     except Failed as failed:
-        verdict, detail = "failed", str(failed)
-    except Exception as error:  # a case that does not fit the code any more must not end the campaign
-        verdict, detail = "failed", f"{type(error).__name__}: {error}"
+        verdict = "failed"
+        detail = str(failed)
+    except Exception as error:  # an error in a case must not end the campaign
+        verdict = "failed"
+        detail = f"{type(error).__name__}: {error}"
     if verdict != "failed":
         shutil.rmtree(folder, ignore_errors=True)
     seconds = round(time.monotonic() - start, 1)
@@ -133,13 +139,13 @@ def try_case(bench: Bench | None, name: str, attempt: Attempt, out: Path) -> dic
 
 
 def tagged(folder: str) -> list[psutil.Process]:
-    """List the processes that are alive and have a folder in their PYTHONPATH, which reward workers keep."""
-    found = []
+    """List the live processes with a folder in their PYTHONPATH, which reward workers inherit."""
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             paths = process.environ().get("PYTHONPATH", "").split(os.pathsep)
-            found += [process] if folder in paths and process.status() != psutil.STATUS_ZOMBIE else []
-    return found
+            processes += [process] if folder in paths and process.status() != psutil.STATUS_ZOMBIE else []
+    return processes
 
 
 def flip(file: Path) -> None:
@@ -150,7 +156,7 @@ def flip(file: Path) -> None:
 
 
 def cut(file: Path) -> None:
-    """Leave the first half of a file."""
+    """Truncate a file to its first half."""
     os.truncate(file, file.stat().st_size // 2)
 
 
