@@ -37,7 +37,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of gradients, see above
 TRITON = pytest.param("triton", marks=pytest.mark.slow)  # the interpreter takes half a minute, once
-# The interpreter multiplies bfloat16 matrices as if their bits were integers, so only GPUs get them.
+# The interpreter multiplies the bits of bfloat16 matrices as integers, so only GPUs run bfloat16.
 TRITON_DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 
 
@@ -325,7 +325,7 @@ def test_extreme_logits(name, backend, triton_results, monkeypatch):
     """The largest logits are near 2e4.
 
     At temperature 1 logits and their differences are exact. Log-probabilities and entropies err by a few
-    roundings of their own, 2e-6 and 2^-23 of their size. Otherwise z / temperature errs by one or two of
+    roundings, 2e-6 and 2^-23 of the size. Otherwise z / temperature errs by one or two of
     2^-24 of its size, log-probabilities by at most 2^-22 of the size of logits, and entropies by up to 10
     times the error of logits. Every summand of a gradient may err as much, and the summands cancel if all
     logits are equal, so the error is compared with a bound of the sum of their sizes; 2e-6 of this sum is for
@@ -635,7 +635,7 @@ def test_fp8_round_is_quantise_and_dequantise_of_bfloat16():
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Compiled for Hopper, which needs no GPU
+# Compiled for Hopper; compiling works on any machine
 # ------------------------------------------------------------------------------------------------------------
 HEAD_TILE = {name: size for name, size in head.TILES[2].items() if name.startswith("B")}
 HEAD_OPTIONS = {name: value for name, value in head.TILES[2].items() if name not in HEAD_TILE}
@@ -658,7 +658,7 @@ ALIGNED = ("V", "D", "width", "first", "C")  # usually multiples of 16; the numb
 
 @pytest.fixture
 def compile_for_hopper(tmp_path, monkeypatch):
-    """Return a function that compiles a kernel and returns it with its bytes of stack per thread."""
+    """Return a function that compiles a kernel and returns the kernel and the bytes of stack per thread."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
