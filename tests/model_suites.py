@@ -452,7 +452,8 @@ def weights(folder: Path) -> dict:
 
 
 PIECES = (autoep, groups, dispatch, recomputed_and_replayed)
-SECTIONS = {1: [steps], 2: [steps, resume, optimizers, *PIECES, weights], 4: [steps, weights]}  # by world size
+PAIR = (steps, resume, optimizers, *PIECES, weights)
+SECTIONS = {1: [steps], 2: PAIR, 4: [steps, weights]}  # by number of ranks
 
 
 def model(folder: Path) -> dict:
