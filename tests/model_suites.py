@@ -1,9 +1,10 @@
-"""Run what test_model.py needs on several ranks; make the tiny models and batches that both sides share.
+"""Compute the results that test_model.py needs from several ranks; make the models and batches of both sides.
 
-rank_worker.py runs model(). FOLDER/start and FOLDER/dense are checkpoints that the test wrote.
+rank_worker.py runs model(). FOLDER/start, FOLDER/dense and FOLDER/glm are checkpoints that the test saved.
 """
 
 import copy
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-import moe_model  # before deepspeed: it picks the CPU quietly
+import moe_model  # before deepspeed, which then picks the CPU without a warning
 
 import deepspeed  # isort: skip
 
@@ -30,41 +31,42 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}  # e
 # Models and batches
 # ------------------------------------------------------------------------------------------------------------
 def tiny_config(kind: str):
-    """Sizes are pairwise different, so that a transposed or swapped dimension does not go unnoticed."""
+    """Make a configuration of pairwise different sizes, so that a swapped dimension is noticed."""
     sizes = dict(
         vocab_size=53, hidden_size=32, intermediate_size=40, num_hidden_layers=3, max_position_embeddings=64,
         num_attention_heads=4, num_key_value_heads=2, head_dim=12, tie_word_embeddings=False,
         rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     )  # fmt: skip
-    experts = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
-    if kind == "moe":  # layer 1 is dense
-        return Qwen3MoeConfig(**sizes | experts, mlp_only_layers=[1])
-    if kind == "moe_other":  # layer 0 is dense; the head size is left to its default, 32 / 4
-        del sizes["head_dim"]
-        other = dict(norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=2)
-        return Qwen3MoeConfig(**sizes | experts | other | dict(tie_word_embeddings=True, attention_bias=True))
-    if kind in ("olmoe", "mixtral"):  # every layer has experts; the head size follows, 32 / 4, or is given
-        sizes["intermediate_size"] = 24
-        experts = dict(num_experts_per_tok=3, num_hidden_layers=2)
-        if kind == "mixtral":
-            return MixtralConfig(**sizes | experts, num_local_experts=8)
-        del sizes["head_dim"]
-        return OlmoeConfig(**sizes | experts, num_experts=8)
-    if kind in ("glm", "glm_plain"):  # layer 0 is dense; GLM-4.5 norms queries and keys, GLM-4.5-Air does not
-        del experts["num_experts"]
-        shared = dict(n_routed_experts=8, n_shared_experts=2, routed_scaling_factor=2.5)
-        if kind == "glm_plain":
-            shared |= dict(n_shared_experts=1, routed_scaling_factor=1.0, norm_topk_prob=False)
-        more = dict(first_k_dense_replace=1, attention_bias=True, use_qk_norm=kind == "glm")
-        return Glm4MoeConfig(**sizes | experts | shared | more)
-    if kind == "dense":
-        return Qwen3Config(**sizes)
-    assert kind == "dense_tied"
-    return Qwen3Config(**sizes | dict(tie_word_embeddings=True, attention_bias=True))
+    default_head = {name: size for name, size in sizes.items() if name != "head_dim"}  # 32 / 4
+    experts = dict(num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True)
+    all_sparse = dict(intermediate_size=24, num_experts_per_tok=3, num_hidden_layers=2)
+    glm = experts | dict(n_routed_experts=8, first_k_dense_replace=1, attention_bias=True)
+    tied = dict(tie_word_embeddings=True, attention_bias=True)
+    match kind:
+        case "moe":  # layer 1 is dense
+            return Qwen3MoeConfig(**sizes | experts, num_experts=8, mlp_only_layers=[1])
+        case "moe_other":  # layer 0 is dense
+            other = dict(num_experts=8, norm_topk_prob=False, decoder_sparse_step=2, num_hidden_layers=2)
+            return Qwen3MoeConfig(**default_head | experts | other | tied)
+        case "mixtral":
+            return MixtralConfig(**sizes | all_sparse, num_local_experts=8)
+        case "olmoe":
+            return OlmoeConfig(**default_head | all_sparse, num_experts=8)
+        case "glm":  # GLM-4.5 normalises queries and keys, GLM-4.5-Air does not
+            shared = dict(n_shared_experts=2, routed_scaling_factor=2.5, use_qk_norm=True)
+            return Glm4MoeConfig(**sizes | glm | shared)
+        case "glm_plain":
+            shared = dict(n_shared_experts=1, routed_scaling_factor=1.0, use_qk_norm=False)
+            return Glm4MoeConfig(**sizes | glm | shared | dict(norm_topk_prob=False))
+        case "dense":
+            return Qwen3Config(**sizes)
+        case "dense_tied":
+            return Qwen3Config(**sizes | tied)
+    raise ValueError(kind)
 
 
 def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32):
-    """Make transformers' model with large weights: attention, routing and logits are far from uniform."""
+    """Make transformers' model with large weights, so that attention, routing and logits are uneven."""
     config = tiny_config(kind)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, **EAGER)
     generator = torch.Generator().manual_seed(seed)
@@ -79,9 +81,9 @@ def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32):
 
 
 def tiny_batch(vocab_size: int = 53) -> SimpleNamespace:
-    """Make six sequences, prompts of 1 to 12 tokens, completions of 0, 1 and more, and a weight per target.
+    """Make six sequences: prompts of 1 to 12 tokens, completions of 0 to 9 tokens, and a weight per target.
 
-    The weights play the advantages. There are two sets of them, for two optimizer steps.
+    The weights stand for advantages. Two sets of weights serve two optimizer steps.
     """
     generator = torch.Generator().manual_seed(7)
     lengths = [(5, 4), (1, 6), (7, 1), (2, 9), (3, 3), (12, 0)]
@@ -98,8 +100,8 @@ def tiny_batch(vocab_size: int = 53) -> SimpleNamespace:
     )
 
 
-# Micro-batches of every rank by world size. Ranks hold different numbers of sequences; [] is the dummy that
-# keeps the number of collectives equal; sequence 5 has no target: neither has the micro-batch of it alone.
+# Micro-batches of every rank by world size. Ranks have different numbers of sequences; [] is a dummy that
+# makes the number of collectives equal; sequence 5 has no target.
 MICRO_BATCHES = {
     1: [[[0, 1], [2, 3, 5], [4]]],
     2: [[[0, 1, 5], [2, 3]], [[4], []]],
@@ -142,14 +144,14 @@ STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, c
 }  # fmt: skip
 
 
-RESUME_CASES = [  # weights, ZeRO stage, optimizer on the host until it is resumed; EP = 2
+RESUME_CASES = [  # dtype of weights, ZeRO stage, offload of the optimizer before the resume; EP = 2
     (torch.float32, 1, False), (torch.bfloat16, 1, False),
     (torch.bfloat16, 2, False), (torch.bfloat16, 2, True),
 ]  # fmt: skip
 
 
 def sgd_engine(model, zero_stage: int, **more):
-    """Do what deepspeed_engine() does with another optimizer, and for any model."""
+    """Configure DeepSpeed like deepspeed_engine(), but with SGD and for any model."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -159,19 +161,14 @@ def sgd_engine(model, zero_stage: int, **more):
         "gradient_clipping": MAX_GRAD_NORM,
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
     }
-    engine, *_ = deepspeed.initialize(model=model, config=config | more)
-    return engine
+    return deepspeed.initialize(model=model, config=config | more)[0]
 
 
 def adamw_engine(policy: moe_model.Policy, zero_stage: int, offload_optimizer: bool = False):
     settings = SimpleNamespace(
-        learning_rate=ADAMW["lr"],
-        betas=ADAMW["betas"],
-        weight_decay=ADAMW["weight_decay"],
-        max_grad_norm=MAX_GRAD_NORM,
-        zero_stage=zero_stage,
-        offload_optimizer=offload_optimizer,
-    )
+        learning_rate=ADAMW["lr"], betas=ADAMW["betas"], weight_decay=ADAMW["weight_decay"],
+        max_grad_norm=MAX_GRAD_NORM, zero_stage=zero_stage, offload_optimizer=offload_optimizer,
+    )  # fmt: skip
     engine = moe_model.deepspeed_engine(policy, settings)
     for group in engine.optimizer.param_groups:
         group["eps"] = ADAMW["eps"]
@@ -186,7 +183,8 @@ def take_step(engine, batch, step: int) -> float:
             packed = pack_rows(batch, rows)
             weights = torch.cat([batch.weights[step][i] for i in rows])
         else:
-            packed, weights = moe_model.pack([[0]], [[0]], "cpu"), torch.zeros(1)
+            packed = moe_model.pack([[0]], [[0]], "cpu")
+            weights = torch.zeros(1)
         logprobs, _, _ = engine(packed)
         # DeepSpeed averages gradients over the ranks; this makes the sum over ranks a mean over all targets.
         loss = -(weights * logprobs).sum() * world_size / batch.num_targets
@@ -208,19 +206,22 @@ def steps(folder: Path) -> dict:
 
 
 def resume(folder: Path) -> dict:
-    """Take two AdamW steps at a stretch, and again with the second by a new engine from what was saved."""
-    results, batch = {}, tiny_batch()
+    """Take two AdamW steps without a break, and again with a new engine that resumes after the first step."""
+    results = {}
+    batch = tiny_batch()
+    file = folder / f"optimizer-{dist.get_rank()}.pt"
     for case in RESUME_CASES:
         dtype, zero_stage, offload_optimizer = case
         policy = policy_from(folder / "start", ep_size=2).to(dtype)
         engine = adamw_engine(policy, zero_stage, offload_optimizer)
         assert getattr(engine.optimizer, "cpu_offload", False) == offload_optimizer
-        norm = take_step(engine, batch, 0)
-        saved, file = collect(policy.named_parameters()), folder / f"optimizer-{dist.get_rank()}.pt"
+        result = {"norm": take_step(engine, batch, 0)}
+        saved = collect(policy.named_parameters())
         torch.save(moe_model.optimizer_shard(engine), file)
         take_step(engine, batch, 1)
-        once = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
-        held = held_by_zero_2(engine, pack_rows(batch, [0])) if zero_stage == 2 else None
+        result["straight"] = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
+        if dtype == torch.bfloat16:
+            result["bytes"] = (bytes_of_zero_1 if zero_stage == 1 else bytes_of_zero_2)(engine)
         engine.destroy()
 
         policy = policy_from(folder / "start", ep_size=2).to(dtype)
@@ -228,84 +229,100 @@ def resume(folder: Path) -> dict:
         engine = adamw_engine(policy, zero_stage)
         moe_model.load_optimizer_shard(engine, torch.load(file))
         take_step(engine, batch, 1)
-        again = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
+        result["resumed"] = collect(policy.named_parameters()), moe_model.optimizer_shard(engine)["masters"]
         engine.destroy()
-        results[case] = {"norm": norm, "once": once, "again": again, "held": held}
+        results[case] = result
     return results
 
 
-def held_by_zero_2(engine, packed) -> dict:
-    """Count what DeepSpeed holds between updates and, of gradients, after a backward more, in bytes."""
-    outer, states = engine.optimizer, engine.optimizer.optimizer.state.values()
-    count = lambda tensors: sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
-    summed = lambda: count(group and group.flat_partition for group in outer.averaged_gradients.values())
-    between, masters = summed(), outer.single_partition_of_fp32_groups
-    logprobs, _, _ = engine(packed)
+def count_bytes(tensors) -> int:
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors if tensor is not None)
+
+
+def moments(optimizer) -> list[torch.Tensor]:
+    return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+
+
+def backward_of_zeros(engine) -> None:
+    logprobs, _, _ = engine(pack_rows(tiny_batch(), [0]))
     engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
+
+
+def bytes_of_zero_1(engine) -> dict:
+    """Count the bytes of DeepSpeed's tensors after a backward."""
+    backward_of_zeros(engine)
+    outer = engine.optimizer
     return {
-        "between": between,
-        "gradients in an update": summed(),
-        "master weights": count(masters),
-        "gradients handed over": count(master.grad for master in masters),
-        "AdamW": count(state[key] for state in states for key in ("exp_avg", "exp_avg_sq")),
-        "weights to hand back": count(getattr(outer, "param_buffer_of_bit16_for_cpu_offload_groups", [])),
-        "buffer": count([getattr(outer, "temp_grad_buffer_for_gpu_offload", None)]),
+        "gradients of weights": count_bytes(parameter.grad for parameter in engine.module.parameters()),
+        "weights": count_bytes(outer.bf16_groups_flat),
+        "gradients": count_bytes(outer.fp32_groups_gradients_flat),
+        "master weights": count_bytes(outer.fp32_groups_flat_partition),
+        "AdamW": count_bytes(moments(outer.optimizer)),
     }
 
 
-def optimizer_memory(folder: Path) -> dict:
-    """Take two steps in bfloat16 at EP = 2: as the project does, with what it changes about DeepSpeed undone,
-    and with the optimizer that GPUs get. Say what is held, in elements, after a backward and a step."""
-    results, initialize, batch = {}, deepspeed.initialize, tiny_batch()
-    for name in ("as it is", "gradients held", "fused"):
+def optimizers(folder: Path) -> dict:
+    """Take two bfloat16 steps with ZeRO 1 at EP = 2: as the product does, with bfloat16 gradients held until
+    the step, and with the fused AdamW of GPUs."""
+    results = {}
+    initialize = deepspeed.initialize
+    for variant in ("product", "gradients held", "fused"):
 
-        def changed(model, config, name=name):
-            if name == "gradients held":
+        def changed(model, config, variant=variant):
+            if variant == "gradients held":
                 config["bf16"]["immediate_grad_update"] = False
-            config["optimizer"]["params"]["fused"] = name == "fused"
+            config["optimizer"]["params"]["fused"] = variant == "fused"
             return initialize(model=model, config=config)
 
         policy = policy_from(folder / "start", ep_size=2).bfloat16()
         deepspeed.initialize = changed
         engine = adamw_engine(policy, 1)
         deepspeed.initialize = initialize
-        norms = [take_step(engine, batch, 0)]
-        logprobs, _, _ = engine(pack_rows(batch, [0]))
-        engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
-        outer, inner = engine.optimizer, engine.optimizer.optimizer
-        count = lambda tensors: sum(tensor.numel() for tensor in tensors)
-        held = {
-            "gradients of weights": count(p.grad for p in policy.parameters() if p.grad is not None),
-            "weights": count(outer.bf16_groups_flat),
-            "gradients": count(outer.fp32_groups_gradients_flat),
-            "master weights": count(outer.fp32_groups_flat_partition),
-            "AdamW": count(state[key] for state in inner.state.values() for key in ("exp_avg", "exp_avg_sq")),
+        norms = [take_step(engine, tiny_batch(), step) for step in range(2)]
+        backward_of_zeros(engine)
+        groups = engine.optimizer.optimizer.param_groups
+        results[variant] = {
+            "norms": norms,
+            "held": count_bytes(parameter.grad for parameter in policy.parameters()),
+            "weights": count_bytes(engine.optimizer.bf16_groups_flat),
+            "fused": {(group["fused"], group["foreach"]) for group in groups},
+            "parameters": collect(policy.named_parameters()),
         }
-        norms.append(take_step(engine, batch, 1))
-        fused = {group["fused"] for group in inner.param_groups}, {g["foreach"] for g in inner.param_groups}
-        results[name] = {"norms": norms, "held": held, "fused": fused}
-        results[name]["parameters"] = collect(policy.named_parameters())
         engine.destroy()
     return results
 
 
-def timeouts(folder: Path) -> list[float]:
-    """Set the timeouts of all groups and return those of the groups that this rank is in, in seconds."""
-    group = moe_model.create_expert_parallel_group(2, 8)
-    moe_model.set_group_timeouts(4321)
-    backends = [g._get_backend(torch.device("cpu")) for g in (group, dist.group.WORLD)]
-    return [backend.options._timeout.total_seconds() for backend in backends]
+def bytes_of_zero_2(engine) -> dict:
+    """Count the bytes of DeepSpeed's tensors between updates and, of gradients, after one more backward."""
+    outer = engine.optimizer
+    masters = outer.single_partition_of_fp32_groups
+
+    def count_gradients() -> int:
+        return count_bytes(group and group.flat_partition for group in outer.averaged_gradients.values())
+
+    between = count_gradients()
+    backward_of_zeros(engine)
+    return {
+        "between": between,
+        "gradients in an update": count_gradients(),
+        "master weights": count_bytes(masters),
+        "handed gradients": count_bytes(master.grad for master in masters),
+        "AdamW": count_bytes(moments(outer.optimizer)),
+        "weights": count_bytes(getattr(outer, "param_buffer_of_bit16_for_cpu_offload_groups", [])),
+        "buffer": count_bytes([getattr(outer, "temp_grad_buffer_for_gpu_offload", None)]),
+    }
 
 
 def autoep(folder: Path) -> dict:
     """Take the step of steps() by DeepSpeed's expert parallelism on transformers' model, row by row."""
-    batch, world_size = tiny_batch(), dist.get_world_size()
+    batch = tiny_batch()
+    world_size = dist.get_world_size()
     rows_of = [sum(micro_batches, []) for micro_batches in MICRO_BATCHES[world_size]]
-    own = rows_of[dist.get_rank()]
+    rows = rows_of[dist.get_rank()]
     model = Qwen3MoeForCausalLM.from_pretrained(folder / "start", attn_implementation="eager")
     settings = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe"}
     engine = sgd_engine(model, 1, expert_parallel=settings)
-    for i in own + [None] * (max(map(len, rows_of)) - len(own)):
+    for i in rows + [None] * (max(map(len, rows_of)) - len(rows)):
         prompt, completion = (batch.prompt_ids[i], batch.completion_ids[i]) if i is not None else ([0], [])
         logits = engine(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
         logp = logits.log_softmax(-1)
@@ -319,7 +336,8 @@ def autoep(folder: Path) -> dict:
 # ------------------------------------------------------------------------------------------------------------
 # Pieces of expert parallelism, at EP = 2
 # ------------------------------------------------------------------------------------------------------------
-def group_errors(folder: Path) -> dict:
+def groups(folder: Path) -> dict:
+    """Make expert-parallel groups of valid and invalid sizes, and set the timeouts of all groups."""
     messages = {}
     for ep_size, num_experts in [(3, 8), (4, 8), (2, 9), (2, 0)]:
         try:
@@ -327,26 +345,16 @@ def group_errors(folder: Path) -> dict:
         except ValueError as error:
             messages[ep_size, num_experts] = str(error)
     group = moe_model.create_expert_parallel_group(2, 8)
+    moe_model.set_group_timeouts(4321)
+    backends = [g._get_backend(torch.device("cpu")) for g in (group, dist.group.WORLD)]
     return {
         "messages": messages,
+        "timeouts": [backend.options._timeout.total_seconds() for backend in backends],
         "dense": moe_model.create_expert_parallel_group(1, 0),
         "ranks": dist.get_process_group_ranks(group),
     }
 
 
-def all_to_all(folder: Path) -> dict:
-    """Send SEND_ROWS[r][s] rows from rank r to rank s; the loss weighs what arrives."""
-    group = moe_model.create_expert_parallel_group(2, 8)
-    rank, generator = dist.get_rank(), torch.Generator().manual_seed(dist.get_rank())
-    send_rows, recv_rows = SEND_ROWS[rank], [rows[rank] for rows in SEND_ROWS]
-    x = torch.randn(sum(send_rows), 3, generator=generator).requires_grad_()
-    received = moe_model.AllToAll.apply(x, recv_rows, send_rows, group)
-    loss_weights = torch.randn(received.shape, generator=generator)
-    (received * loss_weights).sum().backward()
-    return {"x": x.detach(), "received": received.detach(), "loss_weights": loss_weights, "grad": x.grad}
-
-
-SEND_ROWS = [[2, 3], [0, 1]]
 DISPATCH_CASES = {  # tokens on (rank 0, rank 1), experts per token, experts to choose from (None: by router)
     "live": ((5, 3), 3, None),
     "one_expert": ((5, 3), 1, [5]),
@@ -359,8 +367,11 @@ DISPATCH_CASES = {  # tokens on (rank 0, rank 1), experts per token, experts to 
 def dispatch_inputs(case: str) -> SimpleNamespace:
     """Make weights of a MoE layer and, for two ranks, tokens, forced experts, weights of the outputs."""
     num_tokens, top_k, allowed = DISPATCH_CASES[case]
-    config, generator = tiny_config("moe"), torch.Generator().manual_seed(11)
-    width, hidden, num_experts = config.moe_intermediate_size, config.hidden_size, config.num_experts
+    generator = torch.Generator().manual_seed(11)
+    config = tiny_config("moe")
+    hidden = config.hidden_size
+    width = config.moe_intermediate_size
+    num_experts = config.num_experts
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
@@ -370,9 +381,11 @@ def dispatch_inputs(case: str) -> SimpleNamespace:
 
     return SimpleNamespace(
         top_k=top_k,
-        gate=0.5 * normal(num_experts, hidden),
-        gate_up_proj=0.15 * normal(num_experts, 2 * width, hidden),
-        down_proj=0.15 * normal(num_experts, hidden, width),
+        weights={
+            "gate.weight": 0.5 * normal(num_experts, hidden),
+            "experts.gate_up_proj": 0.15 * normal(num_experts, 2 * width, hidden),
+            "experts.down_proj": 0.15 * normal(num_experts, hidden, width),
+        },
         x=[normal(n, hidden) for n in num_tokens],
         loss_weights=[normal(n, hidden) for n in num_tokens],
         replay_ids=[torch.tensor([choice() for _ in range(n)]) if allowed else None for n in num_tokens],
@@ -380,16 +393,18 @@ def dispatch_inputs(case: str) -> SimpleNamespace:
 
 
 def dispatch(folder: Path) -> dict:
-    group, rank = moe_model.create_expert_parallel_group(2, 8), dist.get_rank()
+    group = moe_model.create_expert_parallel_group(2, 8)
+    rank = dist.get_rank()
     results = {}
     for case in DISPATCH_CASES:
-        inputs, config = dispatch_inputs(case), tiny_config("moe")
+        inputs = dispatch_inputs(case)
+        config = tiny_config("moe")
         config.num_experts_per_tok = inputs.top_k
         block = moe_model.MoEBlock(config, group)
-        with torch.no_grad():
-            block.gate.weight.copy_(inputs.gate)
-            block.experts.gate_up_proj.copy_(inputs.gate_up_proj[4 * rank : 4 * rank + 4])
-            block.experts.down_proj.copy_(inputs.down_proj[4 * rank : 4 * rank + 4])
+        local = slice(4 * rank, 4 * rank + 4)
+        block.load_state_dict(
+            {name: value[local] if "experts" in name else value for name, value in inputs.weights.items()}
+        )
         x = inputs.x[rank].clone().requires_grad_()
         y, _ = block(x, inputs.replay_ids[rank])
         (y * inputs.loss_weights[rank]).sum().backward()
@@ -399,58 +414,36 @@ def dispatch(folder: Path) -> dict:
 
 def recomputed_and_replayed(folder: Path) -> dict:
     """Compute log-probabilities and gradients at EP = 2: plain, checkpointed, replayed, both."""
-    batch, rank = tiny_batch(), dist.get_rank()
-    rows = MICRO_BATCHES[2][rank][0]
-    packed = pack_rows(batch, rows)
+    packed = pack_rows(tiny_batch(), MICRO_BATCHES[2][dist.get_rank()][0])
     policy = policy_from(folder / "start", ep_size=2)
-    results, recorded = {}, None
+    results = {"num_forwards": Counter()}
+    routes = None
     for name in ("plain", "checkpointed", "replayed", "both"):
         policy.activation_checkpointing = name in ("checkpointed", "both")
-        replay_ids = recorded if name in ("replayed", "both") else None
-        logprobs, _, layer_ids = policy(packed, replay_ids_TLK=replay_ids)
+        count = lambda *_, name=name: results["num_forwards"].update([name])
+        hook = policy.model.layers[0].register_forward_pre_hook(count)
+        logprobs, _, layer_ids = policy(
+            packed, replay_ids_TLK=routes if name in ("replayed", "both") else None
+        )
         policy.zero_grad()
         logprobs.sum().backward()
+        hook.remove()
         results[name] = {"logprobs": logprobs.detach(), **grads(policy)}
-        recorded = recorded if recorded is not None else stack_routes(layer_ids)
+        routes = stack_routes(layer_ids)
     return results
 
 
 def stack_routes(layer_ids: list) -> torch.Tensor:
-    """Stack routes to [T, L, K] in the sampler's type; dense layers hold zeros, as the sampler has it."""
-    some = next(ids for ids in layer_ids if ids is not None)
-    routes = [torch.zeros_like(some) if ids is None else ids for ids in layer_ids]
-    return torch.stack(routes, dim=1).to(torch.uint8)
-
-
-class ListingFile:
-    """Does what safe_open does and notes whose contents are read; shapes come from the header."""
-
-    read: list[str] = []
-
-    def __init__(self, *arguments, **options):
-        self.file = SAFE_OPEN(*arguments, **options)
-
-    def keys(self):
-        return self.file.keys()
-
-    def get_slice(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(get_shape=self.file.get_slice(name).get_shape)
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        self.read.append(name)
-        return self.file.get_tensor(name)
-
-
-SAFE_OPEN = moe_model.safe_open
+    """Stack routes to [T, L, K] in the engine's dtype; dense layers have zeros, as in the engine."""
+    zeros = torch.zeros_like(next(ids for ids in layer_ids if ids is not None))
+    return torch.stack([zeros if ids is None else ids for ids in layer_ids], dim=1).to(torch.uint8)
 
 
 def weights(folder: Path) -> dict:
-    """Load and list what was read, gather for the sampler, save to FOLDER/saved_<W>, draw random weights."""
+    """Load, gather for the engine, save to FOLDER/saved_<W>, and draw random weights."""
     world_size = dist.get_world_size()
-    moe_model.safe_open = ListingFile
     policy = policy_from(folder / "start", ep_size=2)
-    moe_model.safe_open = SAFE_OPEN
-    results = {"read": list(ListingFile.read), "parameters": collect(policy.named_parameters())}
+    results = {"parameters": collect(policy.named_parameters())}
     results["hf_tensors"] = [(name, tensor.clone()) for name, tensor in moe_model.hf_tensors(policy)]
     moe_model.save_hf(policy, folder / f"saved_{world_size}")
     moe_model.save_hf(policy, folder / f"saved_bf16_{world_size}", torch.bfloat16)
@@ -458,10 +451,11 @@ def weights(folder: Path) -> dict:
     return results | {"random": collect(policy.named_parameters())}
 
 
-PIECES = (autoep, group_errors, all_to_all, dispatch, recomputed_and_replayed, optimizer_memory, timeouts)
-SECTIONS = {1: [steps], 2: [steps, resume, *PIECES, weights], 4: [steps, weights]}  # by world size
+PIECES = (autoep, groups, dispatch, recomputed_and_replayed)
+PAIR = (steps, resume, optimizers, *PIECES, weights)
+SECTIONS = {1: [steps], 2: PAIR, 4: [steps, weights]}  # by number of ranks
 
 
 def model(folder: Path) -> dict:
-    """Run the sections for this number of ranks; return {section: what it gave}."""
+    """Run the sections for this number of ranks; return {section: result}."""
     return {section.__name__: section(folder) for section in SECTIONS[dist.get_world_size()]}

@@ -86,14 +86,13 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample(n):
 
 
 def test_k_and_the_figures_of_a_prompt():
-    assert [values_of_k(n) for n in (0, 1, 2, 6, 8)] == [[], [1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [values_of_k(n) for n in (0, 1, 6, 8)] == [[], [1], [1, 2, 4, 6], [1, 2, 4, 8]]
     rows = [row(right=True, num_tokens=5), row(sample=1, reward=0.5, num_tokens=3, finish_reason="length"),
             row(sample=2, right=True), row(sample=3, status="timeout"), row(sample=4)]  # fmt: skip
     assert prompt_figures(rows) == pytest.approx({
         "accuracy": 1.0, "avg_at_4": 1.5 / 4, "pass_at_1": 0.25, "pass_at_2": 0.5, "pass_at_4": 1.0,
         "completion_tokens": 14 / 5, "cut_at_limit_frac": 0.2, "failed_frac": 0.2,
     })  # fmt: skip
-    assert "avg_at_1" not in prompt_figures(rows[:1])
 
 
 def test_bootstrap_intervals_and_labels_of_difficulties():
@@ -102,11 +101,9 @@ def test_bootstrap_intervals_and_labels_of_difficulties():
     assert means["num_prompts"] == 400 and means["c"] == {"mean": 0.25, "low": 0.25, "high": 0.25}
     a = means["a"]
     half = 1.96 * (0.25 / 400) ** 0.5
-    assert a["mean"] == 0.5 and a["low"] == pytest.approx(0.5 - half, abs=0.008)
-    assert a["high"] == pytest.approx(0.5 + half, abs=0.008)
+    assert [a["low"], a["mean"], a["high"]] == pytest.approx([0.5 - half, 0.5, 0.5 + half], abs=0.008)
     assert means["b"]["low"] == pytest.approx(1 - a["high"]), "all figures share the resamples"
-    figures = [{"a": value} for value in np.random.default_rng(0).random(50).tolist()]
-    assert mean_figures(figures, 0) == mean_figures(figures, 0) != mean_figures(figures, 1)
+    assert mean_figures(figures, 0) == means
     assert mean_figures([{"a": 1.0}], 0)["a"] == {"mean": 1.0, "low": None, "high": None}
     assert level_labels([2.0, None, 1.0, 2.0, 0.5]) == {0.5: "0.5", 1.0: "1", 2.0: "2"}
     labels = list(dict.fromkeys(level_labels([float(i) for i in range(80)]).values()))
@@ -121,15 +118,12 @@ def test_figures_by_source_and_difficulty_add_up_and_are_printed():
     figures = all_figures(rows, 0)
     assert list(figures["source"]) == ["a", "b"] and list(figures["difficulty"]) == ["1", "2"]
     sources = [(means["num_prompts"], means["avg_at_4"]["mean"]) for means in figures["source"].values()]
-    assert sum(n for n, _ in sources) == 12
     assert sum(n * mean for n, mean in sources) / 12 == pytest.approx(figures["all"]["avg_at_4"]["mean"])
     rewards = [r["reward"] for r in rows if r["difficulty"] == 2 and r["sample"] > 0]
     assert figures["difficulty"]["2"]["num_prompts"] == 4
     assert figures["difficulty"]["2"]["avg_at_4"]["mean"] == pytest.approx(np.mean(rewards))
-    text = table_text(figures)
-    assert f"pass@4{figures['all']['pass_at_4']['mean']:>25.3f}" in text and "difficulty 2" in text
-    only_greedy = all_figures([r for r in rows if r["sample"] == 0], 0)
-    assert "greedy" in table_text(only_greedy) and "avg@" not in table_text(only_greedy)
+    assert f"{figures['all']['pass_at_4']['mean']:.3f}" in table_text(figures)
+    assert "avg@" not in table_text(all_figures([r for r in rows if r["sample"] == 0], 0))
 
 
 def test_mismatch_of_trainer_and_engine():
@@ -191,7 +185,7 @@ def hostile_page() -> tuple[str, list[dict]]:
 
 
 def test_a_page_shows_hostile_texts_and_never_as_markup():
-    page, rows = hostile_page()
+    page, _ = hostile_page()
     elements = Elements(page.encode("utf-8").decode())  # fails for a lone surrogate
     template = Elements((FOLDER / "page.html").read_text())
     num_data = 1 + len(HOSTILE)
@@ -221,18 +215,6 @@ def test_the_policy_allows_one_script_only():
     for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "fetch(", "http://"):
         assert word not in script.replace("http://www.w3.org/2000/svg", ""), word
     assert "url(" not in style and "@import" not in style
-    prompts, _ = group_rows([row()])
-    assert build_page(header(), prompts, [[None]]) == build_page(header(), prompts, [[None]]), "deterministic"
-
-
-def test_rows_become_prompts():
-    rows = [row(1, 0, difficulty=2.0), row(0, 0, reward=math.nan), row(1, 1)]
-    prompts, groups = group_rows(rows, {2.0: "2 to 3"})
-    assert groups == [[0, 2], [1]] and [p["difficulty"] for p in prompts] == ["2 to 3", None]
-    assert prompts[1]["completions"][0]["reward"] is None
-    prompts, groups = group_rows([sample_row(step) for step in (10, 10, 20)])
-    assert groups == [[0, 1], [2]] and [p["step"] for p in prompts] == [10, 20]
-    assert [c["sample"] for c in prompts[0]["completions"]] == [1, 2] and prompts[0]["answer"] is None
 
 
 def test_details_of_tokens():
@@ -249,7 +231,7 @@ def test_details_of_tokens():
     assert "trainer" not in detail and detail["engine"] == [-1.0, -2.0, -0.125, -3.0]
     table = detail["routes"]
     ids = np.frombuffer(base64.b64decode(table["data"]), f"<u{table['width']}").reshape(table["shape"])
-    assert (ids == engine).all() and table["width"] == 2
+    assert (ids == engine).all()
     assert detail["trainer_routes"]["at"] == [2] and detail["trainer_routes"]["shape"] == [1, 2, 3]
     assert scales_of([detail])["difference"] == pytest.approx(np.percentile([0, 1e-5, 0.5], 99))
     only_trainer = token_details({"token_ids": [1], "trainer_logprobs": [-1.5]}, ["a"])
@@ -270,7 +252,7 @@ def test_the_marked_fifth_is_the_first_entropy_group_of_espo():
 
     generator = torch.Generator().manual_seed(0)
     for length in (1, 4, 5, 6, 11, 200):
-        entropy = torch.randint(0, 9, (1, length), generator=generator).double()  # with equal ones
+        entropy = torch.randint(0, 9, (1, length), generator=generator).double()  # some are equal
         groups = entropy_groups(entropy, torch.ones(1, length, dtype=torch.bool), (0.2, 0.8))
         assert highest(entropy[0].tolist(), 0.2) == (groups[0] == 0).nonzero().flatten().tolist()
 
@@ -295,7 +277,6 @@ def test_pieces_of_a_text_are_whole_characters():
     cut = tokenizer("a\U0001f642")["input_ids"][:-1]
     pieces = text_pieces(tokenizer, cut)
     assert "".join(pieces) == tokenizer.decode(cut) and len(pieces) == 4
-    assert text_pieces(tokenizer, []) == []
 
 
 # ---- models and runs ---------------------------------------------------------------------------------------
@@ -361,12 +342,9 @@ def test_samples_of_a_run_become_a_page(tmp_path):
         samples_page(tmp_path)
     rows = [sample_row(10), sample_row(10, status="wrong", reward=0.5), sample_row(20, parts={"math": 1.0})]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 30, "pro')
-    elements = Elements(samples_page(tmp_path))
-    index = elements.read("index")
+    index = Elements(samples_page(tmp_path)).read("index")
     assert [(p["step"], len(p["completions"])) for p in index["prompts"]] == [(10, 2), (20, 1)]
-    assert index["header"]["mode"] == "samples"
     assert index["header"]["tiles"][0]["mean"] == pytest.approx(2.5 / 3)
-    assert ("script", "tokens-0") not in elements.texts
 
 
 @pytest.mark.parametrize("has_export", [True, False])
@@ -385,6 +363,10 @@ def test_samples_with_tokens_are_shown_by_token(has_export, tmp_path):
 
 
 # ---- options -----------------------------------------------------------------------------------------------
+def settings_of(*options, context=512):
+    return read_settings(parse_args(["--model", "m", *options]), context)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -394,17 +376,18 @@ def test_samples_with_tokens_are_shown_by_token(has_export, tmp_path):
         ("--run r", "--html"),
         ("--model m --data d --samples -1", "--samples"),
         ("--model m --data d --json x.json --html x.json", "different files"),
-        ("--model m --data d --json x --completions x", "different files"),
+        ("--model m --data {path:·a.jsonl,·kinds:·math}", "data.eval"),
+        ("--model m --data {path:·a.jsonl", "--data"),
+        ("--model m --data a.jsonl --columns prompt", "--columns"),
+        ("--model m --data a.jsonl --temperature 0", "rollout.temperature"),
+        ("--model m --data a.jsonl", "--max-new-tokens"),
+        ("--model m --data a --max-new-tokens 99 rollout.max_prompt_tokens=500", "rollout.max_prompt_tokens"),
     ],
 )
 def test_invalid_options_are_named(options, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=message):
-        parse_args(options.split())
-
-
-def settings_of(*options, context=512):
-    return read_settings(parse_args(["--model", "m", *options]), context)
+        read_settings(parse_args([option.replace("·", " ") for option in options.split()]), 512)
 
 
 def test_options_become_settings_and_settings_override_them():
@@ -420,41 +403,18 @@ def test_options_become_settings_and_settings_override_them():
     assert (settings.rollout.temperature, settings.rollout.max_prompt_tokens) == (0.5, 412)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("{path:·a.jsonl,·kinds:·math}", "data.eval.*kinds"),
-        ("{path:·a.jsonl", "--data"),
-        ("a.jsonl --columns prompt", "--columns"),
-        ("a.jsonl --temperature 0", "rollout.temperature"),
-        ("a.jsonl", "--max-new-tokens"),
-        ("a.jsonl --max-new-tokens 100 rollout.max_prompt_tokens=500", "rollout.max_prompt_tokens"),
-    ],
-)
-def test_invalid_settings_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        settings_of("--data", *(option.replace("·", " ") for option in options.split()))
-
-
 def test_settings_that_differ_from_the_training_are_reported(tmp_path):
     from train_rl import load_config
 
     trained = load_config(["data.train=[{path: x}]", "data.system_prompt=Be brief.", 'rollout.stop=["\\n"]'])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(trained.model_dump(mode="json")))
-    options = ("--data", "a.jsonl", "--max-new-tokens", "9")
-    same = (*options, "--system-prompt", "Be brief.", 'rollout.stop=["\\n"]')
+    options = ("--data", "a.jsonl", "--max-new-tokens", "9", "--system-prompt", "Be brief.")
     for place in (".", "model", "checkpoints/step_000004", "checkpoints/step_000004/model"):
-        assert training_warnings(tmp_path / place, settings_of(*same)) == []
-        (warning,) = training_warnings(tmp_path / place, settings_of(*same[:-1]))
+        assert training_warnings(tmp_path / place, settings_of(*options, 'rollout.stop=["\\n"]')) == []
+        (warning,) = training_warnings(tmp_path / place, settings_of(*options))
         assert "rollout.stop" in warning and "system_prompt" not in warning
     (tmp_path / "config.yaml").write_text("name: of another program\n")
-    for folder in (tmp_path, tmp_path / "a/b/c/d"):
-        assert training_warnings(folder, settings_of(*options)) == []
-
-
-def test_completions_lie_beside_the_figures(tmp_path):
-    args = parse_args(["--model", "m", "--data", "d", "--json", str(tmp_path / "new" / "x.json")])
-    assert args.completions == tmp_path / "new" / "x_completions.jsonl" and args.completions.parent.is_dir()
+    assert training_warnings(tmp_path, settings_of(*options)) == []
 
 
 def test_results_never_overwrite_the_prompts(tmp_path, monkeypatch):
@@ -464,15 +424,17 @@ def test_results_never_overwrite_the_prompts(tmp_path, monkeypatch):
     Path("link").symlink_to("sets")
     for data in ("sets/test.jsonl", "sets", "sets/*.jsonl"):
         sources = settings_of("--data", data, "--max-new-tokens", "100").data.eval
-        refuse_overwriting(parse_args(["--model", "m", "--data", data, "--json", "sets/test.json"]), sources)
-        args = ["--model", "m", "--data", data, "--json", "a.json", "--completions", "link/test.jsonl"]
+        options = ["--model", "m", "--data", data, "--json", "sets/test.json"]
+        args = parse_args(options)
+        assert args.completions == Path("sets/test_completions.jsonl")
+        refuse_overwriting(args, sources)
         with pytest.raises(ValueError, match="--completions"):
-            refuse_overwriting(parse_args(args), sources)
+            refuse_overwriting(parse_args([*options, "--completions", "link/test.jsonl"]), sources)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_of_one_engine_give_it_the_same_length(rank, monkeypatch):
-    """vLLM ends a completion there: ranks that share an engine would go different ways."""
+def test_ranks_of_one_engine_use_the_same_context_length(rank, monkeypatch):
+    """vLLM ends a completion at this length, so with different lengths the ranks would diverge."""
     import rollout
 
     class Stop(Exception):
@@ -486,10 +448,10 @@ def test_ranks_of_one_engine_give_it_the_same_length(rank, monkeypatch):
     monkeypatch.setattr(evaluate_py, "reference_warning", lambda pool, tasks: "")
     monkeypatch.setenv("RANK", str(rank))
     tasks = [SimpleNamespace(prompt_ids=[5] * length) for length in (3, 8, 4)]
-    settings = settings_of("--data", "a.jsonl", "--max-new-tokens", "100")
-    args = parse_args(["--model", "m", "--data", "a.jsonl", "--max-new-tokens", "100"])
+    options = ["--data", "a.jsonl", "--max-new-tokens", "100"]
+    args = parse_args(["--model", "m", *options])
     with pytest.raises(Stop, match="108"):
-        evaluate_py.generate(args, settings, Path("m"), None, tasks, tasks[rank::2])
+        evaluate_py.generate(args, settings_of(*options), Path("m"), None, tasks, tasks[rank::2])
 
 
 # ---- real runs ---------------------------------------------------------------------------------------------
@@ -527,19 +489,20 @@ def test_the_figures_agree_with_a_recount(evaluated):
     assert [v.reward for v in verdicts] == [r["reward"] for r in rows]
     right = np.array([v.reward == 1 for v in verdicts]).reshape(40, 5)
     assert 0 < right.sum() < right.size
-    means = {name: value["mean"] for name, value in figures["all"].items() if name != "num_prompts"}
-    assert means["accuracy"] == pytest.approx(right[:, 0].mean())
-    assert means["avg_at_4"] == pytest.approx(right[:, 1:].mean())
-    for k in (1, 2, 4):
-        expected = np.mean([share_of_subsets(of_prompt.tolist(), k) for of_prompt in right[:, 1:]])
-        assert means[f"pass_at_{k}"] == pytest.approx(expected)
-    assert means["completion_tokens"] == pytest.approx(np.mean([len(r["token_ids"]) for r in rows]))
+    expected = {
+        "accuracy": right[:, 0].mean(), "avg_at_4": right[:, 1:].mean(),
+        "completion_tokens": np.mean([len(r["token_ids"]) for r in rows]),
+    } | {
+        f"pass_at_{k}": np.mean([share_of_subsets(of_prompt.tolist(), k) for of_prompt in right[:, 1:]])
+        for k in (1, 2, 4)
+    }  # fmt: skip
+    assert {name: figures["all"][name]["mean"] for name in expected} == pytest.approx(expected)
     levels = {r["difficulty"] for r in rows}
     assert {float(level) for level in figures["difficulty"]} == levels and len(levels) > 1
 
 
 @pytest.mark.slow(process="others")
-def test_greedy_text_and_log_probabilities_are_those_of_transformers(evaluated):
+def test_greedy_text_and_log_probabilities_equal_transformers(evaluated):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -547,22 +510,16 @@ def test_greedy_text_and_log_probabilities_are_those_of_transformers(evaluated):
     tokenizer = AutoTokenizer.from_pretrained(TINY / "model")
     for r in read_rows(evaluated / "e_completions.jsonl")[:100]:
         prompt_ids = tokenizer(r["prompt"])["input_ids"]
-        temperature = r["temperature"] or 1.0
         with torch.no_grad():
             logits = model(torch.tensor([prompt_ids + r["token_ids"]])).logits[0, len(prompt_ids) - 1 : -1]
-        logp = (logits.double() / temperature).log_softmax(-1)
-        expected = logp.gather(1, torch.tensor(r["token_ids"]).unsqueeze(1)).squeeze(1)
-        entropy = -(logp.exp() * logp).sum(-1)
+        logp = (logits.double() / (r["temperature"] or 1.0)).log_softmax(-1)
         if r["sample"] == 0:
             assert logits.argmax(-1).tolist() == r["token_ids"]
             assert tokenizer.decode(r["token_ids"], skip_special_tokens=True) == r["completion"]
-        for name, values in (
-            ("rollout_logprobs", expected),
-            ("trainer_logprobs", expected),
-            ("entropy", entropy),
-        ):
-            assert np.allclose(r[name], values, atol=1e-4, rtol=0), name
-        assert np.allclose(r["trainer_logprobs"], r["rollout_logprobs"], atol=1e-4, rtol=0)
+        logprobs = logp.gather(1, torch.tensor(r["token_ids"]).unsqueeze(1)).squeeze(1)
+        assert np.allclose(r["rollout_logprobs"], logprobs, atol=1e-4, rtol=0)
+        assert np.allclose(r["trainer_logprobs"], logprobs, atol=1e-4, rtol=0)
+        assert np.allclose(r["entropy"], -(logp.exp() * logp).sum(-1), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow(process="others")
@@ -628,34 +585,38 @@ class Site(BaseHTTPRequestHandler):
 def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
     """Show each prompt in a frame; the outer page reports the state of the frames after loading."""
     frames = ["careless", *(f"page#{number}" for number in range(1, 1 + len(HOSTILE)))]
-    around = "".join(f"<iframe src='/{name}'></iframe>" for name in frames) + "<img src='/slow'>"
-    around += """<script>onload = () => { document.body.textContent = JSON.stringify(
+    outer = "".join(f"<iframe src='/{name}'></iframe>" for name in frames) + "<img src='/slow'>"
+    outer += """<script>onload = () => { document.body.textContent = JSON.stringify(
         [...document.querySelectorAll("iframe")].map(({contentDocument: page}) => [
             page.documentElement.dataset, page.images.length, page.querySelector(".crumbs b")?.textContent]
         )) }</script>"""
     with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
-        server.pages = {"around": around, "careless": f"<html>{HOSTILE[0]}", "page": hostile_page()[0]}
+        server.pages = {"outer": outer, "careless": f"<html>{HOSTILE[0]}", "page": hostile_page()[0]}
         threading.Thread(target=server.serve_forever, daemon=True).start()
         names = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
         browser = ["chromium", f"--user-data-dir={tmp_path}", *(f"--{name}" for name in names.split())]
         browser += ["--disable-component-update", "--disable-sync", "--dump-dom"]
-        place = f"http://127.0.0.1:{server.server_port}/around"
-        done = subprocess.run([*browser, place], capture_output=True, text=True, errors="replace", timeout=60)
+        address = f"http://127.0.0.1:{server.server_port}/outer"
+        done = subprocess.run(
+            [*browser, address], capture_output=True, text=True, errors="replace", timeout=60
+        )
         server.shutdown()
-    careless, *found = json.loads(re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)[1])
-    assert careless[0] == {"hacked": "1"}, "what runs is seen"
-    assert found == [[{"ready": ""}, 0, f"Prompt {n} of {len(HOSTILE)}"] for n in range(1, 1 + len(HOSTILE))]
+    careless, *states = json.loads(re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)[1])
+    assert careless[0] == {"hacked": "1"}, "the test detects a script that runs"
+    assert states == [[{"ready": ""}, 0, f"Prompt {n} of {len(HOSTILE)}"] for n in range(1, 1 + len(HOSTILE))]
+
+
+def run_python(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_importing_the_page_needs_no_torch():
     code = "import sys, experiments.evaluate; assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_an_impossible_command_is_explained_in_one_line(tmp_path):
-    page = tmp_path / "p.html"
-    line = [sys.executable, "experiments/evaluate.py", "--run", str(tmp_path), "--html", str(page)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "samples.jsonl" in done.stderr
-    assert "Traceback" not in done.stderr and not page.exists()
+    done = run_python("experiments/evaluate.py", "--run", tmp_path, "--html", tmp_path / "p.html")
+    assert done.returncode == 2 and "samples.jsonl" in done.stderr and "Traceback" not in done.stderr

@@ -5,16 +5,15 @@ test_model.py compares log-probabilities, gradients, replay and files of these f
 
 import pytest
 import torch
+from engines import VOCAB, assert_samples_are_the_trainers, random_requests, save_model
 from transformers import Glm4MoeConfig, MixtralConfig, OlmoeConfig
 
-from batch import Request
-from data.tiny import build_tokenizer
 from kernels.fp8_block import fp8_round
-from moe_model import Policy, hf_tensors, num_experts_of, pack, random_weights, route_table, save_hf
+from moe_model import Policy, hf_tensors, random_weights
 from rollout import RolloutEngine, simulate_rounding
 from settings import RolloutSettings
 
-VOCAB = 98
+FAMILIES = ["olmoe", "mixtral", "glm"]
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3,
     "num_key_value_heads": 3, "max_position_embeddings": 512, "num_experts_per_tok": 2,
@@ -24,7 +23,7 @@ SIZES = {
 
 
 def make_policy(family: str) -> Policy:
-    """Draw a model whose routes are far from even; GLM has a dense layer 0 and a bias that decides routes."""
+    """Draw a model with uneven routes; GLM has a dense layer 0 and a bias that changes routes."""
     if family == "olmoe":
         config = OlmoeConfig(**SIZES, intermediate_size=128, num_experts=8)
     elif family == "mixtral":
@@ -42,78 +41,55 @@ def make_policy(family: str) -> Policy:
     return policy
 
 
-def move(policy: Policy, ends: tuple[str, ...], size: float) -> list[str]:
-    """Add noise to the tensors whose names have these ends; return their names."""
-    generator, moved = torch.Generator().manual_seed(1), []
-    for name, tensor in [*policy.named_parameters(), *policy.named_buffers()]:
-        if name.endswith(ends):
-            tensor.data.add_(size * torch.randn(tensor.shape, generator=generator))
-            moved.append(name)
-    return moved
-
-
-def assert_engine_is_policy(engine: RolloutEngine, policy: Policy, version: int) -> torch.Tensor:
-    """Compare log-probabilities and routes of samples with the trainer's; return the routes."""
-    rng = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(3, VOCAB, (1 + 2 * i,), generator=rng).tolist() for i in range(12)]
-    requests = [Request(prompt, seed, 1.0, 12) for seed, prompt in enumerate(prompts)]
-    completions = engine.generate(requests, version)
-    packed = pack(prompts, [c.token_ids for c in completions], "cpu")
-    with torch.no_grad():
-        logprobs, _, layer_ids = policy(packed)
-    sampled = torch.tensor([x for c in completions for x in c.logprobs])
-    # Both compute in float32; logits reach 10 and pass sums of 96 to 160 terms in another order.
-    assert (logprobs - sampled).abs().max() < 1e-4
-    expected = route_table(layer_ids, num_experts_of(policy.config))
-    routes = torch.cat([c.routed_experts for c in completions])
-    assert torch.equal(routes.sort(-1).values, expected.sort(-1).values)
-    return routes
+def move(policy: Policy, endings: tuple[str, ...], size: float) -> int:
+    """Add noise to the tensors whose names have one of these endings; return the number of tensors."""
+    generator = torch.Generator().manual_seed(1)
+    named = [*policy.named_parameters(), *policy.named_buffers()]
+    moved = [tensor for name, tensor in named if name.endswith(endings)]
+    for tensor in moved:
+        tensor.data.add_(size * torch.randn(tensor.shape, generator=generator))
+    return len(moved)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["olmoe", "mixtral", "glm"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_engine_follows_its_policy_through_a_sync(family, tmp_path):
     policy = make_policy(family)
-    save_hf(policy, tmp_path)
-    build_tokenizer().save_pretrained(tmp_path)
-    engine = RolloutEngine(tmp_path, 64, RolloutSettings(dtype="float32", kv_cache_gib=0.02, max_num_seqs=8))
-    engine.sync(hf_tensors(policy), 0)
-    before = assert_engine_is_policy(engine, policy, 0)
-    engine.check_weights(hf_tensors(policy))
-
-    ends = (
-        "layers.1.mlp.gate.weight",
-        "layers.1.mlp.experts.down_proj",
-        "experts.gate_up_proj",
-        "lm_head.weight",
-    )
-    moved = move(policy, (*ends, "shared_experts.up_proj.weight", "e_score_correction_bias"), 0.1)
-    with pytest.raises(RuntimeError, match="holds other values") as error:
+    settings = RolloutSettings(dtype="float32", kv_cache_gib=0.02, max_num_seqs=8)
+    engine = RolloutEngine(save_model(policy, tmp_path), 64, settings)
+    requests = random_requests(12, 1, 24)
+    prompt_routes = []
+    for version in (0, 1):
+        engine.sync(hf_tensors(policy), version)
         engine.check_weights(hf_tensors(policy))
-    num_held = len(moved) + (family == "glm")  # vLLM's experts hold the bias of their router, too
-    assert f"in {num_held} parameters" in str(error.value), moved
-    engine.sync(hf_tensors(policy), 1)
-    after = assert_engine_is_policy(engine, policy, 1)
-    engine.check_weights(hf_tensors(policy))
-    assert not torch.equal(before[:1], after[:1]), "other routers should route the first prompt otherwise"
+        completions = engine.generate(requests, version)
+        assert_samples_are_the_trainers(policy, requests, completions)
+        prompt_routes.append(completions[0].routed_experts[: len(requests[0].prompt_ids)])
+        if version == 0:
+            layer = ("layers.1.mlp.gate.weight", "layers.1.mlp.experts.down_proj", "experts.gate_up_proj")
+            shared = ("lm_head.weight", "shared_experts.up_proj.weight", "e_score_correction_bias")
+            num_moved = move(policy, (*layer, *shared), 0.1)
+            num_moved += family == "glm"  # the experts of vLLM also hold the bias of their router
+            with pytest.raises(RuntimeError, match=f"in {num_moved} parameters"):
+                engine.check_weights(hf_tensors(policy))
+    assert not torch.equal(*prompt_routes), "other routers should route the first prompt to other experts"
 
 
-@pytest.mark.parametrize("family", ["olmoe", "mixtral", "glm"])
-def test_simulated_fp8_rounds_projections_and_nothing_else(family):
-    """Experts sent one by one are rounded as the fused ones are; gate and up of a shared expert as one."""
+@pytest.mark.parametrize("family", FAMILIES)
+def test_simulated_fp8_rounds_projections_alone(family):
+    """Separate experts are rounded like fused experts, and gate and up of a shared expert as one matrix."""
     policy = make_policy(family)
-    sent, one_by_one = (dict(hf_tensors(policy, own_experts=own)) for own in (False, True))
-    rounded, rounded_one_by_one = (dict(simulate_rounding(named.items())) for named in (sent, one_by_one))
-    changed = {name for name, tensor in sent.items() if not torch.equal(rounded[name], tensor)}
-    assert rounded.keys() == sent.keys()
-    assert changed == {name for name in sent if name.removesuffix(".weight").endswith("_proj")}
+    fused, separate = (dict(hf_tensors(policy, own_experts=own)) for own in (False, True))
+    rounded, rounded_separate = (dict(simulate_rounding(named.items())) for named in (fused, separate))
+    changed = {name for name, tensor in fused.items() if not torch.equal(rounded[name], tensor)}
+    assert rounded.keys() == fused.keys()
+    assert changed == {name for name in fused if name.removesuffix(".weight").endswith("_proj")}
     prefix = f"model.layers.1.{'block_sparse_moe' if family == 'mixtral' else 'mlp'}"
     names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    gate, up, down = (rounded_one_by_one[f"{prefix}.experts.5.{name}.weight"] for name in names)
+    gate, up, down = (rounded_separate[f"{prefix}.experts.5.{name}.weight"] for name in names)
     assert torch.equal(torch.cat([gate, up]), rounded[f"{prefix}.experts.gate_up_proj"][5])
     assert torch.equal(down, rounded[f"{prefix}.experts.down_proj"][5])
     if family == "glm":
         pair = [f"{prefix}.shared_experts.{name}.weight" for name in ("gate_proj", "up_proj")]
-        assert torch.equal(
-            torch.cat([rounded[name] for name in pair]), fp8_round(torch.cat([sent[name] for name in pair]))
-        )
+        expected = fp8_round(torch.cat([fused[name] for name in pair]))
+        assert torch.equal(torch.cat([rounded[name] for name in pair]), expected)

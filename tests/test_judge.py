@@ -1,4 +1,4 @@
-"""judges.py, parts of reward.py, and data/tiny_judge.py, against transformers and literal loops."""
+"""judges.py, parts of reward.py, and data/tiny_judge.py, against transformers and loops."""
 
 import json
 import math
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from batch import Completion, Group, collate
 from data import tiny, tiny_judge
 from data.chains import Chains, habits, sample_sets
 from judges import GenerativeJudge, ScalarJudge, build_judge, pairwise_reference, round_robin
-from reward import RewardPool, Verdict, verify
+from reward import Verdict, verify
 from tests import preloaded
 
 RECIPE = tiny_judge.Recipe()
@@ -28,12 +29,16 @@ RECIPE = tiny_judge.Recipe()
 
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory):
-    """model (its tokenizer alone) and train.jsonl, as data.tiny makes them."""
+    """Write train.jsonl and the tokenizer of the model as data.tiny does."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny.build_tokenizer().save_pretrained(folder / "model")
     train, _ = tiny.sample_problems(tiny.Recipe())
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
+    write_rows(folder / "train.jsonl", train)
     return folder
+
+
+def write_rows(file: Path, rows: list[dict]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def build(recipe, tiny_folder, output) -> bool:
@@ -42,7 +47,7 @@ def build(recipe, tiny_folder, output) -> bool:
 
 @pytest.fixture(scope="module")
 def judge_folder(tiny_folder):
-    """A judge that has seen few pairs: its scores differ, that is all that most tests need."""
+    """Train a judge on few pairs, which is enough for different scores."""
     recipe = tiny_judge.Recipe(steps=20, num_pairs=200, num_held_out=20)
     assert build(recipe, tiny_folder, tiny_folder / "judge")
     return tiny_folder / "judge"
@@ -50,7 +55,7 @@ def judge_folder(tiny_folder):
 
 @pytest.fixture(scope="module")
 def tiny_judge_folder(tiny_folder):
-    """The judge that `python -m data.tiny_judge` makes."""
+    """Train the judge of `python -m data.tiny_judge`."""
     assert build(RECIPE, tiny_folder, tiny_folder / "tiny_judge")
     return tiny_folder / "tiny_judge"
 
@@ -62,7 +67,7 @@ def problems(tiny_folder):
 
 @pytest.fixture(scope="module")
 def texts(problems):
-    """(prompts, completions) of many lengths, with texts that occur twice, out of order."""
+    """Return prompts and completions of many lengths in random order; some texts occur twice."""
     rng = random.Random(0)
     rows = [(p["prompt"] * rng.randint(1, 3), p["answer"][: rng.randint(1, 6)]) for p in problems[:60]]
     rows += rows[::7]
@@ -71,7 +76,7 @@ def texts(problems):
 
 
 def one_by_one(folder, prompts, completions, max_tokens=10**6) -> list[float]:
-    """Scores by transformers, each text alone and without padding."""
+    """Return the scores by transformers, one text at a time and without padding."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
@@ -87,38 +92,34 @@ def one_by_one(folder, prompts, completions, max_tokens=10**6) -> list[float]:
 # ---- verdicts of parts ----------------------------------------------------------------------------------
 
 
-def test_the_share_of_characters_in_place_is_that_of_a_literal_loop():
-    rng, items = random.Random(0), []
+def test_the_share_of_equal_characters_is_the_result_of_a_loop():
+    rng = random.Random(0)
     for _ in range(500):
-        found, gold = ("".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(2))
-        longer, same = max(len(found), len(gold)), 0
-        for i in range(longer):
-            same += i < len(found) and i < len(gold) and found[i] == gold[i]
-        verdict = verify("characters", f" {found}\n", gold)
-        assert verdict.reward == same / longer
-        assert (verdict.status == "ok") == (verdict.reward == 1.0) == (found == gold)
-        assert verify("exact", found, gold).reward == (found == gold), "exact has no parts"
-        items.append((found, gold, verdict))
-    with RewardPool(1) as pool:
-        for key, (found, gold, _) in enumerate(items):
-            pool.submit(key, "characters", found, gold)
-        assert list(pool.collect().values()) == [verdict for *_, verdict in items]
+        completion, gold = ("".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(2))
+        length = max(len(completion), len(gold))
+        num_equal = 0
+        for i in range(length):
+            num_equal += i < len(completion) and i < len(gold) and completion[i] == gold[i]
+        expected = Verdict(num_equal / length, "ok" if completion == gold else "wrong")
+        assert verify("characters", f" {completion}\n", gold) == expected
+        assert verify("exact", completion, gold).reward == (completion == gold), "exact gives no shares"
 
 
 # ---- the scalar judge --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 1000])
-def test_scores_are_those_of_each_text_alone_without_padding(batch_size, judge_folder, texts):
+def test_scores_equal_transformers_one_text_at_a_time(batch_size, judge_folder, texts):
     scores = ScalarJudge(judge_folder, batch_size).scores(*texts)
     assert len({round(score, 3) for score in scores}) > 30, "the test needs texts of different scores"
     assert scores == pytest.approx(one_by_one(judge_folder, *texts), abs=2e-5)  # measured 5e-6
 
 
 def test_a_judge_keeps_no_keys_and_values(judge_folder, texts):
-    """They would take gigabytes of a GPU for nothing: each text is read once."""
-    judge, outputs = ScalarJudge(judge_folder, batch_size=7), []
-    judge.model.register_forward_hook(lambda model, given, output: outputs.append(output))
+    """A judge reads each text once, so a KV cache would waste gigabytes of a GPU."""
+    judge = ScalarJudge(judge_folder, batch_size=7)
+    outputs = []
+    judge.model.register_forward_hook(lambda model, inputs, output: outputs.append(output))
     judge.scores(*texts)
     assert len(outputs) > 3 and all(output.past_key_values is None for output in outputs)
 
@@ -132,93 +133,77 @@ def test_equal_texts_get_equal_scores_and_tie(judge_folder, texts):
     assert judge.compare(*texts, texts[1]) == [0] * len(texts[0])
 
 
-@pytest.mark.parametrize("settings", [
-    {"pad_token": None},  # of the tokenizer: the end-of-sequence token pads, which the model has to know
-    {"padding_side": "left", "truncation_side": "right"},
-], ids=["no padding token", "left"])  # fmt: skip
-def test_padding_of_other_tokenizers_does_not_change_a_score(settings, judge_folder, texts, tmp_path):
+def test_padding_of_other_tokenizers_does_not_change_a_score(judge_folder, texts, tmp_path):
+    """Without a padding token the end token pads instead, and the model has to know this."""
     from transformers import AutoTokenizer
 
     shutil.copytree(judge_folder, tmp_path, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(judge_folder)
-    for name, value in settings.items():
-        setattr(tokenizer, name, value)
+    tokenizer.pad_token = None
+    tokenizer.padding_side = "left"
+    tokenizer.truncation_side = "right"
     tokenizer.save_pretrained(tmp_path)
-    if "pad_token" in settings:
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
     scores = ScalarJudge(tmp_path, batch_size=16).scores(*texts)
     assert scores == pytest.approx(one_by_one(tmp_path, *texts), abs=2e-5)
 
 
-def test_a_long_text_loses_its_beginning(judge_folder, texts):
+def test_a_long_text_is_cut_at_the_beginning(judge_folder, texts):
     short = ScalarJudge(judge_folder, batch_size=8, max_tokens=9).scores(*texts)
     assert short == pytest.approx(one_by_one(judge_folder, *texts, max_tokens=9), abs=2e-5)
     assert short != pytest.approx(one_by_one(judge_folder, *texts), abs=1e-2)
 
 
-def test_a_rank_without_completions_asks_no_judge(judge_folder, monkeypatch):
-    from transformers import AutoTokenizer
-
-    FakeRanks(1).install(monkeypatch)
-    run = SimpleNamespace(
-        config=make_config("reward.judge=scalar", f"reward.judge_path={judge_folder}"), judge=AskedJudge(),
-        tokenizer=AutoTokenizer.from_pretrained(judge_folder), state=SimpleNamespace(step=0),
-    )  # fmt: skip
-    batch = collate([], [], [])
-    train_rl.add_rewards(run, batch)
-    assert batch.rewards.shape == batch.valid.shape == (0,) and run.judge.asked == []
-
-
 class AskedJudge:
-    """Stands in for a ScalarJudge: it keeps what it is asked, and scores a text by its length."""
+    """Stands in for a ScalarJudge: records the questions, and scores a text by the length."""
 
     def __init__(self):
-        self.asked = []
+        self.questions = []
 
     def scores(self, prompts: list[str], texts: list[str]) -> list[float]:
-        self.asked.append((prompts, texts))
+        self.questions.append((prompts, texts))
         return [len(text) - 2.0 for text in texts]
 
 
 def test_a_judge_gets_prompts_and_plain_texts_and_a_share_of_the_reward(judge_folder, monkeypatch):
-    """Texts without the end of the sequence; a reward of 0.7 verifier and 0.3 sigmoid of the score."""
+    """Texts have no end token; the reward is 0.7 of the verifier's and 0.3 sigmoid of the judge's score."""
     from transformers import AutoTokenizer
 
     FakeRanks(1).install(monkeypatch)
-    tokenizer, texts = AutoTokenizer.from_pretrained(judge_folder), ["1", "12", "305", "4"]
-    ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-    assert tokenizer.decode(ids[0]) != texts[0], "the end would be read by the judge"
-    completions = [Completion(row, [-1.0] * len(row), "stop", 0.0) for row in ids]
-    verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.5, "wrong"), Verdict(0.0, "wrong")]
-    groups = [Group(i, i, completions[2 * i :][:2], verdicts[2 * i :][:2]) for i in (0, 1)]
-    prompts = make_prompts(2)
-    batch = collate(groups, prompts, [[1], [2]])
+    tokenizer = AutoTokenizer.from_pretrained(judge_folder)
     config = make_config(
         "reward.judge=scalar", f"reward.judge_path={judge_folder}", "reward.judge_weight=0.3"
     )
     run = SimpleNamespace(
         config=config, judge=AskedJudge(), tokenizer=tokenizer, state=SimpleNamespace(step=0)
     )
+    empty = collate([], [], [])
+    train_rl.add_rewards(run, empty)
+    assert empty.rewards.shape == empty.valid.shape == (0,) and run.judge.questions == []
+    texts = ["1", "12", "305", "4"]
+    scores = [1.0, 0.0, 0.5, 0.0]
+    ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    completions = [Completion(row, [-1.0] * len(row), "stop", 0.0) for row in ids]
+    verdicts = [Verdict(score, "ok" if score == 1 else "wrong") for score in scores]
+    groups = [Group(i, i, completions[2 * i :][:2], verdicts[2 * i :][:2]) for i in (0, 1)]
+    prompts = make_prompts(2)
+    batch = collate(groups, prompts, [[1], [2]])
     train_rl.add_rewards(run, batch)
-    of_rows = [prompts[row].text for row in (0, 0, 1, 1)]
-    assert run.judge.asked == [(of_rows, texts)]
-    expected = [
-        0.7 * verifier + 0.3 / (1 + math.exp(2 - len(text)))
-        for verifier, text in zip([1.0, 0.0, 0.5, 0.0], texts)
-    ]
+    assert run.judge.questions == [([prompts[row].text for row in (0, 0, 1, 1)], texts)]
+    expected = [0.7 * score + 0.3 / (1 + math.exp(2 - len(text))) for score, text in zip(scores, texts)]
     assert batch.rewards.tolist() == pytest.approx(expected) and batch.valid.all()
 
 
-def test_the_margin_decides_what_ties(judge_folder, texts):
+def test_the_margin_decides_which_pairs_tie(judge_folder, texts):
     judge = ScalarJudge(judge_folder)
     prompts, firsts = texts
     seconds = ["0" + first[1:] for first in firsts]
-    a, b = judge.scores(prompts, firsts), judge.scores(prompts, seconds)
+    gaps = [a - b for a, b in zip(judge.scores(prompts, firsts), judge.scores(prompts, seconds))]
     for margin in (0.0, 0.3, 1e9):
         expected = []
-        for x, y in zip(a, b):
-            expected.append(0 if abs(x - y) <= margin else 1 if x > y else -1)
+        for gap in gaps:
+            expected.append(0 if abs(gap) <= margin else 1 if gap > 0 else -1)
         with_margin = build_judge("scalar", str(judge_folder), margin=margin)
         assert with_margin.compare(prompts, firsts, seconds) == expected
         assert with_margin.compare(prompts, seconds, firsts) == [-sign for sign in expected]
@@ -226,37 +211,35 @@ def test_the_margin_decides_what_ties(judge_folder, texts):
     assert judge.scores([], []) == judge.compare([], [], []) == []
 
 
-def test_a_gap_of_exactly_the_margin_ties_and_not_finite_scores_are_handed_on(judge_folder):
+def test_a_gap_of_exactly_the_margin_ties_and_nan_is_passed_on(judge_folder):
     judge = ScalarJudge(judge_folder)
-    fixed = {"a": 1.0, "b": 0.5, "c": math.inf, "d": math.nan}
-    judge.scores = lambda prompts, completions: [fixed[completion] for completion in completions]
+    scores = {"a": 1.0, "b": 0.5, "c": math.inf, "d": math.nan}
+    judge.scores = lambda prompts, completions: [scores[completion] for completion in completions]
     judge.margin = 0.5
     assert judge.compare(["p"] * 4, "aaab", "bbba") == [0, 0, 0, 0]
     judge.margin = 0.25
     assert judge.compare(["p"] * 2, "ac", "ba") == [1, 1]
-    assert all(map(math.isnan, judge.compare(["p"] * 2, "da", "cd"))), "a score that is none makes no tie"
+    assert all(map(math.isnan, judge.compare(["p"] * 2, "da", "cd"))), "NaN makes no tie"
     assert math.isnan(round_robin(judge, ["p"] * 3, "abd", [0, 0, 0])[0])
-    del judge.scores
-    judge.model.score.weight.fill_(math.inf)
-    assert not any(map(math.isfinite, judge.scores(["1+1=", "1+1="], ["2", "3"])))
 
 
-def test_folders_that_are_no_scalar_judge_are_refused(judge_folder, tiny_folder, tmp_path):
+def test_folders_without_a_scalar_judge_are_refused(judge_folder, tiny_folder, tmp_path):
     from transformers import AutoModelForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
 
-    with pytest.raises(ValueError, match="nowhere"):
-        build_judge("scalar", str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"config\.json"):
-        build_judge("scalar", "random:shuffle")
-    with pytest.raises(ValueError, match=r"config\.json"):
-        build_judge("scalar", str(tmp_path))
+    for folder, word in (
+        (tmp_path / "nowhere", "nowhere"),
+        ("random:shuffle", "config"),
+        (tmp_path, "config"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            build_judge("scalar", str(folder))
     shutil.copytree(tiny_folder / "model", tmp_path, dirs_exist_ok=True)
     two = {"num_labels": 2, "ignore_mismatched_sizes": True}
     AutoModelForSequenceClassification.from_pretrained(judge_folder, **two).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="2 labels"):
+    with pytest.raises(ValueError, match="labels"):
         build_judge("scalar", str(tmp_path))
     config = Qwen3Config.from_pretrained(judge_folder, num_labels=1)
-    Qwen3ForCausalLM(config).save_pretrained(tmp_path)  # one label, but a head for words
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path)  # one label, but the head of a language model
     with pytest.raises(ValueError, match="head"):
         build_judge("scalar", str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
@@ -271,7 +254,6 @@ def test_folders_that_are_no_scalar_judge_are_refused(judge_folder, tiny_folder,
 @pytest.mark.parametrize("answer, sign, num_unreadable", [
     ("The first carries, the second does not.\nVerdict: Better", 1, 0),
     ("**Verdict:** **Worse**.", -1, 0),
-    ("Verdict: Tie\n", 0, 0),
     ("Better", 1, 0),
     ("Verdict: Better. No, I overlooked a carry.\nVerdict: Worse", -1, 0),
     ("Verdict: Worse\nVerdict: Tie", 0, 0),
@@ -282,28 +264,27 @@ def test_folders_that_are_no_scalar_judge_are_refused(judge_folder, tiny_folder,
 ])  # fmt: skip
 def test_the_last_verdict_of_an_answer_counts(answer, sign, num_unreadable):
     judge = GenerativeJudge(lambda prompts: [answer] * len(prompts))
-    assert judge.compare(["p"], ["a"], ["b"]) == [sign] and judge.num_unreadable == num_unreadable
     assert judge.compare(["p"] * 3, ["a"] * 3, ["b"] * 3) == [sign] * 3
-    assert judge.num_unreadable == 4 * num_unreadable
+    assert judge.num_unreadable == 3 * num_unreadable
 
 
-def test_the_question_holds_prompt_and_answers_and_asks_for_reasons_first():
-    asked = []
-    assert GenerativeJudge(None).compare([], [], []) == [], "nothing to ask: the model is left alone"
-    judge = GenerativeJudge(lambda prompts: asked.extend(prompts) or ["Verdict: Tie"] * len(prompts))
+def test_a_question_has_the_prompt_and_both_answers():
+    questions = []
+    assert GenerativeJudge(None).compare([], [], []) == [], "no pairs, no call of the model"
+    judge = GenerativeJudge(lambda prompts: questions.extend(prompts) or ["Verdict: Tie"] * len(prompts))
     assert judge.compare(["{p} \\boxed{}"], ["{first}"], ["100 %s"]) == [0]
-    (question,) = asked
+    (question,) = questions
     parts = ("{p} \\boxed{}", "{first}", "100 %s", "step by step", "Verdict:")
     places = [question.index(part) for part in parts]
-    assert places == sorted(places) and question.endswith("Verdict: Better|Tie|Worse")
+    assert places == sorted(places)
     GenerativeJudge(judge.generate, "{second}/{first}/{prompt}/{{}}").compare(["p"], ["a"], ["b"])
-    assert asked[-1] == "b/a/p/{}"
+    assert questions[-1] == "b/a/p/{}"
 
 
-def test_answers_and_columns_have_to_match():
+def test_answers_and_columns_must_have_equal_lengths():
     for num in (0, 1, 3):
         judge = GenerativeJudge(lambda prompts, num=num: ["Verdict: Tie"] * num)
-        with pytest.raises(ValueError, match=f"{num} answers"):
+        with pytest.raises(ValueError, match="answers"):
             judge.compare(["p", "p"], ["a", "a"], ["b", "b"])
     for columns in ((["p"], ["a", "a"], ["b", "b"]), (["p", "p"], ["a"], ["b", "b"]), (["p"], ["a"], [])):
         with pytest.raises(ValueError):
@@ -319,11 +300,8 @@ def test_a_function_is_imported_by_name(monkeypatch):
     module.ask = lambda prompts: ["Verdict: Worse"] * len(prompts)
     monkeypatch.setitem(sys.modules, "my_judges", module)
     assert build_judge("generative", "my_judges:ask").compare(["p"], ["a"], ["b"]) == [-1]
-    for path, reason in (("my_judges:tell", "tell"), ("no_judges:ask", "no_judges"), ("a b:c", "a b:c")):
-        with pytest.raises(ValueError, match=f"'{path}'.*{reason}"):
-            build_judge("generative", path)
-    for path in ("nowhere", "my_judges"):
-        with pytest.raises(ValueError, match=f"'{path}'.*config.json"):
+    for path in ("my_judges:tell", "no_judges:ask", "a b:c", "nowhere", "my_judges"):
+        with pytest.raises(ValueError, match=f"'{path}'"):
             build_judge("generative", path)
 
 
@@ -390,76 +368,56 @@ def test_a_generative_folder_beside_the_policys_engine_gives_the_text_of_transfo
 
 
 def fixed_opinion(first: str, second: str) -> int:
-    """An arbitrary judge, which favours the first of a pair now and then, and ties."""
+    """Return the sign of an arbitrary judge, which depends on the order of a pair and sometimes ties."""
     return random.Random(first + "|" + second).choice((1, 1, 0, -1))
 
 
 class FixedJudge:
-    """fixed_opinion as a judge that records what it is asked."""
+    """fixed_opinion() as a judge that records the pairs."""
 
     def __init__(self):
-        self.asked = []
+        self.pairs = []
 
     def compare(self, prompts, firsts, seconds):
-        self.asked += zip(prompts, firsts, seconds)
+        self.pairs += zip(prompts, firsts, seconds)
         return [fixed_opinion(first, second) for first, second in zip(firsts, seconds)]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_round_robin_is_a_literal_double_loop(seed):
+def test_round_robin_equals_a_double_loop(seed):
     rng = random.Random(seed)
     num = 30
     group_index = [rng.choice([3, 0, 7, 11, 40 + i]) for i in range(num)]
+    assert 1 in map(group_index.count, group_index), "the test needs a group of one"
     prompts = [f"prompt {group}" for group in group_index]
     completions = [f"answer {rng.randint(0, 9)}" for _ in range(num)]  # some are equal
     expected = []
+    pairs = []
     for i in range(num):
-        total, count = 0.0, 0
+        total = 0.0
+        count = 0
         for j in range(num):
             if j == i or group_index[j] != group_index[i]:
                 continue
             first, second = min(i, j), max(i, j)
             sign = fixed_opinion(completions[first], completions[second])
-            sign = sign if first == i else -sign
-            total += {1: 1.0, 0: 0.5, -1: 0.0}[sign]
+            total += {1: 1.0, 0: 0.5, -1: 0.0}[sign if first == i else -sign]
             count += 1
+            if i < j:
+                pairs.append((prompts[i], completions[i], completions[j]))
         expected.append(total / count if count else 0.5)
-    assert 1 in map(group_index.count, group_index), "the test needs a group of one"
     judge = FixedJudge()
     assert round_robin(judge, prompts, completions, group_index) == pytest.approx(expected, rel=1e-12)
-    pairs = [
-        (prompts[i], completions[i], completions[j])
-        for j in range(num)
-        for i in range(j)
-        if group_index[i] == group_index[j]
-    ]
-    assert sorted(judge.asked) == sorted(pairs), "each pair once"
-
-
-def test_round_robin_of_nothing_and_of_one():
-    assert round_robin(FixedJudge(), [], [], []) == []
-    assert round_robin(FixedJudge(), ["p"], ["a"], [5]) == [0.5]
+    assert sorted(judge.pairs) == sorted(pairs), "each pair once"
+    assert round_robin(judge, [], [], []) == []
 
 
 def test_pairwise_reference_is_the_sign_against_the_reference():
-    judge, rng = FixedJudge(), random.Random(0)
+    rng = random.Random(0)
     completions, references = ([str(rng.random()) for _ in range(40)] for _ in range(2))
-    rewards = pairwise_reference(judge, ["p"] * 40, completions, references)
+    rewards = pairwise_reference(FixedJudge(), ["p"] * 40, completions, references)
     assert rewards == [float(fixed_opinion(a, b)) for a, b in zip(completions, references)]
-    assert set(rewards) == {1.0, 0.0, -1.0} and all(isinstance(reward, float) for reward in rewards)
-
-
-def test_the_scalar_judge_serves_both(judge_folder, problems):
-    judge = build_judge("scalar", str(judge_folder))
-    group = problems[:6]
-    prompts = [problem["prompt"] for problem in group for _ in range(2)]
-    answers = [problem["answer"] for problem in group for _ in range(2)]
-    completions = [answer if i % 2 else "9" * len(answer) for i, answer in enumerate(answers)]
-    scores = one_by_one(judge_folder, prompts, completions)
-    rewards = round_robin(judge, prompts, completions, [i // 2 for i in range(12)])
-    assert rewards == [1.0 * (scores[i] > scores[i ^ 1]) for i in range(12)]
-    expected = [0.0 if i % 2 else math.copysign(1.0, scores[i] - scores[i + 1]) for i in range(12)]
-    assert pairwise_reference(judge, prompts, completions, answers) == expected
+    assert set(rewards) == {1.0, 0.0, -1.0}
 
 
 # ---- the tiny judge ----------------------------------------------------------------------------------------
@@ -469,7 +427,7 @@ def test_sums_with_all_carries_are_right_and_mistakes_are_wrong(problems):
     import numpy as np
 
     rng = np.random.default_rng(0)
-    forgot_all = 0
+    num_without_carry = 0
     for problem in problems[:500]:
         a, b = (int(operand.strip("= ")[::-1]) for operand in problem["prompt"].split("+"))
         digits = len(problem["columns"])
@@ -477,112 +435,111 @@ def test_sums_with_all_carries_are_right_and_mistakes_are_wrong(problems):
         assert written == problem["answer"] == f"{a + b:0{digits + 1}d}"[::-1]
         tens = [10 ** (i + 1) for i in range(digits)]
         assert carrying == [i for i, ten in enumerate(tens) if a % ten + b % ten >= ten]
-        assert tiny_judge.add(problem["columns"], set(range(9)))[0] == tiny.answer_without_carry(a, b, digits)
+        without_carry = tiny.answer_without_carry(a, b, digits)
+        assert tiny_judge.add(problem["columns"], set(range(9)))[0] == without_carry
         mistakes = {tiny_judge.mistake(problem, RECIPE, rng) for _ in range(8)}
         assert problem["answer"] not in mistakes and {len(m) for m in mistakes} == {digits + 1}
-        forgot_all += tiny.answer_without_carry(a, b, digits) in mistakes
-    assert 300 < forgot_all < 500
+        num_without_carry += without_carry in mistakes
+    assert 300 < num_without_carry < 500
 
 
 @pytest.mark.slow
-def test_the_tiny_judge_is_as_wrong_as_reward_models_are(tiny_judge_folder, problems):
-    """By its own record, and by a literal loop over groups of its own, half of them right."""
+def test_the_tiny_judge_errs_as_often_as_reward_models(tiny_judge_folder, problems):
+    """Check the record of the judge, and repeat the measurement by a loop over new groups."""
     import numpy as np
 
     record = json.loads((tiny_judge_folder / "recipe.json").read_text())
-    judge, held_out = ScalarJudge(tiny_judge_folder), problems[: record["num_held_out"]]
+    judge = ScalarJudge(tiny_judge_folder)
+    assert record["num_held_out"] == RECIPE.num_held_out < len(problems) / 4
+    assert len({problem["prompt"] for problem in problems}) == len(problems), "held out from training"
+    held_out = problems[: record["num_held_out"]]
     assert 0.70 <= record["pairwise_agreement"] <= 0.80  # measured 0.76 to 0.77, three seeds
     assert 0.05 < record["inverted_frac"] < 0.40  # measured 0.28 to 0.29, three seeds
     assert record["pairwise_agreement"] == tiny_judge.pairwise_agreement(judge, held_out, RECIPE)
-    rng, inverted, near, num, num_near = np.random.default_rng(9), 0, 0, 0, 0
+    rng = np.random.default_rng(9)
+    inverted = []
+    near_mean = []
     for problem in held_out[:400]:
         right = [rng.random() < 0.5 for _ in range(8)]
         completions = [problem["answer"] if ok else tiny_judge.mistake(problem, RECIPE, rng) for ok in right]
         if len(set(right)) == 1:
             continue
-        scores = judge.scores([problem["prompt"]] * 8, completions)
-        mean, std = sum(scores) / 8, np.std(scores, ddof=1)
+        scores = np.array(judge.scores([problem["prompt"]] * 8, completions))
         for ok, score in zip(right, scores):
-            is_inverted = score < mean if ok else score > mean
-            is_near = abs(score - mean) < std / 4
-            inverted, num = inverted + is_inverted, num + 1
-            near, num_near = near + (is_inverted and is_near), num_near + is_near
-    assert abs(inverted / num - record["inverted_frac"]) < 0.08
-    assert near / num_near > inverted / num, "its order says least near the mean of a group"
-
-
-@pytest.mark.slow
-def test_the_held_out_problems_were_not_trained_on(problems, tiny_judge_folder):
-    record = json.loads((tiny_judge_folder / "recipe.json").read_text())
-    assert record["num_held_out"] == RECIPE.num_held_out < len(problems) / 4
-    assert len({problem["prompt"] for problem in problems}) == len(problems)
+            inverted.append(score < scores.mean() if ok else score > scores.mean())
+            near_mean.append(abs(score - scores.mean()) < scores.std(ddof=1) / 4)
+    assert abs(np.mean(inverted) - record["inverted_frac"]) < 0.08
+    assert np.mean(np.array(inverted)[near_mean]) > np.mean(inverted), "scores near the mean err most"
 
 
 def test_the_build_is_deterministic_and_cached(tiny_folder, tmp_path):
     recipe = tiny_judge.Recipe(steps=5, num_pairs=100, num_held_out=20)
     weights = []
-    for name in ("one", "two"):
-        torch.manual_seed(len(name) + len(weights))  # whatever the caller did to the generator
+    for seed, name in enumerate(("one", "two")):
+        torch.manual_seed(seed)  # the build must not depend on the generator of the caller
         assert build(recipe, tiny_folder, tmp_path / name)
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
     assert not build(recipe, tiny_folder, tmp_path / "one")
-    other = tiny_judge.Recipe(seed=1, steps=5, num_pairs=100, num_held_out=20)
-    assert build(other, tiny_folder, tmp_path / "one")
+    assert build(replace(recipe, seed=1), tiny_folder, tmp_path / "one")
     assert (tmp_path / "one" / "model.safetensors").read_bytes() != weights[0]
     assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["one", "two"]
 
 
 @pytest.fixture(scope="module")
 def chains_folder(tmp_path_factory):
-    """model (its tokenizer alone) and train.jsonl, as data.tiny makes them of short chains."""
+    """Write train.jsonl of short chains and the tokenizer of the model as data.tiny does."""
     folder = tmp_path_factory.mktemp("chains")
     tiny.build_tokenizer().save_pretrained(folder / "model")
     rows = sample_sets(Chains(long_steps=(5, 9), num_train=200, num_test=0, num_longer=0), seed=0)["train"]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "train.jsonl", rows)
     return folder
 
 
-def test_wrong_chains_miss_steps_by_their_habits(chains_folder):
-    """Step by step by hand: a step is missed by its habitual amount, and the chain goes on from it."""
+def test_wrong_chains_miss_steps_by_the_habits_of_operations(chains_folder):
+    """Recompute each step: a missed step is off by the habitual amount, and the chain continues."""
     import numpy as np
 
-    rng, recipe, wrong = np.random.default_rng(0), tiny_judge.RECIPES["chains"], habits(Chains(), 0)
-    missed, taken = Counter(), Counter()
+    rng = np.random.default_rng(0)
+    recipe = tiny_judge.RECIPES["chains"]
+    habit_of = habits(Chains(), 0)
+    num_missed = Counter()
+    num_steps = Counter()
     for problem in tiny_judge.read_problems(chains_folder / "train.jsonl", "chains"):
-        before, num_missed = problem["prompt"].removesuffix(";"), 0
-        states = tiny_judge.mistake(problem, recipe, rng).split(";")
-        assert len(states) == problem["difficulty"] == len(problem["answer"].split(";"))
-        for state, reference in zip(states, problem["answer"].split(";")):
-            assert state[:-1] == reference[:-1]
-            operation, digit, value = before[1], int(before[2]), int(before[-1])
+        state = problem["prompt"].removesuffix(";")
+        next_states = tiny_judge.mistake(problem, recipe, rng).split(";")
+        assert len(next_states) == problem["difficulty"] == len(problem["answer"].split(";"))
+        missed = []
+        for next_state, reference in zip(next_states, problem["answer"].split(";")):
+            assert next_state[:-1] == reference[:-1]
+            operation, digit, value = state[1], int(state[2]), int(state[-1])
             right = {"+": value + digit, "-": value - digit, "*": value * digit}[operation] % 10
-            is_missed = int(state[-1]) != right
-            assert not is_missed or int(state[-1]) == (right + wrong[before[1:3]][1]) % 10
-            num_missed += is_missed
-            missed[before[1:3]] += is_missed
-            taken[before[1:3]] += 1
-            before = state
-        assert num_missed >= 1
-    strong, never = (
-        sum(missed[name] for name in names) / sum(taken[name] for name in names)
-        for names in (
-            [name for name, (frac, _) in wrong.items() if frac > 0.5],
-            [name for name, (frac, _) in wrong.items() if frac == 0],
-        )
-    )
-    assert strong > 0.6 and 0.1 < never < 0.4, "one step is missed whatever its operation"
+            missed.append(int(next_state[-1]) != right)
+            assert not missed[-1] or int(next_state[-1]) == (right + habit_of[state[1:3]][1]) % 10
+            num_missed[state[1:3]] += missed[-1]
+            num_steps[state[1:3]] += 1
+            state = next_state
+        assert any(missed)
+
+    def missed_frac(names: list[str]) -> float:
+        return sum(num_missed[name] for name in names) / sum(num_steps[name] for name in names)
+
+    assert missed_frac([name for name, (frac, _) in habit_of.items() if frac > 0.5]) > 0.6
+    without_habit = missed_frac([name for name, (frac, _) in habit_of.items() if frac == 0])
+    assert 0.1 < without_habit < 0.4, "one step is missed whatever the operation"
 
 
 @pytest.mark.parametrize("task", ["tiny", "chains"])
-def test_the_loss_of_pairs_is_that_of_scores_of_their_beginnings(task, tiny_folder, chains_folder, tmp_path):
-    """ScalarJudge scores each beginning of a text alone; a pair counts at ends of steps once it differs."""
+def test_the_loss_of_pairs_equals_the_scores_of_beginnings(task, tiny_folder, chains_folder, tmp_path):
+    """ScalarJudge scores each beginning of a text; a pair counts at every end of a step where it differs."""
     import numpy as np
 
     recipe = replace(tiny_judge.RECIPES[task], steps=3, num_pairs=100, num_held_out=10, hidden_size=16)
     folder = chains_folder if task == "chains" else tiny_folder
     assert tiny_judge.build(recipe, folder / "model", folder / "train.jsonl", tmp_path / "judge")
-    judge, rng, losses = ScalarJudge(tmp_path / "judge"), np.random.default_rng(1), []
+    judge = ScalarJudge(tmp_path / "judge")
+    rng = np.random.default_rng(1)
+    losses = []
     problems = tiny_judge.read_problems(folder / "train.jsonl", task)[:6]
     pairs = [(p["prompt"] + p["answer"], p["prompt"] + tiny_judge.mistake(p, recipe, rng)) for p in problems]
     for right, wrong in pairs:
@@ -596,40 +553,49 @@ def test_the_loss_of_pairs_is_that_of_scores_of_their_beginnings(task, tiny_fold
     assert loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)  # float32
 
 
-def test_a_judge_of_chains_knows_short_chains_alone(chains_folder, tmp_path, monkeypatch):
-    seen = []
+def test_a_judge_of_chains_is_trained_on_short_chains_only(chains_folder, tmp_path, monkeypatch):
+    trained = []
     pair_loss = tiny_judge.pair_loss
     monkeypatch.setattr(
-        tiny_judge, "pair_loss", lambda m, t, texts: seen.extend(texts) or pair_loss(m, t, texts)
+        tiny_judge, "pair_loss", lambda m, t, texts: trained.extend(texts) or pair_loss(m, t, texts)
     )
     recipe = replace(tiny_judge.RECIPES["chains"], steps=4, num_pairs=200, num_held_out=40, max_difficulty=4)
-    assert tiny_judge.build(
-        recipe, chains_folder / "model", chains_folder / "train.jsonl", tmp_path / "judge"
-    )
-    problems = tiny_judge.read_problems(chains_folder / "train.jsonl", "chains")
-    known = {problem["prompt"] for problem in problems[40:] if problem["difficulty"] <= 4}
-    assert {text.split(";")[0] + ";" for text in seen} <= known and len(seen) == 4 * 2 * recipe.batch_size
-    (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "b+3=4;", "answer": "7"}))
-    with pytest.raises(ValueError, match="row 1: .*chain"):
-        tiny_judge.read_problems(tmp_path / "bad.jsonl", "chains")
+    train = chains_folder / "train.jsonl"
+    assert tiny_judge.build(recipe, chains_folder / "model", train, tmp_path / "judge")
+    problems = tiny_judge.read_problems(train, "chains")
+    short = {problem["prompt"] for problem in problems[40:] if problem["difficulty"] <= 4}
+    assert {text.split(";")[0] + ";" for text in trained} <= short
+    assert len(trained) == 4 * 2 * recipe.batch_size
+
+
+BAD_ROWS = [
+    ("tiny", "1-1=", "2"), ("tiny", "12+1=", "13"), ("tiny", "1+1=", "2"), ("tiny", "What is 2?", "2"),
+    ("chains", "b+3=4;", "7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("task, prompt, answer", BAD_ROWS)
+def test_bad_rows_are_named(task, prompt, answer, tmp_path):
+    write_rows(tmp_path / "bad.jsonl", [{"prompt": prompt, "answer": answer}])
+    with pytest.raises(ValueError, match="row 1"):
+        tiny_judge.read_problems(tmp_path / "bad.jsonl", task)
+
+
+def test_missing_files_are_named(tiny_folder, tmp_path):
+    with pytest.raises(ValueError, match="nothing.jsonl"):
+        tiny_judge.read_problems(tmp_path / "nothing.jsonl", "tiny")
+    with pytest.raises(ValueError, match="tokenizer"):
+        tiny_judge.build(RECIPE, tmp_path / "nothing", tiny_folder / "train.jsonl", tmp_path / "other")
 
 
 @pytest.mark.slow
-def test_the_command_takes_wider_operands_and_names_bad_rows(tiny_folder, tmp_path):
+def test_the_command_accepts_wider_operands(tiny_folder, tmp_path):
     train, _ = tiny.sample_problems(tiny.Recipe(max_digits=7, train_per_difficulty=60, test_per_difficulty=5))
-    (tmp_path / "wide.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
+    write_rows(tmp_path / "wide.jsonl", train)
     command = [sys.executable, "-m", "data.tiny_judge", "--steps", "3", "--pairs", "64"]
     command += ["--model", tiny_folder / "model", "--train", tmp_path / "wide.jsonl"]
     command += ["--output", tmp_path / "judge"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0 and "prefers the right completion in" in result.stderr, result.stderr
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     judge = build_judge("scalar", str(tmp_path / "judge"))
     assert len(judge.scores(["1234567+7654321="], ["88888880"])) == 1
-    with pytest.raises(ValueError, match="no such file"):
-        tiny_judge.read_problems(tmp_path / "nothing.jsonl", "tiny")
-    with pytest.raises(ValueError, match=r"nothing: holds no tokenizer\.json"):
-        tiny_judge.build(RECIPE, tmp_path / "nothing", tmp_path / "wide.jsonl", tmp_path / "other")
-    for prompt, answer in (("1-1=", "2"), ("12+1=", "13"), ("1+1=", "2"), ("What is 2?", "2")):
-        (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": prompt, "answer": answer}))
-        with pytest.raises(ValueError, match="row 1: .*addition"):
-            tiny_judge.read_problems(tmp_path / "bad.jsonl", "tiny")

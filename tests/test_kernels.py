@@ -37,7 +37,7 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of gradients, see above
 TRITON = pytest.param("triton", marks=pytest.mark.slow)  # the interpreter takes half a minute, once
-# The interpreter multiplies bfloat16 matrices as if their bits were integers, so only GPUs get them.
+# The interpreter multiplies the bits of bfloat16 matrices as integers, so only GPUs run bfloat16.
 TRITON_DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 
 
@@ -325,7 +325,7 @@ def test_extreme_logits(name, backend, triton_results, monkeypatch):
     """The largest logits are near 2e4.
 
     At temperature 1 logits and their differences are exact. Log-probabilities and entropies err by a few
-    roundings of their own, 2e-6 and 2^-23 of their size. Otherwise z / temperature errs by one or two of
+    roundings, 2e-6 and 2^-23 of the size. Otherwise z / temperature errs by one or two of
     2^-24 of its size, log-probabilities by at most 2^-22 of the size of logits, and entropies by up to 10
     times the error of logits. Every summand of a gradient may err as much, and the summands cancel if all
     logits are equal, so the error is compared with a bound of the sum of their sizes; 2e-6 of this sum is for
@@ -364,15 +364,14 @@ def almost_certain_inputs():
 
 @pytest.mark.parametrize("backend", ["chunked", TRITON])
 def test_no_logprob_is_rounded_above_zero(backend, triton_results):
-    """The sums of the target's logit and of the maximum differ in their order, and so by 2^-24 of 1000 and
-    more."""
+    """The target's logit and the maximum are summed in different orders, and so differ by 2^-24 of 1000."""
     inputs = almost_certain_inputs()
     actual = triton_results("almost certain") if backend == "triton" else run_head(*inputs, 1.0, backend)
     logprob, expected = actual[0], slow_head(*inputs, 1.0)[0]
     assert (logprob <= 0).all() and (logprob - expected).abs().max() < 1e-3
     x, weight, targets, *_ = inputs
     _, m, log_s, _ = head.chunked_statistics(x, weight, targets, 1.0)
-    assert (head.target_logits(x, weight, targets, 1.0) - m > log_s).any(), "nothing here needs the limit"
+    assert (head.target_logits(x, weight, targets, 1.0) - m > log_s).any(), "the test needs the limit"
 
 
 @pytest.mark.parametrize("backend", ["naive", "chunked", TRITON])
@@ -459,20 +458,6 @@ def test_chunked_never_makes_the_logits(dtype, wide_blocks, monkeypatch):
     assert largest_saved == {"chunked": vocab * depth, "naive": num_rows * vocab}  # chunked: only the weight
 
 
-def test_weight_used_twice_gets_both_gradients():
-    """The weight is also the embedding, as in models with tied embeddings; float64, so 1e-10."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(30, (11,), generator=generator)
-    table = torch.randn(30, 6, generator=generator, dtype=torch.float64)
-    gradients = {}
-    for backend in ("naive", "chunked"):
-        weight = table.clone().requires_grad_()
-        logprob, entropy = linear_logprob_entropy(weight[ids[:-1]].tanh(), weight, ids[1:], 0.7, backend)
-        (logprob.sum() + 0.3 * entropy.sum()).backward()
-        gradients[backend] = weight.grad
-    assert relative(gradients["chunked"], gradients["naive"]) < 1e-10
-
-
 def test_chunked_reads_operands_of_any_strides():
     """A matrix product of a transposed view may sum in another order: float64, so 1e-10."""
     x, weight, targets, g, h = head_inputs("ragged", torch.float64)
@@ -493,24 +478,18 @@ def test_triton_reads_operands_of_any_strides(triton_results):
     assert_head(triton_results("expanded gradients"), expected, 1e-5, 1e-5)
 
 
-def test_a_cpu_takes_chunked():
-    x, weight, targets, _, _ = head_inputs("ragged", torch.bfloat16)
-    assert head.choose_backend(x) == "chunked"
-    automatic, chunked = (linear_logprob_entropy(x, weight, targets, 0.7, b) for b in ("auto", "chunked"))
-    assert all(torch.equal(a, c) for a, c in zip(automatic, chunked))
-
-
 @pytest.mark.parametrize(
     ("bytes_per_value", "depth", "room", "backend"),
     [(2, 64, 227, "triton"), (2, 64, 99, "chunked"), (2, 60, 227, "chunked"), (4, 64, 227, "chunked")],
 )
-def test_a_gpu_takes_triton_if_its_tiles_fit(bytes_per_value, depth, room, backend, monkeypatch):
+def test_a_gpu_uses_triton_if_the_tiles_fit(bytes_per_value, depth, room, backend, monkeypatch):
     """room: shared memory of a Hopper and of a desktop GPU, in KiB. 60 x 2 bytes are no multiple of 16."""
     properties = SimpleNamespace(shared_memory_per_block_optin=room * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.version, "hip", None)
     x = SimpleNamespace(is_cuda=True, element_size=lambda: bytes_per_value, shape=(5, depth), device="cuda")
     assert head.choose_backend(x) == backend
+    assert head.choose_backend(torch.ones(2, 4)) == "chunked", "a CPU"
 
 
 REFUSED = {  # x, weight, backend
@@ -524,9 +503,9 @@ REFUSED = {  # x, weight, backend
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_backend_refuses_operands_that_it_cannot_read(case):
+def test_a_backend_refuses_unreadable_operands(case):
     x, weight, backend = REFUSED[case]
-    with pytest.raises(ValueError, match=f"model.logprob_kernel.*{backend}"):
+    with pytest.raises(ValueError, match="model.logprob_kernel"):
         linear_logprob_entropy(x, weight, torch.tensor([0, 1]), 1.0, backend)
 
 
@@ -586,9 +565,8 @@ def test_quantisation_is_the_formula(kind, name):
 
 @pytest.mark.slow  # vLLM takes seconds to import
 @pytest.mark.parametrize("name", FP8_NAMES)
-def test_activations_are_vllms(name):
-    """The smallest scale of vLLM's torch version exceeds the one of its kernel; all rows here are above
-    both."""
+def test_activations_equal_vllm(name):
+    """vLLM's torch version has a larger minimum scale than the kernel of vLLM; all rows here exceed both."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
 
@@ -625,17 +603,14 @@ class ByReciprocal(float):
 
 
 @pytest.mark.slow  # vLLM takes seconds to import
-def test_weights_are_vllms_on_a_gpu(monkeypatch):
+def test_weights_equal_vllm_on_a_gpu(monkeypatch):
     """On a CPU torch divides by 448, so that the last bit of some scales differs."""
     import vllm.utils.deep_gemm as deep_gemm
 
     cast = deep_gemm.per_block_cast_to_fp8
-    cast = getattr(cast, "__wrapped__", cast)  # not compiled, so that the patch is seen
+    cast = getattr(cast, "__wrapped__", cast)  # a compiled function would ignore the patch
     values = fp8_values((700, 900)).bfloat16()
     codes, scales = fp8.quantise_weight(values)
-    _, divided = cast(values, block_size=[128, 128], use_ue8m0=False)
-    num_ulps = (scales.view(torch.int32) - divided.view(torch.int32)).abs()
-    assert num_ulps.max() == 1 and num_ulps.min() == 0
     monkeypatch.setattr(deep_gemm, "get_fp8_min_max", lambda: (-448.0, ByReciprocal(448.0)))
     expected_codes, expected_scales = cast(values, block_size=[128, 128], use_ue8m0=False)
     assert torch.equal(scales, expected_scales)
@@ -660,7 +635,7 @@ def test_fp8_round_is_quantise_and_dequantise_of_bfloat16():
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Compiled for Hopper, which needs no GPU
+# Compiled for Hopper; compiling works on any machine
 # ------------------------------------------------------------------------------------------------------------
 HEAD_TILE = {name: size for name, size in head.TILES[2].items() if name.startswith("B")}
 HEAD_OPTIONS = {name: value for name, value in head.TILES[2].items() if name not in HEAD_TILE}
@@ -683,7 +658,7 @@ ALIGNED = ("V", "D", "width", "first", "C")  # usually multiples of 16; the numb
 
 @pytest.fixture
 def compile_for_hopper(tmp_path, monkeypatch):
-    """Return a function that compiles a kernel and returns it with its bytes of stack per thread."""
+    """Return a function that compiles a kernel and returns the kernel and the bytes of stack per thread."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

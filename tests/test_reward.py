@@ -1,6 +1,6 @@
-"""reward.py: reference data verify against themselves; the pool survives text and children that misbehave.
+"""reward.py: reference answers are right for themselves; the pool survives hostile text and dying workers.
 
-Nothing is stubbed: math-verify and the child processes are the real ones.
+math-verify and the worker processes are real.
 """
 
 import contextlib
@@ -26,9 +26,8 @@ from data.stream import LoadedSets
 from reward import RewardPool, Verdict, impossible_references, verify
 
 OK, WRONG, NO_ANSWER = Verdict(1.0, "ok"), Verdict(0.0, "wrong"), Verdict(0.0, "no_answer")
-TWO_THIRDS = Verdict(2 / 3, "wrong")
 SLOW = ["9^{9^{9^9}}", "99999999!", r"\prod_{k=1}^{10^7} k", r"\binom{10^9}{5\cdot 10^8}"]
-HANGS = r"\boxed{9^{9^{9^9}}}"  # sympy multiplies it out, inside C, for longer than anybody waits
+HANGS = r"\boxed{9^{9^{9^9}}}"  # sympy computes this power in C for hours
 
 
 def rows(name: str) -> list[dict]:
@@ -39,7 +38,7 @@ def rows(name: str) -> list[dict]:
 
 
 def score(items: list[tuple[str, str, str]], **options) -> list[Verdict]:
-    """Verdicts of (kind, completion, answer) from a pool of two."""
+    """Return the verdicts of (kind, completion, answer) from a pool of two workers."""
     with RewardPool(2, **options) as pool:
         for index, item in enumerate(items):
             pool.submit(index, *item)
@@ -47,13 +46,16 @@ def score(items: list[tuple[str, str, str]], **options) -> list[Verdict]:
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the living reward workers of a process, oldest first; their guards are its children."""
-    found = []
+    """Return the process ids of the living reward workers of a process, oldest first.
+
+    A worker is a child of a guard, and the guard is a child of the process.
+    """
+    pids = []
     for guard in psutil.Process(parent).children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile
-            if "--worker" in guard.cmdline():  # else it is the server of tests/preloaded.py
-                found += [child.pid for child in guard.children()]
-    return sorted(found)
+        with contextlib.suppress(psutil.NoSuchProcess):  # the guard ended meanwhile
+            if "--worker" in guard.cmdline():  # the server of tests/preloaded.py is a child as well
+                pids += [child.pid for child in guard.children()]
+    return sorted(pids)
 
 
 def alive(pid: int) -> bool:
@@ -74,14 +76,9 @@ def wait_until(condition, seconds: float = 30.0) -> bool:
 
 CASES = [
     ("exact", " abc\n", "abc", OK),
-    ("exact", "abc", "abd", WRONG),
     ("exact", "Abc", "abc", WRONG),
     ("exact", " \n", "abc", NO_ANSWER),
-    ("characters", " abc\n", "abc ", OK),
-    ("characters", "abd", "abc", TWO_THIRDS),
-    ("characters", "abcd", "abc", Verdict(3 / 4, "wrong")),
-    ("characters", "ab", "abc", TWO_THIRDS),
-    ("characters", "0abc", "abc", WRONG),
+    ("characters", "abd", "abc", Verdict(2 / 3, "wrong")),
     ("characters", " \n", "abc", NO_ANSWER),
     ("numeric", "first 7, then 1,234,567.50 dollars", "1234567.5", OK),
     ("numeric", "it is -$5", "-5", OK),
@@ -103,21 +100,15 @@ CASES = [
     ("numeric", "\u0665", "5", NO_ANSWER),
     ("numeric", "\x005\x00", "5", OK),
     ("numeric", "1e999999999", "1e999999999", OK),
-    ("numeric", "1e999999999", "5.5", WRONG),
     ("numeric", "1e-999999999", "5.5", WRONG),
     ("gsm8k", "3 + 4 = 7\n#### 7", "so <<3+4=7>>7\n#### 7", OK),
-    ("gsm8k", "#### 8 no, #### 7", "7", OK),
     ("gsm8k", "#### 7 no, #### 8", "7", WRONG),
     ("gsm8k", "#### $70,000.00", "70000", OK),
-    ("gsm8k", "the answer is 7", "7", NO_ANSWER),
     ("gsm8k", "7 ####", "7", NO_ANSWER),
-    ("math", r"thus \boxed{\dfrac{1}{2}}", "0.5", OK),
-    ("math", r"first \boxed{3}, finally \boxed{4}", "4", OK),
     ("math", r"first \boxed{4}, finally \boxed{3}", "4", WRONG),
     ("math", r"\boxed{4} and then \boxed{\frac{1}{", "4", OK),
     ("math", r"\boxed{4}, or rather \boxed{\left\{ 5 \right.}", "4", WRONG),
     ("math", r"\boxed{\boxed{4}}", "4", OK),
-    ("math", r"\fbox{4}", "4", OK),
     ("math", r"\boxed{4.}", "4", OK),
     ("math", r"\boxed{\left\{ 1, 2 \right\}}", r"\{2, 1\}", OK),
     ("math", r"\boxed{(x+1)^2}", "x^2+2x+1", OK),
@@ -125,8 +116,9 @@ CASES = [
     ("math", r"\boxed{7^{7^{7}} \bmod 10}", "10", WRONG),
     ("math", "The final answer is $4$. I hope it is correct.", "4", OK),
     ("math", "Therefore x is 4", "4", OK),
+    ("math", "The answer is \u22125.", "-5", OK),
+    ("math", "The answer is \u22125.", "5", WRONG),
     ("math", "I do not know.", "4", NO_ANSWER),
-    ("math", "", "4", NO_ANSWER),
     ("math", r"\boxed{" + "{" * 3000 + "4" + "}" * 3000 + "}", "4", WRONG),
     ("math", "5" * 5000 + "4", "4", NO_ANSWER),
 ]
@@ -137,23 +129,15 @@ def test_verdicts(kind, completion, answer, expected):
     assert verify(kind, completion, answer) == expected
 
 
-@pytest.mark.parametrize(
-    "kind, answer",
-    [
-        ("exact", "  "),
-        ("characters", "  "),
-        ("numeric", "five"),
-        ("numeric", "1 or 2"),
-        ("gsm8k", "#### "),
-        ("math", " "),
-        ("math", r"\frac{1}{"),
-        ("math", r"}, {"),
-        ("math", r"$\text{ }$"),
-        ("math", "?"),
-    ],
-)
+BAD_REFERENCES = [
+    ("exact", "  "), ("characters", "  "), ("numeric", "five"), ("numeric", "1 or 2"), ("gsm8k", "#### "),
+    ("math", " "), ("math", r"\frac{1}{"), ("math", r"}, {"), ("math", r"$\text{ }$"), ("math", "?"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, answer", BAD_REFERENCES)
 def test_bad_reference_answer_is_an_error_whatever_the_completion(kind, answer):
-    for completion in ("5", answer, rf"\boxed{{{answer}}}", "#### 5"):
+    for completion in ("5", rf"\boxed{{{answer}}}", "#### 5"):
         verdict = verify(kind, completion, answer)
         assert (verdict.reward, verdict.status) == (0.0, "error") and "reference answer" in verdict.detail
 
@@ -161,17 +145,16 @@ def test_bad_reference_answer_is_an_error_whatever_the_completion(kind, answer):
 def test_callers_mistakes_raise():
     with RewardPool() as pool:
         for call in (verify, lambda *item: pool.submit("key", *item)):
-            with pytest.raises(ValueError, match="'numerc'.*did you mean 'numeric'"):
+            with pytest.raises(ValueError, match="numeric"):  # the nearest kind
                 call("numerc", "5", "5")
-            with pytest.raises(TypeError, match="str"):
-                call("exact", 5, "5")
-            with pytest.raises(TypeError, match="str"):
-                call("exact", "5", 5.0)
+            for item in ((5, "5"), ("5", 5.0)):
+                with pytest.raises(TypeError, match="str"):
+                    call("exact", *item)
         pool.submit("key", "exact", "5", "5")
         with pytest.raises(ValueError, match="'key'"):
             pool.submit("key", "exact", "6", "6")
         assert pool.collect() == {"key": OK}
-        pool.submit("key", "exact", "6", "5")  # collected keys are free again
+        pool.submit("key", "exact", "6", "5")  # a key can be used again after collect()
         assert pool.collect() == {"key": WRONG}
         assert pool.collect() == {} and pool.poll() == 0
     with pytest.raises(ValueError, match="closed"):
@@ -197,51 +180,36 @@ def test_import_is_cheap_and_verify_is_quiet():
 
 @pytest.mark.slow
 def test_gsm8k_reference_answers():
+    """Every reference answer is right, and wrong with another sign, digit or value."""
     answers = [row["answer"] for row in rows("gsm8k_test")]
     assert len(answers) == 1319
-    right, wrong = [], []
+    wrong = []
     for answer in answers:
         solution, _, number = answer.rpartition("#### ")
-        right.append(("gsm8k", answer, answer))
         value = int(number.replace(",", ""))
         corrupted = {str(value + 1), "1" + number, str(-value or 1)}
         if len(number) > 1 and number[0] != number[1] and number[:2].isdigit():
             corrupted.add(number[1] + number[0] + number[2:])
         wrong += [("gsm8k", solution + "#### " + other, answer) for other in corrupted]
-    assert set(score(right)) == {OK}
+    assert set(score([("gsm8k", answer, answer) for answer in answers])) == {OK}
     assert len(wrong) > 4000 and set(score(wrong)) == {WRONG}
 
 
-# Reference answers that math-verify does not match with themselves, by data set: none.
-UNMATCHED = {"math500": set(), "aime24": set(), "amc23": set()}
-# Reference solutions whose last box it does not match with the answer: \textbf{(073)} is text to it.
-UNMATCHED_SOLUTIONS = {"math500": set(), "aime24": {"073"}}
 SLOW_SET = pytest.param("math500", marks=pytest.mark.slow)
 SETS = ["aime24", "amc23", SLOW_SET]
-# Reference answers that it matches with a wrong last digit: it drops the base of a number and the power of a
-# unit, and rounds to six decimals.
+# math-verify accepts these reference answers with a wrong last digit: the base of a number and the power of a
+# unit are ignored, and numbers are rounded to six decimals.
 MATCHED_ANYWAY = {
-    "math500": {
-        "52_8",
-        "40_9",
-        "2516_8",
-        "4210_{5}",
-        "204_5",
-        "4343_6",
-        ".0000672",
-        r"864 \mbox{ inches}^2",
-        r"15\mbox{ cm}^2",
-    },
-    "aime24": set(),
-    "amc23": set(),
-}
+    "52_8", "40_9", "2516_8", "4210_{5}", "204_5", "4343_6", ".0000672", r"864 \mbox{ inches}^2",
+    r"15\mbox{ cm}^2",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_math_reference_answers(name):
     answers = [str(row["answer"]) for row in rows(name)]
     verdicts = score([("math", rf"so it is $\boxed{{{answer}}}$.", answer) for answer in answers])
-    assert {answer for answer, verdict in zip(answers, verdicts) if verdict != OK} == UNMATCHED[name]
+    assert set(verdicts) == {OK}
 
 
 def last_digit_up(answer: str) -> str:
@@ -253,19 +221,21 @@ def test_math_corrupted_answers(name):
     answers = [answer for row in rows(name) if last_digit_up(answer := str(row["answer"])) != answer]
     assert len(answers) == {"math500": 489, "aime24": 30, "amc23": 40}[name]
     verdicts = score([("math", rf"\boxed{{{last_digit_up(answer)}}}", answer) for answer in answers])
-    assert {answer for answer, verdict in zip(answers, verdicts) if verdict != WRONG} == MATCHED_ANYWAY[name]
+    accepted = {answer for answer, verdict in zip(answers, verdicts) if verdict != WRONG}
+    assert accepted == (MATCHED_ANYWAY if name == "math500" else set())
 
 
 @pytest.mark.parametrize("name", [SLOW_SET, "aime24"])
 def test_math_reference_solutions(name):
+    """The last box is the answer, except for \\textbf{(073)}, which math-verify reads as text."""
     solved = [row for row in rows(name) if r"\boxed" in row["solution"]]
     assert len(solved) == {"math500": 500, "aime24": 29}[name]
     verdicts = score([("math", row["solution"], row["answer"]) for row in solved])
-    unmatched = {row["answer"] for row, verdict in zip(solved, verdicts) if verdict != OK}
-    assert unmatched == UNMATCHED_SOLUTIONS[name]
+    rejected = {row["answer"] for row, verdict in zip(solved, verdicts) if verdict != OK}
+    assert rejected == ({"073"} if name == "aime24" else set())
 
 
-# ---- several boxes, and answers that are no mathematics to math-verify -------------------------------------
+# ---- several boxes, and answers that math-verify cannot read -----------------------------------------------
 
 PAIRS = "(2, 2), (6, 2)"
 TUPLE = r"p \to q"  # text to math-verify
@@ -274,7 +244,6 @@ TUPLE = r"p \to q"  # text to math-verify
 @pytest.mark.parametrize(
     "completion, answer, expected",
     [
-        (r"\boxed{(2, 2)} and \boxed{(6, 2)}", PAIRS, OK),
         (r"$\boxed{(6,2)}$, $\boxed{(2,2)}$", PAIRS, OK),
         (r"\[\boxed{(6,2)}\]" + "\n\n" + r"\[\boxed{(2,2)}\]", PAIRS, OK),
         (r"\boxed{(2, 2)} \quad \text{and} \quad \fbox{(6, 2)}.", PAIRS, OK),
@@ -285,21 +254,16 @@ TUPLE = r"p \to q"  # text to math-verify
         (r"\boxed{(1,1)} is wrong. \boxed{(2,2)} and \boxed{(6,2)}", PAIRS, OK),
         (r"\boxed{(2,2)} plus \boxed{(6,2)}", PAIRS, WRONG),
         (r"\boxed{3}. Wait, \boxed{4}", "4", OK),
-        (r"\boxed{3}. \boxed{4}", "4", OK),
         (r"\boxed{4} = \boxed{\frac{8}{2}}", "4", OK),
         (r"\boxed{3} and \boxed{4}", "4", WRONG),
-        (r"\boxed{3} and \boxed{4}", "3", WRONG),
         (r"\boxed{4} or \boxed{\frac{8}{2}}", "4", OK),
-        (r"\boxed{4}, \boxed{4}", "4", OK),
         (r"\boxed{3} landor \boxed{4}", "4", OK),
         (r"\boxed{\boxed{2}, \boxed{3}}", "2,3", OK),
         (r"\boxed{x=1} and \boxed{y=2}", "x=1, y=2", OK),
         (r"\boxed{p \to q} and \boxed{q\to r}", r"q \to r, p \to q", OK),
         (r"\boxed{p \to q} and \boxed{q\to r}", r"q \to r", WRONG),
         (r"\boxed{p \to q} or $\boxed{p\rightarrow q}$", TUPLE, OK),
-        (r"\boxed{p \to q} or \boxed{q \to p}", TUPLE, WRONG),
         ("it is $p \\to q$", TUPLE, NO_ANSWER),
-        (r"\boxed{ }", TUPLE, NO_ANSWER),
         (r"\boxed{" + "p" * 5000 + "}", TUPLE, WRONG),
     ],
 )
@@ -307,59 +271,46 @@ def test_boxes_that_only_joining_words_separate_are_one_answer(completion, answe
     assert verify("math", completion, answer) == expected
 
 
-TEXTS = [  # (reference that math-verify does not read, the same otherwise written, other answers)
+TEXTS = [  # (reference that math-verify cannot read, other spellings of this reference, other answers)
     (r"p \to q", [r"p\rightarrow q", "$p \\to q$.", "p \u2192 q", r"p\;\to\;q"],
-     [r"q \to p", r"p \leftarrow q", r"p \to \frac{1}{2}",
-      r"P \to q", r"p \to \neg q", "p q", "p", r"\to", r"p \to q \to r"]),
+     [r"q \to p", r"p \leftarrow q", r"p \to \frac{1}{2}", r"P \to q", r"p \to \neg q", "p q", "p",
+      r"p \to q \to r"]),
     (r"\neg p \lor q", [r"\lnot p\vee q"], [r"p \lor q", r"\neg p \land q", r"\neg (p \lor q)"]),
     (r"\frac{\pi}{3}+2k\pi, k\in\mathbb{Z}",
      [r"2\pi k + \dfrac{\pi}{3},\ k \in \mathbb Z", r"k\in\mathbb{Z},\quad\frac{\pi}{3}+2k\pi",
       r"x = \frac{\pi}{3}+2k\pi \text{ and } k\in\mathbb{Z}"],
      [r"\frac{\pi}{3}+k\pi, k\in\mathbb{Z}", r"\frac{\pi}{3}+2k\pi, k\in\mathbb{N}",
-      r"\frac{\pi}{3}+2k\pi", r"\frac{\pi}{6}+2k\pi, k\in\mathbb{Z}",
-      r"\frac{\pi}{3}+2k\pi, k\in\mathbb{Z}, k>0",
-      r"k\in\mathbb{Z}"]),
+      r"\frac{\pi}{3}+2k\pi", r"\frac{\pi}{3}+2k\pi, k\in\mathbb{Z}, k>0", r"k\in\mathbb{Z}"]),
     (r"x\equiv 3 \pmod 7", [r"x \equiv 3 \pmod{7}", r"x\equiv 3\ (\text{mod } 7)", r"x \equiv 3 (\bmod 7)"],
      [r"x\equiv 3 \pmod 5", r"x\equiv 4 \pmod 7", r"x = 3", "3", r"x\equiv 37", r"y\equiv 3 \pmod 7"]),
     (r"\langle 1,2,3\rangle", [r"\left\langle 1, 2, 3 \right\rangle", r"\langle 1,2,\frac{6}{2}\rangle"],
-     [r"\langle 3,2,1\rangle", r"\langle 1,2\rangle", "1,2,3", r"\{1,2,3\}", r"\langle 1,2,3,4\rangle"]),
+     [r"\langle 3,2,1\rangle", r"\langle 1,2\rangle", "1,2,3", r"\{1,2,3\}"]),
     (r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.", [r"\begin{cases} x=1, \\ y=2. \end{cases}"],
      [r"\begin{cases} x=2 \\ y=1 \end{cases}", r"\begin{cases} x=1 \end{cases}", "x=1"]),
     (r"\begin{cases} 1 & x>0 \\ 0 & x \le 0\end{cases}",
      [r"\begin{cases} 1, & \text{if } x>0 \\ 0, & \text{if } x \leq 0 \end{cases}"],
-     [r"\begin{cases} 1 & x<0 \\ 0 & x \le 0\end{cases}",
-      r"\begin{cases} 0 & x>0 \\ 1 & x \le 0\end{cases}"]),
+     [r"\begin{cases} 0 & x>0 \\ 1 & x \le 0\end{cases}"]),
     (r"\text{Always} \mid \text{never}", [r"\text{always} \mid \text{Never}", r"Always $\mid$ never"],
      [r"\text{always}", r"\text{never} \mid \text{always}", r"\text{always} \mid \text{ever}"]),
-    (r"A \to B", [r"A\to B"], [r"a \to b", r"AB", r"B \to A"]),
     (r"12 \to 3 \mathrm{~cm}", [r"12 \to 3\text{ cm}"], [r"12 \to 3 \mathrm{~m}", r"1 2 \to 3\text{ cm}"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("answer, same, others", TEXTS)
-def test_an_answer_that_is_no_mathematics_is_compared_as_text(answer, same, others):
+@pytest.mark.parametrize("answer, same, different", TEXTS)
+def test_an_answer_that_math_verify_cannot_read_is_compared_as_text(answer, same, different):
     for text in (answer, f"${answer}$", *same):
         assert verify("math", rf"so \boxed{{{text}}}", answer) == OK, text
-    for text in (*others, "1", r"\text{unknown}", ""):
+    for text in (*different, "1", r"\text{unknown}", ""):
         verdict = verify("math", rf"so \boxed{{{text}}}", answer)
         assert (verdict.reward, verdict.status) == (0.0, "wrong" if text else "no_answer"), text
 
 
-def test_no_text_of_a_reference_passes_for_another():
-    answers = [answer for answer, _, _ in TEXTS]
-    for one in answers:
-        right = [other for other in answers if verify("math", rf"\boxed{{{other}}}", one).status == "ok"]
-        assert right == [one]
-
-
-REFERENCES = [  # as they stand in OlympiadBench and in collections of college mathematics
-    r"\text{monotonically decreasing}",
-    "y = C e^{x}", r"12 \mathrm{~cm}", r"(-\infty, 3) \cup (5, \infty)",
+REFERENCES = [  # from OlympiadBench and from collections of college mathematics
+    r"\text{monotonically decreasing}", "y = C e^{x}", r"12 \mathrm{~cm}", r"(-\infty, 3) \cup (5, \infty)",
     r"5 \text{ apples}", "A, C", r"\text{No solution}", "x=1, y=2", r"\frac{1}{2} \text{ or } 3", "3:2",
-    "50%",
-    r"\$5", r"$11^{\circ}$", "None", r"$(1,8,19), (2,7,13), (4,5,7)$", r"9.8 \mathrm{~m}/\mathrm{s}^{2}",
-    r"\langle 1,2,3\rangle", r"y(x)=c_1 e^{-x}+c_2 e^{2x}", r"\ln|x|+C", r"x \in [1,2)", r"a \mid b",
-    r"n=3k+1 \text{ for some integer } k", r"k=0, \pm 1", r"\lim_{x\to 0} f(x)", r"\mathbb{R}", "5,000",
+    "50%", r"\$5", r"$11^{\circ}$", "None", r"$(1,8,19), (2,7,13), (4,5,7)$", "5,000", r"\mathbb{R}",
+    r"9.8 \mathrm{~m}/\mathrm{s}^{2}", r"\langle 1,2,3\rangle", r"y(x)=c_1 e^{-x}+c_2 e^{2x}", r"\ln|x|+C",
+    r"x \in [1,2)", r"a \mid b", r"n=3k+1 \text{ for some integer } k", r"k=0, \pm 1", r"\lim_{x\to 0} f(x)",
 ]  # fmt: skip
 
 
@@ -382,80 +333,67 @@ def test_numbers_as_programs_and_books_write_them(answer, completion, same):
 @pytest.mark.parametrize(
     "sign, command, same",
     [
-        ("30\u00b0", r"30^\circ", True), ("30\u00b0", "30", True),
-        ("(-\u221e, 3]", r"(-\infty, 3]", True),
+        ("30\u00b0", r"30^\circ", True), ("30\u00b0", "30", True), ("(-\u221e, 3]", r"(-\infty, 3]", True),
         ("\u221e", r"\infty", True), ("\u2205", r"\emptyset", True), (r"\varnothing", r"\emptyset", True),
-        ("2\u221a3", r"2\sqrt{3}", True), ("\u221a12", r"2\sqrt{3}", True),
-        ("\u221a(x+1)", r"\sqrt{x+1}", True),
+        ("\u221a12", r"2\sqrt{3}", True), ("\u221a(x+1)", r"\sqrt{x+1}", True), ("\u22125", "-5", True),
         ("3\u00b710^5", "300000", True), ("3\u00d710^5", "300000", True), ("1.5e\u22123", "0.0015", True),
-        ("\u22125", "-5", True), ("x\u00b2", "x^2", True), ("\u221a3", "3", False), ("\u22125", "5", False),
-        ("(-\u221e, 3)", r"(-\infty, 3]", False),
+        ("x\u00b2", "x^2", True), ("\u221a3", "3", False), ("(-\u221e, 3)", r"(-\infty, 3]", False),
     ],
 )  # fmt: skip
-def test_signs_of_unicode_are_those_of_latex(sign, command, same):
+def test_signs_of_unicode_equal_commands_of_latex(sign, command, same):
     for completion, answer in ((sign, command), (command, sign)):
         assert verify("math", rf"\boxed{{{completion}}}", answer) == (OK if same else WRONG)
 
 
-def test_a_minus_sign_without_a_box():
-    assert verify("math", "The answer is \u22125.", "-5") == OK
-    assert verify("math", "The answer is \u22125.", "5") == WRONG
-
-
-def test_impossible_references_are_found_with_their_reason():
+def test_impossible_references_have_a_reason():
     possible = [("math", answer, {}) for answer in REFERENCES]
     possible += [("gsm8k", "3 + 4 = 7\n#### 7", {}), ("exact", "a b", {}), ("numeric", " 5%", {})]
-    possible += [
-        ("code", '["assert f(1) == 1"]', {}),
-        ("own:function", "?", {}),
-        ("0.5*gsm8k + 0.5*characters", "7", {}),
-    ]
+    possible += [("code", '["assert f(1) == 1"]', {}), ("own:function", "?", {})]
+    possible += [("0.5*gsm8k + 0.5*characters", "7", {})]
     impossible = {
-        ("math", r"\frac{1}{", "braces do not match"),
+        ("math", r"\frac{1}{", "braces"),
         ("math", "?", "letter"),
-        ("exact", " ", "is empty"),
-        ("numeric", "five", "not a number"),
-        ("0.9*exact + 0.1*gsm8k", "five", "not a number"),
-        ("numeric", "2 - 1", "not a number"),
-        ("code", "print(1)", "must be JSON"),
-        ("0.9*code + 0.1*own:function", '{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs and 1 outputs"),
+        ("exact", " ", "empty"),
+        ("numeric", "five", "number"),
+        ("0.9*exact + 0.1*gsm8k", "five", "number"),
+        ("code", "print(1)", "JSON"),
+        ("code", '{"inputs": ["1", "2"], "outputs": ["1"]}', "outputs"),
     }
-    rows = possible + [(kind, answer, {}) for kind, answer, _ in impossible] * 2
+    items = possible + [(kind, answer, {}) for kind, answer, _ in impossible] * 2
     with RewardPool(1, timeout_s=60.0) as pool:
-        found = impossible_references(pool, rows)
+        reasons = impossible_references(pool, items)
         assert (pool.latencies, pool.collect()) == ([], {})
-    assert list(found) == list(range(len(possible), len(rows)))
-    for index, (_, answer, reason) in zip(found, 2 * list(impossible)):
-        assert reason in found[index] and repr(answer) in found[index]
+    assert list(reasons) == list(range(len(possible), len(items)))
+    for index, (_, answer, word) in zip(reasons, 2 * list(impossible)):
+        assert word in reasons[index] and repr(answer) in reasons[index]
 
 
-def test_rows_are_left_out_where_their_own_verifier_cannot_be_right_and_also_on_resume(tmp_path, monkeypatch):
-    """One file stands in two held-out sets with two verifiers; on resume only held-out sets may be new."""
+def test_impossible_rows_are_dropped_and_again_on_resume(tmp_path, monkeypatch):
+    """One file serves as two held-out sets with two verifiers; on resume only held-out sets may be new."""
     FakeRanks(1).install(monkeypatch)
     config = make_config(f"run.dir={tmp_path}")
 
-    def loaded(**kinds: str) -> LoadedSets:
-        of = lambda name, kind: [Prompt("q", r"\frac{1}{2}", kind, name), Prompt("r", "2", kind, name)]
-        sets = {name: (of(name, kind), [[1], [2]]) for name, kind in kinds.items()}
-        train, ids = sets.pop("train")
-        return LoadedSets(train, ids, None, sets, [], [])
+    def prompts_of(name: str, kind: str) -> tuple[list[Prompt], list[list[int]]]:
+        return [Prompt("q", r"\frac{1}{2}", kind, name), Prompt("r", "2", kind, name)], [[1], [2]]
 
-    texts = lambda sets: {
-        name: "".join(p.text for p in prompts) for name, (prompts, _) in sets.by_name().items()
-    }
+    def texts_after_drop(checkpoint: Path | None, **kinds: str) -> dict[str, str]:
+        sets = {name: prompts_of(name, kind) for name, kind in kinds.items()}
+        loaded = LoadedSets(*sets.pop("train"), None, sets, [], [])
+        lifecycle.drop_impossible(loaded, pool, config, checkpoint)
+        return {name: "".join(p.text for p in prompts) for name, (prompts, _) in loaded.by_name().items()}
+
+    checkpoint = tmp_path / "checkpoint"
     with RewardPool(1, timeout_s=60.0) as pool:
-        first = loaded(train="math", a="math", b="numeric")
-        lifecycle.drop_impossible(first, pool, config, None)
-        assert texts(first) == {"": "qr", "a": "qr", "b": "r"}
+        texts = texts_after_drop(None, train="math", a="math", b="numeric")
+        assert texts == {"": "qr", "a": "qr", "b": "r"}
         (row,) = map(json.loads, (tmp_path / "dropped_rows.jsonl").read_text().splitlines())
         assert (row["set"], row["kind"], row["prompt"]) == ("b", "numeric", "q")
-        resumed = loaded(train="math", b="numeric", c="exact", d="0.5*exact + 0.5*numeric")
-        lifecycle.drop_impossible(resumed, pool, config, tmp_path / "checkpoint")
-        assert texts(resumed) == {"": "qr", "b": "r", "c": "qr", "d": "r"}
+        kinds = {"b": "numeric", "c": "exact", "d": "0.5*exact + 0.5*numeric"}
+        texts = texts_after_drop(checkpoint, train="math", **kinds)
+        assert texts == {"": "qr", "b": "r", "c": "qr", "d": "r"}
         (tmp_path / "dropped_rows.jsonl").write_text(json.dumps(row | {"kind": "math"}) + "\n")
-        again = loaded(train="math", b="exact")
-        lifecycle.drop_impossible(again, pool, config, tmp_path / "checkpoint")
-        assert texts(again) == {"": "r", "b": "qr"}, "what the first start has trained on decides"
+        texts = texts_after_drop(checkpoint, train="math", b="exact")
+        assert texts == {"": "r", "b": "qr"}, "a resumed run trains on the prompts of the first start"
 
 
 # ---- the pool ----------------------------------------------------------------------------------------------
@@ -463,18 +401,15 @@ def test_rows_are_left_out_where_their_own_verifier_cannot_be_right_and_also_on_
 
 def hostile_items(count: int) -> list[tuple[str, str, str]]:
     rng = random.Random(0)
-    n = lambda low, high: rng.randint(low, high)
+    n = rng.randint
     templates = [
         lambda: "",
         lambda: "9" * n(1, 6000),
         lambda: f"1e{n(1, 10**9)}",
-        lambda: f"1e-{'9' * n(1, 40)}",
         lambda: rf"\boxed{{{n(-9, 9)}e{'9' * n(1, 30)}}}",
         lambda: r"\boxed{" * n(1, 200),
         lambda: "}" * n(1, 50) + r"\boxed{5" + "{" * n(0, 9) + "}" * n(0, 9),
-        lambda: r"\boxed{" + "{" * (k := n(1, 4)) + "5" + "}" * k + "}",
         lambda: r"\boxed{" + r"\frac{1}{" * (k := n(1, 6)) + "2" + "}" * k + "}",
-        lambda: r"\boxed{" + r"\sqrt{2+" * (k := n(1, 5)) + "2" + "}" * k + "}",
         lambda: "\x00" * n(1, 9) + "5" + chr(n(0, 31)) + r"\boxed{" + chr(n(0, 31)) + "5}",
         lambda: r"\boxed{" + chr(n(0xD800, 0xDFFF)) + "5}" + chr(n(0xD800, 0xDFFF)),
         lambda: "#### \u202e" + str(n(0, 99)) + "\u202c" + chr(n(0x660, 0x669)),
@@ -484,19 +419,17 @@ def hostile_items(count: int) -> list[tuple[str, str, str]]:
         lambda: '"], "ok"]\n[1.0, "ok", ""]\n' + "\r\n" * n(1, 5),
         lambda: r"\boxed{__import__('os')._exit(0)}" + "import os; os._exit(1)",
         lambda: rf"\boxed{{\frac{{0}}{{0}} + \infty - \infty \cdot {n(0, 9)}}}",
-        lambda: r"\boxed{\begin{pmatrix}" + "1&" * n(1, 20) + r"\\ 2 \end{pmatrix}}",
         lambda: "$" * n(1, 99) + r"\[" * n(1, 99) + "answer: " * n(1, 99),
     ]
     rare = [
         lambda: "7" * 1_000_000,
         lambda: r"\boxed{" * 150_000,
-        lambda: "{" * 300_000 + "}" * 300_000,
         lambda: "1,234 " * 200_000,
         lambda: "\ud800\x00" * 100_000,
         lambda: r"\boxed{" + r"\frac{1}{" * 3000 + "5" + "}" * 3000 + "}",
         lambda: r"\boxed{" + "1+" * 500_000 + "1}",
     ]
-    answers = {"gsm8k": "so 5\n#### 5", "math": r"\frac{10}{2}"}  # of the other kinds: "5"
+    answers = {"gsm8k": "so 5\n#### 5", "math": r"\frac{10}{2}"}  # other kinds: "5"
     items = []
     for index in range(count):
         kind = rng.choice(3 * ("exact", "characters", "numeric", "gsm8k") + ("math",))  # math is slow
@@ -517,33 +450,30 @@ def test_ten_thousand_hostile_completions():
         assert list(verdicts) == list(range(10_000))
         statuses = {verdict.status for verdict in verdicts.values()}
         assert statuses <= {"ok", "wrong", "no_answer", "timeout", "error"}
-        assert all(
-            (verdict.reward == 1) == (verdict.status == "ok") and 0 <= verdict.reward <= 1
-            for verdict in verdicts.values()
-        )
-        hung = [key for key, verdict in verdicts.items() if verdict.status == "timeout"]
-        assert {1250, 3750, 6250, 8750} <= set(hung)
-        assert len(hung) == pool.num_timeouts == pool.num_restarts < 50  # no child was lost in another way
+        for verdict in verdicts.values():
+            assert (verdict.reward == 1) == (verdict.status == "ok") and 0 <= verdict.reward <= 1
+        late = [key for key, verdict in verdicts.items() if verdict.status == "timeout"]
+        assert {1250, 3750, 6250, 8750} <= set(late)
+        assert len(late) == pool.num_timeouts == pool.num_restarts < 50, "only timeouts end a worker"
         assert pool.num_errors == sum(verdict.status == "error" for verdict in verdicts.values())
-        assert len(children(os.getpid())) <= 2, "of the killed ones none is left; one may be about to start"
+        assert len(children(os.getpid())) <= 2, "killed workers are gone; a new worker may be about to start"
         for key in range(50):
             pool.submit(key, "math", r"\boxed{\frac{10}{2}}", "5")
         assert set(pool.collect().values()) == {OK}
 
 
 def test_pool_agrees_with_verify_in_any_order():
-    for seed in range(2):
-        cases = random.Random(seed).sample(CASES, len(CASES))
-        assert score([case[:3] for case in cases]) == [case[3] for case in cases]
+    cases = random.Random(0).sample(CASES, len(CASES))
+    assert score([case[:3] for case in cases]) == [case[3] for case in cases]
 
 
-def test_timeout_is_not_wrong_and_costs_only_its_item():
+def test_timeout_costs_only_the_item_of_the_worker():
     with RewardPool(1, timeout_s=0.5) as pool:
         pool.submit("hangs", "math", HANGS, "5")
         for n in range(40):
             pool.submit(n, "exact", str(n), "7")
         verdicts = pool.collect()
-        assert verdicts.pop("hangs") == Verdict(0.0, "timeout", "killed after the limit of 0.5 s")
+        assert verdicts.pop("hangs").status == "timeout"
         assert verdicts == {n: OK if n == 7 else WRONG for n in range(40)}
         assert (pool.num_timeouts, pool.num_errors, pool.num_restarts) == (1, 0, 1)
 
@@ -560,7 +490,7 @@ def test_timeout_holds_when_the_caller_ignores_or_blocks_alarms(mask):
         signal.signal(signal.SIGALRM, old)
 
 
-def test_killed_worker_costs_only_the_item_in_its_hands():
+def test_killed_worker_costs_only_the_item_in_progress():
     with RewardPool(1, timeout_s=60.0) as pool:
         pool.submit("hangs", "math", HANGS, "5")
         for n in range(40):
@@ -568,7 +498,8 @@ def test_killed_worker_costs_only_the_item_in_its_hands():
         assert wait_until(lambda: children(os.getpid()))
         os.kill(children(os.getpid())[0], signal.SIGKILL)
         verdicts = pool.collect()
-        assert verdicts.pop("hangs") == Verdict(0.0, "error", "the worker died with exit status -9")
+        verdict = verdicts.pop("hangs")
+        assert verdict.status == "error" and "-9" in verdict.detail
         assert verdicts == dict.fromkeys(range(40), OK)
         assert (pool.num_timeouts, pool.num_errors, pool.num_restarts) == (0, 1, 1)
 
@@ -582,7 +513,7 @@ def test_killed_idle_worker_costs_nothing():
         for n in range(40):
             pool.submit(n, "exact", "7", "7")
         verdicts = pool.collect()
-        # An item on the way to a child whose death is not yet noticed counts as in its hands.
+        # An item that is sent before the pool notices the death of the worker counts as in progress.
         assert sum(verdict == OK for verdict in verdicts.values()) >= 38
         pool.submit("next", "exact", "7", "7")
         assert pool.collect() == {"next": OK} and pool.num_restarts == 2
@@ -597,11 +528,6 @@ def test_memory_limit_is_an_error_of_one_item():
         verdicts = pool.collect()
         assert verdicts["bomb"].status == "error" and pool.num_errors == 1
         assert verdicts["before"] == verdicts["after"] == OK
-    with RewardPool(1, memory_bytes=40 << 20) as pool:  # too little to import sympy
-        pool.submit("math", "math", r"\boxed{7}", "7")
-        pool.submit("exact", "exact", "7", "7")
-        verdicts = pool.collect()
-        assert verdicts["math"].status == "error" and verdicts["exact"] == OK
 
 
 @pytest.mark.slow
@@ -619,11 +545,11 @@ def test_stopped_worker_is_replaced(monkeypatch):
         assert not alive(stopped) and (pool.num_timeouts, pool.num_restarts) == (1, 1)
 
 
-def test_absent_caller_does_not_make_workers_late(monkeypatch):
+def test_workers_are_not_late_while_the_caller_is_busy(monkeypatch):
     monkeypatch.setattr(reward, "START_GRACE_S", 0.0)
     monkeypatch.setattr(reward, "GRACE_S", 0.0)
     with RewardPool(1, timeout_s=1.0) as pool:
-        big = "7" * 1_000_000  # its rest waits in the parent until the next poll
+        big = "7" * 1_000_000  # does not fit the pipe, so most of the text waits for the next poll
         for n in range(3):
             pool.submit(n, "exact", big, big)
         time.sleep(1.5)
@@ -641,7 +567,7 @@ def test_submit_and_poll_do_not_wait():
 
 
 def ignores_interrupts(pid: int) -> bool:
-    """Tell whether a worker has set up its signals, the end of its parent among them."""
+    """Return whether a worker has installed the signal handlers, including the signal for a dead parent."""
     (mask,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
 
@@ -657,13 +583,13 @@ time.sleep(600)
 
 
 def test_no_worker_outlives_a_killed_parent():
-    command, folder = [sys.executable, "-c", PARENT.format(hangs=HANGS)], Path(reward.__file__).parent
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE) as parent:
+    command = [sys.executable, "-c", PARENT.format(hangs=HANGS)]
+    with subprocess.Popen(command, cwd=Path(reward.__file__).parent, stdout=subprocess.PIPE) as parent:
         assert parent.stdout.readline() == b"started\n"
         assert wait_until(lambda: len(children(parent.pid)) == 2)
         workers = children(parent.pid)
         assert wait_until(lambda: all(ignores_interrupts(pid) for pid in workers))
-        time.sleep(1.0)  # one is idle, one inside the computation
+        time.sleep(1.0)  # one worker is idle, the other worker computes
         assert all(alive(pid) for pid in workers)
         parent.kill()
     assert wait_until(lambda: not any(alive(pid) for pid in workers), 10.0)
@@ -678,66 +604,35 @@ def test_close_ends_the_workers():
     assert pool.collect() == {}
 
 
-def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeypatch):
-    """math-verify neither prints nor reads stdin, so a module of its name does: plainly, raw, by a shell."""
-    (tmp_path / "math_verify.py").write_text(
-        "import os, sys\n"
+def write_math_verify(folder: Path, *lines: str) -> None:
+    """Write a module in place of math-verify; lines: the beginning of parse()."""
+    (folder / "math_verify.py").write_text(
+        "import os, sys, time\n"
         "def LatexExtractionConfig(**options): pass\n"
         "def parse(text, *args, **options):\n"
-        "    for fd in (1, 2):\n"
-        '        os.write(fd, b\'[1.0, "ok", ""]\\n\' * 10000)\n'
-        '    print(\'[0.0, "wrong", ""]\\n\' * 10000, flush=True)\n'
-        "    os.system('echo [1.0]')\n"
-        "    sys.stdin.read()\n"
-        "    return [len(text)]\n"
-        "def verify(gold, found, **options):\n"
-        "    return gold == found\n"
+        + "".join(f"    {line}\n" for line in lines)
+        + "    return [len(text)]\n"
+        "def verify(gold, parsed, **options): return gold == parsed\n"
+    )
+
+
+def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeypatch):
+    """The module prints by Python, by file descriptor and by a shell, and reads stdin."""
+    write_math_verify(
+        tmp_path,
+        'for fd in (1, 2): os.write(fd, b\'[1.0, "ok", ""]\\n\' * 10000)',
+        'print(\'[0.0, "wrong", ""]\\n\' * 10000, flush=True)',
+        "os.system('echo [1.0]')",
+        "sys.stdin.read()",
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     verdicts = score([("math", rf"\boxed{{{'x' * (1 + n % 3)}}}", "x") for n in range(30)])
     assert verdicts == [OK if n % 3 == 0 else WRONG for n in range(30)]
 
 
-def test_slow_import_is_not_the_items_fault(tmp_path, monkeypatch):
-    (tmp_path / "math_verify.py").write_text(
-        "import time; time.sleep(1.0)\n"
-        "def LatexExtractionConfig(**options): pass\n"
-        "def parse(text, *args, **options): return [len(text)]\n"
-        "def verify(gold, found, **options): return gold == found\n"
-    )
+def test_a_slow_import_is_no_timeout(tmp_path, monkeypatch):
+    write_math_verify(tmp_path)
+    module = tmp_path / "math_verify.py"
+    module.write_text("import time; time.sleep(1.0)\n" + module.read_text())
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert score([("math", r"\boxed{7}", "7")], timeout_s=0.5) == [OK]
-
-
-def test_idle_worker_is_not_late():
-    with RewardPool(1, timeout_s=0.3) as pool:
-        for n in range(2):
-            pool.submit(n, "exact", "7", "7")
-            assert pool.collect() == {n: OK}
-            time.sleep(0.6)
-            pool.poll()
-        assert pool.num_restarts == 0
-
-
-def test_children_get_a_clean_environment(monkeypatch):
-    monkeypatch.setenv("PYTHONINSPECT", "1")
-    monkeypatch.setenv("LD_PRELOAD", "")
-    with RewardPool(1):
-        assert wait_until(lambda: children(os.getpid()))
-        (worker,) = children(os.getpid())
-        variables = Path(f"/proc/{worker}/environ").read_text().split("\0")
-    assert "PYTHONHASHSEED=0" in variables and f"PATH={os.environ['PATH']}" in variables
-    assert not [variable for variable in variables if variable.startswith(("PYTHONINSPECT", "LD_PRELOAD"))]
-
-
-@pytest.mark.slow
-def test_file_descriptors_are_not_leaked():
-    def use():
-        with RewardPool(2, timeout_s=0.2) as pool:
-            pool.submit("hangs", "math", HANGS, "5")
-            assert pool.collect()["hangs"].status == "timeout"
-
-    use()
-    before = len(os.listdir("/proc/self/fd"))
-    use()
-    assert len(os.listdir("/proc/self/fd")) == before

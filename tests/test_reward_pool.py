@@ -1,9 +1,7 @@
-"""The reward pool: functions of your own, workers that misbehave, order, backlog, decoding."""
+"""The reward pool: custom functions, workers that misbehave, order, backlog, decoding."""
 
-import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -70,7 +68,6 @@ def flees(completion, answer):
     return 1.0
 def equal(completion, answer): return completion == answer
 def raises(completion, answer): raise KeyError("no such test")
-def text(completion, answer): return "half"
 def hangs(completion, answer):
     while True: pass
 def deaf(completion, answer):
@@ -94,7 +91,7 @@ FIELDS = {"prompt": "p", "messages": [{"role": "user", "content": "p"}], "level"
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """The module `own_rewards` where the workers find it; its path."""
+    """Write the module `own_rewards`, which workers can import; return the path."""
     (tmp_path / "own_rewards.py").write_text(OWN)
     (tmp_path / "sibling_of_own_rewards.py").write_text("SHARE = 0.75")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -108,57 +105,38 @@ def scored(*items: tuple, **options) -> list[Verdict]:
         return list(pool.collect().values())
 
 
-def test_a_function_of_your_own_gives_a_share_and_one_is_right(own):
-    shares = [0, 0.25, 0.999, False, 1, True]
-    verdicts = scored(*(("own_rewards:given", "x", repr(share)) for share in shares))
-    assert verdicts == [Verdict(share, "wrong") for share in shares[:4]] + [OK, OK]
+def test_scores_of_a_function_may_be_off_by_rounding(own):
+    """A score is a share of 1. Sums of shares, and a cosine in float32, end beside 0 or 1 on either side."""
+    texts = {
+        OK: ["1", "True", "0.7 + 0.2 + 0.1", "sum([0.05] * 20)", "1.0000001"],
+        WRONG: ["0", "False", "-1e-9", "0.3 - 0.1 - 0.2", "0.1 + 0.2 - 0.3"],
+        Verdict(0.999, "wrong"): ["0.999"],
+    }
+    expected = [verdict for verdict in texts for _ in texts[verdict]]
+    verdicts = scored(*(("own_rewards:given", "x", text) for texts in texts.values() for text in texts))
+    assert verdicts == expected
 
 
-def test_a_score_that_rounding_has_moved_is_right_or_nothing(own):
-    """Sums of shares, and a cosine in float32, end beside 1 on either side."""
-    texts = [
-        "0.7 + 0.2 + 0.1",
-        "sum([0.1] * 10)",
-        "sum([0.05] * 20)",
-        "1.0000001",
-        "-1e-9",
-        "0.3 - 0.1 - 0.2",
-        "0.1 + 0.2 - 0.3",
-    ]
-    verdicts = scored(*(("own_rewards:given", "x", text) for text in texts))
-    assert verdicts == [OK] * 4 + [WRONG] * 3
-
-
-BROKEN = [  # (function, reference answer, what its verdict says)
-    ("given", "1.001", "it returned 1.001, not a number in [0, 1]"),
-    ("given", "-0.1", "it returned -0.1, not a number"),
-    ("given", "float('nan')", "it returned nan, not a number"),
-    ("given", "1e999", "it returned inf, not a number"),
-    ("given", "None", "it returned None, not a number"),
-    ("given", "'0.5'", "it returned '0.5', not a number"),
-    ("given", "(1.0, 'ok')", "it returned (1.0, 'ok'), not a number"),
-    ("given", "[1]*10**5", "it returned [1, 1"),
+BROKEN = [  # (function, reference answer, word of the reason)
+    ("given", "1.001", "1.001"),
+    ("given", "-0.1", "-0.1"),
+    ("given", "float('nan')", "nan"),
+    ("given", "None", "None"),
+    ("given", "'0.5'", "'0.5'"),
+    ("given", "[1]*10**5", "[1, 1"),
     ("raises", "", "KeyError: 'no such test' (own_rewards.py, line "),
     ("raises_async", "", "KeyError: 'late' (own_rewards.py, line "),
-    ("colours", "", r"ValueError: \x1b[31mred\nline two (own_rewards.py, line "),
-    ("coroutine", "", "it returned a coroutine: "),
-    ("wait", "", "has no 'wait', did you mean 'waits'?"),
-    ("OWN.f", "", "has no 'OWN.f'"),
-    (
-        "with_missing",
-        "",
-        "its parameters hint are not columns of the row; available: prompt, messages, level, ",
-    ),
-    (
-        "others",
-        "",
-        "its parameters completions are not columns of the row; available: prompt, messages, level",
-    ),
+    ("colours", "", r"\x1b[31mred\nline two"),
+    ("coroutine", "", "coroutine"),
+    ("wait", "", "waits"),  # the nearest name
+    ("OWN.f", "", "OWN.f"),
+    ("with_missing", "", "hint"),
+    ("others", "", "completions"),
 ]
 
 
 @pytest.mark.parametrize("place", ["file", "module"])
-def test_what_is_no_score_is_an_error_with_its_reason(place, own):
+def test_an_invalid_score_is_an_error_with_a_reason(place, own):
     prefix = str(own) if place == "file" else "own_rewards"
     with RewardPool(1) as pool:
         for key, (name, answer, _) in enumerate(BROKEN):
@@ -171,51 +149,33 @@ def test_what_is_no_score_is_an_error_with_its_reason(place, own):
         assert reason in verdict.detail and len(verdict.detail) <= 200 and verdict.detail.isprintable()
 
 
-def test_a_function_that_cannot_be_imported_is_an_error_with_its_reason(tmp_path):
+def test_a_function_that_cannot_be_imported_is_an_error_with_a_reason(tmp_path):
     for name, text in {"syntax": "def f(:", "raises": "1/0", "no_module": "import absent_module"}.items():
         (tmp_path / f"{name}.py").write_text(text)
     reasons = {
-        f"{tmp_path}/syntax.py:f": "SyntaxError: invalid syntax (syntax.py, line 1)",
-        f"{tmp_path}/raises.py:f": "ZeroDivisionError: division by zero (raises.py, line 1)",
-        f"{tmp_path}/no_module.py:f": "No module named 'absent_module' (no_module.py, line 1)",
-        f"{tmp_path}/absent.py:f": f"there is no file {tmp_path}/absent.py",
-        "absent_module.rewards:f": "No module named 'absent_module'",
-        "math:f": "math has no 'f'",
-        "math:sin": "by position only",
+        f"{tmp_path}/syntax.py:f": "SyntaxError",
+        f"{tmp_path}/raises.py:f": "ZeroDivisionError",
+        f"{tmp_path}/no_module.py:f": "absent_module",
+        f"{tmp_path}/absent.py:f": "absent.py",
+        "absent_module.rewards:f": "absent_module",
+        "math:f": "math",
+        "math:sin": "position",
         "math:pi": "cannot be read",
     }
     for verdict, reason in zip(scored(*((kind, "x", "") for kind in reasons)), reasons.values()):
         assert verdict.status == "error" and reason in verdict.detail
 
 
-def test_a_function_gets_what_its_parameters_name(own):
+def test_a_function_gets_the_columns_that_its_parameters_name(own):
     names = ["without_answer", "with_default", "with_prompt", "with_all", "waits_for", "of_sibling"]
     expected = [False, 0.5, True, True, 0.5, 0.75]
     for prefix in (str(own), "own_rewards", os.path.relpath(own)):
         items = [(f"{prefix}:{name}", "p", "a", FIELDS) for name in names]
-        items = items + items  # the second ones are sent after the pool has learned what they take
+        items = items + items  # the pool sends the second half after it has learned the parameters
         assert [verdict.reward for verdict in scored(*items, num_workers=1)] == 2 * expected
     (verdict,) = scored((f"{own}:with_default", "p", "a", {"completion": "z", "answer": "z"}))
-    assert verdict.reward == 0.25, "without the column its default counts"
+    assert verdict.reward == 0.25, "a row without the column gets the default"
     assert scored((f"{own}:without_answer", "abc", "a", {"completion": "z"})) == [OK]
-
-
-def test_workers_get_only_the_fields_that_a_function_takes(own):
-    kinds = {
-        f"{own}:with_default": ["level"],
-        f"{own}:with_prompt": ["messages", "prompt"],
-        f"{own}:given": [],
-        f"{own}:with_all": None,
-        f"0.5*exact + 0.25*{own}:with_default + 0.25*{own}:waits_for": ["level"],
-    }
-    with RewardPool(1) as pool:
-        for kind in kinds:
-            pool.submit(kind, kind, "p", "1", FIELDS)
-        pool.collect()
-        assert {kind: pool.signatures[kind]["fields"] for kind in kinds} == kinds
-        for kind, names in {**kinds, "math": []}.items():
-            line = json.loads(pool._line([reward._Item(0, kind, "p", "1", FIELDS)]))
-            assert line[1][0][4] == {n: v for n, v in FIELDS.items() if names is None or n in names}
 
 
 @pytest.mark.parametrize(
@@ -226,18 +186,18 @@ def test_workers_get_only_the_fields_that_a_function_takes(own):
         ("1*gsm8k + 0*characters", [(1, "gsm8k"), (0, "characters")]),
         ("path/my.py:f", [(1, "path/my.py:f")]),
         ("code", [(1, "code")]),
-        ("0.8*math + brevity", "unknown kind 'math \\+ brevity' in .* each part of a sum has a weight"),
-        ("0.8*math + my.py:f", "unknown kind 'math \\+ my.py:f' in .* each part of a sum has a weight"),
-        ("0.8*math + 0.2*exct", "unknown kind 'exct' in .*: did you mean 'exact'"),
-        ("0.8*math + 0.2*math", "each part must be another one"),
-        ("0*math + 0*exact", "some weight more than 0"),
-        ("my.py", "no module:function or path/file.py:function"),
-        ("my-module:f", "no module:function or path/file.py:function"),
+        ("0.8*math + brevity", "weight"),
+        ("0.8*math + my.py:f", "weight"),
+        ("0.8*math + 0.2*exct", "'exact'"),
+        ("0.8*math + 0.2*math", "another"),
+        ("0*math + 0*exact", "more than 0"),
+        ("my.py", "module:function"),
+        ("my-module:f", "module:function"),
         ("-1*math + 1*exact", "unknown kind"),
         ("", "unknown kind"),
     ],
 )
-def test_kinds_and_their_sums(kind, parts):
+def test_kinds_and_sums_of_kinds(kind, parts):
     if isinstance(parts, str):
         assert not is_kind(kind)
         with pytest.raises(ValueError, match=parts):
@@ -247,37 +207,24 @@ def test_kinds_and_their_sums(kind, parts):
         assert functions_of(kind) == [part for _, part in parts if part not in KINDS]
 
 
-def test_a_sum_is_a_weighted_mean_with_each_part_and_the_status_of_its_first(own):
-    quarter, half = f"{own}:with_default", f"{own}:waits_for"
-    exact = {quarter: 0.25, half: 0.5}
+def test_a_sum_is_a_weighted_mean_with_the_status_of_the_first_part(own):
+    level = f"{own}:with_default"
     items = {
-        f"3*exact + 1*{quarter}": Verdict(3.25 / 4, "ok", parts={"exact": 1.0, quarter: 0.25}),
-        f"1*{quarter} + 3*exact": Verdict(3.25 / 4, "wrong", parts={quarter: 0.25, "exact": 1.0}),
-        f"0*{half} + 1*exact": Verdict(1.0, "wrong", parts={half: 0.5, "exact": 1.0}),
-        f"1*{quarter} + 1*{half}": Verdict(0.375, "wrong", parts=exact),
+        f"3*exact + 1*{level}": Verdict(3.5 / 4, "ok", parts={"exact": 1.0, level: 0.5}),
+        f"1*{level} + 3*exact": Verdict(3.5 / 4, "wrong", parts={level: 0.5, "exact": 1.0}),
+        f"0*{level} + 1*exact": Verdict(1.0, "wrong", parts={level: 0.5, "exact": 1.0}),
         "0.1*exact + 0.2*characters + 0.7*gsm8k": Verdict(
             0.0, "error", "gsm8k: the reference answer is not a number: 'a'",
             {"exact": 1.0, "characters": 1.0, "gsm8k": 0.0}),
-        "0.1*exact + 0.2*characters": Verdict(1.0, "ok", parts={"exact": 1.0, "characters": 1.0}),
     }  # fmt: skip
-    fields = {"level": 0.5}
-    with RewardPool(1) as pool:
-        for kind in items:
-            kind_fields = {} if quarter in kind and half not in kind else fields
-            pool.submit(kind, kind, "a", "a", kind_fields)
-        verdicts = pool.collect()
-    both = f"1*{quarter} + 1*{half}"
-    assert verdicts.pop(both).parts == {quarter: 0.5, half: 0.5}
-    items.pop(both)
-    for kind, verdict in items.items():
-        assert verdicts[kind] == verdict
+    assert scored(*((kind, "a", "a", FIELDS) for kind in items)) == list(items.values())
 
 
-def test_calls_of_an_async_function_wait_together(own):
+def test_calls_of_an_async_function_run_concurrently(own):
     """One worker: 40 calls of 0.2 s, one after another, would take 8 s."""
     start = time.monotonic()
     with RewardPool(1, timeout_s=60.0) as pool:
-        assert pool.at_once("own_rewards:waits") == 1, "it is not known yet"
+        assert pool.at_once("own_rewards:waits") == 1, "the pool has not called the function yet"
         for key in range(40):
             pool.submit(key, "own_rewards:waits", "0.2", "")
         assert list(pool.collect().values()) == [OK] * 40
@@ -286,32 +233,29 @@ def test_calls_of_an_async_function_wait_together(own):
     assert time.monotonic() - start < 4
 
 
-def test_programs_do_not_wait_in_line_behind_each_other_for_an_async_function(own):
-    """Beside one, they would run one after another under the limit of one call."""
+def test_a_sum_of_code_and_an_async_function_is_scored_alone(own):
+    """Programs that share a call would run one after another under the time limit of one call."""
     with RewardPool(1, timeout_s=60.0) as pool:
-        kinds = "0.5*code + 0.5*own_rewards:waits", "0.5*exact + 0.5*own_rewards:waits"
+        kinds = ("0.5*code + 0.5*own_rewards:waits", "0.5*exact + 0.5*own_rewards:waits")
         for kind in kinds:
             pool.submit(kind, kind, "0", "[]")
         assert pool.collect()[kinds[1]].status == "wrong"
         assert [pool.at_once(kind) for kind in kinds] == [1, ASYNC_CALLS]
 
 
-def test_each_call_of_an_async_function_has_its_own_limit(own):
+def test_each_call_of_an_async_function_has_a_separate_limit(own):
     seconds = ["0", "0", "30", "0.1", "0", "30"]
     with RewardPool(1, timeout_s=1.5) as pool:
         for key, sleep in enumerate(seconds):
             pool.submit(key, "own_rewards:waits", sleep, "")
-        verdicts = list(pool.collect().values())
+        statuses = [verdict.status for verdict in pool.collect().values()]
         assert pool.num_restarts == 0 and pool.num_timeouts == 2
-    late = Verdict(0.0, "timeout", "stopped after the limit of 1.5 s")
-    assert verdicts == [late if sleep == "30" else OK for sleep in seconds]
+    assert statuses == ["timeout" if sleep == "30" else "ok" for sleep in seconds]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, restarts", [("blocks", 2), ("stubborn", 1)])
-def test_an_async_call_that_cannot_be_stopped_is_killed_and_costs_its_own_item_only(
-    name, restarts, own, monkeypatch
-):
+def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, monkeypatch):
     monkeypatch.setattr(reward, "GRACE_S", 1.0)
     with RewardPool(1, timeout_s=2.0) as pool:
         pool.submit("first", "own_rewards:blocks", "good", "")
@@ -331,11 +275,12 @@ def test_an_async_call_that_cannot_be_stopped_is_killed_and_costs_its_own_item_o
 
 @pytest.mark.parametrize(
     "name, status, restarts",
-    [("hangs", "timeout", 1), ("aborts", "error", 1), ("leaves", "error", 1), ("eats", "error", 1),
-     ("floods", "ok", 0)],
+    [("hangs", "timeout", 1), ("deaf", "timeout", 1), ("aborts", "error", 1), ("leaves", "error", 1),
+     ("eats", "error", 1), ("floods", "ok", 0)],
 )  # fmt: skip
-def test_a_function_that_misbehaves_costs_its_own_item_only(name, status, restarts, own):
-    """Within the limit of 2 s and what a fresh worker takes to start, on a machine with other work."""
+def test_a_function_that_misbehaves_costs_only_one_item(name, status, restarts, own, monkeypatch):
+    """`deaf` ignores the alarm, so the pool kills the worker after the grace period."""
+    monkeypatch.setattr(reward, "GRACE_S", 1.0)
     start = time.monotonic()
     with RewardPool(1, timeout_s=2.0, memory_bytes=1 << 29) as pool:
         pool.submit("before", "exact", "a", "a")
@@ -347,11 +292,11 @@ def test_a_function_that_misbehaves_costs_its_own_item_only(name, status, restar
         assert pool.num_restarts == restarts and len(pool.latencies) == 23
     assert verdicts.pop("bad").status == status
     assert set(verdicts.values()) == {OK} and len(verdicts) == 22
-    assert time.monotonic() - start < 2 + 20
+    assert time.monotonic() - start < 2 + 20, "a limit of 2 s, and the start of a worker on a busy machine"
 
 
-def test_a_function_that_keeps_what_it_takes_costs_one_item_now_and_then(own):
-    """Each call keeps 48 MiB of a worker's 512; a worker that is full is replaced."""
+def test_a_worker_that_leaks_memory_is_replaced(own):
+    """Each call keeps 48 of the 512 MiB of a worker; a full worker is replaced at the cost of one item."""
     own.write_text("kept = []\ndef keeps(completion): kept.append(bytearray(48 << 20)); return 1.0\n")
     with RewardPool(1, timeout_s=20.0, memory_bytes=1 << 29) as pool:
         for key in range(24):
@@ -359,31 +304,17 @@ def test_a_function_that_keeps_what_it_takes_costs_one_item_now_and_then(own):
         statuses = [verdict.status for verdict in pool.collect().values()]
         assert statuses.count("error") == pool.num_restarts >= 1
     first = statuses.index("error")
-    assert statuses[first + 1 : 2 * first + 1] == ["ok"] * min(first, 23 - first), (
-        "the next one is as good as new"
-    )
-
-
-def test_a_function_that_ignores_the_alarm_is_killed_after_the_grace(own, monkeypatch):
-    monkeypatch.setattr(reward, "GRACE_S", 1.0)
-    start = time.monotonic()
-    with RewardPool(1, timeout_s=0.5) as pool:
-        pool.submit("deaf", "own_rewards:deaf", "x", "")
-        pool.submit("after", "exact", "a", "a")
-        verdicts = pool.collect()
-        assert pool.num_restarts == 1
-    assert verdicts["deaf"].status == "timeout" and verdicts["after"] == OK
-    assert time.monotonic() - start < 60, "it had said that it was ready, so it got no time to start"
+    assert statuses[first + 1 : 2 * first + 1] == ["ok"] * min(first, 23 - first), "the next worker is empty"
 
 
 @pytest.mark.parametrize(
-    "written",
-    ["garbage\n", '["x", 1.0, "ok", "", {}, 0.1]\n', '["x", {"fields": []}]\n', "half a line", "[]\n", "7\n",
+    "text",
+    ["garbage\n", '["x", 1.0, "ok", "", {}, 0.1]\n', '["x", {"fields": []}]\n', "half a line", "[]\n",
      "[" * 9999 + "\n", "\n"],
 )  # fmt: skip
-def test_what_a_function_writes_into_the_pipe_of_verdicts_is_none(written, own):
+def test_text_that_a_function_writes_into_the_pipe_is_no_verdict(text, own):
     with RewardPool(1) as pool:
-        pool.submit("bad", "own_rewards:writes", written, "")
+        pool.submit("bad", "own_rewards:writes", text, "")
         for key in range(3):
             pool.submit(key, "exact", "a", "a")
         verdicts = pool.collect()
@@ -394,21 +325,21 @@ def test_what_a_function_writes_into_the_pipe_of_verdicts_is_none(written, own):
 
 
 def group_of(leader: int) -> list[int]:
-    """Process ids of the living processes of a group."""
-    found = []
+    """Return the process ids of the living processes of a process group."""
+    pids = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the process ended meanwhile
             continue
         if int(group) == leader and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 @pytest.mark.parametrize("completion, restarts", [("stays", 0), ("dies", 1)])
-def test_processes_that_a_function_leaves_behind_end_with_the_worker(completion, restarts, own):
-    """The one that is left holds the pipe open; the end of the worker shows all the same."""
+def test_child_processes_of_a_function_end_with_the_worker(completion, restarts, own):
+    """A child process holds the pipe open, and the pool notices the death of the worker nevertheless."""
     start = time.monotonic()
     with RewardPool(1, timeout_s=60.0) as pool:
         leader = pool._workers[0].process.pid
@@ -416,15 +347,17 @@ def test_processes_that_a_function_leaves_behind_end_with_the_worker(completion,
         (verdict,) = pool.collect().values()
         assert (verdict.status, pool.num_restarts) == ("error" if restarts else "ok", restarts)
         if not restarts:
-            assert len(group_of(leader)) == 3, "the worker, its guard, and what was left"
+            assert len(group_of(leader)) == 3, "the worker, the guard and the child"
     assert time.monotonic() - start < 30
     wait_until_none(group_of, leader)
 
 
 def sleepers(seconds: str) -> list[int]:
-    """Process ids of the living `sleep` of so many seconds."""
-    found = psutil.process_iter(["cmdline", "status"])
-    return [p.pid for p in found if p.info["cmdline"] == ["sleep", seconds] and p.info["status"] != "zombie"]
+    """Return the process ids of the living `sleep` processes of this duration."""
+    processes = psutil.process_iter(["cmdline", "status"])
+    return [
+        p.pid for p in processes if p.info["cmdline"] == ["sleep", seconds] and p.info["status"] != "zombie"
+    ]
 
 
 def wait_until_none(find, *arguments) -> None:
@@ -434,19 +367,19 @@ def wait_until_none(find, *arguments) -> None:
     assert find(*arguments) == []
 
 
-def test_processes_that_have_left_the_group_end_with_the_worker(own):
-    """Each item forks twice, calls setsid() twice and starts `sleep`, deaf to all signals that can be."""
+def test_child_processes_in_other_sessions_end_with_the_worker(own):
+    """Each item forks twice, calls setsid() twice and starts `sleep`, with all signals blocked."""
     seconds = {completion: f"100{i}.{os.getpid()}" for i, completion in enumerate(("dies", "stays"))}
     with RewardPool(1, timeout_s=60.0) as pool:
         for completion, answer in seconds.items():
             pool.submit(completion, "own_rewards:flees", completion, answer)
         assert [verdict.status for verdict in pool.collect().values()] == ["error", "ok"]
-        assert not sleepers(seconds["dies"]), "it ended with the worker that was replaced"
+        assert not sleepers(seconds["dies"]), "the process ended with the dead worker"
         assert len(sleepers(seconds["stays"])) == 1
-    assert not sleepers(seconds["stays"]), "close() returns when it has ended"
+    assert not sleepers(seconds["stays"]), "close() waits for the end of the process"
 
 
-def test_a_guard_that_a_function_has_stopped_or_killed_holds_nobody_up(own, monkeypatch):
+def test_a_stopped_or_killed_guard_does_not_delay_close(own, monkeypatch):
     monkeypatch.setattr(reward, "STOP_S", 0.1)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         with RewardPool(1, timeout_s=60.0) as pool:
@@ -471,7 +404,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_processes_that_a_function_leaves_behind_end_with_a_run_that_is_killed(own):
+def test_child_processes_of_a_function_end_with_a_killed_run(own):
     seconds = f"1004.{os.getpid()}"
     command = [sys.executable, "-c", KILLED, seconds]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -480,35 +413,34 @@ def test_processes_that_a_function_leaves_behind_end_with_a_run_that_is_killed(o
     wait_until_none(sleepers, seconds)
 
 
-def test_what_functions_print_goes_to_the_log(own, tmp_path):
+def test_output_of_functions_goes_to_the_log(own, tmp_path):
     log = tmp_path / "rewards.log"
     with RewardPool(1, log_path=log) as pool:
         pool.submit(0, "own_rewards:prints", "this", "")
         pool.submit(1, "own_rewards:aborts", "", "")
         verdicts = pool.collect()
     assert log.read_text() == "printed this\naside\n"
-    assert verdicts == {0: OK, 1: Verdict(0.0, "error", f"the worker died with exit status -6; see {log}")}
+    assert verdicts[0] == OK and str(log) in verdicts[1].detail
 
 
-def test_workers_get_the_variables_that_are_named(own, monkeypatch):
+def test_workers_get_the_environment_variables_of_reward_env(own, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     item = ("own_rewards:environment", "MY_KEY", "secret")
     assert scored(item) == [WRONG]
     assert scored(item, env=["MY_KEY"]) == [OK]
-    with pytest.raises(ValueError, match="reward.env: MY_OTHER_KEY is not set"):
+    with pytest.raises(ValueError, match="MY_OTHER_KEY"):
         RewardPool(1, env=["MY_KEY", "MY_OTHER_KEY"])
 
 
-def test_an_item_of_code_may_take_as_long_as_its_tests():
+def test_an_item_of_code_has_the_time_limit_of_the_tests():
     limits = {"isolation": "bubblewrap", "timeout_s": 2.0, "memory_bytes": 1 << 30}
+    expected = {"math": 1.5, "instructions": 1.5, "code": 1.5 + 3 * 2.0, "0.5*math + 0.5*code": 1.5 + 3 * 2.0}
     with RewardPool(1, timeout_s=1.5, code_limits=limits) as pool:
-        item = lambda kind: reward._Item(0, kind, "", "", {})
-        assert pool._limit_s([item("math")]) == pool._limit_s([item("instructions")]) == 1.5
-        assert pool._limit_s([item("code")]) == pool._limit_s([item("0.5*math + 0.5*code")]) == 1.5 + 3 * 2.0
+        assert {kind: pool._limit_s([reward._Item(0, kind, "", "", {})]) for kind in expected} == expected
 
 
-def test_columns_of_a_row_do_not_change_how_its_program_is_run():
-    """A row may have columns that are called like the limits."""
+def test_columns_of_a_row_do_not_change_the_limits_of_a_program():
+    """The columns of a row may have the same names as the limits."""
     limits = {"isolation": "rlimits", "timeout_s": 5.0, "memory_bytes": 1 << 30}
     with RewardPool(1, code_limits=limits) as pool:
         fields = {"isolation": "none", "timeout_s": 1e-9, "memory_bytes": 1, "prompt": "?"}
@@ -520,60 +452,50 @@ def test_columns_of_a_row_do_not_change_how_its_program_is_run():
 
 
 def test_functions_that_work_pass_the_check(own, monkeypatch):
-    tried, submit = [], RewardPool.submit
+    """The check calls each function once, and no built-in verifier."""
+    calls = []
+    submit = RewardPool.submit
     monkeypatch.setattr(
-        RewardPool, "submit", lambda self, key, *item: tried.append(key) or submit(self, key, *item)
+        RewardPool, "submit", lambda self, key, *item: calls.append(key) or submit(self, key, *item)
     )
     rows = [
+        ("math", "0.1", FIELDS),
         ("math", "1", {}),
         (f"{own}:with_default", "1", {"level": 0.5}),
         (f"0.5*math + 0.5*{own}:given", "1", {}),
     ]
-    check_functions(
-        [f"{own}:waits", f"1*{own}:prints + 2*{own}:waits_for"],
-        [("math", "0.1", FIELDS), *rows],
-        RewardSettings(),
-    )
+    check_functions([f"{own}:waits", f"1*{own}:prints + 2*{own}:waits_for"], rows, RewardSettings())
     check_functions(["math", "0.5*exact + 0.5*gsm8k"], [], RewardSettings())
     names = ("waits", "prints", "waits_for", "with_default", "given")
-    assert sorted(tried) == sorted(f"{own}:{name}" for name in names), "each once, and no built-in verifier"
+    assert sorted(calls) == sorted(f"{own}:{name}" for name in names)
 
 
 @pytest.mark.parametrize(
-    "name, answer, reason",
-    [(*row[:2], re.escape(row[2])) for row in BROKEN if row[0] not in ("coroutine", "OWN.f", "colours")]
-    + [("hangs", "", "killed after the limit of 0.5 s"), ("leaves", "", "died with exit status 0")],
+    "name, answer", [("given", "1.001"), ("raises", ""), ("wait", ""), ("with_missing", ""), ("leaves", "")]
 )
-def test_a_function_that_does_not_work_is_named_before_a_run(name, answer, reason, own):
-    kind, settings = f"0.5*exact + 0.5*{own}:{name}", RewardSettings(timeout_s=0.5 if name == "hangs" else 60)
-    with pytest.raises(ValueError, match=reason) as error:
-        check_functions([], [("exact", "1", {}), (kind, answer, FIELDS)], settings)
-    text = str(error.value)
-    assert (
-        text.startswith(f"reward function {own}:{name}: ")
-        and "\n" not in text
-        and repr(answer[:9])[1:9] in text
-    )
+def test_a_function_that_does_not_work_is_named_before_a_run(name, answer, own):
+    rows = [("exact", "1", {}), (f"0.5*exact + 0.5*{own}:{name}", answer, FIELDS)]
+    with pytest.raises(ValueError, match=f"own_rewards.py:{name}") as error:
+        check_functions([], rows, RewardSettings())
+    assert "\n" not in str(error.value)
 
 
 def test_a_column_that_some_rows_lack_is_named_before_a_run(own):
     kind = f"{own}:waits_for"
     rows = [(kind, "1", {"prompt": "one", "level": 0.5}), ("exact", "1", {}), (kind, "1", {"prompt": "two"})]
-    with pytest.raises(
-        ValueError, match="own_rewards.py:waits_for: its parameter level .* prompt 3 of 3, 'two'"
-    ):
+    with pytest.raises(ValueError, match="level .* prompt 3 of 3"):
         check_functions([], rows, RewardSettings())
     with pytest.raises(ValueError, match="no prompts"):
         check_functions([kind], [], RewardSettings())
-    with pytest.raises(ValueError, match="reward.env: ABSENT"):
+    with pytest.raises(ValueError, match="reward.env"):
         check_functions([], rows[:2], RewardSettings(env=["ABSENT"]))
 
 
 # ---- order, backlog, decoding ------------------------------------------------------------------------------
 
 
-def test_rules_do_not_wait_for_slow_items_that_came_before(own):
-    """One worker is busy with the first slow item; then the rules are due, and the other slow items last."""
+def test_rules_overtake_slow_items(own):
+    """The first slow item occupies the only worker; after this item the rules go first."""
     with RewardPool(1, timeout_s=10.0) as pool:
         for key in range(3):
             pool.submit(("slow", key), "own_rewards:sleeps", "0.2", "")
@@ -584,74 +506,69 @@ def test_rules_do_not_wait_for_slow_items_that_came_before(own):
             order += [k for k, v in pool._verdicts.items() if v is not None and k not in order]
         order += [k for k in pool._verdicts if k not in order]
         assert set(pool.collect().values()) == {OK}
-    first_slow, second_slow = order.index(("slow", 0)), order.index(("slow", 1))
-    rules = [order.index(("rule", key)) for key in range(40)]
-    assert first_slow < min(rules) < max(rules) < second_slow < order.index(("slow", 2))
+    assert order[0] == ("slow", 0) and {kind for kind, _ in order[1:41]} == {"rule"}
 
 
-def test_a_full_backlog_makes_submit_wait_and_is_never_exceeded(own):
+def test_a_full_backlog_makes_submit_wait(own):
     with RewardPool(1, timeout_s=10.0, max_backlog=3) as pool:
         pool.submit("warm", "own_rewards:sleeps", "0", "")
         pool.collect()
-        start, outstanding = time.monotonic(), []
+        start = time.monotonic()
+        sizes = []
         for key in range(9):
             pool.submit(key, "own_rewards:sleeps", "0.05", "")
-            outstanding.append(sum(verdict is None for verdict in pool._verdicts.values()))
-        waited = time.monotonic() - start
+            sizes.append(sum(verdict is None for verdict in pool._verdicts.values()))
+        seconds = time.monotonic() - start
         assert len(pool.collect()) == 9
-    assert max(outstanding) == 3, "it is used, and never exceeded"
-    assert waited >= 6 * 0.05, "six had to be finished before the ninth was taken"
+    assert max(sizes) == 3
+    assert seconds >= 6 * 0.05, "the pool accepts the ninth item after the sixth verdict"
 
 
-def test_latencies_are_of_every_item_from_submit_to_verdict(own):
-    """In order of the verdicts; an item behind another waits for it too."""
+def test_a_latency_is_the_time_from_submit_to_verdict(own):
+    """Latencies are in the order of the verdicts, and include the time behind another item."""
     start = time.monotonic()
     with RewardPool(1, timeout_s=10.0) as pool:
         for key in range(3):
             pool.submit(key, "own_rewards:sleeps", "0.1", "")
         pool.submit("rule", "exact", "a", "a")
         pool.collect()
-        wall, latencies = time.monotonic() - start, pool.latencies
-    assert len(latencies) == 4
-    first, rule, second, third = latencies
-    assert 0.1 <= first and second >= 0.2 and third >= 0.3
+        wall = time.monotonic() - start
+        first, rule, second, third = pool.latencies
+    assert first >= 0.1 and second >= 0.2 and third >= 0.3
     assert first <= second <= third <= wall and 0 < rule <= wall
 
 
 def byte_level_tokenizer():
-    """A BPE over bytes, so that a token may be part of a character."""
+    """Train a BPE tokenizer over bytes, so that a token may be a part of a character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     rng = random.Random(0)
-    texts = [
-        "".join(chr(rng.choice([97, 98, 32, 0xE9, 0x4E2D, 0x1F600])) for _ in range(40)) for _ in range(50)
-    ]
+    alphabet = [97, 98, 32, 0xE9, 0x4E2D, 0x1F600]
+    texts = ["".join(chr(rng.choice(alphabet)) for _ in range(40)) for _ in range(50)]
     inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
-    )
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<eos>"],
+        show_progress=False,
+    )  # fmt: skip
     inner.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
 
 
 @pytest.mark.parametrize("make", [build_tokenizer, byte_level_tokenizer])
 def test_workers_decode_tokens_as_the_tokenizer_does(make, own):
-    """Random ids, special ones and parts of characters among them, are scored by equality with the text."""
-    tokenizer, rng = make(), random.Random(1)
+    """Random ids, including special tokens and parts of characters, are compared with the decoded text."""
+    tokenizer = make()
+    rng = random.Random(1)
     ids = [[rng.randrange(len(tokenizer)) for _ in range(rng.randint(0, 12))] for _ in range(150)]
     ids += [[tokenizer.eos_token_id], [*ids[0], tokenizer.eos_token_id]]
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
     if make is byte_level_tokenizer:
-        assert sum("\ufffd" in text for text in texts) > 20, "parts of characters"
+        assert sum("\ufffd" in text for text in texts) > 20, "the test needs parts of characters"
     items = [("own_rewards:equal", row, text) for row, text in zip(ids, texts)]
-    of_ids = [("exact", row, "abc") for row in ids]
-    of_texts = [("exact", text, "abc") for text in texts]
-    verdicts = scored(*items, *of_ids, *of_texts, tokenizer=decoder_json(tokenizer))
-    assert verdicts[: len(ids)] == [OK] * len(ids)
-    assert verdicts[len(ids) : 2 * len(ids)] == verdicts[2 * len(ids) :]
+    assert scored(*items, tokenizer=decoder_json(tokenizer)) == [OK] * len(ids)
 
 
 def test_token_ids_need_a_tokenizer():

@@ -5,16 +5,18 @@ import re
 
 import pytest
 import torch
+from engines import assert_samples_are_the_trainers, logprob_distance, save_model, token_ids, trained
 
+from batch import Request
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
-from moe_model import hf_tensors, pack, save_hf
-from rollout import Request, RolloutEngine, RolloutSettings, set_vllm_environment, stops_of
+from moe_model import hf_tensors
+from rollout import RolloutEngine, set_vllm_environment, stops_of
+from settings import RolloutSettings
 from tests import preloaded
 
 pytestmark = pytest.mark.slow
-PROMPTS = [
-    problem(a, b, 3, 5)["prompt"] for a, b in ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))
-]
+NUMBERS = ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))
+PROMPTS = [problem(a, b, 3, 5)["prompt"] for a, b in NUMBERS]
 
 
 @pytest.fixture(scope="module")
@@ -22,101 +24,84 @@ def tokenizer():
     return build_tokenizer()
 
 
-@pytest.fixture(scope="module")
-def folder(tokenizer, tmp_path_factory):
-    """Save a tiny random MoE in Hugging Face format: two layers, eight experts, tied head."""
-    folder = tmp_path_factory.mktemp("model")
-    save_hf(build_policy(Recipe(initializer_range=0.2), len(tokenizer)), folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def policy(folder, tokenizer):
+@pytest.fixture
+def policy(tokenizer):
+    """Make a tiny random MoE: two layers, eight experts, tied head."""
     return build_policy(Recipe(initializer_range=0.2), len(tokenizer))
 
 
-def make_engine(folder, dtype, **settings):
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    policy = build_policy(Recipe(initializer_range=0.2), len(tokenizer))
+    return save_model(policy, tmp_path_factory.mktemp("model"))
+
+
+def make_engine(folder, dtype="float32", **settings):
     settings = RolloutSettings(max_num_seqs=64, dtype=dtype, kv_cache_gib=0.25, **settings)
     return RolloutEngine(folder, 64, settings)
 
 
 @pytest.fixture(scope="module")
-def engine(folder):
-    return make_engine(folder, "float32")
+def shared_engine(folder):
+    return make_engine(folder)
+
+
+@pytest.fixture
+def engine(shared_engine, policy):
+    """Return the engine of this file with the weights of `policy`, at version 0."""
+    shared_engine.sync(hf_tensors(policy), 0)
+    return shared_engine
 
 
 def requests_for(tokenizer, temperature=1.0, per_prompt=4, max_new_tokens=12):
-    ids = tokenizer(PROMPTS)["input_ids"]
-    return [
-        Request(p, 1000 * i + k, temperature, max_new_tokens)
-        for i, p in enumerate(ids)
-        for k in range(per_prompt)
-    ]
+    prompts = [ids for ids in tokenizer(PROMPTS)["input_ids"] for _ in range(per_prompt)]
+    return [Request(ids, seed, temperature, max_new_tokens) for seed, ids in enumerate(prompts)]
 
 
-def dlogp(policy, requests, completions) -> torch.Tensor:
-    """Return |log-probability by the policy - by the engine| of every sampled token."""
-    packed = pack([r.prompt_ids for r in requests], [c.token_ids for c in completions], "cpu")
-    with torch.no_grad():
-        logprobs, _, _ = policy(packed, temperature=requests[0].temperature)
-    return (logprobs - torch.tensor([x for c in completions for x in c.logprobs])).abs()
-
-
-def change(policy, part: str, seed: int = 0) -> None:
-    """Move one kind of parameter far enough that an engine with the old one is off by much more than
-    rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if part in name:
-                parameter.add_(
-                    torch.randn(parameter.shape, generator=generator) * parameter.std().clamp(min=0.3)
-                )
-
-
-def test_export_and_sync_give_the_text_that_transformers_gives(folder, policy, engine, tokenizer):
+def test_an_export_and_a_sync_give_the_text_that_transformers_gives(folder, engine, tokenizer):
     from transformers import Qwen3MoeForCausalLM
     from vllm import LLM, SamplingParams
 
     reference = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = tokenizer(PROMPTS)["input_ids"]
+    prompts = tokenizer(PROMPTS)["input_ids"]
     expected = []
-    for prompt in ids:
-        out = reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
-        expected.append(out[0, len(prompt) :].tolist())
+    for ids in prompts:
+        out = reference.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        expected.append(out[0, len(ids) :].tolist())
     set_vllm_environment(on_gpu=False)
     from_disk = LLM(
         str(folder), dtype="float32", max_model_len=64, enforce_eager=True, kv_cache_memory_bytes=2**28,
         use_tqdm_on_load=False,
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=12)
-    outputs = from_disk.generate([{"prompt_token_ids": p} for p in ids], greedy, use_tqdm=False)
-    assert [list(o.outputs[0].token_ids) for o in outputs] == expected
-    engine.sync(hf_tensors(policy), 0)
+    outputs = from_disk.generate([{"prompt_token_ids": ids} for ids in prompts], greedy, use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
     completions = engine.generate(requests_for(tokenizer, temperature=0.0, per_prompt=1), 0)
-    assert [c.token_ids for c in completions] == expected
+    assert token_ids(completions) == expected
 
 
 @pytest.mark.parametrize(
     "part", ["experts.down_proj", "experts.gate_up_proj", "gate.weight", "embed", "q_proj", "norm"]
 )
-def test_sync_carries_every_kind_of_parameter(part, policy, engine, tokenizer):
-    engine.sync(hf_tensors(policy), 1)
+def test_a_sync_carries_every_kind_of_parameter(part, policy, engine, tokenizer):
     requests = requests_for(tokenizer)
-    change(policy, part)
-    stale = dlogp(policy, requests, engine.generate(requests, 1))
-    assert stale.max() > 1e-2, "the change is too small to tell a stale engine from a fresh one"
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if part in name:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * parameter.std().clamp(min=0.3))
+    stale = engine.generate(requests, 0)
+    logprobs, _ = trained(policy, requests, stale)
+    assert logprob_distance(logprobs, stale).max() > 1e-2, "the change is too small to show a stale engine"
     for version in (2, 3):  # a second sync of the same weights must not drift
         engine.sync(hf_tensors(policy), version)
-        fresh = dlogp(policy, requests, engine.generate(requests, version))
-        assert fresh.max() < 1e-4  # float32 rounding through two layers; measured 1e-5
+        assert_samples_are_the_trainers(policy, requests, engine.generate(requests, version))
 
 
 def test_logprobs_are_those_of_the_sampling_temperature(policy, engine, tokenizer):
-    engine.sync(hf_tensors(policy), 4)
     requests = requests_for(tokenizer, temperature=0.7)
-    assert dlogp(policy, requests, engine.generate(requests, 4)).max() < 1e-4
+    assert_samples_are_the_trainers(policy, requests, engine.generate(requests, 0))
 
 
 def test_a_bfloat16_engine_stays_near_the_float32_policy(folder, tokenizer):
@@ -124,39 +109,30 @@ def test_a_bfloat16_engine_stays_near_the_float32_policy(folder, tokenizer):
     engine = make_engine(folder, "bfloat16")
     engine.sync(hf_tensors(policy), 0)
     requests = requests_for(tokenizer)
-    difference = dlogp(policy, requests, engine.generate(requests, 0))
-    assert 0 < difference.mean() < 0.05
+    completions = engine.generate(requests, 0)
+    logprobs, _ = trained(policy, requests, completions)
+    assert 0 < logprob_distance(logprobs, completions).mean() < 0.05
 
 
-def test_a_sample_depends_on_its_seed_and_not_on_the_batch(policy, engine, tokenizer):
-    engine.sync(hf_tensors(policy), 5)
+def test_a_sample_depends_on_its_seed_and_not_on_the_batch(engine, tokenizer):
     requests = requests_for(tokenizer)
-    together = engine.generate(requests, 5)
-    reversed_order = engine.generate(requests[::-1], 5)[::-1]
-    alone = [engine.generate([request], 5)[0] for request in requests[:4]]
-    assert [c.token_ids for c in together] == [c.token_ids for c in reversed_order]
-    assert [c.token_ids for c in together[:4]] == [c.token_ids for c in alone]
-    assert len({tuple(c.token_ids) for c in together[:4]}) > 1, "siblings with different seeds should differ"
+    together = token_ids(engine.generate(requests, 0))
+    assert together[:4] == [engine.generate([request], 0)[0].token_ids for request in requests[:4]]
+    assert len(set(map(tuple, together[:4]))) > 1, "completions of a prompt with other seeds should differ"
 
 
-def test_completions_end_at_eos_or_at_the_limit_and_are_reported_as_they_end(policy, engine, tokenizer):
-    engine.sync(hf_tensors(policy), 6)
+def test_completions_end_at_eos_or_at_the_limit_and_are_reported_as_they_end(engine, tokenizer):
     requests = requests_for(tokenizer, per_prompt=10, max_new_tokens=40)
     order = []
-    completions = engine.generate(
-        requests, 6, lambda index, completion: order.append((index, len(completion.token_ids)))
-    )
+    record = lambda index, completion: order.append((index, len(completion.token_ids)))
+    completions = engine.generate(requests, 0, record)
     assert sorted(index for index, _ in order) == list(range(len(requests)))
     assert [length for _, length in order] == sorted(length for _, length in order), "the shortest ends first"
-    reasons = {c.finish_reason for c in completions}
-    assert reasons == {"stop", "length"}, "the test needs both kinds"
+    assert {c.finish_reason for c in completions} == {"stop", "length"}, "the test needs both kinds"
     for completion in completions:
         assert len(completion.logprobs) == len(completion.token_ids) <= 40
-        ended = completion.token_ids[-1] == tokenizer.eos_token_id
-        assert (
-            ended == (completion.finish_reason == "stop")
-            and tokenizer.eos_token_id not in completion.token_ids[:-1]
-        )
+        ends = [token == tokenizer.eos_token_id for token in completion.token_ids]
+        assert ends[-1] == (completion.finish_reason == "stop") and not any(ends[:-1])
 
 
 def drop(named, part):
@@ -176,113 +152,83 @@ def wrong_shape(named):
 
 
 @pytest.mark.parametrize(
-    ("faulty", "named_in_message"),
+    ("faulty", "keyword"),
     [
         (lambda named: drop(named, "layers.1.mlp.experts.down_proj"), "layers.1.mlp.experts.w2_weight"),
         (lambda named: drop(named, "layers.0.self_attn.q_norm"), "layers.0.self_attn.q_norm"),
-        (half_of_the_experts, "holds 4 experts, the model has 8"),
+        (half_of_the_experts, "4 experts"),
         (misnamed, "router"),
         (wrong_shape, "layers.0.self_attn.k_proj"),
     ],
-    ids=["without an expert tensor", "without a norm", "half of the experts", "misnamed", "wrong shape"],
+    ids=["expert tensor missing", "norm missing", "half of the experts", "misnamed", "wrong shape"],
 )
-def test_a_faulty_sync_is_an_error_and_the_engine_refuses_to_sample(
-    faulty, named_in_message, policy, folder, tokenizer, monkeypatch
-):
-    """A failed reload leaves an engine that nothing should use, nor the tables of rotations that vLLM shares
-    among the engines of a process."""
+def test_after_a_faulty_sync_the_engine_refuses_to_sample(faulty, keyword, policy, folder, monkeypatch):
+    """A failed reload spoils the engine, and the tables of rotations that vLLM shares among engines."""
     monkeypatch.setattr("vllm.model_executor.layers.rotary_embedding._ROPE_DICT", {})
-    engine = make_engine(folder, "float32")
-    with pytest.raises(RuntimeError, match="weight sync") as caught:
+    engine = make_engine(folder)
+    with pytest.raises(RuntimeError, match=keyword):
         engine.sync(faulty(hf_tensors(policy)), 7)
-    assert named_in_message in str(caught.value)
-    with pytest.raises(RuntimeError, match="sync was skipped"):
-        engine.generate(requests_for(tokenizer), 7)
+    with pytest.raises(RuntimeError, match="sync"):
+        engine.generate([], 7)
 
 
-def test_a_skipped_sync_is_an_error(policy, engine, tokenizer):
-    engine.sync(hf_tensors(policy), 8)
-    with pytest.raises(RuntimeError, match="after update 8, the policy is at 9"):
-        engine.generate(requests_for(tokenizer), 9)
+def test_a_skipped_sync_is_an_error(engine):
+    with pytest.raises(RuntimeError, match="sync"):
+        engine.generate([], 1)
 
 
 def test_sleep_without_a_gpu_is_refused(folder):
     with pytest.raises(ValueError, match="rollout.sleep_level"):
-        make_engine(folder, "float32", sleep_level=2)
+        make_engine(folder, sleep_level=2)
 
 
-def test_an_engine_that_dies_while_sampling_is_one_clear_error_and_is_not_used_again(
-    policy, engine, tokenizer, monkeypatch
-):
-    def die():
-        raise AssertionError("engine core died")
-
-    engine.sync(hf_tensors(policy), 10)
-    requests = requests_for(tokenizer, per_prompt=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.engine, "step", die)
-        with pytest.raises(RuntimeError, match="failed while sampling: AssertionError: engine core died"):
-            engine.generate(requests, 10)
-    with pytest.raises(RuntimeError, match="sync was skipped"):
-        engine.generate(requests, 10)
-    while engine.engine.has_unfinished_requests():  # the engine is shared by the tests of this file
-        engine.engine.step()
-
-
-def shared_engine(folder, mode) -> list[dict]:
-    """Return what shared_engine_worker.py prints, by rank."""
+def results_of_two_ranks(folder, mode) -> list[dict]:
+    """Return the lines of shared_engine_worker.py by rank."""
     done = preloaded.run(2, "tests/shared_engine_worker.py", folder, mode)
-    found = [json.loads(text) for text in re.findall(r"RESULT(\{.*?\})(?=RESULT|\s)", done.stdout + "\n")]
-    assert len(found) == 2, done.stderr[-3000:]
-    return sorted(found, key=lambda result: result["rank"])
+    lines = re.findall(r"RESULT(\{.*?\})(?=RESULT|\s)", done.stdout + "\n")
+    assert len(lines) == 2, done.stderr[-3000:]
+    return sorted(map(json.loads, lines), key=lambda result: result["rank"])
 
 
 def test_two_ranks_share_an_engine_and_each_gets_its_own_completions(folder):
-    first, second = shared_engine(folder, "tensor")
-    assert (first["seen"], second["seen"]) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
-    assert [len(r["tokens"]) for r in (first, second)] == [4, 5] and first["tokens"] != second["tokens"][:4]
-    for result in (first, second):
-        assert result["largest_dlogp"] < 1e-4 and result["same_routes"]
+    first, second = results_of_two_ranks(folder, "tensor")
+    assert (first["reported"], second["reported"]) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+    assert len(first["tokens"]) == 4 and first["tokens"] != second["tokens"][:4]
 
 
 def test_a_rank_feeds_its_own_experts_to_its_part_of_the_engine(folder):
-    """Each rank sends what it holds and nothing is gathered; the engine holds exactly that."""
-    for rank, result in enumerate(shared_engine(folder, "expert")):
+    """Each rank sends its own parameters, without a gather, and its engine holds exactly these."""
+    for rank, result in enumerate(results_of_two_ranks(folder, "expert")):
         assert result["num_bytes"] == result["parameter_bytes"]
         assert f"model.layers.1.mlp.experts.{4 * rank}.down_proj.weight" in result["error"]
 
 
-def test_all_places_that_name_an_end_of_sequence_count(tmp_path, tokenizer):
+def test_every_file_that_names_an_end_of_sequence_counts(tmp_path, tokenizer):
     (tmp_path / "config.json").write_text('{"eos_token_id": 4}')
     assert stops_of(tmp_path, tokenizer) == ([tokenizer.eos_token_id, 4], [])
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 4]}')
-    assert stops_of(tmp_path, tokenizer) == ([tokenizer.eos_token_id, 4, 9], [])
-    found = stops_of(tmp_path, tokenizer, ["7", "12", 3, "<pad>"])
-    assert found == ([tokenizer.eos_token_id, 4, 9, 3, tokenizer.pad_token_id], ["7", "12"])
-    with pytest.raises(ValueError, match="rollout.stop: 4000 is no token id"):
+    stops = stops_of(tmp_path, tokenizer, ["7", "12", 3, "<pad>"])
+    assert stops == ([tokenizer.eos_token_id, 4, 9, 3, tokenizer.pad_token_id], ["7", "12"])
+    with pytest.raises(ValueError, match="rollout.stop"):
         stops_of(tmp_path, tokenizer, [4000])
 
 
-def test_completions_end_at_the_stops_of_the_settings(folder, policy, engine, tokenizer):
-    """The same seeds, with and without stops: a completion is the other one up to the first stop."""
-    engine.sync(hf_tensors(policy), 0)
+def test_completions_end_at_the_stops_of_the_settings(folder, engine, tokenizer, monkeypatch):
+    """With the same seeds, a completion with stops is the completion without stops, cut at the first stop."""
     requests = requests_for(tokenizer, max_new_tokens=30)
     plain = engine.generate(requests, 0)
     texts = [tokenizer.decode(c.token_ids) for c in plain]
     stop_text = next(text[i : i + 2] for text in texts for i in range(5, 9) if "<" not in text[i : i + 2])
     stop_token = next(c for c in plain if len(c.token_ids) > 7).token_ids[7]
-    try:
-        stops = [stop_text, stop_token]
-        engine.stop_ids, engine.stop_texts = stops_of(folder, tokenizer, stops)
-        stopped = engine.generate(requests, 0)
-    finally:
-        engine.stop_ids, engine.stop_texts = stops_of(folder, tokenizer)
-    num_shorter = 0
-    for before, after in zip(plain, stopped):
-        assert before.token_ids[: len(after.token_ids)] == after.token_ids
-        ends = [n for n in range(1, len(before.token_ids) + 1) if before.token_ids[n - 1] == stop_token
-                or tokenizer.decode(before.token_ids[:n]).endswith(stop_text)]  # fmt: skip
-        assert len(after.token_ids) == min([*ends, len(before.token_ids)])
-        assert len(after.logprobs) == len(after.token_ids)
-        num_shorter += len(after.token_ids) < len(before.token_ids)
-    assert num_shorter > 0
+    stop_ids, stop_texts = stops_of(folder, tokenizer, [stop_text, stop_token])
+    monkeypatch.setattr(engine, "stop_ids", stop_ids)
+    monkeypatch.setattr(engine, "stop_texts", stop_texts)
+    expected = []
+    for completion in plain:
+        ids = completion.token_ids
+        prefixes = [ids[:n] for n in range(1, len(ids) + 1)]
+        ends = [p[-1] == stop_token or tokenizer.decode(p).endswith(stop_text) for p in prefixes]
+        expected.append(prefixes[ends.index(True)] if any(ends) else ids)
+    stopped = engine.generate(requests, 0)
+    assert token_ids(stopped) == expected != token_ids(plain)
+    assert [len(completion.logprobs) for completion in stopped] == list(map(len, expected))

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 from conftest import ROOT
+from scipy.stats import ttest_ind
 
 from experiments import report, run
 from runtime.config import flat_settings
@@ -115,19 +116,6 @@ def error_of(*options: object, capsys) -> str:
 
 
 # ---- the table against loops -------------------------------------------------------------------------------
-def welch_by_hand(a: list[float], b: list[float]) -> float:
-    """Welch's statistic and degrees of freedom by the textbook; the tail by Simpson's rule."""
-    var_a = statistics.variance(a) / len(a)
-    var_b = statistics.variance(b) / len(b)
-    t = abs(statistics.fmean(a) - statistics.fmean(b)) / math.sqrt(var_a + var_b)
-    df = (var_a + var_b) ** 2 / (var_a**2 / (len(a) - 1) + var_b**2 / (len(b) - 1))
-    scale = math.exp(math.lgamma((df + 1) / 2) - math.lgamma(df / 2)) / math.sqrt(df * math.pi)
-    n = 20_000
-    integral = 0.0
-    for i in range(n + 1):
-        weight = 1 if i in (0, n) else 4 if i % 2 else 2
-        integral += weight * scale * (1 + (t * i / n) ** 2 / df) ** (-(df + 1) / 2)
-    return 1 - 2 * integral * t / n / 3
 
 
 def crossing_by_hand(tokens: list[float], values: list[float], target: float) -> float | None:
@@ -140,15 +128,6 @@ def crossing_by_hand(tokens: list[float], values: list[float], target: float) ->
     return None
 
 
-def value_by_hand(tokens: list[float], values: list[float], at: float) -> float:
-    for i in range(1, len(tokens)):
-        if tokens[i - 1] <= at <= tokens[i]:
-            return values[i - 1] + (values[i] - values[i - 1]) * (at - tokens[i - 1]) / (
-                tokens[i] - tokens[i - 1]
-            )
-    raise AssertionError("outside the curve")
-
-
 @pytest.fixture
 def random_table(tmp_path) -> tuple[Path, dict[str, list[list[dict]]]]:
     """Write three rows of 5, 5 and 3 runs with uneven tokens; return the folder and the logs."""
@@ -157,26 +136,22 @@ def random_table(tmp_path) -> tuple[Path, dict[str, list[list[dict]]]]:
     logs = {}
     for row, num_runs, level in (("grpo", 5, 0.5), ("espo", 5, 0.65), ("gspo", 3, 0.5)):
         for seed in range(num_runs):
-            rise = [level * (i / 8) + generator.uniform(-0.05, 0.05) for i in range(9)]
+            curve = [0.2 + level * (i / 8) + generator.uniform(-0.05, 0.05) for i in range(9)]
             folder = write_run(
-                root, row, seed, [round(0.2 + x, 5) for x in rise],
+                root, row, seed, curve,
                 tokens=lambda step: generator.randint(80, 120),
                 gradient_tokens_total=lambda step: float(generator.randint(20, 60)),
-                seconds_per_step=lambda step: round(generator.uniform(0.1, 0.3), 5),
-                inversion_frac=lambda step: round(generator.uniform(0.0, 0.3), 5),
+                seconds_per_step=lambda step: generator.uniform(0.1, 0.3),
+                inversion_frac=lambda step: generator.uniform(0.0, 0.3),
             )  # fmt: skip
             logs.setdefault(row, []).append(read_log(folder))
     return root, logs
 
 
 def mean_curve(curves: list[tuple[list, list]]) -> tuple[list, list]:
-    """Mean over runs at every evaluation of any run; a run that ended early keeps the last value."""
+    """Return the mean at every evaluation of any run; a run that ended early keeps the last value."""
     tokens = sorted({t for points, _ in curves for t in points})
-    means = []
-    for t in tokens:
-        values = [ys[-1] if t >= xs[-1] else value_by_hand(xs, ys, t) for xs, ys in curves]
-        means.append(statistics.fmean(values))
-    return tokens, means
+    return tokens, [statistics.fmean(np.interp(t, *curve) for curve in curves) for t in tokens]
 
 
 def close(value):
@@ -190,7 +165,6 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
     finals = {}
     curves = {}
     timed = {}
-    totals = []
     for row, runs in logs.items():
         curves[row] = []
         timed[row] = []
@@ -200,43 +174,40 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
             seconds = [sum(r["seconds_per_step"] for r in log[: log.index(e)] if not is_evaluation(r))
                        for e in log if is_evaluation(e)]  # fmt: skip
             timed[row].append((seconds, curves[row][-1][1]))
-            totals.append(points[-1][0])
         finals[row] = [values[-1] for _, values in curves[row]]
+    equal_tokens = min(tokens[-1] for runs in curves.values() for tokens, _ in runs)
     target = statistics.fmean(finals["grpo"])
-    p = {row: welch_by_hand(finals[row], finals["grpo"]) for row in ("espo", "gspo")}
+    p = {row: ttest_ind(finals[row], finals["grpo"], equal_var=False).pvalue for row in ("espo", "gspo")}
     low, high = sorted(p, key=p.get)
     p_holm = {low: min(1, 2 * p[low]), high: max(min(1, 2 * p[low]), p[high])}
-    assert f"at {min(totals):,} tokens" in printed
-    assert f"parent grpo of grpo, espo, gspo: target {target:.4f}" in printed
+    assert f"at {equal_tokens:,} tokens" in printed
     for entry in table:
         row = entry["row"]
         final = finals[row]
         half = T_975[len(final) - 1] * statistics.stdev(final) / math.sqrt(len(final))
-        assert (entry["n"], entry["parent"]) == (len(final), "grpo")
-        assert entry["mean"] == close(statistics.fmean(final))
-        assert entry["interval"] == [close(entry["mean"] - half), close(entry["mean"] + half)]
-        assert entry["p_value"] == (None if row == "grpo" else pytest.approx(p[row], abs=1e-9))
-        assert entry["p_value_holm"] == (None if row == "grpo" else pytest.approx(p_holm[row], abs=1e-9))
-        assert entry["tokens_to_target"] == close(crossing_by_hand(*mean_curve(curves[row]), target))
-        assert entry["seconds_to_target"] == close(crossing_by_hand(*mean_curve(timed[row]), target))
-        if row == "grpo":
-            assert entry["speedup"] is entry["speedup_interval"] is None
-        else:
-            needed = [crossing_by_hand(*mean_curve(curves[name]), target) for name in ("grpo", row)]
-            assert entry["speedup"] == close(None if None in needed else needed[0] / needed[1])
-            if entry["speedup_interval"]:
-                low_ratio, high_ratio = entry["speedup_interval"]
-                assert low_ratio <= entry["speedup"] <= high_ratio
-        equal = [value_by_hand(*curve, min(totals)) for curve in curves[row]]
-        assert entry["mean_at_equal_tokens"] == close(statistics.fmean(equal))
         steps = [[r for r in log if not is_evaluation(r)] for log in logs[row]]
-        shares = [sum(r["gradient_tokens_total"] for r in log) / sum(r["tokens_total"] for r in log)
-                  for log in steps]  # fmt: skip
-        assert entry["gradient_token_share"] == close(statistics.fmean(shares))
-        seconds = [sum(r["seconds_per_step"] for r in log) for log in steps]
-        assert entry["seconds"] == close(statistics.fmean(seconds))
-        inverted = [statistics.fmean(r["inversion_frac"] for r in log) for log in steps]
-        assert entry["inversion_rate"] == close(statistics.fmean(inverted))
+        expected = {
+            "n": len(final), "mean": statistics.fmean(final),
+            "p_value": p.get(row), "p_value_holm": p_holm.get(row),
+            "tokens_to_target": crossing_by_hand(*mean_curve(curves[row]), target),
+            "seconds_to_target": crossing_by_hand(*mean_curve(timed[row]), target),
+            "mean_at_equal_tokens": statistics.fmean(np.interp(equal_tokens, *run) for run in curves[row]),
+            "gradient_token_share": statistics.fmean(
+                sum(r["gradient_tokens_total"] for r in log) / sum(r["tokens_total"] for r in log)
+                for log in steps),
+            "seconds": statistics.fmean(sum(r["seconds_per_step"] for r in log) for log in steps),
+            "inversion_rate": statistics.fmean(
+                statistics.fmean(r["inversion_frac"] for r in log) for log in steps),
+        }  # fmt: skip
+        needed = [crossing_by_hand(*mean_curve(curves[name]), target) for name in ("grpo", row)]
+        expected["speedup"] = None if row == "grpo" or None in needed else needed[0] / needed[1]
+        for name, value in expected.items():
+            assert entry[name] == close(value), name
+        assert entry["interval"] == pytest.approx([entry["mean"] - half, entry["mean"] + half], rel=1e-9)
+        assert entry["parent"] == "grpo"
+        if entry["speedup_interval"]:
+            low_ratio, high_ratio = entry["speedup_interval"]
+            assert low_ratio <= entry["speedup"] <= high_ratio
         line = cells(printed)[row]  # as text; --check compares the form of every cell with the docs
         assert (line[1], line[2], line[12]) == (
             str(len(final)), f"{entry['mean']:.4f}", f"{entry['seconds']:.1f}"
@@ -246,26 +217,19 @@ def test_every_figure_agrees_with_loops_over_the_logs(random_table, capsys):
 def test_welch_holm_and_the_interval_by_hand():
     a = [27.5, 21.0, 19.0, 23.6, 17.0, 17.9, 16.9, 20.1, 21.9, 22.6, 23.1, 19.6, 19.0, 21.7, 21.4]
     b = [27.1, 22.0, 20.8, 23.4, 23.4, 23.5, 25.8, 22.0, 24.8, 20.2, 21.9, 22.1, 22.9, 20.5, 24.4]
-    p = report.welch_p(np.array(a), np.array(b))
-    assert p == pytest.approx(0.021, abs=5e-4), "a published example"
-    assert p == pytest.approx(welch_by_hand(a, b), abs=1e-9)
+    assert report.welch_p(np.array(a), np.array(b)) == pytest.approx(0.021, abs=5e-4), "a published example"
     assert report.welch_p(np.array([1.0]), np.array(b)) is None
     assert report.welch_p(np.array([0.1] * 3), np.array([0.3] * 3)) is None, "two constant rows"
     assert report.holm([0.01, None, 0.04, 0.03, 0.005]) == pytest.approx([0.03, None, 0.06, 0.06, 0.02])
     assert report.holm([0.6, 0.5]) == [1.0, 1.0]
-    low, high = report.t_interval(np.array([1.0, 3.0]))
-    assert (low, high) == (pytest.approx(2 - T_975[1]), pytest.approx(2 + T_975[1]))  # s / sqrt(n) = 1
     assert report.t_interval(np.array([1.0])) is None
 
 
-@pytest.mark.parametrize(
-    ("target", "tokens"),
-    [(0.2, 0), (0.1, 0), (0.3, 100), (0.4, 200), (0.5, 1600 / 3), (0.6, 600), (0.61, None)],
-)
+@pytest.mark.parametrize(("target", "tokens"), [(0.1, 0), (0.2, 0), (0.4, 200), (0.5, 1600 / 3), (0.6, 600)])
 def test_the_first_crossing_of_a_curve_that_falls_again(target, tokens, tmp_path, capsys):
     write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.4, 0.3, 0.6])  # at 0, 200, 400, 600 tokens
     ((entry,), _) = make(tmp_path / "runs", "--parent", "grpo", "--target", target, capsys=capsys)
-    assert entry["tokens_to_target"] == (None if tokens is None else pytest.approx(tokens))
+    assert entry["tokens_to_target"] == pytest.approx(tokens)
 
 
 def test_the_target_is_crossed_by_the_mean_curve(tmp_path, capsys):
@@ -287,33 +251,14 @@ def test_the_target_is_crossed_by_the_mean_curve(tmp_path, capsys):
     assert entries["good"]["speedup_interval"] == [pytest.approx(1.5), pytest.approx(3.0)]
 
 
-def test_equal_tokens_are_the_most_that_the_shortest_run_has(tmp_path, capsys):
-    write_run(tmp_path / "runs", "grpo", 0, [0.0, 0.2, 0.8], tokens=100)  # at 0, 200, 400
-    write_run(tmp_path / "runs", "lean", 0, [0.0, 0.4, 0.8], tokens=75)  # at 0, 150, 300
-    table, printed = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
-    assert "at 300 tokens" in printed
-    assert [entry["mean_at_equal_tokens"] for entry in table] == [pytest.approx(0.5), pytest.approx(0.8)]
-
-
-def test_one_seed_has_no_interval_and_no_p(tmp_path, capsys):
-    for row in ("grpo", "espo"):
-        write_run(tmp_path / "runs", row, 0, [0.2, 0.5])
-    table, printed = make(tmp_path / "runs", "--parent", "grpo", capsys=capsys)
-    assert all((e["interval"], e["p_value"], e["p_value_holm"]) == (None, None, None) for e in table)
-    assert cells(printed)["espo"][3:7] == ["n/a", "+0.0000", "n/a", "n/a"]
-
-
 def test_order_and_parents_of_rows(tmp_path, capsys):
     for row, final in (("a", 0.4), ("b", 0.6), ("c", 0.9)):
-        for seed in range(2):
-            write_run(tmp_path / "runs", row, seed, [0.2, final + 0.01 * seed])
+        write_run(tmp_path / "runs", row, 0, [0.2, final])
     options = ("--parent", "a", "--parents", "c=b", "--rows", "c", "b", "a")
     table, printed = make(tmp_path / "runs", *options, capsys=capsys)
     assert [(entry["row"], entry["parent"]) for entry in table] == [("c", "b"), ("b", "a"), ("a", "a")]
     assert cells(printed)["c"][4] == "+0.3000" and cells(printed)["b"][4] == "+0.2000"
-    assert "parent b of c: target 0.6050" in printed and "parent a of b, a: target 0.4050" in printed
-    table, _ = make(tmp_path / "runs", "--parent", "b", "--rows", "b", "c", capsys=capsys)
-    assert len(table) == 2
+    assert all((e["interval"], e["p_value"], e["p_value_holm"]) == (None, None, None) for e in table)
 
 
 def test_sets_are_averaged_and_a_metric_can_name_its_set(tmp_path, capsys):
@@ -324,105 +269,72 @@ def test_sets_are_averaged_and_a_metric_can_name_its_set(tmp_path, capsys):
         assert entry["mean"] == pytest.approx(value) and f"| {metric} |" in printed
 
 
-def test_runs_without_held_out_sets(tmp_path, capsys):
-    folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5])
-    file = tmp_path / "runs.jsonl"
-    write_log(folder, [row for row in read_log(folder) if not is_evaluation(row)])
-    options = ("--parent", "grpo", "--metric", "train/score")
-    table = make(tmp_path / "runs", *options, "--export", file, capsys=capsys)
-    assert make(file, *options, capsys=capsys) == table and table[0][0]["mean"] == 0.5
-
-
 def test_unfinished_runs_are_skipped_and_named(tmp_path, capsys):
     """A finished run has a summary: all steps are logged before the last evaluation."""
     root = tmp_path / "runs"
     write_run(root, "grpo", 0, [0.2, 0.5, 0.6])
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         folder = write_run(root, "grpo", seed, [0.2, 0.5, 0.6], drop=seed - 1)
         (folder / "summary.json").unlink(missing_ok=True)
     (folder / "error_rank_1.txt").write_text("an error")
     log = root / "grpo/seed_1/metrics.jsonl"
     log.write_text(log.read_text()[:-9])  # the last line is cut
-    (root / "grpo/seed_4").mkdir()
+    (root / "grpo/seed_3").mkdir()
     assert report.main(["--runs", str(root), "--parent", "grpo"]) == 0
     output = capsys.readouterr()
     assert cells(output.out)["grpo"][1] == "1"
-    assert [line.partition("seed_")[2] for line in output.err.splitlines()] == [
-        "1 (step 4, 400 generated tokens)",
-        "2 (step 3, 300 generated tokens)",
-        "3 (step 2, 200 generated tokens; see error_rank_1.txt)",
-        "4 (no step yet)",
-    ]
+    lines = output.err.splitlines()
+    assert len(lines) == 3 and all(f"seed_{seed} " in lines[seed - 1] for seed in (1, 2, 3))
+    assert "step 4" in lines[0] and "error_rank_1.txt" in lines[1]
 
 
 # ---- export and plots --------------------------------------------------------------------------------------
-@pytest.fixture
-def long_runs(tmp_path) -> Path:
-    """Write two rows of two runs of 200 steps with numbers of full length."""
-    generator = random.Random(2)
-    for row in ("grpo", "espo"):
-        for seed in range(2):
-            write_run(
-                tmp_path / "runs", row, seed, [i / 200 + generator.random() / 3 for i in range(101)],
-                tokens=lambda step: generator.randint(1000, 2000),
-                gradient_tokens_total=lambda step: float(generator.randint(500, 900)),
-                zero_variance_frac=lambda step: generator.random(),
-                seconds_per_step=lambda step: generator.random() / 3,
-            )  # fmt: skip
-    return tmp_path / "runs"
 
 
-def test_the_export_gives_the_same_table_and_is_small(long_runs, tmp_path, capsys):
+def test_the_export_gives_the_same_table_and_is_small(random_table, tmp_path, capsys):
+    root, logs = random_table
     file = tmp_path / "runs.jsonl"
     again = tmp_path / "again.jsonl"
-    first = make(long_runs, "--parent", "grpo", "--export", file, capsys=capsys)
+    first = make(root, "--parent", "grpo", "--export", file, capsys=capsys)
     _, printed = make(file, "--parent", "grpo", "--export", again, capsys=capsys)
     assert printed == first[1]
     assert file.read_bytes() == again.read_bytes()
     for options in (("--metric", "accuracy"), ("--columns", "row", "mean:score", "step_7:tokens_total")):
         options = ("--parent", "grpo", *options)
-        assert make(file, *options, capsys=capsys)[1] == make(long_runs, *options, capsys=capsys)[1]
-    assert file.stat().st_size < 150_000
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(r["row"], r["seed"]) for r in records] == [("grpo", 0), ("grpo", 1), ("espo", 0), ("espo", 1)]
-    log = read_log(long_runs / "grpo/seed_0")
-    steps = [r for r in log if not is_evaluation(r)]
-    evaluations = [r for r in log if is_evaluation(r)]
-    names = {"step", "generated_tokens", *report.STEP_KEYS, report.INVERSION, "score"}
-    for kind, entries, columns in (("steps", steps, names), ("evaluations", evaluations, evaluations[0])):
-        assert records[0][kind].keys() == {*columns}
-        for name, values in records[0][kind].items():  # half a unit of the seventh digit is 5e-7 at most
-            assert values == pytest.approx([row[name] for row in entries], rel=5e-7, abs=0)
+        assert make(file, *options, capsys=capsys)[1] == make(root, *options, capsys=capsys)[1]
+    record = json.loads(file.read_text().splitlines()[0])
+    assert (record["row"], record["seed"]) == ("grpo", 0)
+    for kind in ("steps", "evaluations"):
+        rows = [row for row in logs["grpo"][0] if is_evaluation(row) == (kind == "evaluations")]
+        for name, values in record[kind].items():  # half a unit of the seventh digit is 5e-7 at most
+            assert values == pytest.approx([row[name] for row in rows], rel=5e-7, abs=0)
             assert max(len(Decimal(repr(value)).normalize().as_tuple().digits) for value in values) <= 7
-    assert "--export" in error_of("--runs", long_runs, "--parent", "grpo", "--export", file, capsys=capsys)
+    assert "--export" in error_of("--runs", root, "--parent", "grpo", "--export", file, capsys=capsys)
 
 
 def test_an_exported_run_records_its_settings(tmp_path, capsys):
+    """Defaults, the seed and the folder are omitted; settings of another version are kept."""
     folder = write_run(tmp_path / "runs", "grpo", 3, [0.2, 0.5])
+    unknown = {"clip_mode": "unknown", "other": 3, "clip_eps_low": 0.2}
     config = {
         "train": {"num_steps": 2, "max_generated_tokens": None, "learning_rate": 0.5, "seed": 3},
         "data": {"train": [{"path": "a.jsonl", "limit": 7, "split": "train"}]},
         "run": {"dir": "runs/grpo/seed_3", "log_every": 1},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "versions.json").write_text('{"python": "3", "commit": "c0ffee", "dirty": false}')
-    file = tmp_path / "runs.jsonl"
-    make(tmp_path / "runs", "--parent", "grpo", "--export", file, capsys=capsys)
-    record = json.loads(file.read_text())
-    assert (record["row"], record["seed"], record["commit"]) == ("grpo", 3, "c0ffee")
-    assert record["versions"] == {"python": "3", "dirty": False}
-    settings = {"train.num_steps": 2, "train.learning_rate": 0.5, "run.log_every": 1}
-    assert record["settings"] == settings | {"data.train": [{"path": "a.jsonl", "limit": 7}]}
-    unknown = {"clip_mode": "unknown", "other": 3, "clip_eps_low": 0.2}  # settings of another version
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"algorithm": unknown}))
-    file.unlink()
-    make(tmp_path / "runs", "--parent", "grpo", "--export", file, capsys=capsys)
-    settings |= {
-        "algorithm.clip_mode": "unknown",
-        "algorithm.other": 3,
-        "data.train": config["data"]["train"],
-    }
-    assert json.loads(file.read_text())["settings"] == settings
+    expected = {"train.num_steps": 2, "train.learning_rate": 0.5, "run.log_every": 1}
+    for extra, settings in (
+        ({}, {"data.train": [{"path": "a.jsonl", "limit": 7}]}),
+        ({"algorithm": unknown}, {
+            "algorithm.clip_mode": "unknown", "algorithm.other": 3, "data.train": config["data"]["train"],
+        }),
+    ):  # fmt: skip
+        (folder / "config.yaml").write_text(yaml.safe_dump(config | extra))
+        file = tmp_path / f"record_{len(extra)}.jsonl"
+        make(tmp_path / "runs", "--parent", "grpo", "--export", file, capsys=capsys)
+        record = json.loads(file.read_text())
+        assert record["settings"] == expected | settings
+        assert (record["commit"], record["versions"]) == ("c0ffee", {"python": "3", "dirty": False})
 
 
 def test_folders_and_records_give_the_same_table_also_together(random_table, tmp_path, capsys):
@@ -437,28 +349,42 @@ def test_folders_and_records_give_the_same_table_also_together(random_table, tmp
     assert "row grpo, seed 0" in error and "grpo.jsonl, line 1" in error
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('{"row"', '{row', "line 2"),
-        ('"row": "grpo"', '"row": null', "line 2"),
-        ('"steps"', '"step"', "line 2: steps"),
-        ('"tokens_total": [100, 100]', '"tokens_total": [100]', "steps.tokens_total"),
-        ('"tokens_total": [100, 100]', '"tokens_total": [100, null]', "steps.tokens_total"),
-        ('"score": [0.5, 0.5]', '"score": [0.5, "a"]', "line 2: steps.score"),
-        ('"tokens_total"', '"renamed"', "line 2: steps.tokens_total"),
-        ('"step": [1, 2]', '"step": [1, 3]', "step 3"),
-        ('"step": [0, 2]', '"step": [1, 2]', "avg_at_8"),
-    ],
-)  # fmt: skip
-def test_invalid_records_are_named_with_file_and_line(old, new, message, tmp_path, capsys):
+INVALID_LINES = [  # kind of file, text, replacement, part of the message
+    ("record", '{"row"', '{row', "line 2"),
+    ("record", '"row": "grpo"', '"row": null', "line 2"),
+    ("record", '"steps"', '"step"', "line 2: steps"),
+    ("record", '"tokens_total": [100, 100]', '"tokens_total": [100]', "steps.tokens_total"),
+    ("record", '"tokens_total": [100, 100]', '"tokens_total": [100, null]', "steps.tokens_total"),
+    ("record", '"score": [0.5, 0.5]', '"score": [0.5, "a"]', "line 2: steps.score"),
+    ("record", '"tokens_total"', '"renamed"', "line 2: steps.tokens_total"),
+    ("record", '"step": [1, 2]', '"step": [1, 3]', "step 3"),
+    ("record", '"step": [0, 2]', '"step": [1, 2]', "avg_at_8"),
+    ("log", 'avg_at_8": 0.5', 'avg_at_8": NaN', "line 4: eval/additions/avg_at_8"),
+    ("log", '"seconds_per_step": 0.5', '"seconds_per_step": null', "line 2: seconds_per_step"),
+    ("log", '"zero_variance_frac"', '"renamed"', "line 2: zero_variance_frac"),
+    ("log", '{"step": 1,', '{"step": 1', "line 2"),
+    ("log", '{"step": 1,', '[1]\n{"step": 1,', "line 2"),
+    ("log", '{"step": 2,', '{"step": 1,', "step 1"),
+    ("log", '"generated_tokens": 200', '"generated_tokens": 20', "step 2"),
+    ("log", '"eval/additions/avg_at_8": 0.2, ', "", "avg_at_8"),
+    ("log", '"eval/additions/avg_at_8": 0.5', '"eval/other/avg_at_8": 0.5', "eval/other/avg_at_8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "old", "new", "message"), INVALID_LINES)
+def test_an_invalid_line_is_named_with_its_file(kind, old, new, message, tmp_path, capsys):
     folders = [write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.5]) for seed in (0, 1)]
-    file = write_record(tmp_path / "runs.jsonl", *folders)
-    first, second = file.read_text().splitlines()
-    assert old in second
-    file.write_text(f"{first}\n{second.replace(old, new, 1)}\n")
-    error = error_of("--runs", file, "--parent", "grpo", capsys=capsys)
-    assert message in error and str(file) in error
+    source = folders[1] / "metrics.jsonl"
+    if kind == "log":
+        edit(source, old, new)
+    else:
+        source = write_record(tmp_path / "runs.jsonl", *folders)
+        first, second = source.read_text().splitlines()
+        assert old in second
+        source.write_text(f"{first}\n{second.replace(old, new, 1)}\n")
+    runs = source if kind == "record" else tmp_path / "runs"
+    error = error_of("--runs", runs, "--parent", "grpo", capsys=capsys)
+    assert message in error and str(runs) in error
 
 
 def test_columns_by_name(tmp_path, capsys):
@@ -488,43 +414,19 @@ def test_a_metric_that_some_steps_lack(tmp_path, capsys):
     assert make(record, "--parent", "grpo", capsys=capsys)[0] == [entry]
 
 
-def test_plots_are_written_with_readable_labels(long_runs, tmp_path, monkeypatch, capsys):
-    labels = []
-    finish = report.finish_axes
-    monkeypatch.setattr(report, "finish_axes", lambda axes, *text: labels.append(text) or finish(axes, *text))
-    make(long_runs, "--parent", "grpo", "--plot", tmp_path / "curves.png", capsys=capsys)
+def test_curves_and_costs_are_plotted(tmp_path, capsys):
+    write_run(
+        tmp_path / "runs", "grpo", 0, [0.2] * 11,
+        gradient_tokens_total=lambda step: 10 * (step % 2),
+        zero_variance_frac=lambda step: float(step > 10),
+    )  # fmt: skip
+    make(tmp_path / "runs", "--parent", "grpo", "--plot", tmp_path / "curves.png", capsys=capsys)
     for name in ("curves.png", "cost.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
-        assert 10_000 < (tmp_path / name).stat().st_size < 200_000
-    assert labels[0] == ("generated tokens", "held-out accuracy (avg@8)", "Held-out accuracy against tokens")
-    assert report.axis_label("chains/avg_at_4") == "held-out accuracy (avg@4, chains)"
-    assert report.axis_label("train/score") == "training score"
-    assert report.axis_label("grad_norm") == "grad_norm"
-
-
-def test_a_curve_is_the_mean_of_runs_with_a_band_of_one_standard_error(tmp_path):
-    from matplotlib.figure import Figure
-
-    for seed in range(2):
-        write_run(
-            tmp_path / "runs", "grpo", seed, [0.2, 0.2 + 0.2 * seed] + [0.4] * 9,
-            gradient_tokens_total=lambda step: 10 * (step % 2),
-            zero_variance_frac=lambda step: float(step > 10),
-        )  # fmt: skip
-    (runs,) = report.read_rows([tmp_path / "runs"], None, "avg_at_8").values()
-    axes = Figure().subplots()
-    report.draw(axes, [(run.tokens, run.values) for run in runs], "grpo")
-    ((x, y),) = [line.get_data() for line in axes.lines]
-    assert (x[0], x[-1]) == (0, 2000)
-    for at in (0, 100, 200, 300, 1000):
-        by_hand = statistics.fmean(value_by_hand(list(r.tokens), list(r.values), at) for r in runs)
-        assert np.interp(at, x, y) == pytest.approx(by_hand, abs=2e-3)
-    (band,) = axes.collections
-    edge = [v for u, v in band.get_paths()[0].vertices if abs(u - 200) < 6]
-    assert max(edge) - min(edge) == pytest.approx(2 * 0.1, abs=0.01)  # stdev of 0.2 and 0.4 over sqrt(2)
-    tokens, share = report.gradient_share(runs[0])
+    ((only,),) = report.read_rows([tmp_path / "runs"], None, "avg_at_8").values()
+    tokens, share = report.gradient_share(only)
     assert tokens[0] == 100 and share[9:] == pytest.approx(0.05) and share[0] == pytest.approx(0.1)
-    _, rate = report.zero_variance_rate(runs[0])
+    _, rate = report.zero_variance_rate(only)
     assert (rate[9], rate[10], rate[14], rate[19]) == pytest.approx((0, 0.1, 0.5, 1))
 
 
@@ -595,51 +497,41 @@ def drop_from_odd_steps(folder: Path, name: str) -> None:
     write_log(folder, log)
 
 
-def test_training_metrics_are_plotted_as_means_over_the_latest_steps(tmp_path, monkeypatch, capsys):
-    """24 steps of 100 tokens; the row `sparse` lacks the metric in every second step."""
-    monkeypatch.setattr(report, "SMOOTHING_STEPS", 3)
+def test_training_metrics_are_plotted(tmp_path, monkeypatch, capsys):
+    """A curve is the mean over runs. The row `sparse` lacks one metric in every second step."""
     drawn = recorded_lines(monkeypatch)
-    entropy = "entropy/entropy_group_0"
-    values = {entropy: lambda step: step * step}
     for seed in range(2):
-        write_run(tmp_path / "runs", "full", seed, [0.2] * 13, **values, clipped=1.0 + seed)
-    drop_from_odd_steps(write_run(tmp_path / "runs", "sparse", 0, [0.2] * 13, **values, clipped=5.0), entropy)
+        write_run(tmp_path / "runs", "full", seed, [0.2] * 13, entropy=1.0, clipped=1.0 + seed)
+    folder = write_run(tmp_path / "runs", "sparse", 0, [0.2] * 13, entropy=2.0, clipped=5.0)
+    drop_from_odd_steps(folder, "entropy")
     options = ["--runs", str(tmp_path / "runs"), "--parent", "full", "--curves"]
-    assert report.main([*options, str(tmp_path / "a.png"), entropy, "clipped"]) == 0
-    means = []
-    for steps in (range(1, 25), range(2, 25, 2)):
-        latest = {100.0 * step: [s * s for s in steps if s <= step][-3:] for step in steps}
-        means.append({tokens: statistics.fmean(squares) for tokens, squares in latest.items()})
-    for (x, y), expected in zip((line[:2] for line in drawn[:2]), means):
-        assert y == pytest.approx(np.interp(x, list(expected), list(expected.values())))
-    assert [set(line[1]) for line in drawn[2:4]] == [{1.5}, {5.0}]
+    assert report.main([*options, str(tmp_path / "a.png"), "entropy", "clipped"]) == 0
+    assert [set(line[1]) for line in drawn[:4]] == [{1.0}, {2.0}, {1.5}, {5.0}]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
     assert "other" in error_of(*options, tmp_path / "b.png", "clipped", "other", capsys=capsys)
 
 
 def test_a_training_metric_in_place_of_evaluations(tmp_path, monkeypatch, capsys):
-    """8 steps of 100 tokens and half a second; the row `late` has the metric in every second step only."""
+    """Rows have 8 steps of 100 tokens and half a second; `late` has no evaluations and the metric in every
+    second step only."""
     monkeypatch.setattr(report, "SMOOTHING_STEPS", 3)
     root = tmp_path / "runs"
     for seed in (0, 1):
         write_run(root, "early", seed, [0.2] * 5, score=lambda step, seed=seed: step / 10 + seed / 5)
-    drop_from_odd_steps(write_run(root, "late", 0, [0.2] * 5, score=lambda step: step / 20), "score")
-    columns = ("row", "metric", "runs", "tokens_to_target", "seconds_to_target")
-    options = ("--parent", "early", "--target", 0.25, "--columns", *columns)
-    (early, late), printed = make(root, "--metric", "train/score", *options, capsys=capsys)
+    folder = write_run(root, "late", 0, [0.2] * 5, score=lambda step: step / 20)
+    write_log(folder, [row for row in read_log(folder) if not is_evaluation(row)])
+    drop_from_odd_steps(folder, "score")
+    options = ("--metric", "train/score", "--parent", "early", "--target", 0.25)
+    table, printed = make(root, *options, "--export", tmp_path / "record", capsys=capsys)
+    early, late = table
     assert early["finals"] == pytest.approx([0.7, 0.9]) and late["finals"] == pytest.approx([0.3])
     # Means over the latest three: early 0.1, 0.15, 0.2, 0.3 plus 0.1; late 0.1, 0.15, 0.2, 0.3 at 2, 4, 6, 8.
     assert (early["tokens_to_target"], early["seconds_to_target"]) == pytest.approx((200, 1.0))
     assert (late["tokens_to_target"], late["seconds_to_target"]) == pytest.approx((700, 3.5))
-    assert cells(printed)["late"][-2:] == ["700", "4"] and "train/score" in printed
-    options = ("--parent", "early", "--metric", "train/grad_norm")
-    make(root, *options, "--export", tmp_path / "r", capsys=capsys)
-    table, _ = make(tmp_path / "r", *options, capsys=capsys)
-    assert table[0]["finals"] == [1, 1], "a record keeps other metrics on request"
-    assert "scores" in error_of(
-        "--runs", root, "--parent", "early", "--metric", "train/scores", capsys=capsys
-    )
+    assert make(tmp_path / "record", *options, capsys=capsys)[1] == printed
+    options = ("--parent", "early", "--metric", "train/scores")
+    assert "scores" in error_of("--runs", root, *options, capsys=capsys)
 
 
 def test_a_metric_against_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
@@ -655,38 +547,15 @@ def test_a_metric_against_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
         edit(record, '"settings": {"train.num_steps": 4}', '"settings": {"rollout.group_size": 4}')
     options = ["--runs", str(record), "--parent", "group_8", "--against"]
     assert report.main([*options, "rollout.group_size", "zero_variance_frac", str(tmp_path / "a.png")]) == 0
-    x, y = drawn[0][:2]
-    all_x, all_y = drawn[1][:2]
+    (x, y), (all_x, all_y) = (line[:2] for line in drawn[:2])
     assert (list(x), list(y)) == ([4, 8], [0.5, 0.25])
     assert sorted(zip(all_x, all_y)) == [(4, 0.25), (4, 0.75), (8, 0.25), (8, 0.25)]
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-    pairs = (("rollout.group", "score"), ("rollout.group_size", "other"), ("rollout.schedule", "score"))
-    for setting, metric in pairs:
+    for setting, metric in (("rollout.group", "score"), ("rollout.group_size", "other")):
         error = error_of(*options, setting, metric, tmp_path / "b.png", capsys=capsys)
         assert f"--against {setting}" in error
 
 
 # ---- errors of the report ----------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('avg_at_8": 0.5', 'avg_at_8": NaN', "line 4: eval/additions/avg_at_8"),
-        ('"seconds_per_step": 0.5', '"seconds_per_step": null', "line 2: seconds_per_step"),
-        ('"zero_variance_frac"', '"renamed"', "line 2: zero_variance_frac"),
-        ('{"step": 1,', '{"step": 1', "line 2"),
-        ('{"step": 1,', '[1]\n{"step": 1,', "line 2"),
-        ('{"step": 2,', '{"step": 1,', "step 1"),
-        ('"generated_tokens": 200', '"generated_tokens": 20', "step 2"),
-        ('"eval/additions/avg_at_8": 0.2, ', "", "avg_at_8"),
-        ('"eval/additions/avg_at_8": 0.5', '"eval/other/avg_at_8": 0.5', "eval/other/avg_at_8"),
-    ],
-)  # fmt: skip
-def test_invalid_metrics_are_named_with_file_and_line(old, new, message, tmp_path, capsys):
-    folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5])
-    edit(folder / "metrics.jsonl", old, new)
-    error = error_of("--runs", tmp_path / "runs", "--parent", "grpo", capsys=capsys)
-    assert message in error and str(folder) in error
 
 
 @pytest.mark.parametrize(
@@ -764,24 +633,21 @@ def check(capsys, option: str = "--check") -> tuple[int, str, list[str]]:
 
 
 def test_a_changed_figure_is_named_and_fixed(document, capsys):
-    agreement = (0, "10 figures of 2 tables checked; all agree with their records", [])
-    assert check(capsys) == agreement
+    code, _, problems = check(capsys)
+    assert (code, problems) == (0, [])
     right = document.read_text()
     document.write_text(right.replace("0.7500", "0.7501", 1).replace("+0.2500", "+0.2600", 1))
-    code, last, problems = check(capsys)
-    assert code == 1 and last == "10 figures of 2 tables checked; problems: 2"
-    assert problems == [
-        "table/README.md:3: row espo, column avg_at_8: 0.7501 in the text, 0.7500 in the record",
-        "table/README.md:3: row espo, column minus parent: +0.2600 in the text, +0.2500 in the record",
-    ]
-    assert check(capsys, "--fix") == agreement
-    assert document.read_text() == right
+    code, _, (first, second) = check(capsys)
+    assert code == 1
+    for word in ("README.md:3", "espo", "avg_at_8", "0.7501", "0.7500"):
+        assert word in first
+    assert "minus parent" in second
+    assert check(capsys, "--fix")[0] == 0 and document.read_text() == right
     edit(document, TABLE + "\n", "")
     assert check(capsys, "--fix")[0] == 0 and document.read_text() == right, "a missing table is written"
     edit(document.with_name("runs.jsonl"), "0.6875", "0.6885")
     code, _, problems = check(capsys)
     assert code == 1 and len(problems) == 4, "two figures of two tables"
-    assert problems[0].endswith("row espo, column avg_at_8: 0.7500 in the text, 0.7505 in the record")
 
 
 @pytest.mark.parametrize(
@@ -808,7 +674,7 @@ def test_a_wrong_table_is_named(old, new, message, document, capsys):
     assert problems[0].startswith("table/README.md:3: ") and message in problems[0]
 
 
-def test_tables_without_a_record(document, tmp_path, capsys):
+def test_tables_without_a_record(document, capsys):
     """Code blocks, tables with a reason, tables away from a record, and ignored files are skipped."""
     other = TABLE.replace("2", "3")
     with document.open("a") as file:
@@ -817,12 +683,8 @@ def test_tables_without_a_record(document, tmp_path, capsys):
     (root / "README.md").write_text(f"{other}\n")
     (root / ".gitignore").write_text("table/ignored.md\n")
     (document.parent / "ignored.md").write_text(f"{TABLE}\n")
-    assert check(capsys) == (0, "10 figures of 2 tables checked; all agree with their records", [])
-
-
-def test_a_folder_outside_of_git_is_an_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(report, "ROOT", tmp_path / "nowhere")
-    assert check(capsys)[0] == 2
+    code, summary, _ = check(capsys)
+    assert code == 0 and summary.startswith("10 figures of 2 tables")
 
 
 def test_tables_of_modules(document, tmp_path, monkeypatch, capsys):
@@ -834,44 +696,40 @@ def test_tables_of_modules(document, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(tmp_path))
     (document.parent / "some.json").write_text('{"a": 1.25, "b": 2.5}')
     file = document.parent / "some.md"
-    file.write_text(
-        "<!-- report: module some_bench some.json -->\n| rows | s |\n|---|---|\n| a | 1.2 |\n"
-        "| b | 2.6 |\n\n<!-- report: module some_bench:other some.json -->\n"
-    )
-    code, last, (wrong, missing) = check(capsys)
-    assert code == 1 and last.startswith("12 figures of 3 tables")
-    assert wrong == "table/some.md:1: row b, column s: 2.6 in the text, 2.5 in the record"
-    assert missing.startswith("table/some.md:7: ")
+    comment = "<!-- report: module some_bench"
+    table = "| rows | s |\n|---|---|\n| a | 1.2 |\n| b | 2.6 |\n"
+    file.write_text(f"{comment} some.json -->\n{table}\n{comment}:other some.json -->\n")
+    code, _, (wrong, missing) = check(capsys)
+    assert code == 1 and "some.md:1" in wrong and "2.6" in wrong and "some.md:7" in missing
     assert check(capsys, "--fix")[0] == 0
     assert file.read_text().endswith("| rows | s |\n|---|---|\n| sum | 3.8 |\n")
-    assert check(capsys)[0] == 0
 
 
 # ---- run.py with stubs in place of training ----------------------------------------------------------------
 STUB = """
 import json, sys, time, pathlib
-folder, config, start = pathlib.Path(sys.argv[1]), sys.argv[2], time.time()
+folder, config, log = pathlib.Path(sys.argv[1]), *sys.argv[2:]
 folder.mkdir(parents=True, exist_ok=True)
 (folder / "config.yaml").write_text(config)
+(folder / "metrics.jsonl").write_text(log)
 if folder.parent.name == "bad":
     sys.exit("boom, out of luck")
-time.sleep(0.7)
 (folder / "summary.json").write_text(json.dumps({"accuracy_after": 0.5, "avg_at_8_after": None}))
 with open(folder.parents[1] / "done", "a") as file:
-    file.write(f"{folder.parent.name} {folder.name} {start} {time.time()}\\n")
+    file.write(f"{folder.parent.name} {folder.name}\\n")
 """
 
 
-def stub_command(run: run.Run, ranks: int) -> list[str]:
+def stub_command(run: run.Run, log: str = "") -> list[str]:
     config = load_config(list(run.arguments)).model_dump(mode="json")
-    return [sys.executable, "-c", STUB, str(ROOT / run.folder), json.dumps(config)]
+    return [sys.executable, "-c", STUB, str(ROOT / run.folder), json.dumps(config), log]
 
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
     """Write the rows a, b and bad; return a function that runs run.py on rows with stubs."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(run, "command", stub_command)
+    monkeypatch.setattr(run, "command", lambda run, ranks: stub_command(run))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for name, rate in (("a", 1e-4), ("b", 2e-4), ("bad", 3e-4)):
         text = f"base: {ROOT}/experiments/environments/tiny.yaml\ntrain: {{learning_rate: {rate}}}\n"
@@ -888,20 +746,17 @@ def table(tmp_path, monkeypatch):
 
 
 def done(out: Path) -> list[tuple[str, str]]:
-    return [tuple(line.split()[:2]) for line in (out / "done").read_text().splitlines()]
+    return [tuple(line.split()) for line in (out / "done").read_text().splitlines()]
 
 
 @pytest.mark.slow(process="others")
-def test_all_rows_run_with_the_first_seed_first_and_finished_runs_are_skipped(table, tmp_path, capsys):
+def test_all_rows_run_with_the_first_seed_first_and_finished_runs_are_skipped(table, tmp_path):
     out = tmp_path / "out"
     assert table("b a", "1 0") == 0
     assert done(out) == [("b", "seed_1"), ("a", "seed_1"), ("b", "seed_0"), ("a", "seed_0")]
-    lines = [line for line in capsys.readouterr().out.splitlines() if "accuracy 0.5000" in line]
-    assert [line.split(":")[0] for line in lines] == ["b seed 1", "a seed 1", "b seed 0", "a seed 0"]
     (out / "b" / "seed_0" / "summary.json").unlink()  # as if the run had been killed
     assert table("a b", "0 2") == 0
     assert done(out)[4:] == [("b", "seed_0"), ("a", "seed_2"), ("b", "seed_2")]
-    assert "1 of 4 runs" in capsys.readouterr().out
 
 
 def test_a_changed_row_is_refused_and_repeated_on_request(table, tmp_path, capsys):
@@ -912,19 +767,15 @@ def test_a_changed_row_is_refused_and_repeated_on_request(table, tmp_path, capsy
     capsys.readouterr()
     assert table("a b", "1 0") == 2
     error = capsys.readouterr().err
-    assert f"{folder}: train.learning_rate 0.0002 -> 0.0005" in error and "--redo" in error
+    assert str(folder) in error and "train.learning_rate" in error and "--redo" in error
     assert "seed_1" not in error and "/a/" not in error
-    assert len(done(tmp_path / "out")) == 2
     assert table("a b", "0", "--redo", "--dry-run") == 0
-    commands = capsys.readouterr().out
-    assert "/out/b/seed_0" in commands and "/out/a/" not in commands
     assert (folder / "config.yaml").read_text() == config, "a dry run removes nothing"
     assert table("a b", "0", "train.num_steps=7") == 2, "settings on the command line count too"
     (folder / "checkpoints").mkdir()
     assert table("a b", "0", "--redo") == 0
     assert done(tmp_path / "out")[2:] == [("b", "seed_0")], "only the changed row runs again"
     assert not (folder / "checkpoints").exists()
-    assert "0.0005" in (folder / "config.yaml").read_text()
 
 
 def test_folders_of_another_version_or_script(table, tmp_path, capsys):
@@ -932,13 +783,12 @@ def test_folders_of_another_version_or_script(table, tmp_path, capsys):
     assert table("a", "0") == 0
     folder = tmp_path / "out" / "a" / "seed_0"
     config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["train"].pop("weight_decay") == 0.0
+    del config["train"]["weight_decay"]
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     for script, code in (("train_rl.py", 0), ("mine.py", 2)):
         (folder / "versions.json").write_text(json.dumps({"script": script}))
-        capsys.readouterr()
         assert table("a", "0") == code
-    assert f"{folder}: --script mine.py -> train_rl.py" in capsys.readouterr().err
+    assert "--script mine.py" in capsys.readouterr().err
     config["train"]["gone"] = 1
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     assert table("a", "0") == 2 and "config.yaml" in capsys.readouterr().err
@@ -949,70 +799,27 @@ def test_a_failed_run_is_reported_and_all_other_runs_continue(table, tmp_path, m
     assert table("bad a", "0 1") == 1
     output = capsys.readouterr()
     assert done(tmp_path / "out") == [("a", "seed_0"), ("a", "seed_1")]
-    assert output.out.count("FAILED (exit code 1)") == 2 and output.out.count("boom, out of luck") == 2
-    log = tmp_path / "out" / "bad" / "seed_0.log"
-    assert [line for line in output.err.splitlines() if line.startswith("failed:")] == [
-        f"failed: bad seed {seed}, see {log.with_name(f'seed_{seed}.log')}" for seed in (0, 1)
-    ]
-    assert "boom" in log.read_text()
+    assert output.out.count("boom, out of luck") == 2
+    for seed in (0, 1):
+        assert str(tmp_path / "out" / "bad" / f"seed_{seed}.log") in output.err
     # A run without a summary has failed, whatever the exit code.
     monkeypatch.setattr(run, "command", lambda run, ranks: [sys.executable, "-c", "print('nothing done')"])
     assert table("a", "2") == 1 and "nothing done" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_end_of_a_log_omits_the_report_of_torchrun(tmp_path):
-    log = tmp_path / "seed_0.log"
-    (tmp_path / "fails.py").write_text("import sys; [print(i) for i in range(50)]; sys.exit('the reason')")
-    with log.open("w") as file:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-        subprocess.run([*torchrun, str(tmp_path / "fails.py")], stdout=file, stderr=file)
-    assert "ChildFailedError" in log.read_text()
-    end = run.end_of(log).splitlines()
-    assert "the reason" in end and len(end) == 15 and not any("torch" in line for line in end)
-    log.write_text("\n".join(map(str, range(50))))
-    assert run.end_of(log, 3) == "47\n48\n49"
-
-
-def test_jobs_limits_the_runs_at_a_time(table, tmp_path):
-    assert table("a b", "0 1 2", "--jobs", 2) == 0
-    lines = [line.split() for line in (tmp_path / "out" / "done").read_text().splitlines()]
-    spans = [(float(start), float(end)) for *_, start, end in lines]
-    counts = [sum(start <= moment < end for start, end in spans) for moment, _ in spans]
-    assert len(spans) == 6 and max(counts) == 2
-
-
-def test_the_commands_of_a_dry_run(tmp_path, monkeypatch, capsys):
+def test_the_commands_of_a_dry_run(monkeypatch, capsys):
     monkeypatch.chdir(ROOT / "experiments")  # paths are relative to the user's folder
-    rows = ["--rows", "environments/tiny.yaml", "environments/demo.yaml"]
-    options = [*rows, "--seeds", "3", "--out", "../runs/none", "--dry-run"]
+    options = ["--rows", "environments/tiny.yaml", "--seeds", "3", "--out", "../runs/none", "--dry-run"]
     assert run.main([*options, "--ranks", "2", "train.num_steps=2"]) == 0
-    first, second = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert first == [
+    assert capsys.readouterr().out.split() == [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train_rl.py",
         "--config", "experiments/environments/tiny.yaml", "run.dir=runs/none/tiny/seed_3", "train.seed=3",
         "model.ep_size=2", "train.num_steps=2",
     ]  # fmt: skip
-    assert "run.dir=runs/none/demo/seed_3" in second
     assert not (ROOT / "runs" / "none").exists()
-
-    copy = write_copy(tmp_path / "mine.py")  # a copy elsewhere imports the modules of the root
-    (tmp_path / "a.yaml").write_text(f"base: {ROOT}/experiments/environments/tiny.yaml\n")
-    monkeypatch.chdir(tmp_path)
-    options = ["--rows", "a.yaml", "--seeds", "0", "--out", "out", "--dry-run", "--script", "mine.py"]
-    assert run.main(options) == 0
-    commands = capsys.readouterr().out
-    assert commands.startswith("PYTHONPATH=. ") and f" {copy} --config {tmp_path}/a.yaml " in commands
 
 
 # ---- one row of a study ------------------------------------------------------------------------------------
-REPRODUCE_STUB = """
-import json, sys, pathlib
-folder, log, config = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-folder.mkdir(parents=True)
-for name, text in (("metrics.jsonl", log), ("config.yaml", config), ("summary.json", "{}")):
-    (folder / name).write_text(text)
-"""
 
 
 @pytest.fixture
@@ -1024,21 +831,19 @@ def study(tmp_path, monkeypatch) -> Path:
     base = ROOT / "experiments" / "environments" / "habits.yaml"
     (folder / "grpo.yaml").write_text(f"base: {base}\n")
     recorded = write_run(tmp_path / "recorded", "grpo", 4, [0.25, 0.75])
-    settings = load_config(["--config", str(folder / "grpo.yaml")]).model_dump(
-        mode="json", exclude_defaults=True
-    )
-    settings = flat_settings(settings) | {"eval.every": 2, "model.gone": 1}
+    config = load_config(["--config", str(folder / "grpo.yaml")])
+    settings = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
+    settings |= {"eval.every": 2, "model.gone": 1}
     edit(write_record(folder / "runs.jsonl", recorded), '{"train.num_steps": 4}', json.dumps(settings))
     log = (write_run(tmp_path / "new", "grpo", 4, [0.25, 0.5]) / "metrics.jsonl").read_text()
 
-    def stub(run_of_row: run.Run, ranks: int) -> list[str]:
+    def command(run_of_row: run.Run, ranks: int) -> list[str]:
         config = load_config(list(run_of_row.arguments))
         assert (config.eval.every, config.train.seed) == (2, 4), "recorded settings are repeated"
-        text = json.dumps(config.model_dump(mode="json"))
-        return [sys.executable, "-c", REPRODUCE_STUB, str(ROOT / run_of_row.folder), log, text]
+        return stub_command(run_of_row, log)
 
     monkeypatch.setattr(run, "STUDIES", tmp_path / "studies")
-    monkeypatch.setattr(run, "command", stub)
+    monkeypatch.setattr(run, "command", command)
     return folder
 
 
@@ -1051,11 +856,9 @@ def test_a_row_of_a_study_is_run_and_compared_with_its_record(study, tmp_path, m
     rows = cells(output.out)
     assert rows["additions/avg_at_8"][1:] == ["0.2500 -> 0.5000", "0.2500 -> 0.7500"]
     assert rows["generated tokens"][1:] == ["200", "200"] and "c0ffee" in output.out
-    assert "weights" in output.out and "rounding" in output.out
     assert "model.gone" in output.err
     assert run.main(command) == 0 and len(builds) == 1, "a finished run is only compared"
     for options, word in ((["--seed", "5"], "--seed 5"), (["--row", "question/gspo"], "question/gspo")):
-        capsys.readouterr()
         assert run.main([*command, *options]) == 2 and word in capsys.readouterr().err
     for options in (["--row", "grpo"], ["--row", "question/grpo", "--seeds", "1"], ["--seeds", "1"]):
         with pytest.raises(SystemExit):
@@ -1083,18 +886,6 @@ def write_copy(file: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("none.py", None), ("notes.txt", "notes"), ("other.py", "x = 1\n")]
-)
-def test_a_file_that_is_not_a_trainer_is_named(name, content, table, tmp_path, capsys):
-    if content:
-        (tmp_path / name).write_text(content)
-    assert table("a", "0", "--script", tmp_path / name) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: --script: ") and name in error
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
     ("rows", "seeds", "options", "message"),
     [
         ("a a", "0", (), "--rows: a"),
@@ -1103,12 +894,14 @@ def test_a_file_that_is_not_a_trainer_is_named(name, content, table, tmp_path, c
         ("a", "0", ("train.num_stepz=3",), "train.num_stepz"),
         ("a", "0", ("train.seed=3",), "train.seed"),
         ("a", "0", ("run={dir: elsewhere}",), "run.dir"),
+        ("a", "0", ("--script", "none.py"), "none.py"),
+        ("a", "0", ("--script", "README.md"), "README.md"),
+        ("a", "0", ("--script", "reward.py"), "reward.py"),  # no trainer
     ],
 )
 def test_invalid_plans_are_refused_before_any_launch(rows, seeds, options, message, table, tmp_path, capsys):
     assert table(rows, seeds, *options) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -1156,7 +949,7 @@ def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path):
         f"sys.exit(run.main({argv!r}))"
     )
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    scheduler = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    scheduler = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     try:
         deadline = time.monotonic() + 90
         while not pids.is_file() or pids.read_text().count("\n") < 2:
@@ -1164,10 +957,8 @@ def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path):
             time.sleep(0.1)
         started = [int(pid) for pid in pids.read_text().split()]
         assert len(started) == 4 and all(alive(pid) for pid in started)
-        assert len({os.getsid(pid) for pid in (os.getpid(), *started)}) == 5, "sessions of their own"
         scheduler.send_signal(number)
-        _, errors = scheduler.communicate(timeout=30)
-        assert scheduler.returncode == 130 and "interrupted" in errors
+        assert scheduler.wait(timeout=30) == 130
         assert not any(alive(pid) for pid in started)
         assert bystander.poll() is None and len(pids.read_text().split()) == 4, "the third run never started"
     finally:
@@ -1198,23 +989,16 @@ def test_two_rows_from_training_to_the_table(demo_model, tmp_path):
     small = ["train.num_steps=2", "rollout.prompts_per_step=8", "eval.every=1", f"data.eval={sets}"]
     trained = script("run.py", *rows, "--script", copy, *small)
     assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert "grpo seed 0: " in trained.stdout and "wide seed 0: " in trained.stdout
-    assert "avg_at_8 0." in trained.stdout
     for name in ("grpo", "wide"):
-        assert "a changed copy" in (out / name / "seed_0.log").read_text()
         folder = out / name / "seed_0"
+        assert "a changed copy" in folder.with_name("seed_0.log").read_text()
         assert (folder / "source" / "mine.py").read_text() == copy.read_text()
         assert json.loads((folder / "versions.json").read_text())["script"] == "mine.py"
     again = script("run.py", *rows, "--script", copy, *small)
     assert again.returncode == 0 and "2 of 2 runs" in again.stdout, again.stderr
-    refused = script("run.py", *rows, "--script", copy, *small[1:])
-    assert refused.returncode == 2 and "train.num_steps 2 -> 200" in refused.stderr
-
-    first = script("report.py", "--runs", out, "--parent", "grpo", "--export", tmp_path / "runs.jsonl")
-    assert first.returncode == 0, first.stderr
-    second = script("report.py", "--runs", tmp_path / "runs.jsonl", "--parent", "grpo")
-    assert (second.returncode, second.stdout) == (0, first.stdout)
-    line = cells(first.stdout)["wide"]
+    table = script("report.py", "--runs", out, "--parent", "grpo")
+    assert table.returncode == 0, table.stderr
+    line = cells(table.stdout)["wide"]
     summary = json.loads((out / "wide" / "seed_0" / "summary.json").read_text())
     assert float(line[2]) == pytest.approx(summary["avg_at_8_after"], abs=1e-4)
     assert float(line[10]) == pytest.approx(summary["gradient_token_share"], abs=1e-3)
@@ -1238,15 +1022,11 @@ def test_rows_that_start_from_other_weights_are_named(tmp_path, capsys):
     for row, weights in [("grpo", "aa"), ("same", "aa"), ("old", None), ("moved", "bb")]:
         folder = write_run(root, row, 0, [0.2, 0.4])
         (folder / "versions.json").write_text(json.dumps({"python": "3", "weights": weights}))
-    _, printed = make(root, "--parent", "grpo", capsys=capsys)
+    _, printed = make(root, "--parent", "grpo", "--export", tmp_path / "runs.jsonl", capsys=capsys)
     assert "WARNING: moved, old: " in printed
-    make(root, "--parent", "grpo", "--export", tmp_path / "runs.jsonl", capsys=capsys)
     assert make(tmp_path / "runs.jsonl", "--parent", "grpo", capsys=capsys)[1] == printed
-    _, printed = make(root, "--parent", "grpo", "--rows", "grpo", "moved", capsys=capsys)
-    assert "WARNING: moved: " in printed
-    for rows in (["grpo", "same"], ["old"]):
-        _, printed = make(root, "--parent", rows[0], "--rows", *rows, capsys=capsys)
-        assert "WARNING" not in printed
+    _, printed = make(root, "--parent", "grpo", "--rows", "grpo", "same", capsys=capsys)
+    assert "WARNING" not in printed
 
 
 def test_a_start_and_an_end_are_no_curve(tmp_path, capsys):
