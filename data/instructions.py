@@ -31,8 +31,8 @@ FORMS = (
 TOPICS = {
     "train": (
         "bread, rivers, bicycles, winter, a lighthouse, music, gardens, old maps, the moon, horses, coffee, "
-        "bridges, rain, a market, chess, mountains, trains, honey, wool, a library, paper, the sea, windmills, "
-        "apples, clocks, snow, glass, a harbour, birds, stones"
+        "bridges, rain, a market, chess, mountains, trains, honey, wool, a library, paper, the sea, "
+        "windmills, apples, clocks, snow, glass, a harbour, birds, stones"
     ).split(", "),
     "test": (
         "salt, forests, kites, a museum, bees, candles, deserts, violins, tea, a village, ships, silver"
