@@ -50,8 +50,10 @@ METHOD_TESTS = losses grpo zero_variance greso plugins methods second_opinion ro
 quick: $(STAMP)
 	$(BIN)/python -m pytest -q $(METHOD_TESTS:%=tests/test_%.py) -m "not slow and not gpu"
 
-check: lint
+check: $(STAMP)
 	$(TWO_AT_ONCE) check-first check-second
+
+check-second: lint
 
 check-first check-second: $(STAMP)
 	$(if $(filter %first,$@),$(BIN)/python experiments/report.py --check)
