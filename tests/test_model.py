@@ -32,7 +32,7 @@ from model_suites import (
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GemmaConfig
 
 import memory_plan
 import moe_model
@@ -404,8 +404,8 @@ def test_errors_of_a_load_name_the_file_or_the_tensor(tmp_path):
 def test_other_model_types_are_refused(tmp_path):
     with pytest.raises(ValueError, match="config.json"):
         load_config(tmp_path)
-    LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="llama"):
+    GemmaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="gemma"):
         load_config(tmp_path)
 
 
