@@ -1,4 +1,4 @@
-"""OLMoE, Mixtral and GLM-4.5 on real vLLM engines of this CPU, before and after a weight sync.
+"""OLMoE, Mixtral, GLM-4.5, Llama and Qwen2 on real vLLM engines of this CPU, before and after a weight sync.
 
 test_model.py compares log-probabilities, gradients, replay and files of these families with transformers.
 """
@@ -6,7 +6,7 @@ test_model.py compares log-probabilities, gradients, replay and files of these f
 import pytest
 import torch
 from engines import VOCAB, assert_samples_are_the_trainers, random_requests, save_model
-from transformers import Glm4MoeConfig, MixtralConfig, OlmoeConfig
+from transformers import Glm4MoeConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2Config
 
 from kernels.fp8_block import fp8_round
 from moe_model import Policy, hf_tensors, random_weights
@@ -73,6 +73,30 @@ def test_an_engine_follows_its_policy_through_a_sync(family, tmp_path):
             with pytest.raises(RuntimeError, match=f"in {num_moved} parameters"):
                 engine.check_weights(hf_tensors(policy))
     assert not torch.equal(*prompt_routes), "other routers should route the first prompt to other experts"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_engine_follows_a_dense_policy_through_a_sync(family, tmp_path):
+    """Run after the tests of MoEs: vLLM creates the group of experts only if the first engine of a process
+    has experts."""
+    grouped = SIZES | {"num_key_value_heads": 1}
+    del grouped["num_experts_per_tok"]
+    config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family]
+    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[family]
+    policy = Policy(config_class(**grouped, intermediate_size=128, architectures=[architecture]))
+    random_weights(policy, 0)
+    move(policy, (".bias",), 0.3)
+    settings = RolloutSettings(dtype="float32", kv_cache_gib=0.02, max_num_seqs=8)
+    engine = RolloutEngine(save_model(policy, tmp_path), 64, settings)
+    requests = random_requests(12, 1, 24)
+    for version in (0, 1):
+        engine.sync(hf_tensors(policy), version)
+        engine.check_weights(hf_tensors(policy))
+        assert_samples_are_the_trainers(policy, requests, engine.generate(requests, version))
+        move(policy, ("proj.weight", "lm_head.weight"), 0.1)
+        with pytest.raises(RuntimeError, match="parameters"):
+            engine.check_weights(hf_tensors(policy))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

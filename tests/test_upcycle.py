@@ -5,13 +5,10 @@ import json
 
 import pytest
 import torch
-from engines import assert_samples_are_the_trainers, random_requests, save_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from data import smollm2, upcycle
-from moe_model import Policy, hf_tensors, load_config, load_hf, pack, random_weights, save_hf
-from rollout import RolloutEngine
-from settings import RolloutSettings
+from moe_model import Policy, load_config, load_hf, pack, random_weights, save_hf
 
 SIZES = {
     "vocab_size": 98, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3,
@@ -63,23 +60,6 @@ def test_a_dense_family_has_the_log_probabilities_of_transformers(family, fields
     loaded = Policy(load_config(tmp_path))
     load_hf(loaded, tmp_path)
     assert all(map(torch.equal, policy.parameters(), loaded.parameters()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_an_engine_follows_a_dense_policy_through_a_sync(family, tmp_path):
-    policy = make_dense(tmp_path / "policy", family)
-    settings = RolloutSettings(dtype="float32", kv_cache_gib=0.02, max_num_seqs=8)
-    engine = RolloutEngine(save_model(policy, tmp_path / "engine"), 64, settings)
-    requests = random_requests(12, 1, 24)
-    for version in (0, 1):
-        engine.sync(hf_tensors(policy), version)
-        engine.check_weights(hf_tensors(policy))
-        assert_samples_are_the_trainers(policy, requests, engine.generate(requests, version))
-        for parameter in policy.parameters():
-            parameter.data.mul_(1.1)
-        with pytest.raises(RuntimeError, match="parameters"):
-            engine.check_weights(hf_tensors(policy))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
