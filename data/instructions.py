@@ -9,8 +9,8 @@ not use any commas. Include the word river." Topics, wordings and arguments are 
 other topics and other arguments (other keywords, other numbers) than the training set.
 
 Every prompt demands a least number of words, because reinforcement learning finds shortcuts: without this
-instruction a model learns to answer "Time." to every prompt, which breaks no other instruction. The number of
-words is one of the checks, so an answer that is too short loses a part of the reward.
+instruction completions shrank to a few words, for example "Time.", which break few other instructions. The
+number of words is one of the checks, so an answer that is too short loses a part of the reward.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def title(split: str, rng: random.Random) -> Instruction:
 
 def bullets(split: str, rng: random.Random) -> Instruction:
     """Ask for a list with so many points."""
-    count = rng.choice({"train": (2, 3), "test": (2, 4)}[split])
+    count = rng.choice({"train": (2, 3), "test": (4,)}[split])
     constraint = {"id": "detectable_format:number_bullet_lists", "num_bullets": count}
     return Instruction(f"Use exactly {count} bullet points, each on a line that begins with *.", constraint)
 

@@ -145,6 +145,6 @@ def test_instructions_are_verifiable_and_held_out_sets_have_other_arguments(tmp_
         for row in rows:
             assert read_constraints(row["answer"], {})
             assert any(c["id"] == "length_constraints:number_words" for c in json.loads(row["answer"]))
-    for key in ("keywords", "end_phrase", "num_words", "letter"):
+    for key in ("keywords", "end_phrase", "num_words", "num_bullets", "letter"):
         values = {split: {str(c[key]) for c in rows if key in c} for split, rows in sets.items()}
         assert values["train"] and values["test"] and not values["train"] & values["test"], key
