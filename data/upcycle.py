@@ -147,7 +147,8 @@ def main(argv: list[str] | None = None) -> None:
         if not 1 <= args.top_k <= args.experts or not 0 <= args.reinit <= 1:
             raise ValueError("--top-k must be between 1 and --experts, --reinit between 0 and 1")
         refuse_to_overwrite(args.output)
-        config = moe_config(AutoConfig.from_pretrained(args.model), args.experts, args.top_k)
+        dense = AutoConfig.from_pretrained(args.model, local_files_only=True, trust_remote_code=False)
+        config = moe_config(dense, args.experts, args.top_k)
         weights = upcycle(read_weights(args.model), config, args.reinit, args.router_std, args.seed)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
