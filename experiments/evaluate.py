@@ -366,7 +366,8 @@ def row_of(
         "answer": prompt.answer, "sample": number,
         "temperature": temperature, "completion": text, **asdict(verdict),
         "num_tokens": len(completion.token_ids), "finish_reason": completion.finish_reason,
-        "token_ids": completion.token_ids, "rollout_logprobs": completion.logprobs,
+        "prompt_ids": task.prompt_ids, "token_ids": completion.token_ids,
+        "rollout_logprobs": completion.logprobs,
     }  # fmt: skip
 
 

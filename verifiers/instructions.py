@@ -36,15 +36,29 @@ def verify(completion: str, answer: str, **columns) -> tuple[float, str, str]:
     the row are used. Text up to </think> is skipped. Status "error": the answer cannot be parsed.
     """
     try:
-        constraints = read_constraints(answer, columns)
+        verdicts = instruction_verdicts(completion, answer, columns)
     except ValueError as error:
         return 0.0, "error", str(error)
-    text = completion.rpartition("</think>")[2].strip()
-    if not text:
+    if not answer_text(completion):
         return 0.0, "no_answer", ""
-    failed = [name for name, met in constraints if not met(text)]
-    reward = 1 - len(failed) / len(constraints)
+    failed = [name for name, is_met in verdicts if not is_met]
+    reward = 1 - len(failed) / len(verdicts)
     return (reward, "wrong", "not met: " + ", ".join(failed)) if failed else (1.0, "ok", "")
+
+
+def answer_text(completion: str) -> str:
+    """Return the text that is judged: the completion after the last </think>, without outer white space."""
+    return completion.rpartition("</think>")[2].strip()
+
+
+def instruction_verdicts(completion: str, answer: str, columns: dict) -> list[tuple[str, bool]]:
+    """Return (name, whether the completion meets it) for each constraint, as in IFEval's strict evaluation.
+
+    An empty text meets no constraint. answer and columns: see verify(). ValueError for a bad constraint.
+    """
+    constraints = read_constraints(answer, columns)
+    text = answer_text(completion)
+    return [(name, bool(text) and is_met(text)) for name, is_met in constraints]
 
 
 def read_constraints(answer: str, columns: dict) -> list[tuple[str, Callable[[str], bool]]]:

@@ -1,0 +1,124 @@
+"""Compare verifiers/instructions.py with published verdicts of IFEval's own code on outputs of models.
+
+    python -m experiments.bench.ifeval_agreement --prompts input_data.jsonl --verdicts eval_results_strict.jsonl
+    python -m experiments.bench.ifeval_agreement --prompts en_input_data.jsonl \\
+        --verdicts evaluations/en_*/eval_results_strict.jsonl --show 5 --json ifeval_agreement.json
+
+--prompts is IFEval's dataset (prompt, instruction_id_list, kwargs). --verdicts are files that IFEval's
+evaluation_main.py writes, one per model: each row has prompt, response and follow_instruction_list, one bool
+for each instruction. M-IFEval (arXiv 2502.04688, github.com/lightblue-tech/M-IFEval, Apache-2.0) publishes
+such files of 17 models; the prefix "en:" of its names is ignored.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from experiments.bench.common import make_parser, markdown, write_json
+from verifiers.instructions import instruction_verdicts
+
+
+def read_jsonl(file: Path) -> list[dict]:
+    """Read a JSONL file; ValueError names the file."""
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot read JSONL ({error}); name a file as IFEval has it") from error
+
+
+def compare(prompts: list[dict], verdict_files: list[Path]) -> list[dict]:
+    """Return a row for each verdict: model file, kind, published and own verdict, response, arguments.
+
+    ValueError if a file has a prompt that the dataset lacks.
+    """
+    constraints = {row["prompt"]: row for row in prompts}
+    rows = []
+    for file in verdict_files:
+        for result in read_jsonl(file):
+            if result["prompt"] not in constraints:
+                raise ValueError(f"{file}: --prompts lacks the prompt {result['prompt'][:80]!r}")
+            task = constraints[result["prompt"]]
+            names = [name.removeprefix("en:") for name in task["instruction_id_list"]]
+            columns = {"instruction_id_list": names, "kwargs": task["kwargs"]}
+            verdicts = instruction_verdicts(result["response"], "", columns)
+            for (kind, own), published, arguments in zip(
+                verdicts, result["follow_instruction_list"], task["kwargs"], strict=True
+            ):
+                rows.append({
+                    "file": str(file), "prompt": result["prompt"], "kind": kind, "own": own,
+                    "published": published, "arguments": arguments, "response": result["response"],
+                })  # fmt: skip
+    return rows
+
+
+def agreement(rows: list[dict]) -> list[dict]:
+    """Return verdicts, agreement and both kinds of disagreement for each kind of instruction, and for all."""
+    kinds = sorted({row["kind"] for row in rows})
+    table = []
+    for kind in [*kinds, "all"]:
+        counts = Counter((row["published"], row["own"]) for row in rows if kind in (row["kind"], "all"))
+        total = counts.total()
+        table.append({
+            "kind": kind, "verdicts": total, "agreement": (counts[True, True] + counts[False, False]) / total,
+            "published_only": counts[True, False], "own_only": counts[False, True],
+        })  # fmt: skip
+    return table
+
+
+def prompt_level(rows: list[dict]) -> tuple[int, float, float, float]:
+    """Return responses, the share with equal verdicts of all instructions met, and both accuracies."""
+    results: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        results.setdefault((row["file"], row["prompt"]), []).append(row)
+    published = [all(row["published"] for row in result) for result in results.values()]
+    own = [all(row["own"] for row in result) for result in results.values()]
+    equal = [a == b for a, b in zip(published, own)]
+    return len(equal), sum(equal) / len(equal), sum(published) / len(equal), sum(own) / len(equal)
+
+
+def table_lines(table: list[dict]) -> list[str]:
+    """Return the table of agreement."""
+    cells = [
+        [row["kind"], f"{row['verdicts']:,}", f"{row['agreement']:.4f}", row["published_only"], row["own_only"]]
+        for row in table
+    ]
+    return markdown(["instruction", "verdicts", "agreement", "met by IFEval only", "met by ours only"], cells)
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--prompts", type=Path, required=True, help="IFEval's dataset, JSONL")
+    parser.add_argument("--verdicts", type=Path, nargs="+", required=True, help="eval_results_strict.jsonl ...")
+    parser.add_argument("--show", type=int, default=0, help="print this many disagreements of each kind")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Compare the verdicts and print the table."""
+    args = parse()
+    try:
+        rows = compare(read_jsonl(args.prompts), args.verdicts)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    table = agreement(rows)
+    print("\n".join(table_lines(table)))
+    num_responses, equal, published, own = prompt_level(rows)
+    print(
+        f"prompt level: {num_responses:,} responses of {len(args.verdicts)} models, {equal:.4f} with the same "
+        f"verdict; accuracy {published:.4f} by IFEval, {own:.4f} by ours"
+    )
+    shown: Counter[str] = Counter()
+    for row in rows:
+        if row["own"] != row["published"] and shown[row["kind"]] < args.show:
+            shown[row["kind"]] += 1
+            arguments = {name: value for name, value in row["arguments"].items() if value is not None}
+            print(f"\n--- {row['kind']} {arguments}: IFEval {row['published']}, ours {row['own']}")
+            print(row["response"])
+    write_json(args.json, {"table": table, "prompt_level": [num_responses, equal, published, own]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""Measure the text of completions by figures that no reward sees: length, fluency, distance, repetition.
+
+    python experiments/text_quality.py --start START --model EXPORT --completions after_completions.jsonl
+    python experiments/text_quality.py --start START --model EXPORT --completions after_completions.jsonl \\
+        --before before_completions.jsonl --json runs/quality.json
+
+A reward is a narrow view of a text. For example, a model that is rewarded for keeping instructions may learn
+to answer "Time." The figures here show such a shortcut. --completions are rows that evaluate.py wrote for
+--model (NAME_completions.jsonl); --before are rows that it wrote for --start. --start and --model are folders
+of checkpoints, exports or runs. If a file has sampled completions, only these count; otherwise the greedy
+completions count. Figures and units: see text_quality(). The models compute in float32, one completion at a
+time, by transformers.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
+
+from experiments.evaluate import open_model, write_aside
+from runtime.launch import run
+
+DISTINCT_WORDS = 500  # words of all completions together that the shares of distinct n-grams are taken over
+WORDS_PER_TEXT = 20  # words of one completion among them, so that many completions take part
+POSITIONS_PER_CHUNK = 128  # positions whose logits exist at once: 25 MB per tensor at 49,152 tokens
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Words
+# ------------------------------------------------------------------------------------------------------------
+def words_of(text: str) -> list[str]:
+    """Split a text into words in lower case; "It's well-known, 3 times." gives it's, well-known, 3, times."""
+    return re.findall(r"\w+(?:['\u2019-]\w+)*", text.lower())
+
+
+def ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
+    """Return the n-grams of a list of words in order."""
+    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
+def distinct_ngrams(
+    texts: list[list[str]], num_words: int = DISTINCT_WORDS, words_per_text: int = WORDS_PER_TEXT
+) -> dict[str, float | None]:
+    """Return distinct_1 to distinct_3, and distinct_words, the number of words that they are taken over.
+
+    distinct_n = number of different n-grams / number of words (Li et al., arXiv 1510.03055, section 5.3),
+    None without words. The share falls as the number of words grows. [ours: Therefore the first
+    words_per_text words of each text are taken until there are num_words.] Compare two sets only if their
+    distinct_words are about equal. texts: lists of words.
+    """
+    parts = []
+    budget = num_words
+    for words in texts:
+        part = words[: min(words_per_text, budget)]
+        parts.append(part)
+        budget -= len(part)
+    total = num_words - budget
+    shares = {
+        f"distinct_{n}": len({gram for part in parts for gram in ngrams(part, n)}) / total if total else None
+        for n in (1, 2, 3)
+    }
+    return shares | {"distinct_words": total}
+
+
+def repeated_4grams(words: list[str]) -> float | None:
+    """Return the share of 4-grams of words that repeat an earlier 4-gram; None for fewer than four words.
+
+    1 - different 4-grams / 4-grams: seq-rep-4 of Welleck et al. (arXiv 1908.04319, section 6), [ours] over
+    words instead of tokens.
+    """
+    grams = ngrams(words, 4)
+    return 1 - len(set(grams)) / len(grams) if grams else None
+
+
+def repeated_openings(texts: list[list[str]], prompts: list) -> float:
+    """Return the share of texts whose first three words also open a text for a different prompt [ours].
+
+    A shorter text counts with all its words. An empty text repeats no opening. prompts: the prompt of each
+    text, as any hashable value.
+    """
+    prompts_of = defaultdict(set)
+    for words, prompt in zip(texts, prompts):
+        prompts_of[tuple(words[:3])].add(prompt)
+    repeated = [bool(words) and len(prompts_of[tuple(words[:3])]) > 1 for words in texts]
+    return sum(repeated) / len(repeated)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Models
+# ------------------------------------------------------------------------------------------------------------
+def load_causal_lm(folder: str | Path):
+    """Load a model in float32 by transformers; ValueError if the folder has no config.json."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"{folder}: not a model, because config.json is missing; name a folder with weights")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def completion_logprobs(model, prompt_ids: list[int], token_ids: list[int]) -> Iterator:
+    """Yield log-probabilities over the vocabulary [positions, V] for pieces of a completion, in order.
+
+    Row t of all pieces together is the distribution of token t of the completion, at temperature 1, in nats.
+    """
+    import torch
+
+    ids = torch.tensor([prompt_ids + token_ids])
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]  # [T, H]
+    hidden = hidden[len(prompt_ids) - 1 : -1]  # row t predicts token t + 1
+    head = model.get_output_embeddings()
+    for piece in hidden.split(POSITIONS_PER_CHUNK):
+        yield head(piece).float().log_softmax(-1)
+
+
+def nll_and_kl(model, start, prompt_ids: list[int], token_ids: list[int]) -> tuple[float, float]:
+    """Return two sums over the tokens of a completion, in nats.
+
+    1. Negative log-likelihood of the tokens under the start model.
+    2. Exact KL(model || start) at every position: sum over the vocabulary of p (log p - log q). This is the
+       full-vocabulary KL; estimators such as k3 need one token only, but have variance.
+    """
+    import torch
+
+    nll = 0.0
+    kl = 0.0
+    tokens = torch.tensor(token_ids).split(POSITIONS_PER_CHUNK)
+    with torch.no_grad():
+        start_pieces = completion_logprobs(start, prompt_ids, token_ids)
+        model_pieces = completion_logprobs(model, prompt_ids, token_ids)
+        for piece_ids, start_logprobs, logprobs in zip(tokens, start_pieces, model_pieces):
+            nll -= start_logprobs.gather(1, piece_ids[:, None]).sum().item()
+            kl += (logprobs.exp() * (logprobs - start_logprobs)).sum().item()
+    return nll, kl
+
+
+def model_figures(rows: list[dict], model_folder: str | Path, start_folder: str | Path) -> dict:
+    """Return perplexity_start and kl_to_start of rows, see text_quality(); None without tokens."""
+    from tqdm import tqdm
+
+    rows = [row for row in rows if row["token_ids"]]
+    if not rows:
+        return {"perplexity_start": None, "kl_to_start": None}
+    if any("prompt_ids" not in row for row in rows):
+        raise ValueError("rows lack prompt_ids: write the completions again with experiments/evaluate.py")
+    start = load_causal_lm(start_folder)
+    is_start = Path(model_folder).resolve() == Path(start_folder).resolve()
+    model = start if is_start else load_causal_lm(model_folder)
+    if model.config.vocab_size != start.config.vocab_size:
+        raise ValueError(
+            f"{model_folder} and {start_folder} have vocabularies of {model.config.vocab_size} and "
+            f"{start.config.vocab_size} tokens; compare a model with the model that its training started from"
+        )
+    num_tokens = sum(len(row["token_ids"]) for row in rows)
+    total_nll = 0.0
+    total_kl = 0.0
+    for row in tqdm(rows, desc="text quality", unit="completion", disable=None):
+        nll, kl = nll_and_kl(model, start, row["prompt_ids"], row["token_ids"])
+        total_nll += nll
+        total_kl += kl
+    return {"perplexity_start": math.exp(total_nll / num_tokens), "kl_to_start": total_kl / num_tokens}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Figures
+# ------------------------------------------------------------------------------------------------------------
+def text_quality(rows: list[dict], model_folder: str | Path, start_folder: str | Path) -> dict:
+    """Measure completions of a model; rows as in NAME_completions.jsonl of experiments/evaluate.py.
+
+    If some rows are sampled (temperature > 0), only these count; the KL then is an expectation over texts of
+    the model itself, up to the sampling temperature. Greedy rows give the mean over greedy texts. Figures:
+
+        num_completions    completions that count
+        mean_tokens        mean number of tokens, including an end token
+        mean_words         mean number of words
+        empty_frac         share of completions without a word
+        perplexity_start   exp of the mean negative log-likelihood per token under the start model, given the
+                           prompt's token ids as evaluated; over the tokens of all completions; 1 or more
+        kl_to_start        mean over tokens of the exact full-vocabulary KL(model || start), in nats per token,
+                           at temperature 1
+        distinct_1 to distinct_3, distinct_words    see distinct_ngrams()
+        repeated_4grams    mean of repeated_4grams() over completions of at least four words
+        repeated_openings  see repeated_openings()
+
+    None stands for a figure without data, for example the perplexity of empty completions. ValueError
+    without rows, for rows without prompt_ids, and for models with different vocabularies.
+    """
+    if not rows:
+        raise ValueError("no completions: the file has no rows")
+    rows = [row for row in rows if row["temperature"] > 0] or rows
+    texts = [words_of(row["completion"]) for row in rows]
+    repetition = [share for share in map(repeated_4grams, texts) if share is not None]
+    return {
+        "num_completions": len(rows),
+        "mean_tokens": sum(len(row["token_ids"]) for row in rows) / len(rows),
+        "mean_words": sum(map(len, texts)) / len(rows),
+        "empty_frac": sum(not words for words in texts) / len(rows),
+        **model_figures(rows, model_folder, start_folder),
+        **distinct_ngrams(texts),
+        "repeated_4grams": sum(repetition) / len(repetition) if repetition else None,
+        "repeated_openings": repeated_openings(texts, [row["prompt_index"] for row in rows]),
+    }
+
+
+LABELS = {
+    "num_completions": "completions", "mean_tokens": "tokens", "mean_words": "words",
+    "empty_frac": "share of empty completions", "perplexity_start": "perplexity under the start model",
+    "kl_to_start": "KL(model || start), full vocabulary, nats per token",
+    "distinct_1": "distinct 1-grams per word", "distinct_2": "distinct 2-grams per word",
+    "distinct_3": "distinct 3-grams per word", "distinct_words": "words for distinct n-grams",
+    "repeated_4grams": "share of repeated 4-grams in a completion",
+    "repeated_openings": "share of completions with a repeated opening",
+}  # fmt: skip
+
+
+def table_text(sets: dict[str, dict]) -> str:
+    """Format figures as a table with one column for each set, for example before and after training."""
+    lines = [" " * 52 + "".join(f"{name:>12}" for name in sets)]
+    for name, label in LABELS.items():
+        cells = []
+        for figures in sets.values():
+            value = figures[name]
+            cells.append("-" if value is None else f"{value:,}" if isinstance(value, int) else f"{value:.3f}")
+        lines.append(f"{label:<52}" + "".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------------------
+def read_rows(file: Path) -> list[dict]:
+    """Read a JSONL file of completions; ValueError names the file."""
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: cannot read completions ({error}); name a file of evaluate.py") from error
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser("experiments/text_quality.py", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--start", type=Path, required=True, help="folder of the model before training")
+    add("--model", type=Path, required=True, help="folder of the model that wrote --completions")
+    add("--completions", type=Path, required=True, help="completions of --model, JSONL of evaluate.py")
+    add("--before", type=Path, help="completions of --start, for a column beside")
+    add("--json", type=Path, help="file of the figures")
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure the sets, print the table and write the JSON file."""
+    sets = {}
+    with ExitStack() as stack:
+        start, _ = stack.enter_context(open_model(args.start))
+        model, _ = stack.enter_context(open_model(args.model))
+        if args.before:
+            sets["before"] = text_quality(read_rows(args.before), start, start)
+        sets["after" if args.before else "model"] = text_quality(read_rows(args.completions), model, start)
+    print(table_text(sets))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        write_aside(args.json, json.dumps(sets, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, parse_args, sys.argv[1:]))
