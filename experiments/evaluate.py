@@ -693,7 +693,8 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
     seconds: dict[str, float] = {}
     start = time.perf_counter()
     local_tasks = tasks[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]
-    engine, rows, completions = generate(args, settings, folder, tokenizer, tasks, local_tasks)
+    outcome = generate(args, settings, folder, tokenizer, tasks, local_tasks)
+    engine, rows, completions, seconds["sampling"] = outcome
     seconds["engine"] = time.perf_counter() - start
     result = {"model": name, "weights": digest_of_weights(folder)}
     result |= {"settings": settings_of(args, settings), "seconds": seconds}
@@ -778,7 +779,7 @@ def gather(rows: list[dict], tables: list | None = None) -> tuple[list[dict], li
 
 
 def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_tasks: list[Task]):
-    """Complete and score the tasks of this rank; return the engine, the rows and the completions."""
+    """Complete and score the tasks of this rank; return engine, rows, completions and seconds of sampling."""
     from data.score import weights_of
     from rollout import RolloutEngine
 
@@ -791,9 +792,11 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_t
         )  # over all ranks, because ranks may share an engine
         engine = RolloutEngine(folder, longest + settings.rollout.max_new_tokens, settings.rollout)
         engine.sync(weights_of(folder), policy_version=0)
+        start = time.perf_counter()
         with progress_bar(num_completions, "generate") as progress:
             rows, completions = sample(engine, pool, tokenizer, local_tasks, args, settings, progress)
-    return engine, rows, completions
+        seconds = time.perf_counter() - start
+    return engine, rows, completions, seconds
 
 
 def reference_warning(pool: RewardPool, tasks: list[Task]) -> str:

@@ -185,8 +185,8 @@ def text_quality(rows: list[dict], model_folder: str | Path, start_folder: str |
         empty_frac         share of completions without a word
         perplexity_start   exp of the mean negative log-likelihood per token under the start model, given the
                            prompt's token ids as evaluated; over the tokens of all completions; 1 or more
-        kl_to_start        mean over tokens of the exact full-vocabulary KL(model || start), in nats per token,
-                           at temperature 1
+        kl_to_start        mean over tokens of the exact full-vocabulary KL(model || start), in nats per
+                           token, at temperature 1
         distinct_1 to distinct_3, distinct_words    see distinct_ngrams()
         repeated_4grams    mean of repeated_4grams() over completions of at least four words
         repeated_openings  see repeated_openings()

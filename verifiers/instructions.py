@@ -112,14 +112,24 @@ def _compare(count: int, relation: str, limit: int) -> bool:
 
 
 def _sentences(text: str) -> int:
-    """Count sentences, which end at . ! or ? before white space, except after an abbreviation or initial."""
+    """Count sentences, which end at . ! or ? before white space; dots of some words and numbers end none.
+
+    These are abbreviations (Dr.), initials (J.), dotted abbreviations before a word in lower case (the U.S.
+    maternity leave), and numbers of list items in lower case (1. mobile apps).
+    """
+    text = re.sub(r"^[ \t]*\d+\.[ \t]+(?=[a-z])", "", text, flags=re.MULTILINE)
     count = 0
     start = 0
     for end in re.finditer(r"(?<![.!?])[.!?]++[\"'\u201d)\]*]*+(?=\s|$)|[\u3002\uff01\uff1f]++", text):
         words = text[start : end.start()].rsplit(maxsplit=1)
         last = words[-1].lower().lstrip("(\"'") if words else ""
         is_dot = end[0] == "." and end.end() < len(text)
-        if words and not (is_dot and (last in ABBREVIATIONS or len(last) == 1 and last.isalpha())):
+        is_dotted = (
+            re.fullmatch(r"(?:[a-z]\.)+[a-z]", last)
+            and text[end.end() : end.end() + 9].lstrip()[:1].islower()
+        )
+        is_short = last in ABBREVIATIONS or (len(last) == 1 and last.isalpha())
+        if words and not (is_dot and (is_short or is_dotted)):
             count += 1
             start = end.end()
     return count + bool(re.search(r"\w", text[start:]))
@@ -185,7 +195,9 @@ def _is_language(text: str, language: str) -> bool:
 
 
 def _is_english_case(text: str, is_case: Callable[[str], bool]) -> bool:
-    return is_case(text) and all(letter.isascii() for letter in text if letter.isalpha())
+    """Tell whether a text is in one case and nine of ten letters are ASCII, which allows a word like café."""
+    letters = [letter for letter in text if letter.isalpha()]
+    return is_case(text) and 10 * sum(map(str.isascii, letters)) >= 9 * len(letters)
 
 
 CHECKS: dict[str, Callable[..., bool]] = {

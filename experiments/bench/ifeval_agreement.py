@@ -1,6 +1,7 @@
 """Compare verifiers/instructions.py with published verdicts of IFEval's own code on outputs of models.
 
-    python -m experiments.bench.ifeval_agreement --prompts input_data.jsonl --verdicts eval_results_strict.jsonl
+    python -m experiments.bench.ifeval_agreement --prompts input_data.jsonl \\
+        --verdicts eval_results_strict.jsonl
     python -m experiments.bench.ifeval_agreement --prompts en_input_data.jsonl \\
         --verdicts evaluations/en_*/eval_results_strict.jsonl --show 5 --json ifeval_agreement.json
 
@@ -42,7 +43,8 @@ def compare(prompts: list[dict], verdict_files: list[Path]) -> list[dict]:
             task = constraints[result["prompt"]]
             names = [name.removeprefix("en:") for name in task["instruction_id_list"]]
             columns = {"instruction_id_list": names, "kwargs": task["kwargs"]}
-            verdicts = instruction_verdicts(result["response"], "", columns)
+            # A few published responses are null: the model gave none.
+            verdicts = instruction_verdicts(result["response"] or "", "", columns)
             for (kind, own), published, arguments in zip(
                 verdicts, result["follow_instruction_list"], task["kwargs"], strict=True
             ):
@@ -81,7 +83,13 @@ def prompt_level(rows: list[dict]) -> tuple[int, float, float, float]:
 def table_lines(table: list[dict]) -> list[str]:
     """Return the table of agreement."""
     cells = [
-        [row["kind"], f"{row['verdicts']:,}", f"{row['agreement']:.4f}", row["published_only"], row["own_only"]]
+        [
+            row["kind"],
+            f"{row['verdicts']:,}",
+            f"{row['agreement']:.4f}",
+            row["published_only"],
+            row["own_only"],
+        ]
         for row in table
     ]
     return markdown(["instruction", "verdicts", "agreement", "met by IFEval only", "met by ours only"], cells)
@@ -91,7 +99,9 @@ def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=Path, required=True, help="IFEval's dataset, JSONL")
-    parser.add_argument("--verdicts", type=Path, nargs="+", required=True, help="eval_results_strict.jsonl ...")
+    parser.add_argument(
+        "--verdicts", type=Path, nargs="+", required=True, help="eval_results_strict.jsonl ..."
+    )
     parser.add_argument("--show", type=int, default=0, help="print this many disagreements of each kind")
     return parser.parse_args()
 
@@ -107,8 +117,8 @@ def main() -> None:
     print("\n".join(table_lines(table)))
     num_responses, equal, published, own = prompt_level(rows)
     print(
-        f"prompt level: {num_responses:,} responses of {len(args.verdicts)} models, {equal:.4f} with the same "
-        f"verdict; accuracy {published:.4f} by IFEval, {own:.4f} by ours"
+        f"prompt level: {num_responses:,} responses of {len(args.verdicts)} models, {equal:.4f} with the "
+        f"same verdict; accuracy {published:.4f} by IFEval, {own:.4f} by ours"
     )
     shown: Counter[str] = Counter()
     for row in rows:

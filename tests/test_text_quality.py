@@ -1,0 +1,116 @@
+"""experiments/text_quality.py: figures of hand-made texts, and of models by brute force."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import save_small_moe
+
+from experiments import text_quality as quality
+
+PROMPT = [3, 4, 5]
+
+
+def row(text: str, token_ids: list[int], prompt_index: int = 0, temperature: float = 1.0) -> dict:
+    return {"completion": text, "token_ids": token_ids, "prompt_ids": PROMPT, "prompt_index": prompt_index,
+            "temperature": temperature}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return the folders of a small random model and of a copy with other weights."""
+    from transformers import AutoModelForCausalLM
+
+    start = tmp_path_factory.mktemp("start")
+    trained = tmp_path_factory.mktemp("trained")
+    save_small_moe(start)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.add_(torch.randn_like(model.lm_head.weight) * 0.3)
+    model.save_pretrained(trained)
+    return trained, start
+
+
+def all_logprobs(folder, token_ids: list[int]) -> torch.Tensor:
+    """Return the log-probabilities [tokens, V] from whole logits in double precision."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )  # grouped products lack float64
+    with torch.no_grad():
+        return model(torch.tensor([PROMPT + token_ids])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+
+
+def test_perplexity_and_kl_equal_a_computation_by_brute_force(folders, monkeypatch):
+    monkeypatch.setattr(quality, "POSITIONS_PER_CHUNK", 3)  # several chunks, the last one not full
+    trained, start = folders
+    completions = [[7, 8, 9, 10, 11, 1], [12, 1], [], [6]]
+    nll = []
+    kl = []
+    for token_ids in filter(None, completions):
+        p = all_logprobs(trained, token_ids)
+        q = all_logprobs(start, token_ids)
+        for position, token in enumerate(token_ids):
+            nll.append(-q[position, token].item())
+            terms = zip(p[position].tolist(), q[position].tolist())
+            kl.append(sum(math.exp(a) * (a - b) for a, b in terms))
+    figures = quality.text_quality([row("a word", ids) for ids in completions], trained, start)
+    # float32 against float64
+    assert figures["perplexity_start"] == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-5)
+    assert figures["kl_to_start"] == pytest.approx(sum(kl) / len(kl), rel=1e-4) and sum(kl) > 0.1
+    assert figures["mean_tokens"] == 9 / 4
+    assert quality.text_quality([row("a", [7, 8])], start, start)["kl_to_start"] == 0
+
+
+def test_words_and_repetition_of_hand_made_texts():
+    assert quality.words_of("It's well-known, 3 times: ÉTÉ!") == ["it's", "well-known", "3", "times", "été"]
+    texts = [text.split() for text in ("a b a b", "a b c", "", "d")]
+    # 8 words; 1-grams a b c d, 2-grams ab ba bc, 3-grams aba bab abc
+    expected = {"distinct_1": 4 / 8, "distinct_2": 3 / 8, "distinct_3": 3 / 8, "distinct_words": 8}
+    assert quality.distinct_ngrams(texts) == expected
+    cut = quality.distinct_ngrams(texts, num_words=4, words_per_text=3)  # a b a, then a
+    assert cut == {"distinct_1": 2 / 4, "distinct_2": 2 / 4, "distinct_3": 1 / 4, "distinct_words": 4}
+    # a b a b a b a: abab baba abab baba
+    assert quality.repeated_4grams("a b a b a b a".split()) == 2 / 4
+    assert quality.repeated_4grams("a b c".split()) is None
+    openings = ["a b c d", "a b c e", "a b", "a b", "x y z", "x y z", ""]
+    prompts = [0, 1, 2, 2, 3, 3, 4]  # the texts "a b" and "x y z" repeat for the same prompt only
+    assert quality.repeated_openings([text.split() for text in openings], prompts) == 2 / 7
+
+
+def test_empty_single_and_greedy_completions(folders):
+    trained, start = folders
+    empty = quality.text_quality([row("", []), row(" ", [])], trained, start)
+    assert empty["empty_frac"] == 1 and empty["mean_words"] == 0 and empty["repeated_openings"] == 0
+    names = ("perplexity_start", "kl_to_start", "distinct_1", "repeated_4grams")
+    assert [empty[name] for name in names] == [None] * 4
+    single = quality.text_quality([row("one two three four", [7], temperature=0)], trained, start)
+    assert single["num_completions"] == 1 and single["repeated_4grams"] == 0 and single["kl_to_start"] > 0
+    rows = [row("greedy text", [7, 8, 9], temperature=0), row("sampled", [7])]
+    assert quality.text_quality(rows, trained, start)["mean_tokens"] == 1, "sampled completions only"
+
+
+def test_a_set_that_cannot_be_measured_is_explained(folders, tmp_path):
+    trained, start = folders
+    rows = [row("text", [7])]
+    with pytest.raises(ValueError, match="no rows"):
+        quality.text_quality([], trained, start)
+    with pytest.raises(ValueError, match="prompt_ids"):
+        quality.text_quality([{k: v for k, v in rows[0].items() if k != "prompt_ids"}], trained, start)
+    with pytest.raises(ValueError, match="config.json"):
+        quality.text_quality(rows, trained, tmp_path)
+
+
+def test_the_command_prints_both_columns(folders, tmp_path, capsys):
+    trained, start = folders
+    for name, text in (("before", "some words"), ("after", "word")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row(text, [7, 8])) + "\n")
+    options = ["--start", start, "--model", trained, "--completions", tmp_path / "after.jsonl"]
+    options += ["--before", tmp_path / "before.jsonl", "--json", tmp_path / "out" / "quality.json"]
+    quality.main(quality.parse_args([str(option) for option in options]))
+    sets = json.loads((tmp_path / "out" / "quality.json").read_text())
+    assert (sets["before"]["mean_words"], sets["after"]["mean_words"]) == (2, 1)
+    assert sets["before"]["kl_to_start"] == 0 < sets["after"]["kl_to_start"]
+    assert f"{sets['after']['perplexity_start']:.3f}" in capsys.readouterr().out
