@@ -20,6 +20,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import repeat
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +124,7 @@ def completion_logprobs(model, prompt_ids: list[int], token_ids: list[int]) -> I
 
 
 def nll_and_kl(model, start, prompt_ids: list[int], token_ids: list[int]) -> tuple[float, float]:
-    """Return two sums over the tokens of a completion, in nats.
+    """Return two sums over the tokens of a completion, in nats; the second is 0 if model is start.
 
     1. Negative log-likelihood of the tokens under the start model.
     2. Exact KL(model || start) at every position: sum over the vocabulary of p (log p - log q). This is the
@@ -136,10 +137,11 @@ def nll_and_kl(model, start, prompt_ids: list[int], token_ids: list[int]) -> tup
     tokens = torch.tensor(token_ids).split(POSITIONS_PER_CHUNK)
     with torch.no_grad():
         start_pieces = completion_logprobs(start, prompt_ids, token_ids)
-        model_pieces = completion_logprobs(model, prompt_ids, token_ids)
+        model_pieces = repeat(None) if model is start else completion_logprobs(model, prompt_ids, token_ids)
         for piece_ids, start_logprobs, logprobs in zip(tokens, start_pieces, model_pieces):
             nll -= start_logprobs.gather(1, piece_ids[:, None]).sum().item()
-            kl += (logprobs.exp() * (logprobs - start_logprobs)).sum().item()
+            if logprobs is not None:
+                kl += (logprobs.exp() * (logprobs - start_logprobs)).sum().item()
     return nll, kl
 
 
@@ -167,7 +169,8 @@ def model_figures(rows: list[dict], model_folder: str | Path, start_folder: str 
         nll, kl = nll_and_kl(model, start, row["prompt_ids"], row["token_ids"])
         total_nll += nll
         total_kl += kl
-    return {"perplexity_start": math.exp(total_nll / num_tokens), "kl_to_start": total_kl / num_tokens}
+    kl_to_start = max(0.0, total_kl / num_tokens)  # rounding makes the KL of equal models about -1e-8
+    return {"perplexity_start": math.exp(total_nll / num_tokens), "kl_to_start": kl_to_start}
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -26,8 +26,10 @@ CASES = {
         ["one two", "one - two"]),
     "length_constraints:number_sentences": (
         {"num_sentences": 3, "relation": "less than"},
-        ["Dr. Who came. He left.", "It costs 3.5 or 4.2. Yes!", "One?! Two...", "no end", "J. R. R. T."],
-        ["One. Two. Three.", "One! Two? Three", "So.\nIt.\n\nIs.", "\u4e00\u3002\u4e8c\u3002\u4e09\u3002"],
+        ["Dr. Who came. He left.", "It costs 3.5 or 4.2. Yes!", "One?! Two...", "no end", "J. R. R. T.",
+         "The U.S. leave is short. So.", "1. one thing.\n2. another thing."],
+        ["One. Two. Three.", "One! Two? Three", "So.\nIt.\n\nIs.", "In the U.S. It is. So.",
+         "\u4e00\u3002\u4e8c\u3002\u4e09\u3002"],
     ),
     "length_constraints:number_paragraphs": (
         {"num_paragraphs": 2}, ["a\n***\nb", "***\na***b\n***"],
@@ -68,7 +70,7 @@ CASES = {
         ["I said so", "iPhone X"]),
     "change_case:english_capital": ({}, ["ALL, 1 OF IT!"],
         ["All", "123", "\u041f\u0420\u0418\u0412\u0415\u0422"]),
-    "change_case:english_lowercase": ({}, ["all, 1 of it!"],
+    "change_case:english_lowercase": ({}, ["all, 1 of it!", "a good caf\u00e9 is open"],
         ["All", "\u043f\u0440\u0438\u0432\u0435\u0442"]),
     "punctuation:no_comma": ({}, ["a; b. c"], ["a, b"]),
 }  # fmt: skip
@@ -143,8 +145,7 @@ def test_languages_are_recognised_by_script_or_by_a_library(monkeypatch):
         assert reward(text, "language:response_language", {"language": wrong}) == 0
     answer = '[{"id": "language:response_language", "language": "de"}]'
     monkeypatch.setitem(__import__("sys").modules, "py3langid", None)  # as if it were not installed
-    assert "pip install py3langid" in verify("Das ist gut.", answer)[2]
+    assert "make install" in verify("Das ist gut.", answer)[2]
     monkeypatch.undo()
-    pytest.importorskip("py3langid", reason="the language of Latin text needs py3langid")
     assert verify("Das ist ein guter Tag für uns alle.", answer)[1] == "ok"
     assert verify("This is a good day for all of us.", answer)[1] == "wrong"

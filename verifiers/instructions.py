@@ -4,10 +4,15 @@
     # (0.5, "wrong", "not met: punctuation:no_comma")
 
 Names, arguments and meanings: Zhou et al., Instruction-Following Evaluation for Large Language Models
-(arXiv 2311.07911) and google-research/instruction_following_eval, strict version. Three differences [ours]:
-keywords are literal text and not regular expressions, sentences are split by a rule instead of NLTK's trained
-model, and languages with their own script (for example Thai) are recognised by the script, all other
-languages by py3langid.
+(arXiv 2311.07911) and google-research/instruction_following_eval, strict version. Five differences [ours]:
+- Keywords are literal text and not regular expressions.
+- Sentences are split by a rule instead of NLTK's trained model.
+- Languages with their own script (for example Thai) are recognised by the script, all other languages by
+  py3langid instead of langdetect.
+- English in capitals or lower case is text with nine of ten letters in ASCII. IFEval asks langdetect, which
+  takes short texts and lists of names for other languages: "ocean crest properties" or a list of first names.
+- The frequency of a character such as # is counted. IFEval's code replaces it by a random letter.
+experiments/bench/ifeval_agreement.py compares the verdicts with IFEval's own.
 """
 
 import difflib
@@ -189,7 +194,8 @@ def _is_language(text: str, language: str) -> bool:
         import py3langid
     except ImportError as error:
         raise ValueError(
-            f"recognising the language {language!r} requires py3langid: run `pip install py3langid`"
+            f"recognising the language {language!r} requires py3langid, which requirements.txt names: run "
+            "`make install`"
         ) from error
     return py3langid.classify(text)[0] == language
 

@@ -1,0 +1,104 @@
+"""experiments/ifeval.py: reading IFEval, strict figures by hand, a real evaluation; agreement of verdicts."""
+
+import json
+import math
+
+import pytest
+
+from data import random_model
+from experiments import ifeval
+from experiments.bench import ifeval_agreement
+
+TASKS = [
+    ("Say it without commas in capitals.", ["punctuation:no_comma", "change_case:english_capital"], [{}, {}]),
+    ("Use 3 words.", ["length_constraints:number_words"], [{"num_words": 3, "relation": "at least"}]),
+    ("Give a title.", ["detectable_format:title"], [{}]),
+]
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Return a JSONL file in the layout of the hub, with null for the arguments of other checks."""
+    rows = [
+        {"key": number, "prompt": prompt, "instruction_id_list": names,
+         "kwargs": [{"num_words": None, "keywords": None} | arguments for arguments in kwargs]}
+        for number, (prompt, names, kwargs) in enumerate(TASKS)
+    ]  # fmt: skip
+    file = tmp_path / "ifeval.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_rows_of_ifeval_become_prompts_and_bad_rows_are_named(dataset):
+    prompts = ifeval.load_prompts(str(dataset), limit=2)
+    assert [row["prompt"] for row in prompts] == [TASKS[0][0], TASKS[1][0]]
+    assert json.loads(prompts[1]["answer"]) == {"instruction_id_list": TASKS[1][1], "kwargs": TASKS[1][2]}
+    with pytest.raises(ValueError, match="--data"):
+        ifeval.load_prompts(str(dataset.parent / "absent.jsonl"), None)
+    text = dataset.read_text()
+    for changed, word in (
+        (text.replace("kwargs", "arguments"), "kwargs"),
+        (text.replace(":title", ":titel"), "row 3"),
+    ):
+        dataset.write_text(changed)
+        with pytest.raises(ValueError, match=word):
+            ifeval.load_prompts(str(dataset), None)
+
+
+def wilson(successes: int, total: int) -> tuple[float, float]:
+    """Return Wilson's 95 % interval by the formula (Wilson 1927)."""
+    z = 1.959964
+    p = successes / total
+    centre = (p + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total))
+    return centre - half, centre + half
+
+
+def test_strict_figures_of_hand_made_completions(dataset):
+    prompts = ifeval.load_prompts(str(dataset), None)
+    texts = ["IT IS, SO.", "one two three", ""]  # one of two, all, none
+    rows = [
+        row | {"completion": text, "num_tokens": length, "finish_reason": reason}
+        for row, text, length, reason in zip(prompts, texts, (4, 3, 8), ("stop", "stop", "length"))
+    ]
+    figures = ifeval.strict_figures(rows)
+    assert figures["solved"] == [False, True, False]
+    assert (figures["prompt"]["share"], figures["instruction"]["share"]) == (1 / 3, 2 / 4)
+    assert (figures["mean_tokens"], figures["cut_at_limit_frac"]) == (5, 1 / 3)
+    interval = (figures["instruction"]["low"], figures["instruction"]["high"])
+    assert interval == pytest.approx(wilson(2, 4), abs=1e-6)
+    change = ifeval.difference([False] * 6 + [True], [True] * 5 + [False, False])
+    # of 6 prompts that differ, 5 or more on one side: 2 * (6 + 1) / 2**6
+    assert change == {"gained": 5, "lost": 1, "p": pytest.approx(14 / 64)}
+
+
+@pytest.mark.slow(process="others")
+def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd):
+    model = tmp_path / "model"
+    random_model.main(["--output", str(model), "--text", str(dataset), "--layers", "1"])
+    options = ["--models", model, model, "--data", dataset, "--json", tmp_path / "ifeval.json"]
+    options += ["--max-new-tokens", 8, "--dtype", "float32", "--kv-cache-gib", 0.25]
+    ifeval.main(ifeval.parse_args([str(option) for option in options]))
+    result = json.loads((tmp_path / "ifeval.json").read_text())
+    first, last = result["models"]
+    assert first == last and first["prompt"]["total"] == 3 and first["instruction"]["total"] == 4
+    assert first["cut_at_limit_frac"] == 1 and first["mean_tokens"] == 8
+    assert result["difference"] == {"gained": 0, "lost": 0, "p": 1.0}
+    assert f"{first['prompt']['share']:.3f}" in capfd.readouterr().out
+
+
+def test_agreement_counts_both_kinds_of_disagreement(dataset, tmp_path):
+    prompts = ifeval_agreement.read_jsonl(dataset)
+    published = [[True, True], [False], [True]]
+    responses = ["IT IS, SO.", "one two three", None]
+    verdicts = tmp_path / "eval_results_strict.jsonl"
+    results = [
+        {"prompt": row["prompt"], "response": response, "follow_instruction_list": of_row}
+        for row, response, of_row in zip(prompts, responses, published)
+    ]
+    verdicts.write_text("".join(json.dumps(result) + "\n" for result in results))
+    rows = ifeval_agreement.compare(prompts, [verdicts])
+    total = ifeval_agreement.agreement(rows)[-1]
+    assert (total["verdicts"], total["published_only"], total["own_only"]) == (4, 2, 1)
+    assert total["agreement"] == 1 / 4
+    assert ifeval_agreement.prompt_level(rows) == (3, 0, 2 / 3, 1 / 3)
