@@ -34,7 +34,7 @@ from runtime.launch import run
 from verifiers.instructions import instruction_verdicts, read_constraints
 
 LEVELS = ("prompt", "instruction")
-NUM_TIMED = 16  # prompts that the estimate of the time is made from
+NUM_TIMED = 64  # at most so many prompts make the estimate of the time
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -101,10 +101,10 @@ def complete(
 
 
 def estimate_minutes(prompts: list[dict], args: argparse.Namespace) -> float:
-    """Return an upper estimate of the minutes of the evaluation, from NUM_TIMED prompts of the first model.
+    """Return an upper estimate of the minutes of the evaluation, from a sample of prompts by the first model.
 
-    The estimate is proportional to the number of prompts. It is an upper one, because more completions at a
-    time use a processor better.
+    The estimate is proportional to the number of prompts. The real time is shorter, because a sample has few
+    completions at a time near its end, and a processor then does less work per second.
     """
     timed = prompts[:: math.ceil(len(prompts) / NUM_TIMED)]
     seconds = complete(args.models[0], timed, "timed", args)[0]["seconds"]

@@ -72,6 +72,16 @@ def test_strict_figures_of_hand_made_completions(dataset):
     assert change == {"gained": 5, "lost": 1, "p": pytest.approx(14 / 64)}
 
 
+def test_the_estimate_is_proportional_to_the_number_of_prompts(monkeypatch):
+    def complete(model, prompts, name, args):
+        return {"seconds": {"engine": 10 + len(prompts), "sampling": len(prompts)}}, []
+
+    monkeypatch.setattr(ifeval, "complete", complete)
+    args = ifeval.parse_args(["--models", "a", "b"])
+    # two models, each with a start of 10 s and a second per prompt
+    assert ifeval.estimate_minutes([{}] * 590, args) == pytest.approx(2 * 600 / 60)
+
+
 @pytest.mark.slow(process="others")
 def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd):
     model = tmp_path / "model"
@@ -101,4 +111,5 @@ def test_agreement_counts_both_kinds_of_disagreement(dataset, tmp_path):
     total = ifeval_agreement.agreement(rows)[-1]
     assert (total["verdicts"], total["published_only"], total["own_only"]) == (4, 2, 1)
     assert total["agreement"] == 1 / 4
-    assert ifeval_agreement.prompt_level(rows) == (3, 0, 2 / 3, 1 / 3)
+    level = ifeval_agreement.prompt_level(rows)
+    assert (level["agreement"], level["accuracy_published"], level["accuracy_own"]) == (0, 2 / 3, 1 / 3)

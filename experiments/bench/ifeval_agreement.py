@@ -69,19 +69,28 @@ def agreement(rows: list[dict]) -> list[dict]:
     return table
 
 
-def prompt_level(rows: list[dict]) -> tuple[int, float, float, float]:
-    """Return responses, the share with equal verdicts of all instructions met, and both accuracies."""
+def prompt_level(rows: list[dict]) -> dict:
+    """Return agreement and accuracies at the prompt level: whether a response meets all its instructions."""
     results: dict[tuple[str, str], list[dict]] = {}
     for row in rows:
         results.setdefault((row["file"], row["prompt"]), []).append(row)
     published = [all(row["published"] for row in result) for result in results.values()]
     own = [all(row["own"] for row in result) for result in results.values()]
-    equal = [a == b for a, b in zip(published, own)]
-    return len(equal), sum(equal) / len(equal), sum(published) / len(equal), sum(own) / len(equal)
+    total = len(results)
+    return {
+        "responses": total, "agreement": sum(a == b for a, b in zip(published, own)) / total,
+        "accuracy_published": sum(published) / total, "accuracy_own": sum(own) / total,
+    }  # fmt: skip
 
 
-def table_lines(table: list[dict]) -> list[str]:
-    """Return the table of agreement."""
+def table_lines(data: dict) -> list[str]:
+    """Return the table of agreement; kinds of instructions without a disagreement share one row."""
+    exact = [row for row in data["table"] if row["agreement"] == 1]
+    same = {
+        "kind": f"{len(exact)} other kinds", "verdicts": sum(row["verdicts"] for row in exact),
+        "agreement": 1.0, "published_only": 0, "own_only": 0,
+    }  # fmt: skip
+    *kinds, total = [row for row in data["table"] if row["agreement"] < 1]
     cells = [
         [
             row["kind"],
@@ -90,7 +99,7 @@ def table_lines(table: list[dict]) -> list[str]:
             row["published_only"],
             row["own_only"],
         ]
-        for row in table
+        for row in [*kinds, same, total]
     ]
     return markdown(["instruction", "verdicts", "agreement", "met by IFEval only", "met by ours only"], cells)
 
@@ -113,12 +122,14 @@ def main() -> None:
         rows = compare(read_jsonl(args.prompts), args.verdicts)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    table = agreement(rows)
-    print("\n".join(table_lines(table)))
-    num_responses, equal, published, own = prompt_level(rows)
+    files = sorted({f"{file.parent.name}/{file.name}" for file in args.verdicts})
+    data = {"files": files, "table": agreement(rows), "prompt_level": prompt_level(rows)}
+    print("\n".join(table_lines(data)))
+    level = data["prompt_level"]
     print(
-        f"prompt level: {num_responses:,} responses of {len(args.verdicts)} models, {equal:.4f} with the "
-        f"same verdict; accuracy {published:.4f} by IFEval, {own:.4f} by ours"
+        f"prompt level: {level['responses']:,} responses of {len(files)} models, agreement "
+        f"{level['agreement']:.4f}; accuracy {level['accuracy_published']:.4f} by IFEval, "
+        f"{level['accuracy_own']:.4f} by ours"
     )
     shown: Counter[str] = Counter()
     for row in rows:
@@ -127,7 +138,7 @@ def main() -> None:
             arguments = {name: value for name, value in row["arguments"].items() if value is not None}
             print(f"\n--- {row['kind']} {arguments}: IFEval {row['published']}, ours {row['own']}")
             print(row["response"])
-    write_json(args.json, {"table": table, "prompt_level": [num_responses, equal, published, own]})
+    write_json(args.json, data)
 
 
 if __name__ == "__main__":
