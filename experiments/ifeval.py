@@ -101,10 +101,10 @@ def complete(
 
 
 def estimate_minutes(prompts: list[dict], args: argparse.Namespace) -> float:
-    """Return an upper estimate of the minutes of the evaluation, from a sample of prompts by the first model.
+    """Estimate the minutes of the evaluation from a sample of prompts that the first model completes.
 
-    The estimate is proportional to the number of prompts. The real time is shorter, because a sample has few
-    completions at a time near its end, and a processor then does less work per second.
+    The estimate is proportional to the number of prompts and takes all models as equally fast. The real time
+    is usually shorter, because the sample ends with few completions at a time, which use a processor badly.
     """
     timed = prompts[:: math.ceil(len(prompts) / NUM_TIMED)]
     seconds = complete(args.models[0], timed, "timed", args)[0]["seconds"]
@@ -209,10 +209,7 @@ def main(args: argparse.Namespace) -> None:
     prompts = load_prompts(args.data, args.limit)
     if args.estimate and len(prompts) > 2 * NUM_TIMED:
         minutes = estimate_minutes(prompts, args)
-        print(
-            f"{len(prompts)} prompts, {len(args.models)} models: at most about {minutes:.0f} minutes",
-            flush=True,
-        )
+        print(f"{len(prompts)} prompts, {len(args.models)} models: about {minutes:.1f} minutes", flush=True)
     models = []
     for number, model in enumerate(args.models, start=1):
         evaluation, rows = complete(model, prompts, f"model_{number}", args)
