@@ -1081,6 +1081,7 @@ class TensorInFile(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
+        """Return the size of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
