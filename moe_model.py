@@ -750,7 +750,7 @@ class Policy(nn.Module):
         """
         x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
         x_ND = TakeRows.apply(x_TD, packed.predictor_index)
-        if self.logits_scaling is not None:  # Granite divides logits by this and by the temperature
+        if self.logits_scaling is not None:  # Granite: logits / logits_scaling / temperature
             temperature = temperature * self.logits_scaling
         logprobs, entropy = linear_logprob_entropy(
             x_ND, self.lm_head.weight, packed.target_ids, temperature, self.logprob_kernel
@@ -793,16 +793,16 @@ def rope_theta(config: PretrainedConfig) -> float:
 
 
 def multiplier(config: PretrainedConfig, field: str) -> float | None:
-    """Return a constant factor of Granite, or None for a family without such factors.
+    """Return a constant factor of the model from config.json, or None for a family without these factors.
 
-    The fields are embedding_multiplier, attention_multiplier (in place of 1 / sqrt(head_dim)),
-    residual_multiplier (of what attention and block add to the residual stream) and logits_scaling.
+    Only Granite has them: embedding_multiplier; attention_multiplier, in place of 1 / sqrt(head_dim);
+    residual_multiplier, for the outputs of attention and block; logits_scaling, a divisor of the logits.
     """
     return float(getattr(config, field)) if FAMILIES[config.model_type].has_multipliers else None
 
 
 def scaled(x: Tensor, factor: float | None) -> Tensor:
-    """Multiply by a factor of multiplier(); None returns x itself, so that no other family changes a bit."""
+    """Multiply x by a factor of multiplier(); None returns x itself, so most families pay no product."""
     return x if factor is None else x * factor
 
 
@@ -1116,9 +1116,10 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
     local experts. So no tensor is gathered, and the result loads in transformers, in vLLM, and in load_hf()
     at any number of ranks. There are no collective calls: if one rank fails, no other rank hangs.
 
-    The exception is Granite with expert parallelism: a file has all experts of a layer in one tensor, so
-    that they are gathered, one tensor at a time, and rank 0 writes them. An error of a write, for example a
-    full disk, is raised after the last gather. If a rank cannot start to save, run.timeout_s ends the run.
+    The exception is Granite with expert parallelism. A file has all experts of a layer in one tensor, so
+    these tensors are gathered, one at a time, and rank 0 writes them [ours: transformers loads no other
+    layout]. An error of a write, for example a full disk, is raised after the last gather, so that no rank
+    hangs. If a rank fails before save_hf(), the watchdog ends the run after run.timeout_s.
     """
     folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0

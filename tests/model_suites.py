@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import (
@@ -464,7 +465,24 @@ def weights(folder: Path) -> dict:
     granite = policy_from(folder / "granite", ep_size=2)
     results["granite"] = {name: tensor.clone() for name, tensor in moe_model.hf_tensors(granite)}
     moe_model.save_hf(granite, folder / f"saved_granite_{world_size}")
+    results["full disk"] = save_on_a_full_disk(granite, folder / f"full_{world_size}")
     return results
+
+
+def save_on_a_full_disk(policy, folder: Path) -> str:
+    """Save in several files while no file can be written; return the error, or "" from other ranks."""
+
+    def full(*arguments, **options):
+        raise OSError("full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_model, "SHARD_BYTES", 2**13)
+        patch.setattr(moe_model, "save_file", full)
+        try:
+            moe_model.save_hf(policy, folder)
+        except OSError as error:
+            return str(error)
+    return ""
 
 
 PIECES = (autoep, groups, dispatch, recomputed_and_replayed)

@@ -494,8 +494,11 @@ def test_fused_experts_of_granite_are_gathered_for_the_engine_and_for_files(worl
     assert "model.layers.1.block_sparse_moe.input_linear.weight" in names
     assert_same(dict(load_policy(folder).named_parameters()), own_names(hf.named_parameters()), atol=0)
     sent = {name.replace(".router.", ".gate."): tensor for name, tensor in hf.named_parameters()}
-    for rank in section("weights", world_size):
+    ranks = section("weights", world_size)
+    for rank in ranks:
         assert_same(rank["granite"], sent, atol=0)
+    errors = [rank["full disk"] for rank in ranks]
+    assert errors == ["full"] + [""] * (world_size - 1), "rank 0 writes, and no rank waits for a failed write"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
