@@ -80,6 +80,8 @@ class Family:
     output_bias: bool = True  # attention_bias of config.json also gives o_proj a bias
     block: str = "mlp"  # name of the MoE block in a checkpoint
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's matrices
+    fused_names: tuple[tuple[str, str], ...] = ()  # endings (here, in files) if files store fused experts
+    has_multipliers: bool = False  # config.json has the fields that multiplier() reads
     fixed_fields: tuple[tuple[str, object], ...] = ()  # (field of config.json, the only value computed here)
 
 
@@ -107,6 +109,18 @@ FAMILIES = {
     "glm4_moe": Family(
         "Glm4MoeForCausalLM", num_experts="n_routed_experts", score="sigmoid", output_bias=False,
         fixed_fields=(("n_group", 1), ("topk_group", 1)),
+    ),
+    "granitemoe": Family(
+        "GraniteMoeForCausalLM", num_experts="num_local_experts", expert_width="intermediate_size",
+        query_norm="none", block="block_sparse_moe", has_multipliers=True,
+        fused_names=(
+            (".gate.weight", ".router.layer.weight"), (".experts.gate_up_proj", ".input_linear.weight"),
+            (".experts.down_proj", ".output_linear.weight"),
+        ),
+        fixed_fields=(  # vLLM has no biases and no other head size; transformers ignores the layer_* fields
+            ("attention_bias", False), ("head_dim", None), ("layer_types", None), ("layer_rope_theta", None),
+            ("attention_sinks", False),
+        ),
     ),
 }  # fmt: skip
 
@@ -496,7 +510,7 @@ class MoEBlock(MoE):
         self.num_experts = num_experts_of(config)
         self.top_k = config.num_experts_per_tok
         self.score = FAMILIES[config.model_type].score
-        self.renormalise = getattr(config, "norm_topk_prob", True)  # Mixtral renormalises without this field
+        self.renormalise = getattr(config, "norm_topk_prob", True)  # Mixtral and Granite have no such field
         self.scale = getattr(config, "routed_scaling_factor", 1.0)
         self.group = group
         self.ep_size = dist.get_world_size(group) if group else 1
@@ -595,6 +609,7 @@ class Attention(nn.Module):
     def __init__(self, config: PretrainedConfig):
         super().__init__()
         self.head_dim = head_dim(config)
+        self.scale = multiplier(config, "attention_multiplier")  # None: 1 / sqrt(head_dim)
         family = FAMILIES[config.model_type]
         bias = family.qkv_bias or getattr(config, "attention_bias", False)
         sizes = {
@@ -627,7 +642,9 @@ class Attention(nn.Module):
         heads = grid.view(batch, longest, -1, self.head_dim).transpose(1, 2)  # [B, H+2G, S, R]
         q, k, v = heads.split([num_q, num_kv, num_kv], dim=1)
         is_grouped = num_q != num_kv
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)  # [B, H, S, R]
+        out = F.scaled_dot_product_attention(  # [B, H, S, R]
+            q, k, v, is_causal=True, scale=self.scale, enable_gqa=is_grouped
+        )
         out_TD = TakeRows.apply(out.transpose(1, 2).reshape(batch * longest, -1), packed.padded_index)
         return self.o_proj(out_TD)
 
@@ -656,6 +673,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layer: int, group: dist.ProcessGroup | None):
         super().__init__()
+        self.residual_multiplier = multiplier(config, "residual_multiplier")
         self.self_attn = Attention(config)
         is_moe = is_moe_layer(config, layer)
         self.mlp = MoEBlock(config, group) if is_moe else DenseMLP(config, config.intermediate_size)
@@ -664,12 +682,13 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x_TD: Tensor, rotary_TR: tuple[Tensor, Tensor], packed: PackedSequences, replay_TK):
         """Return the layer's output [T, D] and its expert ids [T, K], or None from a dense layer."""
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), rotary_TR, packed)
+        attention_TD = self.self_attn(self.input_layernorm(x_TD), rotary_TR, packed)
+        x_TD = x_TD + scaled(attention_TD, self.residual_multiplier)
         normed_TD = self.post_attention_layernorm(x_TD)
         if isinstance(self.mlp, DenseMLP):
-            return x_TD + self.mlp(normed_TD), None
+            return x_TD + scaled(self.mlp(normed_TD), self.residual_multiplier), None
         y_TD, topk_ids_TK = self.mlp(normed_TD, replay_TK)
-        return x_TD + y_TD, topk_ids_TK
+        return x_TD + scaled(y_TD, self.residual_multiplier), topk_ids_TK
 
 
 class Decoder(nn.Module):
@@ -694,6 +713,8 @@ class Policy(nn.Module):
             False  # recompute each layer in backward: saves memory for one more forward
         )
         self.logprob_kernel = "auto"  # backend of linear_logprob_entropy()
+        self.embedding_multiplier = multiplier(config, "embedding_multiplier")
+        self.logits_scaling = multiplier(config, "logits_scaling")
         self.model = Decoder(config, group)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -705,7 +726,7 @@ class Policy(nn.Module):
 
     def hidden(self, packed: PackedSequences, replay_ids_TLK: Tensor | None = None) -> tuple[Tensor, list]:
         """Return final normed hidden states [T, D] and the expert ids of each layer [T, K] (dense: None)."""
-        x_TD = self.model.embed_tokens(packed.input_ids)
+        x_TD = scaled(self.model.embed_tokens(packed.input_ids), self.embedding_multiplier)
         angles_TR = packed.position_ids.unsqueeze(1).float() * self.inv_freq.to(x_TD.device).repeat(2)
         rotary_TR = (angles_TR.cos().to(x_TD.dtype), angles_TR.sin().to(x_TD.dtype))
         layer_ids = []
@@ -729,6 +750,8 @@ class Policy(nn.Module):
         """
         x_TD, layer_ids = self.hidden(packed, replay_ids_TLK)
         x_ND = TakeRows.apply(x_TD, packed.predictor_index)
+        if self.logits_scaling is not None:  # Granite: logits / logits_scaling / temperature
+            temperature = temperature * self.logits_scaling
         logprobs, entropy = linear_logprob_entropy(
             x_ND, self.lm_head.weight, packed.target_ids, temperature, self.logprob_kernel
         )
@@ -767,6 +790,20 @@ def head_dim(config: PretrainedConfig) -> int:
 def rope_theta(config: PretrainedConfig) -> float:
     """Return the base of the rotary position embedding."""
     return float(config.rope_parameters["rope_theta"])
+
+
+def multiplier(config: PretrainedConfig, field: str) -> float | None:
+    """Return a constant factor of the model from config.json, or None for a family without these factors.
+
+    Only Granite has them: embedding_multiplier; attention_multiplier, in place of 1 / sqrt(head_dim);
+    residual_multiplier, for the outputs of attention and block; logits_scaling, a divisor of the logits.
+    """
+    return float(getattr(config, field)) if FAMILIES[config.model_type].has_multipliers else None
+
+
+def scaled(x: Tensor, factor: float | None) -> Tensor:
+    """Multiply x by a factor of multiplier(); None returns x itself, so most families pay no product."""
+    return x if factor is None else x * factor
 
 
 def num_experts_of(config: PretrainedConfig) -> int:
@@ -898,8 +935,22 @@ def checkpoint_name(config: PretrainedConfig, name: str) -> str:
     """Return the name of a parameter in a checkpoint, which is also the engine's name.
 
     Only the block's name differs between families, for example block_sparse_moe instead of mlp in Mixtral.
+    Names in files can differ from this name, see file_name().
     """
     return name.replace(".mlp.", f".{FAMILIES[config.model_type].block}.")
+
+
+def file_name(config: PretrainedConfig, name: str) -> str:
+    """Return the name of a parameter in a safetensors file; only Granite's differ from checkpoint_name().
+
+    For example, Granite's files have block_sparse_moe.input_linear.weight [E, 2I, D], and vLLM also takes it
+    under the name of other families, block_sparse_moe.experts.gate_up_proj.
+    """
+    name = checkpoint_name(config, name)
+    for ending, ending_in_files in FAMILIES[config.model_type].fused_names:
+        if name.endswith(ending):
+            return name.removesuffix(ending) + ending_in_files
+    return name
 
 
 def expert_slices(
@@ -920,19 +971,26 @@ def expert_slices(
             yield f"{prefix}.{first + i}.{up_name}.weight", up
 
 
-def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Yield (name in a checkpoint, tensor, owner) of the complete model; a tied head is listed once.
+EACH_RANK = -1  # owner of fused experts [E, ...] in a file: each rank holds a slice [e, ...]
 
-    owner: rank in the expert-parallel group that holds an expert; None for tensors that all ranks hold. The
-    tensor is a view of this rank's parameter. For an expert of another rank only the shape is right;
-    the contents belong to a local expert.
+
+def checkpoint_tensors(policy: Policy) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yield (name in a file, tensor, owner) of the complete model; a tied head is listed once.
+
+    owner: rank in the expert-parallel group that holds an expert; None for tensors that all ranks hold;
+    EACH_RANK for Granite's experts, which are one tensor in a file and a slice of it on each rank. The tensor
+    is a view of this rank's parameter. For an expert of another rank only the shape is right; the contents
+    belong to a local expert.
     """
     num_owners = dist.get_world_size(policy.group) if policy.group else 1
+    has_fused_files = bool(FAMILIES[policy.config.model_type].fused_names)
     for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
         _, count = local_experts(policy, parameter)
-        if count == 0:
-            yield checkpoint_name(policy.config, name), parameter.data, None
-        for owner in range(num_owners if count else 0):
+        if count == 0 or has_fused_files:
+            owner = EACH_RANK if count and num_owners > 1 else None
+            yield file_name(policy.config, name), parameter.data, owner
+            continue
+        for owner in range(num_owners):
             for expert_name, tensor in expert_slices(policy.config, name, parameter.data, owner * count):
                 yield expert_name, tensor, owner
 
@@ -991,13 +1049,22 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
         )
     ep_rank = dist.get_rank(policy.group) if policy.group else 0
     for name, view, owner in tensors:
-        shape = tuple(files[name].get_slice(name).get_shape())
-        if shape != tuple(view.shape):
-            raise ValueError(
-                f"{folder}: {name} has shape {shape}, but by config.json it is {tuple(view.shape)}"
-            )
-        if owner in (None, ep_rank):
+        in_file = files[name].get_slice(name)
+        shape = tuple(in_file.get_shape())
+        expected = shape_in_file(policy, view, owner)
+        if shape != expected:
+            raise ValueError(f"{folder}: {name} has shape {shape}, but by config.json it is {expected}")
+        if owner == EACH_RANK:
+            view.copy_(in_file[ep_rank * len(view) : (ep_rank + 1) * len(view)])
+        elif owner in (None, ep_rank):
             view.copy_(files[name].get_tensor(name))
+
+
+def shape_in_file(policy: Policy, tensor: Tensor, owner: int | None) -> tuple[int, ...]:
+    """Return the shape in a file of a tensor of checkpoint_tensors()."""
+    if owner == EACH_RANK:
+        return (num_experts_of(policy.config), *tensor.shape[1:])
+    return tuple(tensor.shape)
 
 
 SHARD_BYTES = (
@@ -1005,26 +1072,40 @@ SHARD_BYTES = (
 )  # size of the files that save_hf() writes; a rank copies one file at a time to the host
 
 
-def deal_to_shards(
-    policy: Policy, dtype: torch.dtype
-) -> list[tuple[int, dict[str, tuple[Tensor, torch.dtype]]]]:
+class TensorInFile(NamedTuple):
+    """A tensor of a checkpoint, and its form in a file."""
+
+    tensor: Tensor
+    dtype: torch.dtype  # in the file
+    shape: tuple[int, ...]  # in the file; other than the tensor's if each rank holds a slice of the experts
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the tensor in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def deal_to_shards(policy: Policy, dtype: torch.dtype) -> list[tuple[int, dict[str, TensorInFile]]]:
     """Deal the tensors of a checkpoint to files; every rank computes the same list without communication.
 
-    Returns for each file (rank that writes it, {name: (tensor, dtype in the file)}), sorted by rank. A file
-    has at most SHARD_BYTES, unless it has a single tensor. Buffers stay float32, as in transformers.
+    Returns for each file (rank that writes it, {name: tensor}), sorted by rank. A file has at most
+    SHARD_BYTES, unless it has a single tensor. Buffers stay float32, as in transformers. Rank 0 writes the
+    fused experts of Granite.
     """
     buffers = {checkpoint_name(policy.config, name) for name, _ in policy.named_buffers()}
     shards: list[tuple[int, dict]] = []
     room = 0
-    tensors = ((owner or 0, name, tensor) for name, tensor, owner in checkpoint_tensors(policy))
-    for owner, name, tensor in sorted(tensors, key=lambda item: item[0]):  # stable: layers stay in order
+    tensors = []
+    for name, tensor, owner in checkpoint_tensors(policy):
         file_dtype = torch.float32 if name in buffers else dtype
-        num_bytes = tensor.numel() * file_dtype.itemsize
-        if not shards or shards[-1][0] != owner or num_bytes > room:
-            shards.append((owner, {}))
+        in_file = TensorInFile(tensor, file_dtype, shape_in_file(policy, tensor, owner))
+        tensors.append((0 if owner in (None, EACH_RANK) else owner, name, in_file))
+    for writer, name, in_file in sorted(tensors, key=lambda item: item[0]):  # stable: layers stay in order
+        if not shards or shards[-1][0] != writer or in_file.num_bytes > room:
+            shards.append((writer, {}))
             room = SHARD_BYTES
-        shards[-1][1][name] = (tensor, file_dtype)
-        room -= num_bytes
+        shards[-1][1][name] = in_file
+        room -= in_file.num_bytes
     return shards
 
 
@@ -1034,6 +1115,11 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
     Rank 0 writes the tensors that all ranks hold. Each rank of the first expert-parallel group writes its
     local experts. So no tensor is gathered, and the result loads in transformers, in vLLM, and in load_hf()
     at any number of ranks. There are no collective calls: if one rank fails, no other rank hangs.
+
+    The exception is Granite with expert parallelism. A file has all experts of a layer in one tensor, so
+    these tensors are gathered, one at a time, and rank 0 writes them [ours: transformers loads no other
+    layout]. An error of a write, for example a full disk, is raised after the last gather, so that no rank
+    hangs. If a rank fails before save_hf(), the watchdog ends the run after run.timeout_s.
     """
     folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -1043,19 +1129,19 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
     dtype = dtype or policy.lm_head.weight.dtype
     shards = deal_to_shards(policy, dtype)
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for name, (owner, tensors) in zip(names, shards):
-        if owner == rank:
-            on_host = {
-                key: tensor.to(file_dtype).cpu().contiguous() for key, (tensor, file_dtype) in tensors.items()
-            }
-            save_file(on_host, folder / name, metadata={"format": "pt"})
+    failure = None
+    for name, (writer, tensors) in zip(names, shards):
+        on_host = tensors_on_host(policy, tensors, is_writer=writer == rank)
+        try:
+            if on_host and failure is None:
+                save_file(on_host, folder / name, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            failure = error
+    if failure is not None:
+        raise failure
     if rank == 0:
         weight_map = {key: name for name, (_, tensors) in zip(names, shards) for key in tensors}
-        total_size = sum(
-            tensor.numel() * file_dtype.itemsize
-            for _, tensors in shards
-            for tensor, file_dtype in tensors.values()
-        )
+        total_size = sum(in_file.num_bytes for _, tensors in shards for in_file in tensors.values())
         index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=1))
         config = policy.config.__class__.from_dict(policy.config.to_dict())
@@ -1064,12 +1150,33 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
         config.save_pretrained(folder)
 
 
+def tensors_on_host(policy: Policy, tensors: dict[str, TensorInFile], is_writer: bool) -> dict[str, Tensor]:
+    """Return the tensors of a file on the rank that writes it; another rank only takes part in gathers."""
+    on_host = {}
+    for name, (tensor, dtype, shape) in tensors.items():
+        if shape != tuple(tensor.shape):
+            tensor = gather_experts(policy, tensor.to(dtype))
+        if is_writer:
+            on_host[name] = tensor.to(dtype).cpu().contiguous()
+    return on_host
+
+
+def gather_experts(policy: Policy, experts: Tensor) -> Tensor:
+    """Gather the experts of all ranks of the expert-parallel group: [e, ...] -> [E, ...]. Collective."""
+    if policy.group is None or dist.get_world_size(policy.group) == 1:
+        return experts
+    full = experts.new_empty(num_experts_of(policy.config), *experts.shape[1:])
+    dist.all_gather_into_tensor(full, experts, group=policy.group)
+    return full
+
+
 def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor) of the complete model in layer order, with the experts of a layer fused.
 
     Collective: all ranks must iterate to the end, in step. A gathered tensor is released before the next one
-    is gathered. own_experts: yield only the local experts, matrix by matrix under their names in a
-    checkpoint, for example model.layers.0.mlp.experts.5.up_proj.weight, without gathering.
+    is gathered. Names are those that vLLM takes; Granite's names in files differ, see file_name().
+    own_experts: yield only the local experts, matrix by matrix under their names in a checkpoint, for
+    example model.layers.0.mlp.experts.5.up_proj.weight, without gathering.
     """
     for name, parameter in chain(policy.named_parameters(), policy.named_buffers()):
         first, count = local_experts(policy, parameter)
@@ -1077,14 +1184,10 @@ def hf_tensors(policy: Policy, own_experts: bool = False) -> Iterator[tuple[str,
             yield from expert_slices(policy.config, name, parameter.data, first)
             continue
         name = checkpoint_name(policy.config, name)
-        if count == 0 or policy.group is None or dist.get_world_size(policy.group) == 1:
+        if count == 0:
             yield name, parameter.data
         else:
-            ep_size = dist.get_world_size(policy.group)
-            full = parameter.data.new_empty(ep_size * count, *parameter.shape[1:])
-            dist.all_gather_into_tensor(full, parameter.data, group=policy.group)
-            yield name, full
-            del full
+            yield name, gather_experts(policy, parameter.data)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
     python experiments/plan.py --write-headers experiments/models/*.yaml   # the comments of these files
     python experiments/plan.py --tables experiments/models/*.yaml          # the tables of docs/gpu.md
 
-Only config.json is read; Qwen3 models need no file, because their shapes are listed below. GPU memory is
+Only config.json is read; Qwen3 and Granite 3.1 need no file, as their shapes are listed below. GPU memory is
 estimated by memory_plan.plan_memory(), the same estimate by which train_rl.py refuses a run at its start.
 Seconds follow a roofline model: operations and bytes, divided by the peak rates of the GPU times the shares
 of these peaks that are achieved (constants below). docs/gpu.md compares the seconds with public measurements.
@@ -51,13 +51,20 @@ from train_rl import needs_old_pass
 QWEN3 = {
     "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "tie_word_embeddings": False,
-    "attention_bias": False,
+    "attention_bias": False, "model_type": "qwen3",
 }  # fmt: skip
 QWEN3_MOE = QWEN3 | {
     "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
-    "mlp_only_layers": [], "num_key_value_heads": 4,
+    "mlp_only_layers": [], "num_key_value_heads": 4, "model_type": "qwen3_moe",
 }  # fmt: skip
 QWEN3_TIED = QWEN3 | {"tie_word_embeddings": True}
+GRANITE_MOE = {  # without multipliers and rope_theta, as no plan depends on these
+    "vocab_size": 49155, "num_key_value_heads": 8, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 131072,
+    "model_type": "granitemoe",
+}  # fmt: skip
+GRANITE_1B = GRANITE_MOE | {"num_local_experts": 32}
+GRANITE_3B = GRANITE_MOE | {"num_local_experts": 40}
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -74,8 +81,12 @@ KNOWN_MODELS = {  # {name: (values shared with other models, SIZES of this model
     "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64)),
     "Qwen3-30B-A3B": (QWEN3_MOE, (2048, 6144, 48, 32, 768)),
     "Qwen3-235B-A22B": (QWEN3_MOE, (4096, 12288, 94, 64, 1536)),
+    "granite-3.1-1b-a400m-base": (GRANITE_1B, (1024, 512, 24, 16)),
+    "granite-3.1-1b-a400m-instruct": (GRANITE_1B, (1024, 512, 24, 16)),
+    "granite-3.1-3b-a800m-base": (GRANITE_3B, (1536, 512, 32, 24)),
+    "granite-3.1-3b-a800m-instruct": (GRANITE_3B, (1536, 512, 32, 24)),
 }
-CONTEXTS = {  # {variant: tokens}
+CONTEXTS = {  # {variant of Qwen3: tokens}
     "": 40960,
     "-Base": 32768,
     "-Instruct-2507": 262144,
@@ -98,8 +109,8 @@ def model_config(path: str) -> PretrainedConfig:
             f"are {', '.join(KNOWN_MODELS)}. Give a known name, or a folder with config.json, by --shape"
         )
     shared, sizes = KNOWN_MODELS[name]
-    values = shared | dict(zip(SIZES, sizes, strict=False)) | {"max_position_embeddings": CONTEXTS[variant]}
-    return AutoConfig.for_model("qwen3_moe" if shared is QWEN3_MOE else "qwen3", **values)
+    values = {"max_position_embeddings": CONTEXTS[variant]} | shared | dict(zip(SIZES, sizes, strict=False))
+    return AutoConfig.for_model(**values)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Compute the results that test_model.py needs from several ranks; make the models and batches of both sides.
 
-rank_worker.py runs model(). FOLDER/start, FOLDER/dense and FOLDER/glm are checkpoints that the test saved.
+rank_worker.py runs model(). FOLDER/start, dense, glm and granite are checkpoints that the test saved.
 """
 
 import copy
@@ -8,11 +8,13 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    GraniteMoeConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen3Config,
@@ -58,6 +60,10 @@ def tiny_config(kind: str):
         case "glm_plain":
             shared = dict(n_shared_experts=1, routed_scaling_factor=1.0, use_qk_norm=False)
             return Glm4MoeConfig(**sizes | glm | shared | dict(norm_topk_prob=False))
+        case "granite":
+            scales = dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4)
+            fixed = dict(num_local_experts=8, logits_scaling=0.6, tie_word_embeddings=True)
+            return GraniteMoeConfig(**default_head | all_sparse | scales | fixed)
         case "dense":
             return Qwen3Config(**sizes)
         case "dense_tied":
@@ -78,6 +84,12 @@ def tiny_model(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32):
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
+
+
+def own_names(named) -> dict[str, torch.Tensor]:
+    """Rename the parameters of transformers' Granite as in the policy; for other families the names agree."""
+    renamed = ((name.replace("block_sparse_moe.router.", "mlp.gate."), value) for name, value in named)
+    return {name.replace("block_sparse_moe.", "mlp."): value for name, value in renamed}
 
 
 def tiny_batch(vocab_size: int = 53) -> SimpleNamespace:
@@ -139,6 +151,7 @@ STEP_CASES = {  # by world size: (expert-parallel size, ZeRO stage, optimizer, c
     2: [
         (1, 1, "sgd", "start"), (1, 2, "sgd", "start"), (1, 1, "adamw", "start"), (1, 1, "sgd", "dense"),
         (2, 1, "sgd", "start"), (2, 2, "sgd", "start"), (2, 1, "adamw", "start"), (2, 1, "sgd", "glm"),
+        (2, 1, "sgd", "granite"),
     ],
     4: [(2, 1, "sgd", "start"), (2, 2, "sgd", "start")],
 }  # fmt: skip
@@ -448,7 +461,28 @@ def weights(folder: Path) -> dict:
     moe_model.save_hf(policy, folder / f"saved_{world_size}")
     moe_model.save_hf(policy, folder / f"saved_bf16_{world_size}", torch.bfloat16)
     moe_model.random_weights(policy, seed=3)
-    return results | {"random": collect(policy.named_parameters())}
+    results["random"] = collect(policy.named_parameters())
+    granite = policy_from(folder / "granite", ep_size=2)
+    results["granite"] = {name: tensor.clone() for name, tensor in moe_model.hf_tensors(granite)}
+    moe_model.save_hf(granite, folder / f"saved_granite_{world_size}")
+    results["full disk"] = save_on_a_full_disk(granite, folder / f"full_{world_size}")
+    return results
+
+
+def save_on_a_full_disk(policy, folder: Path) -> str:
+    """Save in several files while no file can be written; return the error, or "" from other ranks."""
+
+    def full(*arguments, **options):
+        raise OSError("full")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe_model, "SHARD_BYTES", 2**13)
+        patch.setattr(moe_model, "save_file", full)
+        try:
+            moe_model.save_hf(policy, folder)
+        except OSError as error:
+            return str(error)
+    return ""
 
 
 PIECES = (autoep, groups, dispatch, recomputed_and_replayed)

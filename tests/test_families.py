@@ -1,4 +1,4 @@
-"""OLMoE, Mixtral, GLM-4.5, Llama and Qwen2 on real vLLM engines of this CPU, before and after a weight sync.
+"""OLMoE, Mixtral, GLM-4.5, Granite, Llama and Qwen2 on real vLLM engines of this CPU, around a weight sync.
 
 test_model.py compares log-probabilities, gradients, replay and files of these families with transformers.
 """
@@ -6,14 +6,14 @@ test_model.py compares log-probabilities, gradients, replay and files of these f
 import pytest
 import torch
 from engines import VOCAB, assert_samples_are_the_trainers, random_requests, save_model
-from transformers import Glm4MoeConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2Config
+from transformers import Glm4MoeConfig, GraniteMoeConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2Config
 
 from kernels.fp8_block import fp8_round
 from moe_model import Policy, hf_tensors, random_weights
 from rollout import RolloutEngine, simulate_rounding
 from settings import RolloutSettings
 
-FAMILIES = ["olmoe", "mixtral", "glm"]
+FAMILIES = ["olmoe", "mixtral", "glm", "granite"]
 SIZES = {
     "vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3,
     "num_key_value_heads": 3, "max_position_embeddings": 512, "num_experts_per_tok": 2,
@@ -23,12 +23,19 @@ SIZES = {
 
 
 def make_policy(family: str) -> Policy:
-    """Draw a model with uneven routes; GLM has a dense layer 0 and a bias that changes routes."""
+    """Draw a model with uneven routes; GLM has a dense layer 0 and a bias that changes routes.
+
+    Granite has a tied head and the multipliers of Granite 3.1.
+    """
     if family == "olmoe":
         config = OlmoeConfig(**SIZES, intermediate_size=128, num_experts=8)
     elif family == "mixtral":
         grouped = SIZES | {"num_key_value_heads": 1, "head_dim": 32}
         config = MixtralConfig(**grouped, intermediate_size=128, num_local_experts=8)
+    elif family == "granite":
+        scales = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 1 / 64}
+        grouped = SIZES | scales | {"num_key_value_heads": 1, "tie_word_embeddings": True}
+        config = GraniteMoeConfig(**grouped, intermediate_size=128, num_local_experts=8, logits_scaling=6.0)
     else:
         config = Glm4MoeConfig(
             **SIZES, intermediate_size=160, moe_intermediate_size=128, n_routed_experts=8, n_shared_experts=1,
@@ -60,16 +67,18 @@ def test_an_engine_follows_its_policy_through_a_sync(family, tmp_path):
     requests = random_requests(12, 1, 24)
     prompt_routes = []
     for version in (0, 1):
-        engine.sync(hf_tensors(policy), version)
+        engine.sync(hf_tensors(policy, own_experts=version == 1), version)  # fused, then matrix by matrix
         engine.check_weights(hf_tensors(policy))
         completions = engine.generate(requests, version)
         assert_samples_are_the_trainers(policy, requests, completions)
         prompt_routes.append(completions[0].routed_experts[: len(requests[0].prompt_ids)])
         if version == 0:
             layer = ("layers.1.mlp.gate.weight", "layers.1.mlp.experts.down_proj", "experts.gate_up_proj")
-            shared = ("lm_head.weight", "shared_experts.up_proj.weight", "e_score_correction_bias")
-            num_moved = move(policy, (*layer, *shared), 0.1)
-            num_moved += family == "glm"  # the experts of vLLM also hold the bias of their router
+            shared = ("shared_experts.up_proj.weight", "e_score_correction_bias")
+            head = ("lm_head.weight", "embed_tokens.weight")
+            num_moved = move(policy, (*layer, *shared, *head), 0.1)
+            # vLLM has a second copy of GLM's bias in the experts, and of a tied embedding in the head.
+            num_moved += family in ("glm", "granite")
             with pytest.raises(RuntimeError, match=f"in {num_moved} parameters"):
                 engine.check_weights(hf_tensors(policy))
     assert not torch.equal(*prompt_routes), "other routers should route the first prompt to other experts"
@@ -108,7 +117,7 @@ def test_simulated_fp8_rounds_projections_alone(family):
     changed = {name for name, tensor in fused.items() if not torch.equal(rounded[name], tensor)}
     assert rounded.keys() == fused.keys()
     assert changed == {name for name in fused if name.removesuffix(".weight").endswith("_proj")}
-    prefix = f"model.layers.1.{'block_sparse_moe' if family == 'mixtral' else 'mlp'}"
+    prefix = f"model.layers.1.{'block_sparse_moe' if family in ('mixtral', 'granite') else 'mlp'}"
     names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     gate, up, down = (rounded_separate[f"{prefix}.experts.5.{name}.weight"] for name in names)
     assert torch.equal(torch.cat([gate, up]), rounded[f"{prefix}.experts.gate_up_proj"][5])

@@ -25,6 +25,7 @@ from model_suites import (
     RESUME_CASES,
     STEP_CASES,
     dispatch_inputs,
+    own_names,
     tiny_batch,
     tiny_config,
     tiny_model,
@@ -41,7 +42,7 @@ from moe_model import INDEX, Policy, grouped_linear, load_config, load_hf, pack,
 from runtime.memory import trainer_bytes
 from settings import ModelSettings
 
-MOE_KINDS = ["moe", "moe_other", "olmoe", "mixtral", "glm", "glm_plain"]
+MOE_KINDS = ["moe", "moe_other", "olmoe", "mixtral", "glm", "glm_plain", "granite"]
 KINDS = [*MOE_KINDS, "dense", "dense_tied"]
 PARITY = 1e-5  # explained above
 
@@ -50,9 +51,9 @@ PARITY = 1e-5  # explained above
 # Helpers
 # ------------------------------------------------------------------------------------------------------------
 def policy_like(hf) -> Policy:
-    """Make a policy with the weights of a transformers model; the names are the same."""
+    """Make a policy with the weights of a transformers model."""
     policy = Policy(hf.config)
-    policy.load_state_dict(hf.state_dict())
+    policy.load_state_dict(own_names(hf.state_dict().items()))
     return policy
 
 
@@ -73,8 +74,13 @@ def reference_logprobs(hf, batch, temperature: float = 1.0) -> tuple[list[Tensor
     return logprobs, entropies
 
 
+def block_of(layer) -> torch.nn.Module:
+    """Return the MLP or MoE block of a layer of transformers."""
+    return layer.block_sparse_moe if hasattr(layer, "block_sparse_moe") else layer.mlp
+
+
 def pop_gradients(module) -> dict[str, Tensor]:
-    gradients = {name: p.grad for name, p in module.named_parameters()}
+    gradients = own_names((name, p.grad) for name, p in module.named_parameters())
     module.zero_grad(set_to_none=True)
     return gradients
 
@@ -98,6 +104,7 @@ def save_models(folder: Path) -> None:
     tiny_model("moe").save_pretrained(folder / "start", max_shard_size="40KB")
     tiny_model("dense").save_pretrained(folder / "dense")
     tiny_model("glm").save_pretrained(folder / "glm")
+    tiny_model("granite").save_pretrained(folder / "granite")
     assert len(list((folder / "start").glob("*.safetensors"))) > 1, "load_hf should meet several files"
 
 
@@ -158,7 +165,7 @@ def test_logprobs_and_gradients_match_transformers(kind, temperature):
     logprobs, entropy, layer_ids = policy(packed_batch(batch), temperature=temperature)
     expected = torch.cat(reference_logprobs(hf, batch, temperature)[0])
     assert logprobs.dtype == entropy.dtype == torch.float32
-    routed = [hasattr(layer.mlp, "experts") for layer in hf.model.layers]
+    routed = [hasattr(block_of(layer), "experts") for layer in hf.model.layers]
     assert [ids is not None for ids in layer_ids] == routed
     assert expected.std() > 0.5, "log-probabilities close to uniform would hide a mistake"
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=PARITY)
@@ -186,6 +193,7 @@ def test_replay_of_random_routes_matches_transformers(kind):
     policy = policy_like(hf)
     config = hf.config
     is_glm = kind.startswith("glm")
+    is_granite = kind == "granite"
     generator = torch.Generator().manual_seed(5)
     sizes = (len(packed_batch(batch).input_ids), config.num_hidden_layers, moe_model.num_experts_of(config))
     draws = torch.rand(sizes, generator=generator)
@@ -194,17 +202,21 @@ def test_replay_of_random_routes_matches_transformers(kind):
 
     def force(layer: int):
         def hook(router, inputs, outputs):
-            scores = outputs[0].sigmoid() if is_glm else outputs[0].softmax(dim=-1)
+            logits = outputs[2 if is_granite else 0]
+            scores = logits.sigmoid() if is_glm else logits.softmax(dim=-1)
             weights = scores.gather(1, forced[layer])
-            if kind == "mixtral" or config.norm_topk_prob:
+            if kind in ("mixtral", "granite") or config.norm_topk_prob:
                 weights = weights / weights.sum(1, keepdim=True)
+            if is_granite:
+                return forced[layer], weights, logits
             return outputs[0], weights * config.routed_scaling_factor if is_glm else weights, forced[layer]
 
         return hook
 
     for i, layer in enumerate(hf.model.layers):
-        if hasattr(layer.mlp, "experts"):
-            layer.mlp.gate.register_forward_hook(force(i))
+        if hasattr(block_of(layer), "experts"):
+            router = block_of(layer).router if is_granite else layer.mlp.gate
+            router.register_forward_hook(force(i))
     expected, first = [], 0
     for prompt, completion in zip(batch.prompt_ids, batch.completion_ids):
         inputs = (prompt + completion)[:-1]
@@ -350,7 +362,7 @@ def test_transformers_to_policy_to_transformers(kind, tmp_path):
     hf = tiny_model(kind)
     hf.save_pretrained(tmp_path / "hf", max_shard_size="40KB")
     policy = load_policy(tmp_path / "hf")
-    assert_same(dict(policy.named_parameters()), dict(hf.named_parameters()), atol=0)
+    assert_same(dict(policy.named_parameters()), own_names(hf.named_parameters()), atol=0)
     save_hf(policy, tmp_path / "own")
     back = assert_transformers_loads(tmp_path / "own", hf)
     ids = torch.tensor([tiny_batch().prompt_ids[2]])
@@ -416,6 +428,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}
     ("moe", "rope_parameters", YARN), ("moe", "use_sliding_window", True), ("dense", "hidden_act", "gelu"),
     ("olmoe", "norm_topk_prob", True), ("olmoe", "clip_qkv", 8.0), ("olmoe", "rms_norm_eps", 1e-6),
     ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1), ("glm", "n_group", 4),
+    ("granite", "attention_bias", True), ("granite", "head_dim", 16),
 ])  # fmt: skip
 def test_variants_of_a_family_that_are_not_computed_are_refused(kind, field, value, tmp_path):
     config = tiny_config(kind)
@@ -472,6 +485,24 @@ def test_a_checkpoint_of_several_ranks_loads_anywhere(world_size):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.slow
+def test_fused_experts_of_granite_are_gathered_for_the_engine_and_for_files(world_size):
+    """Files have the names of transformers, the engine's tensors have the names of other families."""
+    hf = tiny_model("granite")
+    folder = SUITES[world_size].folder() / f"saved_granite_{world_size}"
+    assert_transformers_loads(folder, hf)
+    names = load_file(only_shard(folder)).keys()
+    assert "model.layers.1.block_sparse_moe.input_linear.weight" in names
+    assert_same(dict(load_policy(folder).named_parameters()), own_names(hf.named_parameters()), atol=0)
+    sent = {name.replace(".router.", ".gate."): tensor for name, tensor in hf.named_parameters()}
+    ranks = section("weights", world_size)
+    for rank in ranks:
+        assert_same(rank["granite"], sent, atol=0)
+    errors = [rank["full disk"] for rank in ranks]
+    assert errors == ["full"] + [""] * (world_size - 1), "rank 0 writes, and no rank waits for a failed write"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.slow
 def test_random_weights_do_not_depend_on_ranks(world_size):
     policy = Policy(tiny_config("moe"))
     moe_model.random_weights(policy, seed=3)
@@ -503,13 +534,13 @@ def reference_steps(hf, optimizer: torch.optim.Optimizer, num_steps: int) -> tup
         backward(torch.cat(reference_logprobs(hf, batch)[0]), batch, step)
         norms.append(float(torch.nn.utils.clip_grad_norm_(hf.parameters(), MAX_GRAD_NORM)))
         optimizer.step()
-    return norms, {name: p.detach() for name, p in hf.named_parameters()}
+    return norms, own_names((name, p.detach()) for name, p in hf.named_parameters())
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict[tuple[str, str], tuple[list[float], dict[str, Tensor]]]:
     results = {}
-    for checkpoint, kind in (("start", "moe"), ("dense", "dense"), ("glm", "glm")):
+    for checkpoint, kind in (("start", "moe"), ("dense", "dense"), ("glm", "glm"), ("granite", "granite")):
         hf = tiny_model(kind)
         results["sgd", checkpoint] = reference_steps(hf, torch.optim.SGD(hf.parameters(), lr=1.0), 1)
     hf = tiny_model("moe")
@@ -537,7 +568,7 @@ def test_step_equals_one_process(reference, world_size, ep_size, zero_stage, opt
     for rank in ranks:  # the norm counts every expert once
         torch.testing.assert_close(rank["norms"], norms, rtol=1e-5, atol=0)
     assert_same(joined([rank["parameters"] for rank in ranks], ep_size), expected, atol=1e-6)
-    start = dict(tiny_model("moe" if checkpoint == "start" else checkpoint).named_parameters())
+    start = own_names(tiny_model("moe" if checkpoint == "start" else checkpoint).named_parameters())
     assert all((expected[name] - start[name]).abs().max() > 1e-4 for name in expected), "a step too small"
 
 
