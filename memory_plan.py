@@ -394,10 +394,9 @@ def host_bytes_by_phase(config: Config, hf_config: PretrainedConfig, num_ranks: 
     return {phase: int(ALLOCATOR_RATIO * num_bytes) + processes for phase, num_bytes in phases.items()}
 
 
-def fits_node(config: Config, hf_config: PretrainedConfig, num_ranks: int, node: NodeMemory) -> bool:
-    """Tell whether every phase of a rank fits into the rank's share of a node's memory."""
-    most = max(host_bytes_by_phase(config, hf_config, num_ranks).values())
-    return most <= node.bytes_per_rank
+def most_bytes(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> int:
+    """Return the bytes of host memory that a rank on a CPU takes in its largest phase."""
+    return max(host_bytes_by_phase(config, hf_config, num_ranks).values())
 
 
 def with_setting(config: Config, name: str, value: object) -> Config:
@@ -407,12 +406,23 @@ def with_setting(config: Config, name: str, value: object) -> Config:
     return config.model_copy(update={section: changed})
 
 
+SMALLEST_SAVING = 0.1  # of a rank's memory [ours]
+
+
 def choose_micro_batch(config: Config, hf_config: PretrainedConfig, num_ranks: int, node: NodeMemory) -> int:
-    """Return the largest of MICRO_BATCH_SIZES that fits, or the smallest if none fits."""
-    for tokens in MICRO_BATCH_SIZES:
-        if fits_node(with_setting(config, "train.micro_batch_tokens", tokens), hf_config, num_ranks, node):
-            break
-    return tokens
+    """Return the largest of MICRO_BATCH_SIZES that fits, or the smallest if none fits.
+
+    A smaller size has to save at least a tenth of a rank's memory. A small model therefore always gets the
+    largest size, so that its results are the same bits on every machine.
+    """
+    num_bytes = {
+        tokens: most_bytes(with_setting(config, "train.micro_batch_tokens", tokens), hf_config, num_ranks)
+        for tokens in MICRO_BATCH_SIZES
+    }
+    largest = MICRO_BATCH_SIZES[0]
+    fitting = [tokens for tokens in MICRO_BATCH_SIZES if num_bytes[tokens] <= node.bytes_per_rank]
+    chosen = fitting[0] if fitting else MICRO_BATCH_SIZES[-1]
+    return chosen if num_bytes[chosen] <= (1 - SMALLEST_SAVING) * num_bytes[largest] else largest
 
 
 def fitting_changes(
@@ -431,8 +441,8 @@ def fitting_changes(
             changed = config
             for name in names:
                 changed = with_setting(changed, name, changes[name])
-            if fits_node(changed, hf_config, num_ranks, node):
-                fitting.append(" ".join(f"{name}={changes[name]}".lower() for name in names))
+            if most_bytes(changed, hf_config, num_ranks) <= node.bytes_per_rank:
+                fitting.append(" ".join(f"{name}={changes[name]}".lower() for name in names))  # true
         if fitting:
             return fitting
     return []

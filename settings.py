@@ -391,7 +391,7 @@ class RolloutSettings(Section):
     kv_cache_gib: float | None = setting(
         None,
         "size of the KV cache per rank, in GiB, at least one completion of full length; null: on a GPU the "
-        "memory that trainer and weights leave free, on a CPU room for max_num_seqs completions, at most 1 GiB",
+        "memory that trainer and weights leave free, on a CPU at most 1 GiB",
         True,
         gt=0,
         le=2**16,
