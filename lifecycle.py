@@ -161,9 +161,7 @@ def set_up(config: Config) -> Run | None:
     node = None if torch.cuda.is_available() else node_memory(config.run.memory_gib)
     configs = with_micro_batches(configs, hf_config, state, node)
     largest = widest(configs)
-    for stage_config in (largest, *configs):
-        check_model(stage_config, hf_config)
-    memory_line = check_memory(largest, hf_config, dist.get_world_size(), node)
+    memory_line = check_sizes(largest, configs, hf_config, node)
     tokenizer = load_tokenizer(model_dir)
     worker_log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, worker_log)
@@ -269,6 +267,16 @@ def with_micro_batches(
         with_setting(config, "train.micro_batch_tokens", state.micro_batch_tokens) if is_open_here else config
         for config, is_open_here in zip(configs, is_open)
     ]
+
+
+def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMemory | None) -> str | None:
+    """Raise ValueError if the settings do not fit the model or the memory; return the line about the memory.
+
+    largest: settings with the largest sizes of all stages; configs: settings of each stage.
+    """
+    for stage_config in (largest, *configs):
+        check_model(stage_config, hf_config)
+    return check_memory(largest, hf_config, dist.get_world_size(), node)
 
 
 def check_model(config: Config, hf_config) -> None:
