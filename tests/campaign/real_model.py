@@ -22,8 +22,8 @@ PROMPTS = ROOT / "data" / "built" / "instructions" / "train.jsonl"
 LIMIT_S = 400.0  # time limit of a run; three steps take about a minute
 STARVE_BYTES = 64 * 2**20  # memory that a starved update may add: less than the gradients
 
-# Both functions leave a mark when they are called, which tells the campaign the phase of a run. With STARVE in
-# the environment, the first update gets that many more bytes than the rank has (RLIMIT_DATA).
+# Both functions leave a mark when they are called, which tells the campaign the phase of a run. With STARVE
+# in the environment, the first update gets that many bytes on top of the rank's memory (RLIMIT_DATA).
 MARKS = """
 import os, re, resource
 import torch.distributed as dist
