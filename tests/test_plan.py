@@ -369,6 +369,17 @@ def test_a_kv_cache_for_less_than_one_completion_is_refused(block_size, tokens, 
     assert smallest <= advised < smallest + 2e-4
 
 
+@pytest.mark.parametrize("num_seqs, expected", [(4, 4 * 3 * 128 * 23040), (256, GIB)])
+def test_the_default_kv_cache_of_a_cpu_is_bounded(num_seqs, expected, monkeypatch):
+    """A completion of 224 tokens takes two blocks of 128, and vLLM keeps one for itself."""
+    config = host_config("rollout.kv_cache_gib=null", f"rollout.max_num_seqs={num_seqs}")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib * GIB == expected
+    assert memory_plan.engine_settings(host_config(), UPCYCLED).kv_cache_gib == 0.25
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib is None
+
+
 # ---- an optimizer on the host ----
 OFFLOAD = ("train.zero_stage=2", "train.offload_optimizer=true")
 
