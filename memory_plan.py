@@ -354,6 +354,7 @@ WORKER_BYTES = int(0.1 * GIB)  # a reward worker and its guard, measured with ve
 # Resident memory divided by the sum of all parts: the C library keeps memory that was freed, and vLLM packs
 # copies of weights. Measured 1.19 and 1.21: a Mixtral of 373 M parameters (EP 2, micro-batches of 1,024) took
 # 19.6 GiB on two ranks, and a Llama of 135 M parameters (micro-batches of 512) 6.1 GiB on one rank.
+# As a check, the Mixtral with a KV cache of 1 GiB a rank took 21.0 GiB (estimate 21.6).
 ALLOCATOR_RATIO = 1.2
 DEFAULT_KV_CACHE_BYTES = GIB  # upper bound of the KV cache that a rank on a CPU gets by default [ours]
 
