@@ -37,7 +37,14 @@ from data.prompts import OfflineScore, Prompt, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
 from judges import build_judge
-from memory_plan import check_memory, max_model_len, trainer_memory
+from memory_plan import (
+    check_memory,
+    choose_micro_batch,
+    engine_settings,
+    max_model_len,
+    trainer_memory,
+    with_setting,
+)
 from moe_model import num_experts_of
 from reward import (
     RewardPool,
@@ -67,7 +74,7 @@ from runtime.checkpoint import (
 from runtime.checks import check_routes, check_verdicts, mismatch_gate, refuse_nonfinite_weights, say
 from runtime.config import flat_settings
 from runtime.launch import Signals, Stopped, check_gpus
-from runtime.memory import trainer_bytes
+from runtime.memory import NodeMemory, node_memory, trainer_bytes
 from runtime.metrics import (
     Clock,
     console_line,
@@ -151,16 +158,16 @@ def set_up(config: Config) -> Run | None:
     model_dir = moe_model.model_folder(checkpoint / "model" if checkpoint else config.model.path)
     hf_config = moe_model.load_config(model_dir)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
+    node = None if torch.cuda.is_available() else node_memory(config.run.memory_gib)
+    configs = with_micro_batches(configs, hf_config, state, node)
     largest = widest(configs)
-    for stage_config in (largest, *configs):
-        check_model(stage_config, hf_config)
-    check_memory(largest, hf_config, dist.get_world_size())
+    memory_line = check_sizes(largest, configs, hf_config, node)
     tokenizer = load_tokenizer(model_dir)
     worker_log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, worker_log)
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
-    announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device)
+    announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
 
     # ---- engine, policy ----
     with clock("setup"):
@@ -240,6 +247,36 @@ def widest(configs: list[Config]) -> Config:
     tokens = max(config.train.tokens_per_forward(on_gpu) for config in configs)
     sections["train"] = first.train.model_copy(update={"micro_batch_tokens": tokens})
     return first.model_copy(update=sections)
+
+
+def with_micro_batches(
+    configs: list[Config], hf_config, state: TrainState, node: NodeMemory | None
+) -> list[Config]:
+    """Fill in train.micro_batch_tokens in the stages in which it is null, on CPUs; unchanged on GPUs.
+
+    The size of a micro-batch changes the order of sums. An exact resume therefore takes the size that the
+    first launch has chosen, which is in `state`, also on a machine with another amount of memory.
+    """
+    is_open = [config.train.micro_batch_tokens is None for config in configs]
+    if node is None or not any(is_open):
+        return configs
+    if state.micro_batch_tokens is None:
+        largest = widest(configs)
+        state.micro_batch_tokens = choose_micro_batch(largest, hf_config, dist.get_world_size(), node)
+    return [
+        with_setting(config, "train.micro_batch_tokens", state.micro_batch_tokens) if is_open_here else config
+        for config, is_open_here in zip(configs, is_open)
+    ]
+
+
+def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMemory | None) -> str | None:
+    """Raise ValueError if the settings do not fit the model or the memory; return the line about the memory.
+
+    largest: settings with the largest sizes of all stages; configs: settings of each stage.
+    """
+    for stage_config in (largest, *configs):
+        check_model(stage_config, hf_config)
+    return check_memory(largest, hf_config, dist.get_world_size(), node)
 
 
 def check_model(config: Config, hf_config) -> None:
@@ -386,15 +423,17 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     parts = trainer_memory(config, hf_config, dist.get_world_size())
     reserved = trainer_bytes(parts, engine_sleeps=config.rollout.sleep_level > 0)
     timeout_s = config.run.timeout_s + MARGIN_S
-    engine = RolloutEngine(model_dir, max_model_len(config), config.rollout, reserved, timeout_s)
+    settings = engine_settings(config, hf_config)
+    engine = RolloutEngine(model_dir, max_model_len(config), settings, reserved, timeout_s)
     say(engine.describe())
     return engine
 
 
 def announce(
-    configs: list[Config], hf_config, loaded: LoadedSets, model_dir: Path, tokenizer, device: torch.device
-) -> None:
-    """Print warnings about the settings of the stages, and the composition of the run."""
+    configs: list[Config], hf_config, loaded: LoadedSets, model_dir: Path, tokenizer, device: torch.device,
+    memory_line: str | None,
+) -> None:  # fmt: skip
+    """Print warnings about the settings of the stages, and the composition and the memory of the run."""
     config = configs[0]
     warnings = [warning for stage_config in configs for warning in config_warnings(stage_config)]
     for line in [*(f"warning: {warning}" for warning in dict.fromkeys(warnings)), *loaded.notes]:
@@ -410,6 +449,8 @@ def announce(
         f"{config.model.dtype}, log-probabilities {kernel}, engine {config.rollout.dtype}; "
         "starting vLLM and DeepSpeed"
     )
+    if memory_line is not None:
+        say(f"{memory_line}; micro-batches of {widest(configs).train.micro_batch_tokens:,} tokens")
 
 
 def check_trackers(config: Config) -> None:

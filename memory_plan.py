@@ -1,14 +1,19 @@
 """Estimate the memory of a run, by part, before anything is loaded.
 
-    trainer     memory_by_part()    weights, gradients, optimizer states, activations, sync buffers of a rank
-    GPU         plan_memory()       trainer and engine together, with the reason if a phase does not fit
-    start       check_memory()      refuses a run that does not fit
+    trainer     memory_by_part()       weights, gradients, optimizer states, activations, sync buffers
+    GPU         plan_memory()          trainer and engine together, with the reason if a phase does not fit
+    CPU         host_bytes_by_phase()  trainer, engine and processes of a rank; ranks share their node
+    start       check_memory()         refuses a run that does not fit
+                choose_micro_batch()   the largest micro-batch that fits, on CPUs
 
 The estimate needs config.json and the settings only, so experiments/plan.py makes it on any machine, for
 example for 128 GPUs on a laptop. runtime/memory.py adds the parts up to phases (rollout, update, optimizer
 step, sync). tests/test_plan.py compares the formulas with the tensors that torch really saves, and
 experiments/bench/memory.py compares the sums with the resident memory of updates on CPUs.
 """
+
+import itertools
+import os
 
 import torch
 from transformers import PretrainedConfig
@@ -23,10 +28,16 @@ from moe_model import (
     num_experts_of,
     parameter_counts,
 )
-from rollout import engine_memory, kv_bytes_per_token
+from rollout import (
+    CPU_BLOCK_SIZE,
+    engine_memory,
+    engine_weight_bytes,
+    kv_bytes_per_token,
+    smallest_kv_cache_bytes,
+)
 from runtime.checks import say
-from runtime.memory import GIB, trainer_bytes, why_too_small
-from settings import Config, ModelSettings
+from runtime.memory import GIB, NodeMemory, bytes_by_phase, trainer_bytes, why_too_small
+from settings import MICRO_BATCH_SIZES, Config, ModelSettings, RolloutSettings
 
 REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
 
@@ -274,7 +285,7 @@ def memory_by_part(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Trainer and engine on one GPU
+# Trainer and engine of a rank
 # ------------------------------------------------------------------------------------------------------------
 def max_model_len(config: Config) -> int:
     """Return the longest prompt + completion, in tokens, that the engine must hold."""
@@ -287,17 +298,19 @@ def syncs_own_experts(config: Config) -> bool:
     return config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
 
 
-def trainer_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> dict[str, int]:
-    """Return the bytes of the trainer on a GPU, by part; a forward pass holds at least one full-length row.
+def trainer_memory(
+    config: Config, hf_config: PretrainedConfig, num_ranks: int, on_gpu: bool = True
+) -> dict[str, int]:
+    """Return the bytes of the trainer on a rank, by part; a forward pass holds at least one full-length row.
 
     train.share_prompts does not reduce the largest micro-batch, whose rows may have short prompts.
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
     return memory_by_part(
         hf_config, config.model, config.train.zero_stage, num_ranks,
-        tokens=max(config.train.tokens_per_forward(on_gpu=True), longest),
-        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config),
-        offload_optimizer=config.train.offload_optimizer,
+        tokens=max(config.train.tokens_per_forward(on_gpu), longest),
+        with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config), on_gpu=on_gpu,
+        offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
     )  # fmt: skip
 
 
@@ -312,13 +325,11 @@ def plan_memory(
     return parts, why_too_small(parts, engine_sleeps, total, needed)
 
 
-def check_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> None:
+def check_gpu_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> None:
     """Refuse a run that cannot fit into the GPUs, before anything is loaded; ValueError gives the reason.
 
     With rollout.kv_cache_gib, which overrides the estimate, print a warning instead.
     """
-    if not torch.cuda.is_available():
-        return
     total = torch.cuda.mem_get_info()[1]
     _, reason = plan_memory(config, hf_config, num_ranks, total)
     if reason is None:
@@ -331,3 +342,155 @@ def check_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int) ->
         f"--gpu-memory-gib {total / GIB:.1f} lists settings that fit, and rollout.kv_cache_gib overrides "
         "this estimate"
     )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Trainer, engine and processes of a rank on a CPU
+# ------------------------------------------------------------------------------------------------------------
+# Resident memory of a rank of `make demo` without the KV cache: Python, torch, DeepSpeed and vLLM with their
+# libraries. The model has 0.9 M parameters. Measured on two ranks with vLLM 0.30 and torch 2.13.
+PROCESS_BYTES = int(1.1 * GIB)
+WORKER_BYTES = int(0.1 * GIB)  # a reward worker and its guard, measured with verifiers.instructions
+# Resident memory divided by the sum of all parts: the C library keeps memory that was freed, and vLLM packs
+# copies of weights. Measured 1.19 and 1.21: a Mixtral of 373 M parameters (EP 2, micro-batches of 1,024) took
+# 19.6 GiB on two ranks, and a Llama of 135 M parameters (micro-batches of 512) 6.1 GiB on one rank.
+# As a check, the Mixtral with a KV cache of 1 GiB a rank took 21.0 GiB (estimate 21.6).
+ALLOCATOR_RATIO = 1.2
+DEFAULT_KV_CACHE_BYTES = GIB  # upper bound of the KV cache that a rank on a CPU gets by default [ours]
+
+
+def kv_cache_on_cpu(config: Config, hf_config: PretrainedConfig) -> int:
+    """Return the bytes of the KV cache of a rank on a CPU.
+
+    rollout.kv_cache_gib or, if it is null, room for max_num_seqs completions of full length, at most 1 GiB
+    but at least one completion. vLLM's own default would be 0.92 of the node's memory for every rank.
+    VLLM_CPU_KVCACHE_SPACE (in GiB) replaces both values inside of vLLM.
+    """
+    if gib := os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return int(gib) * GIB
+    if config.rollout.kv_cache_gib is not None:
+        return int(config.rollout.kv_cache_gib * GIB)
+    one = smallest_kv_cache_bytes(hf_config, config.rollout, max_model_len(config), CPU_BLOCK_SIZE)
+    return max(one, min(config.rollout.max_num_seqs * one, DEFAULT_KV_CACHE_BYTES))
+
+
+def engine_settings(config: Config, hf_config: PretrainedConfig) -> RolloutSettings:
+    """Return the section `rollout` with the size of the KV cache on CPUs filled in; unchanged on GPUs."""
+    if torch.cuda.is_available() or config.rollout.kv_cache_gib is not None:
+        return config.rollout
+    return config.rollout.model_copy(update={"kv_cache_gib": kv_cache_on_cpu(config, hf_config) / GIB})
+
+
+def host_bytes_by_phase(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> dict[str, int]:
+    """Return the bytes of host memory that a rank on a CPU takes in each phase, with its reward workers.
+
+    A judge is not counted.
+    """
+    parts = trainer_memory(config, hf_config, num_ranks, on_gpu=False)
+    parts["engine weights"] = engine_weight_bytes(hf_config, config.rollout)
+    parts["engine workspace"] = 0
+    parts["KV cache"] = kv_cache_on_cpu(config, hf_config)
+    processes = PROCESS_BYTES + config.reward.num_workers * WORKER_BYTES
+    phases = bytes_by_phase(parts, engine_sleeps=False, context_bytes=0)
+    return {phase: int(ALLOCATOR_RATIO * num_bytes) + processes for phase, num_bytes in phases.items()}
+
+
+def most_bytes(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> int:
+    """Return the bytes of host memory that a rank on a CPU takes in its largest phase."""
+    return max(host_bytes_by_phase(config, hf_config, num_ranks).values())
+
+
+def with_setting(config: Config, name: str, value: object) -> Config:
+    """Return the settings with another value of section.key."""
+    section, key = name.split(".")
+    changed = getattr(config, section).model_copy(update={key: value})
+    return config.model_copy(update={section: changed})
+
+
+SMALLEST_SAVING = 0.1  # of a rank's memory [ours]
+
+
+def choose_micro_batch(config: Config, hf_config: PretrainedConfig, num_ranks: int, node: NodeMemory) -> int:
+    """Return the largest of MICRO_BATCH_SIZES that fits, or the smallest if none fits.
+
+    A smaller size has to save at least a tenth of a rank's memory. A small model therefore always gets the
+    largest size, so that its results are the same bits on every machine.
+    """
+    num_bytes = {
+        tokens: most_bytes(with_setting(config, "train.micro_batch_tokens", tokens), hf_config, num_ranks)
+        for tokens in MICRO_BATCH_SIZES
+    }
+    largest = MICRO_BATCH_SIZES[0]
+    fitting = [tokens for tokens in MICRO_BATCH_SIZES if num_bytes[tokens] <= node.bytes_per_rank]
+    chosen = fitting[0] if fitting else MICRO_BATCH_SIZES[-1]
+    return chosen if num_bytes[chosen] <= (1 - SMALLEST_SAVING) * num_bytes[largest] else largest
+
+
+def fitting_changes(
+    config: Config, hf_config: PretrainedConfig, num_ranks: int, node: NodeMemory
+) -> list[str]:
+    """List the smallest changes of memory-saving settings that make a run fit, as for the command line."""
+    tokens = choose_micro_batch(config, hf_config, num_ranks, node)
+    changes = {
+        "train.micro_batch_tokens": min(tokens, config.train.tokens_per_forward(on_gpu=False)),
+        "model.activation_checkpointing": True,
+        "train.zero_stage": 2,
+    }
+    for num_changes in range(1, len(changes) + 1):
+        fitting = []
+        for names in itertools.combinations(changes, num_changes):
+            changed = config
+            for name in names:
+                changed = with_setting(changed, name, changes[name])
+            if most_bytes(changed, hf_config, num_ranks) <= node.bytes_per_rank:
+                fitting.append(" ".join(f"{name}={changes[name]}".lower() for name in names))  # true
+        if fitting:
+            return fitting
+    return []
+
+
+def describe_host_memory(phases: dict[str, int], node: NodeMemory) -> str:
+    """Return the estimate of a rank and of its node in words, for example for the log."""
+    phase, most = max(phases.items(), key=lambda item: item[1])
+    together = f", {node.num_ranks * most / GIB:.1f} GiB for the {node.num_ranks} ranks of a node"
+    return (
+        f"phase {phase} needs about {most / GIB:.1f} GiB a rank{together if node.num_ranks > 1 else ''}, of "
+        f"{node.num_bytes / GIB:.1f} GiB available ({node.source})"
+    )
+
+
+# A run whose estimate exceeds the available memory gets a warning up to this ratio, and is refused above it.
+# [ours: the estimate has errors of up to a tenth, so a run below this ratio may still fit]
+REFUSED_RATIO = 1.15
+
+
+def check_host_memory(config: Config, hf_config: PretrainedConfig, num_ranks: int, node: NodeMemory) -> str:
+    """Return the line that describes the memory of a run on CPUs; ValueError if the run cannot fit.
+
+    The line contains a warning if the estimate exceeds the available memory by less than its own error.
+    """
+    phases = host_bytes_by_phase(config, hf_config, num_ranks)
+    line = describe_host_memory(phases, node)
+    ratio = max(phases.values()) / node.bytes_per_rank
+    if ratio <= 1:
+        return f"memory: {line}"
+    changes = fitting_changes(config, hf_config, num_ranks, node)
+    advice = f"set {' or '.join(changes)}" if changes else "take fewer ranks on this node or a smaller model"
+    if ratio <= REFUSED_RATIO:
+        return f"warning: memory: {line}; the system may kill this run: {advice}"
+    raise ValueError(
+        f"this run does not fit: {line}; {advice}. If other processes will free their memory, run.memory_gib "
+        "replaces the available memory"
+    )
+
+
+def check_memory(
+    config: Config, hf_config: PretrainedConfig, num_ranks: int, node: NodeMemory | None
+) -> str | None:
+    """Refuse a run that cannot fit, before anything is loaded; ValueError gives the reason and a remedy.
+
+    node: memory of a node on CPUs, for which the line to print is returned; None on GPUs.
+    """
+    if node is None:
+        return check_gpu_memory(config, hf_config, num_ranks)
+    return check_host_memory(config, hf_config, num_ranks, node)

@@ -95,6 +95,7 @@ class RolloutEngine:
         self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
         check_fp8(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, timeout_s)
+        check_kv_cache(self.hf_config, settings, max_model_len, block_size_of(options, self.on_gpu))
         if self.on_gpu and settings.kv_cache_gib is None:
             free, total = torch.cuda.mem_get_info()
             options["gpu_memory_utilization"] = memory_share(
@@ -572,6 +573,36 @@ def kv_bytes_per_token(hf_config, settings: RolloutSettings) -> int:
     heads = max(1, hf_config.num_key_value_heads // settings.tensor_parallel)
     itemsize = 1 if settings.kv_cache_fp8 else getattr(torch, settings.dtype).itemsize
     return 2 * hf_config.num_hidden_layers * heads * head_dim(hf_config) * itemsize
+
+
+CPU_BLOCK_SIZE = 128  # tokens; vLLM's default on CPUs
+
+
+def block_size_of(options: dict, on_gpu: bool) -> int:
+    """Return the tokens of a KV cache block: the option of an engine, or vLLM's default."""
+    return options.get("block_size", 16 if on_gpu else CPU_BLOCK_SIZE)
+
+
+def smallest_kv_cache_bytes(hf_config, settings: RolloutSettings, max_model_len: int, block_size: int) -> int:
+    """Return the bytes of a KV cache that holds one completion of full length.
+
+    vLLM stores whole blocks of tokens and reserves one block for itself.
+    """
+    num_blocks = math.ceil(max_model_len / block_size) + 1
+    return num_blocks * block_size * kv_bytes_per_token(hf_config, settings)
+
+
+def check_kv_cache(hf_config, settings: RolloutSettings, max_model_len: int, block_size: int) -> None:
+    """Raise ValueError if rollout.kv_cache_gib is too small for one completion of full length."""
+    smallest = smallest_kv_cache_bytes(hf_config, settings, max_model_len, block_size)
+    if settings.kv_cache_gib is None or int(settings.kv_cache_gib * GIB) >= smallest:
+        return
+    enough_gib = math.ceil(smallest / GIB * 1e4) / 1e4  # rounded up, to be readable
+    raise ValueError(
+        f"rollout.kv_cache_gib {settings.kv_cache_gib:g} is too small for one completion of full length "
+        f"({max_model_len:,} tokens with the prompt, in blocks of {block_size}): set it to {enough_gib:g} or "
+        "more, or lower rollout.max_new_tokens or rollout.max_prompt_tokens"
+    )
 
 
 def engine_weight_bytes(hf_config, settings: RolloutSettings) -> int:

@@ -231,6 +231,9 @@ class AlgorithmSettings(Section):
     select_args: PluginArgs = setting({}, "keyword arguments of the select function")
 
 
+MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are slower there
+
+
 class TrainSettings(Section):
     """Length of a run, optimizer, and the composition of an update."""
 
@@ -245,8 +248,9 @@ class TrainSettings(Section):
     )
     micro_batch_tokens: int | None = setting(
         None,
-        "padded tokens per forward pass and rank; a longer row has a forward pass of its own. null: 32768 on "
-        "GPUs, 4096 on CPUs",
+        "padded tokens per forward pass and rank, for example 1024; a longer row has a forward pass of its "
+        "own. null: 32768 on GPUs; on CPUs the largest of 4096, 2048, 1024 and 512 that fits into memory, "
+        "chosen at the first launch and kept on resume",
         True,
         ge=1,
     )
@@ -307,8 +311,8 @@ class TrainSettings(Section):
         return self.minibatches_per_step * self.passes_per_rollout
 
     def tokens_per_forward(self, on_gpu: bool) -> int:
-        """Return the padded tokens of a micro-batch: micro_batch_tokens, or the default of the device."""
-        return self.micro_batch_tokens or (32768 if on_gpu else 4096)
+        """Return the padded tokens of a micro-batch: micro_batch_tokens, or the largest default."""
+        return self.micro_batch_tokens or (32768 if on_gpu else MICRO_BATCH_SIZES[0])
 
 
 class EvalSettings(Section):
@@ -386,7 +390,8 @@ class RolloutSettings(Section):
     )
     kv_cache_gib: float | None = setting(
         None,
-        "size of the KV cache per rank, in GiB; null: the memory that trainer and weights leave free",
+        "size of the KV cache per rank, in GiB, at least one completion of full length; null: on a GPU the "
+        "memory that trainer and weights leave free, on a CPU at most 1 GiB",
         True,
         gt=0,
         le=2**16,
@@ -693,6 +698,14 @@ class RunSettings(Section):
     """Folder of a run, reports, and limits of waiting."""
 
     dir: str = setting("runs/default", "folder of all files that the run writes", True, pattern=r"^[^\x00]+$")
+    memory_gib: float | None = setting(
+        None,
+        "memory that all ranks of a node may take together on CPUs, in GiB, for example 16 on a shared node; "
+        "null: the memory that is available at the start",
+        True,
+        gt=0,
+        le=2**20,
+    )
     log_every: int = setting(10, "steps between two lines on the console and in samples.jsonl", True, ge=1)
     trackers: list[str] = setting(
         ["tensorboard"],

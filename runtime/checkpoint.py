@@ -48,6 +48,7 @@ class TrainState:
     trained_tokens: int = 0  # tokens of groups that were not dropped, in steps that measured abs_dlogp
     abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
     evaluated_step: int = -1  # step of the latest evaluation
+    micro_batch_tokens: int | None = None  # chosen at the first launch, if train.micro_batch_tokens is null
     steps_above_gate: int = 0  # steps in a row with a trainer-engine mismatch above algorithm.mismatch_gate
     account: dict[str, float] = field(default_factory=dict)  # sums of the account/ metrics of all steps
     seconds: dict[str, float] = field(default_factory=dict)  # wall time by phase on rank 0

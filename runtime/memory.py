@@ -1,9 +1,18 @@
-"""Estimate a rank's GPU memory in each phase of a step, and name the phase that does not fit.
+"""Estimate a rank's memory in each phase of a step, name the phase that does not fit, read a node's memory.
 
 The parts come from memory_plan.memory_by_part() (trainer) and rollout.engine_memory() (vLLM), as
 {name: bytes}, for example {"weights": ..., "KV cache": ...}. memory_plan.check_memory() makes the estimate
-before a model is loaded, and experiments/plan.py makes it without a GPU.
+before a model is loaded, and experiments/plan.py makes it without a GPU. On CPUs the ranks of a node share
+its memory: node_memory() measures the memory that the node has left for the ranks.
 """
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch.distributed as dist
 
 GIB = 2**30
 CONTEXT_BYTES = 4 * GIB  # a guess: CUDA context, NCCL buffers, fragmentation of the allocator
@@ -39,9 +48,14 @@ def trainer_bytes(parts: dict[str, int], engine_sleeps: bool) -> int:
     return CONTEXT_BYTES + (standing_bytes(parts) if engine_sleeps else peak_bytes(parts))
 
 
-def bytes_by_phase(parts: dict[str, int], engine_sleeps: bool) -> dict[str, int]:
-    """Return the bytes of a GPU in each phase. A sleeping engine keeps its CUDA graphs and workspaces."""
-    standing = standing_bytes(parts) + CONTEXT_BYTES + parts["engine workspace"]
+def bytes_by_phase(
+    parts: dict[str, int], engine_sleeps: bool, context_bytes: int = CONTEXT_BYTES
+) -> dict[str, int]:
+    """Return the bytes of a rank in each phase. A sleeping engine keeps its CUDA graphs and workspaces.
+
+    context_bytes: memory of the process besides the parts.
+    """
+    standing = standing_bytes(parts) + context_bytes + parts["engine workspace"]
     engine = parts["engine weights"] + max(0, parts["KV cache"])
     beside_update = 0 if engine_sleeps else engine
     beside_sync = parts["engine weights"] if engine_sleeps else engine  # the KV cache wakes up last
@@ -67,3 +81,79 @@ def why_too_small(parts: dict[str, int], engine_sleeps: bool, total: int, needed
             f"needs {needed / GIB:.1f} GiB"
         )
     return None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The memory of a node, which its ranks share on CPUs
+# ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class NodeMemory:
+    """Memory that the ranks of a node may take together, including the memory that they hold already."""
+
+    num_bytes: int
+    num_ranks: int  # ranks on this node
+    source: str  # where num_bytes comes from, for messages
+
+    @property
+    def bytes_per_rank(self) -> float:
+        """Return the share of a rank."""
+        return self.num_bytes / self.num_ranks
+
+
+def node_memory(memory_gib: float | None) -> NodeMemory:
+    """Return the memory of the node that has the least memory per rank. Collective.
+
+    memory_gib: run.memory_gib, which replaces the measurement.
+    """
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if memory_gib is None:
+        free, source = free_memory()
+        local = NodeMemory(free + num_ranks * psutil.Process().memory_info().rss, num_ranks, source)
+    else:
+        local = NodeMemory(int(memory_gib * GIB), num_ranks, "run.memory_gib")
+    gathered = [local] * dist.get_world_size()
+    dist.all_gather_object(gathered, local)
+    return min(gathered, key=lambda node: node.bytes_per_rank)
+
+
+def free_memory(root: Path = Path("/")) -> tuple[int, str]:
+    """Return the bytes that new allocations can take on this node, and the limit that sets this number.
+
+    The smaller of the system's available memory (MemAvailable, which counts page cache that can be dropped)
+    and, for every control group that contains this process, limit - usage + page cache. root: the file system
+    to read control groups from.
+    """
+    limits = [(psutil.virtual_memory().available, "MemAvailable")]
+    limits += [(num_bytes, f"the limit of control group {folder}") for folder, num_bytes in cgroup_room(root)]
+    return min(limits)
+
+
+CGROUPS = {  # version: folder of all groups, limit, usage, key of memory.stat for page cache
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+
+
+def cgroup_room(root: Path) -> Iterator[tuple[Path, int]]:
+    """Yield (folder, bytes left) of each control group that limits the memory of this process.
+
+    A process belongs to a group and to all parents of the group. In a container the group's own path may be
+    invisible; the container's limit then stands in the top folder, which is read as well.
+    """
+    file = root / "proc" / "self" / "cgroup"
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        _, controllers, path = line.split(":", 2)  # for example 0::/user.slice or 4:memory:/job
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, limit_name, usage_name, cache_key = CGROUPS[1 if controllers else 2]
+        group = root / top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(root / top):
+                break
+            try:
+                limit = int((folder / limit_name).read_text())  # "max" without a limit
+                usage = int((folder / usage_name).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            except (OSError, ValueError):
+                continue
+            yield folder, limit - usage + int(stat.get(cache_key, 0))

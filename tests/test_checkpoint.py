@@ -31,6 +31,7 @@ from runtime.checkpoint import (
     save_checkpoint,
     writing,
 )
+from runtime.memory import NodeMemory
 from runtime.metrics import log_metrics, log_samples
 from runtime.plugin_files import digest_of_plugin, plugin_digests
 
@@ -80,6 +81,28 @@ def test_a_checkpoint_holds_counters_record_random_numbers_and_weights(run):
     loaded = moe_model.Policy(moe_model.load_config(folder / "model"), None)
     moe_model.load_hf(loaded, folder / "model")
     assert all(map(torch.equal, loaded.parameters(), run.policy.parameters()))
+
+
+def test_a_resume_takes_the_micro_batch_that_the_first_launch_has_chosen(run, monkeypatch):
+    """The sizes need fake amounts of memory: a small one at the first launch, a large one on resume."""
+    monkeypatch.setattr(lifecycle, "choose_micro_batch", lambda config, hf, num_ranks, node: node.num_bytes)
+    open_stage = run.config
+    fixed_stage = make_config("train.micro_batch_tokens=7")
+
+    def tokens_of(state: TrainState, fake_memory: int) -> list[int]:
+        node = NodeMemory(fake_memory, 1, "fake")
+        configs = lifecycle.with_micro_batches([open_stage, fixed_stage], None, state, node)
+        return [config.train.micro_batch_tokens for config in configs]
+
+    state = TrainState(step=3)
+    assert tokens_of(state, 512) == [512, 7]
+    save_checkpoint(run.config, asdict(state), lambda folder: lifecycle.write_rank(run, folder))
+    checkpoint_folder, record = find_checkpoint(run.config)
+    resumed = checkpoint.state_of(record, run.config)
+    assert checkpoint_folder.name == "step_000003" and tokens_of(resumed, 4096) == [512, 7]
+    assert tokens_of(TrainState(), 4096) == [4096, 7]
+    on_gpu = lifecycle.with_micro_batches([open_stage], None, TrainState(), None)
+    assert on_gpu == [open_stage], "GPUs have a fixed default"
 
 
 @pytest.mark.parametrize("budget, is_last", [("null", False), (10, False), (9, True), (8, True)])

@@ -2,12 +2,14 @@
 
 import gc
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from fake_ranks import FakeRanks
+from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 import lifecycle
 import memory_plan
@@ -15,7 +17,17 @@ import moe_model
 import rollout
 from configure import load_config
 from experiments import plan
-from runtime.memory import CONTEXT_BYTES, GIB, STANDING, bytes_by_phase, trainer_bytes, why_too_small
+from runtime.memory import (
+    CONTEXT_BYTES,
+    GIB,
+    STANDING,
+    NodeMemory,
+    bytes_by_phase,
+    free_memory,
+    node_memory,
+    trainer_bytes,
+    why_too_small,
+)
 from tests import preloaded
 
 CONFIGS = sorted((ROOT / "experiments" / "models").glob("*.yaml"))
@@ -239,19 +251,137 @@ def test_plan_and_engine_divide_a_gpu_alike():
 def test_the_trainer_refuses_a_run_that_the_planner_refuses(monkeypatch):
     task = make_task("model.ep_size=8", "rollout.sleep_level=2", "rollout.tensor_parallel=8")
     total = int(task.machine.memory_gib * GIB)
-    memory_plan.check_memory(task.config, task.model, num_ranks=8)  # no estimate for CPUs
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (total, total))
     with pytest.raises(ValueError) as error:
-        memory_plan.check_memory(task.config, task.model, num_ranks=8)
+        memory_plan.check_memory(task.config, task.model, num_ranks=8, node=None)
     assert plan.why_not(task) in str(error.value) and "--gpus 8" in str(error.value)
     fitting = make_task(*FITTING, "rollout.max_new_tokens=1024", "train.zero_stage=2")
-    memory_plan.check_memory(fitting.config, fitting.model, num_ranks=64)
+    memory_plan.check_memory(fitting.config, fitting.model, num_ranks=64, node=None)
     warnings = []
     monkeypatch.setattr(memory_plan, "say", warnings.append)
     fixed = task.with_settings({"rollout.kv_cache_gib": 5.0})
-    memory_plan.check_memory(fixed.config, fixed.model, num_ranks=8)
+    memory_plan.check_memory(fixed.config, fixed.model, num_ranks=8, node=None)
     assert len(warnings) == 1 and plan.why_not(fixed) in warnings[0]
+
+
+# ---- ranks that share the memory of a node with CPUs ----
+UPCYCLED = MixtralConfig(  # four copies of SmolLM2-135M's MLPs, 373 M parameters
+    vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def host_config(*settings: str):
+    """Return the settings of the measured run of UPCYCLED."""
+    return load_config([
+        "data.train=[{path: unused}]", "model.ep_size=2", "model.dtype=float32",
+        "rollout.max_prompt_tokens=128", "rollout.max_new_tokens=96", "rollout.kv_cache_gib=0.25", *settings,
+    ])  # fmt: skip
+
+
+def fake_node(gib: float) -> NodeMemory:
+    return NodeMemory(int(gib * GIB), num_ranks=2, source="fake")
+
+
+@pytest.mark.parametrize("kv_cache_gib, measured_gib", [(0.25, 19.64), (1.0, 21.03)])
+def test_the_estimate_on_cpus_is_within_a_tenth_of_measured_runs(kv_cache_gib, measured_gib):
+    """Resident memory of two ranks and their reward workers, in micro-batches of 1,024 tokens."""
+    config = host_config("train.micro_batch_tokens=1024", f"rollout.kv_cache_gib={kv_cache_gib}")
+    estimate = 2 * max(memory_plan.host_bytes_by_phase(config, UPCYCLED, num_ranks=2).values())
+    assert estimate / GIB == pytest.approx(measured_gib, rel=0.1)
+
+
+@pytest.mark.parametrize("gib, tokens", [(40, 4096), (30, 2048), (22, 1024), (18, 512), (4, 512)])
+def test_a_micro_batch_is_the_largest_that_fits(gib, tokens):
+    assert memory_plan.choose_micro_batch(host_config(), UPCYCLED, 2, fake_node(gib)) == tokens
+
+
+@pytest.mark.parametrize("gib", [1, 3, 3.5, 100])
+def test_a_small_model_has_the_largest_micro_batch_on_every_machine(gib):
+    config = load_config(["--config", str(ROOT / "experiments/environments/demo.yaml")])
+    assert memory_plan.choose_micro_batch(config, small_config("moe", 2), 2, fake_node(gib)) == 4096
+
+
+@pytest.mark.parametrize("gib, num_advices", [(22, 2), (17, 2), (16.5, 1)])
+def test_a_run_that_cannot_fit_is_refused_with_settings_that_fit(gib, num_advices):
+    config = host_config("train.micro_batch_tokens=4096")
+    with pytest.raises(ValueError, match="phase update .*fake") as error:
+        memory_plan.check_memory(config, UPCYCLED, 2, fake_node(gib))
+    advices = re.search(r"; set (.*?)\. ", str(error.value))[1].split(" or ")
+    assert len(advices) == num_advices
+    for advice in advices:
+        changed = host_config("train.micro_batch_tokens=4096", *advice.split())
+        line = memory_plan.check_memory(changed, UPCYCLED, 2, fake_node(gib))
+        assert "warning" not in line and "GiB a rank" in line
+
+
+def test_between_the_estimate_and_its_error_a_run_gets_a_warning():
+    config = host_config("train.micro_batch_tokens=1024")
+    needed = 2 * max(memory_plan.host_bytes_by_phase(config, UPCYCLED, 2).values()) / GIB
+    assert "warning" not in memory_plan.check_memory(config, UPCYCLED, 2, fake_node(needed * 1.001))
+    line = memory_plan.check_memory(config, UPCYCLED, 2, fake_node(needed / 1.14))
+    assert line.startswith("warning") and "train.micro_batch_tokens=512" in line
+    with pytest.raises(ValueError, match="run.memory_gib"):
+        memory_plan.check_memory(config, UPCYCLED, 2, fake_node(needed / 1.16))
+
+
+def test_the_node_with_the_least_memory_per_rank_decides(monkeypatch):
+    fake = FakeRanks(3).install(monkeypatch)
+    rooms = [9, 8, 30]  # GiB of the nodes
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    nodes = fake.run(lambda rank: node_memory(rooms[rank]))
+    assert nodes == [NodeMemory(8 * GIB, 4, "run.memory_gib")] * 3
+
+
+V2_LINE = "0::/a/job\n"
+V1_LINES = "5:cpu:/\n4:memory:/a/job\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    "lines, top, names",
+    [
+        (V2_LINE, "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
+        (V1_LINES, "sys/fs/cgroup/memory",
+         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+)  # fmt: skip
+def test_the_limit_of_a_parent_control_group_counts(lines, top, names, tmp_path):
+    """The group itself has no limit; its parent has 1,000 bytes, of which 300 are used and 50 page cache."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(lines)
+    assert free_memory(tmp_path)[1] == "MemAvailable", "the groups are invisible"
+    for folder, limit in (("a", "1000"), ("a/job", "max")):
+        (tmp_path / top / folder).mkdir(parents=True)
+        for name, text in zip((*names[:2], "memory.stat"), (limit, "300", f"anon 7\n{names[2]} 50\n")):
+            (tmp_path / top / folder / name).write_text(text)
+    assert free_memory(tmp_path) == (1000 - 300 + 50, f"the limit of control group {tmp_path / top / 'a'}")
+
+
+@pytest.mark.parametrize("block_size, tokens, num_blocks", [(128, 224, 3), (128, 128, 2), (16, 17, 3)])
+def test_a_kv_cache_for_less_than_one_completion_is_refused(block_size, tokens, num_blocks):
+    """Blocks of 30 layers x 3 heads x 64 keys and values of 2 bytes; vLLM keeps one block for itself."""
+    smallest = num_blocks * block_size * 30 * 3 * 64 * 2 * 2 / GIB
+    settings = host_config().rollout
+    exact = settings.model_copy(update={"kv_cache_gib": smallest})
+    rollout.check_kv_cache(UPCYCLED, exact, tokens, block_size)
+    with pytest.raises(ValueError, match="rollout.kv_cache_gib") as error:
+        rollout.check_kv_cache(
+            UPCYCLED, settings.model_copy(update={"kv_cache_gib": 0.99 * smallest}), tokens, block_size
+        )
+    advised = float(re.search("set it to ([0-9.]+)", str(error.value))[1])
+    assert smallest <= advised < smallest + 2e-4
+
+
+@pytest.mark.parametrize("num_seqs, expected", [(4, 4 * 3 * 128 * 23040), (256, GIB)])
+def test_the_default_kv_cache_of_a_cpu_is_bounded(num_seqs, expected, monkeypatch):
+    """A completion of 224 tokens takes two blocks of 128, and vLLM keeps one for itself."""
+    config = host_config("rollout.kv_cache_gib=null", f"rollout.max_num_seqs={num_seqs}")
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib * GIB == expected
+    assert memory_plan.engine_settings(host_config(), UPCYCLED).kv_cache_gib == 0.25
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib is None
 
 
 # ---- an optimizer on the host ----

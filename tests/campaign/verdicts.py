@@ -40,9 +40,13 @@ class Bench:
     workload: list[str]
     reference: Path  # folder of the undisturbed run of the workload
     seconds: float = 15.0  # duration of the undisturbed run
+    limit_s: float = RUN_S  # time limit of a run
 
-    def run(self, *settings: object, ranks: int = 2, timeout_s: float = RUN_S) -> subprocess.CompletedProcess:
-        """Run the workload with more settings; raise Failed after timeout_s."""
+    def run(
+        self, *settings: object, ranks: int = 2, timeout_s: float | None = None
+    ) -> subprocess.CompletedProcess:
+        """Run the workload with more settings; raise Failed after timeout_s, by default limit_s."""
+        timeout_s = timeout_s or self.limit_s
         try:
             return self.launch(ranks, str(TRAINER), *self.workload, *settings, timeout_s=timeout_s)
         except subprocess.TimeoutExpired as error:
