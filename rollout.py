@@ -576,8 +576,8 @@ def kv_bytes_per_token(hf_config, settings: RolloutSettings) -> int:
     return 2 * hf_config.num_hidden_layers * heads * head_dim(hf_config) * itemsize
 
 
-# Tokens. vLLM caches whole blocks of a prompt. Its default on CPUs, 128, is longer than many prompts, which are
-# then computed once per completion. The attention kernel for CPUs takes multiples of 32.
+# Tokens. vLLM caches whole blocks of a prompt. Its default on CPUs, 128, is longer than many prompts, which
+# are then computed once per completion. The attention kernel for CPUs takes multiples of 32.
 CPU_BLOCK_SIZE = 32
 
 
