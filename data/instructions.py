@@ -50,7 +50,7 @@ ENDINGS = {
     "train": ("That is all I know.", "Thank you for reading.", "Let me know what you think."),
     "test": ("I hope this helps.", "Is there anything else?"),
 }
-LEAST_WORDS = {"train": (30, 40, 50), "test": (35, 45)}
+LEAST_WORDS = {"train": (25, 35, 45), "test": (30, 40)}
 LETTERS = {"train": "aeiost", "test": "nrl"}
 
 

@@ -16,7 +16,8 @@ learns by GRPO to keep instructions that a rule can verify, on two ranks with ex
     quality              experiments/text_quality.py, by figures that the reward does not see
 
 A repeated command resumes: a finished phase is skipped, and training resumes from its newest checkpoint.
-Results in run.dir: summary.json, report.md with five texts before and after, texts.html with all texts.
+Results in run.dir: summary.json, report.md with five texts before and after, texts.html with all texts,
+record.json with everything that the report shows.
 """
 
 import argparse
@@ -33,10 +34,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
 
 from data import instructions, smollm2, upcycle
-from experiments.bench.common import torchrun
+from experiments.bench.common import markdown, torchrun
 from experiments.evaluate import text_pieces, write_aside
 from experiments.page.build import build_page, group_rows, token_details
-from experiments.text_quality import read_rows, table_text, text_quality
+from experiments.text_quality import LABELS, read_rows, text_quality
 from runtime.launch import leave, run
 
 CONFIG = ROOT / "experiments" / "environments" / "real.yaml"
@@ -99,8 +100,8 @@ def evaluate(model: Path, completions: Path) -> None:
     """Complete the held-out prompts greedily, under the settings of the training."""
     call(
         *torchrun(NUM_RANKS), ROOT / "experiments" / "evaluate.py", "--model", model, "--no-trainer-logprobs",
-        "--data", PROMPTS / "test.jsonl", "--chat", "always", "--samples", 0, "--max-new-tokens", 128,
-        "--dtype", "bfloat16", "--kv-cache-gib", 0.25, "--completions", completions, "reward.binary=true",
+        "--data", PROMPTS / "test.jsonl", "--chat", "always", "--samples", 0, "--max-new-tokens", 96,
+        "--dtype", "bfloat16", "--kv-cache-gib", 0.25, "--completions", completions,
     )  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def texts_page(run_dir: Path) -> str:
     prompts, groups = group_rows(rows)
     details = [token_details(row, text_pieces(tokenizer, row["token_ids"])) for row in rows]
     shares = {
-        label: sum(row["reward"] for row in rows if row["label"] == label) / len(prompts)
+        label: sum(row["reward"] == 1 for row in rows if row["label"] == label) / len(prompts)
         for label in ("before", "after")
     }
     header = {
@@ -147,48 +148,99 @@ def texts_page(run_dir: Path) -> str:
     return build_page(header, prompts, [[details[n] for n in numbers] for numbers in groups])
 
 
-def report_text(summary: dict, quality: dict, pairs: list[tuple[dict, dict]]) -> str:
-    """Return the report in Markdown: accuracy, resources, text quality, and NUM_TEXTS texts.
+def record_of(run_dir: Path) -> dict:
+    """Return the record of a finished run: summary, text quality, and the first texts before and after.
+
+    `accuracy` counts the texts that keep all instructions, as in IFEval's strict accuracy. The trainer's own
+    accuracy, the mean share of instructions that a text keeps, becomes `share_kept`.
+    """
+    summary = json.loads((run_dir / "summary.json").read_text())
+    pairs = pairs_of_texts(run_dir)
+    for place, when in enumerate(("before", "after")):
+        rows = [pair[place] for pair in pairs]
+        for name, values in (
+            ("accuracy", [row["reward"] == 1 for row in rows]),
+            ("share_kept", [row["reward"] for row in rows]),
+            ("mean_tokens", [row["num_tokens"] for row in rows]),
+            ("cut_frac", [row["finish_reason"] == "length" for row in rows]),
+        ):
+            summary[f"{name}_{when}"] = sum(values) / len(values)
+    texts = [
+        {
+            "prompt": before["messages"][-1]["content"],
+            "before": {name: before[name] for name in ("completion", "reward", "num_tokens")},
+            "after": {name: after[name] for name in ("completion", "reward", "num_tokens")},
+        }
+        for before, after in pairs[:NUM_TEXTS]
+    ]
+    quality = json.loads((run_dir / "quality.json").read_text())
+    return {"summary": summary, "num_prompts": len(pairs), "quality": quality, "texts": texts}
+
+
+SUMMARY_ROWS = {
+    "accuracy": "texts that keep all instructions",
+    "share_kept": "share of instructions that a text keeps",
+    "mean_tokens": "tokens",
+    "cut_frac": "texts cut at the limit",
+}
+QUALITY_ROWS = (
+    "mean_words", "perplexity_start", "kl_to_start", "distinct_1", "distinct_2", "distinct_3",
+    "repeated_4grams", "repeated_openings",
+)  # fmt: skip
+
+
+def table_lines(data: dict) -> list[str]:
+    """Return the table of a record: figures of the held-out texts before and after training."""
+    summary = data["summary"]
+    rows = [
+        [label, *(f"{summary[f'{name}_{when}']:.3g}" for when in ("before", "after"))]
+        for name, label in SUMMARY_ROWS.items()
+    ]
+    rows += [
+        [LABELS[name], *(f"{data['quality'][when][name]:.3g}" for when in ("before", "after"))]
+        for name in QUALITY_ROWS
+    ]
+    return markdown([f"{data['num_prompts']} held-out prompts, greedy", "before", "after"], rows)
+
+
+def resource_text(data: dict) -> str:
+    """Return steps, tokens, minutes by phase and memory of a record in one sentence each."""
+    summary = data["summary"]
+    seconds = summary["seconds_by_phase"]
+    minutes = ", ".join(f"{name} {value / 60:.1f}" for name, value in seconds.items() if value >= 6)
+    return (
+        f"{summary['num_steps']} steps, {summary['generated_tokens']:,} generated tokens; "
+        f"{sum(seconds.values()) / 60:.0f} minutes ({minutes}); peak memory of both ranks "
+        f"{summary['peak_rss_bytes'] / 2**30:.1f} GiB."
+    )
+
+
+def report_text(data: dict) -> str:
+    """Return the report of a record in Markdown: the table, resources, and texts before and after.
 
     The texts are of the first prompts of the held-out set, whatever their verdicts are.
     """
-    minutes = {name: seconds / 60 for name, seconds in summary["seconds_by_phase"].items() if seconds >= 6}
-    lines = [
-        "SmolLM2-135M-Instruct (dequantised 4-bit), upcycled to 4 experts, top 2; "
-        f"{len(pairs)} held-out prompts, greedy.",
-        "",
-        f"- texts that keep all instructions: {summary['accuracy_before']:.3f} before, "
-        f"{summary['accuracy_after']:.3f} after {summary['num_steps']} steps",
-        f"- mean tokens of a text: {summary['mean_tokens_before']:.1f} before, "
-        f"{summary['mean_tokens_after']:.1f} after",
-        f"- peak memory of both ranks: {summary['peak_rss_bytes'] / 2**30:.1f} GiB",
-        "- minutes: " + ", ".join(f"{name} {value:.1f}" for name, value in minutes.items()),
-        "",
-        "```text",
-        table_text(quality),
-        "```",
-    ]
-    for number, (before, after) in enumerate(pairs[:NUM_TEXTS], start=1):
-        lines += ["", f"**{number}.** {before['messages'][-1]['content']}"]
-        for label, row in (("before", before), ("after", after)):
-            verdict = "all kept" if row["reward"] == 1 else "not all kept"
-            lines += ["", f"{label} ({verdict}, {row['num_tokens']} tokens):", "", "```text"]
-            lines += [row["completion"].strip().replace("```", "'''"), "```"]
+    title = "# SmolLM2-135M-Instruct (dequantised 4-bit) as a MoE, before and after training"
+    lines = [title, "", *table_lines(data), "", resource_text(data)]
+    for number, text in enumerate(data["texts"], start=1):
+        lines += ["", f"## Prompt {number}", "", text["prompt"]]
+        for when in ("before", "after"):
+            verdict = "all instructions kept" if text[when]["reward"] == 1 else "not all instructions kept"
+            lines += ["", f"{when.capitalize()} ({verdict}, {text[when]['num_tokens']} tokens):", ""]
+            lines += ["```text", text[when]["completion"].strip().replace("```", "'''"), "```"]
     return "\n".join(lines) + "\n"
 
 
 def write_results(run_dir: Path, phases: Phases) -> None:
-    """Write the page and the report, and add the seconds of this script's phases to summary.json."""
-    summary = json.loads((run_dir / "summary.json").read_text())
+    """Write report.md, texts.html and record.json, and add this script's figures to summary.json."""
+    data = record_of(run_dir)
     others = {name: seconds for name, seconds in phases.seconds.items() if name != "train"}
-    summary["seconds_by_phase"] |= others
-    quality = json.loads((run_dir / "quality.json").read_text())
-    summary["quality"] = quality
-    write_aside(run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+    data["summary"]["seconds_by_phase"] |= others
+    write_aside(run_dir / "summary.json", json.dumps(data["summary"], indent=1) + "\n")
+    write_aside(run_dir / "record.json", json.dumps(data, indent=1) + "\n")
     write_aside(run_dir / "texts.html", texts_page(run_dir))
-    report = report_text(summary, quality, pairs_of_texts(run_dir))
-    write_aside(run_dir / "report.md", report)
-    print("\n" + report.partition("\n**1.**")[0])
+    write_aside(run_dir / "report.md", report_text(data))
+    print("\n".join(["", *table_lines(data), "", resource_text(data)]))
     print(f"{run_dir}/report.md: five texts before and after; {run_dir}/texts.html: all texts")
 
 

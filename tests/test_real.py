@@ -40,23 +40,25 @@ def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
     for name, row in (("before", BEFORE), ("after", AFTER)):
         (tmp_path / f"{name}_completions.jsonl").write_text(json.dumps(row) + "\n")
     quality = dict.fromkeys(LABELS, 0.25)
+    (tmp_path / "quality.json").write_text(json.dumps({"before": quality, "after": quality}))
     summary = {
-        "accuracy_before": 0.25, "accuracy_after": 0.5, "mean_tokens_before": 90.0, "mean_tokens_after": 80.0,
-        "num_steps": 3, "peak_rss_bytes": 2**34, "seconds_by_phase": {"rollout": 60.0, "log": 0.1},
+        "accuracy_before": 0.6, "num_steps": 3, "generated_tokens": 99, "peak_rss_bytes": 2**34,
+        "seconds_by_phase": {"rollout": 60.0, "log": 0.1},
     }  # fmt: skip
-    pairs = real.pairs_of_texts(tmp_path)
-    report = real.report_text(summary, {"before": quality, "after": quality}, pairs)
-    for words in (
-        "0.250 before, 0.500 after 3 steps",
-        "16.0 GiB",
-        "rollout 1.0",
-        "Tea, tea.",
-        "A cup of tea",
-    ):
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    data = real.record_of(tmp_path)
+    assert (data["summary"]["accuracy_before"], data["summary"]["accuracy_after"]) == (0, 1)
+    report = real.report_text(data)
+    for words in ("3 steps", "16.0 GiB", "rollout 1.0", "Tea, tea.", "A cup of tea", "Write about tea."):
         assert words in report
     assert "log 0.0" not in report
-    fences = [line for line in report.splitlines() if line.startswith("```")]
-    assert len(fences) == 6  # the fence in a text opens no block
+    assert report.count("```") == 4  # the fence in a text opens no block
+
+
+def test_the_committed_report_is_made_from_the_committed_record():
+    record = ROOT / "experiments" / "environments" / "real.json"
+    report = ROOT / "experiments" / "environments" / "real_texts.md"
+    assert report.read_text() == real.report_text(json.loads(record.read_text()))
 
 
 def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
