@@ -693,7 +693,7 @@ def save_if_due(run: Run, metrics: dict[str, float]) -> None:
 
 
 def write_rank(run: Run, folder: Path) -> None:
-    """Write this rank's files of a checkpoint, which resume() and load_hf() read. No collective calls."""
+    """Write this rank's files of a checkpoint, which resume() and load_hf() read; see write_model()."""
     rank = dist.get_rank()
     write_model(run, folder / "model")
     shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
@@ -703,7 +703,11 @@ def write_rank(run: Run, folder: Path) -> None:
 
 
 def write_model(run: Run, folder: Path) -> None:
-    """Write this rank's part of a model folder for transformers and vLLM. No collective calls."""
+    """Write this rank's part of a model folder for transformers and vLLM.
+
+    There are no collective calls, except for Granite with expert parallelism: its files hold fused experts,
+    which save_hf() gathers.
+    """
     moe_model.save_hf(run.policy, folder)
     if dist.get_rank() == 0:
         run.tokenizer.save_pretrained(folder)

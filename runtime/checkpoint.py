@@ -302,9 +302,10 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
     """Write run.dir/checkpoints/step_N; a folder of that name is always complete. Collective.
 
     state: the counters as plain values, for state.json, which also holds settings, topology and the SHA-256
-    of each file. write(folder) writes this rank's files and must not call collectives, because it may raise
-    on one rank only. The files stay in step_N.tmp until all ranks have written. If any rank fails, for
-    example on a full disk, all ranks raise RuntimeError and earlier checkpoints stay.
+    of each file. write(folder) writes this rank's files; it may raise on one rank only, so any collective
+    calls in it have to end before it raises (moe_model.save_hf). The files stay in step_N.tmp until all ranks
+    have written. If any rank fails, for example on a full disk, all ranks raise RuntimeError and earlier
+    checkpoints stay.
     """
     checkpoints = Path(config.run.dir) / "checkpoints"
     rank = dist.get_rank()

@@ -106,8 +106,14 @@ def tell_others(line: str) -> None:
 
 
 def in_words(error: Exception) -> str:
-    """Return the text of an error; explain gloo's error about a lost connection."""
+    """Return the text of an error; explain a lost connection of gloo, and memory that has run out."""
     text = str(error)
+    if "can't allocate memory" in text or "CUDA out of memory" in text:
+        return (
+            "out of memory: lower train.micro_batch_tokens (not below one row of full length) or "
+            "rollout.kv_cache_gib, or set model.activation_checkpointing=true. Checkpoints are intact: the "
+            f"same command resumes from the newest. {text}"
+        )
     if "gloo" in text and re.search("closed by peer|reset by peer|Broken pipe", text):
         detail = text.partition("]")[2].partition(". This is")[0].strip()
         return (
