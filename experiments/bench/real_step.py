@@ -477,10 +477,10 @@ def read_options() -> argparse.Namespace:
     args = parser.parse_intermixed_args()
     if args.steps < 1 or args.repeats < 1:
         parser.error("--steps and --repeats must be at least 1")
-    for name in {"trl": "dense", "dense": "dense", "moe": "moe"}.items() if not args.result else ():
-        folder = getattr(args, name[1])
-        if name[0] in args.trainers and not (folder / "config.json").is_file():
-            sys.exit(f"--{name[1]}: {folder} holds no config.json; see --help for the commands that make it")
+    for trainer in args.trainers if not args.result else ():
+        option = "moe" if trainer == "moe" else "dense"
+        if not (getattr(args, option) / "config.json").is_file():
+            sys.exit(f"--{option}: {getattr(args, option)} holds no config.json; --help has the commands")
     if not PROMPTS.is_file():
         sys.exit(f"{PROMPTS} is missing: run `python -m data.instructions` first")
     return args
