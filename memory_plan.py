@@ -157,7 +157,7 @@ def passing_bytes(
 # DeepSpeed and the weight sync
 # ------------------------------------------------------------------------------------------------------------
 def optimizer_step_bytes(
-    counts: ParameterCounts, settings: ModelSettings, zero_stage: int, num_ranks: int, on_gpu: bool
+    counts: ParameterCounts, settings: ModelSettings, zero_stage: int, num_ranks: int, fused_adamw: bool
 ) -> int:
     """Return the bytes that DeepSpeed's step takes on top of everything that is allocated between updates.
 
@@ -166,13 +166,13 @@ def optimizer_step_bytes(
         ZeRO 1, float32    the gradients of the rank's share are copied to one tensor, then the gradients of
                            all other parameters are freed
         ZeRO 2             gradients have been reduced in the backward pass: 0
-    On CPUs the unfused AdamW makes two copies of a group's share.
+    The unfused AdamW makes two copies of a group's share.
     """
     itemsize = itemsize_of(settings)
     shared = counts.embeddings + counts.others
     group_sizes = (shared, counts.experts // settings.ep_size)
     shares = (shared // num_ranks, counts.experts // num_ranks)
-    adamw = 0 if on_gpu else 2 * 4 * max(shares)
+    adamw = 0 if fused_adamw else 2 * 4 * max(shares)
     if zero_stage == 2:
         return adamw
     if itemsize == 4:
@@ -249,11 +249,12 @@ def memory_by_part(
     own_experts: bool = False,
     on_gpu: bool = True,
     offload_optimizer: bool = False,
+    fused_adamw: bool | None = None,
 ) -> dict[str, int]:
     """Return the bytes of the trainer on a rank, by part; runtime/memory.py adds the parts of each phase.
 
     tokens: padded tokens of a micro-batch. with_reference: the initial policy is kept for a KL penalty.
-    own_experts: as in hf_tensors().
+    own_experts: as in hf_tensors(). fused_adamw: as in TrainSettings.
 
     A rank holds n parameters, namely 1 / ep_size of the experts and all other parameters. ZeRO lets the rank
     update m of these n, namely 1 / num_ranks of the whole model:
@@ -268,6 +269,7 @@ def memory_by_part(
     num_updated = sum(counts) // num_ranks
     optimizer_on_gpu = not offload_optimizer
     is_sharded = zero_stage == 2
+    is_fused = on_gpu if fused_adamw is None else fused_adamw
     passing = passing_bytes(config, settings, tokens, "cuda" if on_gpu else "cpu")
     passing["on the way back"] += is_sharded * reduce_buffer_bytes(num_held, itemsize, on_gpu)
     gradient_buffer = offload_optimizer * largest_parameter(config, settings) * itemsize
@@ -279,7 +281,7 @@ def memory_by_part(
         "reference": num_held * itemsize if with_reference else 0,
         "gradients in an update": is_sharded * num_updated * 4,
         **passing,
-        "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, on_gpu),
+        "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, is_fused),
         "sync buffers": sync_buffer_bytes(config, settings, own_experts),
     }
 
@@ -311,6 +313,7 @@ def trainer_memory(
         tokens=max(config.train.tokens_per_forward(on_gpu), longest),
         with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config), on_gpu=on_gpu,
         offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
+        fused_adamw=config.train.fused_adamw,
     )  # fmt: skip
 
 

@@ -472,8 +472,10 @@ def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) 
     grouped_dtypes = (torch.bfloat16,) if x_PD.is_cuda else (torch.bfloat16, torch.float32)
     if len(x_PD) and x_PD.dtype in grouped_dtypes:
         weight_eDO = weight_eOD.mT
-        if weight_eDO.requires_grad:  # kernels may leave the gradient of an expert without rows uninitialised
-            is_empty = (tokens_per_expert == 0)[:, None, None]
+        is_empty = (tokens_per_expert == 0)[:, None, None]
+        # Kernels may leave the gradient of an expert without rows uninitialised. Only GPUs save the question
+        # whether there is such an expert, because its answer would stop the host.
+        if weight_eDO.requires_grad and (x_PD.is_cuda or is_empty.any()):
             weight_eDO.register_hook(lambda grad: grad.masked_fill_(is_empty, 0))
         return F.grouped_mm(x_PD, weight_eDO, offs=tokens_per_expert.cumsum(0).to(torch.int32))
     rows_of_experts = x_PD.split(tokens_per_expert.tolist())
@@ -1239,8 +1241,8 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
     """Put the policy under ZeRO with AdamW.
 
     An update is any number of backward(loss, scale_wrt_gas=False), then one step(). settings: TrainSettings,
-    of which this function reads learning_rate, betas, weight_decay, max_grad_norm, zero_stage and
-    offload_optimizer (hold float32 weights and AdamW's states on the host and update them there).
+    of which this function reads learning_rate, betas, weight_decay, max_grad_norm, fused_adamw, zero_stage
+    and offload_optimizer (hold float32 weights and AdamW's states on the host and update them there).
 
     zero_stage is 1 or 2. Stage 0 clips each rank by the norm of the rank's own experts (DeepSpeed issue
     8475), and stage 3 refuses expert parallelism other than DeepSpeed's.
@@ -1251,8 +1253,9 @@ def deepspeed_engine(policy: Policy, settings) -> deepspeed.DeepSpeedEngine:
         "weight_decay": settings.weight_decay,
         "torch_adam": True,  # DeepSpeed's AdamW needs a compiler
     }
-    if torch.cuda.is_available():
-        optimizer["fused"] = True  # the unfused version copies all float32 weights in a step
+    is_fused = torch.cuda.is_available() if settings.fused_adamw is None else settings.fused_adamw
+    if is_fused:  # without the key torch chooses: one pass per operation on CPUs
+        optimizer["fused"] = True
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

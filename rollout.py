@@ -95,7 +95,7 @@ class RolloutEngine:
         self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
         check_fp8(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, timeout_s)
-        check_kv_cache(self.hf_config, settings, max_model_len, block_size_of(options, self.on_gpu))
+        check_kv_cache(self.hf_config, settings, max_model_len, block_size_of(options))
         if self.on_gpu and settings.kv_cache_gib is None:
             free, total = torch.cuda.mem_get_info()
             options["gpu_memory_utilization"] = memory_share(
@@ -401,6 +401,7 @@ def engine_options(
         # For a prompt in chunks, vLLM rewinds the random generator of the request, and CPU generators cannot
         # be rewound. Without chunks, a prompt that exceeds the step's budget waits for the next step.
         options["enable_chunked_prefill"] = False
+        options["block_size"] = CPU_BLOCK_SIZE
     elif settings.dtype == "bfloat16":  # like the trainer's logits; in bfloat16, steps of 1/8
         options["hf_overrides"] = {"head_dtype": "float32"}
     if on_gpu and settings.capture_routes != "off":
@@ -575,12 +576,14 @@ def kv_bytes_per_token(hf_config, settings: RolloutSettings) -> int:
     return 2 * hf_config.num_hidden_layers * heads * head_dim(hf_config) * itemsize
 
 
-CPU_BLOCK_SIZE = 128  # tokens; vLLM's default on CPUs
+# Tokens. vLLM caches whole blocks of a prompt. Its default on CPUs, 128, is longer than many prompts, which
+# are then computed once per completion. The attention kernel for CPUs takes multiples of 32.
+CPU_BLOCK_SIZE = 32
 
 
-def block_size_of(options: dict, on_gpu: bool) -> int:
-    """Return the tokens of a KV cache block: the option of an engine, or vLLM's default."""
-    return options.get("block_size", 16 if on_gpu else CPU_BLOCK_SIZE)
+def block_size_of(options: dict) -> int:
+    """Return the tokens of a KV cache block: the option of an engine, or vLLM's default on GPUs."""
+    return options.get("block_size", 16)
 
 
 def smallest_kv_cache_bytes(hf_config, settings: RolloutSettings, max_model_len: int, block_size: int) -> int:

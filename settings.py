@@ -294,6 +294,12 @@ class TrainSettings(Section):
     )
     weight_decay: float = setting(0.0, "weight decay of AdamW", True, ge=0)
     max_grad_norm: float = setting(1.0, "clip gradients to this global norm", gt=0)
+    fused_adamw: bool | None = setting(
+        None,
+        "true: one kernel computes a step of AdamW, several times faster and without temporary copies of the "
+        "weights. false: one pass over memory per operation, which rounds differently. null: true on GPUs, "
+        "false on CPUs, as in the published tables.",
+    )
     zero_stage: Literal[1, 2] = setting(
         1, "ZeRO stage of DeepSpeed. 1: shard optimizer states. 2: shard gradients as well."
     )

@@ -50,7 +50,7 @@ ENDINGS = {
     "train": ("That is all I know.", "Thank you for reading.", "Let me know what you think."),
     "test": ("I hope this helps.", "Is there anything else?"),
 }
-LEAST_WORDS = {"train": (20, 25, 30, 40), "test": (22, 35)}
+LEAST_WORDS = {"train": (25, 35, 45), "test": (30, 40)}
 LETTERS = {"train": "aeiost", "test": "nrl"}
 
 

@@ -75,15 +75,15 @@ def convert(gguf: Path, output: Path) -> None:
     ValueError if the file holds another architecture than Llama.
     """
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+    architecture = GGUFReader(gguf).fields["general.architecture"].contents()
+    if architecture != "llama":
+        raise ValueError(f"{gguf}: the architecture is {architecture}, only llama is supported")
     quantised = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, trust_remote_code=False
     )
-    if quantised.config.model_type != "llama":
-        raise ValueError(
-            f"{gguf}: the architecture is {quantised.config.model_type}, only llama is supported"
-        )
     config = quantised.config
     del config.quantization_config  # transformers refuses to save a model that is marked as quantised
     model = LlamaForCausalLM(config).to(torch.float32)

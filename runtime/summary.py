@@ -23,7 +23,7 @@ def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> No
     """
     summary = {"num_steps": state.step}
     sampled = {key.split("/")[-1] for key in state.last_eval if "_at_" in key}  # for example, pass_at_8
-    for name in ("accuracy", *sorted(sampled | {"avg_at_8", "pass_at_8"})):
+    for name in ("accuracy", "mean_tokens", *sorted(sampled | {"avg_at_8", "pass_at_8"})):
         for when, evaluation in (("before", state.first_eval), ("after", state.last_eval)):
             values = [value for key, value in evaluation.items() if key.split("/")[-1] == name]
             summary[f"{name}_{when}"] = sum(values) / len(values) if values else None

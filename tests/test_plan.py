@@ -373,9 +373,9 @@ def test_a_kv_cache_for_less_than_one_completion_is_refused(block_size, tokens, 
     assert smallest <= advised < smallest + 2e-4
 
 
-@pytest.mark.parametrize("num_seqs, expected", [(4, 4 * 3 * 128 * 23040), (256, GIB)])
+@pytest.mark.parametrize("num_seqs, expected", [(4, 4 * 8 * 32 * 23040), (256, GIB)])
 def test_the_default_kv_cache_of_a_cpu_is_bounded(num_seqs, expected, monkeypatch):
-    """A completion of 224 tokens takes two blocks of 128, and vLLM keeps one for itself."""
+    """A completion of 224 tokens takes seven blocks of 32, and vLLM keeps one for itself."""
     config = host_config("rollout.kv_cache_gib=null", f"rollout.max_num_seqs={num_seqs}")
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     assert memory_plan.engine_settings(config, UPCYCLED).kv_cache_gib * GIB == expected

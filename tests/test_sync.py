@@ -175,8 +175,8 @@ def test_routes_of_cached_prefixes_and_after_a_sync_of_other_weights(synced, mon
 
 
 def test_routes_of_preempted_requests(synced, monkeypatch):
-    """13 blocks of 128 tokens serve 8 seats, whose sequences grow from one block into a second one."""
-    policy, engine = synced("moe", kv_cache_gib=13 * 196608 / 2**30)
+    """13 blocks of 32 tokens serve 8 seats, whose sequences grow from one block into a second one."""
+    policy, engine = synced("moe", kv_cache_gib=13 * 49152 / 2**30)
     block = engine.engine.vllm_config.cache_config.block_size
     scheduler = engine.engine.engine_core.engine_core.scheduler
     preempt = scheduler._preempt_request
@@ -197,7 +197,7 @@ def test_routes_of_preempted_requests(synced, monkeypatch):
     assert token_ids(engine.generate(requests, 0)) == token_ids(completions)
     assert not preempted, "the cache has room for six requests of two blocks each"
     assert engine.num_blocks == 12  # vLLM reserves one
-    assert "1,536 tokens, that is 4 completions of full length (384 tokens" in engine.describe()
+    assert "384 tokens, that is 1 completions of full length (384 tokens" in engine.describe()
 
 
 def test_routes_are_captured_only_on_demand(synced):

@@ -85,6 +85,7 @@ def update(config, case: SimpleNamespace, tokens: int, group) -> list[int]:
             parameter.fill_(1.0) if name.endswith("norm.weight") else parameter.normal_(std=0.02)
     settings = SimpleNamespace(
         learning_rate=1e-4, betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0, zero_stage=case.zero,
+        fused_adamw=None,
         offload_optimizer=False,
     )  # fmt: skip
     engine = moe_model.deepspeed_engine(policy, settings)

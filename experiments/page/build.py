@@ -29,7 +29,7 @@ HIGH_ENTROPY_SHARE = 0.2  # fraction of a completion's tokens in ESPO's first en
 MAX_ROUTE_BYTES = 32 << 20  # limit for the experts of all tokens, which hardly compress
 COMPLETION_KEYS = (
     "completion", "status", "reward", "detail", "parts", "num_tokens", "finish_reason", "sample",
-    "temperature",
+    "temperature", "label",
 )  # fmt: skip
 PROMPT_KEYS = ("prompt", "answer", "kind", "source", "difficulty", "step")
 

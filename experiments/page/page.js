@@ -333,7 +333,8 @@ function verdicts(prompt) {
     el("i", { class: name, title: `${LABELS[name]}: ${count}`, style: { "flex-grow": String(count) } })));
 }
 
-const nameOf = (completion) => (completion.temperature === 0 ? "greedy" : `sample ${completion.sample}`);
+const nameOf = (completion) =>
+  completion.label ?? (completion.temperature === 0 ? "greedy" : `sample ${completion.sample}`);
 
 /** Scroll the list so that the selected row is in view. */
 function reveal() {

@@ -1,0 +1,82 @@
+"""`make real`: conversion, phases that resume, and the report with texts before and after training."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+from data import smollm2
+from experiments import real
+from experiments.text_quality import LABELS
+
+ROW = {
+    "prompt_index": 0, "prompt": "<user>Write about tea.", "temperature": 0.0, "sample": 0,
+    "kind": "instructions",
+    "messages": [{"role": "user", "content": "Write about tea."}], "answer": "[]", "source": "test",
+    "difficulty": 1.0, "status": "ok", "token_ids": [5, 6, 7], "num_tokens": 3, "finish_reason": "stop",
+}  # fmt: skip
+BEFORE = ROW | {"completion": "Tea, tea.", "reward": 0.0}
+AFTER = ROW | {"completion": "A cup of tea ```", "reward": 1.0}
+
+
+def test_finished_phases_are_skipped_and_their_seconds_are_kept(tmp_path):
+    calls = []
+    for _ in range(2):
+        phases = real.Phases(tmp_path)
+        phases.run("check", "check" in phases.seconds, lambda: calls.append("check"))
+    assert calls == ["check"]
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        phases.run("train", False, lambda: real.call("sh", "-c", "exit 3"))
+    assert list(real.Phases(tmp_path).seconds) == ["check"]  # a failed phase runs again
+
+
+def test_a_small_disk_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(real, "DISK_BYTES", 1e18)
+    with pytest.raises(ValueError, match="run.dir"):
+        real.announce(tmp_path)
+
+
+def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
+    for name, row in (("before", BEFORE), ("after", AFTER)):
+        (tmp_path / f"{name}_completions.jsonl").write_text(json.dumps(row) + "\n")
+    quality = dict.fromkeys(LABELS, 0.25)
+    (tmp_path / "quality.json").write_text(json.dumps({"before": quality, "after": quality}))
+    summary = {
+        "accuracy_before": 0.6, "num_steps": 3, "generated_tokens": 99, "peak_rss_bytes": 2**34,
+        "seconds_by_phase": {"rollout": 60.0, "log": 0.1},
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    data = real.record_of(tmp_path)
+    assert (data["summary"]["accuracy_before"], data["summary"]["accuracy_after"]) == (0, 1)
+    report = real.report_text(data)
+    for words in ("3 steps", "16.0 GiB", "rollout 1.0", "Tea, tea.", "A cup of tea", "Write about tea."):
+        assert words in report
+    assert "log 0.0" not in report
+    assert report.count("```") == 4  # the fence in a text opens no block
+
+
+def test_the_committed_report_is_made_from_the_committed_record():
+    record = ROOT / "experiments" / "environments" / "real.json"
+    report = ROOT / "experiments" / "environments" / "real_texts.md"
+    assert report.read_text() == real.report_text(json.loads(record.read_text()))
+
+
+def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "model.gguf", "gpt2")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="gpt2"):
+        smollm2.convert(tmp_path / "model.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow
+def test_the_converted_model_has_the_tokens_of_its_file_and_the_text_of_transformers():
+    wheels = sorted((ROOT / smollm2.FOLDER / "download").glob("*.whl"))
+    dense = ROOT / smollm2.FOLDER / "dense"
+    if not wheels or not dense.is_dir():
+        pytest.skip("no data/built/smollm2: `python -m data.smollm2` makes it")
+    real.call(real.sys.executable, ROOT / "experiments/real_check.py", "--model", dense, "--wheel", wheels[0])
