@@ -1,16 +1,23 @@
-"""experiments.bench.trl_step: the reward, the table, and the settings that both sides share."""
+"""experiments.bench.trl_step and real_step: rewards, tables, common settings, the bound of an update."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from configure import load_config
-from experiments.bench import trl_step
+from experiments.bench import real_step, trl_step
 from experiments.bench.common import spread
 
 DEMO = load_config(["--config", str(ROOT / "experiments" / "environments" / "demo.yaml")])
+SIZES = {
+    "vocab_size": 98, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def test_the_reward_strips_the_text():
@@ -46,3 +53,52 @@ def test_trl_has_the_settings_of_the_demo(tmp_path: Path):
     assert config.max_completion_length == DEMO.rollout.max_new_tokens
     assert config.weight_decay == DEMO.train.weight_decay and config.max_grad_norm == DEMO.train.max_grad_norm
     assert config.per_device_train_batch_size * 2 == 256 and config.steps_per_generation == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(**SIZES, tie_word_embeddings=True),
+        MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=True),
+    ],
+)
+def test_the_flop_of_an_update_are_those_that_torch_counts_in_transformers(config):
+    config._attn_implementation = "sdpa"  # products of attention are an operator of its own, not counted here
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    ids = torch.arange(40).reshape(2, 20)
+
+    def logits(num_predicted: int) -> torch.Tensor:
+        return model(ids, logits_to_keep=num_predicted, use_cache=False).logits
+
+    with FlopCounterMode(display=False) as counter:
+        logits(7).sum().backward()
+        with torch.no_grad():
+            logits(5)
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for operator, count in counts.items() if "mm" in str(operator))
+    tokens = {"computed": 40, "predicted": 2 * 7, "forward_computed": 40, "forward_predicted": 2 * 5}
+    assert real_step.product_flop(config, tokens) == products
+
+
+def test_ratios_of_a_real_step_are_taken_within_a_round():
+    def steps(step: float, update: float, flop: float) -> list[dict]:
+        warm_up = {"step": 99.0, "tokens": 1.0, "update": 99.0, "flop": 1.0, "busiest_rank": 1.0}
+        measured = {"step": step, "tokens": 60.0, "update": update, "flop": flop, "busiest_rank": 1.25}
+        return [warm_up, measured]
+
+    def one_round(slowness: float, rate: float) -> dict:
+        runs = {
+            "dense": steps(10 * slowness, 5.0, 40.0),  # a bound of 40 / (2 x rate)
+            "moe": steps(20 * slowness, 12.0, 80.0),
+            "trl": [{"step": 1.0, "tokens": 1.0}, {"step": 40 * slowness, "tokens": 120.0}],
+        }
+        return {"rates": {"alone": rate}, "runs": runs}
+
+    table = real_step.table_lines({"rounds": [one_round(1.0, 5.0), one_round(2.0, 10.0)]})
+    cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in table[2:]}
+    assert cells["step of TRL / step"][:2] == ["4.00 (4.00-4.00)", "2.00 (2.00-2.00)"]
+    assert cells["tokens/s / tokens/s of TRL"][0] == "2.00 (2.00-2.00)"
+    assert cells["update / bound"][:2] == ["1.88 (1.25-2.50)", "2.25 (1.50-3.00)"]
+    assert cells["update / bound of the busiest rank"][0] == "1.50 (1.00-2.00)"
+    assert cells["update / update of `dense`, divided by the same ratio of FLOP"][1] == "1.20 (1.20-1.20) |"

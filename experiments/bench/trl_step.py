@@ -29,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from experiments.bench.common import ROOT, TINY, endless_model, make_parser, markdown, spread, write_json
@@ -44,11 +45,11 @@ GROUP_SIZE = 8
 NUM_RANKS = 2
 
 
-def trl_config(output: Path, max_new_tokens: int, num_steps: int, use_vllm: bool):
-    """Return TRL's equivalent of the settings in experiments/environments/demo.yaml."""
+def trl_config(output: Path, max_new_tokens: int, num_steps: int, use_vllm: bool, **changes):
+    """Return TRL's equivalent of the settings in experiments/environments/demo.yaml, with changes."""
     from trl import GRPOConfig
 
-    return GRPOConfig(
+    settings = dict(
         output_dir=str(output), max_steps=num_steps, learning_rate=2e-4, lr_scheduler_type="constant",
         adam_beta1=0.9, adam_beta2=0.95, per_device_train_batch_size=NUM_PROMPTS * GROUP_SIZE // NUM_RANKS,
         gradient_accumulation_steps=1, num_generations=GROUP_SIZE, max_completion_length=max_new_tokens,
@@ -58,6 +59,7 @@ def trl_config(output: Path, max_new_tokens: int, num_steps: int, use_vllm: bool
         save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True, seed=0,
         model_init_kwargs={"dtype": "float32", "experts_implementation": "eager"},
     )  # fmt: skip
+    return GRPOConfig(**(settings | changes))
 
 
 def is_right(completions: list[str], answer: list[str], **columns) -> list[float]:
@@ -74,17 +76,11 @@ def sync_weights(generation) -> None:
     generation.llm.reset_prefix_cache()
 
 
-def train_with_trl(model: Path, max_new_tokens: int, num_steps: int, use_vllm: bool, result: Path) -> None:
-    """Train on this rank; rank 0 writes the seconds and the mean completion length of each step."""
-    import torch
-    from datasets import load_dataset
+def timed_training(model: Path, reward: Callable, config, rows) -> dict[str, list[float]]:
+    """Train with TRL; return the seconds, with generation, and the mean completion length of each step."""
     from transformers import TrainerCallback
     from trl import GRPOTrainer
-    from trl.generation import vllm_generation
 
-    vllm_generation.VLLMGeneration.sync_weights = sync_weights
-    torch.set_num_threads(1)
-    rows = load_dataset("json", data_files=str(ROOT / "data/built/tiny/train.jsonl"), split="train")
     start = [0.0]
     seconds = []
     lengths = []
@@ -102,14 +98,26 @@ def train_with_trl(model: Path, max_new_tokens: int, num_steps: int, use_vllm: b
         def on_log(self, *_, logs: dict, **__):
             lengths.extend(value for key, value in logs.items() if key == "completions/mean_length")
 
+    GRPOTrainer(
+        model=str(model), reward_funcs=reward, args=config, train_dataset=rows, callbacks=[Clock()]
+    ).train()
+    return {"seconds": seconds, "lengths": lengths}
+
+
+def train_with_trl(model: Path, max_new_tokens: int, num_steps: int, use_vllm: bool, result: Path) -> None:
+    """Train on this rank; rank 0 writes the seconds and the mean completion length of each step."""
+    import torch
+    from datasets import load_dataset
+    from trl.generation import vllm_generation
+
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
+    torch.set_num_threads(1)
+    rows = load_dataset("json", data_files=str(ROOT / "data/built/tiny/train.jsonl"), split="train")
     with tempfile.TemporaryDirectory() as scratch:
         config = trl_config(Path(scratch), max_new_tokens, num_steps, use_vllm)
-        callbacks = [Clock()]
-        GRPOTrainer(
-            model=str(model), reward_funcs=is_right, args=config, train_dataset=rows, callbacks=callbacks
-        ).train()
+        figures = timed_training(model, is_right, config, rows)
     if int(os.environ["RANK"]) == 0:
-        result.write_text(json.dumps({"seconds": seconds, "lengths": lengths}))
+        result.write_text(json.dumps(figures))
 
 
 def run_trl(

