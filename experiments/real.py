@@ -72,6 +72,11 @@ class Phases:
         write_aside(self.file, json.dumps(self.seconds, indent=1) + "\n")
 
 
+def is_newer(file: Path, source: Path) -> bool:
+    """Tell whether a file was made from `source` as it is, for example after a run was extended."""
+    return file.is_file() and file.stat().st_mtime > source.stat().st_mtime
+
+
 def call(*command) -> None:
     """Run a command of the project; RuntimeError if it fails, after its own error on the terminal."""
     words = [str(word) for word in command]
@@ -279,8 +284,9 @@ def main(args: argparse.Namespace) -> None:
     before = run_dir / "before_completions.jsonl"
     after = run_dir / "after_completions.jsonl"
     phases.run("evaluate before", before.is_file(), lambda: evaluate(MOE, before))
-    phases.run("evaluate after", after.is_file(), lambda: evaluate(run_dir / "model", after))
-    phases.run("quality", (run_dir / "quality.json").is_file(), lambda: measure_quality(run_dir))
+    export = run_dir / "model"
+    phases.run("evaluate after", is_newer(after, export / "config.json"), lambda: evaluate(export, after))
+    phases.run("quality", is_newer(run_dir / "quality.json", after), lambda: measure_quality(run_dir))
     write_results(run_dir, phases)
 
 
