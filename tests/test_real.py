@@ -82,7 +82,8 @@ def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
 @pytest.mark.slow
 def test_the_converted_model_has_the_tokens_of_its_file_and_the_text_of_transformers():
     wheels = sorted((ROOT / smollm2.FOLDER / "download").glob("*.whl"))
-    dense = ROOT / smollm2.FOLDER / "dense"
-    if not wheels or not dense.is_dir():
-        pytest.skip("no data/built/smollm2: `python -m data.smollm2` makes it")
-    real.call(real.sys.executable, ROOT / "experiments/real_check.py", "--model", dense, "--wheel", wheels[0])
+    if not wheels or not (ROOT / real.DENSE).is_dir():
+        pytest.skip("no data/built/smollm2: `make real` makes it")
+    command = (ROOT / "experiments/real_check.py", "--model", ROOT / real.DENSE, "--wheel", wheels[0])
+    moe = ("--moe", ROOT / real.MOE) if (ROOT / real.MOE).is_dir() else ()
+    real.call(real.sys.executable, *command, *moe)
