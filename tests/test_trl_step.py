@@ -101,4 +101,4 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
     assert cells["tokens/s / tokens/s of TRL"][0] == "2.00 (2.00-2.00)"
     assert cells["update / bound"][:2] == ["1.88 (1.25-2.50)", "2.25 (1.50-3.00)"]
     assert cells["update / bound of the busiest rank"][0] == "1.50 (1.00-2.00)"
-    assert cells["update / update of `dense`, divided by the same ratio of FLOP"][1] == "1.20 (1.20-1.20) |"
+    assert cells["update / update of `dense`, divided by the same ratio of FLOP"][1] == "1.20 (1.20-1.20)"
