@@ -58,7 +58,7 @@ def small_recipe(tmp_path_factory) -> Path:
 
 
 # ---- experiments/bench/ ------------------------------------------------------------------------------------
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
 def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     options = ("--repeats", 1, "--steps", 6, "--json", tmp_path / "step.json")
