@@ -83,6 +83,7 @@ def test_the_estimate_is_proportional_to_the_number_of_prompts(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks  # only to balance the two processes of `make test`
 def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd):
     model = tmp_path / "model"
     random_model.main(["--output", str(model), "--text", str(dataset), "--layers", "1"])
