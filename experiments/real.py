@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
 
+import yaml
+
 from data import instructions, smollm2, upcycle
 from experiments.bench.common import markdown, torchrun
 from experiments.evaluate import text_pieces, write_aside
@@ -109,11 +111,13 @@ def train(settings: list[str]) -> None:
 
 
 def evaluate(model: Path, completions: Path) -> None:
-    """Complete the held-out prompts greedily, under the settings of the training."""
+    """Complete the held-out prompts greedily, under the rollout settings of the run that owns the file."""
+    rollout = yaml.safe_load((completions.parent / "config.yaml").read_text())["rollout"]
     call(
         *torchrun(NUM_RANKS), ROOT / "experiments" / "evaluate.py", "--model", model, "--no-trainer-logprobs",
-        "--data", PROMPTS / "test.jsonl", "--chat", "always", "--samples", 0, "--max-new-tokens", 96,
-        "--dtype", "bfloat16", "--kv-cache-gib", 0.25, "--completions", completions,
+        "--data", PROMPTS / "test.jsonl", "--chat", "always", "--samples", 0, "--max-new-tokens",
+        rollout["max_new_tokens"], "--dtype", rollout["dtype"], "--kv-cache-gib", rollout["kv_cache_gib"],
+        "--completions", completions,
     )  # fmt: skip
 
 

@@ -30,6 +30,16 @@ def test_finished_phases_are_skipped_and_their_seconds_are_kept(tmp_path):
     assert list(real.Phases(tmp_path).seconds) == ["check"]  # a failed phase runs again
 
 
+def test_an_evaluation_takes_the_rollout_settings_of_its_run(tmp_path, monkeypatch):
+    rollout = {"max_new_tokens": 77, "dtype": "float32", "kv_cache_gib": 0.5}
+    (tmp_path / "config.yaml").write_text(json.dumps({"rollout": rollout}))
+    commands = []
+    monkeypatch.setattr(real, "call", lambda *command: commands.append(list(command)))
+    real.evaluate(tmp_path / "model", tmp_path / "after_completions.jsonl")
+    for option, value in (("--max-new-tokens", 77), ("--dtype", "float32"), ("--kv-cache-gib", 0.5)):
+        assert commands[0][commands[0].index(option) + 1] == value
+
+
 def test_a_small_disk_is_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "DISK_BYTES", 1e18)
     with pytest.raises(ValueError, match="run.dir"):
@@ -80,10 +90,12 @@ def test_a_gguf_file_of_another_architecture_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_converted_model_has_the_tokens_of_its_file_and_the_text_of_transformers():
+def test_the_converted_model_has_the_tokens_of_its_file_and_the_text_of_transformers(capfd):
     wheels = sorted((ROOT / smollm2.FOLDER / "download").glob("*.whl"))
     if not wheels or not (ROOT / real.DENSE).is_dir():
         pytest.skip("no data/built/smollm2: `make real` makes it")
     command = (ROOT / "experiments/real_check.py", "--model", ROOT / real.DENSE, "--wheel", wheels[0])
     moe = ("--moe", ROOT / real.MOE) if (ROOT / real.MOE).is_dir() else ()
     real.call(real.sys.executable, *command, *moe)
+    printed = capfd.readouterr().out
+    assert "tokens of 20 prompts: equal" in printed and "transformers and vLLM agree" in printed
