@@ -69,6 +69,7 @@ from runtime.checkpoint import (
     prepare_run_dir,
     save_checkpoint,
     state_of,
+    with_saved_dtype,
     writing,
 )
 from runtime.checks import check_routes, check_verdicts, mismatch_gate, refuse_nonfinite_weights, say
@@ -86,6 +87,7 @@ from runtime.metrics import (
     schedule_metrics,
     straggler,
 )
+from runtime.schedule import from_rank_0
 from runtime.stages import StagePosition, end_of_stage, place_of
 from runtime.summary import plot_curves, print_summary, write_summary
 from runtime.watchdog import MARGIN_S, Watchdog
@@ -97,7 +99,7 @@ class Run:
     """A running job: everything that main() and its functions work with."""
 
     config: Config  # settings of the current stage
-    run_config: Config  # settings of the run as read, with all stages; equal to config without stages
+    run_config: Config  # settings of the run with all stages and model.dtype resolved; without stages, config
     stage_configs: list[Config]  # settings of each stage
     offers: Offers  # prompts of the current stage
     stage_offers: list[Offers]  # prompts of each stage
@@ -142,10 +144,9 @@ def set_up(config: Config) -> Run | None:
     Returns None if the run in run.dir is finished; then its summary has been printed.
     """
     accelerator, clock, watchdog = connect_ranks(config)
-    configs = stage_configs(config)
-    for stage_config in configs:
+    for stage_config in stage_configs(config):
         check_ranks(stage_config, dist.get_world_size())
-    lock, checkpoint, state = open_run_dir(config)
+    lock, checkpoint, state, config = open_run_dir(config)
     if is_finished(config, checkpoint, state):
         say(f"{checkpoint}: this run is finished; raise train.num_steps to resume, or choose another run.dir")
         if dist.get_rank() == 0:
@@ -159,7 +160,7 @@ def set_up(config: Config) -> Run | None:
     hf_config = moe_model.load_config(model_dir)
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
     node = None if torch.cuda.is_available() else node_memory(config.run.memory_gib)
-    configs = with_micro_batches(configs, hf_config, state, node)
+    configs = with_micro_batches(stage_configs(config), hf_config, state, node)
     largest = widest(configs)
     memory_line = check_sizes(largest, configs, hf_config, node)
     tokenizer = load_tokenizer(model_dir)
@@ -362,10 +363,11 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
 
 
 # ---- the folder of the run ----
-def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState]:
+def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState, Config]:
     """Lock run.dir and prepare it for a new or a resumed run. Collective.
 
-    Returns the lock (on rank 0), the folder of the newest checkpoint, and the counters to start from.
+    Returns the lock (on rank 0), the folder of the newest checkpoint, the counters to start from, and the
+    settings with the dtype of the policy in place of auto.
     """
     run_dir = Path(config.run.dir)
     rank = dist.get_rank()
@@ -376,7 +378,28 @@ def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState]:
     state = state_of(record, config) if record else TrainState()
     if rank == 0 and not is_finished(config, checkpoint, state):
         prepare_run_dir(run_dir, config, record)
-    return lock, checkpoint, state
+    return lock, checkpoint, state, with_dtype(config, record)
+
+
+def with_dtype(config: Config, record: dict | None) -> Config:
+    """Return the settings with the policy's dtype in place of model.dtype auto, and print it. Collective.
+
+    record: the state.json of the checkpoint to resume from, whose dtype the policy keeps. None at the first
+    launch: rank 0 then chooses for all ranks, because nodes may have different processors.
+    """
+    if config.model.dtype != "auto":
+        return config
+    if record:
+        resolved = with_saved_dtype(config, record)
+        reason = "as in the checkpoint"
+    else:
+        on_gpu = torch.cuda.is_available()
+        dtype = from_rank_0(moe_model.policy_dtype(config.model, on_gpu))
+        resolved = with_setting(config, "model.dtype", dtype)
+        processor = f"CPU {'with' if dtype == 'bfloat16' else 'without'} AMX"
+        reason = f"for a {'GPU' if on_gpu else processor}"
+    say(f"model.dtype auto: {resolved.model.dtype} ({reason})")
+    return resolved
 
 
 def is_finished(config: Config, checkpoint: Path | None, state: TrainState) -> bool:

@@ -46,7 +46,10 @@ REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
 # Activations: from the forward pass to the end of the backward pass
 # ------------------------------------------------------------------------------------------------------------
 def itemsize_of(settings: ModelSettings) -> int:
-    """Return the bytes of one value of the policy: 4 in float32, 2 in bfloat16."""
+    """Return the bytes of one value of the policy: 4 in float32, 2 in bfloat16.
+
+    The estimates of this file take settings whose dtype is not auto; see moe_model.policy_dtype().
+    """
     return getattr(torch, settings.dtype).itemsize
 
 

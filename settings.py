@@ -350,8 +350,10 @@ class ModelSettings(Section):
         "GLM-4.5 or Granite 3",
     )
     ep_size: int = setting(1, "expert parallelism: number of ranks that share one copy of the experts", ge=1)
-    dtype: Literal["float32", "bfloat16"] = setting(
-        "bfloat16", "precision of the policy; the optimizer keeps float32 weights"
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "precision of the policy; the optimizer keeps float32 weights. auto: bfloat16 on GPUs and on CPUs "
+        "with AMX, else float32; chosen at the first launch, and a resume keeps it.",
     )
     freeze_router: bool = setting(False, "keep the initial weights of the MoE's routers")
     activation_checkpointing: bool = setting(

@@ -164,6 +164,11 @@ class Task:
     prompt_tokens: float  # mean
     new_tokens: float  # mean length of completions
 
+    def __post_init__(self):
+        """Replace model.dtype auto by the dtype that it means on GPUs."""
+        dtype = moe_model.policy_dtype(self.config.model, on_gpu=True)
+        object.__setattr__(self, "config", memory_plan.with_setting(self.config, "model.dtype", dtype))
+
     def with_settings(self, change: dict) -> "Task":
         """Return the same task with other settings or another number of GPUs.
 

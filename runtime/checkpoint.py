@@ -471,6 +471,18 @@ def read_record(checkpoint: Path) -> tuple[dict, list[str]]:
     return record, problems
 
 
+def with_saved_dtype(config, record: dict):
+    """Return the settings with model.dtype of the checkpoint in place of auto.
+
+    The optimizer shards and the bits of the next step depend on the dtype. A resume therefore takes the saved
+    dtype, also on a machine with another processor.
+    """
+    if config.model.dtype != "auto":
+        return config
+    model = config.model.model_copy(update={"dtype": record["topology"]["dtype"]})
+    return config.model_copy(update={"model": model})
+
+
 def state_of(record: dict, config) -> TrainState:
     """Return the counters of a checkpoint; after a change of stages, the stage counters restart."""
     state = TrainState(**record["state"])
@@ -495,6 +507,7 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
                 "restore the list of stages, or start a new run from these weights (model.path)"
             )
         return
+    config = with_saved_dtype(config, record)
     saved_topology = record["topology"]
     changed = [
         f"{name} {saved_topology[name]} -> {value}"

@@ -19,6 +19,7 @@ import moe_model
 from configure import load_config
 from data.stream import digest_of
 from data.tiny import build_tokenizer
+from memory_plan import with_setting
 from runtime import checkpoint
 from runtime.checkpoint import (
     TrainState,
@@ -103,6 +104,30 @@ def test_a_resume_takes_the_micro_batch_that_the_first_launch_has_chosen(run, mo
     assert tokens_of(TrainState(), 4096) == [4096, 7]
     on_gpu = lifecycle.with_micro_batches([open_stage], None, TrainState(), None)
     assert on_gpu == [open_stage], "GPUs have a fixed default"
+
+
+@pytest.mark.parametrize("has_amx, dtype", [(True, "bfloat16"), (False, "float32")])
+def test_a_resume_takes_the_dtype_that_the_first_launch_has_chosen(run, has_amx, dtype, monkeypatch, capsys):
+    """The first launch is on a processor with or without AMX, the resume on one of the other kind."""
+    monkeypatch.setattr(moe_model, "has_amx", lambda: has_amx)
+    chosen = lifecycle.with_dtype(run.config, None)
+    assert chosen == with_setting(run.config, "model.dtype", dtype)
+    assert f"auto: {dtype}" in capsys.readouterr().out
+    save_checkpoint(chosen, asdict(TrainState(step=3)), lambda folder: lifecycle.write_rank(run, folder))
+    monkeypatch.setattr(moe_model, "has_amx", lambda: not has_amx)
+    _, record = find_checkpoint(run.config)
+    assert lifecycle.with_dtype(run.config, record) == chosen
+    assert lifecycle.with_dtype(run.config, None) != chosen, "a new run chooses anew"
+    assert find_checkpoint(chosen), "the same dtype, but explicit"
+    other = {"bfloat16": "float32", "float32": "bfloat16"}[dtype]
+    with pytest.raises(ValueError, match=f"dtype {dtype} -> {other}"):
+        find_checkpoint(with_setting(run.config, "model.dtype", other))
+
+
+def test_rank_0_chooses_the_dtype_for_ranks_on_other_processors(ranks, monkeypatch):
+    monkeypatch.setattr(moe_model, "has_amx", lambda: torch.distributed.get_rank() == 0)
+    configs = ranks(2).run(lambda rank: lifecycle.with_dtype(make_config(), None))
+    assert [config.model.dtype for config in configs] == ["bfloat16", "bfloat16"]
 
 
 @pytest.mark.parametrize("budget, is_last", [("null", False), (10, False), (9, True), (8, True)])

@@ -222,9 +222,9 @@ def test_the_job_of_a_page_fits_eight_gpus_of_80_gb(page):
     config = train_rl.Config.model_validate(yaml.safe_load(eight_gpu_job(page)))
     check_config(config)
     assert config.rollout.kv_cache_gib is None and config.rollout.prompts_per_step % 8 == 0
-    assert config.model.dtype == config.rollout.dtype == "bfloat16"
     shape = plan.model_config(config.model.path)
     task = plan.Task(config, shape, plan.MACHINES["h100"], 8, 256, 512)
+    assert task.config.model.dtype == task.config.rollout.dtype == "bfloat16"
     assert plan.why_not(task) is None
     if page == FROM_OTHERS:
         larger = task.with_settings({"model.activation_checkpointing": False})

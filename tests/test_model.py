@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import save_small_moe
 from helpers import RankSuite
 from model_suites import (
     ADAMW,
@@ -633,7 +634,7 @@ def test_settings_of_the_optimizer_save_memory_and_change_no_step():
 def test_memory_of_an_optimizer_is_as_planned(zero_stage, offload):
     """Bytes on a rank at EP = 2 of 2 ranks, bfloat16; DeepSpeed pads each of its groups to an even number."""
     config = tiny_config("moe")
-    settings = ModelSettings(ep_size=2)
+    settings = ModelSettings(ep_size=2, dtype="bfloat16")
     planned = memory_plan.memory_by_part(config, settings, zero_stage, 2, tokens=1, offload_optimizer=offload)
     num_elements = sum(moe_model.parameter_counts(config)) // 2
     near = lambda value: pytest.approx(value, abs=64)
@@ -664,7 +665,7 @@ def test_memory_of_a_large_model_by_part():
     """Qwen3-30B-A3B: 28.99 billion parameters in experts, 0.62 in embeddings, 0.92 elsewhere."""
     config = model_config("Qwen/Qwen3-30B-A3B")
     assert moe_model.parameter_counts(config) == (28_991_029_248, 622_329_856, 918_763_520)
-    settings = ModelSettings(ep_size=8, activation_checkpointing=True)
+    settings = ModelSettings(ep_size=8, dtype="bfloat16", activation_checkpointing=True)
 
     def plan(zero_stage, num_ranks, settings=settings, **options):
         return memory_plan.memory_by_part(config, settings, zero_stage, num_ranks, 32768, **options)
@@ -675,13 +676,32 @@ def test_memory_of_a_large_model_by_part():
     assert gib(plan(1, 8)) == [9.6, 19.2, 14.2, 28.4, 0.0, 0.0, 11.4, 4.1, 6.8, 1.9]
     # ZeRO 2: gradients in updates only; 0.9 GiB of its buffer, twice, beside the backward of the head
     assert gib(plan(2, 16)) == [9.6, 0.0, 7.1, 14.2, 0.0, 7.1, 11.4, 6.0, 0.0, 1.9]
-    assert plan(1, 8, ModelSettings(ep_size=8))["activations"] > 15 * plan(1, 8)["activations"]
+    without_checkpointing = settings.model_copy(update={"activation_checkpointing": False})
+    assert plan(1, 8, without_checkpointing)["activations"] > 15 * plan(1, 8)["activations"]
     asleep, awake = (trainer_bytes(plan(1, 8), sleeps) for sleeps in (True, False))
     assert round(asleep / 2**30, 1) == 75.5 and round((awake - asleep) / 2**30, 1) == 15.5
     with_reference = plan(1, 8, with_reference=True)
     assert round((trainer_bytes(with_reference, True) - asleep) / 2**30, 1) == 9.6
     on_host = plan(2, 8, offload_optimizer=True)
     assert gib(on_host)[:6] == [9.6, 0.6, 0.0, 0.0, 0.0, 14.2]  # 0.6: a buffer for the largest gradient
+
+
+@pytest.mark.parametrize(
+    "on_gpu, amx, dtype", [(True, None, "bfloat16"), (False, lambda: True, "bfloat16"),
+                           (False, lambda: False, "float32"), (False, None, "float32")],
+)  # fmt: skip
+def test_the_dtype_of_a_policy_is_the_fast_one_of_its_processor(on_gpu, amx, dtype, tmp_path, monkeypatch):
+    """amx: torch's private detection; None: a version of torch without it."""
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    if amx:
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", amx, raising=False)
+    assert moe_model.policy_dtype(ModelSettings(), on_gpu) == dtype
+    for explicit in ("float32", "bfloat16"):
+        assert moe_model.policy_dtype(ModelSettings(dtype=explicit), on_gpu) == explicit
+    if not on_gpu:
+        save_small_moe(tmp_path)
+        policy = moe_model.build_policy(ModelSettings(), tmp_path, None, torch.device("cpu"))
+        assert policy.lm_head.weight.dtype == getattr(torch, dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -51,6 +51,12 @@ def make_task(
     return plan.Task(config, plan.model_config(model), plan.MACHINES[machine], gpus, prompts, new)
 
 
+def test_a_plan_for_gpus_resolves_the_dtype_by_the_gpu(monkeypatch):
+    monkeypatch.setattr(moe_model, "has_amx", lambda: False)
+    assert make_task() == make_task("model.dtype=bfloat16")
+    assert make_task().parts["weights"] * 2 == make_task("model.dtype=float32").parts["weights"]
+
+
 FITTING = (
     "model.ep_size=8", "model.activation_checkpointing=true", "rollout.tensor_parallel=8",
     "rollout.sleep_level=2", "train.micro_batch_tokens=8192", "rollout.max_new_tokens=8192",
