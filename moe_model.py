@@ -471,6 +471,9 @@ class Experts(nn.Module):
         return grouped_linear(F.silu(gate_PI) * up_PI, self.down_proj, rows_per_expert)
 
 
+ROW_BLOCK = 64  # rows of an expert; see padded_places()
+
+
 def padded_places(tokens_per_expert: Tensor) -> tuple[Tensor, Tensor]:
     """Return each expert's rows rounded up to a multiple of ROW_BLOCK [e], and the places of all tokens [P].
 

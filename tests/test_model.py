@@ -292,6 +292,35 @@ def test_grouped_linear_multiplies_every_row_by_the_matrix_of_its_expert(
         torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("counts", [[3, 0, 130, 64], [0, 0, 0, 0]])
+def test_padded_rows_of_experts_change_no_result(counts, monkeypatch):
+    """In bfloat16 on CPUs, oneDNN gets multiples of 64 rows: 64, 0, 192, 64.
+
+    The float64 experts have the same weights. Values of size 1 pass three roundings of bfloat16, of 2^-9.
+    """
+    offsets = []
+    real = F.grouped_mm
+    record = lambda x, weight, *, offs: offsets.append(offs.tolist()) or real(x, weight, offs=offs)
+    monkeypatch.setattr(F, "grouped_mm", record)
+    experts = moe_model.Experts(tiny_config("moe"), 4, "ep_size_1").bfloat16()
+    generator = torch.Generator().manual_seed(2)
+    hidden = experts.down_proj.shape[1]
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5, generator=generator)
+    exact = moe_model.Experts(tiny_config("moe"), 4, "ep_size_1").double()
+    exact.load_state_dict(experts.state_dict())
+    x = torch.randn(sum(counts), hidden, generator=generator).bfloat16()
+    inputs = [x.clone().requires_grad_(), x.double().requires_grad_()]
+    results = [layer(rows, torch.tensor(counts)) for layer, rows in zip((experts, exact), inputs)]
+    for result in results:
+        result.sum().backward()
+    assert offsets == ([[64, 64, 256, 320]] * 2 if sum(counts) else [])
+    pairs = [results, *([a.grad, b.grad] for a, b in zip(experts.parameters(), exact.parameters()))]
+    for got, want in [*pairs, [rows.grad for rows in inputs]]:
+        scale = want.abs().max().item() if want.numel() else 0
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=3 * 2**-9 * max(scale, 1))
+
+
 def slow_moe(x, gate, gate_up_proj, down_proj, top_k: int, renormalise: bool, forced=None) -> Tensor:
     """Compute a MoE layer from its equations, one token and one expert at a time."""
     rows = []
