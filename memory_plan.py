@@ -54,14 +54,17 @@ def itemsize_of(settings: ModelSettings) -> int:
 
 
 def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, on_gpu: bool) -> int:
-    """Return the bytes per token that a layer saves for its backward pass; exact on CPUs.
+    """Return the bytes per token that a layer saves for its backward pass.
+
+    Exact on CPUs, except for the rows that moe_model.padded_places() adds.
 
     D hidden size, Q heads x head size of queries, V the same of keys or values, K experts per token, I expert
-    width, E experts, s itemsize:
+    width, E experts, s itemsize, a 4 on CPUs and s on GPUs:
         norms      GPU: inputs and outputs of the two norms, 4 D s, and queries and keys, (Q + V) s.
                    CPU: inputs and normalised values in float32, 16 D, and outputs, 2 D s; queries and keys
                    8 (Q + V)
-        attention  padded queries, keys and values (Q + 2 V) s, outputs 2 Q s, log-sums
+        attention  padded queries, keys, values and outputs, (2 Q + 2 V) a; outputs without padding, Q s;
+                   log-sums
         MLP        gate, up, SiLU and product, 4 I s
         experts    input and output rows, gate, up, SiLU and product of K experts, K (2 D + 4 I) s; scores
                    4 E; weights and indices; shared experts 4 I s each
@@ -76,25 +79,26 @@ def saved_bytes_per_token(config: PretrainedConfig, layer: int, itemsize: int, o
     else:
         norms = 16 * hidden + 2 * hidden * itemsize + 8 * (queries + keys)
     norms += 4 * (2 + heads + kv_heads)  # scales of the norms, one float32 per normalised vector
-    attention = (queries + 2 * keys + 2 * queries) * itemsize + 4 * heads
+    attention = grid_bytes_per_token(config, itemsize, on_gpu) + queries * itemsize
     if not is_moe_layer(config, layer):
         return norms + attention + 4 * config.intermediate_size * itemsize
     top_k = config.num_experts_per_tok
     width = expert_width(config)
     num_shared = getattr(config, "n_shared_experts", 0)
     rows = (top_k * (2 * hidden + 4 * width) + num_shared * 4 * width) * itemsize
-    return norms + attention + rows + 4 * num_experts_of(config) + 32 * top_k + 4
+    indices = (32 if on_gpu or itemsize == 4 else 40) * top_k + 4
+    return norms + attention + rows + 4 * num_experts_of(config) + indices
 
 
-def grid_bytes_per_token(config: PretrainedConfig, itemsize: int) -> int:
+def grid_bytes_per_token(config: PretrainedConfig, itemsize: int, on_gpu: bool) -> int:
     """Return the share of saved_bytes_per_token() that attention's padded grid takes, per place of the grid.
 
     Sharing prompts does not reduce this share: the grid repeats a shared prompt for every completion. The
-    grid holds queries, keys, values and outputs, 2 (Q + V) s, and log-sums.
+    grid holds queries, keys, values and outputs, 2 (Q + V) a, and log-sums.
     """
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads
-    return 2 * (heads + kv_heads) * head_dim(config) * itemsize + 4 * heads
+    return 2 * (heads + kv_heads) * head_dim(config) * (itemsize if on_gpu else 4) + 4 * heads
 
 
 def activation_bytes(
@@ -116,10 +120,10 @@ def activation_bytes(
     bytes_of_layers = [bytes_by_kind[kind] for kind in has_experts]
     if settings.activation_checkpointing:
         per_token = num_layers * hidden * itemsize + max(bytes_of_layers)
-        per_grid_place = grid_bytes_per_token(config, itemsize)
+        per_grid_place = grid_bytes_per_token(config, itemsize, on_gpu)
     else:
         per_token = sum(bytes_of_layers)
-        per_grid_place = grid_bytes_per_token(config, itemsize) * num_layers
+        per_grid_place = grid_bytes_per_token(config, itemsize, on_gpu) * num_layers
     per_token += hidden * (2 * itemsize if on_gpu else 8 + itemsize)  # the final norm
     return tokens * per_token - num_shared * (per_token - per_grid_place)
 

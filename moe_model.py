@@ -299,7 +299,8 @@ class ToGrid(torch.autograd.Function):
     """Return a grid of zeros with row t of x at every place of token t: [T, ...] -> [num_places, ...].
 
     The gradient of a token is the sum over its places in float32. Copies are added one after another, so
-    that the order of the sum is fixed. index, repeats: PackedSequences.padded_index and repeats.
+    that the order of the sum is fixed. index, repeats: PackedSequences.padded_index and repeats, or () if
+    every token has one place.
     """
 
     @staticmethod
@@ -459,14 +460,15 @@ class Experts(nn.Module):
             parameter.group_name = group_name
 
     def forward(self, x_PD: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """Apply to every row its expert. Rows are sorted by expert; tokens_per_expert [e] int64."""
+        """Apply to every row its expert, a SwiGLU. Rows are sorted by expert; tokens_per_expert [e] int64."""
         if x_PD.is_cuda or x_PD.dtype != torch.bfloat16:
             return self.swiglu(x_PD, tokens_per_expert)
         rows_per_expert, places_P = padded_places(tokens_per_expert)
-        padded_PD = x_PD.new_zeros(int(rows_per_expert.sum()), x_PD.shape[1]).index_copy(0, places_P, x_PD)
+        padded_PD = ToGrid.apply(x_PD, places_P, (), int(rows_per_expert.sum()))
         return TakeRows.apply(self.swiglu(padded_PD, rows_per_expert), places_P)
 
     def swiglu(self, x_PD: Tensor, rows_per_expert: Tensor) -> Tensor:
+        """Return down(silu(gate(x)) * up(x)) with the matrices of each row's expert: [P, D] -> [P, D]."""
         gate_PI, up_PI = grouped_linear(x_PD, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate_PI) * up_PI, self.down_proj, rows_per_expert)
 
