@@ -92,13 +92,15 @@ def test_ratios_of_a_real_step_are_taken_within_a_round():
             "dense": steps(10 * slowness, 5.0, 40.0),  # a bound of 40 / (2 x rate)
             "moe": steps(20 * slowness, 12.0, 80.0),
             "trl": [{"step": 1.0, "tokens": 1.0}, {"step": 40 * slowness, "tokens": 120.0}],
+            "trl_bf16": [{"step": 1.0, "tokens": 1.0}, {"step": 30 * slowness, "tokens": 120.0}],
         }
         return {"rates": {"alone": rate}, "runs": runs}
 
     table = real_step.table_lines({"rounds": [one_round(1.0, 5.0), one_round(2.0, 10.0)]})
     cells = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in table[2:]}
-    assert cells["step of TRL / step"][:2] == ["4.00 (4.00-4.00)", "2.00 (2.00-2.00)"]
-    assert cells["tokens/s / tokens/s of TRL"][0] == "2.00 (2.00-2.00)"
+    assert cells["step of `trl` / step"][:2] == ["4.00 (4.00-4.00)", "2.00 (2.00-2.00)"]
+    assert cells["step of `trl_bf16` / step"][:2] == ["3.00 (3.00-3.00)", "1.50 (1.50-1.50)"]
+    assert cells["tokens/s / tokens/s of `trl`"][0] == "2.00 (2.00-2.00)"
     assert cells["update / bound"][:2] == ["1.88 (1.25-2.50)", "2.25 (1.50-3.00)"]
     assert cells["update / bound of the busiest rank"][0] == "1.50 (1.00-2.00)"
     assert cells["update / update of `dense`, divided by the same ratio of FLOP"][1] == "1.20 (1.20-1.20)"

