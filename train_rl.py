@@ -93,6 +93,7 @@ from rollout import SyncReport, invalid_route
 from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewards
 from runtime.collectives import ALL_RANKS
 from runtime.learning_rate import learning_rate, set_learning_rate
+from runtime.memory import return_freed_memory
 from runtime.metrics import batch_metrics, mismatch_statistics, prompt_account, token_metrics
 from runtime.schedule import deal_groups, exchange, longest_first, split_micro_batches, verdict_tokens
 from settings import (
@@ -1329,6 +1330,7 @@ def main(config: Config) -> None:
             set_learning_rate(run.trainer, learning_rate(config.train, state.step))
             metrics |= update_policy(run.trainer, batch, config, state.step)
             refuse_broken_policy(run)
+            return_freed_memory()
         state.step += 1
 
         # Weight sync

