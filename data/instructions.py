@@ -1,10 +1,10 @@
 """Make prompts with instructions that a rule can verify, for training and for a held-out set.
 
     python -m data.instructions                                   # data/built/instructions/{train,test}.jsonl
-    python -m data.instructions --train 600 --test 64 --seed 1    # other sizes
+    python -m data.instructions --train 900 --test 64 --seed 1    # other sizes
 
 A prompt asks for a text on a topic and adds one or two instructions with the checks of IFEval
-(verifiers/instructions.py), for example: "Write a short letter about bread. Answer with at least 25 words. Do
+(verifiers/instructions.py), for example: "Write a short letter about bread. Answer with at least 30 words. Do
 not use any commas. Include the word river." Topics, wordings and arguments are ours. The held-out set has
 other topics and other arguments (other keywords, other numbers) than the training set.
 
@@ -47,10 +47,19 @@ FORBIDDEN = {
     "test": "never thing really often".split(),
 }
 ENDINGS = {
-    "train": ("That is all I know.", "Thank you for reading.", "Let me know what you think."),
+    "train": (
+        "That is all I know.",
+        "Thank you for reading.",
+        "Let me know what you think.",
+        "I look forward to your answer.",
+        "This was my story.",
+        "Have a nice day.",
+        "Who would have thought so?",
+        "Can I do more for you?",
+    ),
     "test": ("I hope this helps.", "Is there anything else?"),
 }
-LEAST_WORDS = {"train": (25, 35, 45), "test": (30, 40)}
+LEAST_WORDS = {"train": (30, 40, 50), "test": (35, 45)}
 LETTERS = {"train": "aeiost", "test": "nrl"}
 
 
@@ -95,7 +104,7 @@ def no_comma(split: str, rng: random.Random) -> Instruction:
 
 def lowercase(split: str, rng: random.Random) -> Instruction:
     """Ask for small letters."""
-    text = "Write everything in English and in lowercase letters, without capital letters."
+    text = "write in english and only in lowercase letters, like this sentence: no capital letters anywhere."
     return Instruction(text, {"id": "change_case:english_lowercase"})
 
 
@@ -122,14 +131,14 @@ def placeholders(split: str, rng: random.Random) -> Instruction:
 def ending(split: str, rng: random.Random) -> Instruction:
     """Ask for a last sentence."""
     phrase = rng.choice(ENDINGS[split])
-    return Instruction(
-        f"End with the sentence: {phrase}", {"id": "startend:end_checker", "end_phrase": phrase}
-    )
+    text = f"Finish the answer with exactly these words: {phrase}"
+    return Instruction(text, {"id": "startend:end_checker", "end_phrase": phrase})
 
 
 def quotation(split: str, rng: random.Random) -> Instruction:
     """Ask for quotation marks around the text."""
-    return Instruction("Put the whole answer in double quotation marks.", {"id": "startend:quotation"})
+    text = 'Begin and end the answer with a double quotation mark: "text".'
+    return Instruction(text, {"id": "startend:quotation"})
 
 
 MAKERS: tuple[Callable[[str, random.Random], Instruction], ...] = (
@@ -182,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
         "--output", type=Path, default=Path("data/built/instructions"), help="folder (default: %(default)s)"
     )
     parser.add_argument("--train", type=int, default=600, help="training prompts (default: 600)")
-    parser.add_argument("--test", type=int, default=64, help="held-out prompts (default: 64)")
+    parser.add_argument("--test", type=int, default=128, help="held-out prompts (default: 128)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
