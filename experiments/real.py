@@ -196,7 +196,22 @@ def record_of(run_dir: Path) -> dict:
         for before, after in pairs[:NUM_TEXTS]
     ]
     quality = json.loads((run_dir / "quality.json").read_text())
-    return {"summary": summary, "num_prompts": len(pairs), "quality": quality, "texts": texts}
+    checks = {"before": kept_by_check([a for a, _ in pairs]), "after": kept_by_check([b for _, b in pairs])}
+    return {
+        "summary": summary, "num_prompts": len(pairs), "quality": quality, "checks": checks, "texts": texts,
+    }  # fmt: skip
+
+
+def kept_by_check(rows: list[dict]) -> dict[str, list[int]]:
+    """Return {check: [texts that keep the instruction, texts that should]}, by the names of IFEval."""
+    counts = {}
+    for row in rows:
+        broken = row["detail"].removeprefix("not met: ").split(", ")
+        for constraint in json.loads(row["answer"]):
+            count = counts.setdefault(constraint["id"], [0, 0])
+            count[0] += constraint["id"] not in broken
+            count[1] += 1
+    return counts
 
 
 SUMMARY_ROWS = {
@@ -233,13 +248,20 @@ def table_lines(data: dict) -> list[str]:
     return markdown([f"{data['num_prompts']} held-out prompts, greedy", "before", "after"], rows)
 
 
+def check_lines(data: dict) -> list[str]:
+    """Return the table of the instructions that texts keep before and after training, check by check."""
+    before, after = data["checks"]["before"], data["checks"]["after"]
+    rows = [[f"`{name}`", before[name][1], before[name][0], after[name][0]] for name in sorted(before)]
+    return markdown(["check of IFEval", "prompts", "kept before", "kept after"], rows)
+
+
 def report_text(data: dict) -> str:
-    """Return the report of a record in Markdown: the table, and texts before and after.
+    """Return the report of a record in Markdown: two tables, and texts before and after.
 
     The texts are of the first prompts of the held-out set, whatever their verdicts are.
     """
     title = "# SmolLM2-135M-Instruct (dequantised 4-bit) as a MoE, before and after training"
-    lines = [title, "", *table_lines(data)]
+    lines = [title, "", *table_lines(data), "", *check_lines(data)]
     for number, text in enumerate(data["texts"], start=1):
         lines += ["", f"## Prompt {number}", "", text["prompt"]]
         for when in ("before", "after"):
@@ -258,7 +280,7 @@ def write_results(run_dir: Path, phases: Phases) -> None:
     write_aside(run_dir / "record.json", json.dumps(data, indent=1) + "\n")
     write_aside(run_dir / "texts.html", texts_page(run_dir))
     write_aside(run_dir / "report.md", report_text(data))
-    print("\n".join(["", *table_lines(data)]))
+    print("\n".join(["", *table_lines(data), "", *check_lines(data)]))
     print(f"{run_dir}/report.md: five texts before and after; {run_dir}/texts.html: all texts")
 
 
@@ -269,7 +291,7 @@ def announce(run_dir: Path) -> None:
     """Print the resources that the run takes; ValueError if the disk is too small for a new run."""
     print(
         "SmolLM2-135M-Instruct (dequantised 4-bit) as a MoE of 373 M parameters, on two cores: a download of "
-        f"{smollm2.WHEEL_BYTES / 1e6:.0f} MB, about 40 minutes, 18 GiB of memory, "
+        f"{smollm2.WHEEL_BYTES / 1e6:.0f} MB, about 40 minutes, 17 GiB of memory, "
         f"{DISK_BYTES / 1e9:.0f} GB of disk"
     )
     free = shutil.disk_usage(run_dir).free

@@ -12,11 +12,12 @@ from experiments.text_quality import LABELS
 ROW = {
     "prompt_index": 0, "prompt": "<user>Write about tea.", "temperature": 0.0, "sample": 0,
     "kind": "instructions",
-    "messages": [{"role": "user", "content": "Write about tea."}], "answer": "[]", "source": "test",
+    "messages": [{"role": "user", "content": "Write about tea."}], "source": "test",
+    "answer": '[{"id": "startend:quotation"}, {"id": "punctuation:no_comma"}]',
     "difficulty": 1.0, "status": "ok", "token_ids": [5, 6, 7], "num_tokens": 3, "finish_reason": "stop",
 }  # fmt: skip
-BEFORE = ROW | {"completion": "Tea, tea.", "reward": 0.0}
-AFTER = ROW | {"completion": "A cup of tea ```", "reward": 1.0}
+BEFORE = ROW | {"completion": '"Tea, tea."', "reward": 0.5, "detail": "not met: punctuation:no_comma"}
+AFTER = ROW | {"completion": '"A cup of tea ```"', "reward": 1.0, "detail": ""}
 
 
 def test_finished_phases_are_skipped_and_their_seconds_are_kept(tmp_path):
@@ -66,6 +67,8 @@ def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
         "Tea, tea.",
         "A cup of tea",
         "Write about tea.",
+        "| `punctuation:no_comma` | 1 | 0 | 1 |",
+        "| `startend:quotation` | 1 | 1 | 1 |",
     ):
         assert words in report
     assert report.count("```") == 4  # the fence in a text opens no block

@@ -155,7 +155,6 @@ def product_rates(dtype: str) -> dict[str, float]:
 def train_and_count(args: argparse.Namespace) -> None:
     """Train on this rank; write the tokens of each step's update to a file of this rank. Collective."""
     import torch
-    import torch.distributed as dist
 
     import moe_model
     import rollout
@@ -165,6 +164,7 @@ def train_and_count(args: argparse.Namespace) -> None:
     if args.trainers == ["dense_block_128"]:
         rollout.CPU_BLOCK_SIZE = VLLM_BLOCK_SIZE
     trainer = load_trainer(args.script)
+    tokens_file = args.result.with_suffix(f".{os.environ['RANK']}")
     steps = []
     step_tokens = Counter()
     forward = moe_model.Policy.forward
@@ -180,7 +180,7 @@ def train_and_count(args: argparse.Namespace) -> None:
         step_tokens.clear()  # of passes outside of updates
         metrics = update_policy(*args, **kwargs)
         steps.append(dict(step_tokens))
-        args.result.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(steps))
+        tokens_file.write_text(json.dumps(steps))
         return metrics
 
     moe_model.Policy.forward = counted_forward
