@@ -5,7 +5,7 @@
 # make test   every test: under eight minutes on two cores; on one GPU say STACK=cpu, the tests start two ranks
 # make test-sandbox  the tests that need bubblewrap; without that program all tests above skip them
 # make real   train a pretrained model of 135 M parameters, upcycled to a MoE, and show texts before and after:
-#             40 minutes on two cores, 18 GiB of memory; SETTINGS="train.num_steps=60" changes settings
+#             40 minutes on two cores, 17 GiB of memory; SETTINGS="train.num_steps=60" changes settings
 # make real-ifeval  IFEval on the start and on the result of `make real`; IFEVAL=FILE takes a local copy
 # make bench  seconds per step of the demo's workload, by phase
 # make table  the table of experiments/studies/zero_variance: 180 runs of about a minute, resumable
