@@ -632,9 +632,9 @@ class DenseMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
 
 
-# On Hopper GPUs torch prefers cuDNN's attention, which builds a plan for every new shape of the grid, keeps all
-# plans, and takes memory for their kernels outside torch's allocator (pytorch issues 190321 and 190388). Nearly
-# every micro-batch has a new shape. With cuDNN off, torch runs flash attention, which needs no plans.
+# On Hopper, torch prefers cuDNN's attention, which builds a plan for each new shape of the grid, keeps all plans,
+# and takes memory for them outside torch's allocator (pytorch issues 190321 and 190388). Nearly every
+# micro-batch has a new shape. With cuDNN off, torch runs flash attention, which needs no plans.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 

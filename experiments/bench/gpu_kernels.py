@@ -224,7 +224,7 @@ class Work:
 
     @classmethod
     def make(cls, dry: bool, length: int = 1024, tokens: int = 32768, **changes) -> "Work":
-        """Make some layers of 30B, or the small model in a dry run, and random tokens; changes of the size."""
+        """Make some layers of 30B, with changes, or the small model in a dry run, and random tokens."""
         size = "dry" if dry else "30B"
         device = torch.device("cpu" if dry else "cuda")
         if dry:
