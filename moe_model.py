@@ -632,9 +632,10 @@ class DenseMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
 
 
-# On Hopper, torch prefers cuDNN's attention, which builds a plan for each new shape of the grid, keeps all plans,
-# and takes memory for them outside torch's allocator (pytorch issues 190321 and 190388). Nearly every
-# micro-batch has a new shape. With cuDNN off, torch runs flash attention, which needs no plans.
+# GPUs run flash attention. On Hopper, torch would prefer cuDNN's attention, which builds a plan for each new
+# shape of the grid and keeps all plans (pytorch issue 190388), and nearly every micro-batch has a new shape.
+# vLLM also switches cuDNN off when it is imported (vllm/platforms/cuda.py). With this line, programs without
+# vLLM, for example benchmarks, run the same kernel.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -324,8 +324,8 @@ def long(out: Path, dry: bool) -> Report:
 def attention(out: Path, dry: bool) -> Report:
     """Name the kernel of an attention layer at 4,096 and 16,384 tokens, and time it beside cuDNN's.
 
-    moe_model.py switches cuDNN off, because cuDNN builds plans at the first call with a shape. A plan pays if
-    its first call costs less than the later calls with the same shape save.
+    moe_model.py switches cuDNN off, because cuDNN builds a plan at the first call with a shape. The plan pays
+    if later calls with the same shape save more than the first call costs.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
