@@ -581,7 +581,7 @@ class MoEBlock(MoE):
         sorted_ids_P, order_P = topk_ids_TK.flatten().sort(stable=True)  # (token, choice) pairs, by expert
         ids = torch.arange(self.num_experts + 1, device=x_TD.device)
         first_places = torch.searchsorted(sorted_ids_P, ids)  # of each expert's pairs; the last is P
-        tokens_per_expert_E = first_places.diff()  # bincount() would let the host wait for the GPU
+        tokens_per_expert_E = first_places.diff()  # bincount() would make the host wait for the GPU
         places_P = torch.arange(len(order_P), device=x_TD.device)
         inverse_P = torch.empty_like(order_P).scatter_(0, order_P, places_P)  # place of each pair in the rows
         rows_PD = CopyToExperts.apply(x_TD, order_P, inverse_P)
