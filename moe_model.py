@@ -578,8 +578,10 @@ class MoEBlock(MoE):
         if self.scale != 1.0:
             topk_weights_TK = topk_weights_TK * self.scale
 
-        order_P = topk_ids_TK.flatten().argsort(stable=True)  # (token, choice) pairs, sorted by expert
-        tokens_per_expert_E = torch.bincount(topk_ids_TK.flatten(), minlength=self.num_experts)
+        sorted_ids_P, order_P = topk_ids_TK.flatten().sort(stable=True)  # (token, choice) pairs, by expert
+        ids = torch.arange(self.num_experts + 1, device=x_TD.device)
+        first_places = torch.searchsorted(sorted_ids_P, ids)  # of each expert's pairs; the last is P
+        tokens_per_expert_E = first_places.diff()  # bincount() would make the host wait for the GPU
         places_P = torch.arange(len(order_P), device=x_TD.device)
         inverse_P = torch.empty_like(order_P).scatter_(0, order_P, places_P)  # place of each pair in the rows
         rows_PD = CopyToExperts.apply(x_TD, order_P, inverse_P)
@@ -597,15 +599,18 @@ class MoEBlock(MoE):
 
         Rows arrive ordered by (sending rank, local expert). The grouped product needs the order of local
         experts, so rows are permuted before the product, and results are permuted back.
+
+        The host waits for the GPU once, to learn how many rows the rank sends and receives. Every further
+        wait would cost time: the GPU is idle after a wait until the host has launched the next kernels.
         """
         sent_re = tokens_per_expert_E.view(self.ep_size, self.num_local_experts)  # [rank, e]
         received_re = torch.empty_like(sent_re)  # rows from each rank for each local expert
         dist.all_to_all_single(received_re, sent_re, group=self.group)
-        send_rows = sent_re.sum(1).tolist()
-        recv_rows = received_re.sum(1).tolist()
+        send_rows, recv_rows = torch.stack([sent_re.sum(1), received_re.sum(1)]).tolist()
         received_PD = AllToAll.apply(rows_PD, recv_rows, send_rows, self.group)
         local_ids = torch.arange(self.num_local_experts, device=rows_PD.device).repeat(self.ep_size)
-        order = torch.repeat_interleave(local_ids, received_re.flatten()).argsort(stable=True)
+        ids_P = torch.repeat_interleave(local_ids, received_re.flatten(), output_size=len(received_PD))
+        order = ids_P.argsort(stable=True)
         out_PD = self.experts(TakeRows.apply(received_PD, order), received_re.sum(0))
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return AllToAll.apply(TakeRows.apply(out_PD, inverse), send_rows, recv_rows, self.group)
@@ -625,6 +630,13 @@ class DenseMLP(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+
+
+# GPUs run flash attention. On Hopper, torch would prefer cuDNN's attention, which builds a plan for each new
+# shape of the grid and keeps all plans (pytorch issue 190388), and nearly every micro-batch has a new shape.
+# vLLM also switches cuDNN off when it is imported (vllm/platforms/cuda.py). With this line, programs without
+# vLLM, for example benchmarks, run the same kernel.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 class Attention(nn.Module):
@@ -733,6 +745,31 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
+def recomputed_layer(
+    layer: DecoderLayer,
+    x_TD: Tensor,
+    rotary_TR: tuple[Tensor, Tensor],
+    packed: PackedSequences,
+    replay_TK: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a layer that the backward pass computes again, with the experts of the forward pass.
+
+    A router that chooses again may choose another expert if two scores are nearly equal, because a GPU does
+    not always round the same products in the same way. With expert parallelism a rank would then receive
+    another number of rows than in the forward pass, and torch would stop the run (CheckpointError). Without
+    expert parallelism the gradients would silently belong to other routes.
+
+    The states of random number generators are not saved, because a layer draws no random numbers.
+    """
+    routes = [replay_TK]  # ids to replay; from the end of the forward pass on, the ids that it used
+
+    def run(x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        x_TD, routes[0] = layer(x_TD, rotary_TR, packed, routes[0])
+        return x_TD, routes[0]
+
+    return checkpoint(run, x_TD, use_reentrant=False, preserve_rng_state=False)
+
+
 class Policy(nn.Module):
     """A causal language model that maps packed sequences to log-probabilities of their completion tokens."""
 
@@ -765,7 +802,7 @@ class Policy(nn.Module):
         for i, layer in enumerate(self.model.layers):
             replay_TK = None if replay_ids_TLK is None else replay_ids_TLK[:, i].long()
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x_TD, topk_ids_TK = checkpoint(layer, x_TD, rotary_TR, packed, replay_TK, use_reentrant=False)
+                x_TD, topk_ids_TK = recomputed_layer(layer, x_TD, rotary_TR, packed, replay_TK)
             else:
                 x_TD, topk_ids_TK = layer(x_TD, rotary_TR, packed, replay_TK)
             layer_ids.append(topk_ids_TK)

@@ -447,6 +447,35 @@ def recomputed_and_replayed(folder: Path) -> dict:
     return results
 
 
+def gradients_after_another_choice(policy: moe_model.Policy, packed) -> dict[str, dict]:
+    """Return the gradients of a forward pass after which routers would choose other experts.
+
+    policy: GLM, whose bias decides the choice of experts and nothing else. The bias is negated between the
+    forward and the backward pass, in place of the noise near a tie of scores.
+    """
+    biases = [buffer for name, buffer in policy.named_buffers() if name.endswith("e_score_correction_bias")]
+    results = {}
+    for name in ("plain", "checkpointed"):
+        policy.activation_checkpointing = name == "checkpointed"
+        policy.zero_grad()
+        logprobs, _, layer_ids = policy(packed)
+        for bias in biases:
+            bias.neg_()
+        with torch.no_grad():
+            other_ids = policy(packed)[2]
+        assert not torch.equal(stack_routes(layer_ids), stack_routes(other_ids))
+        logprobs.sum().backward()
+        results[name] = grads(policy)
+        for bias in biases:
+            bias.neg_()
+    return results
+
+
+def another_choice(folder: Path) -> dict:
+    packed = pack_rows(tiny_batch(), MICRO_BATCHES[2][dist.get_rank()][0])
+    return gradients_after_another_choice(policy_from(folder / "glm", ep_size=2), packed)
+
+
 def stack_routes(layer_ids: list) -> torch.Tensor:
     """Stack routes to [T, L, K] in the engine's dtype; dense layers have zeros, as in the engine."""
     zeros = torch.zeros_like(next(ids for ids in layer_ids if ids is not None))
@@ -486,7 +515,7 @@ def save_on_a_full_disk(policy, folder: Path) -> str:
     return ""
 
 
-PIECES = (autoep, groups, dispatch, recomputed_and_replayed)
+PIECES = (autoep, groups, dispatch, recomputed_and_replayed, another_choice)
 PAIR = (steps, resume, optimizers, *PIECES, weights)
 SECTIONS = {1: [steps], 2: PAIR, 4: [steps, weights]}  # by number of ranks
 

@@ -4,8 +4,10 @@ A piece is a function (folder, dry) -> Report. `dry` runs small sizes on a CPU, 
 are the ones of a layer of Qwen3-30B-A3B; four layers fit one GPU.
 """
 
+import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -221,14 +223,14 @@ class Work:
     device: torch.device
 
     @classmethod
-    def make(cls, dry: bool, length: int = 1024, tokens: int = 32768) -> "Work":
-        """Make some layers of 30B, or the small model in a dry run, and random tokens."""
+    def make(cls, dry: bool, length: int = 1024, tokens: int = 32768, **changes) -> "Work":
+        """Make some layers of 30B, with changes, or the small model in a dry run, and random tokens."""
         size = "dry" if dry else "30B"
         device = torch.device("cpu" if dry else "cuda")
         if dry:
             length = 32
             tokens = 128
-        policy = make_policy(size, device)
+        policy = make_policy(size, device, **changes)
         generator = torch.Generator().manual_seed(0)
         shape = (tokens // length, length)
         completions = torch.randint(2, policy.config.vocab_size, shape, generator=generator).tolist()
@@ -319,6 +321,66 @@ def long(out: Path, dry: bool) -> Report:
     return Report(figures, {"sequences of 16,384 tokens fit": on_gpu(True, dry)})
 
 
+def attention(out: Path, dry: bool) -> Report:
+    """Name the kernel of an attention layer at 4,096 and 16,384 tokens, and time it beside cuDNN's.
+
+    moe_model.py switches cuDNN off, because cuDNN builds a plan at the first call with a shape. The plan pays
+    if later calls with the same shape save more than the first call costs.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from experiments.bench.kernels import seconds
+
+    report = Report()
+    kernels: dict[str, Callable] = {"in use": contextlib.nullcontext}
+    if not dry:
+        kernels["cuDNN"] = partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
+    for length, (name, kernel) in itertools.product((1024, 4096, 16384), kernels.items()):
+        call, device = attention_layer(length, dry)
+        times: list[float] = []
+        try:
+            with kernel():
+                times += [seconds(call, device) for _ in range(2 if dry else 6)]
+                operators = attention_operators(call)
+        except RuntimeError as error:
+            operators = f"does not run: {str(error).splitlines()[0]}"
+        if length == 1024:  # a warm-up, in which libraries are loaded
+            continue
+        at_length = f"{name} at {length:,} tokens"
+        report.figures[f"kernel {at_length}"] = operators
+        if len(times) > 1:
+            report.figures[f"{at_length}, first call, s"] = times[0]
+            report.figures[f"{at_length}, later calls, s"] = statistics.median(times[1:])
+        if name == "in use":
+            is_flash = operators.startswith("flash_attention")
+            report.criteria[f"flash attention runs at {length:,} tokens"] = on_gpu(is_flash, dry)
+    return report
+
+
+def attention_layer(length: int, dry: bool) -> tuple[Callable[[], None], torch.device]:
+    """Return a call that computes an attention layer of 30B, forward and backward, and its device."""
+    work = Work.make(dry, length=length, num_hidden_layers=1, num_experts=8)
+    layer = work.policy.model.layers[0].self_attn
+    options = {"dtype": layer.o_proj.weight.dtype, "device": work.device}
+    num_tokens = len(work.packed.input_ids)
+    x_TD = torch.randn(num_tokens, work.policy.config.hidden_size, requires_grad=True, **options)
+    cos_TR, sin_TR = torch.randn(2, num_tokens, layer.head_dim, **options)
+
+    def call() -> None:
+        layer(x_TD, (cos_TR, sin_TR), work.packed).sum().backward()
+
+    return call, work.device
+
+
+def attention_operators(call: Callable[[], object]) -> str:
+    """Return the names of torch's attention operators in a call's forward pass, such as flash_attention."""
+    prefix = "aten::_scaled_dot_product_"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        call()
+    names = {event.name for event in profiler.events() if event.name.startswith(prefix)}
+    return ", ".join(sorted(name.removeprefix(prefix) for name in names if not name.endswith("backward")))
+
+
 def optimizer(out: Path, dry: bool) -> Report:
     """Measure a step of AdamW, fused as on GPUs and with torch's default: seconds and peak memory."""
     from experiments.bench.kernels import peak_bytes, seconds
@@ -355,7 +417,7 @@ KINDS = {  # kind: parts of the names of calls; the innermost matching call deci
     "attention": ("scaled_dot_product", "flash", "efficient_attention", "cudnn_attention"),
     "other products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::linear"),
     "moving rows": ("TakeRows", "CopyToExperts", "SumOfExperts", "index", "gather", "scatter", "sort", "topk",
-                    "bincount", "cumsum", "repeat_interleave"),
+                    "cumsum", "repeat_interleave"),
 }  # fmt: skip
 OUTERMOST = ("head", "experts", "attention")  # kinds that include all calls within their own calls
 
@@ -394,7 +456,7 @@ def shares_by_kind(events, attribute: str) -> dict[str, float]:
 
 
 PIECES: dict[str, Callable[[Path, bool], Report]] = {
-    piece.__name__: piece for piece in (tests, head, tiles, update, long, optimizer, profile)
+    piece.__name__: piece for piece in (tests, head, tiles, update, long, attention, optimizer, profile)
 }  # fmt: skip
 EXPECTED = {  # {piece: {start of a figure's name: value expected of one H200, written before the first run}}
     "tests": {"pytest": "all pass, none skipped"},
@@ -412,6 +474,15 @@ EXPECTED = {  # {piece: {start of a figure's name: value expected of one H200, w
         "gradients over repeats, last": "0",
         "peak of an update, GiB, without": "as planned, within 30 %",
         "peak of an update, GiB, with": "as planned, within 30 %",
+    },
+    "attention": {
+        "kernel in use": "flash_attention", "kernel cuDNN": "cudnn_attention",
+        "in use at 4,096 tokens, first": "as later calls", "in use at 4,096 tokens, later": "0.02",
+        "in use at 16,384 tokens, first": "as later calls", "in use at 16,384 tokens, later": "0.06",
+        "cuDNN at 4,096 tokens, first": "0.05 to 0.08 more than later calls",
+        "cuDNN at 4,096 tokens, later": "0.016",
+        "cuDNN at 16,384 tokens, first": "0.05 to 0.08 more than later calls",
+        "cuDNN at 16,384 tokens, later": "0.04",
     },
     "long": {"update, s": "0.6", "TFLOP/s": "260, recomputed layers not counted"},
     "optimizer": {
