@@ -11,6 +11,7 @@ Pieces of kernels
     tiles       other tile sizes of the head
     update      four layers of Qwen3-30B-A3B: update, old-logprob pass, replay, memory, spread of the gradient
     long        the same on sequences of 16,384 tokens
+    attention   the kernel of an attention layer at 4,096 and 16,384 tokens, timed beside cuDNN's
     optimizer   AdamW, fused and default: seconds, memory
     profile     time of an update by kind of operation
 Pieces of engine
