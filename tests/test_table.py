@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 from conftest import ROOT
-from scipy.stats import ttest_ind
+from scipy.stats import ttest_ind, ttest_rel
 
 from experiments import report, run
 from runtime.config import flat_settings
@@ -1014,6 +1014,33 @@ def test_seconds_are_compared_seed_by_seed(tmp_path, capsys):
     assert (off["times_faster"], on["times_faster"], other["times_faster"]) == ([], [2.0, 0.8], [])
     rows = cells(printed)
     assert rows["on"] == ["on", "1.40 (0.80 to 2.00)"] and rows["off"][1] == rows["other"][1] == "n/a"
+
+
+def test_final_metrics_are_compared_seed_by_seed(tmp_path, capsys):
+    """Seeds 0 to 2 are common; seed 3 is the parent's and seed 4 the row's alone."""
+    finals = {"off": {0: 0.4, 1: 0.5, 2: 0.7, 3: 0.1}, "on": {0: 0.5, 1: 0.55, 2: 0.85, 4: 0.9}}
+    for row, values in finals.items():
+        for seed, value in values.items():
+            write_run(tmp_path / "runs", row, seed, [0.2, value])
+    columns = ("row", "pairs", "paired", "paired_interval", "paired_p", "paired_p_holm")
+    (off, on), printed = make(tmp_path / "runs", "--parent", "off", "--columns", *columns, capsys=capsys)
+    differences = [finals["on"][seed] - finals["off"][seed] for seed in (0, 1, 2)]
+    half = T_975[2] * statistics.stdev(differences) / math.sqrt(3)
+    assert (on["pairs"], on["paired"]) == (3, pytest.approx(0.1))
+    assert on["paired_interval"] == pytest.approx([0.1 - half, 0.1 + half])
+    p = ttest_rel([0.5, 0.55, 0.85], [0.4, 0.5, 0.7]).pvalue
+    assert on["paired_p"] == on["paired_p_holm"] == pytest.approx(p)
+    assert (off["pairs"], off["paired"], off["detectable"]) == (0, None, None)
+    assert cells(printed)["on"][1:3] == ["3", "+0.1000"]
+
+
+def test_a_detectable_difference_is_found_with_80_percent_power():
+    """Samples with this true difference are found by the test in 0.8 of 20,000 draws (error of 0.003)."""
+    pairs = np.array([0.3, -0.1, 0.2, 0.5, 0.0, 0.1])
+    difference = report.detectable_difference(pairs)
+    draws = np.random.default_rng(0).normal(difference, pairs.std(ddof=1), (20_000, 6))
+    assert (ttest_rel(draws, np.zeros_like(draws), axis=1).pvalue < 0.05).mean() == pytest.approx(0.8, abs=0.01)
+    assert report.detectable_difference(np.array([0.5, 0.5])) is None
 
 
 def test_rows_that_start_from_other_weights_are_named(tmp_path, capsys):
