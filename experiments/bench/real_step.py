@@ -5,7 +5,7 @@
         --output data/built/smollm2/moe
     python -m experiments.bench.real_step --trl-python trl_venv/bin/python --json real_step.json
     python -m experiments.bench.real_step --trainers dense dense_block_128 --max-new-tokens 16
-    python -m experiments.bench.real_step --trainers dense moe --profile              # operators of an update
+    python -m experiments.bench.real_step --trainers dense moe --profile --json real_profile.json
 
 experiments.bench.trl_step documents the environment of TRL. A step has 8 prompts x 8 completions of at most
 96 tokens, one update at a learning rate of 2e-5, and the reward of verifiers/instructions.py. These trainers
@@ -78,7 +78,7 @@ RATE_SHAPE = (
     3072,
 )  # rows, inputs and outputs: an MLP of the model for the tokens of a micro-batch
 PROFILED_COMPLETION = 48  # tokens of a completion in the profiled update
-PROFILED_OPERATORS = 20
+PROFILED_OPERATORS = 8
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -417,10 +417,11 @@ def table_lines(data: dict) -> list[str]:
 # ------------------------------------------------------------------------------------------------------------
 # Profile
 # ------------------------------------------------------------------------------------------------------------
-def profile_update(trainer: str, args: argparse.Namespace) -> str:
-    """Return the operators of one rank's update by their own time, without the optimizer.
+def profile_update(trainer: str, args: argparse.Namespace) -> dict[str, list]:
+    """Return {operator: [seconds without called operators, calls]} of one rank's update.
 
-    One process computes half of a step's groups, with all experts and random completions of 48 tokens.
+    One process computes half of a step's groups, with all experts and random completions of 48 tokens. The
+    optimizer step is left out.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -448,7 +449,19 @@ def profile_update(trainer: str, args: argparse.Namespace) -> str:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for part in parts:
             train_rl.forward_rows(policy, batch, part, config).logprobs.sum().backward()
-    return profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=PROFILED_OPERATORS)
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    return {event.key: [event.self_cpu_time_total / 1e6, event.count] for event in events}
+
+
+def profile_lines(data: dict) -> list[str]:
+    """Return the table of the operators with the most time, as shares of an update."""
+    rows = []
+    for trainer, operators in data["profile"].items():
+        total = sum(seconds for seconds, _ in operators.values())
+        for name, (seconds, calls) in list(operators.items())[:PROFILED_OPERATORS]:
+            figures = [f"{seconds / total:.3f}", f"{seconds:.2f}", f"{calls:,}"]
+            rows.append([f"`{trainer}`", f"`{name}`", *figures])
+    return markdown(["trainer", "operator", "share", "seconds", "calls"], rows)
 
 
 def random_batch(prompt_ids: list[list[int]], vocab_size: int):
@@ -521,8 +534,11 @@ def main() -> None:
         train_and_count(args)
     args.dtype = chosen_dtype(args.dtype)
     if args.profile:
-        for trainer in [name for name in args.trainers if name in OWN_SETTINGS]:
-            print(f"{trainer}:\n{profile_update(trainer, args)}", flush=True)
+        own = [name for name in args.trainers if name in OWN_SETTINGS]
+        profiles = {name: profile_update(name, args) for name in own}
+        data = {"environment": environment(args), "profile": profiles}
+        write_json(args.json, data)
+        print("\n".join(profile_lines(data)))
         return
     data = measure(args)
     print("\n".join(table_lines(data)))
