@@ -76,7 +76,8 @@ table. Paths in the comment are relative to the document.
   <!-- report: module PACKAGE.MODULE FILE.json -->       Lines returned by MODULE.table_lines(data) for the
                                                          JSON file; MODULE:NAME calls NAME instead.
   <!-- report: none, REASON -->                          A table that no record makes.
---check reads all *.md files that git tracks or would add. If a runs.jsonl lies beside a document, each table
+--check reads all *.md files that git tracks or would add. A study with a declared.json must have declared its
+runs before they were made (experiments/declaration.py). If a runs.jsonl lies beside a document, each table
 of the document needs a comment. Exit codes: 0 if every figure agrees, 1 if a figure differs, 2 for invalid
 options.
 """
@@ -104,6 +105,7 @@ from cycler import cycler
 from scipy import optimize, stats
 
 from experiments.bench.common import pyplot
+from experiments.declaration import check_study
 from runtime.config import flat_settings
 from settings import Config
 
@@ -1187,8 +1189,10 @@ def check_documents(root: Path, fix: bool) -> int:
     """Check, or with fix rewrite, the tables of all documents below root; return the exit code."""
     num_tables = 0
     num_figures = 0
-    problems = []
-    for name in list_documents(root):
+    documents = list_documents(root)
+    folders = sorted({(root / name).parent for name in documents})
+    problems = [f"{folder}/declared.json: {text}" for folder in folders for text in check_study(folder)]
+    for name in documents:
         file = root / name
         lines = file.read_text().splitlines()
         original = list(lines)

@@ -1,0 +1,95 @@
+"""Check that the runs of a study are younger than the study's declaration, and show the declaration.
+
+A study declares in declared.json, before its first run that counts: question, rows, seeds, endpoint,
+contrasts ([[row, parent], ...]), test, correction, stop and prediction. Each line of the study's runs.jsonl
+names the commit of its run. `python experiments/report.py --check` refuses a study
+
+    whose run is of a commit without this declaration: the declaration is younger, or was changed later,
+    with a run of a row or a seed that is not declared,
+    with a run that names no commit, or whose checkout had uncommitted changes.
+
+Declared seeds without a run are allowed, because studies run in portions; column n of a table counts runs.
+A comment `<!-- report: module experiments.declaration declared.json -->` makes the table of table_lines().
+"""
+
+import json
+import subprocess
+from hashlib import sha256
+from pathlib import Path
+
+KEYS = ("question", "rows", "seeds", "endpoint", "contrasts", "test", "correction", "stop", "prediction")
+SHOWN = ("endpoint", "contrasts", "test", "correction", "stop", "prediction")
+
+
+def read_declaration(file: Path) -> dict:
+    """Read a declaration; ValueError names a missing key, or a contrast of an undeclared row."""
+    declared = json.loads(file.read_text())
+    missing = [key for key in KEYS if key not in declared]
+    if missing:
+        raise ValueError(f"{file}: {', '.join(missing)} is missing")
+    unknown = {row for pair in declared["contrasts"] for row in pair} - set(declared["rows"])
+    if unknown:
+        raise ValueError(f"{file}: contrasts name {', '.join(sorted(unknown))}, which is not among the rows")
+    return declared
+
+
+def digest_of(declared: dict) -> str:
+    """Return the first 12 digits of the SHA-256 of a declaration's values, whatever its layout is."""
+    return sha256(json.dumps(declared, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def declaration_at(commit: str, file: Path) -> dict | None:
+    """Return the declaration as it was at a commit; None if it did not exist there.
+
+    LookupError if the commit is unknown here, for example in a shallow clone.
+    """
+    git = ["git", "-C", str(file.parent)]
+    if subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True).returncode:
+        raise LookupError(f"commit {commit} is unknown here")
+    shown = subprocess.run([*git, "show", f"{commit}:./{file.name}"], capture_output=True, text=True)
+    return None if shown.returncode else json.loads(shown.stdout)
+
+
+def problems_of(file: Path, records: list[dict]) -> list[str]:
+    """Return a sentence for each disagreement of a declaration with the records of its study."""
+    declared = read_declaration(file)
+    problems = []
+    for record in records:
+        if not record.get("commit") or record.get("versions", {}).get("dirty"):
+            problems.append(
+                f"row {record['row']}, seed {record['seed']}: run from a clean checkout of a commit"
+            )
+    for commit in sorted({record["commit"] for record in records if record.get("commit")}):
+        try:
+            earlier = declaration_at(commit, file)
+        except LookupError:
+            continue  # a shallow clone cannot check this commit
+        if earlier != declared:
+            state = "has no declaration" if earlier is None else "has another declaration"
+            problems.append(f"commit {commit} of a run {state}; declare first, then run")
+    expected = {(row, seed) for row in declared["rows"] for seed in declared["seeds"]}
+    found = {(record["row"], record["seed"]) for record in records}
+    return problems + [f"row {row}, seed {seed} is not declared" for row, seed in sorted(found - expected)]
+
+
+def check_study(folder: Path) -> list[str]:
+    """Return the problems of a study's declaration; none if the study has no declaration or no runs yet."""
+    file = folder / "declared.json"
+    if not file.is_file():
+        return []
+    try:
+        runs = folder / "runs.jsonl"
+        records = [json.loads(line) for line in runs.read_text().splitlines()] if runs.is_file() else []
+        return problems_of(file, records) if records else read_declaration(file) and []
+    except ValueError as error:
+        return [str(error)]
+
+
+def table_lines(declared: dict) -> list[str]:
+    """Return a declaration as a table, with its digest."""
+    values = {key: declared[key] for key in SHOWN}
+    values["contrasts"] = ", ".join(f"{row} - {parent}" for row, parent in declared["contrasts"])
+    seeds = ", ".join(map(str, declared["seeds"]))
+    rows = [("rows", ", ".join(declared["rows"])), ("seeds", seeds), *values.items()]
+    lines = ["| declared before the runs | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]
+    return [*lines, f"| digest | `{digest_of(declared)}` |"]
