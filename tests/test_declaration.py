@@ -9,7 +9,8 @@ from experiments import declaration
 
 DECLARED = {
     "question": "?", "rows": ["off", "on"], "seeds": [0, 1], "endpoint": "accuracy",
-    "contrasts": [["on", "off"]], "test": "paired t-test", "correction": "none", "stop": "100 steps", "prediction": "+0.02",
+    "contrasts": [["on", "off"]], "test": "paired t-test", "correction": "none", "stop": "100 steps",
+    "prediction": "+0.02",
 }  # fmt: skip
 
 
