@@ -424,12 +424,15 @@ def profile_update(trainer: str, args: argparse.Namespace) -> dict[str, list]:
     optimizer step is left out.
     """
     import torch
+    import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
     import moe_model
     from data.chat import ChatTemplate, load_tokenizer
 
     torch.set_num_threads(1)
+    if not dist.is_initialized():  # ranks agree on the number of micro-batches
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     train_rl = load_trainer(args.script)
     settings = ["data.train=[{path: unused}]", f"model.dtype={args.dtype}", *OWN_SETTINGS[trainer][1:]]
     config = train_rl.load_config([*settings, *args.settings])
