@@ -57,7 +57,7 @@ def problems_of(file: Path, records: list[dict]) -> list[str]:
     for record in records:
         if not record.get("commit") or record.get("versions", {}).get("dirty"):
             run = f"row {record['row']}, seed {record['seed']}"
-            problems.append(f"{run}: made with uncommitted changes, repeat the run from a clean checkout")
+            problems.append(f"{run}: no commit, or uncommitted changes; repeat the run from a clean checkout")
     for commit in sorted({record["commit"] for record in records if record.get("commit")}):
         try:
             earlier = declaration_at(commit, file)
