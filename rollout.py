@@ -102,9 +102,10 @@ class RolloutEngine:
                 self.hf_config, settings, max_model_len, trainer_bytes, free, total
             )
         if self.on_gpu:
-            # vLLM's pools, and the buffers that its graphs share with other ranks, need fixed addresses. Both
-            # are made at the start only: later all-reduces outside of graphs copy to a buffer made at the
-            # start (vLLM: device_allocator/cumem.py, use_memory_pool; custom_all_reduce.py, all_reduce).
+            # vLLM allocates pools for sleep, and registers buffers of CUDA graphs with other ranks by CUDA IPC.
+            # Neither works with expandable segments, and both happen at the start only: an all-reduce outside
+            # of a graph copies its input to a buffer that was registered at the start (vLLM:
+            # device_allocator/cumem.py, use_memory_pool; custom_all_reduce.py, capture and all_reduce).
             use_expandable_segments(False)
         self.llm = start_vllm(options, self.captures_routes)
         if self.on_gpu:

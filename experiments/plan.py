@@ -150,7 +150,7 @@ S_PER_MATRIX = 137e-6  # of a matrix of an expert, if each is loaded by itself
 # without, for gate and up, and down of 128 experts in 48 layers [ours: the middle of its figures, divided]
 FP8_S_PER_MATRIX = 2.5 / (2 * 128 * 48)
 TENSORS_PER_LAYER = 9  # besides experts: four projections, four norms, the router
-DISK_GBS = 1.0  # of a node, writing a checkpoint [ours: a guess; local NVMe is faster, a shared disk may not be]
+DISK_GBS = 1.0  # of a node, writing a checkpoint [ours: a guess; a local NVMe disk is faster]
 TAIL_DIVISOR = 8  # in the tail of a rollout one of this many completions still runs [ours: a guess]
 CORE_GBS = 20  # memory rate of a host core in AdamW; a rank has one core [ours: docs/gpu.md measures 23]
 HOST_GIB_PER_GPU = 240  # about 2 TB for eight GPUs, a common size of nodes
@@ -397,11 +397,11 @@ def num_nodes(task: Task) -> int:
 
 
 def checkpoint_cost(task: Task) -> dict[str, float]:
-    """Return the size of a checkpoint, the disk that a run needs, and the seconds that ranks wait for a write.
+    """Return the size of a checkpoint, the disk that a run needs, and the seconds of a write.
 
     A checkpoint has the weights in the policy's dtype, and float32 weights and AdamW's states, 12 bytes per
-    parameter. A new one is complete before the oldest of checkpoint.keep is deleted. Every node writes its
-    share; hashing while writing costs less than the disk.
+    parameter. A new checkpoint is complete before the oldest of checkpoint.keep is deleted. Every node writes
+    its share, and no rank trains meanwhile.
     """
     gigabytes = sum(task.counts) * (task.itemsize + 12) / 1e9
     return {
@@ -835,7 +835,7 @@ def describe_checkpoint(cost: dict[str, float]) -> str:
     """Write the size and the seconds of a checkpoint."""
     return (
         f"a checkpoint has {cost['GB']:,.1f} GB and takes about {cost['seconds']:,.0f} s, in which no rank "
-        f"trains, at {DISK_GBS:g} GB/s of disk per node; the run needs {cost['GB on the disk']:,.1f} GB of disk"
+        f"trains, at {DISK_GBS:g} GB/s per node; the run needs {cost['GB on the disk']:,.1f} GB of disk"
     )
 
 

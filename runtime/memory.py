@@ -89,8 +89,8 @@ def why_too_small(parts: dict[str, int], engine_sleeps: bool, total: int, needed
         has_cache = phase == "rollout" or not engine_sleeps
         cache = " (with the KV cache of one completion of full length)" if has_cache else ""
         return (
-            f"phase {phase} needs {most / GIB:.1f} GiB{cache}, but the GPU has {total / GIB:.1f} GiB, of which "
-            f"{margin / GIB:.1f} GiB stay free for errors of this estimate"
+            f"phase {phase} needs {most / GIB:.1f} GiB{cache}, but the GPU has {total / GIB:.1f} GiB, of "
+            f"which {margin / GIB:.1f} GiB stay free for errors of this estimate"
         )
     if parts["KV cache"] < needed:
         return (
