@@ -102,7 +102,7 @@ class RolloutEngine:
                 self.hf_config, settings, max_model_len, trainer_bytes, free, total
             )
         if self.on_gpu:
-            # vLLM allocates pools for sleep, and registers buffers of CUDA graphs with other ranks by CUDA IPC.
+            # vLLM allocates pools for sleep, and shares buffers of CUDA graphs with other ranks by CUDA IPC.
             # Neither works with expandable segments, and both happen at the start only: an all-reduce outside
             # of a graph copies its input to a buffer that was registered at the start (vLLM:
             # device_allocator/cumem.py, use_memory_pool; custom_all_reduce.py, capture and all_reduce).
@@ -383,7 +383,8 @@ class TensorCounter:
 # ------------------------------------------------------------------------------------------------------------
 # Options and checks of an engine
 # ------------------------------------------------------------------------------------------------------------
-LARGEST_GRAPH = 512  # sequences: vLLM captures CUDA graphs up to this size, and runs larger batches without
+# Completions in a CUDA graph at most: vLLM's default on Hopper, and on Blackwell. Larger batches run without.
+GRAPH_SIZES = (512, 1024)
 
 
 def engine_options(
@@ -415,8 +416,9 @@ def engine_options(
         options["block_size"] = CPU_BLOCK_SIZE
     elif settings.dtype == "bfloat16":  # like the trainer's logits; in bfloat16, steps of 1/8
         options["hf_overrides"] = {"head_dtype": "float32"}
-    if on_gpu and settings.sequences_at_once > LARGEST_GRAPH and not settings.enforce_eager:
-        options["max_cudagraph_capture_size"] = settings.sequences_at_once
+    if on_gpu and settings.sequences_at_once > GRAPH_SIZES[0] and not settings.enforce_eager:
+        size = math.ceil(settings.sequences_at_once / 16) * 16  # vLLM captures multiples of 16
+        options["max_cudagraph_capture_size"] = min(size, GRAPH_SIZES[1])
     if on_gpu and settings.capture_routes != "off":
         options["block_size"] = 64  # larger blocks: with capture, each step lists all blocks in use
     if timeout_s is not None:

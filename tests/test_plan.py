@@ -285,14 +285,15 @@ def test_every_group_of_several_ranks_has_a_communicator(model, gpus, ep_size, p
 
 def test_rounded_weights_of_a_sync_are_counted():
     """rollout.fp8 simulate sends float32, 4 bytes for each value of the experts of a layer."""
-    plain, rounded = (
-        make_task("model.ep_size=8", f"rollout.fp8={fp8}").parts["sync buffers"] for fp8 in ("off", "simulate")
-    )
-    assert rounded - plain == 128 * 3 * 768 * 2048 * 4
+    plain = make_task("model.ep_size=8")
+    rounded = plain.with_settings({"rollout.fp8": "simulate"})
+    assert rounded.parts["sync buffers"] - plain.parts["sync buffers"] == 128 * 3 * 768 * 2048 * 4
 
 
 def test_an_engine_sleeps_by_default_on_gpus_only(monkeypatch, capsys):
-    config, awake = (load_config(["data.train=[{path: unused}]", *more]) for more in ([], ["rollout.sleep_level=0"]))
+    FakeRanks(1).install(monkeypatch)
+    config = load_config(["data.train=[{path: unused}]"])
+    awake = memory_plan.with_setting(config, "rollout.sleep_level", 0)
     assert lifecycle.with_sleep(config).rollout.sleep_level == 0 and capsys.readouterr().out == ""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert lifecycle.with_sleep(config).rollout.sleep_level == 2 and "sleep_level" in capsys.readouterr().out
@@ -302,7 +303,7 @@ def test_an_engine_sleeps_by_default_on_gpus_only(monkeypatch, capsys):
 
 @pytest.mark.parametrize("parallel, sequences", [(1, 256), (2, 512), (4, 1024), (8, 1024)])
 def test_an_engine_of_more_gpus_generates_more_completions_at_once(parallel, sequences):
-    """256 a GPU, at most 1,024; beyond 256 each adds three rows of 151,936 float32 logits and 2 MiB of graphs."""
+    """256 a GPU, at most 1,024. Beyond 256 each adds three rows of 151,936 logits and 2 MiB of graphs."""
     settings = RolloutSettings(tensor_parallel=parallel)
     assert settings.sequences_at_once == sequences
     assert RolloutSettings(tensor_parallel=parallel, max_num_seqs=7).sequences_at_once == 7
@@ -655,7 +656,8 @@ def test_experts_that_are_loaded_one_by_one_cost_python():
 
 @pytest.mark.parametrize("gpus, seconds", [(8, 427.4), (32, 106.9)])
 def test_size_and_seconds_of_a_checkpoint_by_hand(gpus, seconds):
-    """30.53 billion parameters x (2 + 12) bytes, at 1 GB/s on each node of eight GPUs; keep 2 has 3 at times."""
+    """30.53 billion parameters x (2 + 12) bytes, at 1 GB/s on each node of eight GPUs; there are three at
+    times, because checkpoint.keep is 2."""
     cost = plan.plan_run(make_task(*FITTING, gpus=gpus))["checkpoint"]
     assert cost == {"GB": 427.4, "GB on the disk": pytest.approx(3 * 427.45, abs=0.1), "seconds": seconds}
 
@@ -810,7 +812,8 @@ def test_every_plan_leaves_a_twentieth_of_a_gpu_free(tmp_path):
     """The rows of ESPO's table run on the machine of qwen3_30b_a3b_4_nodes.yaml."""
     rows = sorted((ROOT / "experiments/models/espo_30b").glob("*.yaml"))
     tasks = {file.stem: task_of(file) for file in CONFIGS} | {"README": readme_example(tmp_path)}
-    tasks |= {row.stem: plan.read_task(plan.parse_args(["--config", str(row), "--gpus", "32"])) for row in rows}
+    for row in rows:
+        tasks[row.stem] = plan.read_task(plan.parse_args(["--config", str(row), "--gpus", "32"]))
     for name, task in tasks.items():
         assert plan.why_not(task) is None, name
         assert max(task.phases.values()) <= 0.95 * task.machine.memory_gib * GIB, name

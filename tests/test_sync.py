@@ -635,7 +635,7 @@ def test_options_of_an_engine_on_a_gpu(monkeypatch):
     assert options["distributed_timeout_seconds"] == options["cpu_distributed_timeout_seconds"] == 7201
     assert options["max_num_seqs"] == 256 and "max_cudagraph_capture_size" not in options
     shared = rollout.engine_options("folder", 100, RolloutSettings(tensor_parallel=8))
-    assert shared["max_num_seqs"] == shared["max_cudagraph_capture_size"] == 1024, "vLLM's own limit is 512"
+    assert shared["max_num_seqs"] == shared["max_cudagraph_capture_size"] == 1024, "not 512"
     eager = rollout.engine_options("folder", 100, RolloutSettings(enforce_eager=True, dtype="float32"))
     assert eager["enforce_eager"] and not eager.keys() & {"hf_overrides", "distributed_timeout_seconds"}
 
@@ -668,7 +668,7 @@ def test_the_engine_gets_the_memory_that_the_trainer_leaves(settings, trainer_gi
 
 
 def test_an_engine_sleeps_as_soon_as_it_is_built(engine_of, monkeypatch):
-    """On a mock GPU, vLLM's first call after the start is sleep(). Segments are expandable after the start."""
+    """On a mock GPU, vLLM's first call after the start is sleep(); segments are expandable from then on."""
     calls = []
     record_level = lambda level: calls.append(level)
     llm = SimpleNamespace(llm_engine=SimpleNamespace(), get_tokenizer=build_tokenizer, sleep=record_level)
