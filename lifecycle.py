@@ -207,10 +207,10 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
         cpu=not torch.cuda.is_available(), log_with=config.run.trackers, project_dir=config.run.dir,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s + MARGIN_S))],
     )  # fmt: skip
-    host_group()
     clock = Clock({})
     watchdog = Watchdog(clock, config.run.warn_s, config.run.timeout_s).start()
     moe_model.init_deepspeed()
+    host_group()  # before set_group_timeouts()
     check_ranks_agree(config)
     set_seed(config.train.seed)
     return accelerator, clock, watchdog
@@ -458,7 +458,7 @@ def load_judge(settings: RewardSettings):
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     """Start vLLM in the GPU memory that policy, optimizer and update leave free, and print its capacity."""
     parts = trainer_memory(config, hf_config, dist.get_world_size())
-    reserved = trainer_bytes(parts, engine_sleeps=bool(config.rollout.sleep_level))
+    reserved = trainer_bytes(parts, engine_sleeps=config.rollout.sleep_level > 0)
     timeout_s = config.run.timeout_s + MARGIN_S
     settings = engine_settings(config, hf_config)
     engine = RolloutEngine(model_dir, max_model_len(config), settings, reserved, timeout_s)

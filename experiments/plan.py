@@ -777,9 +777,16 @@ OPTIMIZERS = [  # places of gradients and optimizer states, fastest first
 ]
 
 
+def useful_sequences(task: Task, parallel: int) -> int:
+    """Return the rollout.max_num_seqs that starts all completions of an engine together, 256 to 1,024."""
+    num_completions = task.completions * parallel / task.num_gpus
+    return next((size for size in (256, 512) if size >= num_completions), 1024)
+
+
 def search(task: Task, most: int = 5) -> list[tuple[dict, Task]]:
     """Return (settings, task) of the fastest proposals that fit; all sizes are powers of two.
 
+    rollout.max_num_seqs follows from the completions of an engine. A larger limit would only cost memory.
     Two proposals never differ in rollout.sleep_level and train.micro_batch_tokens alone: only the faster of
     the two is listed. On a tie the engine stays awake and micro-batches are large.
     """
@@ -796,6 +803,7 @@ def search(task: Task, most: int = 5) -> list[tuple[dict, Task]]:
     for number, values in enumerate(itertools.product(*grid.values())):
         change = dict(zip(grid, values, strict=True))
         change |= change.pop("optimizer")
+        change["rollout.max_num_seqs"] = useful_sequences(task, change["rollout.tensor_parallel"])
         changed_task = task.with_settings(change)
         if why_not(changed_task) is None:
             candidate = (step_seconds(changed_task), number, change, changed_task)
