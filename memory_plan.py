@@ -323,9 +323,9 @@ def num_communicators(config: Config, hf_config: PretrainedConfig, num_ranks: in
 
 
 def rounded_bytes(config: Config, hf_config: PretrainedConfig) -> int:
-    """Return the bytes of the rounded experts of a layer in a sync with rollout.fp8 simulate, in float32.
+    """Return the bytes of a layer's experts, rounded to float32 by a sync with rollout.fp8 simulate; else 0.
 
-    vLLM holds them until the layer is complete.
+    vLLM holds the tensors that it receives until a layer is complete.
     """
     num_moe_layers = sum(is_moe_layer(hf_config, layer) for layer in range(hf_config.num_hidden_layers))
     if config.rollout.fp8 != "simulate" or num_moe_layers == 0:

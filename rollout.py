@@ -643,19 +643,20 @@ def engine_extra_bytes(hf_config, settings: RolloutSettings) -> int:
     """Return the bytes that an engine takes besides weights and KV cache.
 
     A completion beyond the first 256 adds three rows of float32 logits (gathered from the ranks, in the order
-    of the vocabulary, divided by the temperature) and larger CUDA graphs.
+    of the vocabulary, divided by the temperature) and larger CUDA graphs [ours: read in vLLM, not measured].
     """
     additional = max(0, settings.sequences_at_once - 256)
     return ENGINE_EXTRA_BYTES + additional * (3 * 4 * hf_config.vocab_size + GRAPH_BYTES)
 
 
 def room_of_engine(trainer_bytes: int, free: int, total: int) -> float:
-    """Return the bytes of a GPU that vLLM may take: the free memory without the trainer's and a margin.
+    """Return the bytes of a GPU that vLLM may take.
 
-    At least 1 GiB counts as the trainer's, because vLLM creates a CUDA context before it measures the free
-    memory.
+    The rest is for the trainer, with a margin for errors of the estimate trainer_bytes. At least 1 GiB is
+    subtracted from the free memory, because vLLM creates a CUDA context before it measures the free memory.
     """
-    return min(VLLM_SHARE * total, free - max(trainer_bytes, GIB) - margin_bytes(total))
+    margin = margin_bytes(total) if trainer_bytes else 0
+    return min(VLLM_SHARE * total, free - max(trainer_bytes, GIB) - margin)
 
 
 def engine_memory(hf_config, settings: RolloutSettings, trainer_bytes: int, total: int) -> dict[str, int]:

@@ -556,7 +556,7 @@ def sync_seconds(task: Task) -> float:
     choose a rank's experts, matrix by matrix. With FP8 it quantises the experts that a rank holds (slices of
     all experts with tensor parallelism), gate and up together.
     """
-    rollout_settings = task.config.rollout
+    settings = task.config.rollout
     moved = sync_bytes(task)
     ep_size = task.config.model.ep_size
     gathering_s = link_seconds(task, moved["over the wire"], ep_size)
@@ -564,13 +564,13 @@ def sync_seconds(task: Task) -> float:
     num_tensors = TENSORS_PER_LAYER * task.model.num_hidden_layers
     num_matrices = 0  # that vLLM loads one by one
     num_experts = task.num_moe_layers * num_experts_of(task.model)
-    if rollout_settings.expert_parallel:
+    if settings.expert_parallel:
         num_matrices = 3 * num_experts // (ep_size if syncs_own_experts(task.config) else 1)
     else:
         num_tensors += 3 * task.num_moe_layers
     python_s = num_tensors * S_PER_TENSOR + num_matrices * S_PER_MATRIX
-    num_held = num_experts // (rollout_settings.tensor_parallel if rollout_settings.expert_parallel else 1)
-    quantising_s = 2 * num_held * FP8_S_PER_MATRIX if rollout_settings.fp8 == "on" else 0.0
+    num_held = num_experts // (settings.tensor_parallel if settings.expert_parallel else 1)
+    quantising_s = 2 * num_held * FP8_S_PER_MATRIX if settings.fp8 == "on" else 0.0
     return gathering_s + copying_s + python_s + quantising_s
 
 
