@@ -46,6 +46,17 @@ COMMUNICATOR_BYTES = GIB // 2  # of NCCL, per group of ranks [ours: a guess for 
 # ------------------------------------------------------------------------------------------------------------
 # Activations: from the forward pass to the end of the backward pass
 # ------------------------------------------------------------------------------------------------------------
+LAYERS_CACHE: dict[str, list[bool]] = {}
+
+
+def layers_with_experts(config: PretrainedConfig) -> list[bool]:
+    """Tell of each layer whether it has experts; cached, because a search makes a thousand estimates."""
+    key = f"{type(config).__name__} {vars(config)}"
+    if key not in LAYERS_CACHE:
+        LAYERS_CACHE[key] = [is_moe_layer(config, layer) for layer in range(config.num_hidden_layers)]
+    return LAYERS_CACHE[key]
+
+
 def itemsize_of(settings: ModelSettings) -> int:
     """Return the bytes of one value of the policy: 4 in float32, 2 in bfloat16.
 
@@ -113,7 +124,7 @@ def activation_bytes(
     hidden = config.hidden_size
     num_layers = config.num_hidden_layers
     itemsize = itemsize_of(settings)
-    has_experts = [is_moe_layer(config, layer) for layer in range(num_layers)]
+    has_experts = layers_with_experts(config)
     bytes_by_kind = {  # a layer with experts, a layer without
         kind: saved_bytes_per_token(config, has_experts.index(kind), itemsize, on_gpu)
         for kind in set(has_experts)
@@ -235,8 +246,7 @@ def sync_buffer_bytes(config: PretrainedConfig, settings: ModelSettings, own_exp
     counts = parameter_counts(config)
     if not counts.experts:
         return 0
-    num_moe_layers = sum(is_moe_layer(config, layer) for layer in range(config.num_hidden_layers))
-    layer_bytes = counts.experts // num_moe_layers * itemsize_of(settings)
+    layer_bytes = counts.experts // sum(layers_with_experts(config)) * itemsize_of(settings)
     if own_experts:
         return layer_bytes // settings.ep_size
     if settings.ep_size == 1:
@@ -311,10 +321,10 @@ def syncs_own_experts(config: Config) -> bool:
 def num_communicators(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> int:
     """Return the number of groups for which NCCL holds buffers on a rank; a group of one rank has none.
 
-        all ranks       torch's default group, and DeepSpeed's clone of it (groups.py: _clone_world_group)
-        MoE             the ranks of an expert-parallel group, and the ranks that hold the same experts
-        engine          vLLM's tensor-parallel group, and its expert group for a MoE (parallel_state.py:
-                        initialize_model_parallel); both exist also without rollout.expert_parallel
+    all ranks       torch's default group, and DeepSpeed's clone of it (groups.py: _clone_world_group)
+    MoE             the ranks of an expert-parallel group, and the ranks that hold the same experts
+    engine          vLLM's tensor-parallel group, and its expert group for a MoE (parallel_state.py:
+                    initialize_model_parallel); both exist also without rollout.expert_parallel
     """
     sizes = [num_ranks, num_ranks, config.rollout.tensor_parallel]
     if num_experts_of(hf_config):
@@ -327,11 +337,10 @@ def rounded_bytes(config: Config, hf_config: PretrainedConfig) -> int:
 
     vLLM holds the tensors that it receives until a layer is complete.
     """
-    num_moe_layers = sum(is_moe_layer(hf_config, layer) for layer in range(hf_config.num_hidden_layers))
-    if config.rollout.fp8 != "simulate" or num_moe_layers == 0:
+    if config.rollout.fp8 != "simulate" or not num_experts_of(hf_config):
         return 0
     held = config.model.ep_size if syncs_own_experts(config) else 1
-    return 4 * parameter_counts(hf_config).experts // num_moe_layers // held
+    return 4 * parameter_counts(hf_config).experts // sum(layers_with_experts(hf_config)) // held
 
 
 def trainer_memory(

@@ -40,7 +40,7 @@ from configure import load_config, stage_configs
 from experiments.bench.common import markdown
 from lifecycle import check_model, widest
 from memory_plan import plan_memory, syncs_own_experts
-from moe_model import head_dim, is_moe_layer, num_experts_of
+from moe_model import head_dim, num_experts_of
 from runtime.memory import GIB, bytes_by_phase, margin_bytes
 from settings import Config
 from train_rl import needs_old_pass
@@ -240,7 +240,7 @@ class Task:
     @property
     def num_moe_layers(self) -> int:
         """Return the number of layers with experts."""
-        return sum(is_moe_layer(self.model, layer) for layer in range(self.model.num_hidden_layers))
+        return sum(memory_plan.layers_with_experts(self.model))
 
     @property
     def itemsize(self) -> int:

@@ -629,18 +629,22 @@ def test_fp8_speeds_rollouts_up_as_published():
 @pytest.mark.parametrize("mean, limit", [(2000, 4096), (100, 16384), (4096, 4096)])
 def test_a_rollout_samples_every_token_once(mean, limit, monkeypatch):
     """If a step costs a second per completion, seconds count tokens."""
-    task = make_task(*FITTING, f"rollout.max_new_tokens={limit}", new=mean, machine="h200")
+    limits = (f"rollout.max_new_tokens={limit}", "rollout.max_num_seqs=256")
+    task = make_task(*FITTING, *limits, new=mean, machine="h200")
     assert plan.completions_at_once(task) == 256
     prompts_s = 128 * plan.product_seconds(task, 200, 100) / 8  # on the 8 GPUs of an engine
     monkeypatch.setattr(plan, "decode_step_seconds", lambda task, batch, context: batch)
     assert plan.rollout_seconds(task) - prompts_s == pytest.approx(task.completions * mean, rel=1e-6)
 
 
-def test_a_sync_takes_about_the_published_seconds():
-    """0.74 to 1.0 s for Qwen3-30B-A3B in bfloat16, and 2.9 to 4.0 s with FP8, within a factor of two."""
+def test_a_sync_takes_less_than_published_and_more_than_its_bytes():
+    """Published for Qwen3-30B-A3B are 0.74 to 1.0 s in bfloat16, matrix by matrix, and 2.9 to 4.0 s with FP8.
+
+    The bytes of an H100 are 50.7 GB at 450 x 0.6 GB/s, and 61.1 GB twice at 3,350 x 0.6 GB/s.
+    """
     task = make_task("model.ep_size=8", "rollout.tensor_parallel=8")
-    assert 0.5 * 0.74 < plan.sync_seconds(task) < 2 * 1.0
-    assert 2.9 / 2 < plan.sync_seconds(task.with_settings({"rollout.fp8": "on"})) < 2 * 4.0
+    assert 50.7 / 270 + 2 * 61.1 / 2010 < plan.sync_seconds(task) < 0.74
+    assert 2.9 / 2 < plan.sync_seconds(task.with_settings({"rollout.fp8": "on"})) < 2 * 4.0, "a factor of two"
     two_nodes = make_task("model.ep_size=16", gpus=16)
     assert plan.sync_seconds(two_nodes) > 2 * plan.sync_seconds(task), "the network is slower than NVLink"
 
