@@ -34,7 +34,7 @@ from torch import Tensor
 from batch import Completion, Request
 from kernels.fp8_block import BLOCK, fp8_round, mxfp4_round
 from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
-from runtime.memory import GIB, margin_bytes, use_expandable_segments
+from runtime.memory import GIB, fixed_segments, margin_bytes
 from runtime.schedule import CacheRoom, WaitingLine
 from settings import RolloutSettings
 from vllm_worker import (
@@ -101,15 +101,8 @@ class RolloutEngine:
             options["gpu_memory_utilization"] = memory_share(
                 self.hf_config, settings, max_model_len, trainer_bytes, free, total
             )
-        if self.on_gpu:
-            # vLLM allocates pools for sleep, and shares buffers of CUDA graphs with other ranks by CUDA IPC.
-            # Neither works with expandable segments, and both happen at the start only: an all-reduce outside
-            # of a graph copies its input to a buffer that was registered at the start (vLLM:
-            # device_allocator/cumem.py, use_memory_pool; custom_all_reduce.py, capture and all_reduce).
-            use_expandable_segments(False)
-        self.llm = start_vllm(options, self.captures_routes)
-        if self.on_gpu:
-            use_expandable_segments(True)
+        with fixed_segments():
+            self.llm = start_vllm(options, self.captures_routes)
         if self.num_experts and self.on_gpu and not settings.enforce_eager:
             GRAPHS_OF_EXPERTS.add(self)
         if settings.tensor_parallel > 1 and not self.on_gpu:  # vLLM leaves segments that break the next run

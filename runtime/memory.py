@@ -6,6 +6,7 @@ before a model is loaded, and experiments/plan.py makes it without a GPU. On CPU
 its memory: node_memory() measures the memory that the node has left for the ranks.
 """
 
+import contextlib
 import ctypes
 import math
 import os
@@ -100,15 +101,32 @@ def why_too_small(parts: dict[str, int], engine_sleeps: bool, total: int, needed
     return None
 
 
-def use_expandable_segments(on: bool) -> None:
-    """Make torch allocate GPU memory in segments that grow and shrink, or in segments of a fixed size.
+@contextlib.contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Run a block with fixed segments of GPU memory; after the block torch's segments grow and shrink.
 
-    Micro-batches differ in size, so that fixed segments leave gaps that no later tensor fits into. A choice
-    of expandable_segments in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF is the user's and stays.
+    Why growing segments: micro-batches differ in size, so that fixed segments leave gaps that no later tensor
+    fits into. Why not while vLLM starts: vLLM allocates its pools for sleep, and shares the buffers of CUDA
+    graphs with other ranks by CUDA IPC. Neither works with growing segments, and both happen at the start
+    only: a later all-reduce outside of a graph copies its input to a buffer that was shared at the start
+    (vLLM: device_allocator/cumem.py, use_memory_pool; custom_all_reduce.py, capture and all_reduce).
+
+    expandable_segments:False in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF keeps fixed segments at all
+    times. expandable_segments:True is hidden during the block, because vLLM would switch it on too early.
     """
-    chosen = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if not any("expandable_segments" in text for text in chosen):
-        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")  # as vLLM's workers do
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    texts = {name: os.environ[name] for name in names if name in os.environ}
+    if not torch.cuda.is_available() or any("expandable_segments:False" in text for text in texts.values()):
+        yield
+        return
+    for name, text in texts.items():
+        os.environ[name] = text.replace("expandable_segments:True", "expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")  # the function that vLLM calls
+    try:
+        yield
+    finally:
+        os.environ.update(texts)
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import json
+import os
 import re
 from pathlib import Path
 
@@ -25,11 +26,11 @@ from runtime.memory import (
     STANDING,
     NodeMemory,
     bytes_by_phase,
+    fixed_segments,
     free_memory,
     node_memory,
     return_freed_memory,
     trainer_bytes,
-    use_expandable_segments,
     why_too_small,
 )
 from settings import RolloutSettings
@@ -311,15 +312,24 @@ def test_an_engine_of_more_gpus_generates_more_completions_at_once(parallel, seq
     assert extra == (sequences - 256) * (3 * 151936 * 4 + 2**21)
 
 
-def test_expandable_segments_are_the_users_choice_first(monkeypatch):
+@pytest.mark.parametrize("choice", [None, "True", "False"])
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_gpu_memory_are_fixed_while_an_engine_starts(name, choice, monkeypatch):
+    """vLLM reads the variable and would switch expandable segments on again after its first pool."""
     calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    use_expandable_segments(True)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
-    use_expandable_segments(True)
-    assert calls == ["expandable_segments:True"]
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    text = f"max_split_size_mb:512,expandable_segments:{choice}"
+    if choice is not None:
+        monkeypatch.setenv(name, text)
+    with fixed_segments():
+        calls.append("start")
+        assert "expandable_segments:True" not in os.environ.get(name, "")
+    assert os.environ.get(name) == (text if choice else None)
+    around = ["expandable_segments:False", "start", "expandable_segments:True"]
+    assert calls == (["start"] if choice == "False" else around)
 
 
 def test_the_trainer_refuses_a_run_that_the_planner_refuses(monkeypatch):
@@ -638,7 +648,7 @@ def test_a_rollout_samples_every_token_once(mean, limit, monkeypatch):
 
 
 def test_a_sync_takes_less_than_published_and_more_than_its_bytes():
-    """Published for Qwen3-30B-A3B are 0.74 to 1.0 s in bfloat16, matrix by matrix, and 2.9 to 4.0 s with FP8.
+    """Published for Qwen3-30B-A3B are 0.74 to 1.0 s in bfloat16, and 2.9 to 4.0 s with FP8.
 
     The bytes of an H100 are 50.7 GB at 450 x 0.6 GB/s, and 61.1 GB twice at 3,350 x 0.6 GB/s.
     """

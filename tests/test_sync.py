@@ -676,11 +676,11 @@ def test_an_engine_sleeps_as_soon_as_it_is_built(engine_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 * GIB, 80 * GIB))
     monkeypatch.setattr(rollout, "start_vllm", lambda options, captures: calls.append(options) or llm)
-    monkeypatch.setattr(rollout, "use_expandable_segments", calls.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
     folder = engine_of("moe").llm.model_config.model
     first = RolloutEngine(folder, 64, RolloutSettings(sleep_level=2), trainer_bytes=30 * GIB)
-    expandable_before, options, expandable_after, level = calls
-    assert (expandable_before, expandable_after, level) == (False, True, 2)
+    before, options, after, level = calls
+    assert (before, after, level) == ("expandable_segments:False", "expandable_segments:True", 2)
     assert options["gpu_memory_utilization"] == pytest.approx((70 - 30 - 4) / 80)
     with pytest.raises(ValueError, match="enforce_eager"):
         rollout.refuse_beside_graphs_of_experts()
