@@ -44,6 +44,7 @@ from memory_plan import (
     max_model_len,
     trainer_memory,
     with_setting,
+    with_sleep_level,
 )
 from moe_model import num_experts_of
 from reward import (
@@ -87,7 +88,7 @@ from runtime.metrics import (
     schedule_metrics,
     straggler,
 )
-from runtime.schedule import from_rank_0
+from runtime.schedule import from_rank_0, host_group
 from runtime.stages import StagePosition, end_of_stage, place_of
 from runtime.summary import plot_curves, print_summary, write_summary
 from runtime.watchdog import MARGIN_S, Watchdog
@@ -99,7 +100,7 @@ class Run:
     """A running job: everything that main() and its functions work with."""
 
     config: Config  # settings of the current stage
-    run_config: Config  # settings of the run with all stages and model.dtype resolved; without stages, config
+    run_config: Config  # settings of the run with all stages and without auto; without stages, config
     stage_configs: list[Config]  # settings of each stage
     offers: Offers  # prompts of the current stage
     stage_offers: list[Offers]  # prompts of each stage
@@ -209,6 +210,7 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     clock = Clock({})
     watchdog = Watchdog(clock, config.run.warn_s, config.run.timeout_s).start()
     moe_model.init_deepspeed()
+    host_group()  # before set_group_timeouts()
     check_ranks_agree(config)
     set_seed(config.train.seed)
     return accelerator, clock, watchdog
@@ -367,7 +369,7 @@ def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState, Co
     """Lock run.dir and prepare it for a new or a resumed run. Collective.
 
     Returns the lock (on rank 0), the folder of the newest checkpoint, the counters to start from, and the
-    settings with the dtype of the policy in place of auto.
+    settings with the dtype of the policy in place of auto and the level of sleep in place of null.
     """
     run_dir = Path(config.run.dir)
     rank = dist.get_rank()
@@ -378,7 +380,7 @@ def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState, Co
     state = state_of(record, config) if record else TrainState()
     if rank == 0 and not is_finished(config, checkpoint, state):
         prepare_run_dir(run_dir, config, record)
-    return lock, checkpoint, state, with_dtype(config, record)
+    return lock, checkpoint, state, with_sleep(with_dtype(config, record))
 
 
 def with_dtype(config: Config, record: dict | None) -> Config:
@@ -399,6 +401,18 @@ def with_dtype(config: Config, record: dict | None) -> Config:
         processor = f"CPU {'with' if dtype == 'bfloat16' else 'without'} AMX"
         reason = f"for a {'GPU' if on_gpu else processor}"
     say(f"model.dtype auto: {resolved.model.dtype} ({reason})")
+    return resolved
+
+
+def with_sleep(config: Config) -> Config:
+    """Return the settings with a number in place of rollout.sleep_level null; print the number on GPUs.
+
+    Checkpoints record the number. A resume chooses anew, because the level of sleep changes no result.
+    """
+    on_gpu = torch.cuda.is_available()
+    resolved = with_sleep_level(config, on_gpu)
+    if on_gpu and config.rollout.sleep_level is None:
+        say(f"rollout.sleep_level null: {resolved.rollout.sleep_level} (for a GPU)")
     return resolved
 
 

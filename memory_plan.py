@@ -40,11 +40,23 @@ from runtime.memory import GIB, NodeMemory, bytes_by_phase, trainer_bytes, why_t
 from settings import MICRO_BATCH_SIZES, Config, ModelSettings, RolloutSettings
 
 REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
+COMMUNICATOR_BYTES = GIB // 2  # of NCCL, per group of ranks [ours: a guess for 8 ranks on NVLink]
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Activations: from the forward pass to the end of the backward pass
 # ------------------------------------------------------------------------------------------------------------
+LAYERS_CACHE: dict[str, list[bool]] = {}
+
+
+def layers_with_experts(config: PretrainedConfig) -> list[bool]:
+    """Tell of each layer whether it has experts; cached, because a search makes a thousand estimates."""
+    key = f"{type(config).__name__} {vars(config)}"
+    if key not in LAYERS_CACHE:
+        LAYERS_CACHE[key] = [is_moe_layer(config, layer) for layer in range(config.num_hidden_layers)]
+    return LAYERS_CACHE[key]
+
+
 def itemsize_of(settings: ModelSettings) -> int:
     """Return the bytes of one value of the policy: 4 in float32, 2 in bfloat16.
 
@@ -112,7 +124,7 @@ def activation_bytes(
     hidden = config.hidden_size
     num_layers = config.num_hidden_layers
     itemsize = itemsize_of(settings)
-    has_experts = [is_moe_layer(config, layer) for layer in range(num_layers)]
+    has_experts = layers_with_experts(config)
     bytes_by_kind = {  # a layer with experts, a layer without
         kind: saved_bytes_per_token(config, has_experts.index(kind), itemsize, on_gpu)
         for kind in set(has_experts)
@@ -234,8 +246,7 @@ def sync_buffer_bytes(config: PretrainedConfig, settings: ModelSettings, own_exp
     counts = parameter_counts(config)
     if not counts.experts:
         return 0
-    num_moe_layers = sum(is_moe_layer(config, layer) for layer in range(config.num_hidden_layers))
-    layer_bytes = counts.experts // num_moe_layers * itemsize_of(settings)
+    layer_bytes = counts.experts // sum(layers_with_experts(config)) * itemsize_of(settings)
     if own_experts:
         return layer_bytes // settings.ep_size
     if settings.ep_size == 1:
@@ -307,21 +318,53 @@ def syncs_own_experts(config: Config) -> bool:
     return config.rollout.expert_parallel and config.rollout.tensor_parallel == config.model.ep_size
 
 
+def num_communicators(config: Config, hf_config: PretrainedConfig, num_ranks: int) -> int:
+    """Return the number of groups for which NCCL holds buffers on a rank; a group of one rank has none.
+
+    all ranks       torch's default group, and DeepSpeed's clone of it (groups.py: _clone_world_group)
+    MoE             the ranks of an expert-parallel group, and the ranks that hold the same experts
+    engine          vLLM's tensor-parallel group, and its expert group for a MoE (parallel_state.py:
+                    initialize_model_parallel); both exist also without rollout.expert_parallel
+    """
+    sizes = [num_ranks, num_ranks, config.rollout.tensor_parallel]
+    if num_experts_of(hf_config):
+        sizes += [config.model.ep_size, num_ranks // config.model.ep_size, config.rollout.tensor_parallel]
+    return sum(size > 1 for size in sizes)
+
+
+def rounded_bytes(config: Config, hf_config: PretrainedConfig) -> int:
+    """Return the bytes of a layer's experts, rounded to float32 by a sync with rollout.fp8 simulate; else 0.
+
+    vLLM holds the tensors that it receives until a layer is complete.
+    """
+    if config.rollout.fp8 != "simulate" or not num_experts_of(hf_config):
+        return 0
+    held = config.model.ep_size if syncs_own_experts(config) else 1
+    return 4 * parameter_counts(hf_config).experts // sum(layers_with_experts(hf_config)) // held
+
+
 def trainer_memory(
     config: Config, hf_config: PretrainedConfig, num_ranks: int, on_gpu: bool = True
 ) -> dict[str, int]:
     """Return the bytes of the trainer on a rank, by part; a forward pass holds at least one full-length row.
 
-    train.share_prompts does not reduce the largest micro-batch, whose rows may have short prompts.
+    train.share_prompts does not reduce the largest micro-batch, whose rows may have short prompts. Estimates
+    for GPUs count NCCL's communicators, and a tenth of the activations as the error of their estimate [ours:
+    on CPUs, where updates are measured, the error is at most 6 %].
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
-    return memory_by_part(
+    parts = memory_by_part(
         hf_config, config.model, config.train.zero_stage, num_ranks,
         tokens=max(config.train.tokens_per_forward(on_gpu), longest),
         with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config), on_gpu=on_gpu,
         offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
         fused_adamw=config.train.fused_adamw,
     )  # fmt: skip
+    if on_gpu:
+        parts["sync buffers"] += rounded_bytes(config, hf_config)
+        parts["communicators"] = COMMUNICATOR_BYTES * num_communicators(config, hf_config, num_ranks)
+        parts["error of activations"] = parts["activations"] // 10
+    return parts
 
 
 def plan_memory(
@@ -329,7 +372,7 @@ def plan_memory(
 ) -> tuple[dict[str, int], str | None]:
     """Return the bytes of a GPU by part, trainer and engine, and the reason if `total` bytes are too few."""
     parts = trainer_memory(config, hf_config, num_ranks)
-    engine_sleeps = config.rollout.sleep_level > 0
+    engine_sleeps = bool(config.rollout.sleep_level)
     parts |= engine_memory(hf_config, config.rollout, trainer_bytes(parts, engine_sleeps), total)
     needed = max_model_len(config) * kv_bytes_per_token(hf_config, config.rollout)
     return parts, why_too_small(parts, engine_sleeps, total, needed)
@@ -381,7 +424,7 @@ def kv_cache_on_cpu(config: Config, hf_config: PretrainedConfig) -> int:
     if config.rollout.kv_cache_gib is not None:
         return int(config.rollout.kv_cache_gib * GIB)
     one = smallest_kv_cache_bytes(hf_config, config.rollout, max_model_len(config), CPU_BLOCK_SIZE)
-    return max(one, min(config.rollout.max_num_seqs * one, DEFAULT_KV_CACHE_BYTES))
+    return max(one, min(config.rollout.sequences_at_once * one, DEFAULT_KV_CACHE_BYTES))
 
 
 def engine_settings(config: Config, hf_config: PretrainedConfig) -> RolloutSettings:
@@ -415,6 +458,17 @@ def with_setting(config: Config, name: str, value: object) -> Config:
     section, key = name.split(".")
     changed = getattr(config, section).model_copy(update={key: value})
     return config.model_copy(update={section: changed})
+
+
+def with_sleep_level(config: Config, on_gpu: bool) -> Config:
+    """Return the settings with a number in place of rollout.sleep_level null: 2 on GPUs, 0 on CPUs.
+
+    An engine that sleeps during updates leaves its memory to activations, and the engine's KV cache fills the
+    memory of the activations during rollouts.
+    """
+    if config.rollout.sleep_level is not None:
+        return config
+    return with_setting(config, "rollout.sleep_level", 2 if on_gpu else 0)
 
 
 SMALLEST_SAVING = 0.1  # of a rank's memory [ours]

@@ -34,7 +34,7 @@ from torch import Tensor
 from batch import Completion, Request
 from kernels.fp8_block import BLOCK, fp8_round, mxfp4_round
 from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
-from runtime.memory import GIB
+from runtime.memory import GIB, fixed_segments, margin_bytes
 from runtime.schedule import CacheRoom, WaitingLine
 from settings import RolloutSettings
 from vllm_worker import (
@@ -101,7 +101,8 @@ class RolloutEngine:
             options["gpu_memory_utilization"] = memory_share(
                 self.hf_config, settings, max_model_len, trainer_bytes, free, total
             )
-        self.llm = start_vllm(options, self.captures_routes)
+        with fixed_segments():
+            self.llm = start_vllm(options, self.captures_routes)
         if self.num_experts and self.on_gpu and not settings.enforce_eager:
             GRAPHS_OF_EXPERTS.add(self)
         if settings.tensor_parallel > 1 and not self.on_gpu:  # vLLM leaves segments that break the next run
@@ -126,7 +127,7 @@ class RolloutEngine:
         return (
             f"engine: a KV cache of {gib:.3g} GiB holds {num_tokens:,} tokens, that is {num_completions:,} "
             f"completions of full length ({self.max_model_len:,} tokens with the prompt; at most "
-            f"{self.settings.max_num_seqs} run at once); {kernels}"
+            f"{self.settings.sequences_at_once} run at once); {kernels}"
         )
 
     @property
@@ -195,7 +196,7 @@ class RolloutEngine:
         start = time.perf_counter()
         num_steps = 0
         num_running = 0
-        max_num_seqs = self.settings.max_num_seqs
+        max_num_seqs = self.settings.sequences_at_once
         waiting = WaitingLine(requests, max_num_seqs)
         block_size = self.engine.vllm_config.cache_config.block_size
         prefix_caching = self.settings.prefix_caching
@@ -375,6 +376,10 @@ class TensorCounter:
 # ------------------------------------------------------------------------------------------------------------
 # Options and checks of an engine
 # ------------------------------------------------------------------------------------------------------------
+# Completions in a CUDA graph at most: vLLM's default on Hopper, and on Blackwell. Larger batches run without.
+GRAPH_SIZES = (512, 1024)
+
+
 def engine_options(
     model_path: str | Path, max_model_len: int, settings: RolloutSettings, timeout_s: float | None = None
 ) -> dict:
@@ -385,7 +390,7 @@ def engine_options(
         "load_format": "dummy",
         "dtype": settings.dtype,
         "max_model_len": max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
+        "max_num_seqs": settings.sequences_at_once,
         "enable_prefix_caching": settings.prefix_caching,
         "logprobs_mode": "processed_logprobs",  # after temperature, as in the trainer
         "generation_config": "vllm",  # a checkpoint's own top_k or top_p would skew importance ratios
@@ -393,7 +398,7 @@ def engine_options(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "enforce_eager": not on_gpu or settings.enforce_eager,
-        "enable_sleep_mode": settings.sleep_level > 0,
+        "enable_sleep_mode": bool(settings.sleep_level),
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_expert_parallel": settings.expert_parallel,
     }
@@ -404,6 +409,9 @@ def engine_options(
         options["block_size"] = CPU_BLOCK_SIZE
     elif settings.dtype == "bfloat16":  # like the trainer's logits; in bfloat16, steps of 1/8
         options["hf_overrides"] = {"head_dtype": "float32"}
+    if on_gpu and settings.sequences_at_once > GRAPH_SIZES[0] and not settings.enforce_eager:
+        size = math.ceil(settings.sequences_at_once / 16) * 16  # vLLM captures multiples of 16
+        options["max_cudagraph_capture_size"] = min(size, GRAPH_SIZES[1])
     if on_gpu and settings.capture_routes != "off":
         options["block_size"] = 64  # larger blocks: with capture, each step lists all blocks in use
     if timeout_s is not None:
@@ -617,18 +625,31 @@ def engine_weight_bytes(hf_config, settings: RolloutSettings) -> int:
     return num_bytes // settings.tensor_parallel
 
 
-# CUDA graphs, workspaces and the activations of a prefill [ours: a guess; vLLM measures the actual size]
+# CUDA graphs, workspaces and the activations of a prefill, of an engine that generates up to 256 completions
+# at once [ours: a guess; vLLM measures the actual size]
 ENGINE_EXTRA_BYTES = 4 * GIB
+GRAPH_BYTES = 2 * 2**20  # larger CUDA graphs, per additional completion [ours: a guess, 1 GiB for 512]
 VLLM_SHARE = 0.92  # vLLM's default; CUDA itself needs the remaining memory
+
+
+def engine_extra_bytes(hf_config, settings: RolloutSettings) -> int:
+    """Return the bytes that an engine takes besides weights and KV cache.
+
+    A completion beyond the first 256 adds three rows of float32 logits (gathered from the ranks, in the order
+    of the vocabulary, divided by the temperature) and larger CUDA graphs [ours: read in vLLM, not measured].
+    """
+    additional = max(0, settings.sequences_at_once - 256)
+    return ENGINE_EXTRA_BYTES + additional * (3 * 4 * hf_config.vocab_size + GRAPH_BYTES)
 
 
 def room_of_engine(trainer_bytes: int, free: int, total: int) -> float:
     """Return the bytes of a GPU that vLLM may take.
 
-    At least 1 GiB is subtracted from the free memory, because vLLM creates a CUDA context before it measures
-    the free memory.
+    The rest is for the trainer, with a margin for errors of the estimate trainer_bytes. At least 1 GiB is
+    subtracted from the free memory, because vLLM creates a CUDA context before it measures the free memory.
     """
-    return min(VLLM_SHARE * total, free - max(trainer_bytes, GIB))
+    margin = margin_bytes(total) if trainer_bytes else 0
+    return min(VLLM_SHARE * total, free - max(trainer_bytes, GIB) - margin)
 
 
 def engine_memory(hf_config, settings: RolloutSettings, trainer_bytes: int, total: int) -> dict[str, int]:
@@ -638,12 +659,13 @@ def engine_memory(hf_config, settings: RolloutSettings, trainer_bytes: int, tota
     workspace leave in the engine's room.
     """
     weights = engine_weight_bytes(hf_config, settings)
+    workspace = engine_extra_bytes(hf_config, settings)
     if settings.kv_cache_gib is None:
         room = int(room_of_engine(trainer_bytes, total, total))
-        kv_cache = room - weights - ENGINE_EXTRA_BYTES
+        kv_cache = room - weights - workspace
     else:
         kv_cache = int(settings.kv_cache_gib * GIB)
-    return {"engine weights": weights, "engine workspace": ENGINE_EXTRA_BYTES, "KV cache": kv_cache}
+    return {"engine weights": weights, "engine workspace": workspace, "KV cache": kv_cache}
 
 
 def memory_share(
@@ -651,7 +673,7 @@ def memory_share(
 ) -> float:
     """Return the share of a GPU that vLLM may take for weights, workspaces and KV cache.
 
-        share = min(0.92 total, free - trainer_bytes) / total
+        share = min(0.92 total, free - trainer_bytes - margin) / total
 
     free, total: bytes of this GPU before the engine starts. Raises ValueError, with settings that would fit,
     if the share is too small for the weights and one completion of full length.
@@ -661,21 +683,21 @@ def memory_share(
     if smallest <= room:
         return room / total
     advice = fitting_settings(hf_config, settings, max_model_len, room)[:1]
-    if settings.sleep_level == 0:
+    if not settings.sleep_level:
         advice.append("rollout.sleep_level=2")
     advice = " or ".join(advice) or "more GPUs, a shorter rollout.max_new_tokens or a smaller model"
     raise ValueError(
         f"this GPU is too small: of {total / GIB:.0f} GiB {free / GIB:.0f} are free, the trainer takes "
-        f"{trainer_bytes / GIB:.0f} of them and the engine needs {smallest / GIB:.0f} for weights, "
-        f"graphs and one completion of full length; try {advice}, or set rollout.kv_cache_gib to skip "
-        "this estimate"
+        f"{trainer_bytes / GIB:.0f} of them, {margin_bytes(total) / GIB:.0f} stay free as a margin, and the "
+        f"engine needs {smallest / GIB:.0f} for weights, graphs and one completion of full length; try "
+        f"{advice}, or set rollout.kv_cache_gib to skip this estimate"
     )
 
 
 def smallest_engine_bytes(hf_config, settings: RolloutSettings, max_model_len: int) -> int:
     """Return the bytes of an engine whose KV cache holds one completion of full length."""
     kv_cache = max_model_len * kv_bytes_per_token(hf_config, settings)
-    return engine_weight_bytes(hf_config, settings) + kv_cache + ENGINE_EXTRA_BYTES
+    return engine_weight_bytes(hf_config, settings) + kv_cache + engine_extra_bytes(hf_config, settings)
 
 
 def fitting_settings(hf_config, settings: RolloutSettings, max_model_len: int, room: float) -> list[str]:

@@ -386,7 +386,14 @@ class RolloutSettings(Section):
     dtype: Literal["float32", "bfloat16"] = setting(
         "bfloat16", "precision of the engine's weights and activations"
     )
-    max_num_seqs: int = setting(256, "completions that an engine generates at once", True, ge=1, le=2**16)
+    max_num_seqs: int | None = setting(
+        None,
+        "completions that an engine generates at once; null: 256 for each rank of the engine "
+        "(tensor_parallel), at most 1024",
+        True,
+        ge=1,
+        le=2**16,
+    )
     schedule: Literal["arrival", "longest_first"] = setting(
         "longest_first",
         "order of prompts across and within engines. arrival: the order of the data. longest_first: by "
@@ -405,10 +412,10 @@ class RolloutSettings(Section):
         le=2**16,
     )
     prefix_caching: bool = setting(True, "share the prompt's KV cache within a group", True)
-    sleep_level: Literal[0, 2] = setting(
-        0,
+    sleep_level: Literal[0, 2] | None = setting(
+        None,
         "GPU memory that the engine frees during updates. 0: none. 2: weights and KV cache, which the next "
-        "sync restores.",
+        "sync restores. null: 2 in a training run on GPUs, else 0.",
         True,
         hint="vLLM's level 1 keeps weights that the next sync overwrites; 2 frees as much",
     )
@@ -456,6 +463,15 @@ class RolloutSettings(Section):
         True,
         gt=0,
     )
+
+    @property
+    def sequences_at_once(self) -> int:
+        """Return the number of completions that an engine generates at once.
+
+        The default of max_num_seqs grows with the GPUs of an engine, whose KV caches hold more completions
+        together. 1,024 is vLLM's own default on an H100 (engine/arg_utils.py: default_max_num_seqs).
+        """
+        return self.max_num_seqs or min(256 * self.tensor_parallel, 1024)
 
 
 # ============================================================================================================

@@ -40,8 +40,8 @@ from configure import load_config, stage_configs
 from experiments.bench.common import markdown
 from lifecycle import check_model, widest
 from memory_plan import plan_memory, syncs_own_experts
-from moe_model import head_dim, is_moe_layer, num_experts_of
-from runtime.memory import GIB, bytes_by_phase
+from moe_model import head_dim, num_experts_of
+from runtime.memory import GIB, bytes_by_phase, margin_bytes
 from settings import Config
 from train_rl import needs_old_pass
 
@@ -143,7 +143,14 @@ MEMORY_SHARE = 0.60
 LINK_SHARE = 0.60
 ENGINE_STEP_S = 0.006  # vLLM's host work and kernel launches per step, for any batch size [ours: a guess]
 ALL_REDUCE_S = 20e-6  # latency of one all-reduce in a tensor-parallel layer [ours: a guess]
-LOADER_S_PER_MATRIX = 35e-6  # Python of vLLM's loader per matrix of an expert [ours: a guess]
+# Python of a sync, measured on a CPU (experiments/bench/docs/sync.md and LOG.md)
+S_PER_TENSOR = 208e-6  # of a tensor that vLLM's loader takes whole
+S_PER_MATRIX = 137e-6  # of a matrix of an expert, if each is loaded by itself
+# vLLM quantises expert by expert. NeMo-RL's syncs of Qwen3-30B-A3B take about 2.5 s longer with FP8 than
+# without, for gate and up, and down of 128 experts in 48 layers [ours: the middle of its figures, divided]
+FP8_S_PER_MATRIX = 2.5 / (2 * 128 * 48)
+TENSORS_PER_LAYER = 9  # besides experts: four projections, four norms, the router
+DISK_GBS = 1.0  # of a node, writing a checkpoint [ours: a guess; a local NVMe disk is faster]
 TAIL_DIVISOR = 8  # in the tail of a rollout one of this many completions still runs [ours: a guess]
 CORE_GBS = 20  # memory rate of a host core in AdamW; a rank has one core [ours: docs/gpu.md measures 23]
 HOST_GIB_PER_GPU = 240  # about 2 TB for eight GPUs, a common size of nodes
@@ -165,9 +172,10 @@ class Task:
     new_tokens: float  # mean length of completions
 
     def __post_init__(self):
-        """Replace model.dtype auto by the dtype that it means on GPUs."""
+        """Replace model.dtype auto and rollout.sleep_level null by the values that they mean on GPUs."""
         dtype = moe_model.policy_dtype(self.config.model, on_gpu=True)
-        object.__setattr__(self, "config", memory_plan.with_setting(self.config, "model.dtype", dtype))
+        config = memory_plan.with_setting(self.config, "model.dtype", dtype)
+        object.__setattr__(self, "config", memory_plan.with_sleep_level(config, on_gpu=True))
 
     def with_settings(self, change: dict) -> "Task":
         """Return the same task with other settings or another number of GPUs.
@@ -209,6 +217,11 @@ class Task:
         return bytes_by_phase(self.parts, self.config.rollout.sleep_level > 0)
 
     @property
+    def margin(self) -> int:
+        """Return the bytes of a GPU that stay free in every phase."""
+        return margin_bytes(int(self.machine.memory_gib * GIB))
+
+    @property
     def active_experts(self) -> float:
         """Return the expert parameters that take part in the products of one token."""
         if self.counts.experts == 0:
@@ -227,7 +240,7 @@ class Task:
     @property
     def num_moe_layers(self) -> int:
         """Return the number of layers with experts."""
-        return sum(is_moe_layer(self.model, layer) for layer in range(self.model.num_hidden_layers))
+        return sum(memory_plan.layers_with_experts(self.model))
 
     @property
     def itemsize(self) -> int:
@@ -378,6 +391,26 @@ def node_bytes(task: Task) -> int:
     return sum(host_memory(task).values()) * gpus_of_node(task)
 
 
+def num_nodes(task: Task) -> int:
+    """Return the number of nodes of the run."""
+    return -(-task.num_gpus // task.machine.gpus_per_node)
+
+
+def checkpoint_cost(task: Task) -> dict[str, float]:
+    """Return the size of a checkpoint, the disk that a run needs, and the seconds of a write.
+
+    A checkpoint has the weights in the policy's dtype, and float32 weights and AdamW's states, 12 bytes per
+    parameter. A new checkpoint is complete before the oldest of checkpoint.keep is deleted. Every node writes
+    its share, and no rank trains meanwhile.
+    """
+    gigabytes = sum(task.counts) * (task.itemsize + 12) / 1e9
+    return {
+        "GB": gigabytes,
+        "GB on the disk": gigabytes * (task.config.checkpoint.keep + 1),
+        "seconds": gigabytes / num_nodes(task) / DISK_GBS,
+    }
+
+
 def sync_bytes(task: Task) -> dict[str, int]:
     """Return the bytes that one weight sync moves on a GPU.
 
@@ -492,7 +525,7 @@ def completions_of_engine(task: Task) -> float:
 def completions_at_once(task: Task) -> float:
     """Return the batch of an engine: all completions, or as many as max_num_seqs or the KV cache allow."""
     room = task.parts["KV cache"] / task.kv_bytes / task.sequence_tokens
-    return max(1.0, min(completions_of_engine(task), task.config.rollout.max_num_seqs, room))
+    return max(1.0, min(completions_of_engine(task), task.config.rollout.sequences_at_once, room))
 
 
 def rollout_seconds(task: Task) -> float:
@@ -517,14 +550,28 @@ def rollout_seconds(task: Task) -> float:
 
 
 def sync_seconds(task: Task) -> float:
-    """Return the seconds of a weight sync: gathering, two copies of the received bytes, Python per matrix."""
+    """Return the seconds of a weight sync: gathering, two copies of the received bytes, Python, FP8.
+
+    Experts of a layer are loaded as a whole, gate, up and down. With rollout.expert_parallel vLLM has to
+    choose a rank's experts, matrix by matrix. With FP8 it quantises the experts that a rank holds (slices of
+    all experts with tensor parallelism), gate and up together.
+    """
+    settings = task.config.rollout
     moved = sync_bytes(task)
     ep_size = task.config.model.ep_size
-    copying_s = 2 * moved["handed over"] / (task.machine.memory_gbs * 1e9 * MEMORY_SHARE)
-    num_matrices = 3 * task.num_moe_layers * num_experts_of(task.model)
-    num_matrices //= ep_size if syncs_own_experts(task.config) else 1
     gathering_s = link_seconds(task, moved["over the wire"], ep_size)
-    return gathering_s + copying_s + num_matrices * LOADER_S_PER_MATRIX
+    copying_s = 2 * moved["handed over"] / (task.machine.memory_gbs * 1e9 * MEMORY_SHARE)
+    num_tensors = TENSORS_PER_LAYER * task.model.num_hidden_layers
+    num_matrices = 0  # that vLLM loads one by one
+    num_experts = task.num_moe_layers * num_experts_of(task.model)
+    if settings.expert_parallel:
+        num_matrices = 3 * num_experts // (ep_size if syncs_own_experts(task.config) else 1)
+    else:
+        num_tensors += 3 * task.num_moe_layers
+    python_s = num_tensors * S_PER_TENSOR + num_matrices * S_PER_MATRIX
+    num_held = num_experts // (settings.tensor_parallel if settings.expert_parallel else 1)
+    quantising_s = 2 * num_held * FP8_S_PER_MATRIX if settings.fp8 == "on" else 0.0
+    return gathering_s + copying_s + python_s + quantising_s
 
 
 def offload_cost(task: Task) -> dict[str, float]:
@@ -612,11 +659,13 @@ def plan_run(task: Task) -> dict:
         "sleep": sleep_needed(task),
         "memory_gib": in_gib(task.parts),
         "phases_gib": in_gib(task.phases),
+        "margin_gib": round(task.margin / GIB, 2),
         "host_gib": in_gib(host_memory(task)) | {"of a node": round(node_bytes(task) / GIB, 1)},
         "kv_cache_tokens": max(0, task.parts["KV cache"]) // task.kv_bytes,
         "completions_at_once": round(completions_at_once(task)),
         "seconds": {name: round(value, 2) for name, value in seconds.items()} | {"step": round(step_s, 1)},
         "offload": {name: round(value, 2) for name, value in offload_cost(task).items()},
+        "checkpoint": {name: round(value, 1) for name, value in checkpoint_cost(task).items()},
         "tokens_per_step": int(tokens),
         "trained_tokens_per_gpu": int(task.trained_tokens),
         "grid_tokens_per_gpu": int(task.grid_tokens),
@@ -728,9 +777,16 @@ OPTIMIZERS = [  # places of gradients and optimizer states, fastest first
 ]
 
 
+def useful_sequences(task: Task, parallel: int) -> int:
+    """Return the rollout.max_num_seqs that starts all completions of an engine together, 256 to 1,024."""
+    num_completions = task.completions * parallel / task.num_gpus
+    return next((size for size in (256, 512) if size >= num_completions), 1024)
+
+
 def search(task: Task, most: int = 5) -> list[tuple[dict, Task]]:
     """Return (settings, task) of the fastest proposals that fit; all sizes are powers of two.
 
+    rollout.max_num_seqs follows from the completions of an engine. A larger limit would only cost memory.
     Two proposals never differ in rollout.sleep_level and train.micro_batch_tokens alone: only the faster of
     the two is listed. On a tie the engine stays awake and micro-batches are large.
     """
@@ -747,6 +803,7 @@ def search(task: Task, most: int = 5) -> list[tuple[dict, Task]]:
     for number, values in enumerate(itertools.product(*grid.values())):
         change = dict(zip(grid, values, strict=True))
         change |= change.pop("optimizer")
+        change["rollout.max_num_seqs"] = useful_sequences(task, change["rollout.tensor_parallel"])
         changed_task = task.with_settings(change)
         if why_not(changed_task) is None:
             candidate = (step_seconds(changed_task), number, change, changed_task)
@@ -776,9 +833,18 @@ def describe(plan: dict, contradicts: bool = False) -> str:
         f"one pass over all completions computes {plan['trained_tokens_per_gpu']:,} tokens on a GPU, and "
         f"{plan['grid_tokens_per_gpu']:,} tokens in attention; a micro-batch of mean lengths keeps "
         f"{plan['mean_activations_gib']} GiB of activations",
+        describe_checkpoint(plan["checkpoint"]),
         f"sleep needed during updates: {plan['sleep']}",
-        "it fits",
+        f"it fits, and {plan['margin_gib']} GiB or more of a GPU stay free in every phase",
     ])  # fmt: skip
+
+
+def describe_checkpoint(cost: dict[str, float]) -> str:
+    """Write the size and the seconds of a checkpoint."""
+    return (
+        f"a checkpoint has {cost['GB']:,.1f} GB and takes about {cost['seconds']:,.0f} s, in which no rank "
+        f"trains, at {DISK_GBS:g} GB/s per node; the run needs {cost['GB on the disk']:,.1f} GB of disk"
+    )
 
 
 def head_line(plan: dict) -> str:
@@ -892,8 +958,8 @@ def header(file: Path) -> list[str]:
             "shape of Qwen/Qwen3-8B; mean prompt 200, completion 1,200 tokens"
         )
     per_node = task.machine.gpus_per_node
-    num_nodes = -(-task.num_gpus // per_node)
-    nodes = f" --nnodes={num_nodes} --node-rank=R --master-addr=HOST" if num_nodes > 1 else ""
+    count = num_nodes(task)
+    nodes = f" --nnodes={count} --node-rank=R --master-addr=HOST" if count > 1 else ""
     return [
         *itertools.takewhile(lambda line: not is_generated(line), comment),
         f"#   torchrun{nodes} --nproc-per-node={min(task.num_gpus, per_node)} train_rl.py \\",

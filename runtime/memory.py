@@ -6,30 +6,43 @@ before a model is loaded, and experiments/plan.py makes it without a GPU. On CPU
 its memory: node_memory() measures the memory that the node has left for the ranks.
 """
 
+import contextlib
 import ctypes
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 import torch.distributed as dist
 
 GIB = 2**30
-CONTEXT_BYTES = 4 * GIB  # a guess: CUDA context, NCCL buffers, fragmentation of the allocator
-STANDING = ("weights", "gradients", "master weights", "AdamW", "reference")  # allocated at all times
+CONTEXT_BYTES = 4 * GIB  # a guess: CUDA context, workspaces of cuBLAS and cuDNN, fragments of the allocator
+# Parts that are allocated at all times. Estimates for CPUs have no communicators.
+STANDING = ("weights", "gradients", "master weights", "AdamW", "reference", "communicators")
+
+
+def margin_bytes(total: int) -> int:
+    """Return the bytes of a GPU of `total` bytes that a plan leaves free: 5 %, at least 4 GiB [ours].
+
+    Why: no estimate for GPUs was compared with a measurement, and a run that is out of memory by 1 % fails.
+    """
+    return max(4 * GIB, math.ceil(total / 20))
 
 
 def standing_bytes(parts: dict[str, int]) -> int:
     """Return the bytes that the trainer holds at all times."""
-    return sum(parts[name] for name in STANDING)
+    return sum(parts.get(name, 0) for name in STANDING)
 
 
 def extra_bytes(parts: dict[str, int]) -> dict[str, int]:
     """Return the additional bytes of each phase of the trainer; the phases follow one another."""
     gradients = parts["gradients in an update"]
+    activations = parts["activations"] + parts.get("error of activations", 0)
     return {
-        "update": gradients + parts["activations"] + parts["on the way back"],
+        "update": gradients + activations + parts["on the way back"],
         "optimizer step": gradients + parts["optimizer step"],
         "sync": parts["sync buffers"],
     }
@@ -66,22 +79,54 @@ def bytes_by_phase(
 
 
 def why_too_small(parts: dict[str, int], engine_sleeps: bool, total: int, needed: int) -> str | None:
-    """Explain why the run does not fit into a GPU of `total` bytes; None if all phases fit.
+    """Explain why the run does not fit into a GPU of `total` bytes; None if all phases fit, with a margin.
 
     needed: KV cache of one completion of full length, in bytes, the minimum for an engine.
     """
     phases = bytes_by_phase(parts | {"KV cache": max(parts["KV cache"], needed)}, engine_sleeps)
     phase, most = max(phases.items(), key=lambda item: item[1])
-    if most > total:
+    margin = margin_bytes(total)
+    if most > total - margin:
         has_cache = phase == "rollout" or not engine_sleeps
         cache = " (with the KV cache of one completion of full length)" if has_cache else ""
-        return f"phase {phase} needs {most / GIB:.1f} GiB{cache}, but the GPU has {total / GIB:.1f} GiB"
+        return (
+            f"phase {phase} needs {most / GIB:.1f} GiB{cache}, but the GPU has {total / GIB:.1f} GiB, of "
+            f"which {margin / GIB:.1f} GiB stay free for errors of this estimate"
+        )
     if parts["KV cache"] < needed:
         return (
             f"the KV cache has {max(0, parts['KV cache']) / GIB:.1f} GiB, but one completion of full length "
             f"needs {needed / GIB:.1f} GiB"
         )
     return None
+
+
+@contextlib.contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Run a block with fixed segments of GPU memory; after the block torch's segments grow and shrink.
+
+    Why growing segments: micro-batches differ in size, so that fixed segments leave gaps that no later tensor
+    fits into. Why not while vLLM starts: vLLM allocates its pools for sleep, and shares the buffers of CUDA
+    graphs with other ranks by CUDA IPC. Neither works with growing segments, and both happen at the start
+    only: a later all-reduce outside of a graph copies its input to a buffer that was shared at the start
+    (vLLM: device_allocator/cumem.py, use_memory_pool; custom_all_reduce.py, capture and all_reduce).
+
+    expandable_segments:False in PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF keeps fixed segments at all
+    times. expandable_segments:True is hidden during the block, because vLLM would switch it on too early.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    texts = {name: os.environ[name] for name in names if name in os.environ}
+    if not torch.cuda.is_available() or any("expandable_segments:False" in text for text in texts.values()):
+        yield
+        return
+    for name, text in texts.items():
+        os.environ[name] = text.replace("expandable_segments:True", "expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")  # the function that vLLM calls
+    try:
+        yield
+    finally:
+        os.environ.update(texts)
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ split_micro_batches() splits the rows of an update.
 """
 
 import copyreg
+import functools
 import heapq
 import io
 import math
@@ -260,6 +261,16 @@ def collective_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@functools.cache
+def host_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for tensors in host memory: gloo on GPUs, None (the default) on CPUs.
+
+    The first call creates the group. Collective. lifecycle.connect_ranks() makes that call, so that the group
+    exists before moe_model.set_group_timeouts() sets the timeout of all groups.
+    """
+    return dist.new_group(backend="gloo") if torch.cuda.is_available() else None
+
+
 def to_bytes(parcel: list) -> bytes:
     """Pickle a list with its tensors as NumPy arrays, 20 times faster than torch for many small tensors.
 
@@ -282,20 +293,21 @@ def from_rank_0(value: Any) -> Any:
 def exchange(parcels: list[list]) -> list:
     """Send parcels[r] to rank r and return the items for this rank, from all ranks, as one list. Collective.
 
-    Items that stay on this rank are not copied.
+    Items that stay on this rank are not copied. The items stay in host memory: with routes, the parcels of a
+    step of long completions take more than a GiB, which the plan of a GPU has no room for.
     """
     rank = dist.get_rank()
-    device = collective_device()
+    group = host_group()
     messages = [to_bytes(parcel) if parcel and r != rank else b"" for r, parcel in enumerate(parcels)]
-    send_sizes = torch.tensor([len(message) for message in messages], device=device)  # [ranks], bytes
+    send_sizes = torch.tensor([len(message) for message in messages])  # [ranks], bytes
     receive_sizes = torch.empty_like(send_sizes)
-    dist.all_to_all_single(receive_sizes, send_sizes)
-    outgoing = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8).to(device)
+    dist.all_to_all_single(receive_sizes, send_sizes, group=group)
+    outgoing = torch.frombuffer(bytearray().join(messages) or bytearray(1), dtype=torch.uint8)
     outgoing = outgoing[: int(send_sizes.sum())]
-    incoming = torch.empty(int(receive_sizes.sum()), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(incoming, outgoing, receive_sizes.tolist(), send_sizes.tolist())
-    chunks = incoming.cpu().split(receive_sizes.tolist())
-    received = [pickle.loads(chunk.numpy().tobytes()) for chunk in chunks if len(chunk)]
+    incoming = torch.empty(int(receive_sizes.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(incoming, outgoing, receive_sizes.tolist(), send_sizes.tolist(), group=group)
+    chunks = incoming.split(receive_sizes.tolist())
+    received = [pickle.loads(chunk.numpy()) for chunk in chunks if len(chunk)]
     return parcels[rank] + sum(received, [])
 
 

@@ -51,7 +51,7 @@ class FakeRanks:
         tensor.copy_(combine(torch.stack(self.gather(tensor)), dim=0))
 
     def all_to_all_single(
-        self, received: torch.Tensor, sent: torch.Tensor, received_sizes=None, sent_sizes=None
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes=None, sent_sizes=None, group=None
     ) -> None:
         parts = sent.split(sent_sizes or len(sent) // len(self.items))
         arrived = [row[self.get_rank()] for row in self.gather([part.clone() for part in parts])]

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import json
+import os
 import re
 from pathlib import Path
 
@@ -25,12 +26,14 @@ from runtime.memory import (
     STANDING,
     NodeMemory,
     bytes_by_phase,
+    fixed_segments,
     free_memory,
     node_memory,
     return_freed_memory,
     trainer_bytes,
     why_too_small,
 )
+from settings import RolloutSettings
 from tests import preloaded
 
 CONFIGS = sorted((ROOT / "experiments" / "models").glob("*.yaml"))
@@ -226,6 +229,9 @@ def test_phases_share_a_gpu():
     assert trainer_bytes(summed, True) == 41 + CONTEXT_BYTES
     assert trainer_bytes(summed, False) == 41 + 100 + 10 + CONTEXT_BYTES
     assert trainer_bytes(PARTS | {"optimizer step": 12}, False) == 41 + 12 + CONTEXT_BYTES
+    gpu = {"communicators": 1000, "error of activations": 400}  # not estimated on CPUs
+    assert trainer_bytes(PARTS | gpu, True) == 41 + 1000 + CONTEXT_BYTES
+    assert trainer_bytes(PARTS | gpu, False) == 41 + 1000 + 400 + 10 + CONTEXT_BYTES
 
 
 LARGE = PARTS | {"activations": 10**12}
@@ -243,7 +249,8 @@ LARGE = PARTS | {"activations": 10**12}
     ],
 )
 def test_the_phase_that_does_not_fit_is_named(parts, total, needed, sleeps, words):
-    reason = why_too_small(parts, sleeps, total + CONTEXT_BYTES, needed)
+    margin = 4 * GIB  # more than 5 % of this GPU
+    reason = why_too_small(parts, sleeps, total + CONTEXT_BYTES + margin, needed)
     assert (reason is None) if not words else (words in reason)
     assert not (parts is LARGE and "KV cache" in reason), "a sleeping engine has no KV cache"
 
@@ -257,6 +264,72 @@ def test_plan_and_engine_divide_a_gpu_alike():
     engine = sum(task.parts[name] for name in ("engine weights", "engine workspace", "KV cache"))
     assert engine == pytest.approx(share * total, abs=2)
     assert task.with_settings({"rollout.kv_cache_gib": 2.0}).parts["KV cache"] == 2 * GIB
+
+
+@pytest.mark.parametrize(
+    "model, gpus, ep_size, parallel, expected",
+    [
+        ("Qwen3-0.6B", 1, 1, 1, 0),
+        ("Qwen3-8B", 8, 1, 1, 2),  # all ranks, twice
+        ("Qwen3-8B", 8, 1, 2, 3),  # and vLLM's tensor-parallel group
+        ("Qwen3-30B-A3B", 8, 8, 8, 5),  # and the expert-parallel groups of DeepSpeed and of vLLM
+        ("Qwen3-30B-A3B", 32, 8, 4, 6),  # and the four ranks that hold the same experts
+        ("Qwen3-30B-A3B", 8, 1, 1, 3),  # all ranks hold the same experts
+    ],
+)
+def test_every_group_of_several_ranks_has_a_communicator(model, gpus, ep_size, parallel, expected):
+    task = make_task(
+        f"model.ep_size={ep_size}", f"rollout.tensor_parallel={parallel}", model=model, gpus=gpus
+    )
+    assert task.parts["communicators"] == expected * GIB / 2
+
+
+def test_rounded_weights_of_a_sync_are_counted():
+    """rollout.fp8 simulate sends float32, 4 bytes for each value of the experts of a layer."""
+    plain = make_task("model.ep_size=8")
+    rounded = plain.with_settings({"rollout.fp8": "simulate"})
+    assert rounded.parts["sync buffers"] - plain.parts["sync buffers"] == 128 * 3 * 768 * 2048 * 4
+
+
+def test_an_engine_sleeps_by_default_on_gpus_only(monkeypatch, capsys):
+    FakeRanks(1).install(monkeypatch)
+    config = load_config(["data.train=[{path: unused}]"])
+    awake = memory_plan.with_setting(config, "rollout.sleep_level", 0)
+    assert lifecycle.with_sleep(config).rollout.sleep_level == 0 and capsys.readouterr().out == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert lifecycle.with_sleep(config).rollout.sleep_level == 2 and "sleep_level" in capsys.readouterr().out
+    assert lifecycle.with_sleep(awake) == awake and capsys.readouterr().out == ""
+    assert make_task() == make_task("rollout.sleep_level=2") != make_task("rollout.sleep_level=0")
+
+
+@pytest.mark.parametrize("parallel, sequences", [(1, 256), (2, 512), (4, 1024), (8, 1024)])
+def test_an_engine_of_more_gpus_generates_more_completions_at_once(parallel, sequences):
+    """256 a GPU, at most 1,024. Beyond 256 each adds three rows of 151,936 logits and 2 MiB of graphs."""
+    settings = RolloutSettings(tensor_parallel=parallel)
+    assert settings.sequences_at_once == sequences
+    assert RolloutSettings(tensor_parallel=parallel, max_num_seqs=7).sequences_at_once == 7
+    extra = make_task(f"rollout.tensor_parallel={parallel}").parts["engine workspace"] - 4 * GIB
+    assert extra == (sequences - 256) * (3 * 151936 * 4 + 2**21)
+
+
+@pytest.mark.parametrize("choice", [None, "True", "False"])
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_gpu_memory_are_fixed_while_an_engine_starts(name, choice, monkeypatch):
+    """vLLM reads the variable and would switch expandable segments on again after its first pool."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", calls.append)
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    text = f"max_split_size_mb:512,expandable_segments:{choice}"
+    if choice is not None:
+        monkeypatch.setenv(name, text)
+    with fixed_segments():
+        calls.append("start")
+        assert "expandable_segments:True" not in os.environ.get(name, "")
+    assert os.environ.get(name) == (text if choice else None)
+    around = ["expandable_segments:False", "start", "expandable_segments:True"]
+    assert calls == (["start"] if choice == "False" else around)
 
 
 def test_the_trainer_refuses_a_run_that_the_planner_refuses(monkeypatch):
@@ -566,21 +639,41 @@ def test_fp8_speeds_rollouts_up_as_published():
 @pytest.mark.parametrize("mean, limit", [(2000, 4096), (100, 16384), (4096, 4096)])
 def test_a_rollout_samples_every_token_once(mean, limit, monkeypatch):
     """If a step costs a second per completion, seconds count tokens."""
-    task = make_task(*FITTING, f"rollout.max_new_tokens={limit}", new=mean, machine="h200")
+    limits = (f"rollout.max_new_tokens={limit}", "rollout.max_num_seqs=256")
+    task = make_task(*FITTING, *limits, new=mean, machine="h200")
     assert plan.completions_at_once(task) == 256
     prompts_s = 128 * plan.product_seconds(task, 200, 100) / 8  # on the 8 GPUs of an engine
     monkeypatch.setattr(plan, "decode_step_seconds", lambda task, batch, context: batch)
     assert plan.rollout_seconds(task) - prompts_s == pytest.approx(task.completions * mean, rel=1e-6)
 
 
-def test_a_sync_takes_about_the_published_seconds():
-    """0.74 to 1.0 s for Qwen3-30B-A3B in bfloat16."""
+def test_a_sync_takes_less_than_published_and_more_than_its_bytes():
+    """Published for Qwen3-30B-A3B are 0.74 to 1.0 s in bfloat16, and 2.9 to 4.0 s with FP8.
+
+    The bytes of an H100 are 50.7 GB at 450 x 0.6 GB/s, and 61.1 GB twice at 3,350 x 0.6 GB/s.
+    """
     task = make_task("model.ep_size=8", "rollout.tensor_parallel=8")
-    assert 0.5 * 0.74 < plan.sync_seconds(task) < 2 * 1.0
-    parallel = task.with_settings({"rollout.expert_parallel": True})
-    assert plan.sync_seconds(parallel) < plan.sync_seconds(task) / 4
+    assert 50.7 / 270 + 2 * 61.1 / 2010 < plan.sync_seconds(task) < 0.74
+    assert 2.9 / 2 < plan.sync_seconds(task.with_settings({"rollout.fp8": "on"})) < 2 * 4.0, "a factor of two"
     two_nodes = make_task("model.ep_size=16", gpus=16)
     assert plan.sync_seconds(two_nodes) > 2 * plan.sync_seconds(task), "the network is slower than NVLink"
+
+
+def test_experts_that_are_loaded_one_by_one_cost_python():
+    """Engines of four GPUs that hold whole experts choose 32 of 128 experts among 18,432 matrices."""
+    task = make_task("model.ep_size=8", "rollout.tensor_parallel=4", "rollout.expert_parallel=true")
+    whole = task.with_settings({"rollout.expert_parallel": False})
+    matrices = 48 * 128 * 3
+    expected = matrices * plan.S_PER_MATRIX - 48 * 3 * plan.S_PER_TENSOR
+    assert plan.sync_seconds(task) - plan.sync_seconds(whole) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("gpus, seconds", [(8, 427.4), (32, 106.9)])
+def test_size_and_seconds_of_a_checkpoint_by_hand(gpus, seconds):
+    """30.53 billion parameters x (2 + 12) bytes, at 1 GB/s on each node of eight GPUs; there are three at
+    times, because checkpoint.keep is 2."""
+    cost = plan.plan_run(make_task(*FITTING, gpus=gpus))["checkpoint"]
+    assert cost == {"GB": 427.4, "GB on the disk": pytest.approx(3 * 427.45, abs=0.1), "seconds": seconds}
 
 
 # ---- fits, advice, search ----------------------------------------------------------------------------------
@@ -670,6 +763,7 @@ def test_the_exit_code_tells_whether_a_run_fits(gib, code, small, tmp_path):
     assert plan.main([*argv, "--gpu-memory-gib", str(gib)]) == code
     result = json.loads((tmp_path / "plan.json").read_text())
     assert result["gpus"] == 2 and result["memory_gib"].keys() > {"weights", "activations", "KV cache"}
+    assert result["margin_gib"] == 4
     assert result["fits"] == (not result["why_not"]) == (not result["advice"]) == (code == 0)
 
 
@@ -719,6 +813,32 @@ def test_a_file_without_a_known_machine_is_named(small):
 # ---- the complete configurations ---------------------------------------------------------------------------
 def task_of(file: Path) -> plan.Task:
     return plan.read_task(plan.parse_args(["--config", str(file)]))
+
+
+def readme_example(folder: Path) -> plan.Task:
+    """Return the plan of README's first example, for eight H100s."""
+    text = re.search("```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    (folder / "mine.yaml").write_text(text)
+    return plan.read_task(plan.parse_args(["--config", str(folder / "mine.yaml"), "--gpus", "8"]))
+
+
+def test_every_plan_leaves_a_twentieth_of_a_gpu_free(tmp_path):
+    """The rows of ESPO's table run on the machine of qwen3_30b_a3b_4_nodes.yaml."""
+    rows = sorted((ROOT / "experiments/models/espo_30b").glob("*.yaml"))
+    tasks = {file.stem: task_of(file) for file in CONFIGS} | {"README": readme_example(tmp_path)}
+    for row in rows:
+        tasks[row.stem] = plan.read_task(plan.parse_args(["--config", str(row), "--gpus", "32"]))
+    for name, task in tasks.items():
+        assert plan.why_not(task) is None, name
+        assert max(task.phases.values()) <= 0.95 * task.machine.memory_gib * GIB, name
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_a_recipe_is_nearly_as_fast_as_the_advice_of_the_planner(file):
+    """Differences below a fifth are within the error of the planner's seconds."""
+    task = task_of(file)
+    ((change, fastest),) = plan.search(task, most=1)
+    assert plan.step_seconds(task) <= 1.2 * plan.step_seconds(fastest), plan.as_settings(change)
 
 
 def shrunken(config):

@@ -1,5 +1,6 @@
 """The order and distribution of work: waiting line, dealing, micro-batches, and exchanges between ranks."""
 
+import functools
 import itertools
 import math
 import random
@@ -8,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_ranks import FakeRanks
 from helpers import RankSuite, make_config, make_group, make_prompts
 from rank_worker import PARCELS, parcels
 
 import train_rl
 from experiments.bench.workload import Recipe, Workload
 from rollout import Request
+from runtime import schedule
 from runtime.schedule import (
     CacheRoom,
     WaitingLine,
@@ -398,6 +401,18 @@ def test_exchange_brings_each_rank_its_own_parcel_and_then_the_other_ranks_parce
     for rank in range(2):
         expected = parcels(case, rank)[rank] + parcels(case, 1 - rank)[rank]
         assert equal(SUITES[2].results()[rank]["exchange"][case], expected)
+
+
+def test_an_exchange_on_gpus_stays_in_host_memory(monkeypatch):
+    """A tensor for the mock GPU would raise an error here. NCCL takes no tensors of the host, gloo does."""
+    fake = FakeRanks(2).install(monkeypatch)
+    backends = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: backends.append(backend))
+    monkeypatch.setattr(schedule, "host_group", functools.cache(schedule.host_group.__wrapped__))
+    sent = [[[f"{rank} to {other}"] for other in range(2)] for rank in range(2)]
+    received = fake.run(lambda rank: schedule.exchange(sent[rank]))
+    assert received == [["0 to 0", "1 to 0"], ["1 to 1", "0 to 1"]] and set(backends) == {"gloo"}
 
 
 @pytest.mark.slow
