@@ -788,7 +788,7 @@ def round_experts(experts: Tensor, round_weight: Callable[[Tensor], Tensor]) -> 
     """Round fused experts [E, ...] to float32, some experts at a time to bound the temporary memory.
 
     For example, gate and up of 128 experts of width 768 and hidden size 2,048 are 1.5 GiB in float32, and a
-    rounding of all experts at once holds three such tensors.
+    rounding of all experts at once holds several such tensors.
     """
     rounded = torch.empty_like(experts, dtype=torch.float32)
     for chunk, target in zip(experts.split(EXPERTS_PER_ROUNDING), rounded.split(EXPERTS_PER_ROUNDING)):

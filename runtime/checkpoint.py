@@ -35,6 +35,7 @@ from torch import Tensor
 from runtime.agreement import versions_of
 from runtime.config import complete, differences, free_on_resume, with_paths_to
 from runtime.launch import one_line
+from runtime.memory import GIB
 from runtime.plugin_files import file_of, plugin_digests
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
@@ -291,9 +292,6 @@ def is_redone(row: dict, state: dict) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ------------------------------------------------------------------------------------------------------------
-GIB = 2**30
-
-
 def check_free_disk(run_dir: Path, checkpoint_bytes: int) -> None:
     """Raise ValueError on all ranks if the disk of run.dir has no room for two checkpoints. Collective.
 
@@ -301,12 +299,13 @@ def check_free_disk(run_dir: Path, checkpoint_bytes: int) -> None:
     run holds one of the two already.
     """
     num_missing = 1 if list_checkpoints(run_dir / "checkpoints") else 2
-    free, num_missing = from_rank_0((shutil.disk_usage(run_dir).free, num_missing))
-    if free < num_missing * checkpoint_bytes:
+    needed = num_missing * checkpoint_bytes
+    free, needed = from_rank_0((shutil.disk_usage(run_dir).free, needed))
+    if free < needed:
         raise ValueError(
-            f"run.dir: the disk of {run_dir} has {free / GIB:.3g} GiB free, and this run needs "
-            f"{num_missing * checkpoint_bytes / GIB:.3g} GiB for {num_missing} more checkpoint(s) of "
-            f"{checkpoint_bytes / GIB:.3g} GiB each: free disk space, or choose a run.dir on another disk"
+            f"run.dir: the disk of {run_dir} has {free / GIB:.3g} GiB free, but checkpoints need another "
+            f"{needed / GIB:.3g} GiB ({checkpoint_bytes / GIB:.3g} GiB each; a new one is complete before an "
+            "older one is deleted): free disk space, or choose a run.dir on another disk"
         )
 
 
