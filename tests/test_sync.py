@@ -642,7 +642,7 @@ def test_a_tensor_without_a_place_in_the_engine_is_an_error(engine_of):
 # Engines for GPUs, tested on a CPU
 # ------------------------------------------------------------------------------------------------------------
 def test_a_sync_calls_vllms_loader_once_per_projection_and_not_once_per_expert(synced, monkeypatch):
-    """The path of CPUs, packing, is switched off. A reload of vLLM counts first and loads in a second call."""
+    """The CPU path, packing, is switched off. A reload of vLLM calls a loader to count, and again to load."""
     from vllm.model_executor.layers.fused_moe import RoutedExperts
 
     policy, engine = synced("moe")
