@@ -202,7 +202,7 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused_at_the_start(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_planned_size_of_a_checkpoint_is_the_size_of_its_files(dtype, run):
     run.policy.to(getattr(torch, dtype))
-    masters = [parameter.float() for parameter in run.policy.parameters()]
+    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in run.policy.parameters()]
     adamw = run.trainer.optimizer.optimizer = torch.optim.AdamW(masters)
     for parameter in masters:
         parameter.grad = torch.zeros_like(parameter)
