@@ -322,7 +322,12 @@ class HashingWriter:
         """Write any values by torch.save()."""
         with path.open("wb") as file:
             hashing_file = HashingFile(file)
-            torch.save(values, hashing_file)
+            try:
+                torch.save(values, hashing_file)
+            except RuntimeError:  # after a failed write torch ends the file, which fails differently
+                if hashing_file.failure is not None:
+                    raise hashing_file.failure from None
+                raise
         self.digests[path] = hashing_file.digest.hexdigest()
 
     def save_tensors(self, tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -348,11 +353,16 @@ class HashingFile:
     def __init__(self, file: IO[bytes]):
         self.file = file
         self.digest = hashlib.sha256()
+        self.failure: OSError | None = None  # the error of a write, for example on a full disk
 
     def write(self, data) -> int:
         """Write and hash bytes."""
         self.digest.update(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def flush(self) -> None:
         """Flush the file, which torch.save() asks for at its end."""
