@@ -662,8 +662,8 @@ def threads_of_step(settings: TrainSettings) -> Iterator[None]:
     """Give this rank's share of the node's cores to an optimizer step on the host (train.offload_optimizer).
 
     Ranks otherwise compute with one thread (OMP_NUM_THREADS=1), because the rest of a step runs on the GPU.
-    Example: 8 ranks on a node of 96 cores take the step with 12 threads each. No effect without a GPU: there
-    the setting moves nothing, and another number of threads would change the order of sums.
+    Example: 8 ranks on a node of 96 cores take the step with 12 threads each. No effect on CPUs, where the
+    setting moves nothing and another number of threads would change the order of sums.
     """
     if not (settings.offload_optimizer and torch.cuda.is_available()):
         yield

@@ -61,9 +61,9 @@ def kernels_in_worker(worker) -> str:
 def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
     """Reload all weights, layer by layer; return the names of parameters that received no data.
 
-    Fused experts skip load_weights() of vLLM's layer, which runs Python code twice per expert. On CPUs they
-    are packed directly into the memory that the kernel reads, because vLLM's loader packs all experts into
-    fresh memory. Otherwise load_whole() loads all experts at once.
+    Fused experts skip load_weights() of vLLM's layer, which runs Python code twice per expert. On CPUs, fused
+    experts are packed directly into the memory that the kernel reads, because vLLM's loader packs all experts
+    into fresh memory. Otherwise load_whole() loads all experts at once.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload

@@ -383,11 +383,10 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str]
     """Write run.dir/checkpoints/step_N; a folder of that name is always complete. Collective.
 
     state: the counters as plain values, for state.json, which also holds settings, topology and the SHA-256
-    of each file. write(folder) writes this rank's files and may return the digests of some of them
-    (HashingWriter.digests); all other files are read again. It may raise on one rank only, so any collective
-    calls in it have to end before it raises (moe_model.save_hf). The files stay in step_N.tmp until all ranks
-    have written. If any rank fails, for example on a full disk, all ranks raise RuntimeError and earlier
-    checkpoints stay.
+    of each file. write(folder) writes this rank's files and may return digests (HashingWriter.digests); files
+    without a digest are read again. write() may raise on one rank only, so any collective calls in it have to
+    end before it raises (moe_model.save_hf). The files stay in step_N.tmp until all ranks have written. If
+    any rank fails, for example on a full disk, all ranks raise RuntimeError and earlier checkpoints stay.
     """
     checkpoints = Path(config.run.dir) / "checkpoints"
     rank = dist.get_rank()
