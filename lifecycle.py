@@ -12,10 +12,13 @@ train_rl.main() calls these functions in this order:
 A function marked Collective must be called by all ranks.
 """
 
+import contextlib
 import json
+import os
 import resource
 import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +29,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, set_seed
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 import moe_model
@@ -63,7 +67,9 @@ from rollout import (
 )
 from runtime.agreement import check_ranks_agree, wait_for_ranks
 from runtime.checkpoint import (
+    HashingWriter,
     TrainState,
+    check_free_disk,
     check_run_dir_is_shared,
     find_checkpoint,
     lock_run_dir,
@@ -92,7 +98,7 @@ from runtime.schedule import from_rank_0, host_group
 from runtime.stages import StagePosition, end_of_stage, place_of
 from runtime.summary import plot_curves, print_summary, write_summary
 from runtime.watchdog import MARGIN_S, Watchdog
-from settings import Config, HandOver, RewardSettings
+from settings import Config, HandOver, RewardSettings, TrainSettings
 
 
 @dataclass
@@ -164,6 +170,7 @@ def set_up(config: Config) -> Run | None:
     configs = with_micro_batches(stage_configs(config), hf_config, state, node)
     largest = widest(configs)
     memory_line = check_sizes(largest, configs, hf_config, node)
+    check_free_disk(Path(config.run.dir), checkpoint_bytes(hf_config, config.model.dtype))
     tokenizer = load_tokenizer(model_dir)
     worker_log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, worker_log)
@@ -280,6 +287,15 @@ def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMem
     for stage_config in (largest, *configs):
         check_model(stage_config, hf_config)
     return check_memory(largest, hf_config, dist.get_world_size(), node)
+
+
+def checkpoint_bytes(hf_config, dtype: str) -> int:
+    """Return the size of a checkpoint: the policy's weights, float32 weights, and AdamW's two averages.
+
+    dtype: of the policy. The remaining files, for example the tokenizer's, are small.
+    """
+    itemsize = getattr(torch, dtype).itemsize
+    return sum(moe_model.parameter_counts(hf_config)) * (itemsize + 4 + 8)
 
 
 def check_model(config: Config, hf_config) -> None:
@@ -442,11 +458,23 @@ def resume(
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
     say(f"resumed from {checkpoint}{dropped}{fresh}")
     if is_exact:
-        shard_file = checkpoint / f"rank_{dist.get_rank():05d}.pt"
-        shard = torch.load(shard_file, map_location="cpu", weights_only=True)
-        moe_model.load_optimizer_shard(trainer, shard["optimizer"])
-        torch.set_rng_state(shard["torch_rng"])
+        load_shard(checkpoint / f"rank_{dist.get_rank():05d}.pt", trainer)
     return PromptHistory(**saved) if same_prompts else history
+
+
+def load_shard(file: Path, trainer) -> None:
+    """Restore the optimizer and the random numbers of this rank from the rank's file of a checkpoint.
+
+    The file is mapped, because reading it whole would double the memory of the optimizer: for Qwen3-30B-A3B
+    on eight GPUs, 46 GB per rank. Tensors that AdamW then holds on the host are copied one by one, so that
+    the run holds no file of a checkpoint that may be deleted.
+    """
+    shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    moe_model.load_optimizer_shard(trainer, shard["optimizer"])
+    for values in trainer.optimizer.optimizer.state.values():
+        on_host = {name: value for name, value in values.items() if value.device.type == "cpu"}
+        values.update({name: value.clone() for name, value in on_host.items()})
+    torch.set_rng_state(shard["torch_rng"])
 
 
 # ---- judge, engine, trackers, signals ----
@@ -641,6 +669,29 @@ def next_stage_if_due(run: Run) -> Config:
 
 
 # ============================================================================================================
+# Update
+# ============================================================================================================
+@contextlib.contextmanager
+def threads_of_step(settings: TrainSettings) -> Iterator[None]:
+    """Give this rank's share of the node's cores to an optimizer step on the host (train.offload_optimizer).
+
+    Ranks otherwise compute with one thread (OMP_NUM_THREADS=1), because the rest of a step runs on the GPU.
+    Example: 8 ranks on a node of 96 cores take the step with 12 threads each. No effect on CPUs, where the
+    setting moves nothing and another number of threads would change the order of sums.
+    """
+    if not (settings.offload_optimizer and torch.cuda.is_available()):
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    num_cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, num_cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+# ============================================================================================================
 # Metrics and logs of a step
 # ============================================================================================================
 def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str, tuple[float, float]]:
@@ -729,23 +780,28 @@ def save_if_due(run: Run, metrics: dict[str, float]) -> None:
         )
 
 
-def write_rank(run: Run, folder: Path) -> None:
-    """Write this rank's files of a checkpoint, which resume() and load_hf() read; see write_model()."""
+def write_rank(run: Run, folder: Path) -> dict[Path, str]:
+    """Write this rank's files of a checkpoint, which resume() and load_hf() read; see write_model().
+
+    Returns the SHA-256 of the files of weights, optimizer and history.
+    """
     rank = dist.get_rank()
-    write_model(run, folder / "model")
+    writer = HashingWriter()
+    write_model(run, folder / "model", writer.save_tensors)
     shard = {"optimizer": moe_model.optimizer_shard(run.trainer), "torch_rng": torch.get_rng_state()}
-    torch.save(shard, folder / f"rank_{rank:05d}.pt")
+    writer.save(shard, folder / f"rank_{rank:05d}.pt")
     if rank == 0:
-        torch.save(vars(run.history) | {"prompts": digest_of(run.prompts)}, folder / "history.pt")
+        writer.save(vars(run.history) | {"prompts": digest_of(run.prompts)}, folder / "history.pt")
+    return writer.digests
 
 
-def write_model(run: Run, folder: Path) -> None:
-    """Write this rank's part of a model folder for transformers and vLLM.
+def write_model(run: Run, folder: Path, save: Callable = save_file) -> None:
+    """Write this rank's part of a model folder for transformers and vLLM; save: as in save_hf().
 
     There are no collective calls, except for Granite with expert parallelism: its files hold fused experts,
     which save_hf() gathers.
     """
-    moe_model.save_hf(run.policy, folder)
+    moe_model.save_hf(run.policy, folder, save=save)
     if dist.get_rank() == 0:
         run.tokenizer.save_pretrained(folder)
         if run.generation_config is not None:

@@ -30,7 +30,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -1178,7 +1178,9 @@ def deal_to_shards(policy: Policy, dtype: torch.dtype) -> list[tuple[int, dict[s
     return shards
 
 
-def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None) -> None:
+def save_hf(
+    policy: Policy, folder: str | Path, dtype: torch.dtype | None = None, save: Callable = save_file
+) -> None:
     """Write a Hugging Face checkpoint; every rank of the world calls this function.
 
     Rank 0 writes the tensors that all ranks hold. Each rank of the first expert-parallel group writes its
@@ -1189,6 +1191,8 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
     these tensors are gathered, one at a time, and rank 0 writes them [ours: transformers loads no other
     layout]. An error of a write, for example a full disk, is raised after the last gather, so that no rank
     hangs. If a rank fails before save_hf(), the watchdog ends the run after run.timeout_s.
+
+    save(tensors, path, metadata=...) writes a file.
     """
     folder = Path(folder)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -1203,7 +1207,7 @@ def save_hf(policy: Policy, folder: str | Path, dtype: torch.dtype | None = None
         on_host = tensors_on_host(policy, tensors, is_writer=writer == rank)
         try:
             if on_host and failure is None:
-                save_file(on_host, folder / name, metadata={"format": "pt"})
+                save(on_host, folder / name, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             failure = error
     if failure is not None:

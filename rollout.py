@@ -150,8 +150,7 @@ class RolloutEngine:
 
         The ranks of a shared engine pass different requests, with group numbers that are unique among the
         ranks, and each rank receives the completions of its requests. vLLM runs a scheduler on every rank,
-        so that every rank has to add the requests of all ranks in the same order; in return, every rank
-        gets the tokens and the routes of all requests.
+        so that every rank has to add the requests of all ranks in the same order.
 
         Raises RuntimeError if the engine does not hold the weights of policy_version.
         """
@@ -161,19 +160,13 @@ class RolloutEngine:
                 f"{policy_version}: a weight sync was skipped"
             )
         engine_requests, first = self.gather_requests(requests)
-        local = slice(first, first + len(requests))
-
-        def on_engine_finished(index: int, completion: Completion) -> None:
-            if local.start <= index < local.stop:
-                on_finished(index - first, completion)
-
+        local = range(first, first + len(requests))
         self.switch_capture(self.captures_routes and capture_routes)
-        completions, captured = self.run_requests(engine_requests, on_engine_finished, on_step)
-        completions = completions[local]
+        completions, captured = self.run_requests(engine_requests, local, on_finished, on_step)
         if not self.is_capturing:
             return completions
         num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
-        routes = validate_routes(captured[local], num_rows, self.hf_config)
+        routes = validate_routes(captured, num_rows, self.hf_config)
         return [dataclasses.replace(c, routed_experts=ids) for c, ids in zip(completions, routes)]
 
     def gather_requests(self, requests: list[Request]) -> tuple[list[Request], int]:
@@ -187,11 +180,14 @@ class RolloutEngine:
         return sum(gathered, []), first
 
     def run_requests(
-        self, requests: list[Request], on_finished: Callable, on_step: Callable
+        self, requests: list[Request], local: range, on_finished: Callable, on_step: Callable
     ) -> tuple[list[Completion], list[np.ndarray | None]]:
         """Run requests to the end: fill the engine, and start the next request as soon as one has ended.
 
-        Returns the completion and the captured routes of each request.
+        local: the indices of this rank's requests. Returns the completion and the captured routes of each of
+        this rank's requests. vLLM returns the output of all requests on every rank of a shared engine; the
+        output of other ranks' requests is dropped at once, because routes are large, for example 384 bytes
+        per token in a model of 48 layers with 8 experts per token.
         """
         start = time.perf_counter()
         num_steps = 0
@@ -201,8 +197,8 @@ class RolloutEngine:
         block_size = self.engine.vllm_config.cache_config.block_size
         prefix_caching = self.settings.prefix_caching
         room = CacheRoom(requests, self.num_blocks, block_size, prefix_caching, self.previous_rollout)
-        completions: list[Completion | None] = [None] * len(requests)
-        captured: list[np.ndarray | None] = [None] * len(requests)
+        completions: list[Completion | None] = [None] * len(local)
+        captured: list[np.ndarray | None] = [None] * len(local)
         while waiting or num_running:
             while waiting and num_running < max_num_seqs and room.has_room_for(waiting.peek()):
                 index = waiting.pop()
@@ -214,18 +210,21 @@ class RolloutEngine:
             for output in self.step():
                 index = int(output.request_id)
                 sample = output.outputs[0]
+                num_running -= 1
+                room.end(index, len(sample.token_ids))
+                waiting.record_length(index, len(sample.token_ids))
+                if index not in local:
+                    continue
                 completion = Completion(
                     token_ids=[*sample.token_ids],
                     logprobs=[*sample.logprobs.logprobs],
                     finish_reason=sample.finish_reason,
                     seconds=time.perf_counter() - start,
                 )
-                completions[index] = completion
-                captured[index] = sample.routed_experts if self.is_capturing else None
-                num_running -= 1
-                room.end(index, len(completion.token_ids))
-                waiting.record_length(index, len(completion.token_ids))
-                on_finished(index, completion)
+                row = local.index(index)
+                completions[row] = completion
+                captured[row] = sample.routed_experts if self.is_capturing else None
+                on_finished(row, completion)
             room.take_step()
             on_step()
             num_steps += 1
@@ -787,7 +786,10 @@ def simulate_rounding(
             yield name, tensor
             continue
         if name.endswith("experts.gate_up_proj"):  # [E, 2I, D]; vLLM pads both halves to whole blocks
-            yield name, round_weight(tensor.unflatten(1, (2, -1))).flatten(1, 2)
+            yield name, round_experts(tensor.unflatten(1, (2, -1)), round_weight).flatten(1, 2)
+            continue
+        if name.endswith("experts.down_proj"):  # [E, D, I]
+            yield name, round_experts(tensor, round_weight)
             continue
         target = engine_name(name)
         projections = pending.setdefault(target, {})
@@ -799,6 +801,21 @@ def simulate_rounding(
     if pending:
         names = [name for projections in pending.values() for name in projections]
         raise ValueError(f"no partner of {', '.join(names)}: vLLM fuses these projections with others")
+
+
+EXPERTS_PER_ROUNDING = 8  # a rounding holds several float32 copies of the experts that it gets at once
+
+
+def round_experts(experts: Tensor, round_weight: Callable[[Tensor], Tensor]) -> Tensor:
+    """Round fused experts [E, ...] to float32, some experts at a time to bound the temporary memory.
+
+    For example, gate and up of 128 experts of width 768 and hidden size 2,048 are 1.5 GiB in float32, and a
+    rounding of all experts at once holds several such tensors.
+    """
+    rounded = torch.empty_like(experts, dtype=torch.float32)
+    for chunk, target in zip(experts.split(EXPERTS_PER_ROUNDING), rounded.split(EXPERTS_PER_ROUNDING)):
+        target.copy_(round_weight(chunk))
+    return rounded
 
 
 def num_projections(target: str) -> int:

@@ -84,6 +84,7 @@ from lifecycle import (
     refuse_broken_policy,
     save_if_due,
     set_up,
+    threads_of_step,
 )
 from memory_plan import syncs_own_experts
 from moe_model import PackedSequences, num_experts_of, pack, route_table
@@ -1274,7 +1275,8 @@ def update_policy(
             with torch.no_grad():
                 for micro_batch in micro_batches_of(batch, skipped_rows, config):
                     loss_of_rows(trainer.module, batch, micro_batch, counts[:2], config, work)
-        trainer.step()
+        with threads_of_step(train):
+            trainer.step()
         if trainer.optimizer.overflow:
             handle_nonfinite("loss", batch, work.suspects, config, step)
         work.end_update(trainer)

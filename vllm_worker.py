@@ -61,8 +61,9 @@ def kernels_in_worker(worker) -> str:
 def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], on_cpu: bool) -> list[str]:
     """Reload all weights, layer by layer; return the names of parameters that received no data.
 
-    On CPUs, fused experts are packed directly into the memory that the kernel reads. vLLM's loader is slower
-    and needs more memory: it runs Python code twice per expert, and packs all experts into fresh memory.
+    Fused experts skip load_weights() of vLLM's layer, which runs Python code twice per expert. On CPUs, fused
+    experts are packed directly into the memory that the kernel reads, because vLLM's loader packs all experts
+    into fresh memory. Otherwise load_whole() loads all experts at once.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -70,25 +71,62 @@ def load_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]], 
     model = worker.model_runner.get_model()
     expected = {plain_name(n) for n, _ in model.named_parameters() if not n.endswith(SCALE_SUFFIXES)}
     storage = expert_storage(model) if on_cpu else {}
+    layers = layers_of_whole_experts(model)
     packed = set()
+    whole = set()
 
-    def pack_fused_experts() -> Iterator[tuple[str, Tensor]]:
-        """Pack the fused experts and yield all other tensors for vLLM's loader."""
+    def load_fused_experts() -> Iterator[tuple[str, Tensor]]:
+        """Load the fused experts and yield all other tensors for vLLM's loader."""
         for name, tensor in named_tensors:
-            target, layout = storage.get(engine_name(name), (None, None))
-            if target is None or target.shape != tensor.shape:  # shapes differ under tensor parallelism
-                yield name, tensor
-            else:
+            target_name = engine_name(name)
+            target, layout = storage.get(target_name, (None, None))
+            if target is not None and target.shape == tensor.shape:  # shapes differ under tensor parallelism
                 pack_experts(tensor, target, layout)
-                packed.add(engine_name(name))
+                packed.add(target_name)
+            elif tensor.dim() == 3 and target_name in layers:
+                load_whole(layers[target_name], target_name.rpartition(".")[2], tensor)
+                whole.add(target_name)
+            else:
+                yield name, tensor
 
     with set_current_vllm_config(worker.vllm_config), torch.no_grad():
         initialize_layerwise_reload(model)
-        loaded = model.load_weights(pack_fused_experts())
+        loaded = model.load_weights(load_fused_experts())
         finalize_layerwise_reload(model, worker.model_runner.model_config)
         if on_cpu:
             repack_for_cpu_kernels(model, packed)
-    return sorted(expected - loaded - packed)
+    return sorted(expected - loaded - packed - whole)
+
+
+PROJECTIONS = {"w13_weight": ("w1", "w3"), "w2_weight": ("w2",)}  # vLLM's names of gate, up; down
+
+
+def layers_of_whole_experts(model) -> dict[str, torch.nn.Module]:
+    """Return {name of a parameter of experts: its layer}, for layers that have (a slice of) every expert.
+
+    Layers under expert parallelism are left out: their loader has to choose the experts of this rank.
+    """
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    return {
+        plain_name(f"{name}.{leaf}"): layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, RoutedExperts) and not layer.use_ep
+        for leaf in PROJECTIONS
+    }
+
+
+def load_whole(layer: torch.nn.Module, leaf: str, tensor: Tensor) -> None:
+    """Load fused experts, w13_weight [E, 2I, D] or w2_weight [E, D, I], into a layer of RoutedExperts.
+
+    The loader of a parameter takes all experts as one tensor and cuts this rank's slice of I out of it. The
+    layer's load_weights() takes fused experts too, but calls the loader for every matrix, and a reload makes
+    every call twice: with 128 experts in 48 layers 36,864 calls instead of 288 (vLLM 0.30).
+    """
+    projections = PROJECTIONS[leaf]
+    parameter = getattr(layer, leaf)
+    for projection, part in zip(projections, tensor.chunk(len(projections), dim=1)):
+        parameter.weight_loader(parameter, part, leaf, projection, expert_id=0, return_success=True)
 
 
 def expert_layers(model) -> Iterator[tuple[str, torch.nn.Module, object]]:

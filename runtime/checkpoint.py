@@ -2,8 +2,8 @@
 
     config.yaml  versions.json  source/  metrics.jsonl  samples.jsonl  tensorboard/  checkpoints/step_N/
 
-This file is independent of the model. To save, pass a function that writes one rank's files into a folder; to
-resume, read the folder that find_checkpoint() returns.
+This file is independent of the model. To save, pass a function that writes one rank's files into a folder
+(HashingWriter); to resume, read the folder that find_checkpoint() returns.
 """
 
 import contextlib
@@ -25,13 +25,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import IO
 
+import torch
 import torch.distributed as dist
 import yaml
 from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from runtime.agreement import versions_of
 from runtime.config import complete, differences, free_on_resume, with_paths_to
 from runtime.launch import one_line
+from runtime.memory import GIB
 from runtime.plugin_files import file_of, plugin_digests
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
@@ -288,6 +292,83 @@ def is_redone(row: dict, state: dict) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ------------------------------------------------------------------------------------------------------------
+def check_free_disk(run_dir: Path, checkpoint_bytes: int) -> None:
+    """Raise ValueError on all ranks if the disk of run.dir has no room for two checkpoints. Collective.
+
+    A new checkpoint is complete before an older one is deleted, so that a run holds two at a time. A resumed
+    run holds one of the two already.
+    """
+    num_missing = 1 if list_checkpoints(run_dir / "checkpoints") else 2
+    needed = num_missing * checkpoint_bytes
+    free, needed = from_rank_0((shutil.disk_usage(run_dir).free, needed))
+    if free < needed:
+        raise ValueError(
+            f"run.dir: the disk of {run_dir} has {free / GIB:.3g} GiB free, but checkpoints need another "
+            f"{needed / GIB:.3g} GiB ({checkpoint_bytes / GIB:.3g} GiB each; a new one is complete before an "
+            "older one is deleted): free disk space, or choose a run.dir on another disk"
+        )
+
+
+class HashingWriter:
+    """Writes files of a checkpoint and computes their SHA-256 on the way, so that no file is read again.
+
+    A checkpoint of Qwen3-30B-A3B has 427 GB, so that reading all of it back takes minutes.
+    """
+
+    def __init__(self):
+        self.digests: dict[Path, str] = {}
+
+    def save(self, values: object, path: Path) -> None:
+        """Write any values by torch.save()."""
+        with path.open("wb") as file:
+            hashing_file = HashingFile(file)
+            try:
+                torch.save(values, hashing_file)
+            except RuntimeError:  # after a failed write torch ends the file, which fails differently
+                if hashing_file.failure is not None:
+                    raise hashing_file.failure from None
+                raise
+        self.digests[path] = hashing_file.digest.hexdigest()
+
+    def save_tensors(self, tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        """Write contiguous tensors on the host by safetensors' save_file().
+
+        The format is the length of the header in 8 bytes, the header, and the tensors without gaps in the
+        order of their data_offsets, so that only the header has to be read for the digest.
+        """
+        save_file(tensors, path, metadata=metadata)
+        with path.open("rb") as file:
+            length = file.read(8)
+            header = file.read(int.from_bytes(length, "little"))
+        digest = hashlib.sha256(length + header)
+        entries = json.loads(header)
+        for name in sorted(tensors, key=lambda name: entries[name]["data_offsets"]):
+            digest.update(tensors[name].flatten().view(torch.uint8).numpy())
+        self.digests[path] = digest.hexdigest()
+
+
+class HashingFile:
+    """An open file that hashes the bytes that torch.save() writes to it; torch.save() never seeks."""
+
+    def __init__(self, file: IO[bytes]):
+        self.file = file
+        self.digest = hashlib.sha256()
+        self.failure: OSError | None = None  # the error of a write, for example on a full disk
+
+    def write(self, data) -> int:
+        """Write and hash bytes."""
+        self.digest.update(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def flush(self) -> None:
+        """Flush the file, which torch.save() asks for at its end."""
+        self.file.flush()
+
+
 def topology(config) -> dict:
     """Return the settings on which the optimizer shards of a checkpoint depend."""
     return {
@@ -298,14 +379,14 @@ def topology(config) -> dict:
     }
 
 
-def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
+def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str] | None]) -> None:
     """Write run.dir/checkpoints/step_N; a folder of that name is always complete. Collective.
 
     state: the counters as plain values, for state.json, which also holds settings, topology and the SHA-256
-    of each file. write(folder) writes this rank's files; it may raise on one rank only, so any collective
-    calls in it have to end before it raises (moe_model.save_hf). The files stay in step_N.tmp until all ranks
-    have written. If any rank fails, for example on a full disk, all ranks raise RuntimeError and earlier
-    checkpoints stay.
+    of each file. write(folder) writes this rank's files and may return digests (HashingWriter.digests); files
+    without a digest are read again. write() may raise on one rank only, so any collective calls in it have to
+    end before it raises (moe_model.save_hf). The files stay in step_N.tmp until all ranks have written. If
+    any rank fails, for example on a full disk, all ranks raise RuntimeError and earlier checkpoints stay.
     """
     checkpoints = Path(config.run.dir) / "checkpoints"
     rank = dist.get_rank()
@@ -318,7 +399,7 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
 
     def write_files() -> None:
         partial.mkdir(parents=True, exist_ok=True)
-        write(partial)
+        known.update(write(partial) or {})
 
     def write_record() -> None:
         if rank == 0:
@@ -330,9 +411,10 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], None]) -> None:
         os.sync()  # the files have to be on the disk before the folder gets its final name
 
     digests = {}
+    known: dict[Path, str] = {}
     problems = problems_of(write_files)
     if not problems:
-        digests, problems = digests_of(partial)
+        digests, problems = digests_of(partial, known)
     problems = problems or problems_of(write_record)
     if rank == 0 and not problems:
         shutil.rmtree(checkpoints / name, ignore_errors=True)
@@ -364,24 +446,33 @@ def problems_of(action: Callable[[], None]) -> list[str]:
     return [problem for problem in problems if problem]
 
 
-def digests_of(folder: Path) -> tuple[dict[str, str], list[str]]:
+def digests_of(folder: Path, known: dict[Path, str] | None = None) -> tuple[dict[str, str], list[str]]:
     """Return the SHA-256 of each file of a folder except state.json, and the read errors. Collective.
 
-    The files are dealt to the ranks so that every rank reads about the same number of bytes.
+    known: digests that this rank has computed already. All other files are dealt to the ranks so that every
+    rank reads about the same number of bytes.
     """
+    known = known or {}
+    digests = union_of_ranks({str(path.relative_to(folder)): digest for path, digest in known.items()})
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "state.json")
-    owners = longest_first([path.stat().st_size for path in files], dist.get_world_size())
-    digests = {}
+    unread = [path for path in files if str(path.relative_to(folder)) not in digests]
+    owners = longest_first([path.stat().st_size for path in unread], dist.get_world_size())
+    read = {}
 
     def read_files() -> None:
-        for path in (path for path, rank in zip(files, owners) if rank == dist.get_rank()):
+        for path in (path for path, rank in zip(unread, owners) if rank == dist.get_rank()):
             with open(path, "rb") as file:
-                digests[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+                read[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
 
     problems = problems_of(read_files)
-    gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, digests)
-    return dict(sorted(item for of_rank in gathered for item in of_rank.items())), problems
+    return dict(sorted((digests | union_of_ranks(read)).items())), problems
+
+
+def union_of_ranks(items: dict) -> dict:
+    """Return the items of the dictionaries of all ranks. Collective."""
+    gathered = [items] * dist.get_world_size()
+    dist.all_gather_object(gathered, items)
+    return {key: value for of_rank in gathered for key, value in of_rank.items()}
 
 
 def digest_of_record(record: dict) -> str:

@@ -1,9 +1,14 @@
 """Checkpoints: content, failed writes, damage, and rows that a resumed run writes again."""
 
+import contextlib
+import hashlib
 import json
+import os
 import pickle
+import resource
 import shutil
 import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +37,7 @@ from runtime.checkpoint import (
     save_checkpoint,
     writing,
 )
-from runtime.memory import NodeMemory
+from runtime.memory import GIB, NodeMemory
 from runtime.metrics import log_metrics, log_samples
 from runtime.plugin_files import digest_of_plugin, plugin_digests
 
@@ -130,6 +135,103 @@ def test_rank_0_chooses_the_dtype_for_ranks_on_other_processors(ranks, monkeypat
     assert [config.model.dtype for config in configs] == ["bfloat16", "bfloat16"]
 
 
+def test_the_digests_of_large_files_are_computed_without_reading_the_files(run, monkeypatch):
+    """All files of tensors are large in a real run; safetensors and torch.save() write them."""
+    run.policy.bfloat16()
+    num_read = Counter()
+    file_digest = hashlib.file_digest
+
+    def recording(file, name):
+        num_read[Path(file.name).suffix] += 1
+        return file_digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", recording)
+    save(run, 1)
+    assert num_read[".json"] > 0 == num_read[".safetensors"] + num_read[".pt"]
+    folder = run.folder / "step_000001"
+    digests = json.loads((folder / "state.json").read_text())["files"]
+    assert digests == {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        for name in every_file(folder)
+        if name != "state.json"
+    }
+
+
+def test_a_resume_maps_the_file_of_a_rank_and_releases_the_file(run, monkeypatch):
+    """AdamW's states are on the host here, and may not stay in a file that a later checkpoint deletes."""
+    adamw = run.trainer.optimizer.optimizer
+    for parameter in run.policy.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    adamw.step()
+    save(run, 1)
+    saved = [dict(values) for values in adamw.state.values()]
+    adamw.state.clear()
+    file = run.folder / "step_000001" / "rank_00000.pt"
+    is_mapped = lambda: str(file) in Path("/proc/self/maps").read_text()
+    load_optimizer_shard = moe_model.load_optimizer_shard
+    was_mapped = []
+
+    def recording(*arguments):
+        was_mapped.append(is_mapped())
+        load_optimizer_shard(*arguments)
+
+    monkeypatch.setattr(moe_model, "load_optimizer_shard", recording)
+    lifecycle.resume(file.parent, run.trainer, run.history, run.prompts, run.config)
+    assert was_mapped == [True] and not is_mapped()
+    for values, expected in zip(adamw.state.values(), saved, strict=True):
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(values[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "num_saved, free_gib, is_refused", [(0, 5, True), (0, 7, False), (1, 2.9, True), (1, 3.1, False)]
+)
+def test_a_disk_without_room_for_two_checkpoints_is_refused_at_the_start(
+    num_saved, free_gib, is_refused, run, tmp_path, monkeypatch
+):
+    """A checkpoint has 3 GiB; the checkpoint of an earlier launch counts as one of the two."""
+    (tmp_path / "run").mkdir(exist_ok=True)
+    for step in range(num_saved):
+        save(run, step)
+    usage = SimpleNamespace(free=int(free_gib * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    expectation = pytest.raises(ValueError, match="run.dir") if is_refused else contextlib.nullcontext()
+    with expectation:
+        checkpoint.check_free_disk(tmp_path / "run", 3 * GIB)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_planned_size_of_a_checkpoint_is_the_size_of_its_files(dtype, run):
+    run.policy.to(getattr(torch, dtype))
+    masters = [torch.nn.Parameter(parameter.detach().float()) for parameter in run.policy.parameters()]
+    adamw = run.trainer.optimizer.optimizer = torch.optim.AdamW(masters)
+    for parameter in masters:
+        parameter.grad = torch.zeros_like(parameter)
+    adamw.step()
+    save(run, 1)
+    folder = run.folder / "step_000001"
+    tensors = [path for path in folder.rglob("*") if path.suffix in (".pt", ".safetensors")]
+    planned = lifecycle.checkpoint_bytes(run.policy.config, dtype)
+    # Beside the tensors, a file has names and shapes: a few hundred bytes for each of the small tensors here
+    assert planned < sum(path.stat().st_size for path in tensors) < planned + 1000 * 4 * len(masters)
+
+
+def test_an_offloaded_optimizer_step_has_the_cores_of_its_rank(monkeypatch):
+    """Two ranks of a mock node with a GPU and 24 cores."""
+    num_threads = [1]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", num_threads.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(24)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    offload = make_config("train.offload_optimizer=true", "train.zero_stage=2").train
+    for settings, on_gpu in ((offload, False), (make_config().train, True), (offload, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        with pytest.raises(ZeroDivisionError), lifecycle.threads_of_step(settings):
+            assert num_threads == ([1, 12] if settings is offload and on_gpu else [1])
+            raise ZeroDivisionError
+    assert num_threads == [1, 12, 1]
+
+
 @pytest.mark.parametrize("budget, is_last", [("null", False), (10, False), (9, True), (8, True)])
 def test_a_run_ends_with_its_budget_of_tokens(budget, is_last):
     config = make_config("train.num_steps=5", f"train.max_generated_tokens={budget}")
@@ -157,7 +259,7 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, capsys):
 def test_a_failed_write_is_an_error_and_earlier_checkpoints_stay(run, monkeypatch):
     save(run, 1)
 
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
@@ -359,6 +461,17 @@ def test_code_in_a_pickle_of_a_checkpoint_is_refused(name, run, tmp_path):
 
 
 # ---- full disks and links ----------------------------------------------------------------------------------
+def test_a_write_that_fails_inside_torch_save_raises_the_error_of_the_system(tmp_path):
+    """A limit on the size of files stands in for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            checkpoint.HashingWriter().save({"optimizer": torch.zeros(10**6)}, tmp_path / "rank_00000.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_failing_tracker_is_named_once_and_costs_no_step(run, tmp_path, capsys):
     """The other tracker and metrics.jsonl get every step."""
     (tmp_path / "run").mkdir()

@@ -217,6 +217,29 @@ def test_routes_are_captured_only_on_demand(synced):
         assert_samples_are_the_trainers(policy, requests, again)
 
 
+def test_a_rank_of_a_shared_engine_keeps_the_routes_of_its_own_requests_alone(synced, monkeypatch):
+    """Requests 3 and 4 are this rank's; the engine runs the requests of all ranks."""
+    policy, engine = synced("moe")
+    requests = random_requests(9, 1, 40)
+    expected = token_ids(engine.generate(requests, 0))
+    run_requests = engine.run_requests
+    reported = []
+    kept = []
+
+    def record(*arguments):
+        completions, captured = run_requests(*arguments)
+        kept.extend(ids for ids in captured if ids is not None)
+        return completions, captured
+
+    monkeypatch.setattr(engine, "run_requests", record)
+    monkeypatch.setattr(engine, "gather_requests", lambda local: (requests, 3))
+    completions = engine.generate(requests[3:5], 0, lambda *result: reported.append(result))
+    assert token_ids(completions) == expected[3:5]
+    assert sorted((index, sample.token_ids) for index, sample in reported) == [*enumerate(expected[3:5])]
+    assert_samples_are_the_trainers(policy, requests[3:5], completions)
+    assert len(kept) == 2
+
+
 def test_capture_of_routes_is_switched_in_both_model_runners_of_vllm():
     first = SimpleNamespace(routed_experts_initialized=True)
     second = SimpleNamespace(routed_experts_capturer="capturer")
@@ -394,6 +417,25 @@ def test_experts_of_a_width_that_is_no_multiple_of_128_are_rounded_as_in_vllm():
         expected.append(torch.cat([full[:width, :hidden], full[padded_width:][:width, :hidden]]))
     ((_, rounded),) = simulate_rounding([("model.layers.0.mlp.experts.gate_up_proj", experts)])
     assert torch.equal(rounded, torch.stack(expected))
+
+
+@pytest.mark.parametrize("round_weight", [fp8_round, mxfp4_round])
+def test_fused_experts_are_rounded_some_at_a_time(round_weight):
+    prefix = "model.layers.0.mlp.experts."
+    gate_up = random_weight((20, 2 * 64, 96), 0.02)
+    down = random_weight((20, 96, 64), 0.02, seed=1)
+    num_experts = []
+
+    def recording(weight):
+        num_experts.append(len(weight))
+        return round_weight(weight)
+
+    sent = [(f"{prefix}gate_up_proj", gate_up), (f"{prefix}down_proj", down)]
+    rounded = dict(simulate_rounding(sent, recording))
+    halves = [torch.cat([round_weight(half) for half in expert.chunk(2)]) for expert in gate_up]
+    assert torch.equal(rounded[f"{prefix}gate_up_proj"], torch.stack(halves))
+    assert torch.equal(rounded[f"{prefix}down_proj"], torch.stack([round_weight(expert) for expert in down]))
+    assert sum(num_experts) == 2 * 20 and max(num_experts) < 20
 
 
 def test_simulate_rounding_of_an_incomplete_stream_is_an_error():
@@ -599,6 +641,55 @@ def test_a_tensor_without_a_place_in_the_engine_is_an_error(engine_of):
 # ------------------------------------------------------------------------------------------------------------
 # Engines for GPUs, tested on a CPU
 # ------------------------------------------------------------------------------------------------------------
+def test_a_sync_calls_vllms_loader_once_per_projection_and_not_once_per_expert(synced, monkeypatch):
+    """The CPU path, packing, is switched off. A reload of vLLM calls a loader to count, and again to load."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    policy, engine = synced("moe")
+    copy_matrices = RoutedExperts._load_model_weight_or_group_weight_scale
+    calls = []
+
+    def counting(layer, **arguments):
+        calls.append(arguments["shard_id"])
+        copy_matrices(layer, **arguments)
+
+    monkeypatch.setattr(RoutedExperts, "_load_model_weight_or_group_weight_scale", counting)
+    monkeypatch.setattr(vllm_worker, "expert_storage", lambda model: {})
+    move(policy)
+    engine.sync(hf_tensors(policy), 1)
+    engine.check_weights(hf_tensors(policy))
+    requests = random_requests(8, 1, 20)
+    assert_samples_are_the_trainers(policy, requests, engine.generate(requests, 1))
+    assert Counter(calls) == {"w1": 3 * 2, "w3": 3 * 2, "w2": 3 * 2}  # 3 layers
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_whole_experts_are_cut_into_the_slices_of_the_ranks(rank):
+    """Four ranks; kernels pad the width of a rank from 6 to 8, and the hidden size from 10 to 12."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    layer = object.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.quant_config = None
+    layer.quant_method = None
+    layer.expert_map_manager = SimpleNamespace(map_global_to_local=lambda expert: expert)
+    parallel = SimpleNamespace(tp_size=4)
+    layer.moe_config = SimpleNamespace(is_act_and_mul=True, tp_rank=rank, moe_parallel_config=parallel)
+    gate, up, down = torch.randn(3, 5, 4 * 6, 10)
+    tensors = {"w13_weight": torch.cat([gate, up], dim=1), "w2_weight": down.mT}
+    expected = {"w13_weight": torch.zeros(5, 2 * 8, 12), "w2_weight": torch.zeros(5, 12, 8)}
+    local = slice(6 * rank, 6 * rank + 6)
+    expected["w13_weight"][:, :6, :10] = gate[:, local]
+    expected["w13_weight"][:, 8:14, :10] = up[:, local]
+    expected["w2_weight"][:, :10, :6] = down[:, local].mT
+    for name, tensor in tensors.items():
+        parameter = torch.nn.Parameter(torch.zeros_like(expected[name]), requires_grad=False)
+        parameter.weight_loader = layer.weight_loader
+        layer.register_parameter(name, parameter)
+        vllm_worker.load_whole(layer, name, tensor)
+        assert torch.equal(parameter, expected[name])
+
+
 def test_a_float32_head_brings_a_bfloat16_engine_closer_to_the_trainer(engine_of, monkeypatch):
     """Logits of 16 to 32 have steps of 1/8 in bfloat16; the trainer sums them in float32.
 
