@@ -223,15 +223,15 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     return accelerator, clock, watchdog
 
 
-# Seconds that the first start may take in addition to run.timeout_s while it compiles FP8 kernels. [ours:
-# FlashInfer's kernels for experts take more than ten minutes, and the ranks of a node compile one after another]
+# Seconds that the set-up may take in addition to run.timeout_s if FP8 kernels are compiled. [ours: kernels of
+# FlashInfer for experts take more than ten minutes, and the ranks of a node wait for each other's compiler]
 COMPILE_S = 3600.0
 
 
 def setup_timeout_s(config: Config) -> float:
-    """Return the seconds that a rank may wait for another rank during the set-up; afterwards run.timeout_s.
+    """Return the seconds that a rank may wait for another rank until the set-up ends; then run.timeout_s.
 
-    With rollout.fp8 on, vLLM compiles kernels at the first start and stores them in ~/.cache. Other ranks wait.
+    With rollout.fp8 on, vLLM compiles kernels at the first start and keeps them in ~/.cache.
     """
     compiles = config.rollout.fp8 == "on" and torch.cuda.is_available()
     return config.run.timeout_s + (COMPILE_S if compiles else 0.0)

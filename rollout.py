@@ -34,7 +34,7 @@ from torch import Tensor
 from batch import Completion, Request
 from kernels.fp8_block import BLOCK, fp8_round, mxfp4_round
 from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
-from runtime.machine import find_toolkit, fp8_problem, pip_toolkits
+from runtime.machine import fp8_problem, fp8_toolkit
 from runtime.memory import GIB
 from runtime.schedule import CacheRoom, WaitingLine
 from settings import RolloutSettings
@@ -840,11 +840,11 @@ def set_vllm_environment(on_gpu: bool, fp8: bool = False) -> None:
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_USE_AOT_COMPILE": "0",
         }  # compilation costs more than it saves on CPUs
-    if on_gpu and fp8:
-        toolkit = find_toolkit(os.environ, pip_toolkits(torch.version.cuda or ""))
+    toolkit = fp8_toolkit() if on_gpu and fp8 else None
+    if toolkit is not None:
         # PATH stays as it is. With nvcc on PATH, vLLM takes kernels of FlashInfer, too (utils/flashinfer.py:
-        # has_flashinfer), which cannot be linked with a toolkit of pip: its libraries are in lib, not in lib64
-        # (flashinfer/jit/cpp_ext.py, issue 5064 of FlashInfer).
-        settings |= {"CUDA_HOME": str(toolkit)} if toolkit else {}
+        # has_flashinfer), which cannot be linked with pip's toolkit, because its libraries are in lib and
+        # not in lib64 (flashinfer/jit/cpp_ext.py, issue 5064 of FlashInfer).
+        settings["CUDA_HOME"] = str(toolkit)
     for name, value in settings.items():
         os.environ.setdefault(name, value)

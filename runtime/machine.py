@@ -35,8 +35,8 @@ def missing_compiler(compiler: str | None, headers: Path) -> str | None:
     if not missing:
         return None
     return (
-        f"this machine has a GPU but no {' and no '.join(missing)}, with which Triton compiles the launchers of "
-        "GPU kernels: install build-essential and python3-dev (so called on Debian and Ubuntu)"
+        f"this machine has a GPU but no {' and no '.join(missing)}, with which Triton compiles the launchers "
+        "of GPU kernels: install build-essential and python3-dev (so called on Debian and Ubuntu)"
     )
 
 
@@ -50,8 +50,8 @@ def old_driver(driver: str, cuda: str) -> str | None:
     if version is None or first is None or int(version[1]) >= first:
         return None
     return (
-        f"NVIDIA's driver {version[0]} is too old: torch is built for CUDA {cuda}, which needs driver {first} "
-        "or later. Install a newer driver, or hide the GPU to run on the CPU (CUDA_VISIBLE_DEVICES=)"
+        f"NVIDIA's driver {version[0]} is too old: torch is built for CUDA {cuda}, which needs driver "
+        f"{first} or later. Install a newer driver, or hide the GPU to run on the CPU (CUDA_VISIBLE_DEVICES=)"
     )
 
 
@@ -67,12 +67,13 @@ def unsupported_gpu(
     if architectures and not any(runs_on(architecture, capability) for architecture in architectures):
         return (
             f"this torch has no code for {name} (compute capability {version}), only for "
-            f"{', '.join(architectures)}: take another GPU, or hide it to run on the CPU (CUDA_VISIBLE_DEVICES=)"
+            f"{', '.join(architectures)}: take another GPU, or hide the GPU to run on the CPU "
+            "(CUDA_VISIBLE_DEVICES=)"
         )
     if bfloat16 and capability < (8, 0):
         return (
-            f"{name} (compute capability {version}) cannot compute in bfloat16, which needs 8.0 or later: set "
-            "model.dtype and rollout.dtype to float32, or take another GPU"
+            f"{name} (compute capability {version}) cannot compute in bfloat16, which needs 8.0 or later: "
+            "set model.dtype and rollout.dtype to float32, or take another GPU"
         )
     return None
 
@@ -88,28 +89,30 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     return version <= capability and (kind == "compute" or version[0] == capability[0])
 
 
-def no_fp8(name: str, capability: tuple[int, int], toolkit: Path | None, compiler: str | None) -> str | None:
-    """Explain why vLLM's FP8 kernels cannot run, or are unlike the ones that the trainer simulates.
+def unusable_fp8(
+    name: str, capability: tuple[int, int], toolkit: Path | None, compiler: str | None
+) -> str | None:
+    """Explain why vLLM's FP8 kernels cannot run on a GPU, or round differently from the trainer's simulation.
 
-    toolkit: folder of the CUDA toolkit; None without nvcc. compiler: path of the C++ compiler that nvcc calls;
-    None without one.
+    toolkit: folder of the CUDA toolkit; None without nvcc. compiler: path of the C++ compiler that nvcc
+    calls; None without one.
     """
     version = ".".join(map(str, capability))
     if capability >= (10, 0):
         return (
-            f"rollout.fp8 on is for Hopper GPUs only (H100, H200), this is {name} (compute capability {version}), "
-            f"whose kernels expect scales that are powers of two, unlike the trainer: take a Hopper GPU, "
-            f"{FP8_INSTEAD}"
+            f"rollout.fp8 on is for Hopper GPUs only (H100, H200), this is {name} (compute capability "
+            f"{version}), whose kernels expect powers of two as scales, unlike the trainer: take a Hopper "
+            f"GPU, {FP8_INSTEAD}"
         )
     if capability < (8, 9):
-        return f"rollout.fp8 on needs a Hopper GPU (H100, H200), this is {name}: take another GPU, {FP8_INSTEAD}"
-    if capability < (9, 0):  # Ada: kernels of Marlin and Triton
+        return f"rollout.fp8 on needs a Hopper GPU (H100, H200), this is {name}: take one, {FP8_INSTEAD}"
+    if capability < (9, 0):  # Ada: kernels of Marlin and Triton, which need no nvcc
         return None
     if toolkit is None:
         return (
-            "rollout.fp8 on: vLLM compiles its FP8 kernels with nvcc, which is not in CUDA_HOME/bin or, without "
-            "CUDA_HOME, not on PATH, in site-packages/nvidia or in /usr/local/cuda: install the CUDA toolkit of "
-            f"torch's CUDA version and set CUDA_HOME, {FP8_INSTEAD}"
+            "rollout.fp8 on: vLLM compiles its FP8 kernels with nvcc, which is not in CUDA_HOME/bin or, if "
+            "CUDA_HOME is unset, neither on PATH nor in site-packages/nvidia or /usr/local/cuda: install the "
+            f"CUDA toolkit of torch's CUDA version and set CUDA_HOME, {FP8_INSTEAD}"
         )
     if compiler is None:
         return f"rollout.fp8 on: nvcc calls g++, which is missing: install build-essential, {FP8_INSTEAD}"
@@ -134,13 +137,11 @@ def find_headers() -> Path:
     return Path(sysconfig.get_paths(scheme=scheme)["include"])
 
 
-def find_toolkit(
-    environment: Mapping[str, str], pip_toolkits: Sequence[Path], system: Path = SYSTEM_TOOLKIT
-) -> Path | None:
+def find_toolkit(environment: Mapping[str, str], installed: Sequence[Path]) -> Path | None:
     """Return the folder of the CUDA toolkit whose nvcc compiles vLLM's FP8 kernels; None without nvcc.
 
-    The choice of the user comes first, in the order of DeepGEMM (deep_gemm/__init__.py): CUDA_HOME, CUDA_PATH,
-    nvcc on PATH. Then come the toolkits that pip has installed, because their CUDA version is torch's.
+    The choice of the user comes first, in the order of DeepGEMM (deep_gemm/__init__.py): CUDA_HOME,
+    CUDA_PATH, nvcc on PATH. The folders of `installed` come last.
     """
     chosen = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
     nvcc = shutil.which("nvcc", path=environment.get("PATH", ""))
@@ -149,26 +150,36 @@ def find_toolkit(
     elif nvcc:
         candidates = [Path(nvcc).parents[1]]
     else:
-        candidates = [*pip_toolkits, system]
+        candidates = [*installed]
     return next((folder for folder in candidates if (folder / "bin" / "nvcc").is_file()), None)
 
 
-def pip_toolkits(cuda: str) -> list[Path]:
-    """Return the folders in which pip installs a CUDA toolkit, for example site-packages/nvidia/cu13."""
+def installed_toolkits(cuda: str) -> list[Path]:
+    """Return the usual folders of CUDA toolkits, whether they exist or not.
+
+    First the toolkit that pip installs with torch, for example site-packages/nvidia/cu13, because this is
+    torch's own CUDA version; then the toolkit of the system.
+    """
     packages = importlib.util.find_spec("nvidia")
-    folders = packages.submodule_search_locations if packages else None
-    return [Path(folder) / f"cu{cuda.split('.')[0]}" for folder in folders or []]
+    folders = (packages.submodule_search_locations if packages else None) or []
+    return [*(Path(folder) / f"cu{cuda.split('.')[0]}" for folder in folders), SYSTEM_TOOLKIT]
+
+
+def fp8_toolkit() -> Path | None:
+    """Return the CUDA toolkit that compiles vLLM's FP8 kernels on this machine; None without nvcc."""
+    import torch
+
+    return find_toolkit(os.environ, installed_toolkits(torch.version.cuda or ""))
 
 
 def fp8_problem() -> str | None:
-    """Explain why vLLM's FP8 kernels cannot run on this rank's GPU; None if they can."""
+    """Explain why vLLM's FP8 kernels cannot run on the GPU of this rank; None if they can."""
     import torch
 
     rank = int(os.environ.get("LOCAL_RANK", 0))
-    toolkit = find_toolkit(os.environ, pip_toolkits(torch.version.cuda or ""))
-    compiler = os.environ.get("NVCC_CCBIN") or shutil.which("g++")
     name = torch.cuda.get_device_name(rank)
-    return no_fp8(name, torch.cuda.get_device_capability(rank), toolkit, compiler)
+    compiler = os.environ.get("NVCC_CCBIN") or shutil.which("g++")
+    return unusable_fp8(name, torch.cuda.get_device_capability(rank), fp8_toolkit(), compiler)
 
 
 def check_gpus() -> None:
@@ -185,8 +196,8 @@ def check_gpus() -> None:
 def check_machine(bfloat16: bool = False, fp8: bool = False) -> None:
     """Raise ValueError if the GPU of this rank, its driver or a compiler is unfit or missing.
 
-    bfloat16, fp8: whether the run computes in bfloat16 on the GPU, and whether vLLM quantises to FP8. Without a
-    GPU nothing is checked, except that torch does not ignore one because of its driver.
+    bfloat16, fp8: tell whether the run computes in bfloat16, and whether vLLM quantises to FP8. A machine
+    whose GPU is hidden by the user passes, a machine whose GPU is hidden by an old driver is refused.
     """
     import torch
 

@@ -51,8 +51,8 @@ class Watchdog:
     """Watch the thread that starts it, on one rank of a run; start() is called by all ranks.
 
     clock: `now` holds (phase, function that describes the work in progress). warn_s, timeout_s: see
-    RunSettings. setup_timeout_s: replaces timeout_s until the set-up has ended; None: timeout_s. A process has
-    one watchdog: a second start() stops the first watchdog.
+    RunSettings. setup_timeout_s: replaces timeout_s until the set-up has ended; None: timeout_s. A process
+    has one watchdog: a second start() stops the first watchdog.
     """
 
     running: ClassVar["Watchdog | None"] = None

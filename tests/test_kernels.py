@@ -639,7 +639,7 @@ def test_fp8_round_is_quantise_and_dequantise_of_bfloat16():
 # ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", kernel_compile.CASES)
 def test_kernels_compile_to_the_expected_instructions(name, tmp_path, monkeypatch):
-    """Tensor cores, bulk copies, casts of the hardware; no spilled registers, TF32 or approximate division."""
+    """Tensor cores, bulk copies, the hardware's casts; no spilled registers, TF32, approximate division."""
     tools = kernel_compile.TOOLS
     if not (tools / "ptxas").exists() or not (tools / "cuobjdump").exists():
         pytest.skip(f"{MISSING}ptxas (this build of Triton ships no compiler for NVIDIA GPUs)")

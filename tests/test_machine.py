@@ -15,8 +15,8 @@ from runtime import machine
 from settings import RolloutSettings
 
 H100 = ("NVIDIA H100", (9, 0))
-OLD_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\nGCC 12.2.0\n"
-NEW_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs)  Sun Jul 27\n"
+OLD_DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 2024\nGCC 12.2\n"
+NEW_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs)\n"
 
 
 def make_program(path, text="#!/bin/sh\n"):
@@ -45,7 +45,8 @@ def test_a_missing_compiler_or_header_is_named_with_the_package(compiler, has_he
 @pytest.mark.parametrize(
     ("driver", "cuda", "version"),
     [(OLD_DRIVER, "13.0", "550.54.14"), (NEW_DRIVER.format("575.57.08"), "13.0", "575.57.08"),
-     (NEW_DRIVER.format("580.65.06"), "13.0", None), (OLD_DRIVER, "12.8", None), (NEW_DRIVER.format("610.3"), "13.2", None),
+     (NEW_DRIVER.format("580.65.06"), "13.0", None), (NEW_DRIVER.format("610.3"), "13.2", None),
+     (OLD_DRIVER, "12.8", None),
      ("no version", "13.0", None), (OLD_DRIVER, "99.0", None)],
 )  # fmt: skip
 def test_an_old_driver_is_named_with_the_version_that_torch_needs(driver, cuda, version):
@@ -60,7 +61,8 @@ ARCHITECTURES = ["sm_75", "sm_80", "sm_90", "sm_100", "compute_120"]
 @pytest.mark.parametrize(
     ("capability", "bfloat16", "keyword"),
     [((9, 0), True, None), ((8, 0), True, None), ((8, 9), True, None), ((12, 1), True, None),
-     ((7, 5), False, None), ((7, 5), True, "bfloat16"), ((7, 0), False, "no code"), ((11, 0), True, "no code")],
+     ((7, 5), False, None), ((7, 5), True, "bfloat16"), ((7, 0), False, "no code"),
+     ((11, 0), True, "no code")],
 )  # fmt: skip
 def test_a_gpu_that_torch_or_bfloat16_does_not_support_is_refused(capability, bfloat16, keyword):
     line = machine.unsupported_gpu("a card", capability, ARCHITECTURES, bfloat16)
@@ -71,14 +73,14 @@ def test_a_gpu_that_torch_or_bfloat16_does_not_support_is_refused(capability, bf
 @pytest.mark.parametrize(
     ("capability", "toolkit", "compiler", "keyword"),
     [((9, 0), "cuda", "g++", None), ((9, 0), None, "g++", "nvcc"), ((9, 0), "cuda", None, "g\\+\\+"),
-     ((8, 9), None, None, None), ((8, 6), "cuda", "g++", "Hopper"), ((10, 0), "cuda", "g++", "Hopper GPUs only"),
-     ((12, 0), "cuda", "g++", "Hopper GPUs only")],
+     ((8, 9), None, None, None), ((8, 6), "cuda", "g++", "Hopper"),
+     ((10, 0), "cuda", "g++", "Hopper GPUs only"), ((12, 0), "cuda", "g++", "Hopper GPUs only")],
 )  # fmt: skip
 def test_fp8_without_its_gpu_or_its_compilers_is_refused(
     capability, toolkit, compiler, keyword, tmp_path, monkeypatch
 ):
     """RolloutEngine and the start of a run ask the same function."""
-    line = machine.no_fp8("a card", capability, toolkit and tmp_path, compiler)
+    line = machine.unusable_fp8("a card", capability, toolkit and tmp_path, compiler)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(rollout, "fp8_problem", lambda: line)
     settings = RolloutSettings(fp8="on", tensor_parallel=4)
@@ -111,15 +113,15 @@ def test_the_toolkit_is_the_users_choice_then_pips_then_the_systems(tmp_path):
     for folder in places.values():
         make_program(folder / "bin" / "nvcc")
     on_path = {"PATH": str(places["path"] / "bin")}
-    rest = ([tmp_path / "missing", places["cu13"]], places["system"])
+    rest = [tmp_path / "missing", places["cu13"], places["system"]]
     find = machine.find_toolkit
-    assert find(on_path | {"CUDA_HOME": str(places["home"])}, *rest) == places["home"]
-    assert find(on_path | {"CUDA_PATH": str(places["home"])}, *rest) == places["home"]
-    assert find(on_path, *rest) == places["path"]
-    assert find({}, *rest) == places["cu13"]
-    assert find({}, [], places["system"]) == places["system"]
-    assert find({"CUDA_HOME": str(tmp_path)}, *rest) is None, "DeepGEMM looks nowhere else"
-    assert find({}, [], tmp_path) is None
+    assert find(on_path | {"CUDA_HOME": str(places["home"])}, rest) == places["home"]
+    assert find(on_path | {"CUDA_PATH": str(places["home"])}, rest) == places["home"]
+    assert find(on_path, rest) == places["path"]
+    assert find({}, rest) == places["cu13"]
+    assert find({}, rest[2:]) == places["system"]
+    assert find({"CUDA_HOME": str(tmp_path)}, rest) is None, "DeepGEMM looks nowhere else"
+    assert find({}, rest[:1]) is None
 
 
 def test_fp8_gets_the_toolkit_of_pip_without_putting_nvcc_on_the_path(tmp_path, monkeypatch):
@@ -146,7 +148,7 @@ def bare_gpu(monkeypatch, tmp_path):
     environment = {"PATH": str(tmp_path), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     monkeypatch.setattr(machine.os, "environ", environment)
     monkeypatch.setattr(machine, "find_headers", lambda: tmp_path)
-    monkeypatch.setattr(machine, "pip_toolkits", lambda cuda: [])
+    monkeypatch.setattr(machine, "installed_toolkits", lambda cuda: [])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

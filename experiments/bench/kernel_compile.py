@@ -3,8 +3,8 @@
     python -m experiments.bench.kernel_compile              # with the installed Triton
     python -m experiments.bench.kernel_compile --gpu-stack  # with the Triton of the GPU stack
 
-The CPU stack installs a later Triton than the GPU stack, whose torch requires one version. --gpu-stack downloads
-that version (some 200 MB) into a folder of its own, data/built/triton-VERSION, and compiles with it; the
+The CPU stack installs a later Triton than the GPU stack, whose torch requires one version. --gpu-stack
+downloads that version into a folder of its own, data/built/triton-VERSION, and compiles with it; the
 installed libraries stay as they are. As soon as the folder exists, tests/test_kernels.py compiles with both.
 
 The table has a row per kernel: registers per thread, bytes of stack per thread (spilled registers are on the
@@ -89,8 +89,8 @@ def without(signature: Mapping[str, str], constants: Mapping[str, Any]) -> dict[
 def head_cases() -> dict[str, Case]:
     """Return the cases of the head's kernels.
 
-    Triton turns integer arguments of 1 into constants, which gives another program: `one row`. TF32 would keep
-    only 10 bits of a float32 operand, which Triton's interpreter does not simulate.
+    Triton turns integer arguments of 1 into constants, which gives another program: `one row`. TF32 would
+    keep only 10 bits of a float32 operand, which Triton's interpreter does not simulate.
     """
     tile, options = tile_of(2)
     statistics = operands_of("bf16", tile) | SUMS
