@@ -4,7 +4,7 @@
     python -m experiments.bench.kernel_compile --gpu-stack  # with the Triton of the GPU stack
 
 The CPU stack installs a later Triton than the GPU stack, whose torch requires one version. --gpu-stack
-downloads that version into a folder of its own, data/built/triton-VERSION, and compiles with it; the
+downloads that version into a folder of its own, .venv-triton-VERSION, and compiles with it; the
 installed libraries stay as they are. As soon as the folder exists, tests/test_kernels.py compiles with both.
 
 The table has a row per kernel: registers per thread, bytes of stack per thread (spilled registers are on the
@@ -28,7 +28,7 @@ import kernels.linear_logprob_entropy as head
 from experiments.bench.common import ROOT, make_parser, markdown, write_json
 
 GPU_TRITON = "3.7.1"  # torch 2.13.0 with CUDA, in requirements.txt, requires this version
-GPU_TRITON_FOLDER = ROOT / "data" / "built" / f"triton-{GPU_TRITON}"
+GPU_TRITON_FOLDER = ROOT / f".venv-triton-{GPU_TRITON}"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"  # ptxas and cuobjdump
 SHARED_BYTES = 227 * 1024  # shared memory of a block on a Hopper GPU
 
