@@ -1,10 +1,11 @@
-"""Check this machine before anything is loaded, so that a missing compiler costs seconds and not minutes.
+"""Check this machine before anything is loaded, so that a missing compiler costs seconds instead of minutes.
 
-A run on a GPU compiles while it starts, which a run on a CPU never does: Triton compiles a launcher for every
-kernel with a C compiler and Python's header files, and vLLM compiles its FP8 kernels for Hopper with nvcc.
+Only runs on GPUs compile code during their start: Triton compiles a launcher for every kernel with a C
+compiler and Python's header files, and vLLM compiles FP8 kernels for Hopper with nvcc.
 
-The functions that judge get everything that they judge as arguments, for example the version of the driver,
-and return one line with the cause and the remedy, or None. check_machine() looks around and raises the lines.
+The first half of the file judges: each function takes facts as arguments, for example the version of the
+driver, and returns a line with cause and remedy, or None if all is well. The second half collects the facts,
+and check_machine() raises the lines.
 """
 
 import importlib.util
@@ -22,12 +23,12 @@ FP8_INSTEAD = "or set rollout.fp8 to simulate (weights rounded in the same way) 
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Judge: a line with cause and remedy, or None
+# Judge
 # ------------------------------------------------------------------------------------------------------------
 def missing_compiler(compiler: str | None, headers: Path) -> str | None:
-    """Explain what Triton needs and this machine does not have.
+    """Explain that Triton lacks a compiler or Python.h.
 
-    compiler: path of the C compiler; None without one. headers: folder that should contain Python.h.
+    compiler: path of the C compiler; None if missing. headers: folder that should contain Python.h.
     """
     missing = [] if compiler else ["C compiler (gcc, clang, or the one that the variable CC names)"]
     if not (headers / "Python.h").is_file():
@@ -94,8 +95,8 @@ def unusable_fp8(
 ) -> str | None:
     """Explain why vLLM's FP8 kernels cannot run on a GPU, or round differently from the trainer's simulation.
 
-    toolkit: folder of the CUDA toolkit; None without nvcc. compiler: path of the C++ compiler that nvcc
-    calls; None without one.
+    toolkit: folder of the CUDA toolkit that contains nvcc; None if missing. compiler: path of the C++
+    compiler that nvcc calls; None if missing.
     """
     version = ".".join(map(str, capability))
     if capability >= (10, 0):
@@ -106,7 +107,7 @@ def unusable_fp8(
         )
     if capability < (8, 9):
         return f"rollout.fp8 on needs a Hopper GPU (H100, H200), this is {name}: take one, {FP8_INSTEAD}"
-    if capability < (9, 0):  # Ada: kernels of Marlin and Triton, which need no nvcc
+    if capability < (9, 0):  # Ada: kernels of Marlin and Triton, compiled without nvcc
         return None
     if toolkit is None:
         return (
@@ -120,10 +121,10 @@ def unusable_fp8(
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Look around
+# Collect facts
 # ------------------------------------------------------------------------------------------------------------
 def find_compiler(environment: Mapping[str, str]) -> str | None:
-    """Return the C compiler that Triton takes (triton/runtime/build.py); None without one."""
+    """Return the C compiler that Triton takes (triton/runtime/build.py); None if missing."""
     path = environment.get("PATH", "")
     if "CC" in environment:
         return shutil.which(environment["CC"], path=path)
@@ -138,7 +139,7 @@ def find_headers() -> Path:
 
 
 def find_toolkit(environment: Mapping[str, str], installed: Sequence[Path]) -> Path | None:
-    """Return the folder of the CUDA toolkit whose nvcc compiles vLLM's FP8 kernels; None without nvcc.
+    """Return the folder of the CUDA toolkit whose nvcc compiles vLLM's FP8 kernels; None if nvcc is missing.
 
     The choice of the user comes first, in the order of DeepGEMM (deep_gemm/__init__.py): CUDA_HOME,
     CUDA_PATH, nvcc on PATH. The folders of `installed` come last.
@@ -155,10 +156,10 @@ def find_toolkit(environment: Mapping[str, str], installed: Sequence[Path]) -> P
 
 
 def installed_toolkits(cuda: str) -> list[Path]:
-    """Return the usual folders of CUDA toolkits, whether they exist or not.
+    """List the usual folders of CUDA toolkits, including folders that do not exist.
 
-    First the toolkit that pip installs with torch, for example site-packages/nvidia/cu13, because this is
-    torch's own CUDA version; then the toolkit of the system.
+    First the toolkit that pip installs with torch, for example site-packages/nvidia/cu13, because its CUDA
+    version is torch's; then the toolkit of the system.
     """
     packages = importlib.util.find_spec("nvidia")
     folders = (packages.submodule_search_locations if packages else None) or []
@@ -166,7 +167,7 @@ def installed_toolkits(cuda: str) -> list[Path]:
 
 
 def fp8_toolkit() -> Path | None:
-    """Return the CUDA toolkit that compiles vLLM's FP8 kernels on this machine; None without nvcc."""
+    """Return the CUDA toolkit that compiles vLLM's FP8 kernels on this machine; None if nvcc is missing."""
     import torch
 
     return find_toolkit(os.environ, installed_toolkits(torch.version.cuda or ""))

@@ -4,8 +4,8 @@
     python -m experiments.bench.kernel_compile --gpu-stack  # with the Triton of the GPU stack
 
 The CPU stack installs a later Triton than the GPU stack, whose torch requires one version. --gpu-stack
-downloads that version into a folder of its own, .venv-triton-VERSION, and compiles with it; the
-installed libraries stay as they are. As soon as the folder exists, tests/test_kernels.py compiles with both.
+downloads that version into a separate folder, .venv-triton-VERSION, and compiles with it; the installed
+libraries stay unchanged. As soon as the folder exists, tests/test_kernels.py compiles with both versions.
 
 The table has a row per kernel: registers per thread, bytes of stack per thread (spilled registers are on the
 stack) and bytes of shared memory per block. The exit code is 1 if a kernel has a problem.
@@ -38,7 +38,7 @@ SHARED_BYTES = 227 * 1024  # shared memory of a block on a Hopper GPU
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Case:
-    """A kernel with the types of its arguments, and patterns that its PTX has to match.
+    """A kernel with the types of its arguments, and texts that its PTX must or must not contain.
 
     signature: {argument: type}. constants: {constexpr argument: value}. aligned: integer arguments that are
     multiples of 16; pointers always are. spills: registers may lie on the stack.
@@ -181,7 +181,7 @@ def problems(case: Case, compiled: Compiled) -> list[str]:
 
 
 def install_gpu_triton(folder: Path) -> None:
-    """Install the Triton of the GPU stack into a folder; no effect if it is there."""
+    """Install the Triton of the GPU stack into a folder, unless the folder has Triton already."""
     if not (folder / "triton").is_dir():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         subprocess.run([*pip, f"triton=={GPU_TRITON}"], check=True)
