@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Case:
     options: Mapping[str, int]
     aligned: tuple[str, ...] = ("V", "D", "width", "first", "C")  # the number of rows N is arbitrary
     contains: tuple[str, ...] = ("wgmma.mma_async", "cp.async.bulk.tensor")
-    lacks: tuple[str, ...] = field(default=())
+    lacks: tuple[str, ...] = ()
     spills: bool = False
 
 
