@@ -62,6 +62,7 @@ from reward import (
 from rollout import (
     RolloutEngine,
     SyncReport,
+    check_driver,
     invalid_route,
     stops_of,
 )
@@ -81,7 +82,8 @@ from runtime.checkpoint import (
 )
 from runtime.checks import check_routes, check_verdicts, mismatch_gate, refuse_nonfinite_weights, say
 from runtime.config import flat_settings
-from runtime.launch import Signals, Stopped, check_gpus
+from runtime.launch import Signals, Stopped
+from runtime.machine import check_machine
 from runtime.memory import NodeMemory, node_memory, trainer_bytes
 from runtime.metrics import (
     Clock,
@@ -207,15 +209,22 @@ def set_up(config: Config) -> Run | None:
 
 
 def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
-    """Connect and watch the ranks, and refuse ranks with different settings or code. Collective."""
+    """Check this machine, connect and watch the ranks, and refuse ranks with different settings or code.
+
+    Collective. A rank whose machine is unfit ends the ranks that wait for it, before anything is loaded.
+    """
     check_trackers(config)
+    dtypes = (config.model.dtype, config.rollout.dtype)
+    check_machine(bfloat16="bfloat16" in dtypes or "auto" in dtypes, fp8=config.rollout.fp8 == "on")
+    check_driver()
     wait_for_ranks(config.run.warn_s, config.run.timeout_s)
+    wait_s = setup_timeout_s(config)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(), log_with=config.run.trackers, project_dir=config.run.dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=config.run.timeout_s + MARGIN_S))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=wait_s + MARGIN_S))],
     )  # fmt: skip
     clock = Clock({})
-    watchdog = Watchdog(clock, config.run.warn_s, config.run.timeout_s).start()
+    watchdog = Watchdog(clock, config.run.warn_s, config.run.timeout_s, wait_s).start()
     moe_model.init_deepspeed()
     host_group()  # before set_group_timeouts()
     check_ranks_agree(config)
@@ -223,9 +232,22 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     return accelerator, clock, watchdog
 
 
+# Seconds that the set-up may take in addition to run.timeout_s if FP8 kernels are compiled. [ours: kernels of
+# FlashInfer for experts take more than ten minutes, and the ranks of a node wait for each other's compiler]
+COMPILE_S = 3600.0
+
+
+def setup_timeout_s(config: Config) -> float:
+    """Return the seconds that a rank may wait for another rank until the set-up ends; then run.timeout_s.
+
+    With rollout.fp8 on, vLLM compiles kernels at the first start and keeps them in ~/.cache.
+    """
+    compiles = config.rollout.fp8 == "on" and torch.cuda.is_available()
+    return config.run.timeout_s + (COMPILE_S if compiles else 0.0)
+
+
 def check_ranks(config: Config, world_size: int) -> None:
     """Raise ValueError if the settings do not fit the number of ranks."""
-    check_gpus()
     prompts_per_step = config.rollout.prompts_per_step
     num_minibatches = config.train.minibatches_per_step
     if prompts_per_step % (world_size * num_minibatches):
@@ -487,7 +509,7 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     """Start vLLM in the GPU memory that policy, optimizer and update leave free, and print its capacity."""
     parts = trainer_memory(config, hf_config, dist.get_world_size())
     reserved = trainer_bytes(parts, engine_sleeps=config.rollout.sleep_level > 0)
-    timeout_s = config.run.timeout_s + MARGIN_S
+    timeout_s = setup_timeout_s(config) + MARGIN_S
     settings = engine_settings(config, hf_config)
     engine = RolloutEngine(model_dir, max_model_len(config), settings, reserved, timeout_s)
     say(engine.describe())

@@ -34,6 +34,7 @@ from torch import Tensor
 from batch import Completion, Request
 from kernels.fp8_block import BLOCK, fp8_round, mxfp4_round
 from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
+from runtime.machine import fp8_problem, fp8_toolkit
 from runtime.memory import GIB, fixed_segments, margin_bytes
 from runtime.schedule import CacheRoom, WaitingLine
 from settings import RolloutSettings
@@ -83,7 +84,7 @@ class RolloutEngine:
     ):
         self.on_gpu = torch.cuda.is_available()
         check_hardware(settings)
-        set_vllm_environment(self.on_gpu)
+        set_vllm_environment(self.on_gpu, settings.fp8 == "on")
         from transformers import AutoConfig
 
         self.settings = settings
@@ -513,17 +514,27 @@ def check_driver() -> None:
 
 
 def check_fp8(settings: RolloutSettings, hf_config) -> None:
-    """Raise ValueError if vLLM's FP8 would differ from kernels/fp8_block.py, or would not fit into memory."""
+    """Raise ValueError if vLLM's FP8 cannot run, would differ from kernels/fp8_block.py, or is too large."""
     if settings.fp8 != "on":
         return
-    size = 1 if settings.expert_parallel else settings.tensor_parallel
+    problem = fp8_problem() if torch.cuda.is_available() else None
+    if problem:
+        raise ValueError(problem)
+    is_dense = num_experts_of(hf_config) == 0
+    size = 1 if settings.expert_parallel and not is_dense else settings.tensor_parallel
     if size > 1 and not splits_into_blocks(hf_config, size):
-        width = expert_width(hf_config)
+        width = mlp_width(hf_config)
+        name = "the MLP" if is_dense else "experts"
+        effect = (
+            "vLLM multiplies such parts with another kernel"
+            if is_dense
+            else "vLLM pads such parts, and a sync would hold the model twice"
+        )
         raise ValueError(
-            f"rollout.tensor_parallel {size} with rollout.fp8 on splits experts of width {width} into parts "
-            f"of {width / size:g}, which are no whole blocks of {BLOCK}: vLLM pads such parts, and a sync "
-            "would hold the model twice. Set rollout.expert_parallel=true or a tensor_parallel that divides "
-            f"the {width / BLOCK:g} blocks of an expert"
+            f"rollout.tensor_parallel {size} with rollout.fp8 on splits {name} of width {width} into parts "
+            f"of {width / size:g}, which are no whole blocks of {BLOCK}: {effect}. Set "
+            f"{'' if is_dense else 'rollout.expert_parallel=true or '}a tensor_parallel that divides the "
+            f"{width / BLOCK:g} blocks of {'the MLP' if is_dense else 'an expert'}"
         )
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
@@ -712,9 +723,14 @@ def fitting_settings(hf_config, settings: RolloutSettings, max_model_len: int, r
     return changes
 
 
+def mlp_width(hf_config) -> int:
+    """Return the width of an expert, or of the MLP of a dense model."""
+    return expert_width(hf_config) if num_experts_of(hf_config) else hf_config.intermediate_size
+
+
 def splits_into_blocks(hf_config, tensor_parallel: int) -> bool:
-    """Tell whether tensor parallelism splits each expert into whole FP8 blocks."""
-    return num_experts_of(hf_config) == 0 or expert_width(hf_config) % (tensor_parallel * BLOCK) == 0
+    """Tell whether tensor parallelism splits each expert, or a dense MLP, into whole FP8 blocks."""
+    return mlp_width(hf_config) % (tensor_parallel * BLOCK) == 0
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -844,8 +860,11 @@ def quantise_for_engine(
 # ------------------------------------------------------------------------------------------------------------
 # Environment
 # ------------------------------------------------------------------------------------------------------------
-def set_vllm_environment(on_gpu: bool) -> None:
-    """Set the environment variables that vLLM reads at import; values set by the user have priority."""
+def set_vllm_environment(on_gpu: bool, fp8: bool = False) -> None:
+    """Set the environment variables that vLLM reads at import; values set by the user have priority.
+
+    fp8: rollout.fp8 is on. On a GPU, CUDA_HOME then names the toolkit with which DeepGEMM compiles.
+    """
     settings = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core lives in this process
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -860,5 +879,11 @@ def set_vllm_environment(on_gpu: bool) -> None:
             "TORCHDYNAMO_DISABLE": "1",
             "VLLM_USE_AOT_COMPILE": "0",
         }  # compilation costs more than it saves on CPUs
+    toolkit = fp8_toolkit() if on_gpu and fp8 else None
+    if toolkit is not None:
+        # PATH stays as it is. With nvcc on PATH, vLLM takes kernels of FlashInfer, too (utils/flashinfer.py:
+        # has_flashinfer), which cannot be linked with pip's toolkit, because its libraries are in lib and
+        # not in lib64 (flashinfer/jit/cpp_ext.py, issue 5064 of FlashInfer).
+        settings["CUDA_HOME"] = str(toolkit)
     for name, value in settings.items():
         os.environ.setdefault(name, value)

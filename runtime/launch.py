@@ -194,7 +194,7 @@ def leave(code: int) -> None:
 
 
 def join_ranks() -> None:
-    """Initialise torch.distributed, one GPU per rank, for programs without a trainer.
+    """Check this machine and initialise torch.distributed, one GPU per rank, for programs without a trainer.
 
     The timeout is a day, because a rank may have to wait for long completions of another rank; torchrun
     notices a rank that dies.
@@ -202,19 +202,10 @@ def join_ranks() -> None:
     import torch
     import torch.distributed as dist
 
-    check_gpus()
+    from runtime.machine import check_machine
+
+    check_machine()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backends, timeout=timedelta(days=1))
-
-
-def check_gpus() -> None:
-    """Raise ValueError if torchrun started more ranks on this machine than it has GPUs."""
-    import torch
-
-    if torch.cuda.is_available() and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        raise ValueError(
-            f"torchrun --nproc-per-node must be at most {torch.cuda.device_count()}, the number of GPUs of "
-            "this machine: each rank needs one"
-        )

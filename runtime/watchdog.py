@@ -44,23 +44,25 @@ NO_BEAT = {
     "beat": 0, "host": "?", "pid": 0, "phase": "?", "step": 0, "phase_s": 0.0, "idle_s": 0.0, "waiting": "",
     "collectives": 0, "where": "", "work": "",
 }  # fmt: skip
-STARTING = ("start", "setup")  # phases in which loading a model may take hours without visible progress
+STARTING = ("start", "setup")  # phases in which a model is loaded and kernels are compiled, maybe for long
 
 
 class Watchdog:
     """Watch the thread that starts it, on one rank of a run; start() is called by all ranks.
 
     clock: `now` holds (phase, function that describes the work in progress). warn_s, timeout_s: see
-    RunSettings. A process has one watchdog: a second start() stops the first watchdog.
+    RunSettings. setup_timeout_s: replaces timeout_s until the set-up has ended; None: timeout_s. A process
+    has one watchdog: a second start() stops the first watchdog.
     """
 
     running: ClassVar["Watchdog | None"] = None
     num_started: ClassVar[int] = 0
 
-    def __init__(self, clock, warn_s: float, timeout_s: float):
+    def __init__(self, clock, warn_s: float, timeout_s: float, setup_timeout_s: float | None = None):
         self.clock = clock
         self.warn_s = min(warn_s, timeout_s)
         self.timeout_s = timeout_s
+        self.setup_timeout_s = timeout_s if setup_timeout_s is None else setup_timeout_s
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self.interval = min(5.0, self.warn_s / 4)
@@ -164,20 +166,21 @@ class Watchdog:
         }  # fmt: skip
 
     def _judge(self, beat: dict) -> None:
-        """Warn if this rank has been idle for warn_s, abort the run after timeout_s."""
+        """Warn if this rank has been idle for warn_s, abort the run after timeout_s (or setup_timeout_s)."""
         idle_s = beat["idle_s"]
+        timeout_s = self.setup_timeout_s if beat["phase"] in STARTING else self.timeout_s
         if idle_s < self.warn_s:
             self.next_warning = self.warn_s
-        if idle_s < min(self.next_warning, self.timeout_s):
+        if idle_s < min(self.next_warning, timeout_s):
             return
         self.next_warning = max(self.next_warning, self.warn_s) * 2
-        is_over = idle_s >= self.timeout_s
+        is_over = idle_s >= timeout_s
         beats = self.read_beats()
         if beats is None:
             return self._judge_without_store(idle_s, is_over)
         if beats[self.rank]["idle_s"] < idle_s:  # this rank has made progress since `beat`
             return
-        limit = (self.timeout_s if is_over else self.warn_s) - 4 * self.interval
+        limit = (timeout_s if is_over else self.warn_s) - 4 * self.interval
         late = [rank for rank, b in enumerate(beats) if not b["alive"] or b["idle_s"] > limit]
         waiting = [rank for rank in late if beats[rank]["alive"] and beats[rank]["waiting"]]
         if not beat["waiting"]:  # waiting ranks decide; a busy rank is fine while other ranks work, too
@@ -189,7 +192,7 @@ class Watchdog:
             self._end(line, beats)
         speakers = waiting or [rank for rank in late if beats[rank]["alive"]]
         if self.rank == min(speakers, default=self.rank):
-            text = f"\n{line}. The run is aborted after {self.timeout_s:g} s of this (run.timeout_s)"
+            text = f"\n{line}. The run is aborted after {timeout_s:g} s of this (run.timeout_s)"
             print(text, file=sys.stderr, flush=True)
 
     def _judge_without_store(self, idle_s: float, is_over: bool) -> None:

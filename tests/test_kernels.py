@@ -16,10 +16,8 @@ Tolerances:
 
 import functools
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 import kernels.fp8_block as fp8
 import kernels.linear_logprob_entropy as head
+from experiments.bench import kernel_compile
 from kernels.linear_logprob_entropy import linear_logprob_entropy
 
 GPU = torch.cuda.is_available()
@@ -637,101 +636,41 @@ def test_fp8_round_is_quantise_and_dequantise_of_bfloat16():
 # ------------------------------------------------------------------------------------------------------------
 # Compiled for Hopper; compiling works on any machine
 # ------------------------------------------------------------------------------------------------------------
-HEAD_TILE = {name: size for name, size in head.TILES[2].items() if name.startswith("B")}
-HEAD_OPTIONS = {name: value for name, value in head.TILES[2].items() if name not in HEAD_TILE}
-OPERANDS = {
-    "x": f"tensordesc<bf16[{HEAD_TILE['BN']},{HEAD_TILE['BD']}]>",
-    "w": f"tensordesc<bf16[{HEAD_TILE['BC']},{HEAD_TILE['BD']}]>",
-}
-STATISTICS = OPERANDS | {"sums": "*fp32", "N": "i32", "V": "i32", "D": "i32", "width": "i32", "scale": "fp32"}
-GRAD_LOGITS = OPERANDS | {
-    "dz": "*bf16", "targets": "*i64", "m": "*fp32", "log_s": "*fp32", "entropy": "*fp32",
-    "grad_logprob": "*fp32", "grad_entropy": "*fp32", "N": "i32", "V": "i32", "D": "i32", "first": "i32",
-    "C": "i32", "scale": "fp32",
-}  # fmt: skip
-QUANTISE = {
-    "x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32", "M": "i32", "N": "i32", "num_columns": "i32",
-    "floor": "fp32",
-}  # fmt: skip
-ALIGNED = ("V", "D", "width", "first", "C")  # usually multiples of 16; the number of rows N is arbitrary
-
-
-@pytest.fixture
-def compile_for_hopper(tmp_path, monkeypatch):
-    """Return a function that compiles a kernel and returns the kernel and the bytes of stack per thread."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+@pytest.mark.parametrize("name", kernel_compile.CASES)
+def test_kernels_compile_to_the_expected_instructions(name, tmp_path, monkeypatch):
+    """Tensor cores, bulk copies, the hardware's casts; no spilled registers, TF32, approximate division."""
+    tools = kernel_compile.TOOLS
     if not (tools / "ptxas").exists() or not (tools / "cuobjdump").exists():
         pytest.skip(f"{MISSING}ptxas (this build of Triton ships no compiler for NVIDIA GPUs)")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-    def compile_kernel(kernel, signature, constants, options, multiples_of_16=ALIGNED):
-        types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
-        aligned = [name for name, type in signature.items() if type[0] == "*" or name in multiples_of_16]
-        attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-        source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        cubin = tmp_path / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        command = [tools / "cuobjdump", "--dump-resource-usage", cubin]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        return compiled, int(re.search(r"STACK:(\d+)", usage)[1])
-
-    return compile_kernel
+    case = kernel_compile.CASES[name]
+    compiled = kernel_compile.compile_for_hopper(case, tmp_path)
+    assert kernel_compile.problems(case, compiled) == []
 
 
-@pytest.mark.parametrize("kernel", ["statistics", "grad_logits", "grad_logits with entropy"])
-def test_head_compiles_to_tensor_cores_without_spilling(kernel, compile_for_hopper):
-    """A Hopper GPU has 227 KiB of shared memory per block; spilled registers would be on the stack."""
-    if kernel == "statistics":
-        arguments = head.statistics_kernel, STATISTICS, HEAD_TILE | {"SPLITS": head.SPLITS}
-    else:
-        constants = HEAD_TILE | {"WITH_ENTROPY": kernel.endswith("entropy"), "GROUP": 8}
-        arguments = head.grad_logits_kernel, GRAD_LOGITS, constants
-    compiled, stack = compile_for_hopper(*arguments, HEAD_OPTIONS)
-    assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
-    assert stack == 0
-    assert compiled.metadata.shared <= min(227 * 1024, head.TILE_BYTES)
-
-
-def test_float32_products_do_not_use_tf32(compile_for_hopper):
-    """TF32 would keep only 10 bits of an operand, which the interpreter does not simulate."""
-    tile = {name: size for name, size in head.TILES[4].items() if name.startswith("B")}
-    shapes = {"x": f"[{tile['BN']},{tile['BD']}]", "w": f"[{tile['BC']},{tile['BD']}]"}
-    operands = {name: f"tensordesc<fp32{shape}>" for name, shape in shapes.items()}
-    options = {name: value for name, value in head.TILES[4].items() if name not in tile}
-    constants = tile | {"SPLITS": head.SPLITS}
-    compiled, _ = compile_for_hopper(head.statistics_kernel, STATISTICS | operands, constants, options)
-    assert "tf32" not in compiled.asm["ptx"] and "fma.rn.f32" in compiled.asm["ptx"]
-
-
-def test_head_compiles_for_one_row_and_one_block(compile_for_hopper):
-    """Triton turns integer arguments of 1 into constants, which gives another program."""
-    grad_constants = {"WITH_ENTROPY": True, "GROUP": 8, "N": 1, "C": 1, "V": 1}
-    for kernel, signature, constants in (
-        (head.statistics_kernel, STATISTICS, {"SPLITS": 8, "N": 1}),
-        (head.grad_logits_kernel, GRAD_LOGITS, grad_constants),
-    ):
-        types = {name: type for name, type in signature.items() if name not in constants}
-        compiled, _ = compile_for_hopper(kernel, types, HEAD_TILE | constants, HEAD_OPTIONS)
-        assert "wgmma.mma_async" in compiled.asm["ptx"]
-
-
-@pytest.mark.parametrize("one_scale", [True, False])
-def test_quantisation_compiles_to_the_cast_of_the_hardware(one_scale, compile_for_hopper):
-    rows = fp8.BLOCK if one_scale else fp8.ROWS
-    constants = {"E4M3_MAX": fp8.E4M3_MAX, "ROWS": rows, "BLOCK": fp8.BLOCK, "ONE_SCALE": one_scale}
-    compiled, stack = compile_for_hopper(
-        fp8.quantise_kernel, QUANTISE, constants, {"num_warps": fp8.WARPS[one_scale]}, ["N"]
+def test_problems_of_machine_code_are_named():
+    case = kernel_compile.CASES["statistics"]
+    bad = kernel_compile.Compiled(registers=255, stack=640, shared=2**18, ptx="wgmma.mma_async tf32")
+    bulk_copies, stack, shared = kernel_compile.problems(case, bad)
+    assert "cp.async.bulk" in bulk_copies and "640" in stack and "262,144" in shared
+    (tf32,) = kernel_compile.problems(
+        kernel_compile.CASES["statistics in float32"], kernel_compile.Compiled(9, 9, 0, "fma.rn.f32 tf32")
     )
-    ptx = compiled.asm["ptx"]
-    assert re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx) and "div.rn.f32" in ptx and stack == 0
-    assert "div.full" not in ptx and "div.approx" not in ptx, (
-        "scales would differ from vLLM's in the last bit"
-    )
+    assert "tf32" in tf32
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (kernel_compile.GPU_TRITON_FOLDER / "triton").is_dir(),
+    reason="compiles with the Triton of the GPU stack if `python -m experiments.bench.kernel_compile "
+    "--gpu-stack` has installed it",
+)
+def test_kernels_compile_with_the_triton_of_the_gpu_stack():
+    """The GPU stack installs an earlier Triton than the CPU stack, with which the tests above compile."""
+    command = [sys.executable, "-m", "experiments.bench.kernel_compile", "--gpu-stack"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Triton {kernel_compile.GPU_TRITON}" in done.stdout
 
 
 if __name__ == "__main__":

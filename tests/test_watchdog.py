@@ -6,6 +6,7 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from helpers import make_config
 
 from runtime import agreement
 from runtime.agreement import check_ranks_agree, code_of, difference_from, tell_ranks, wait_for_ranks
-from runtime.watchdog import describe, silent_ranks, state_of, table, where_of
+from runtime.watchdog import Watchdog, describe, silent_ranks, state_of, table, where_of
 from tests import preloaded
 
 HEARTBEATS = {  # kind of rank: fields that differ from BEAT
@@ -101,6 +102,22 @@ def test_a_place_names_our_own_line_and_the_library_call_inside_it():
 
 def test_a_process_that_has_ended_is_reported_as_ended():
     assert "ended" in state_of(2**22 + 1)
+
+
+@pytest.mark.parametrize(
+    ("phase", "idle_s", "ends"), [("rollout", 50, True), ("setup", 50, False), ("setup", 200, True)]
+)
+def test_a_rank_may_wait_longer_while_another_rank_compiles_kernels(phase, idle_s, ends):
+    """run.timeout_s is 40 s here, and the set-up may take 160 s."""
+    clock = SimpleNamespace(now=(phase, str))
+    ended = []
+    watchdog = object.__new__(Watchdog)
+    vars(watchdog).update(rank=0, num_ranks=2, warn_s=1e3, next_warning=1e3, interval=0.0, clock=clock)
+    vars(watchdog).update(timeout_s=40.0, setup_timeout_s=160.0, _end=lambda line, beats: ended.append(line))
+    both = [beat | {"phase": phase, "idle_s": idle_s} for beat in beats("waits", "works")]
+    watchdog.read_beats = lambda: both
+    watchdog._judge(both[0])
+    assert bool(ended) == ends
 
 
 # ---- hangs, on ranks ---------------------------------------------------------------------------------------

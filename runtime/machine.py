@@ -1,0 +1,225 @@
+"""Check this machine before anything is loaded, so that a missing compiler costs seconds instead of minutes.
+
+Only runs on GPUs compile code during their start: Triton compiles a launcher for every kernel with a C
+compiler and Python's header files, and vLLM compiles FP8 kernels for Hopper with nvcc.
+
+The first half of the file judges: each function takes facts as arguments, for example the version of the
+driver, and returns a line with cause and remedy, or None if all is well. The second half collects the facts,
+and check_machine() raises the lines.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+FIRST_DRIVER = {12: 525, 13: 580}  # {CUDA version: first driver of NVIDIA for Linux}, CUDA's release notes
+SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+FP8_INSTEAD = "or set rollout.fp8 to simulate (weights rounded in the same way) or off"
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Judge
+# ------------------------------------------------------------------------------------------------------------
+def missing_compiler(compiler: str | None, headers: Path) -> str | None:
+    """Explain that Triton lacks a compiler or Python.h.
+
+    compiler: path of the C compiler; None if missing. headers: folder that should contain Python.h.
+    """
+    missing = [] if compiler else ["C compiler (gcc, clang, or the one that the variable CC names)"]
+    if not (headers / "Python.h").is_file():
+        missing.append(f"{headers / 'Python.h'}")
+    if not missing:
+        return None
+    return (
+        f"this machine has a GPU but no {' and no '.join(missing)}, with which Triton compiles the launchers "
+        "of GPU kernels: install build-essential and python3-dev (so called on Debian and Ubuntu)"
+    )
+
+
+def old_driver(driver: str, cuda: str) -> str | None:
+    """Explain that a driver is too old for the CUDA version of torch.
+
+    driver: text of /proc/driver/nvidia/version. cuda: for example "13.0".
+    """
+    version = re.search(r"\b(\d{3,})\.[\d.]*\d", driver)
+    first = FIRST_DRIVER.get(int(cuda.split(".")[0]))
+    if version is None or first is None or int(version[1]) >= first:
+        return None
+    return (
+        f"NVIDIA's driver {version[0]} is too old: torch is built for CUDA {cuda}, which needs driver "
+        f"{first} or later. Install a newer driver, or hide the GPU to run on the CPU (CUDA_VISIBLE_DEVICES=)"
+    )
+
+
+def unsupported_gpu(
+    name: str, capability: tuple[int, int], architectures: Sequence[str], bfloat16: bool
+) -> str | None:
+    """Explain that torch has no code for a GPU, or that the GPU cannot compute in bfloat16.
+
+    architectures: torch.cuda.get_arch_list(), for example ["sm_90", "compute_120"]. bfloat16: tells whether
+    policy or engine computes in bfloat16.
+    """
+    version = ".".join(map(str, capability))
+    if architectures and not any(runs_on(architecture, capability) for architecture in architectures):
+        return (
+            f"this torch has no code for {name} (compute capability {version}), only for "
+            f"{', '.join(architectures)}: take another GPU, or hide the GPU to run on the CPU "
+            "(CUDA_VISIBLE_DEVICES=)"
+        )
+    if bfloat16 and capability < (8, 0):
+        return (
+            f"{name} (compute capability {version}) cannot compute in bfloat16, which needs 8.0 or later: "
+            "set model.dtype and rollout.dtype to float32, or take another GPU"
+        )
+    return None
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Tell whether code for an architecture runs on a GPU.
+
+    sm_XY is machine code, for GPUs of the same major version and no older minor version. compute_XY is PTX,
+    which the driver compiles for any later GPU.
+    """
+    kind, _, digits = architecture.partition("_")
+    version = divmod(int(re.sub(r"\D", "", digits)), 10)  # sm_90a has a letter
+    return version <= capability and (kind == "compute" or version[0] == capability[0])
+
+
+def unusable_fp8(
+    name: str, capability: tuple[int, int], toolkit: Path | None, compiler: str | None
+) -> str | None:
+    """Explain why vLLM's FP8 kernels cannot run on a GPU, or round differently from the trainer's simulation.
+
+    toolkit: folder of the CUDA toolkit that contains nvcc; None if missing. compiler: path of the C++
+    compiler that nvcc calls; None if missing.
+    """
+    version = ".".join(map(str, capability))
+    if capability >= (10, 0):
+        return (
+            f"rollout.fp8 on is for Hopper GPUs only (H100, H200), this is {name} (compute capability "
+            f"{version}), whose kernels expect powers of two as scales, unlike the trainer: take a Hopper "
+            f"GPU, {FP8_INSTEAD}"
+        )
+    if capability < (8, 9):
+        return f"rollout.fp8 on needs a Hopper GPU (H100, H200), this is {name}: take one, {FP8_INSTEAD}"
+    if capability < (9, 0):  # Ada: kernels of Marlin and Triton, compiled without nvcc
+        return None
+    if toolkit is None:
+        return (
+            "rollout.fp8 on: vLLM compiles its FP8 kernels with nvcc, which is not in CUDA_HOME/bin or, if "
+            "CUDA_HOME is unset, neither on PATH nor in site-packages/nvidia or /usr/local/cuda: install the "
+            f"CUDA toolkit of torch's CUDA version and set CUDA_HOME, {FP8_INSTEAD}"
+        )
+    if compiler is None:
+        return f"rollout.fp8 on: nvcc calls g++, which is missing: install build-essential, {FP8_INSTEAD}"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Collect facts
+# ------------------------------------------------------------------------------------------------------------
+def find_compiler(environment: Mapping[str, str]) -> str | None:
+    """Return the C compiler that Triton takes (triton/runtime/build.py); None if missing."""
+    path = environment.get("PATH", "")
+    if "CC" in environment:
+        return shutil.which(environment["CC"], path=path)
+    return shutil.which("gcc", path=path) or shutil.which("clang", path=path)
+
+
+def find_headers() -> Path:
+    """Return the folder in which Triton looks for Python.h (triton/runtime/build.py)."""
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    return Path(sysconfig.get_paths(scheme=scheme)["include"])
+
+
+def find_toolkit(environment: Mapping[str, str], installed: Sequence[Path]) -> Path | None:
+    """Return the folder of the CUDA toolkit whose nvcc compiles vLLM's FP8 kernels; None if nvcc is missing.
+
+    The choice of the user comes first, in the order of DeepGEMM (deep_gemm/__init__.py): CUDA_HOME,
+    CUDA_PATH, nvcc on PATH. The folders of `installed` come last.
+    """
+    chosen = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=environment.get("PATH", ""))
+    if chosen:
+        candidates = [Path(chosen)]
+    elif nvcc:
+        candidates = [Path(nvcc).parents[1]]
+    else:
+        candidates = [*installed]
+    return next((folder for folder in candidates if (folder / "bin" / "nvcc").is_file()), None)
+
+
+def installed_toolkits(cuda: str) -> list[Path]:
+    """List the usual folders of CUDA toolkits, including folders that do not exist.
+
+    First the toolkit that pip installs with torch, for example site-packages/nvidia/cu13, because its CUDA
+    version is torch's; then the toolkit of the system.
+    """
+    packages = importlib.util.find_spec("nvidia")
+    folders = (packages.submodule_search_locations if packages else None) or []
+    return [*(Path(folder) / f"cu{cuda.split('.')[0]}" for folder in folders), SYSTEM_TOOLKIT]
+
+
+def fp8_toolkit() -> Path | None:
+    """Return the CUDA toolkit that compiles vLLM's FP8 kernels on this machine; None if nvcc is missing."""
+    import torch
+
+    return find_toolkit(os.environ, installed_toolkits(torch.version.cuda or ""))
+
+
+def fp8_problem() -> str | None:
+    """Explain why vLLM's FP8 kernels cannot run on the GPU of this rank; None if they can."""
+    import torch
+
+    rank = int(os.environ.get("LOCAL_RANK", 0))
+    name = torch.cuda.get_device_name(rank)
+    compiler = os.environ.get("NVCC_CCBIN") or shutil.which("g++")
+    return unusable_fp8(name, torch.cuda.get_device_capability(rank), fp8_toolkit(), compiler)
+
+
+def check_gpus() -> None:
+    """Raise ValueError if torchrun started more ranks on this machine than it has GPUs."""
+    import torch
+
+    if torch.cuda.is_available() and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+        raise ValueError(
+            f"torchrun --nproc-per-node must be at most {torch.cuda.device_count()}, the number of GPUs of "
+            "this machine: each rank needs one"
+        )
+
+
+def check_machine(bfloat16: bool = False, fp8: bool = False) -> None:
+    """Raise ValueError if the GPU of this rank, its driver or a compiler is unfit or missing.
+
+    bfloat16, fp8: tell whether the run computes in bfloat16, and whether vLLM quantises to FP8. A machine
+    whose GPU is hidden by the user passes, a machine whose GPU is hidden by an old driver is refused.
+    """
+    import torch
+
+    if torch.version.cuda is None:  # a build of torch for CPUs
+        return
+    if not torch.cuda.is_available():
+        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        has_driver = DRIVER_FILE.is_file() and not is_hidden
+        line = old_driver(DRIVER_FILE.read_text(), torch.version.cuda) if has_driver else None
+        if line:
+            raise ValueError(line)
+        return
+    check_gpus()
+    rank = int(os.environ["LOCAL_RANK"])
+    name = torch.cuda.get_device_name(rank)
+    capability = torch.cuda.get_device_capability(rank)
+    problems = [
+        missing_compiler(find_compiler(os.environ), find_headers()),
+        unsupported_gpu(name, capability, torch.cuda.get_arch_list(), bfloat16),
+        fp8_problem() if fp8 else None,
+    ]
+    lines = [line for line in problems if line]
+    if lines:
+        raise ValueError(". ".join(lines))
