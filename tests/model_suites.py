@@ -507,9 +507,8 @@ def save_on_a_full_disk(policy, folder: Path) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe_model, "SHARD_BYTES", 2**13)
-        patch.setattr(moe_model, "save_file", full)
         try:
-            moe_model.save_hf(policy, folder)
+            moe_model.save_hf(policy, folder, save=full)
         except OSError as error:
             return str(error)
     return ""
