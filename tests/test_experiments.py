@@ -139,7 +139,7 @@ def test_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
         assert f"| tiny, {row['workload']} | {row['seconds_without']:.3f} |" in done.stdout
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
 def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     (tmp_path / "recipe.json").write_text('{"num_prompts": 16, "group_size": 4, "longest_tokens": 128}')
