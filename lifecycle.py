@@ -172,7 +172,8 @@ def set_up(config: Config) -> Run | None:
     configs = with_micro_batches(stage_configs(config), hf_config, state, node)
     largest = widest(configs)
     memory_line = check_sizes(largest, configs, hf_config, node)
-    check_free_disk(Path(config.run.dir), checkpoint_bytes(hf_config, config.model.dtype))
+    num_bytes = checkpoint_bytes(hf_config, config.model.dtype)
+    check_free_disk(Path(config.run.dir), num_bytes, config.checkpoint.every)
     tokenizer = load_tokenizer(model_dir)
     worker_log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
     pool = start_pool(config.reward, tokenizer, worker_log)

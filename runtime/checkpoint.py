@@ -292,13 +292,13 @@ def is_redone(row: dict, state: dict) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ------------------------------------------------------------------------------------------------------------
-def check_free_disk(run_dir: Path, checkpoint_bytes: int) -> None:
-    """Raise ValueError on all ranks if the disk of run.dir has no room for two checkpoints. Collective.
+def check_free_disk(run_dir: Path, checkpoint_bytes: int, every: int) -> None:
+    """Raise ValueError on all ranks if the disk of run.dir has no room for checkpoints. Collective.
 
     A new checkpoint is complete before an older one is deleted, so that a run holds two at a time. A resumed
-    run holds one of the two already.
+    run holds one of the two already. With checkpoint.every = 0 a run writes only one, at its end.
     """
-    num_missing = 1 if list_checkpoints(run_dir / "checkpoints") else 2
+    num_missing = 1 if not every or list_checkpoints(run_dir / "checkpoints") else 2
     needed = num_missing * checkpoint_bytes
     free, needed = from_rank_0((shutil.disk_usage(run_dir).free, needed))
     if free < needed:

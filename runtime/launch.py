@@ -149,6 +149,8 @@ def run(
     for name, value in (single_process | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}).items():
         os.environ.setdefault(name, value)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # deprecations inside libraries
+    # On a GPU torch warns at every barrier that it takes the current device, which is the rank's.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")
     rank = int(os.environ["RANK"])
     folder = None
     try:

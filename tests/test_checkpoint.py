@@ -184,12 +184,20 @@ def test_a_resume_maps_the_file_of_a_rank_and_releases_the_file(run, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "num_saved, free_gib, is_refused", [(0, 5, True), (0, 7, False), (1, 2.9, True), (1, 3.1, False)]
+    "num_saved, every, free_gib, is_refused",
+    [
+        (0, 10, 5, True),
+        (0, 10, 7, False),
+        (1, 10, 2.9, True),
+        (1, 10, 3.1, False),
+        (0, 0, 2.9, True),
+        (0, 0, 3.1, False),
+    ],
 )
-def test_a_disk_without_room_for_two_checkpoints_is_refused_at_the_start(
-    num_saved, free_gib, is_refused, run, tmp_path, monkeypatch
+def test_a_disk_without_room_for_its_checkpoints_is_refused_at_the_start(
+    num_saved, every, free_gib, is_refused, run, tmp_path, monkeypatch
 ):
-    """A checkpoint has 3 GiB; the checkpoint of an earlier launch counts as one of the two."""
+    """A checkpoint has 3 GiB. That of an earlier launch counts as one of two; every=0 writes one."""
     (tmp_path / "run").mkdir(exist_ok=True)
     for step in range(num_saved):
         save(run, step)
@@ -197,7 +205,7 @@ def test_a_disk_without_room_for_two_checkpoints_is_refused_at_the_start(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     expectation = pytest.raises(ValueError, match="run.dir") if is_refused else contextlib.nullcontext()
     with expectation:
-        checkpoint.check_free_disk(tmp_path / "run", 3 * GIB)
+        checkpoint.check_free_disk(tmp_path / "run", 3 * GIB, every)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -566,6 +566,7 @@ def test_quantisation_is_the_formula(kind, name):
 @pytest.mark.parametrize("name", FP8_NAMES)
 def test_activations_equal_vllm(name):
     """vLLM's torch version has a larger minimum scale than the kernel of vLLM; all rows here exceed both."""
+    pytest.importorskip("vllm", reason="the kernels need only torch and Triton, this comparison vLLM")
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import GroupShape, QuantFP8
 
@@ -582,6 +583,7 @@ def test_activations_equal_vllm(name):
 @pytest.mark.slow  # vLLM takes seconds to import
 @pytest.mark.parametrize("num_rows", [1, 4, 33])
 def test_column_major_scales_have_the_strides_of_deep_gemm(num_rows):
+    pytest.importorskip("vllm", reason="the kernels need only torch and Triton, this comparison vLLM")
     from vllm.utils.deep_gemm import get_tma_aligned_size
 
     values = fp8_values((num_rows, 384))
@@ -604,6 +606,7 @@ class ByReciprocal(float):
 @pytest.mark.slow  # vLLM takes seconds to import
 def test_weights_equal_vllm_on_a_gpu(monkeypatch):
     """On a CPU torch divides by 448, so that the last bit of some scales differs."""
+    pytest.importorskip("vllm", reason="the kernels need only torch and Triton, this comparison vLLM")
     import vllm.utils.deep_gemm as deep_gemm
 
     cast = deep_gemm.per_block_cast_to_fp8

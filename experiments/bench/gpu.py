@@ -32,8 +32,10 @@ Pieces with a result in --out are skipped (--again repeats them). report_MODE.md
 results in --out, every figure beside its expected value. Models are built in a temporary folder.
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,12 +47,13 @@ from pathlib import Path
 import torch
 
 from experiments.bench import gpu_engine, gpu_kernels
-from experiments.bench.common import ROOT, make_parser, write_json
+from experiments.bench.common import ROOT, make_parser, markdown, write_json
 from experiments.bench.gpu_kernels import LIMIT_S, NEEDS_GPU, Report
 from runtime.launch import leave
 
 MODES = {"kernels": gpu_kernels, "engine": gpu_engine}
 MIN_GIB = 70  # GPU memory that the pieces require
+GRACE_S = 30  # seconds that a piece has to end itself
 
 
 def versions() -> dict[str, str]:
@@ -101,14 +104,28 @@ def run_piece(args, name: str) -> dict:
             failure = f"exit code {code}" if code else ""
         except subprocess.TimeoutExpired:
             failure = f"not done after {LIMIT_S} s"
-            os.killpg(process.pid, 9)
-            process.wait()
+        finally:
+            end_piece(process)
     if not failure:
         return json.loads(path.read_text())
     report = Report({"error": f"{failure}; {log}: {log.read_text()[-1500:]}"}, {"it ran to its end": False})
     record = {"report": asdict(report), "seconds": 0.0, "dry": args.dry_run, "versions": versions()}
     write_json(path, record)
     return record
+
+
+def end_piece(process: subprocess.Popen) -> None:
+    """End a piece that still runs after a time limit, an interruption or a SIGTERM, so that it frees the GPU.
+
+    SIGTERM comes first, because torchrun then ends its ranks, which are in sessions of their own.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def alone(args) -> None:
@@ -148,10 +165,26 @@ def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
     lines = [f"\n## {name} ({record['seconds']:.0f} s, {record['versions']['date']})\n"]
     lines += [f"- **{verdicts[verdict]}** {text}" for text, verdict in report["criteria"].items()]
     for text, value in report["figures"].items():
-        beginning = max((start for start in expected if text.startswith(start)), key=len, default=None)
+        beginning = beginning_of(text, expected)
         beside = f" (expected: {expected[beginning]})" if beginning is not None and not record["dry"] else ""
         lines.append(f"- {text}: {as_text(value)}{beside}")
     return lines
+
+
+def table_lines(data: dict) -> list[str]:
+    """Return the table of a report_MODE.json: every figure that has an expected value beside it."""
+    rows = []
+    for name, record in data.items():
+        expected = next((mode.EXPECTED[name] for mode in MODES.values() if name in mode.EXPECTED), {})
+        for text, value in record.get("report", {}).get("figures", {}).items():
+            if (beginning := beginning_of(text, expected)) is not None:
+                rows.append([f"`{name}`", text, expected[beginning], as_text(value)])
+    return markdown(["piece", "figure", "expected", "measured"], rows)
+
+
+def beginning_of(text: str, expected: dict[str, str]) -> str | None:
+    """Return the longest key of `expected` with which the name of a figure starts."""
+    return max((start for start in expected if text.startswith(start)), key=len, default=None)
 
 
 def read_piece(args, name: str) -> dict | None:
@@ -200,6 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(missing)
     expected = MODES[args.mode].EXPECTED
     num_failed = 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_piece() then ends its piece
     with tempfile.TemporaryDirectory() as models:
         os.environ["EXPERIMENTS_GPU_MODELS"] = models
         for name in args.pieces or pieces:

@@ -105,7 +105,10 @@ def timed(call: Callable) -> float:
 # Formats and syncs
 # ------------------------------------------------------------------------------------------------------------
 def formats(out: Path, dry: bool) -> Report:
-    """Compare codes and scales with vLLM's own functions on this machine."""
+    """Compare codes and scales with vLLM's own functions on this machine, in the environment of an engine."""
+    from rollout import set_vllm_environment
+
+    set_vllm_environment(on_gpu=not dry)  # before vLLM is imported
     from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used, per_block_cast_to_fp8
 
