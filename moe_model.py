@@ -815,7 +815,7 @@ class Policy(nn.Module):
         replay_ids_TLK: Tensor | None = None,
         topk_ids_Nk: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, list, Tensor | None]:
-        """Return four values: logprobs [N], entropy [N], expert ids per layer, logprobs of topk_ids_Nk [N, k].
+        """Return logprobs [N], entropy [N], the expert ids of each layer, and logprobs of topk_ids_Nk [N, k].
 
         Log-probabilities of the targets and of further tokens, and the entropy of each distribution, are
         float32, in nats, at the given sampling temperature. The fourth value is None without topk_ids_Nk.

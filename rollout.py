@@ -495,8 +495,8 @@ def topk_of(flat_logprobs, topk: int) -> tuple[Tensor, Tensor]:
     logprobs = torch.tensor(flat_logprobs.logprobs, dtype=torch.float32).view(-1, 1 + topk)[:, 1:]
     if logprobs.isneginf().any():
         raise RuntimeError(
-            "rollout.topk_logprobs: the engine gives a probability of 0 to some of its most likely tokens, as "
-            "top-k and top-p sampling do: algorithm.score_centering needs samples of the whole vocabulary"
+            "rollout.topk_logprobs: the engine gives a probability of 0 to some of its most likely tokens, "
+            "as top-k and top-p sampling do: algorithm.score_centering needs samples of the whole vocabulary"
         )
     return ids.contiguous(), logprobs.contiguous()
 
@@ -505,8 +505,8 @@ def check_topk(settings: RolloutSettings, hf_config) -> None:
     """Raise ValueError if the engine cannot return that many log-probabilities per token."""
     if settings.topk_logprobs > hf_config.vocab_size:
         raise ValueError(
-            f"rollout.topk_logprobs {settings.topk_logprobs} exceeds the {hf_config.vocab_size:,} tokens of the "
-            "model's vocabulary, which is the engine's limit: set it to that number or less"
+            f"rollout.topk_logprobs {settings.topk_logprobs} exceeds the engine's limit, the "
+            f"{hf_config.vocab_size:,} tokens of the model's vocabulary: set it to that number or less"
         )
 
 

@@ -462,8 +462,9 @@ class RolloutSettings(Section):
     )
     topk_logprobs: int = setting(
         0,
-        "return the log-probabilities of the engine's k most likely tokens beside each sampled token, for "
-        "algorithm.score_centering, for example 128; the size of the vocabulary makes centering exact; 0: none",
+        "k: return the log-probabilities of the engine's k most likely tokens beside each sampled token, for "
+        "algorithm.score_centering, for example 128; with the size of the vocabulary centering is exact; "
+        "0: none",
         ge=0,
     )
     max_invalid_routes: float = setting(

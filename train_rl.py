@@ -878,6 +878,11 @@ def weight_of_tokens(
     return correction * ratio
 
 
+def tail_of(probabilities: Tensor) -> Tensor:
+    """Return the probability of all tokens but the k given ones, [n, k] to [n, 1], at least SMALLEST_TAIL."""
+    return (1 - probabilities.sum(dim=1, keepdim=True)).clamp(min=SMALLEST_TAIL)
+
+
 def score_centre(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -894,8 +899,8 @@ def score_centre(
         E_q[A W s] = E_q[A] mu + Cov_q(A, W s),   mu = E_q[W s] = sum_v q_v W_v s_v
 
     mu is 0 if q = p and W = 1. Otherwise the first part is a drift that no reward has caused: it pulls p
-    toward q (W = 1), every sync hands it to the engine, and it adds up. The loss subtracts A mu. Of the
-    vocabulary the engine returns only the head H, its k most likely tokens; the tail is modelled as q = rho p,
+    toward q (W = 1), every sync hands it to the engine, and it adds up. The loss subtracts A mu. The engine
+    returns only the head H of q, its k most likely tokens; the tail is modelled as q = rho p,
 
         rho = (1 - sum_H q) / (1 - sum_H p),   alpha = rho W(tail)
         mu  = sum_H (q_v W_v - alpha p_v) s_v,   because sum_v p_v s_v = 0
@@ -905,19 +910,18 @@ def score_centre(
 
     logprobs [n, k] of the head by the policy, with gradient; old_logprobs [n, k] by the trainer before the
     update, rollout_logprobs [n, k] by the engine. covers_vocab: the head is the whole vocabulary, so the tail
-    is empty, alpha = 0, and the result is exact. A correction with one weight per completion, such as
-    sequence_mask, is a factor of A and not of W [ours: then Cov_q(A W, s) remains, which has no drift either].
+    is empty, alpha = 0, and the result is exact. A correction with one weight per completion, for example
+    sequence_mask, is a factor of A instead of W [ours: Cov_q(A, s) remains, again without drift].
     """
     log_p = logprobs.detach()
     p = log_p.exp()
     q = rollout_logprobs.exp()
     expected = q * weight_of_tokens(log_p, old_logprobs, rollout_logprobs, algorithm)  # [n, k]
     if not covers_vocab:
-        tails = [
-            (1 - x.sum(dim=1, keepdim=True)).clamp(min=SMALLEST_TAIL) for x in (p, old_logprobs.exp(), q)
-        ]
-        weight = weight_of_tokens(*[tail.log() for tail in tails], algorithm)
-        expected = expected - tails[2] / tails[0] * weight * p
+        p_tail = tail_of(p)
+        q_tail = tail_of(q)
+        weight = weight_of_tokens(p_tail.log(), tail_of(old_logprobs.exp()).log(), q_tail.log(), algorithm)
+        expected = expected - q_tail / p_tail * weight * p
     return (expected * logprobs).sum(dim=1)
 
 
@@ -1061,7 +1065,7 @@ def forward_rows(
 ) -> PolicyOutputs:
     """Compute log-probabilities, entropies and routes of the completions of `rows`. Collective.
 
-    with_topk: also compute log-probabilities of the engine's most likely tokens, if score centering needs them.
+    with_topk: also compute the log-probabilities that score centering needs, if it is on.
     A rank without rows sends one dummy sequence through the model, because the other ranks wait for it in the
     model's collectives; its result [1, T] is multiplied by 0.
     """
@@ -1188,7 +1192,7 @@ def micro_batch_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_loss() of some rows and its per-token statistics [b, T].
 
-    topk_logprobs: [b] of [c, k], of the engine's most likely tokens, with gradient (algorithm.score_centering).
+    topk_logprobs: [b] of [c, k], of the engine's most likely tokens, with gradient; for score centering only.
     counts: completions and tokens of the update over all ranks. has_moved: the policy was updated after it
     sampled these rows. algorithm.old_policy chooses the denominator of the ratio:
 
@@ -1224,9 +1228,7 @@ def micro_batch_loss(
         settings=algorithm,
     )
     if algorithm.score_centering:
-        centre, topk_mass = centre_of_rows(topk_logprobs, batch, rows, mask, log_vocab, algorithm)
-        is_factor = algorithm.rollout_correction in COMPLETION_CORRECTIONS
-        inputs.expected_gain = batch.advantages[rows].to(device) * centre * (correction if is_factor else 1)
+        inputs.expected_gain = expected_gain(topk_logprobs, batch, rows, correction, log_vocab, algorithm)
     num_completions, num_tokens = counts.tolist()
     weights = loss_weights(
         mask, token_groups, num_completions, num_tokens, config.rollout.max_new_tokens, algorithm.loss_agg
@@ -1235,8 +1237,6 @@ def micro_batch_loss(
     if "mask" in algorithm.rollout_correction:
         masked = (correction == 0).to(logprobs.dtype)
         statistics["masked"] = torch.maximum(masked, statistics.get("masked", masked))
-    if algorithm.score_centering:
-        statistics["topk_mass"] = topk_mass
     statistics["entropy"] = entropy
     statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
     if batch.old_logprobs is None and has_moved:
@@ -1244,18 +1244,18 @@ def micro_batch_loss(
     return loss, statistics | mismatch_statistics(trainer_logprobs, rollout_logprobs)
 
 
-def centre_of_rows(
+def expected_gain(
     topk_logprobs: list[Tensor],
     batch: RolloutBatch,
     rows: list[int],
-    mask: Tensor,
+    correction: Tensor,
     log_vocab: float,
     algorithm: AlgorithmSettings,
-) -> tuple[Tensor, Tensor]:
-    """Return score_centre() of each token, and the engine's probability of its k tokens, both [b, T].
+) -> Tensor:
+    """Return A times score_centre() of each token, [b, T], which score centering subtracts from the gain.
 
     The trainer's policy before the update is the current one if there was no old-logprob pass, and the engine
-    with algorithm.old_policy rollout.
+    with algorithm.old_policy rollout. correction [b, T] is a factor of A if completions share its value.
     """
     current = torch.cat(topk_logprobs)  # [N, k], N completion tokens
     rollout = torch.cat([batch.topk_logprobs[i] for i in rows]).to(current)
@@ -1266,9 +1266,11 @@ def centre_of_rows(
         old = torch.cat([batch.old_topk_logprobs[i] for i in rows]).to(current)
     covers_vocab = math.log(current.shape[1]) >= log_vocab
     centre_N = score_centre(current, old, rollout, covers_vocab, algorithm)
-    zeros = torch.zeros(mask.shape, dtype=current.dtype, device=mask.device)
-    topk_mass = zeros.masked_scatter(mask, rollout.exp().sum(dim=1))
-    return zeros.masked_scatter(mask, centre_N), topk_mass
+    mask = batch.response_mask[rows].to(current.device)  # [b, T]
+    advantages = batch.advantages[rows].to(current)
+    if algorithm.rollout_correction in COMPLETION_CORRECTIONS:
+        advantages = advantages * correction
+    return advantages * torch.zeros_like(advantages).masked_scatter(mask, centre_N)
 
 
 def rows_with_gradient(batch: RolloutBatch, config: Config) -> Tensor:

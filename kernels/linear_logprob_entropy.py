@@ -155,8 +155,8 @@ def topk_logprobs(
 
     logprobs_N: linear_logprob_entropy() of the targets, so that the log-sum over the vocabulary is computed
     once. ids_NK: integers. Cost: N K D products each way beside N V D of the head. Memory: the result, two
-    blocks of ROW_ELEMENTS gathered rows of W, and in the backward pass a float32 gradient of W [V, D]. If K is
-    at least an eighth of V, gathering would cost more than all logits [N, V], and all logits are computed.
+    blocks of ROW_ELEMENTS gathered rows of W, and in the backward pass a float32 gradient of W [V, D]. If K
+    is at least an eighth of V, all logits [N, V] are computed [ours: rows of W are then read several times].
     """
     ids_NK = torch.cat([target_ids_N.unsqueeze(1), ids_NK.long()], dim=1)  # [N, 1 + K], the target first
     if 8 * ids_NK.shape[1] >= len(weight_VD):
