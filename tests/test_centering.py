@@ -253,7 +253,7 @@ def test_logprobs_of_further_tokens_and_their_gradient(vocab, k, float64, monkey
 
 
 def test_the_update_of_a_model_is_the_derivative_of_the_centred_loss(float64, monkeypatch):
-    """forward_rows() and the loss of two ragged completions, against log-softmax over the whole vocabulary."""
+    """forward_rows() and the loss of two ragged completions, against log-softmax over all tokens."""
     from transformers import Qwen3Config
 
     FakeRanks(1).install(monkeypatch)
