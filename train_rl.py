@@ -898,9 +898,10 @@ def score_centre(
 
         E_q[A W s] = E_q[A] mu + Cov_q(A, W s),   mu = E_q[W s] = sum_v q_v W_v s_v
 
-    mu is 0 if q = p and W = 1. Otherwise the first part is a drift that no reward has caused: it pulls p
-    toward q (W = 1), every sync hands it to the engine, and it adds up. The loss subtracts A mu. The engine
-    returns only the head H of q, its k most likely tokens; the tail is modelled as q = rho p,
+    mu is 0 if W = p / q, and if q = p and W = 1. Otherwise the first part is a drift that no reward has
+    caused: with W = 1 it pulls p toward q if E_q[A] > 0 and away from q if E_q[A] < 0. Every sync hands the
+    result to the engine, so the drift adds up. The loss subtracts A mu. The engine returns only the head H of
+    q, its k most likely tokens; the tail is modelled as q = rho p,
 
         rho = (1 - sum_H q) / (1 - sum_H p),   alpha = rho W(tail)
         mu  = sum_H (q_v W_v - alpha p_v) s_v,   because sum_v p_v s_v = 0
@@ -1516,8 +1517,9 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
     if needs_old_pass(run.config) or run.parity_is_due:
         keep_routes = algorithm.router_replay == "r2"
         outputs = forward_batch(
-            run.policy, batch, run.config, keep_routes=keep_routes, keep_topk=algorithm.score_centering
-        )
+            run.policy, batch, run.config, keep_routes=keep_routes,
+            keep_topk=algorithm.score_centering and needs_old_pass(run.config),
+        )  # fmt: skip
         if run.parity_is_due:
             check_parity(outputs.logprobs, batch, run.config, run.state.step)
             run.parity_is_due = False

@@ -81,8 +81,9 @@ def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> di
     routes = [c.routed_experts for c in completions if c.routed_experts is not None]
     invalid = sum(int((ids[:, 0, 0] == invalid_route).sum()) for ids in routes)
     topk = [c.topk_logprobs for c in completions if c.topk_logprobs is not None]
-    topk_mass = {"topk_mass": (sum(x.exp().sum().item() for x in topk), sum(map(len, topk)))} if topk else {}
-    return topk_mass | {
+    topk_mass = exact_sum(x.exp().sum().item() for x in topk)
+    measured = {"topk_mass": (topk_mass, sum(map(len, topk)))} if topk else {}
+    return measured | {
         "score": (exact_sum(o.score_sum for o in outcomes), sum(o.valid for o in outcomes)),
         "zero_variance_frac": (len(equal), len(groups)),
         "zero_variance/all_right_frac": (sum(0 < o.solved == o.valid for o in equal), len(groups)),
