@@ -1193,7 +1193,7 @@ def micro_batch_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_loss() of some rows and its per-token statistics [b, T].
 
-    topk_logprobs: [b] of [c, k], of the engine's most likely tokens, with gradient; for score centering only.
+    topk_logprobs: [b] of [c, k], of the engine's likeliest tokens, with gradient, if score centering is on.
     counts: completions and tokens of the update over all ranks. has_moved: the policy was updated after it
     sampled these rows. algorithm.old_policy chooses the denominator of the ratio:
 
@@ -1206,9 +1206,9 @@ def micro_batch_loss(
     algorithm = config.algorithm
     mask = batch.response_mask[rows].to(device)  # [b, T]
     rollout_logprobs = batch.rollout_logprobs[rows].to(device)
-    trainer_logprobs = logprobs.detach()
-    if batch.old_logprobs is not None:
-        trainer_logprobs = batch.old_logprobs[rows].to(device)
+    trainer_logprobs = (
+        logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows].to(device)
+    )
     old_logprobs = trainer_logprobs if algorithm.old_policy == "trainer" else rollout_logprobs
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
     token_groups = token_groups_of(entropy, mask, algorithm)
@@ -1227,9 +1227,8 @@ def micro_batch_loss(
         mask=mask,
         log_vocab=log_vocab,
         settings=algorithm,
+        expected_gain=expected_gain(topk_logprobs, batch, rows, correction, log_vocab, algorithm),
     )
-    if algorithm.score_centering:
-        inputs.expected_gain = expected_gain(topk_logprobs, batch, rows, correction, log_vocab, algorithm)
     num_completions, num_tokens = counts.tolist()
     weights = loss_weights(
         mask, token_groups, num_completions, num_tokens, config.rollout.max_new_tokens, algorithm.loss_agg
@@ -1246,18 +1245,20 @@ def micro_batch_loss(
 
 
 def expected_gain(
-    topk_logprobs: list[Tensor],
+    topk_logprobs: list[Tensor] | None,
     batch: RolloutBatch,
     rows: list[int],
     correction: Tensor,
     log_vocab: float,
     algorithm: AlgorithmSettings,
-) -> Tensor:
-    """Return A times score_centre() of each token, [b, T], which score centering subtracts from the gain.
+) -> Tensor | None:
+    """Return A times score_centre() of each token, [b, T]; None if algorithm.score_centering is off.
 
     The trainer's policy before the update is the current one if there was no old-logprob pass, and the engine
     with algorithm.old_policy rollout. correction [b, T] is a factor of A if completions share its value.
     """
+    if topk_logprobs is None:  # forward_rows() computes them for score centering only
+        return None
     current = torch.cat(topk_logprobs)  # [N, k], N completion tokens
     rollout = torch.cat([batch.topk_logprobs[i] for i in rows]).to(current)
     old = current.detach()
