@@ -1189,11 +1189,10 @@ def micro_batch_loss(
     log_vocab: float,
     config: Config,
     has_moved: bool = False,
-    topk_logprobs: list[Tensor] | None = None,
+    topk_logprobs: list[Tensor] | None = None,  # [b] of [c, k] with gradient, see expected_gain()
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_loss() of some rows and its per-token statistics [b, T].
 
-    topk_logprobs: [b] of [c, k], of the engine's likeliest tokens, with gradient, if score centering is on.
     counts: completions and tokens of the update over all ranks. has_moved: the policy was updated after it
     sampled these rows. algorithm.old_policy chooses the denominator of the ratio:
 
@@ -1206,9 +1205,8 @@ def micro_batch_loss(
     algorithm = config.algorithm
     mask = batch.response_mask[rows].to(device)  # [b, T]
     rollout_logprobs = batch.rollout_logprobs[rows].to(device)
-    trainer_logprobs = (
-        logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[rows].to(device)
-    )
+    old = batch.old_logprobs
+    trainer_logprobs = logprobs.detach() if old is None else old[rows].to(device)
     old_logprobs = trainer_logprobs if algorithm.old_policy == "trainer" else rollout_logprobs
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
     token_groups = token_groups_of(entropy, mask, algorithm)
@@ -1254,8 +1252,9 @@ def expected_gain(
 ) -> Tensor | None:
     """Return A times score_centre() of each token, [b, T]; None if algorithm.score_centering is off.
 
-    The trainer's policy before the update is the current one if there was no old-logprob pass, and the engine
-    with algorithm.old_policy rollout. correction [b, T] is a factor of A if completions share its value.
+    topk_logprobs: [b] of [c, k], of the engine's most likely tokens by the policy, with gradient. The policy
+    before the update is the current one if there was no old-logprob pass, and the engine with
+    algorithm.old_policy rollout. correction [b, T] is a factor of A if completions share its value.
     """
     if topk_logprobs is None:  # forward_rows() computes them for score centering only
         return None
