@@ -30,7 +30,8 @@ ZERO_VARIANCE = 1e-6
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample. The last four fields decide the order (runtime.schedule.WaitingLine)."""
+    """One completion to sample. Four fields decide the order (runtime.schedule.WaitingLine): expected_tokens,
+    guessed, latency_tokens and work_tokens."""
 
     prompt_ids: list[int]
     seed: int  # of this request's own random numbers, so that other requests do not change the sample
@@ -42,6 +43,7 @@ class Request:
     guessed: bool = False  # expected_tokens is a guess, because this prompt was never sampled
     latency_tokens: float = 0.0  # time of the verdict, in tokens of one completion (verdict_tokens())
     work_tokens: float = 0.0  # time of the verdict, in tokens of the whole engine
+    topk: int = 0  # k: most likely tokens whose log-probabilities the engine returns at each position
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Completion:
     finish_reason: str  # "stop": ended by the policy; "length": cut at max_new_tokens
     seconds: float  # from the start of generate() to the last token
     routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see validate_routes()
+    topk_ids: Tensor | None = None  # [T, k] int32, the engine's most likely tokens, the likeliest first
+    topk_logprobs: Tensor | None = None  # [T, k] float32, of these tokens, at the request's temperature
 
 
 @dataclass
@@ -117,7 +121,10 @@ class RolloutBatch:
     group_index: Tensor  # [B] int64, number of the prompt on this rank
     minibatch: Tensor  # [B] int64, update of the step
     routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids by the engine
+    topk_ids: list[Tensor] | None = None  # [B] of [c, k] the engine's most likely tokens (score centering)
+    topk_logprobs: list[Tensor] | None = None  # [B] of [c, k] by the engine, of these tokens
     old_logprobs: Tensor | None = None  # [B, T] by the trainer before the update
+    old_topk_logprobs: list[Tensor] | None = None  # [B] of [c, k] by the trainer before the update
     entropy: Tensor | None = None  # [B, T] full vocabulary, of the trainer's policy before the update
     old_routes: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] by the trainer before the update
     route_mismatch: Tensor | None = None  # [B, T] 1 if old_routes differ from the engine's, else 0
@@ -140,6 +147,7 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
     rollout_logprobs = torch.zeros(response_mask.shape)
     rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
     routes = [c.routed_experts for c in completions]
+    has_topk = all(c.topk_ids is not None for c in completions) and len(completions) > 0
     return RolloutBatch(
         prompts=[prompts[group.prompt_index] for _, group, _ in rows],
         prompt_ids=[prompt_ids[group.prompt_index] for _, group, _ in rows],
@@ -151,6 +159,8 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
         group_index=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
         minibatch=torch.tensor([group.minibatch for _, group, _ in rows], dtype=torch.int64),
         routed_experts=None if all(ids is None for ids in routes) else routes,
+        topk_ids=[c.topk_ids for c in completions] if has_topk else None,
+        topk_logprobs=[c.topk_logprobs for c in completions] if has_topk else None,
     )
 
 
@@ -161,6 +171,7 @@ class PolicyOutputs(NamedTuple):
     entropy: Tensor  # [b, T] detached
     routes: list[Tensor] | None  # [b] of [p + c - 1, L, K] ids of the experts used; None: a dense model
     route_mismatch: Tensor | None  # [b, T] 1 if these differ from the engine's; None: the engine gave none
+    topk_logprobs: list[Tensor] | None = None  # [b] of [c, k] of the engine's most likely tokens
 
 
 @dataclass
@@ -181,6 +192,7 @@ class LossInputs:
     mask: Tensor  # bool, tokens of completions
     log_vocab: float  # log of the vocabulary's size
     settings: AlgorithmSettings
+    expected_gain: Tensor | None = None  # subtracted from the gain (score_centre()); None: no score centering
     log_ratio: Tensor = field(init=False)  # log pi - log pi_old of each token, with gradient
     ratio: Tensor = field(init=False)  # of the token's group, with gradient; set by token_gain()
 

@@ -120,7 +120,17 @@ def loss_contradictions(config: Config) -> dict[str, bool]:
     """List contradictions among ratio, clips, corrections and hooks, for refuse_contradictions()."""
     algo = config.algorithm
     is_capped = algo.clip_mode in ("fixed", "entropy_adaptive")
+    is_centered = algo.score_centering
     return {
+        "{algorithm.score_centering} needs the weight of every token, also of those not sampled, and "
+        "{algorithm.gain} hides it: leave one of them out": is_centered and algo.gain is not None,
+        "{algorithm.score_centering} centers a weight of log pi, not the min of {algorithm.clip_mode}: set "
+        "clip_mode to none or weight": is_centered and algo.clip_mode not in ("none", "weight"),
+        "{algorithm.score_centering} needs a ratio per token, not per {algorithm.ratio_level}":
+            is_centered and algo.ratio_level != "token",
+        "{algorithm.score_centering} needs the engine's most likely tokens, not {rollout.topk_logprobs}: set "
+        "topk_logprobs to 128, or to the size of a small vocabulary":
+            is_centered and config.rollout.topk_logprobs == 0,
         "{algorithm.clip_mode} clips each token before the mean: {algorithm.ratio_level} has no mean":
             algo.clip_mode == "before_mean" and algo.ratio_level == "token",
         "{algorithm.entropy_clip_form} has no effect with {algorithm.clip_mode}":

@@ -56,7 +56,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
 
-from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy
+from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy, topk_logprobs
 from settings import ModelSettings
 
 
@@ -809,11 +809,16 @@ class Policy(nn.Module):
         return self.model.norm(x_TD), layer_ids
 
     def forward(
-        self, packed: PackedSequences, temperature: float = 1.0, replay_ids_TLK: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, list]:
-        """Return (log-probability of each target [N], entropy of its distribution [N], expert ids per layer).
+        self,
+        packed: PackedSequences,
+        temperature: float = 1.0,
+        replay_ids_TLK: Tensor | None = None,
+        topk_ids_Nk: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, list, Tensor | None]:
+        """Return logprobs [N], entropy [N], the expert ids of each layer, and logprobs of topk_ids_Nk [N, k].
 
-        Log-probabilities and entropies are float32, in nats, at the given sampling temperature.
+        Log-probabilities of the targets and of further tokens, and the entropy of each distribution, are
+        float32, in nats, at the given sampling temperature. The fourth value is None without topk_ids_Nk.
         replay_ids_TLK: expert ids to use instead of the router's choice, in the order of the packed tokens;
         the ids of dense layers are ignored.
         """
@@ -824,7 +829,12 @@ class Policy(nn.Module):
         logprobs, entropy = linear_logprob_entropy(
             x_ND, self.lm_head.weight, packed.target_ids, temperature, self.logprob_kernel
         )
-        return logprobs, entropy, layer_ids
+        topk = None
+        if topk_ids_Nk is not None:
+            topk = topk_logprobs(
+                x_ND, self.lm_head.weight, topk_ids_Nk, packed.target_ids, logprobs, temperature
+            )
+        return logprobs, entropy, layer_ids, topk
 
 
 def route_table(layer_ids: list[Tensor | None], num_experts: int) -> Tensor | None:

@@ -95,6 +95,7 @@ class RolloutEngine:
         self.num_experts = num_experts_of(self.hf_config)
         self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
         check_fp8(settings, self.hf_config)
+        check_topk(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, timeout_s)
         check_kv_cache(self.hf_config, settings, max_model_len, block_size_of(options))
         if self.on_gpu and settings.kv_cache_gib is None:
@@ -216,11 +217,15 @@ class RolloutEngine:
                 waiting.record_length(index, len(sample.token_ids))
                 if index not in local:
                     continue
+                topk = requests[index].topk
+                topk_ids, topk_logprobs = topk_of(sample.logprobs, topk) if topk else (None, None)
                 completion = Completion(
                     token_ids=[*sample.token_ids],
-                    logprobs=[*sample.logprobs.logprobs],
+                    logprobs=[*sample.logprobs.logprobs[:: 1 + topk]],
                     finish_reason=sample.finish_reason,
                     seconds=time.perf_counter() - start,
+                    topk_ids=topk_ids,
+                    topk_logprobs=topk_logprobs,
                 )
                 row = local.index(index)
                 completions[row] = completion
@@ -402,6 +407,8 @@ def engine_options(
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_expert_parallel": settings.expert_parallel,
     }
+    if settings.topk_logprobs:
+        options["max_logprobs"] = settings.topk_logprobs
     if not on_gpu:
         # For a prompt in chunks, vLLM rewinds the random generator of the request, and CPU generators cannot
         # be rewound. Without chunks, a prompt that exceeds the step's budget waits for the next step.
@@ -466,7 +473,7 @@ def sampling_params(request: Request, stop_ids: list[int], stop_texts: list[str]
         seed=request.seed if request.temperature > 0 else None,
         max_tokens=request.max_new_tokens,
         min_tokens=request.min_new_tokens,
-        logprobs=0,  # of the sampled token only
+        logprobs=request.topk,  # in addition to the sampled token, which comes first
         flat_logprobs=True,
         stop_token_ids=stop_ids,
         stop=stop_texts,
@@ -475,6 +482,32 @@ def sampling_params(request: Request, stop_ids: list[int], stop_texts: list[str]
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # the object is not shared by requests
     )
+
+
+def topk_of(flat_logprobs, topk: int) -> tuple[Tensor, Tensor]:
+    """Return ids [T, k] int32 and log-probabilities [T, k] float32 of the engine's most likely tokens.
+
+    flat_logprobs: vLLM's FlatLogprobs of a completion, with the sampled token and k tokens per position.
+    RuntimeError if the engine samples from a part of the vocabulary only (top-k or top-p sampling): the
+    probabilities that remain are rescaled, and the trainer computes the whole distribution.
+    """
+    ids = torch.tensor(flat_logprobs.token_ids, dtype=torch.int32).view(-1, 1 + topk)[:, 1:]
+    logprobs = torch.tensor(flat_logprobs.logprobs, dtype=torch.float32).view(-1, 1 + topk)[:, 1:]
+    if logprobs.isneginf().any():
+        raise RuntimeError(
+            "rollout.topk_logprobs: the engine gives a probability of 0 to some of its most likely tokens, "
+            "as top-k and top-p sampling do: algorithm.score_centering needs samples of the whole vocabulary"
+        )
+    return ids.contiguous(), logprobs.contiguous()
+
+
+def check_topk(settings: RolloutSettings, hf_config) -> None:
+    """Raise ValueError if the engine cannot return that many log-probabilities per token."""
+    if settings.topk_logprobs > hf_config.vocab_size:
+        raise ValueError(
+            f"rollout.topk_logprobs {settings.topk_logprobs} exceeds the engine's limit, the "
+            f"{hf_config.vocab_size:,} tokens of the model's vocabulary: set it to that number or less"
+        )
 
 
 def check_hardware(settings: RolloutSettings) -> None:

@@ -186,6 +186,12 @@ class AlgorithmSettings(Section):
     )  # fmt: skip
     rollout_correction_cap: float = setting(2.0, "upper bound of the importance weight", gt=0)
     rollout_correction_floor: float = setting(0.0, "lower bound of the importance weight", ge=0)
+    score_centering: bool = setting(
+        False,
+        "subtract the expected gradient under the engine's distribution from the gradient of each token, so "
+        "that a mismatch of trainer and engine causes no drift; needs rollout.topk_logprobs and clip_mode "
+        "none or weight, and combines with rollout_correction",
+    )
     old_policy: Literal["trainer", "rollout"] = setting(
         "trainer",
         "denominator of the ratio. trainer: the trainer's policy before the update. rollout: the engine's "
@@ -203,7 +209,17 @@ class AlgorithmSettings(Section):
         ge=0,
     )
     mismatch_patience: int = setting(
-        10, "stop the run after this many consecutive steps above mismatch_gate; 0: never stop", True, ge=0
+        10,
+        "stop the run after this many consecutive steps above mismatch_gate or skew_gate; 0: never stop",
+        True,
+        ge=0,
+    )
+    skew_gate: float = setting(
+        0.0,
+        "warn if skew_positive or skew_negative, without its sign, exceeds this threshold, for example 0.01; "
+        "0: no gate",
+        True,
+        ge=0,
     )
     kl_coef: float = setting(
         0.0, "beta of the KL penalty (k3) to the initial policy; 0: no reference model is loaded", ge=0
@@ -443,6 +459,13 @@ class RolloutSettings(Section):
         "auto",
         "return the experts of each token from the engine. auto: for router_replay r3, else at the steps "
         "whose weights are checked. on: at every step. off: never.",
+    )
+    topk_logprobs: int = setting(
+        0,
+        "k: return the log-probabilities of the engine's k most likely tokens beside each sampled token, for "
+        "algorithm.score_centering, for example 128; with the size of the vocabulary centering is exact; "
+        "0: none",
+        ge=0,
     )
     max_invalid_routes: float = setting(
         0.01, "stop the run if a larger fraction of the captured routes is invalid", True, ge=0

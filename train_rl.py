@@ -329,6 +329,7 @@ def requests_of(run: Run, jobs: Jobs, costs: dict) -> tuple[list[Request], list[
             guessed=group.guessed,
             latency_tokens=costs[prompt.kind][0],
             work_tokens=costs[prompt.kind][1],
+            topk=rollout.topk_logprobs if run.config.algorithm.score_centering else 0,
         )
         for (group, sample), prompt in zip(samples_of(jobs), prompts)
     ]
@@ -854,6 +855,77 @@ def correction_weights(
             return ((mean >= floor) & (mean <= cap)).to(log_ratio.dtype).expand(mask.shape)
 
 
+SMALLEST_TAIL = 1e-6  # 1 - sum of probabilities is rounding below it [secondary: as in torchtitan]
+COMPLETION_CORRECTIONS = ("sequence_tis", "sequence_mask", "geometric_mask")  # one weight per completion
+
+
+def weight_of_tokens(
+    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, algorithm: AlgorithmSettings
+) -> Tensor:
+    """Return the factor W of A grad log pi that each token has in the loss, [n, k]: correction times ratio.
+
+    Log-probabilities [n, k] are of any tokens, sampled or not. Corrections per completion count as 1, because
+    they are factors of the advantage (score_centre()).
+    """
+    mode = "none" if algorithm.rollout_correction in COMPLETION_CORRECTIONS else algorithm.rollout_correction
+    correction = correction_weights(
+        old_logprobs, rollout_logprobs, torch.ones_like(logprobs), mode,
+        algorithm.rollout_correction_cap, algorithm.rollout_correction_floor,
+    )  # fmt: skip
+    ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+    if algorithm.clip_mode == "weight":
+        ratio = ratio.clamp(1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high)
+    return correction * ratio
+
+
+def tail_of(probabilities: Tensor) -> Tensor:
+    """Return the probability of all tokens but the k given ones, [n, k] to [n, 1], at least SMALLEST_TAIL."""
+    return (1 - probabilities.sum(dim=1, keepdim=True)).clamp(min=SMALLEST_TAIL)
+
+
+def score_centre(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    covers_vocab: bool,
+    algorithm: AlgorithmSettings,
+) -> Tensor:
+    """Return a value per token whose gradient is the expected weighted score under the engine, [n].
+
+    Score centering (arXiv 2609.20807) [secondary: formula as in torchtitan and NeMo RL]. Let p be the policy,
+    q the engine, s_v = grad log p_v, and W_v the weight of token v (weight_of_tokens()). Tokens are sampled
+    from q, and the expected gradient has two parts:
+
+        E_q[A W s] = E_q[A] mu + Cov_q(A, W s),   mu = E_q[W s] = sum_v q_v W_v s_v
+
+    mu is 0 if W = p / q, and if q = p and W = 1. Otherwise the first part is a drift that no reward has
+    caused: with W = 1 it pulls p toward q if E_q[A] > 0 and away from q if E_q[A] < 0. Every sync hands the
+    result to the engine, so the drift adds up. The loss subtracts A mu. The engine returns only the head H of
+    q, its k most likely tokens; the tail is modelled as q = rho p,
+
+        rho = (1 - sum_H q) / (1 - sum_H p),   alpha = rho W(tail)
+        mu  = sum_H (q_v W_v - alpha p_v) s_v,   because sum_v p_v s_v = 0
+
+    Returns sum_H sg(q_v W_v - alpha p_v) log p_v, to be multiplied by A. Example: with W = 1, q = (0.5, 0.3)
+    and p = (0.4, 0.4) on H, both tails are 0.2, rho = 1, and the coefficients are 0.1 and -0.1.
+
+    logprobs [n, k] of the head by the policy, with gradient; old_logprobs [n, k] by the trainer before the
+    update, rollout_logprobs [n, k] by the engine. covers_vocab: the head is the whole vocabulary, so the tail
+    is empty, alpha = 0, and the result is exact. A correction with one weight per completion, for example
+    sequence_mask, is a factor of A instead of W [ours: Cov_q(A, s) remains, again without drift].
+    """
+    log_p = logprobs.detach()
+    p = log_p.exp()
+    q = rollout_logprobs.exp()
+    expected = q * weight_of_tokens(log_p, old_logprobs, rollout_logprobs, algorithm)  # [n, k]
+    if not covers_vocab:
+        p_tail = tail_of(p)
+        q_tail = tail_of(q)
+        weight = weight_of_tokens(p_tail.log(), tail_of(old_logprobs.exp()).log(), q_tail.log(), algorithm)
+        expected = expected - q_tail / p_tail * weight * p
+    return (expected * logprobs).sum(dim=1)
+
+
 def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None) -> tuple[Tensor, Tensor]:
     """Return min( min(s, cap) A, clip(s, low, high) A ), and the tokens without gradient, both [B, T].
 
@@ -936,10 +1008,13 @@ def policy_loss(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, 
         KL = exp(d) - d - 1,   d = ref_logprobs - logprobs        (k3; DeepSeekMath, eq. 4)
 
     token_gain() turns the ratio of the policies into a gain; masks and corrections are factors of the
-    advantages; weights [B, T] are those of loss_weights(). The loss is a scalar with gradient.
+    advantages; weights [B, T] are those of loss_weights(). With algorithm.score_centering, expected_gain is
+    subtracted from the gain (score_centre()). The loss is a scalar with gradient.
     """
     settings = inputs.settings
     gain, statistics = token_gain(inputs)
+    if inputs.expected_gain is not None:
+        gain = gain - inputs.expected_gain
     if settings.kl_coef > 0:
         log_ref_ratio = (inputs.ref_logprobs - inputs.logprobs).clamp(max=MAX_LOG_RATIO)
         statistics["ref_kl_k3"] = log_ref_ratio.expm1() - log_ref_ratio  # >= 0, unbiased under pi
@@ -987,10 +1062,11 @@ def routes_differ(used_TLK: Tensor, sampled_TLK: Tensor, num_experts: int) -> Te
 
 
 def forward_rows(
-    policy, batch: RolloutBatch, rows: list[int], config: Config, replay: bool = True
+    policy, batch: RolloutBatch, rows: list[int], config: Config, replay: bool = True, with_topk: bool = True
 ) -> PolicyOutputs:
     """Compute log-probabilities, entropies and routes of the completions of `rows`. Collective.
 
+    with_topk: also compute the log-probabilities that score centering needs, if it is on.
     A rank without rows sends one dummy sequence through the model, because the other ranks wait for it in the
     model's collectives; its result [1, T] is multiplied by 0.
     """
@@ -1006,9 +1082,13 @@ def forward_rows(
         mask = torch.zeros(1, batch.response_mask.shape[1], dtype=torch.bool, device=device)
         mask[0, 0] = True
     replay_ids_TLK = None if routes is None else routes_of_tokens(routes, rows, packed)
-    logprobs_N, entropy_N, layer_ids = policy(
-        packed, temperature=config.rollout.temperature, replay_ids_TLK=replay_ids_TLK
+    topk_ids_Nk = None
+    if rows and with_topk and config.algorithm.score_centering:
+        topk_ids_Nk = torch.cat([batch.topk_ids[i] for i in rows]).to(device)
+    logprobs_N, entropy_N, layer_ids, topk_Nk = policy(
+        packed, temperature=config.rollout.temperature, replay_ids_TLK=replay_ids_TLK, topk_ids_Nk=topk_ids_Nk
     )  # N completion tokens
+    topk = None if topk_Nk is None else list(topk_Nk.split([len(batch.completion_ids[i]) for i in rows]))
     scale = 1.0 if rows else 0.0
     zeros = logprobs_N.new_zeros(mask.shape)
     logprobs = zeros.masked_scatter(mask, logprobs_N * scale)  # [b, T]
@@ -1016,7 +1096,7 @@ def forward_rows(
     num_experts = num_experts_of(getattr(policy, "module", policy).config)
     used_TLK = route_table(layer_ids, num_experts)
     if used_TLK is None or not rows:
-        return PolicyOutputs(logprobs, entropy, None, None)
+        return PolicyOutputs(logprobs, entropy, None, None, topk)
     mismatch = None
     if batch.routed_experts is not None:
         sampled_TLK = routes_of_tokens(batch.routed_experts, rows, packed)
@@ -1024,7 +1104,7 @@ def forward_rows(
         mismatch = zeros.detach().masked_scatter(mask, differs_N.to(zeros.dtype))
     lengths = [len(batch.prompt_ids[i]) + len(batch.completion_ids[i]) - 1 for i in rows]
     used_TLK = used_TLK if packed.spread is None else used_TLK[packed.spread]
-    return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch)
+    return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch, topk)
 
 
 def sequence_lengths(batch: RolloutBatch) -> list[int]:
@@ -1062,26 +1142,36 @@ def micro_batches_of(batch: RolloutBatch, rows: list[int], config: Config) -> li
 
 @torch.no_grad()
 def forward_batch(
-    policy, batch: RolloutBatch, config: Config, replay: bool = True, keep_routes: bool = False
+    policy,
+    batch: RolloutBatch,
+    config: Config,
+    replay: bool = True,
+    keep_routes: bool = False,
+    keep_topk: bool = False,
 ) -> PolicyOutputs:
     """Call forward_rows() on all rows without gradient and return its outputs on the CPU. Collective.
 
-    keep_routes: return the routes of each row as well.
+    keep_routes, keep_topk: return the routes of each row, or the log-probabilities for score centering.
     """
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
     routes: list = [None] * len(batch.prompts)
+    topk: list = [None] * len(batch.prompts)
     for rows in micro_batches_of(batch, list(range(len(routes))), config):
-        outputs = forward_rows(policy, batch, rows, config, replay)
+        outputs = forward_rows(policy, batch, rows, config, replay, with_topk=keep_topk)
         if rows:
             logprobs[rows] = outputs.logprobs.float().cpu()
             entropy[rows] = outputs.entropy.float().cpu()
         if keep_routes and outputs.routes:
             for row, ids in zip(rows, outputs.routes):
                 routes[row] = ids.cpu()
+        for row, values in zip(rows, outputs.topk_logprobs or []):
+            topk[row] = values.cpu()
         if outputs.route_mismatch is not None:
             mismatch[rows] = outputs.route_mismatch.float().cpu()
     routes = None if any(ids is None for ids in routes) else routes
-    return PolicyOutputs(logprobs, entropy, routes, None if batch.routed_experts is None else mismatch)
+    topk = None if any(values is None for values in topk) else topk
+    mismatch = None if batch.routed_experts is None else mismatch
+    return PolicyOutputs(logprobs, entropy, routes, mismatch, topk)
 
 
 def needs_old_pass(config: Config) -> bool:
@@ -1099,6 +1189,7 @@ def micro_batch_loss(
     log_vocab: float,
     config: Config,
     has_moved: bool = False,
+    topk_logprobs: list[Tensor] | None = None,  # [b] of [c, k] with gradient, see expected_gain()
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_loss() of some rows and its per-token statistics [b, T].
 
@@ -1114,9 +1205,8 @@ def micro_batch_loss(
     algorithm = config.algorithm
     mask = batch.response_mask[rows].to(device)  # [b, T]
     rollout_logprobs = batch.rollout_logprobs[rows].to(device)
-    trainer_logprobs = logprobs.detach()
-    if batch.old_logprobs is not None:
-        trainer_logprobs = batch.old_logprobs[rows].to(device)
+    old = batch.old_logprobs
+    trainer_logprobs = logprobs.detach() if old is None else old[rows].to(device)
     old_logprobs = trainer_logprobs if algorithm.old_policy == "trainer" else rollout_logprobs
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
     token_groups = token_groups_of(entropy, mask, algorithm)
@@ -1135,6 +1225,7 @@ def micro_batch_loss(
         mask=mask,
         log_vocab=log_vocab,
         settings=algorithm,
+        expected_gain=expected_gain(topk_logprobs, batch, rows, correction, log_vocab, algorithm),
     )
     num_completions, num_tokens = counts.tolist()
     weights = loss_weights(
@@ -1149,6 +1240,38 @@ def micro_batch_loss(
     if batch.old_logprobs is None and has_moved:
         return loss, statistics  # the old policy's distance to the engine is unknown
     return loss, statistics | mismatch_statistics(trainer_logprobs, rollout_logprobs)
+
+
+def expected_gain(
+    topk_logprobs: list[Tensor] | None,
+    batch: RolloutBatch,
+    rows: list[int],
+    correction: Tensor,
+    log_vocab: float,
+    algorithm: AlgorithmSettings,
+) -> Tensor | None:
+    """Return A times score_centre() of each token, [b, T]; None if algorithm.score_centering is off.
+
+    topk_logprobs: [b] of [c, k], of the engine's most likely tokens by the policy, with gradient. The policy
+    before the update is the current one if there was no old-logprob pass, and the engine with
+    algorithm.old_policy rollout. correction [b, T] is a factor of A if completions share its value.
+    """
+    if topk_logprobs is None:  # forward_rows() computes them for score centering only
+        return None
+    current = torch.cat(topk_logprobs)  # [N, k], N completion tokens
+    rollout = torch.cat([batch.topk_logprobs[i] for i in rows]).to(current)
+    old = current.detach()
+    if algorithm.old_policy == "rollout":
+        old = rollout
+    elif batch.old_topk_logprobs is not None:
+        old = torch.cat([batch.old_topk_logprobs[i] for i in rows]).to(current)
+    covers_vocab = math.log(current.shape[1]) >= log_vocab
+    centre_N = score_centre(current, old, rollout, covers_vocab, algorithm)
+    mask = batch.response_mask[rows].to(current.device)  # [b, T]
+    advantages = batch.advantages[rows].to(current)
+    if algorithm.rollout_correction in COMPLETION_CORRECTIONS:
+        advantages = advantages * correction
+    return advantages * torch.zeros_like(advantages).masked_scatter(mask, centre_N)
 
 
 def rows_with_gradient(batch: RolloutBatch, config: Config) -> Tensor:
@@ -1211,8 +1334,9 @@ def loss_of_rows(
         return logprobs.sum()
     log_vocab = math.log(getattr(policy, "module", policy).lm_head.weight.shape[0])
     loss, statistics = micro_batch_loss(
-        logprobs, outputs.entropy, batch, rows, counts, log_vocab, config, work.num_updates > 0
-    )
+        logprobs, outputs.entropy, batch, rows, counts, log_vocab, config, work.num_updates > 0,
+        outputs.topk_logprobs,
+    )  # fmt: skip
     if outputs.route_mismatch is not None:
         old_mismatch = batch.route_mismatch
         statistics["mismatch_routes"] = (
@@ -1392,7 +1516,10 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
     algorithm = run.config.algorithm
     if needs_old_pass(run.config) or run.parity_is_due:
         keep_routes = algorithm.router_replay == "r2"
-        outputs = forward_batch(run.policy, batch, run.config, keep_routes=keep_routes)
+        outputs = forward_batch(
+            run.policy, batch, run.config, keep_routes=keep_routes,
+            keep_topk=algorithm.score_centering and needs_old_pass(run.config),
+        )  # fmt: skip
         if run.parity_is_due:
             check_parity(outputs.logprobs, batch, run.config, run.state.step)
             run.parity_is_due = False
@@ -1400,6 +1527,7 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
             batch.old_logprobs = outputs.logprobs
             batch.entropy = outputs.entropy
             batch.old_routes = outputs.routes
+            batch.old_topk_logprobs = outputs.topk_logprobs
             batch.route_mismatch = outputs.route_mismatch
     if run.reference is not None and algorithm.kl_coef > 0:  # the reference uses its own router
         batch.ref_logprobs = forward_batch(run.reference, batch, run.config, replay=False).logprobs

@@ -405,7 +405,8 @@ def add_trainer_outputs(
         batch_prompts = [prompt_ids[rows[i]["prompt_index"]] for i in batch]
         packed = pack(batch_prompts, [rows[i]["token_ids"] for i in batch], device)
         with torch.no_grad():
-            logprobs, entropy, layer_ids = policy(packed, temperatures[batch[0]])  # [N], [N], L x [T, K]
+            # [N], [N], L x [T, K]
+            logprobs, entropy, layer_ids, _ = policy(packed, temperatures[batch[0]])
         table = route_table(layer_ids, num_experts)
         sizes = [rows[i]["num_tokens"] for i in batch]
         expert_ids = [None] * len(batch)

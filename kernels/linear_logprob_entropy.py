@@ -22,7 +22,10 @@ BLOCK_ELEMENTS logits at a time. Three versions: naive() holds all logits and is
 "chunked" is written in torch, for any device and dtype; "triton" keeps the logits of a tile in registers and
 writes only dz.
 
-Shape suffixes: N rows, D hidden size, V vocabulary, C columns of a block, S splits of the vocabulary.
+topk_logprobs() adds the log-probabilities of further tokens of each row.
+
+Shape suffixes: N rows, D hidden size, V vocabulary, C columns of a block, S splits of the vocabulary,
+K further tokens of a row.
 """
 
 import torch
@@ -130,6 +133,73 @@ def column_blocks(x_ND: Tensor, weight_VD: Tensor) -> list[slice]:
     max_columns = block_elements(x_ND) // max(1, len(x_ND))
     width = max(MIN_COLUMNS, max_columns // MIN_COLUMNS * MIN_COLUMNS)
     return [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Further tokens of each row
+# ------------------------------------------------------------------------------------------------------------
+ROW_ELEMENTS = {"cpu": 2**21, "cuda": 2**26}  # rows of W that topk_logprobs() gathers at a time, in elements
+
+
+def topk_logprobs(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    ids_NK: Tensor,
+    target_ids_N: Tensor,
+    logprobs_N: Tensor,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Return the log-probabilities of K further tokens of each row, [N, K], in nats and differentiable.
+
+        logprob_nk = z_nk - (z_nt - logprob_nt),   z_nt - logprob_nt = lse_n,   t the target of n
+
+    logprobs_N: linear_logprob_entropy() of the targets, so that the log-sum over the vocabulary is computed
+    once. ids_NK: integers. Cost: N K D products each way beside N V D of the head. Memory: the result, two
+    blocks of ROW_ELEMENTS gathered rows of W, and in the backward pass a float32 gradient of W [V, D]. If K
+    is at least an eighth of V, all logits [N, V] are computed [ours: rows of W are then read several times].
+    """
+    ids_NK = torch.cat([target_ids_N.unsqueeze(1), ids_NK.long()], dim=1)  # [N, 1 + K], the target first
+    if 8 * ids_NK.shape[1] >= len(weight_VD):
+        dtype = logprobs_N.dtype
+        z_NK = F.linear(x_ND.to(dtype), weight_VD.to(dtype)).gather(1, ids_NK)
+    else:
+        z_NK = GatheredLogits.apply(x_ND, weight_VD, ids_NK)
+    z_NK = z_NK / temperature
+    return z_NK[:, 1:] - (z_NK[:, :1] - logprobs_N.unsqueeze(1))
+
+
+class GatheredLogits(torch.autograd.Function):
+    """Logits x_n . w_v of the tokens v in ids_NK, [N, K], float32 (float64 for float64 operands)."""
+
+    @staticmethod
+    def forward(ctx, x_ND, weight_VD, ids_NK):
+        ctx.save_for_backward(x_ND, weight_VD, ids_NK)
+        dtype = torch.float64 if x_ND.dtype == torch.float64 else torch.float32
+        logits_NK = torch.empty(ids_NK.shape, dtype=dtype, device=x_ND.device)
+        for rows in row_blocks(x_ND, ids_NK):
+            w_RKD = weight_VD[ids_NK[rows]].to(dtype)  # R rows of a block
+            logits_NK[rows] = torch.einsum("rd,rkd->rk", x_ND[rows].to(dtype), w_RKD)
+        return logits_NK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_NK):
+        x_ND, weight_VD, ids_NK = ctx.saved_tensors
+        dx_ND = torch.empty_like(x_ND)
+        dw_VD = torch.zeros_like(weight_VD, dtype=grad_NK.dtype)  # float32: summed over all rows
+        for rows in row_blocks(x_ND, ids_NK):
+            w_RKD = weight_VD[ids_NK[rows]].to(grad_NK.dtype)
+            dx_ND[rows] = torch.einsum("rk,rkd->rd", grad_NK[rows], w_RKD).to(x_ND.dtype)
+            dw_RKD = grad_NK[rows].unsqueeze(2) * x_ND[rows].unsqueeze(1)
+            dw_VD.index_add_(0, ids_NK[rows].flatten(), dw_RKD.flatten(0, 1))
+        return dx_ND, dw_VD.to(weight_VD.dtype), None
+
+
+def row_blocks(x_ND: Tensor, ids_NK: Tensor) -> list[slice]:
+    """Cut the rows into blocks for which ROW_ELEMENTS elements of W are gathered."""
+    elements = ROW_ELEMENTS["cpu" if x_ND.device.type == "cpu" else "cuda"]
+    height = max(1, elements // (ids_NK.shape[1] * x_ND.shape[1]))
+    return [slice(start, start + height) for start in range(0, len(x_ND), height)]
 
 
 # ------------------------------------------------------------------------------------------------------------

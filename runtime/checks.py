@@ -85,28 +85,41 @@ def check_parity(old_logprobs: Tensor, batch: RolloutBatch, config: Config, step
 
 
 def mismatch_gate(metrics: dict[str, float], state: TrainState, config: Config) -> str | None:
-    """Count consecutive steps whose trainer-engine KL (k3) exceeds the gate; return why to stop, or None.
+    """Count consecutive steps whose mismatch exceeds a gate; return why to stop the run, or None.
 
-    A step without any row that has gradient does not measure the KL: the count stays as it is.
+    Two gates share the count: mismatch_gate bounds the KL of trainer and engine (k3), skew_gate the absolute
+    values of skew_positive and skew_negative. A step without any row that has gradient measures neither: the
+    count stays as it is.
     """
-    limit = config.algorithm.mismatch_gate
-    patience = config.algorithm.mismatch_patience
-    if limit <= 0 or "mismatch_k3" not in metrics:
+    algorithm = config.algorithm
+    gates = {
+        "mismatch_k3": ("k3 KL of trainer and engine", "mismatch_gate", algorithm.mismatch_gate),
+        "skew_positive": ("skew over tokens with A > 0", "skew_gate", algorithm.skew_gate),
+        "skew_negative": ("skew over tokens with A < 0", "skew_gate", algorithm.skew_gate),
+    }
+    measured = {name: gate for name, gate in gates.items() if gate[2] > 0 and name in metrics}
+    if not measured:
         return None
-    above = not metrics["mismatch_k3"] <= limit  # NaN is above
+    above = [
+        name for name, (*_, limit) in measured.items() if not abs(metrics[name]) <= limit
+    ]  # NaN is above
     state.steps_above_gate = state.steps_above_gate + 1 if above else 0
     if not above:
         return None
-    message = (
-        f"step {state.step}: k3 KL of trainer and engine is {metrics['mismatch_k3']:.3g}, "
-        f"algorithm.mismatch_gate is {limit} ({state.steps_above_gate} steps in a row)"
-    )
+    texts = [
+        f"{text} is {metrics[name]:.3g}, algorithm.{setting} is {limit}"
+        for name, (text, setting, limit) in measured.items()
+        if name in above
+    ]
+    message = f"step {state.step}: {'; '.join(texts)} ({state.steps_above_gate} steps in a row)"
+    patience = algorithm.mismatch_patience
     if patience and state.steps_above_gate >= patience:
+        setting = gates[above[0]][1]
         return (
             f"{message}: the engine samples from another policy than the trained one. Reduce the mismatch "
             "(algorithm.router_replay=r3, rollout.fp8=off, rollout.dtype=float32), or, if "
-            "algorithm.rollout_correction handles the difference, raise algorithm.mismatch_gate or "
-            "algorithm.mismatch_patience"
+            "algorithm.rollout_correction or algorithm.score_centering handles the difference, raise "
+            f"algorithm.{setting} or algorithm.mismatch_patience"
         )
     say(f"warning: {message}")
     return None

@@ -80,7 +80,10 @@ def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> di
         rewards_by_part[name].append(reward)
     routes = [c.routed_experts for c in completions if c.routed_experts is not None]
     invalid = sum(int((ids[:, 0, 0] == invalid_route).sum()) for ids in routes)
-    return {
+    topk = [c.topk_logprobs for c in completions if c.topk_logprobs is not None]
+    topk_mass = exact_sum(x.exp().sum().item() for x in topk)
+    measured = {"topk_mass": (topk_mass, sum(map(len, topk)))} if topk else {}
+    return measured | {
         "score": (exact_sum(o.score_sum for o in outcomes), sum(o.valid for o in outcomes)),
         "zero_variance_frac": (len(equal), len(groups)),
         "zero_variance/all_right_frac": (sum(0 < o.solved == o.valid for o in equal), len(groups)),
@@ -187,7 +190,12 @@ def token_metrics(
     """Measure the tokens of an update as (sum, count); clipping, entropy and mismatch also by entropy group.
 
     micro_batches: (rows, {name: [b, T] values}) of every micro-batch. The names include entropy_group and, in
-    an update, ratio.
+    an update, ratio. With the weight w of mismatch_statistics() and the token's advantage A,
+
+        skew_positive, skew_negative    mean of -(w - 1) A over the tokens with A > 0, or with A < 0
+
+    (VeXact, arXiv 2605.14220) [secondary; ours: w is the trainer before the update over the engine, and A is
+    without rollout correction].
     """
     sums = Counter()
     counts = Counter()
@@ -199,6 +207,13 @@ def token_metrics(
         entropy_groups = values.pop("entropy_group")
         if "ratio" in values:
             values["abs_log_ratio"] = values["ratio"].clamp(min=1e-30).log().abs()
+        if "mismatch_weight" in values and batch.advantages is not None:
+            excess = (1 - values["mismatch_weight"]) * batch.advantages[rows][mask]  # [tokens]
+            for name, sign in (("skew_positive", 1), ("skew_negative", -1)):
+                chosen = batch.advantages[rows][mask].sign() == sign
+                if chosen.any():  # a step without such tokens lacks the metric
+                    sums[name] += excess[chosen].sum().item()
+                    counts[name] += int(chosen.sum())
         for name, value in values.items():
             sums[name] += value.sum().item()
             counts[name] += value.numel()

@@ -41,6 +41,7 @@ def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> No
     for name in ("mismatch_k3", "mismatch_routes", "mismatch_ess", "length_error"):
         values = [row[name] for row in rows if name in row]
         summary[f"mean_{name}"] = sum(values) / len(values) if values else None
+    summary["advantage_collapse_rate"] = advantage_collapse_rate(rows)
     waits = [(row["rollout_bubble"], row["straggler_rank"]) for row in rows if "rollout_bubble" in row]
     slowest = Counter(rank for _, rank in waits).most_common(1)
     summary["seconds_waited"] = {  # a measurement of time, so it varies between repetitions of a run
@@ -49,6 +50,16 @@ def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> No
         "slowest_rank_share": slowest[0][1] / len(waits) if slowest else None,
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=1))
+
+
+def advantage_collapse_rate(rows: list[dict]) -> float | None:
+    """Return the mean zero_variance_frac of steps 91 to 100; None for a shorter run.
+
+    ACR (arXiv 2605.21125) is the share of groups whose advantages collapse because their rewards are equal.
+    Its early value predicts the final accuracy [secondary; ours: ten steps, because a step has few groups].
+    """
+    values = [row["zero_variance_frac"] for row in rows if 91 <= row["step"] <= 100 and "score" in row]
+    return sum(values) / len(values) if len(values) == 10 else None
 
 
 def by_difficulty(evaluation: dict[str, float]) -> dict[str, float]:
@@ -73,6 +84,9 @@ def print_summary(run_dir: Path) -> None:
         last = last_by_difficulty.get(name, float("nan"))
         print(f"    difficulty {name.rpartition(DIFFICULTY)[2]:<16} {first:6.3f} -> {last:.3f}")
     print(f"  tokens that carry gradient   {summary['gradient_token_share']:6.3f}   of all generated")
+    if summary["advantage_collapse_rate"] is not None:
+        rate = summary["advantage_collapse_rate"]
+        print(f"  advantage collapse rate      {rate:6.3f}   groups with equal scores, steps 91 to 100")
     print_account(summary["account"], summary["generated_tokens"])
     print(f"  |dlogp| trainer - engine     {summary['mean_abs_dlogp']:6.1e}   nats, mean over trained tokens")
     if summary["mean_mismatch_k3"] is not None:

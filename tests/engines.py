@@ -35,7 +35,7 @@ def trained(policy, requests, completions, **options) -> tuple[torch.Tensor, tor
     """Run the trainer's forward on samples: log-probabilities [N], and routes [T, L, K] of a MoE model."""
     packed = moe_model.pack([request.prompt_ids for request in requests], token_ids(completions), "cpu")
     with torch.no_grad():
-        logprobs, _, layer_ids = policy(packed, temperature=requests[0].temperature, **options)
+        logprobs, _, layer_ids, _ = policy(packed, temperature=requests[0].temperature, **options)
     return logprobs, moe_model.route_table(layer_ids, moe_model.num_experts_of(policy.config))
 
 

@@ -436,7 +436,7 @@ def recomputed_and_replayed(folder: Path) -> dict:
         policy.activation_checkpointing = name in ("checkpointed", "both")
         count = lambda *_, name=name: results["num_forwards"].update([name])
         hook = policy.model.layers[0].register_forward_pre_hook(count)
-        logprobs, _, layer_ids = policy(
+        logprobs, _, layer_ids, _ = policy(
             packed, replay_ids_TLK=routes if name in ("replayed", "both") else None
         )
         policy.zero_grad()
@@ -458,7 +458,7 @@ def gradients_after_another_choice(policy: moe_model.Policy, packed) -> dict[str
     for name in ("plain", "checkpointed"):
         policy.activation_checkpointing = name == "checkpointed"
         policy.zero_grad()
-        logprobs, _, layer_ids = policy(packed)
+        logprobs, _, layer_ids, _ = policy(packed)
         for bias in biases:
             bias.neg_()
         with torch.no_grad():

@@ -70,7 +70,7 @@ def run_update(case: dict, completions: list[dict], folder: Path, group, losses:
         batch.routed_experts = [completions[row]["routes"][case["model"]] for row in rows]
     if case["old"] == "computed":
         outputs = train_rl.forward_batch(policy, batch, config, keep_routes=True)
-        batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch = outputs
+        batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch, _ = outputs
     elif case["old"] == "none":
         batch.old_logprobs = None
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}

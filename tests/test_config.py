@@ -302,6 +302,7 @@ def test_a_value_out_of_range_is_refused_with_the_range(setting):
 SAPO = "experiments/plugins/sapo.py:sapo"
 RLOO = "experiments/plugins/rloo.py:rloo"
 TOP_ENTROPY = "experiments/plugins/top_entropy.py:top_entropy"
+TOPK = "rollout.topk_logprobs=8"
 REFUSED = [
     ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
     ("zero_variance.probe_size=9 rollout.group_size=8", "zero_variance.probe_size 9", "rollout.group_size 8"),
@@ -331,6 +332,22 @@ REFUSED = [
         "reward.judge_margin 0.5", "reward.judge 'scalar' and reward.judge_mode 'score'",
     ),
     ("reward.judge=generative reward.judge_path=x", "reward.judge 'generative'", "reward.judge_mode 'score'"),
+    (
+        f"algorithm.score_centering=true {TOPK} algorithm.gain={SAPO}",
+        "algorithm.score_centering", "algorithm.gain",
+    ),
+    (
+        f"algorithm.score_centering=true {TOPK}",
+        "algorithm.score_centering True", "algorithm.clip_mode 'fixed'",
+    ),
+    (
+        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none algorithm.ratio_level=sequence",
+        "algorithm.score_centering", "algorithm.ratio_level 'sequence'",
+    ),
+    (
+        "algorithm.score_centering=true algorithm.clip_mode=none",
+        "algorithm.score_centering", "rollout.topk_logprobs 0",
+    ),
     ("algorithm.clip_mode=before_mean", "algorithm.clip_mode 'before_mean'", "algorithm.ratio_level 'token'"),
     (
         'train.lr_schedule_args={"min_lr_rate":0.1}',
@@ -418,6 +435,7 @@ def test_the_refused_settings_are_legitimate_alone():
         f"algorithm.gain={SAPO}", f"algorithm.advantage={RLOO}",
         "algorithm.rollout_correction=token_mask algorithm.rollout_correction_floor=0.5",
         "algorithm.adv_norm=mean_only", "algorithm.clip_cap=3",
+        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=weight", TOPK,
         "algorithm.ratio_form=literal algorithm.ratio_level=sequence",
         "algorithm.old_policy=rollout algorithm.router_replay=r3",
         "algorithm.rollout_correction=sequence_tis algorithm.router_replay=r2",
@@ -545,7 +563,8 @@ def test_settings_that_are_free_on_resume_have_the_names_of_the_comparison():
     sections = ("algorithm", "zero_variance", "model", "data", "train")
     assert {name for name in free if name.partition(".")[0] in sections} == {
         "algorithm.mismatch_gate", "algorithm.mismatch_patience", "data.eval",
-        "model.activation_checkpointing", "model.logprob_kernel", "train.balance", "train.learning_rate",
+        "algorithm.skew_gate", "model.activation_checkpointing", "model.logprob_kernel", "train.balance",
+        "train.learning_rate",
         "train.lr_schedule", "train.lr_schedule_args", "train.max_generated_tokens",
         "train.micro_batch_tokens", "train.num_steps", "train.offload_optimizer", "train.share_prompts",
         "train.skip_zero_gradient", "train.warmup_steps", "train.weight_decay",

@@ -390,6 +390,13 @@ def test_flops_per_token_are_those_that_torch_counts():
     assert counted - attention == pytest.approx(gpu_kernels.flops_per_token(size, length) / 3, rel=1e-12)
 
 
+def test_the_advantage_collapse_rate_is_that_of_steps_91_to_100():
+    rows = [{"step": step, "score": 0.5, "zero_variance_frac": step / 1000} for step in range(1, 120)]
+    rows.insert(95, {"step": 95, "eval/set/accuracy": 0.5})
+    assert summary.advantage_collapse_rate(rows) == pytest.approx(0.0955, rel=1e-12)
+    assert summary.advantage_collapse_rate(rows[:100]) is None  # 99 steps
+
+
 def test_a_summary_lists_difficulties_of_sets_of_any_name(tmp_path, capsys):
     """A set may itself be called difficulty."""
     kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")

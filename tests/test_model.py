@@ -165,7 +165,7 @@ def test_logprobs_and_gradients_match_transformers(kind, temperature):
     hf = tiny_model(kind)
     batch = tiny_batch()
     policy = policy_like(hf)
-    logprobs, entropy, layer_ids = policy(packed_batch(batch), temperature=temperature)
+    logprobs, entropy, layer_ids, _ = policy(packed_batch(batch), temperature=temperature)
     expected = torch.cat(reference_logprobs(hf, batch, temperature)[0])
     assert logprobs.dtype == entropy.dtype == torch.float32
     routed = [hasattr(block_of(layer), "experts") for layer in hf.model.layers]
@@ -228,7 +228,7 @@ def test_replay_of_random_routes_matches_transformers(kind):
         logp = hf(input_ids=torch.tensor([inputs]), use_cache=False).logits[0].log_softmax(-1)
         expected += [logp[len(prompt) - 1 + t, token] for t, token in enumerate(completion)]
     backward(torch.stack(expected), batch)
-    logprobs, _, _ = policy(packed_batch(batch), replay_ids_TLK=routes)
+    logprobs, _, _, _ = policy(packed_batch(batch), replay_ids_TLK=routes)
     backward(logprobs, batch)
     torch.testing.assert_close(logprobs, torch.stack(expected), rtol=0, atol=PARITY)
     assert_same(pop_gradients(policy), pop_gradients(hf), atol=PARITY, alive=1e-3)

@@ -34,7 +34,7 @@ def outputs_of(policy, share: bool, checkpointing: bool) -> tuple:
     policy.activation_checkpointing = checkpointing
     packed = pack(PROMPTS, COMPLETIONS, "cpu", share)
     policy.zero_grad()
-    logprobs, entropy, layer_ids = policy(packed)
+    logprobs, entropy, layer_ids, _ = policy(packed)
     (logprobs * torch.linspace(-1, 2, len(logprobs))).sum().backward()
     routes = moe_model.route_table(layer_ids, policy.config.num_experts)
     routes = routes if packed.spread is None else routes[packed.spread]

@@ -532,7 +532,9 @@ def token_case(seed: int) -> tuple:
     values = M.mismatch_statistics(draw() - 2, draw() - 2)
     values |= {"ratio": (0.3 * draw()).exp(), "entropy": draw().abs(), "clipped": (draw() > 0).double()}
     values |= {"mismatch_routes": (draw() > 1).double(), "entropy_group": (draw() > 1).long()}
-    return make_batch([[0] * length for length in (3, 9, 1, 6, 7)]), values
+    batch = make_batch([[0] * length for length in (3, 9, 1, 6, 7)])
+    batch.advantages = draw() * (draw() > -0.5)  # some are 0
+    return batch, values
 
 
 def merged(ranks: list[dict]) -> dict[str, float]:
@@ -556,6 +558,7 @@ def test_token_metrics_of_two_ranks_against_a_loop_over_tokens():
         ranks.append(M.token_metrics(batch, parts, num_entropy_groups=2))
         for i, t in batch.response_mask.nonzero().tolist():
             tokens.append({name: value[i, t].item() for name, value in values.items()})
+            tokens[-1]["advantage"] = batch.advantages[i, t].item()
     metrics = merged(ranks)
     metrics |= M.effective_sample_size(metrics)
     assert not [name for name in metrics if name.startswith("mismatch_weight")]
@@ -570,6 +573,11 @@ def test_token_metrics_of_two_ranks_against_a_loop_over_tokens():
         expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
         assert_close(metrics["mismatch_ess" + suffix], expected, rtol=1e-9)
         assert 0.05 < expected < 0.9
+    for name, sign in (("skew_positive", 1), ("skew_negative", -1)):
+        chosen = [row for row in tokens if sign * row["advantage"] > 0]
+        assert 5 < len(chosen) < 40
+        mean = sum(-(row["mismatch_weight"] - 1) * row["advantage"] for row in chosen) / len(chosen)
+        assert_close(metrics[name], mean, rtol=1e-9)
     assert_close(metrics["abs_log_ratio_max"], max(abs(math.log(row["ratio"])) for row in tokens))
     assert_close(metrics["abs_dlogp_max"], max(row["abs_dlogp"] for row in tokens))
     largest = sorted(row["abs_dlogp"] for row in tokens)[math.ceil(0.99 * len(tokens)) - 1]
@@ -649,6 +657,32 @@ def test_the_gate_counts_steps(k3s, limit, patience, counts, num_warnings, one_r
     assert actual == counts and results[:-1] == [None] * (len(k3s) - 1)
     assert (results[-1] is not None) == bool(limit and patience)
     assert len(capsys.readouterr().out.splitlines()) == num_warnings
+
+
+def test_a_skew_counts_like_the_kl_and_only_if_it_is_measured(one_rank, capsys):
+    """Either gate raises the count; a step in which a metric is missing does not measure it."""
+    config = settings(
+        "algorithm.mismatch_gate=0.2", "algorithm.skew_gate=0.01", "algorithm.mismatch_patience=4"
+    )
+    state = SimpleNamespace(step=7, steps_above_gate=0)
+    counts = []
+    steps = [
+        {"mismatch_k3": 1e-4, "skew_positive": 0.01, "skew_negative": -0.01},  # on the gate
+        {"mismatch_k3": 1e-4, "skew_positive": 0.002, "skew_negative": -0.011},
+        {"mismatch_k3": 0.3, "skew_positive": 0.0},
+        {},
+        {"mismatch_k3": 1e-4, "skew_positive": math.nan},
+    ]
+    for metrics in steps:
+        assert mismatch_gate(metrics, state, config) is None
+        counts.append(state.steps_above_gate)
+    assert counts == [0, 1, 2, 2, 3]
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert "algorithm.skew_gate" in first and "-0.011" in first and "mismatch_gate" not in first
+    assert "algorithm.mismatch_gate" in second and "skew" not in second
+    problem = mismatch_gate({"skew_positive": 0.02}, state, config)
+    assert "0.02" in problem and "raise algorithm.skew_gate" in problem
+    assert "algorithm.score_centering" in problem
 
 
 def test_invalid_routes_are_tolerated_up_to_the_threshold(one_rank):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from engines import assert_samples_are_the_trainers, logprob_distance, save_mode
 
 from batch import Request
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
-from moe_model import hf_tensors
+from moe_model import hf_tensors, pack
 from rollout import RolloutEngine, set_vllm_environment, stops_of
 from settings import RolloutSettings
 from tests import preloaded
@@ -42,8 +43,8 @@ def make_engine(folder, dtype="float32", **settings):
 
 
 @pytest.fixture(scope="module")
-def shared_engine(folder):
-    return make_engine(folder)
+def shared_engine(folder, tokenizer):
+    return make_engine(folder, topk_logprobs=len(tokenizer))
 
 
 @pytest.fixture
@@ -102,6 +103,37 @@ def test_a_sync_carries_every_kind_of_parameter(part, policy, engine, tokenizer)
 def test_logprobs_are_those_of_the_sampling_temperature(policy, engine, tokenizer):
     requests = requests_for(tokenizer, temperature=0.7)
     assert_samples_are_the_trainers(policy, requests, engine.generate(requests, 0))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_most_likely_tokens_are_the_trainers(whole, policy, engine, tokenizer):
+    """Their log-probabilities are of the sampling temperature, and the samples are the same without them."""
+    requests = requests_for(tokenizer, temperature=0.7)
+    topk = len(tokenizer) if whole else 5
+    plain = engine.generate(requests, 0)
+    completions = engine.generate([replace(request, topk=topk) for request in requests], 0)
+    assert [(c.token_ids, c.logprobs) for c in completions] == [(c.token_ids, c.logprobs) for c in plain]
+    assert plain[0].topk_ids is None
+    packed = pack([request.prompt_ids for request in requests], token_ids(completions), "cpu")
+    ids = torch.cat([c.topk_ids for c in completions])
+    logprobs = torch.cat([c.topk_logprobs for c in completions])
+    with torch.no_grad():
+        every = torch.arange(len(tokenizer)).expand(len(ids), -1)
+        *_, expected = policy(packed, temperature=0.7, topk_ids_Nk=every)
+    assert ids.shape == (len(packed.target_ids), topk) and ids.dtype == torch.int32
+    assert (logprobs - expected.gather(1, ids.long())).abs().max() < 1e-4  # rounding, see engines.py
+    assert (logprobs - expected.topk(topk).values).abs().max() < 1e-4, "the likeliest come first"
+    if whole:
+        assert (logprobs.exp().sum(dim=1) - 1).abs().max() < 1e-5
+    for completion in completions:  # a sampled token among the k has the log-probability of the sample
+        for token, logprob, top, values in zip(
+            completion.token_ids, completion.logprobs, completion.topk_ids, completion.topk_logprobs
+        ):
+            assert (
+                logprob == pytest.approx(values[top == token].tolist()[0], abs=1e-6)
+                if token in top
+                else not whole
+            )
 
 
 def test_a_bfloat16_engine_stays_near_the_float32_policy(folder, tokenizer):

@@ -1,0 +1,323 @@
+"""Score centering: the expected gradient over all completions, by brute force over a small vocabulary.
+
+A tabular policy has one row of logits per prefix: VOCAB tokens, completions of two tokens. All VOCAB^2
+completions form a batch, and each advantage is multiplied by the probability that the engine samples the
+completion, so that the gradient of the loss is minus the expected gradient. The oracle sums over completions
+and over the vocabulary in loops, with s_v = e_v - p as the gradient of log p_v by the logits.
+"""
+
+import itertools
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import reference
+import torch
+from conftest import assert_close
+from helpers import FakeRanks, make_batch, make_config
+
+import moe_model
+import train_rl
+from kernels.linear_logprob_entropy import linear_logprob_entropy, topk_logprobs
+from rollout import check_topk, topk_of
+from settings import Config, RolloutSettings
+
+VOCAB = 5
+COMPLETIONS = list(itertools.product(range(VOCAB), repeat=2))
+CORRECTIONS = ("none", "token_tis", "token_mask", "sequence_tis", "sequence_mask", "geometric_mask")
+BOUNDS = {"rollout_correction_cap": 1.4, "rollout_correction_floor": 0.7}
+LIKE_THE_SOURCE = {"clip_mode": "none", "loss_agg": "sequence_sum"}
+
+
+def config_of(topk: int = VOCAB, **algorithm) -> Config:
+    bounds = BOUNDS if algorithm.get("rollout_correction", "none") != "none" else {}
+    algorithm = {"score_centering": True} | LIKE_THE_SOURCE | bounds | algorithm
+    return make_config(section="algorithm", rollout__topk_logprobs=topk, **algorithm)
+
+
+def table(seed: int, spread: float = 1.0) -> list[list[float]]:
+    """Draw log-probabilities of the tokens after each prefix: the empty one, then each first token."""
+    rng = random.Random(seed)
+    logits = torch.tensor([[rng.gauss(0, spread) for _ in range(VOCAB)] for _ in range(1 + VOCAB)])
+    return logits.double().log_softmax(dim=1).tolist()
+
+
+POLICY = table(1)
+OLD = table(2, 0.8)
+ENGINE = table(3, 1.2)
+ADVANTAGES = {y: random.Random(str(y)).gauss(0, 1) for y in COMPLETIONS}
+
+
+def prefixes_of(completion: tuple[int, int]) -> tuple[int, int]:
+    """Return the row of the table of each token."""
+    return 0, 1 + completion[0]
+
+
+def logprobs_of(table: list[list[float]], completion: tuple[int, int]) -> list[float]:
+    return [table[row][token] for row, token in zip(prefixes_of(completion), completion)]
+
+
+def heads(engine: list[list[float]], topk: int) -> list[list[int]]:
+    """Return the engine's most likely tokens after each prefix."""
+    return [sorted(range(VOCAB), key=lambda v: -row[v])[:topk] for row in engine]
+
+
+def expected_gradient(config: Config, policy=POLICY, old=OLD, engine=ENGINE, advantages=ADVANTAGES):
+    """Return the gradient by the logits of the tables that train_rl expects over all completions.
+
+    old None: an update without an old-logprob pass.
+    """
+    topk = config.rollout.topk_logprobs
+    logits = torch.tensor(policy).requires_grad_()
+    table = logits.log_softmax(dim=1)
+    weights = {y: math.exp(sum(logprobs_of(engine, y))) for y in COMPLETIONS}
+    batch = make_batch(
+        [list(y) for y in COMPLETIONS],
+        rollout_logprobs=[logprobs_of(engine, y) for y in COMPLETIONS],
+        advantages=[[weights[y] * advantages[y]] * 2 for y in COMPLETIONS],
+    )
+    ids = [[heads(engine, topk)[row] for row in prefixes_of(y)] for y in COMPLETIONS]
+    places = list(zip(ids, map(prefixes_of, COMPLETIONS)))
+
+    def topk_rows(table: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.stack([table[row][v] for row, v in zip(rows, tokens)]) for tokens, rows in places]
+
+    batch.topk_ids = [torch.tensor(tokens) for tokens in ids]
+    batch.topk_logprobs = topk_rows(torch.tensor(engine))
+    if old is not None:
+        batch.old_logprobs = torch.tensor([logprobs_of(old, y) for y in COMPLETIONS])
+        batch.old_topk_logprobs = topk_rows(torch.tensor(old))
+    logprobs = torch.stack([table[list(prefixes_of(y)), list(y)] for y in COMPLETIONS])
+    counts = torch.tensor([1, 1])
+    loss, _ = train_rl.micro_batch_loss(
+        logprobs, torch.zeros_like(logprobs), batch, list(range(len(COMPLETIONS))), counts, math.log(VOCAB),
+        config, topk_logprobs=topk_rows(table),
+    )  # fmt: skip
+    loss.backward()
+    return -logits.grad
+
+
+# ---- the oracle --------------------------------------------------------------------------------------------
+
+
+def weight_of(p: float, old: float, q: float, config: Config) -> float:
+    """Return the factor of A grad log p of a token with these probabilities; completions' factors count 1."""
+    algorithm = config.algorithm
+    weight = 1.0
+    if algorithm.rollout_correction in ("token_tis", "token_mask"):
+        bounds = algorithm.rollout_correction_cap, algorithm.rollout_correction_floor
+        weight = reference.correction_weight(
+            [math.log(old)], [math.log(q)], 0, algorithm.rollout_correction, *bounds
+        )
+    ratio = p / old
+    if algorithm.clip_mode == "weight":
+        ratio = max(1 - algorithm.clip_eps_low, min(ratio, 1 + algorithm.clip_eps_high))
+    return weight * ratio
+
+
+def oracle(config: Config, policy=POLICY, old=OLD, engine=ENGINE, advantages=ADVANTAGES) -> list[list[float]]:
+    """Return E_{y ~ q} sum_t A(y) c(y) ( W_y s_y - sum_v q_v W_v s_v ) by the logits, in loops.
+
+    Tokens outside of the head have q_v = rho p_v, and old_v in proportion to p_v.
+    """
+    algorithm = config.algorithm
+    old = policy if old is None else old
+    old = engine if algorithm.old_policy == "rollout" else old
+    gradient = [[0.0] * VOCAB for _ in policy]
+    for y in COMPLETIONS:
+        factor = math.exp(sum(logprobs_of(engine, y))) * advantages[y]
+        if "token" not in algorithm.rollout_correction:
+            bounds = algorithm.rollout_correction_cap, algorithm.rollout_correction_floor
+            pair = logprobs_of(old, y), logprobs_of(engine, y)
+            factor *= reference.correction_weight(*pair, 0, algorithm.rollout_correction, *bounds)
+        for row, token in zip(prefixes_of(y), y):
+            p, o, q = ([math.exp(x) for x in table[row]] for table in (policy, old, engine))
+            weight = weight_of(p[token], o[token], q[token], config)
+            head = heads(engine, config.rollout.topk_logprobs)[row]
+            p_tail, o_tail, q_tail = (1 - sum(x[v] for v in head) for x in (p, o, q))
+            for v in range(VOCAB):  # the score of token v is e_v - p
+                if v not in head:
+                    o[v], q[v] = o_tail / p_tail * p[v], q_tail / p_tail * p[v]
+                share = (v == token) * weight - q[v] * weight_of(p[v], o[v], q[v], config)
+                for u in range(VOCAB):
+                    gradient[row][u] += factor * share * ((u == v) - p[u])
+    return gradient
+
+
+# ---- the loss ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topk", [VOCAB, 3, 1])
+@pytest.mark.parametrize("clip_mode", ["none", "weight"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_the_expected_gradient_is_the_oracles(correction, clip_mode, topk, float64):
+    config = config_of(topk, rollout_correction=correction, clip_mode=clip_mode)
+    for old in (OLD, None):  # None: a single update, whose policy is the old one
+        assert_close(expected_gradient(config, old=old), oracle(config, old=old))
+
+
+@pytest.mark.parametrize("topk", [VOCAB, 2])
+def test_the_expected_gradient_with_the_engine_as_the_old_policy(topk, float64):
+    """CISPO with the ratio p / q: the weight min(p / q, C) of the source."""
+    clip = {"clip_eps_low": 1.0, "clip_eps_high": 0.5}
+    config = config_of(topk, clip_mode="weight", old_policy="rollout", **clip)
+    gradient = expected_gradient(config)
+    assert_close(gradient, oracle(config))
+    source = config_of(topk, rollout_correction="token_tis", **{"rollout_correction_cap": 1.5} | FLOOR)
+    assert_close(expected_gradient(source, old=None), gradient, rtol=1e-12)
+
+
+FLOOR = {"rollout_correction_floor": 0.0}
+
+
+def test_with_the_exact_weight_the_expected_gradient_is_the_policy_gradient(float64):
+    """E_q[A p/q s] - E_q[A] sum_v p_v s_v = sum_y p_y A_y s_y: of the second token, given the first."""
+    config = config_of(rollout_correction="token_tis", rollout_correction_cap=1e9, **FLOOR)
+    gradient = expected_gradient(config, old=None)
+    for first in range(VOCAB):
+        p = [math.exp(x) for x in POLICY[1 + first]]
+        expected = [
+            math.exp(ENGINE[0][first])
+            * sum(p[v] * ADVANTAGES[first, v] * ((u == v) - p[u]) for v in range(VOCAB))
+            for u in range(VOCAB)
+        ]
+        assert_close(gradient[1 + first], expected)
+
+
+@pytest.mark.parametrize("correction", ["none", "token_tis", "token_mask"])
+def test_an_advantage_of_the_prefix_alone_moves_nothing(correction, float64):
+    """What remains is a covariance. RL-ZVP gives such advantages: without centering they are pure drift."""
+    constant = dict.fromkeys(COMPLETIONS, 0.7)
+    config = config_of(rollout_correction=correction)
+    assert_close(expected_gradient(config, old=None, advantages=constant), [[0.0] * VOCAB] * (1 + VOCAB))
+    plain = config_of(rollout_correction=correction, score_centering=False)
+    assert expected_gradient(plain, old=None, advantages=constant).abs().max() > 0.03
+
+
+@pytest.mark.parametrize("topk", [VOCAB, 2])
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_without_a_mismatch_it_is_reinforce(correction, topk, float64):
+    policies = {"policy": POLICY, "old": POLICY, "engine": POLICY}
+    gradient = expected_gradient(config_of(topk, rollout_correction=correction), **policies)
+    reinforce = expected_gradient(config_of(score_centering=False), **policies)
+    assert_close(gradient, reinforce)
+    assert reinforce.abs().max() > 0.1
+
+
+def test_a_tail_in_proportion_makes_a_short_head_exact(float64):
+    """q = rho p outside of the head is the model of the tail: then k = 2 gives the gradient of k = V."""
+    engine = [row[:] for row in POLICY]
+    for row, head in zip(engine, heads(POLICY, 2)):
+        for v in range(VOCAB):
+            row[v] += math.log(1.3) if v == head[0] else math.log(1.1) if v == head[1] else -0.9
+    engine = torch.tensor(engine).log_softmax(dim=1).tolist()
+    assert heads(engine, 2) == heads(POLICY, 2)
+    exact = expected_gradient(config_of(VOCAB, rollout_correction="token_tis"), old=None, engine=engine)
+    short = expected_gradient(config_of(2, rollout_correction="token_tis"), old=None, engine=engine)
+    assert_close(short, exact)
+
+
+def test_probabilities_that_underflow_give_finite_gradients():
+    """In float32 a head of nearly all probability has a tail of rounding only."""
+    certain = [[0.0, -30.0, -60.0, -90.0, -110.0]] * (1 + VOCAB)
+    for correction in CORRECTIONS:
+        for topk in (VOCAB, 2):
+            config = config_of(topk, rollout_correction=correction)
+            gradient = expected_gradient(config, policy=table(1), old=certain, engine=certain)
+            assert gradient.isfinite().all()
+
+
+# ---- log-probabilities of further tokens -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab, k", [(7, 7), (300, 4)])  # all logits; gathered rows of the head
+def test_logprobs_of_further_tokens_and_their_gradient(vocab, k, float64, monkeypatch):
+    monkeypatch.setattr("kernels.linear_logprob_entropy.ROW_ELEMENTS", {"cpu": 3 * 5 * 6})  # blocks of 3 rows
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 6, generator=generator).requires_grad_()
+    weight = torch.randn(vocab, 6, generator=generator).requires_grad_()
+    targets = torch.randint(vocab, (8,), generator=generator)
+    ids = torch.stack([torch.randperm(vocab, generator=generator)[:k] for _ in range(8)])
+    scale = torch.randn(8, k, generator=generator)
+    logprobs, _ = linear_logprob_entropy(x, weight, targets, 0.7, "chunked")
+    values = topk_logprobs(x, weight, ids.int(), targets, logprobs, 0.7)
+    (values * scale).sum().backward()
+    gradients = [x.grad, weight.grad]
+    x.grad = weight.grad = None
+    expected = (x @ weight.T / 0.7).log_softmax(dim=1).gather(1, ids)
+    (expected * scale).sum().backward()
+    assert_close(values, expected)
+    assert_close(gradients[0], x.grad)
+    assert_close(gradients[1], weight.grad)
+
+
+def test_the_update_of_a_model_is_the_derivative_of_the_centred_loss(float64, monkeypatch):
+    """forward_rows() and the loss of two ragged completions, against log-softmax over all tokens."""
+    from transformers import Qwen3Config
+
+    FakeRanks(1).install(monkeypatch)
+    size = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    model = Qwen3Config(vocab_size=40, num_hidden_layers=1, intermediate_size=8, **size)
+    policy = moe_model.Policy(model).double()
+    moe_model.random_weights(policy, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [[1, 2], [3, 4, 5]]
+    completions = [[6, 7, 8], [9]]
+    topk = 6
+    config = config_of(topk, rollout_correction="token_tis")
+    engine = [torch.randn(len(c), 40, generator=generator).log_softmax(dim=1) for c in completions]
+    sampled = [[row[v].item() for row, v in zip(rows, c)] for rows, c in zip(engine, completions)]
+    batch = make_batch(
+        completions,
+        prompts,
+        rollout_logprobs=sampled,
+        advantages=[[0.5] * 3, [-0.25]],
+        entropy=[[0.0] * 3, [0.0]],
+    )
+    tops = [rows.topk(topk) for rows in engine]
+    batch.topk_ids = [top.indices.int() for top in tops]
+    batch.topk_logprobs = [top.values for top in tops]
+    work = train_rl.UpdateWork()
+    loss = train_rl.loss_of_rows(policy, batch, [0, 1], torch.tensor([2, 4]), config, work)
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
+    policy.zero_grad()
+
+    packed = moe_model.pack(prompts, completions, "cpu")
+    x_ND = policy.hidden(packed)[0][packed.predictor_index]
+    log_p = (x_ND @ policy.lm_head.weight.T).log_softmax(dim=1)  # [4, V]
+    total = 0.0
+    for n, (q, v, a) in enumerate(zip(torch.cat(engine), [6, 7, 8, 9], [0.5, 0.5, 0.5, -0.25])):
+        p = log_p[n].exp().detach()
+        head = q.topk(topk).indices
+        q = q.exp()
+        is_tail = torch.ones(40, dtype=torch.bool).index_fill_(0, head, False)
+        model_of_q = torch.where(is_tail, p * q[is_tail].sum() / p[is_tail].sum(), q)
+        weights = (p / model_of_q).clamp(0.7, 1.4)
+        weight = (p[v] / q[v]).clamp(0.7, 1.4)
+        total = total - a / 2 * (weight * log_p[n, v] - (model_of_q * weights * log_p[n]).sum())
+    total.backward()
+    for name, parameter in policy.named_parameters():
+        assert_close(gradients[name], parameter.grad, atol=1e-12)
+    assert gradients["lm_head.weight"].abs().max() > 1e-2
+
+
+# ---- the engine's side -------------------------------------------------------------------------------------
+
+
+def test_the_engines_flat_list_becomes_a_table():
+    flat = SimpleNamespace(token_ids=[5, 5, 1, 2, 7, 2], logprobs=[-0.5, -0.5, -2.0, -4.0, -0.1, -4.0])
+    ids, logprobs = topk_of(flat, 2)
+    assert ids.tolist() == [[5, 1], [7, 2]]
+    assert_close(logprobs, [[-0.5, -2.0], [-0.1, -4.0]], rtol=1e-6)
+    flat.logprobs[2] = -math.inf  # as top-p sampling leaves it
+    with pytest.raises(RuntimeError, match="top-p"):
+        topk_of(flat, 2)
+
+
+def test_more_tokens_than_the_vocabulary_are_refused():
+    model = SimpleNamespace(vocab_size=92)
+    check_topk(RolloutSettings(topk_logprobs=92), model)
+    with pytest.raises(ValueError, match=r"rollout\.topk_logprobs 93.*92"):
+        check_topk(RolloutSettings(topk_logprobs=93), model)
