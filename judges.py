@@ -224,8 +224,8 @@ def refuse_mute_judge(kind: str, path: str | None) -> None:
             missing.append(verdict)
     if missing:
         raise ValueError(
-            f"reward.judge_path {path}: the judge cannot write {', '.join(missing)}, because its vocabulary has "
-            "no tokens for the word; name a judge that was trained on verdicts (data/judge_pairs.py)"
+            f"reward.judge_path {path}: the judge cannot write {', '.join(missing)}, because its vocabulary "
+            "has no tokens for the word; name a judge that was trained on verdicts (data/judge_pairs.py)"
         )
 
 
@@ -292,11 +292,12 @@ def round_robin(judge, prompts, completions, group_index: list[int]) -> list[flo
 
 
 def tournament(judge, prompts, completions, group_index: list[int]) -> list[float]:
-    """Return rewards in [0, 1] from a tournament in each group (Reasoning Arena, arXiv 2606.09380) [secondary].
+    """Return rewards in [0, 1] from a tournament in each group (Reasoning Arena, arXiv 2606.09380).
 
     Every pair of a group is compared in both orders, which cancels a judge's preference for a position. The
     strengths of bradley_terry() are scaled so that the weakest completion of a group gets 0 and the strongest
-    gets 1. A group whose strengths are equal gets 0. group_index: group of each completion, in any order.
+    gets 1 [secondary: the summaries of the paper]. A group whose strengths are equal gets 0. group_index:
+    group of each completion, in any order.
 
     The paper's cheaper variant compares a completion with the best, the median and the worst one so far; ours
     compares all pairs.
@@ -318,7 +319,7 @@ def tournament(judge, prompts, completions, group_index: list[int]) -> list[floa
         )  # [G, G], points of the first completion; 1/2 on the diagonal
         strengths = bradley_terry(points)
         lowest, highest = strengths.min().item(), strengths.max().item()
-        if highest - lowest > ZERO_VARIANCE:
+        if not highest - lowest <= ZERO_VARIANCE:  # NaN is passed on
             for number, strength in zip(numbers, strengths.tolist()):
                 rewards[number] = (strength - lowest) / (highest - lowest)
     return rewards

@@ -81,8 +81,8 @@ class ZeroVarianceSettings(Section):
     rl_zvp_coef: float = setting(0.1, "stage 3: alpha of RL-ZVP", gt=0)
     tournament: bool = setting(
         False,
-        "stage 3, instead of rl_zvp: the judge compares the completions of a group without variance with each "
-        "other, and the strengths are its rewards (Reasoning Arena); the verifier alone rewards other groups",
+        "stage 3, instead of rl_zvp: the judge compares the completions of a group without variance, and the "
+        "strengths are the rewards (Reasoning Arena); the verifier alone rewards every other group",
     )
     drop: bool = setting(
         False, "for comparison: leave groups without variance out of the update (DAPO's filter)"

@@ -16,8 +16,9 @@ With the settings reward.binary=true (which may follow the options) fractions co
 and rendered as in training, with the options of data/score.py.
 
 The output folder is not rebuilt if it is up to date. It contains
-    train.jsonl   {prompt: the question to the judge, answer: the label, kind: "verdict", rationale: --rationale
-                  of the pair, followed by the label, and task, first, second, first_score, second_score}
+    train.jsonl   {prompt: the question to the judge, answer: the label, kind: "verdict", rationale:
+                  --rationale of the pair, followed by the label, and task, first, second, first_score,
+                  second_score}
     test.jsonl    the same for held-out prompts
     groups.jsonl  {task, completions, scores} of the held-out prompts, for experiments/judge_quality.py
     recipe.json   options and numbers of pairs
@@ -114,7 +115,7 @@ def pairs_of_prompt(answers: list[Answer], rng: Random) -> dict[str, list[tuple[
 def balanced_rows(
     prompts: list[Prompt], answers: list[list[Answer]], question: str, rationale: str, limit: int, rng: Random
 ) -> list[dict]:
-    """Return shuffled rows, equally many of each label and at most `limit`; half of the ties differ in text."""
+    """Return shuffled rows, equally many of each label, at most `limit`; half of the ties differ in text."""
     pools = defaultdict(list)
     for prompt, answers_of_prompt in zip(prompts, answers):
         for label, pairs in pairs_of_prompt(answers_of_prompt, rng).items():
@@ -178,8 +179,8 @@ def write_folder(prompts: list[Prompt], prompt_ids, tokenizer, record: dict, arg
         rows = balanced_rows(prompts[share], answers[share], args.question, args.rationale, args.pairs, rng)
         if not rows:
             raise ValueError(
-                f"{args.output}: no balanced {name} pairs can be made from {len(prompts[share])} prompts with "
-                f"{args.samples} completions each: the prompts need right and wrong completions"
+                f"{args.output}: {len(prompts[share])} prompts with {args.samples} completions each give no "
+                f"{name} pairs of every label: the prompts need right and wrong completions"
             )
         write_rows(folder / f"{name}.jsonl", rows)
         record[f"num_{name}"] = len(rows)
@@ -200,8 +201,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, required=True, help="folder of the policy, a checkpoint in safetensors")
     add("--output", type=Path, required=True, help="folder to create")
-    add("--question", default=TEMPLATE, help="question to the judge, with {prompt}, {first} and {second}; set "
-        "reward.judge_template to the same text (default: an instruction in English)")  # fmt: skip
+    add("--question", default=TEMPLATE, help="question to the judge, with {prompt}, {first} and {second}; "
+        "reward.judge_template must be the same text (default: an instruction in English)")  # fmt: skip
     add("--rationale", default="", help="reasoning before the verdict, with {answer}, {first_score} and "
         "{second_score} (default: none)")  # fmt: skip
     add("--pairs", type=int, default=12000, help="maximum number of pairs of a file (default: %(default)s)")
