@@ -43,7 +43,7 @@ class Recipe:
 
     kind: str = "reasoning"
     seed: int = 0  # of the weights and of the order of the pairs
-    steps: int = 300
+    steps: int = 700
     batch_size: int = 64  # pairs per step
     learning_rate: float = 2e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
     hidden_size: int = 128

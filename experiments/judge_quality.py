@@ -33,7 +33,7 @@ if __name__ == "__main__":
     sys.path.append(str(ROOT))  # run as a script: for the modules of the project
 
 from judges import build_judge, round_robin
-from runtime.launch import one_line
+from runtime.launch import leave, run
 from verifiers.verdict import SIGNS
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the distance from the mean, in standard deviations; then more
@@ -187,8 +187,8 @@ def add_records(file: Path, records: list[dict]) -> None:
     file.write_text(json.dumps(merged, indent=1) + "\n")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure a judge and add the records to a file."""
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -202,21 +202,22 @@ def main(argv: list[str] | None = None) -> None:
     add("--margin", type=float, help="as reward.judge_margin (default: the margin of recipe.json, or 0)")
     add("--groups", type=int, default=200, help="mixed groups to measure (default: %(default)s)")
     add("--out", type=Path, required=True, help="JSON file of the records")
-    args = parser.parse_args(argv)
-    try:
-        pairs = read_jsonl(args.pairs / "test.jsonl")
-        groups = mixed_groups(read_jsonl(args.pairs / "groups.jsonl"), args.groups)
-        recipe = Path(args.judge) / "recipe.json"
-        margin = args.margin
-        if margin is None:
-            margin = json.loads(recipe.read_text()).get("margin", 0.0) if recipe.is_file() else 0.0
-        judge = build_judge(args.kind, args.judge, batch_size=128, margin=margin, template=args.question)
-    except ValueError as error:
-        raise SystemExit(f"error: {one_line(str(error))}") from error
+    return parser.parse_args(argv)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Measure a judge and add the records to a file; ValueError names what is missing."""
+    pairs = read_jsonl(args.pairs / "test.jsonl")
+    groups = mixed_groups(read_jsonl(args.pairs / "groups.jsonl"), args.groups)
+    recipe = Path(args.judge) / "recipe.json"
+    margin = args.margin
+    if margin is None:
+        margin = json.loads(recipe.read_text()).get("margin", 0.0) if recipe.is_file() else 0.0
+    judge = build_judge(args.kind, args.judge, batch_size=128, margin=margin, template=args.question)
     records = measure(judge, args.kind, pairs, groups)
     add_records(args.out, [{"name": args.name, "seed": args.seed, **record} for record in records])
     print("\n".join(table_lines([{"name": args.name, **record} for record in records])))
 
 
 if __name__ == "__main__":
-    main()
+    leave(run(main, parse_args, sys.argv[1:]))
