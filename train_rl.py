@@ -1429,9 +1429,11 @@ def add_rewards(run: Run, batch: RolloutBatch) -> None:
     ids = batch.completion_ids if run.judge else []
     # batch_decode([]) would return one empty text
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+    batch.valid = has_verdict(batch.verdicts)
     rewards = compute_rewards(batch, run.judge, texts, run.config)
-    valid = has_verdict(batch.verdicts)
-    batch.rewards, batch.valid = refuse_nonfinite_rewards(rewards, valid, batch, run.config, run.state.step)
+    batch.rewards, batch.valid = refuse_nonfinite_rewards(
+        rewards, batch.valid, batch, run.config, run.state.step
+    )
 
 
 def read_arguments(argv: list[str]) -> Config:

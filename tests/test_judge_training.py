@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from helpers import make_config, make_prompts
+from helpers import FakeRanks, make_config, make_prompts
 from scipy import optimize
 
 import train_rl
@@ -276,7 +276,8 @@ def test_a_comparison_without_a_result_is_passed_on():
     assert all(map(math.isnan, tournament(judge, ["p"] * 2, ["a", "b"], [0, 0])))
 
 
-def test_the_judge_rewards_groups_with_equal_scores_only():
+def test_the_judge_rewards_groups_with_equal_scores_only(monkeypatch):
+    FakeRanks(1).install(monkeypatch)
     config = make_config(
         "zero_variance.tournament=true", "reward.judge=generative", "reward.judge_path=my:judge",
         f"reward.judge_template='{QUESTION}'",
@@ -287,11 +288,15 @@ def test_the_judge_rewards_groups_with_equal_scores_only():
     texts = ["a", "b", "aa", "b", "a", "aaa", "a", "b"]
     verdicts = [[Verdict(score, "ok" if score else "wrong") for score in row] for row in scores]
     verdicts[3][1] = Verdict(0.0, "timeout")  # a group with one verdict is skipped
-    completions = [Completion([1], [-1.0], "stop", 0.0)] * 2
-    groups = [Group(number, number, completions, row) for number, row in enumerate(verdicts)]
+    tokenizer = build_tokenizer()
+    completions = [
+        Completion(tokenizer(text)["input_ids"], [-1.0] * len(text), "stop", 0.0) for text in texts
+    ]
+    groups = [Group(n, n, completions[2 * n : 2 * n + 2], row) for n, row in enumerate(verdicts)]
     batch = collate(groups, make_prompts(4), [[1]] * 4)
-    batch.valid = train_rl.has_verdict(batch.verdicts)
-    rewards = train_rl.compute_rewards(batch, judge, texts, config)
+    run = SimpleNamespace(config=config, judge=judge, tokenizer=tokenizer, state=SimpleNamespace(step=0))
+    train_rl.add_rewards(run, batch)
+    rewards = batch.rewards
     assert rewards.tolist() == [1, 0, 1, 0, 0, 1, 0, 0]
     asked = sorted(question.split("|")[1:3] for question in questions)
     assert asked == [["a", "aaa"], ["aa", "b"], ["aaa", "a"], ["b", "aa"]], "both orders, two groups"
