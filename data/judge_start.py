@@ -43,9 +43,9 @@ class Recipe:
 
     kind: str = "reasoning"
     seed: int = 0  # of the weights and of the order of the pairs
-    steps: int = 700
+    steps: int = 1000
     batch_size: int = 64  # pairs per step
-    learning_rate: float = 2e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
+    learning_rate: float = 3e-3  # peak; linear warm-up over 5 % of the steps, then linear decay to 0
     hidden_size: int = 128
     num_layers: int = 4
     num_margin_pairs: int = 1500  # training pairs on which the margin of a scalar judge is chosen
