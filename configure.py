@@ -9,12 +9,13 @@ import math
 
 import plugins
 from data.prompts import check_data
+from judges import has_places
 from runtime.config import explain, read_config, refuse_contradictions
 from runtime.learning_rate import learning_rate
 from runtime.other_names import NAMES_ELSEWHERE
 from runtime.plugin_files import HOOKS
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
-from settings import STAGE_SETTINGS, Config
+from settings import STAGE_SETTINGS, Config, RewardSettings
 from verifiers.kinds import functions_of, is_kind
 
 
@@ -88,6 +89,18 @@ def zero_variance_contradictions(config: Config) -> dict[str, bool]:
             zero.skip_rule != "expected" and not zero.history,
         "{zero_variance.rl_zvp} reshapes the groups that {zero_variance.drop} removes: choose one":
             zero.rl_zvp and zero.drop,
+        "{zero_variance.tournament} needs a judge, not {reward.judge}":
+            zero.tournament and config.reward.judge == "none",
+        "{zero_variance.tournament} rewards the groups that {zero_variance.drop} removes: choose one":
+            zero.tournament and zero.drop,
+        "{zero_variance.tournament} and {zero_variance.rl_zvp} reshape the same groups: choose one":
+            zero.tournament and zero.rl_zvp,
+        "{zero_variance.tournament} asks the judge for pairs: leave {reward.judge_mode} at score":
+            zero.tournament and config.reward.judge_mode != "score",
+        "{zero_variance.tournament} mixes no scores: leave {reward.judge_weight} at its default":
+            zero.tournament and config.reward.judge_weight != RewardSettings().judge_weight,
+        "{zero_variance.tournament} gives both signs to right or wrong groups, {algorithm.correctness_guard} "
+        "removes one: choose one": zero.tournament and config.algorithm.correctness_guard,
         "{zero_variance.explore_solved}, {zero_variance.explore_unsolved} and {zero_variance.retest_steps} "
         "would skip some prompts for ever: set one of them above 0": zero.history and loses_prompts,
         "{zero_variance.probe_size} must be below {rollout.group_size}":
@@ -101,6 +114,7 @@ def reward_contradictions(config: Config) -> dict[str, bool]:
     reward = config.reward
     is_scalar = reward.judge == "scalar"
     by_score = reward.judge_mode == "score"
+    in_pairs = not by_score or config.zero_variance.tournament
     return {
         "{reward.overlong_buffer} must be at most {rollout.max_new_tokens}":
             reward.overlong_buffer > rollout.max_new_tokens,
@@ -110,9 +124,13 @@ def reward_contradictions(config: Config) -> dict[str, bool]:
             (reward.judge == "none") != (reward.judge_path is None),
         "{reward.judge_mode} needs a judge, not {reward.judge}": reward.judge == "none" and not by_score,
         "{reward.judge_margin} needs pairs and a scalar judge, not {reward.judge} and {reward.judge_mode}":
-            reward.judge_margin > 0 and (not is_scalar or by_score),
+            reward.judge_margin > 0 and not (is_scalar and in_pairs),
         "{reward.judge} compares pairs only: choose another mode than {reward.judge_mode}":
-            reward.judge == "generative" and by_score,
+            reward.judge == "generative" and not in_pairs,
+        "{reward.judge_template} is a question to a generative judge, not to {reward.judge}":
+            reward.judge_template is not None and reward.judge != "generative",
+        "{reward.judge_template} must have the places of prompt, first and second, each in braces":
+            reward.judge_template is not None and not has_places(reward.judge_template),
     }  # fmt: skip
 
 

@@ -4,28 +4,35 @@
     judge.scores(prompts, completions)                # one number per completion, without bounds
     judge.compare(prompts, firsts, seconds)           # +1: the first completion is better; 0: tie; -1: worse
     round_robin(judge, prompts, completions, groups)  # rewards in [0, 1] from comparisons within a group
+    tournament(judge, prompts, completions, groups)   # the same, as strengths of a Bradley-Terry model
 
 A scalar judge is a model with a score head, for example a Bradley-Terry reward model. A generative judge is a
 language model that compares two completions and writes a verdict; it runs in a second vLLM engine, or is a
-function, for example a client of a server (`reward.judge_path=my_module:ask`).
+function, for example a client of a server (`reward.judge_path=my_module:ask`). train_rl.py trains such a
+model on the pairs of data/judge_pairs.py.
 """
 
 import functools
 import itertools
+import json
 import math
 import operator
 import os
 import pkgutil
-import re
+import string
 from collections.abc import Callable, Iterator
 
 import torch
 
+from batch import ZERO_VARIANCE
+from data.chat import load_tokenizer
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
+from verifiers.verdict import SIGNS, last_verdict
 
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
 Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the
 first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""  # [ours]
+NEWTON_STEPS = 30  # of bradley_terry(); 8 reach the rounding of float64 for groups of 64
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -116,13 +123,14 @@ class ScalarJudge:
 class GenerativeJudge:
     """Let a language model reason about two completions and conclude with Better, Tie or Worse [secondary].
 
-    generate: function from a list of questions to a list of answers. num_unreadable: number of answers so far
-    that contain no verdict; an unreadable answer counts as a tie.
+    generate: function from a list of questions to a list of answers. template: question with the placeholders
+    {prompt}, {first} and {second}; None: TEMPLATE. num_unreadable: number of answers so far that contain no
+    verdict; an unreadable answer counts as a tie.
     """
 
-    def __init__(self, generate: Callable[[list[str]], list[str]], template: str = TEMPLATE):
+    def __init__(self, generate: Callable[[list[str]], list[str]], template: str | None = None):
         self.generate = generate
-        self.template = template
+        self.template = template or TEMPLATE
         self.num_unreadable = 0
 
     def compare(self, prompts, firsts, seconds) -> list[int]:
@@ -137,17 +145,16 @@ class GenerativeJudge:
                 f"reward.judge_path: the generative judge returned {len(answers)} answers to "
                 f"{len(questions)} prompts; the function must return one answer per prompt, in order"
             )
-        # The words of a repeated instruction "Better|Tie|Worse" are not verdicts.
-        verdicts = [re.findall(r"(?<!\|)\b(Better|Tie|Worse)\b(?!\|)", answer) for answer in answers]
-        self.num_unreadable += verdicts.count([])
-        signs = {"Better": 1, "Tie": 0, "Worse": -1}
-        return [signs[words[-1]] if words else 0 for words in verdicts]
+        verdicts = [last_verdict(answer) for answer in answers]
+        self.num_unreadable += verdicts.count(None)
+        return [SIGNS[verdict] if verdict else 0 for verdict in verdicts]
 
 
 def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[list[str]], list[str]]:
     """Start a second vLLM engine in this process; return a function from questions to greedy answers.
 
-    Questions and answers get half of the context each; a longer question loses its beginning. With vLLM 0.30
+    Questions and answers get half of the context each; a longer question loses its beginning. Equal questions
+    are asked once: in a group of short completions most pairs occur several times. With vLLM 0.30
     on 1 and 2 CPU ranks, after the policy's engine, the answers equal transformers' answers; a MoE judge next
     to a dense policy fails.
     """
@@ -178,8 +185,11 @@ def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[l
     }
 
     def generate(questions: list[str]) -> list[str]:
-        chats = [[{"role": "user", "content": question}] for question in questions]
-        return [output.outputs[0].text for output in llm.chat(chats, **options)]
+        distinct = list(dict.fromkeys(questions))
+        chats = [[{"role": "user", "content": question}] for question in distinct]
+        answers = [output.outputs[0].text for output in llm.chat(chats, **options)]
+        answer_of = dict(zip(distinct, answers))
+        return [answer_of[question] for question in questions]
 
     return generate
 
@@ -187,21 +197,59 @@ def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[l
 # ------------------------------------------------------------------------------------------------------------
 # From settings to a judge, from comparisons to rewards
 # ------------------------------------------------------------------------------------------------------------
+def has_places(template: str) -> bool:
+    """Tell whether a question to a judge has the places {prompt}, {first} and {second}, and no other."""
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+    except ValueError:  # a single brace
+        return False
+    return names == {"prompt", "first", "second"}
+
+
+def refuse_mute_judge(kind: str, path: str | None) -> None:
+    """Raise ValueError for the folder of a generative judge that cannot write Better, Tie and Worse.
+
+    The vocabulary of a small model may lack letters. The check reads two files of the folder, so that the
+    error comes before any engine starts.
+    """
+    if kind != "generative" or not os.path.isfile(config_file := os.path.join(path, "config.json")):
+        return  # build_judge() explains paths that are no folder
+    tokenizer = load_tokenizer(path)
+    with open(config_file) as file:
+        num_rows = json.load(file).get("vocab_size", len(tokenizer))
+    missing = []
+    for verdict in SIGNS:
+        ids = tokenizer.encode(verdict, add_special_tokens=False)
+        if max(ids, default=num_rows) >= num_rows or last_verdict(tokenizer.decode(ids)) != verdict:
+            missing.append(verdict)
+    if missing:
+        raise ValueError(
+            f"reward.judge_path {path}: the judge cannot write {', '.join(missing)}, because its vocabulary "
+            "has no tokens for the word; name a judge that was trained on verdicts (data/judge_pairs.py)"
+        )
+
+
 def build_judge(
-    kind: str, path: str | None, batch_size: int = 32, max_tokens: int = 4096, margin: float = 0.0
+    kind: str,
+    path: str | None,
+    batch_size: int = 32,
+    max_tokens: int = 4096,
+    margin: float = 0.0,
+    template: str | None = None,
 ) -> ScalarJudge | GenerativeJudge | None:
     """Load a judge; ValueError explains why a path cannot be loaded.
 
     kind: "scalar", "generative", or "none", which returns None. path: folder of a Hugging Face model, or for
     a generative judge also "module:function". max_tokens: limit of a text (scalar) or an answer (generative).
-    margin: see ScalarJudge.
+    margin: see ScalarJudge. template: see GenerativeJudge.
     """
     if kind == "none":
         return None
+    refuse_mute_judge(kind, path)
     if os.path.isfile(os.path.join(path, "config.json")):
         if kind == "scalar":
             return ScalarJudge(path, batch_size, max_tokens, margin)
-        return GenerativeJudge(load_greedy_chat(path, batch_size, max_tokens))
+        return GenerativeJudge(load_greedy_chat(path, batch_size, max_tokens), template)
     if kind == "scalar" or ":" not in path:
         hint = "" if kind == "scalar" else " or a function, for example my_module:ask"
         raise ValueError(
@@ -209,7 +257,7 @@ def build_judge(
             f"{kind} judge needs such a folder{hint}"
         )
     try:
-        return GenerativeJudge(pkgutil.resolve_name(path))
+        return GenerativeJudge(pkgutil.resolve_name(path), template)
     except Exception as error:  # an import can raise anything
         raise ValueError(
             f"reward.judge_path: cannot import the judge {path!r}: {type(error).__name__}: {error}"
@@ -241,3 +289,60 @@ def round_robin(judge, prompts, completions, group_index: list[int]) -> list[flo
         points[first].append((1 + sign) / 2)
         points[second].append((1 - sign) / 2)
     return [sum(row) / len(row) if row else 0.5 for row in points]
+
+
+def tournament(judge, prompts, completions, group_index: list[int]) -> list[float]:
+    """Return rewards in [0, 1] from a tournament in each group (Reasoning Arena, arXiv 2606.09380).
+
+    Every pair of a group is compared in both orders, which cancels a judge's preference for a position. The
+    strengths of bradley_terry() are scaled so that the weakest completion of a group gets 0 and the strongest
+    gets 1 [secondary: the summaries of the paper]. A group whose strengths are equal gets 0. group_index:
+    group of each completion, in any order.
+
+    The paper's cheaper variant compares a completion with the best, the median and the worst one so far; ours
+    compares all pairs.
+    """
+    items = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
+    groups = [list(group) for _, group in itertools.groupby(items, key=operator.itemgetter(0))]
+    pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
+    signs = judge.compare(
+        [prompt for (_, _, prompt, _), _ in pairs],
+        [completion for (_, _, _, completion), _ in pairs],
+        [completion for _, (_, _, _, completion) in pairs],
+    )
+    sign_of = {(first[1], second[1]): sign for (first, second), sign in zip(pairs, signs)}
+    rewards = [0.0] * len(items)
+    for group in groups:
+        numbers = [number for _, number, _, _ in group]
+        points = torch.tensor(
+            [[(1 + sign_of.get((i, j), 0)) / 2 for j in numbers] for i in numbers], dtype=torch.float64
+        )  # [G, G], points of the first completion; 1/2 on the diagonal
+        strengths = bradley_terry(points)
+        lowest, highest = strengths.min().item(), strengths.max().item()
+        if not highest - lowest <= ZERO_VARIANCE:  # NaN is passed on
+            for number, strength in zip(numbers, strengths.tolist()):
+                rewards[number] = (strength - lowest) / (highest - lowest)
+    return rewards
+
+
+def bradley_terry(points: torch.Tensor) -> torch.Tensor:
+    """Return the strengths beta [G], float64, of a Bradley-Terry model with an L2 penalty [secondary].
+
+        minimise sum_{i != j} cross_entropy(points_ij, sigmoid(beta_i - beta_j)) + 1/2 |beta|^2
+
+    points [G, G]: result of the comparison of i with j from the view of i, 1 better, 1/2 tie, 0 worse. The
+    penalty keeps the strength of an undefeated completion finite. The loss is a sum over comparisons [ours].
+    Newton's method; the loss is strictly convex.
+    """
+    size = len(points)
+    off_diagonal = 1 - torch.eye(size, dtype=torch.float64)
+    beta = torch.zeros(size, dtype=torch.float64)
+    for _ in range(NEWTON_STEPS):
+        wins = (beta.unsqueeze(1) - beta).sigmoid()  # [G, G]
+        errors = (wins - points) * off_diagonal
+        gradient = errors.sum(dim=1) - errors.sum(dim=0) + beta
+        weights = wins * (1 - wins) * off_diagonal
+        weights = weights + weights.T
+        hessian = weights.sum(dim=1).diag() - weights + torch.eye(size, dtype=torch.float64)
+        beta = beta - torch.linalg.solve(hessian, gradient)
+    return beta

@@ -40,7 +40,7 @@ from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
-from judges import build_judge
+from judges import build_judge, refuse_mute_judge
 from memory_plan import (
     check_memory,
     choose_micro_batch,
@@ -179,6 +179,7 @@ def set_up(config: Config) -> Run | None:
     pool = start_pool(config.reward, tokenizer, worker_log)
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
+    refuse_mute_judge(config.reward.judge, config.reward.judge_path)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
 
     # ---- engine, policy ----
@@ -503,7 +504,9 @@ def load_shard(file: Path, trainer) -> None:
 # ---- judge, engine, trackers, signals ----
 def load_judge(settings: RewardSettings):
     """Load the judge; None without one. A generative judge is a second engine, built after the first."""
-    return build_judge(settings.judge, settings.judge_path, margin=settings.judge_margin)
+    return build_judge(
+        settings.judge, settings.judge_path, margin=settings.judge_margin, template=settings.judge_template
+    )
 
 
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:

@@ -38,6 +38,7 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
 import verifiers.chain
 import verifiers.math
+import verifiers.verdict
 from settings import RewardSettings
 from verifiers.kinds import RULE_KINDS, SLOW_KINDS, functions_of, parts_of
 from verifiers.own import COMMON_ARGUMENTS, check_score, explain, load_function
@@ -76,6 +77,7 @@ def verify(kind: str, completion: str, answer: str, /, **fields) -> Verdict:
     "exact"    the completion equals the answer, except for surrounding whitespace
     "characters"  fraction of characters that equal the answer's character at the same position
     "chain"    fraction of correct steps in the trace of a small machine (verifiers/chain.py)
+    "verdict"  the last of Better, Tie and Worse equals the answer: trains a judge (verifiers/verdict.py)
     "numeric"  the last number equals the answer: exactly if both are whole, else within NUMERIC_RTOL
     "gsm8k"    the same for the first number after the last "####"; the answer may be a whole GSM8K solution
     "math"     the last \boxed{...} equals the answer according to math-verify (verifiers/math.py)
@@ -214,6 +216,10 @@ def _chain(completion: str, answer: str) -> Verdict:
     return Verdict(*verifiers.chain.verify(completion, answer))
 
 
+def _verdict(completion: str, answer: str) -> Verdict:
+    return Verdict(*verifiers.verdict.verify(completion, answer))
+
+
 code_limits: dict = {}  # limits of verifiers.code.verify; the pool sends the limits to each worker
 
 
@@ -232,8 +238,8 @@ def _instructions(completion: str, answer: str, fields: dict) -> Verdict:
 
 # Rules are fast and need only the completion and the answer. Slow kinds may run for seconds.
 RULES = {
-    "exact": _exact, "characters": _characters, "chain": _chain, "numeric": _numeric, "gsm8k": _gsm8k,
-    "math": _math,
+    "exact": _exact, "characters": _characters, "chain": _chain, "verdict": _verdict, "numeric": _numeric,
+    "gsm8k": _gsm8k, "math": _math,
 }  # fmt: skip
 _SLOW = {"code": _code, "instructions": _instructions}
 assert tuple(RULES) == RULE_KINDS and tuple(_SLOW) == SLOW_KINDS

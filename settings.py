@@ -79,6 +79,11 @@ class ZeroVarianceSettings(Section):
     )
     rl_zvp: bool = setting(False, "stage 3: give groups without variance RL-ZVP advantages")
     rl_zvp_coef: float = setting(0.1, "stage 3: alpha of RL-ZVP", gt=0)
+    tournament: bool = setting(
+        False,
+        "stage 3, instead of rl_zvp: the judge compares the completions of a group without variance, and the "
+        "strengths are the rewards (Reasoning Arena); the verifier alone rewards every other group",
+    )
     drop: bool = setting(
         False, "for comparison: leave groups without variance out of the update (DAPO's filter)"
     )
@@ -714,6 +719,11 @@ class RewardSettings(Section):
         "score",
         "question to the judge. score: score of the completion by itself. pairwise_reference: comparison "
         "with the reference answer. round_robin: comparison with every other completion of the group.",
+    )
+    judge_template: Text | None = setting(
+        None,
+        "question to a generative judge, with {prompt}, {first} and {second}, for example the --template of "
+        "data.judge_pairs with which the judge was trained; null: an instruction in English (judges.py)",
     )
 
 

@@ -175,7 +175,6 @@ NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML
         if name not in ("constant", "constant_with_warmup")
     },
     ("rollout.capture_routes", "off"): "engines that cannot return the experts of a token",
-    ("reward.judge", "generative"): "needs a language model that can judge; the tiny one writes digits only",
     ("checkpoint.resume", "weights"): "a run that resumes with another number of ranks",
     ("checkpoint.on_damage", "older"): "a start after a disk has failed",
     ("checkpoint.resume", "never"): "scripts that must not add to an earlier run",
@@ -347,6 +346,37 @@ REFUSED = [
     (
         "algorithm.score_centering=true algorithm.clip_mode=none",
         "algorithm.score_centering", "rollout.topk_logprobs 0",
+    ),
+    (
+        "reward.judge=scalar reward.judge_path=x reward.judge_template='{prompt}{first}{second}'",
+        "reward.judge_template", "reward.judge 'scalar'",
+    ),
+    (
+        "reward.judge=generative reward.judge_path=x:y reward.judge_mode=round_robin "
+        "reward.judge_template='{prompt}'",
+        "reward.judge_template '{prompt}'", "places of prompt, first and second",
+    ),
+    ("zero_variance.tournament=true", "zero_variance.tournament True", "reward.judge 'none'"),
+    (
+        "zero_variance.tournament=true reward.judge=scalar reward.judge_path=x zero_variance.drop=true",
+        "zero_variance.tournament True", "zero_variance.drop True",
+    ),
+    (
+        "zero_variance.tournament=true reward.judge=scalar reward.judge_path=x zero_variance.rl_zvp=true",
+        "zero_variance.tournament True", "zero_variance.rl_zvp True",
+    ),
+    (
+        "zero_variance.tournament=true reward.judge=scalar reward.judge_path=x reward.judge_mode=round_robin",
+        "zero_variance.tournament True", "reward.judge_mode 'round_robin'",
+    ),
+    (
+        "zero_variance.tournament=true reward.judge=scalar reward.judge_path=x reward.judge_weight=0.2",
+        "zero_variance.tournament True", "reward.judge_weight 0.2",
+    ),
+    (
+        "zero_variance.tournament=true reward.judge=scalar reward.judge_path=x "
+        "algorithm.correctness_guard=true",
+        "zero_variance.tournament True", "algorithm.correctness_guard True",
     ),
     ("algorithm.clip_mode=before_mean", "algorithm.clip_mode 'before_mean'", "algorithm.ratio_level 'token'"),
     (

@@ -101,6 +101,17 @@ PAPERS = {  # values of section algorithm that each paper states; plug-ins are f
         "select": "clip_cov.py:clip_cov", "select_args": {"fraction": 2e-4, "low": 1.0, "high": 5.0},
         "clip_mode": "fixed",
     },
+    # RAGEN-2, 2604.06268, by the authors' documentation: groups with 0.9 of the summed variance
+    "variance_filter": GRPO | UNCORRECTED | {
+        "advantage": "variance_filter.py:variance_filter", "advantage_args": {"share": 0.9},
+    },
+    # prime-rl: p / p_engine A, 0 if p - p_engine is outside of [-0.2, 0.2]
+    "ipo_mask": UNCORRECTED | {
+        "gain": "ipo_mask.py:ipo_mask", "gain_args": {"max_fall": 0.2, "max_rise": 0.2},
+        "old_policy": "rollout", "loss_agg": "token_mean",
+    },
+    # Reasoning Arena, 2606.09380: groups with variance have the verifier's rewards
+    "reasoning_arena": GRPO | UNCORRECTED,
     # DeepSeekMath, algorithm 1: mu updates on each batch
     "several_passes": GRPO | UNCORRECTED,
     # 2510.11370: the old policy's routes; the engine's
@@ -117,8 +128,10 @@ ZERO_VARIANCE = {
     },
     # RL-ZVP: groups without variance are reshaped instead
     "rl_zvp": {"drop": False, "refill": False, "rl_zvp": True},
+    # Reasoning Arena: a judge rewards them instead
+    "reasoning_arena": {"drop": False, "refill": False, "rl_zvp": False, "tournament": True},
 }  # fmt: skip
-UNFILTERED = {"drop": False, "refill": False, "rl_zvp": False}
+UNFILTERED = {"drop": False, "refill": False, "rl_zvp": False, "tournament": False}
 
 
 def resolved(*paths) -> Config:

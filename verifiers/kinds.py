@@ -12,7 +12,7 @@ import re
 from verifiers.own import FUNCTION
 
 # Rules are fast and need only the completion and the answer. Slow kinds may run for seconds.
-RULE_KINDS = ("exact", "characters", "chain", "numeric", "gsm8k", "math")
+RULE_KINDS = ("exact", "characters", "chain", "verdict", "numeric", "gsm8k", "math")
 SLOW_KINDS = ("code", "instructions")
 KINDS = (*RULE_KINDS, *SLOW_KINDS)
 

@@ -1,0 +1,421 @@
+"""Judges that train_rl.py trains: pairs, starts, verdicts, tournaments, and how their quality is measured."""
+
+import json
+import math
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from helpers import FakeRanks, make_config, make_prompts
+from scipy import optimize
+
+import train_rl
+from batch import AdvantageInputs, Completion, Group, LossInputs, collate
+from data import judge_pairs, judge_start
+from data.tiny import build_tokenizer
+from experiments import judge_quality, report
+from judges import GenerativeJudge, ScalarJudge, bradley_terry, has_places, refuse_mute_judge, tournament
+from plugins import ONE_RANK, load_plugin
+from reward import Verdict, verify
+from settings import AlgorithmSettings
+
+QUESTION = "{prompt}|{first}|{second}|"
+RATIONALE = "{answer};{first_score};{second_score};"
+PLUGINS = ROOT / "experiments" / "plugins"
+
+
+# ---- the verifier of verdicts ------------------------------------------------------------------------------
+@pytest.mark.parametrize("completion, label, reward, status", [
+    ("046;1;0;Better", "Better", 1.0, "ok"),
+    ("046;1;0;Better", "Worse", 0.0, "wrong"),
+    ("Better. No, a carry is missing: Worse", "Worse", 1.0, "ok"),
+    ("046;1;0;", "Tie", 0.0, "no_answer"),
+    ("Better|Tie|Worse", "Worse", 0.0, "no_answer"),
+    ("Tie", "better", 0.0, "error"),
+])  # fmt: skip
+def test_the_reward_of_a_judge_says_whether_its_last_verdict_is_the_label(completion, label, reward, status):
+    verdict = verify("verdict", completion, label)
+    assert (verdict.reward, verdict.status) == (reward, status)
+
+
+# ---- pairs -------------------------------------------------------------------------------------------------
+def sampled_answers(num_prompts: int, seed: int = 0) -> tuple[list, list]:
+    """Return prompts, and for each of them eight random answers with scores."""
+    rng = random.Random(seed)
+    prompts = make_prompts(num_prompts)
+    answers = []
+    for _ in prompts:
+        texts = [str(rng.randint(0, 5)) for _ in range(8)]
+        answers.append([(text, float(text == "3")) for text in texts])
+    return prompts, answers
+
+
+def test_pairs_have_the_labels_of_their_scores_and_equally_many_of_each():
+    prompts, answers = sampled_answers(60)
+    rows = judge_pairs.balanced_rows(prompts, answers, QUESTION, RATIONALE, 120, random.Random(1))
+    answers_of = {prompt.text: dict(row) for prompt, row in zip(prompts, answers)}
+    gold_of = {prompt.text: prompt.answer for prompt in prompts}
+    for row in rows:
+        first_score = answers_of[row["task"]][row["first"]]
+        second_score = answers_of[row["task"]][row["second"]]
+        label = "Tie" if first_score == second_score else "Better" if first_score else "Worse"
+        assert (row["answer"], row["kind"]) == (label, "verdict")
+        assert row["prompt"] == f"{row['task']}|{row['first']}|{row['second']}|"
+        gold = gold_of[row["task"]]
+        assert row["rationale"] == f"{gold};{first_score:g};{second_score:g};{label}"
+        assert verify("verdict", row["rationale"], label).reward == 1
+    labels = [row["answer"] for row in rows]
+    assert len(rows) == 120 and {labels.count(label) for label in judge_pairs.LABELS} == {40}
+    ties = [row["first"] != row["second"] for row in rows if row["answer"] == "Tie"]
+    assert sum(ties) == 20, "half of the ties differ in their texts"
+    texts = [row["prompt"] for row in rows]
+    assert len(set(texts)) == len(texts)
+
+
+def test_pairs_run_out_of_the_rarest_label():
+    prompts, answers = sampled_answers(3)
+    answers[1:] = [[("7", 0.0)] * 8] * 2  # two groups without variance
+    rows = judge_pairs.balanced_rows(prompts, answers, QUESTION, "", 1000, random.Random(0))
+    labels = [row["answer"] for row in rows]
+    assert {labels.count(label) for label in judge_pairs.LABELS} == {len(rows) // 3} and len(rows) > 0
+    assert judge_pairs.balanced_rows(prompts[1:], answers[1:], QUESTION, "", 1000, random.Random(0)) == []
+
+
+@pytest.mark.parametrize("option, word", [
+    (["--question", "{prompt} {first}"], "--question"),
+    (["--question", "{prompt} {first} {second} {third}"], "--question"),
+    (["--rationale", "{gold}"], "--rationale"),
+    (["--samples", "1"], "--samples"),
+    (["--model", "nowhere"], "--model"),
+])  # fmt: skip
+def test_wrong_options_of_pairs_are_named(option, word):
+    with pytest.raises(ValueError, match=word):
+        judge_pairs.parse_args(["--model", "x", "--prompts", "y", "--output", "z", *option])
+
+
+def test_a_question_has_three_places():
+    assert has_places(QUESTION) and has_places("{{}} {prompt}{first}{second}")
+    for template in ("{prompt}", "{prompt}{first}{second}{answer}", "{prompt}{first}{second}{", "{}{}{}"):
+        assert not has_places(template)
+
+
+# ---- starts ------------------------------------------------------------------------------------------------
+@pytest.fixture
+def pairs_folder(tmp_path):
+    """Write pairs as data.judge_pairs does, and the tokenizer of the policy."""
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    prompts, answers = sampled_answers(30)
+    rows = judge_pairs.balanced_rows(prompts, answers, QUESTION, RATIONALE, 90, random.Random(1))
+    judge_pairs.write_rows(folder / "train.jsonl", rows)
+    (folder / "recipe.json").write_text(json.dumps({"model": str(tmp_path / "model")}))
+    return folder
+
+
+def small_recipe(kind: str) -> judge_start.Recipe:
+    return judge_start.Recipe(kind=kind, steps=3, batch_size=8, hidden_size=16, num_layers=1)
+
+
+@pytest.mark.parametrize("kind, column", [("reasoning", "rationale"), ("direct", "answer")])
+def test_the_start_of_a_judge_imitates_a_column(kind, column, pairs_folder, tmp_path):
+    """The loss of a padded batch equals the mean over tokens, computed one text at a time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    output = tmp_path / kind
+    assert judge_start.build(small_recipe(kind), pairs_folder, output)
+    assert not judge_start.build(small_recipe(kind), pairs_folder, output), "up to date"
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    verdict_ids = tokenizer("Better")["input_ids"] + tokenizer("Tie")["input_ids"]
+    assert len(verdict_ids) == 2, "a verdict is one token"
+    assert tokenizer.decode(tokenizer("046;1;0;Better")["input_ids"]) == "046;1;0;Better"
+    refuse_mute_judge("generative", str(output))
+    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float64)
+    rows = judge_start.read_pairs(pairs_folder)[:5]
+    total = 0.0
+    count = 0
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        target = [*tokenizer(row[column])["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + target])).logits[0].log_softmax(dim=-1)
+        total -= sum(logprobs[len(prompt) + i - 1, token].item() for i, token in enumerate(target))
+        count += len(target)
+    loss = judge_start.imitation_loss(model, tokenizer, rows, column).item()
+    assert loss == pytest.approx(total / count, rel=1e-6)  # the logits' loss of transformers is float32
+
+
+def test_a_scalar_judge_is_trained_with_the_bradley_terry_loss(pairs_folder, tmp_path):
+    output = tmp_path / "scalar"
+    assert judge_start.build(small_recipe("scalar"), pairs_folder, output)
+    judge = ScalarJudge(output)
+    rows = [row for row in judge_start.read_pairs(pairs_folder) if row["answer"] != "Tie"][:7]
+    losses = []
+    for row in rows:
+        first, second = judge.scores([row["task"]] * 2, [row["first"], row["second"]])
+        gap = first - second if row["answer"] == "Better" else second - first
+        losses.append(math.log1p(math.exp(-gap)))
+    from transformers import AutoTokenizer
+
+    loss = judge_start.bradley_terry_loss(judge.model, AutoTokenizer.from_pretrained(output), rows)
+    assert loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)  # float32
+    assert json.loads((output / "recipe.json").read_text())["margin"] >= 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_margin_agrees_more_often(seed):
+    rng = random.Random(seed)
+    gaps = [round(rng.gauss(0, 1), 1) for _ in range(40)]  # rounded, so that some are equal
+    labels = [rng.choice(("Tie", "Better" if gap > 0 else "Worse")) for gap in gaps]
+
+    def agreement(margin: float) -> int:
+        signs = [0 if abs(gap) <= margin else math.copysign(1, gap) for gap in gaps]
+        return sum(sign == judge_start.SIGNS[label] for sign, label in zip(signs, labels))
+
+    margin = judge_start.best_margin(gaps, labels)
+    assert agreement(margin) == max(map(agreement, [0.0, *map(abs, gaps)]))
+
+
+def test_a_folder_without_pairs_is_named(tmp_path):
+    with pytest.raises(ValueError, match="train.jsonl"):
+        judge_start.build(small_recipe("direct"), tmp_path, tmp_path / "judge")
+
+
+# ---- judges that cannot write a verdict --------------------------------------------------------------------
+def test_a_judge_that_cannot_write_a_verdict_is_refused_before_an_engine_starts(tmp_path):
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = {token: number for number, token in enumerate(["<unk>", "<eos>", *"0123456789Tie"])}
+    backend = Tokenizer(models.WordLevel(tokens, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
+    tokenizer.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"vocab_size": len(tokenizer)}))
+    with pytest.raises(ValueError, match="Better, Worse"):
+        refuse_mute_judge("generative", str(tmp_path))
+    refuse_mute_judge("scalar", str(tmp_path))  # a scalar judge writes nothing
+    refuse_mute_judge("generative", "module:function")
+    tokenizer.add_tokens(["Better", "Tie", "Worse"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Better, Tie, Worse"):
+        refuse_mute_judge("generative", str(tmp_path))  # the model has no row for the new tokens
+    config.write_text(json.dumps({"vocab_size": len(tokenizer)}))
+    refuse_mute_judge("generative", str(tmp_path))
+
+
+def test_the_check_comes_before_the_engine():
+    source = (ROOT / "lifecycle.py").read_text()
+    assert 0 < source.index("refuse_mute_judge(config") < source.index("engine = start_engine(")
+
+
+# ---- tournaments -------------------------------------------------------------------------------------------
+def random_points(size: int, seed: int) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    points = torch.tensor(rng.choice([0.0, 0.5, 1.0], size=(size, size)))
+    return points.fill_diagonal_(0.5)
+
+
+@pytest.mark.parametrize("size, seed", [(2, 0), (5, 1), (8, 2), (64, 3)])
+def test_strengths_are_the_minimum_that_scipy_finds(size, seed):
+    points = random_points(size, seed).numpy()
+    off_diagonal = ~np.eye(size, dtype=bool)
+
+    def loss(beta):
+        gaps = beta[:, None] - beta[None, :]
+        cross_entropy = points * np.logaddexp(0, -gaps) + (1 - points) * np.logaddexp(0, gaps)
+        return cross_entropy[off_diagonal].sum() + beta @ beta / 2
+
+    strengths = bradley_terry(torch.tensor(points)).numpy()
+    assert loss(strengths) <= optimize.minimize(loss, np.zeros(size)).fun + 1e-9
+    gradient = optimize.approx_fprime(strengths, loss, 1e-6)
+    assert np.abs(gradient).max() < 1e-4 * size  # forward differences
+
+
+def test_an_undefeated_completion_has_a_finite_strength():
+    points = torch.tensor([[0.5, 1.0, 1.0], [0.0, 0.5, 0.5], [0.0, 0.5, 0.5]], dtype=torch.float64)
+    strengths = bradley_terry(points)
+    assert strengths[0] > 0 and strengths[1] == pytest.approx(strengths[2].item())
+    assert strengths.sum().item() == pytest.approx(0, abs=1e-12) and strengths.isfinite().all()
+
+
+def longer_is_better(questions: list[str]) -> list[str]:
+    """Answer the questions of QUESTION: the longer completion is better."""
+    answers = []
+    for question in questions:
+        _, first, second, _ = question.split("|")
+        answers.append(
+            ("Worse", "Tie", "Better")[1 + (len(first) > len(second)) - (len(first) < len(second))]
+        )
+    return answers
+
+
+def test_a_tournament_ranks_each_group_and_leaves_equal_ones_at_0():
+    judge = GenerativeJudge(longer_is_better, QUESTION)
+    texts = ["aa", "a", "xx", "aaaa", "yy", "aaa", "z"]
+    groups = [0, 0, 1, 0, 1, 0, 2]
+    rewards = tournament(judge, ["p"] * 7, texts, groups)
+    assert rewards[1] == 0 and rewards[3] == 1 and 0 < rewards[0] < rewards[5] < 1
+    assert rewards[0] == pytest.approx(1 - rewards[5]), "two wins and two losses mirror each other"
+    assert [rewards[2], rewards[4], rewards[6]] == [0, 0, 0]
+    assert tournament(judge, [], [], []) == []
+
+
+def test_a_preference_for_a_position_cancels():
+    judge = GenerativeJudge(lambda questions: ["Better"] * len(questions), QUESTION)
+    assert tournament(judge, ["p"] * 4, list("abcd"), [0] * 4) == [0.0] * 4
+
+
+def test_a_comparison_without_a_result_is_passed_on():
+    judge = SimpleNamespace(compare=lambda prompts, firsts, seconds: [math.nan] * len(prompts))
+    assert all(map(math.isnan, tournament(judge, ["p"] * 2, ["a", "b"], [0, 0])))
+
+
+def test_the_judge_rewards_groups_with_equal_scores_only(monkeypatch):
+    FakeRanks(1).install(monkeypatch)
+    config = make_config(
+        "zero_variance.tournament=true", "reward.judge=generative", "reward.judge_path=my:judge",
+        f"reward.judge_template='{QUESTION}'",
+    )  # fmt: skip
+    questions = []
+    judge = GenerativeJudge(lambda asked: questions.extend(asked) or longer_is_better(asked), QUESTION)
+    scores = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
+    texts = ["a", "b", "aa", "b", "a", "aaa", "a", "b"]
+    verdicts = [[Verdict(score, "ok" if score else "wrong") for score in row] for row in scores]
+    verdicts[3][1] = Verdict(0.0, "timeout")  # a group with one verdict is skipped
+    tokenizer = build_tokenizer()
+    completions = [
+        Completion(tokenizer(text)["input_ids"], [-1.0] * len(text), "stop", 0.0) for text in texts
+    ]
+    groups = [Group(n, n, completions[2 * n : 2 * n + 2], row) for n, row in enumerate(verdicts)]
+    batch = collate(groups, make_prompts(4), [[1]] * 4)
+    run = SimpleNamespace(config=config, judge=judge, tokenizer=tokenizer, state=SimpleNamespace(step=0))
+    train_rl.add_rewards(run, batch)
+    rewards = batch.rewards
+    assert rewards.tolist() == [1, 0, 1, 0, 0, 1, 0, 0]
+    asked = sorted(question.split("|")[1:3] for question in questions)
+    assert asked == [["a", "aaa"], ["aa", "b"], ["aaa", "a"], ["b", "aa"]], "both orders, two groups"
+    advantages = train_rl.compute_advantages(rewards, batch.valid, batch.group_index)
+    assert (advantages.sign().tolist()) == [1, -1, 1, -1, -1, 1, 0, 0]
+
+
+# ---- quality -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(3))
+def test_inversion_by_distance_equals_a_loop(seed):
+    rng = random.Random(seed)
+    groups = []
+    rewards = []
+    for _ in range(30):
+        scores = [float(rng.random() < 0.5) for _ in range(6)]
+        groups.append({"task": "p", "completions": list("abcdef"), "scores": scores})
+        rewards.append([round(rng.gauss(score, 1), 1) for score in scores])
+    rewards[0] = [0.5] * 6
+    groups = [group | {"number": number} for number, group in enumerate(groups)]
+    groups = judge_quality.mixed_groups(groups, 100)
+    rewards = [rewards[group["number"]] for group in groups]
+    figures = judge_quality.inversion_figures(groups, rewards)
+    num_inverted = 0
+    num_near = 0
+    for group, row in zip(groups, rewards):
+        mean = sum(row) / 6
+        std = math.sqrt(sum((value - mean) ** 2 for value in row) / 5)
+        for value, score in zip(row, group["scores"]):
+            is_inverted = (value - mean) * (score - 0.5) < -1e-9
+            num_inverted += is_inverted
+            num_near += is_inverted and abs(value - mean) < 0.25 * std
+    assert figures["inverted"] == pytest.approx(num_inverted / (6 * len(groups)))
+    assert figures["curve"][0]["inverted"] == num_near
+    assert sum(part["completions"] for part in figures["curve"]) == 6 * len(groups)
+    assert sum(part["inverted"] for part in figures["curve"]) == num_inverted > 0
+
+
+def test_a_perfect_judge_inverts_nothing_and_its_opposite_everything(tmp_path):
+    groups = [{"task": "p", "completions": ["a", "aa", "aaa", "aaa"], "scores": [0.0, 0.0, 1.0, 1.0]}]
+    pairs = [
+        {"task": "p", "first": "aaa", "second": "a", "answer": "Better"},
+        {"task": "p", "first": "a", "second": "aaa", "answer": "Worse"},
+        {"task": "p", "first": "aa", "second": "bb", "answer": "Tie"},
+        {"task": "p", "first": "a", "second": "a", "answer": "Tie"},
+    ]
+    opposite = {"Better": "Worse", "Tie": "Tie", "Worse": "Better"}
+    right = GenerativeJudge(longer_is_better, QUESTION)
+    wrong = GenerativeJudge(lambda asked: [opposite[word] for word in longer_is_better(asked)], QUESTION)
+    mute = GenerativeJudge(lambda asked: ["?"] * len(asked), QUESTION)
+    (best,) = judge_quality.measure(right, "generative", pairs, groups)
+    (worst,) = judge_quality.measure(wrong, "generative", pairs, groups)
+    (silent,) = judge_quality.measure(mute, "generative", pairs, groups)
+    assert (best["agreement"], best["Tie"], best["tie_different"], best["inverted"]) == (1, 1, 1, 0)
+    assert (worst["agreement"], worst["Better"], worst["inverted"]) == (0.5, 0, 1)
+    assert (silent["agreement"], silent["unreadable"], silent["silent"]) == (0.5, 1, 1)
+    for name, record in (("best", best), ("worst", worst), ("best", best)):
+        judge_quality.add_records(tmp_path / "out.json", [{"name": name, "seed": 0, **record}])
+    records = json.loads((tmp_path / "out.json").read_text())
+    assert [record["name"] for record in records] == ["best", "worst"], "a repeated record replaces the old"
+    assert any("worst" in line and "1.000" in line for line in judge_quality.table_lines(records))
+    assert len(judge_quality.curve_lines(records)) == 4
+
+
+# ---- plug-ins ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("share", [0.3, 0.7, 0.9, 1.0])
+def test_the_filter_keeps_the_shortest_list_of_groups_that_holds_the_share(share):
+    rng = random.Random(int(10 * share))
+    group_index = torch.arange(12).repeat_interleave(4)
+    rewards = torch.tensor([rng.choice([0.0, 0.25, 1.0]) * (group % 4 > 0) for group in group_index.tolist()])
+    valid = torch.ones(48, dtype=torch.bool)
+    valid[5] = False
+    inputs = AdvantageInputs(rewards, [{}] * 48, valid, group_index, ONE_RANK)
+    variances = {}
+    for group in range(12):
+        values = [rewards[i].item() for i in range(4 * group, 4 * group + 4) if i != 5]
+        mean = sum(values) / len(values)
+        variances[group] = sum((value - mean) ** 2 for value in values) / len(values)
+    kept = []
+    for group in sorted(variances, key=lambda group: -variances[group]):
+        is_tied = kept and variances[group] == pytest.approx(variances[kept[-1]])
+        if sum(variances[g] for g in kept) >= share * sum(variances.values()) - 1e-6 and not is_tied:
+            break
+        kept += [group] if variances[group] > 0 else []
+    algorithm = AlgorithmSettings(
+        advantage=f"{PLUGINS}/variance_filter.py:variance_filter", advantage_args={"share": share}
+    )
+    advantages = load_plugin(algorithm, "advantage")(inputs)
+    unfiltered = train_rl.compute_advantages(rewards, valid, group_index)
+    expected = [a if g in kept else 0.0 for a, g in zip(unfiltered.tolist(), group_index.tolist())]
+    assert advantages.tolist() == pytest.approx(expected)
+    assert 0 < len(kept) < 12
+    assert share == 1.0 or len(kept) < sum(variance > 0 for variance in variances.values())
+
+
+def test_the_ipo_mask_drops_both_signs(float64):
+    logprobs = torch.tensor([[0.9, 0.5, 0.2, 0.5]]).log().requires_grad_()
+    rollout_logprobs = torch.tensor([[0.6, 0.6, 0.5, 0.71]]).log()
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    for advantage in (2.0, -2.0):
+        inputs = LossInputs(
+            logprobs=logprobs, old_logprobs=rollout_logprobs, rollout_logprobs=rollout_logprobs,
+            ref_logprobs=None, advantages=torch.full((1, 4), advantage), entropy=torch.ones(1, 4),
+            token_groups=torch.arange(4).expand(1, 4), mask=mask, log_vocab=1.0,
+            settings=AlgorithmSettings(gain=f"{PLUGINS}/ipo_mask.py:ipo_mask"),
+        )  # fmt: skip
+        gain, statistics = train_rl.token_gain(inputs)
+        expected = [0.0, advantage * 0.5 / 0.6, 0.0, 0.0]  # |p - q| = 0.3, 0.1, 0.3, 0.21
+        assert gain[0].tolist() == pytest.approx(expected)
+        assert statistics["masked"][0].tolist() == [1, 0, 1, 1]
+        (gradient,) = torch.autograd.grad(gain.sum(), logprobs)
+        assert gradient[0].tolist() == pytest.approx(expected), "d r / d log p = r"
+
+
+# ---- runs that share a judge -------------------------------------------------------------------------------
+def test_a_block_of_seeds_is_one_pair():
+    def runs(values: dict[int, float]) -> list:
+        return [SimpleNamespace(record={"seed": seed}, values=[value]) for seed, value in values.items()]
+
+    row = runs({0: 1.0, 1: 3.0, 3: 2.0, 4: 6.0, 9: 9.0})
+    parent = runs({0: 0.0, 1: 1.0, 2: 5.0, 3: 1.0, 4: 1.0})
+    assert report.paired_differences(row, parent).tolist() == [1, 2, 1, 5]
+    assert report.paired_differences(row, parent, block=3).tolist() == [1.5, 3]
