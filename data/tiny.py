@@ -32,10 +32,10 @@ Recipe "deep". The additions of "habits" for a model with 8 layers and 4 active 
 routed to 32 experts in total (4 in each of 8 layers) instead of 4, so that trainer and engine disagree about
 routes as often as in large models.
 
-Recipe "habits_teacher". A teacher for the student "habits" (zero_variance.teacher): the same prompts and model
-size, but a corpus with fewer mistakes, half of which consists of right products. The teacher still makes
-mistakes of the same kinds. Recipe "chains_teacher" does the same for "chains": one of the three strong habits
-remains, and weak habits are a third as frequent.
+Recipe "habits_teacher". A teacher for the student "habits" (zero_variance.teacher): the same prompts and
+model size, but a corpus with fewer mistakes, half of which consists of right products. The teacher still
+makes mistakes of the same kinds. Recipe "chains_teacher" does the same for "chains": one of the three strong
+habits remains, and weak habits are a third as frequent.
 
 Recipe "chains". Another task, see data/chains.py: chains of 125 tokens on average. "chains_gpu" is the same
 task for one GPU, with longer programs and a model of 8 layers and 13 million parameters.
