@@ -131,6 +131,9 @@ class RolloutBatch:
     ref_logprobs: Tensor | None = None  # [B, T] by the initial policy; None without a KL penalty
     rewards: Tensor | None = None  # [B]
     valid: Tensor | None = None  # [B] bool, False without a verdict or with a reward that is not finite
+    is_taught: Tensor | None = None  # [B] bool, the teacher teaches this completion; None without a teacher
+    teacher_logprobs: Tensor | None = None  # [B, T] by the teacher, 0 in rows that it does not teach
+    confidence: Tensor | None = None  # [B] factor of the teacher's advantages, in [0, 1]
     advantages: Tensor | None = None  # [B, T]
 
 

@@ -15,8 +15,10 @@ from runtime.learning_rate import learning_rate
 from runtime.other_names import NAMES_ELSEWHERE
 from runtime.plugin_files import HOOKS
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
-from settings import STAGE_SETTINGS, Config, RewardSettings
+from settings import STAGE_SETTINGS, Config, RewardSettings, ZeroVarianceSettings
 from verifiers.kinds import functions_of, is_kind
+
+DEFAULTS = ZeroVarianceSettings()
 
 
 def load_config(argv: list[str], description: str = "") -> Config:
@@ -35,6 +37,9 @@ def check_stages(config: Config) -> None:
         except ValueError as error:
             prefix = f"{place_of(config.stages, number)}: " if config.stages else ""
             raise ValueError(f"{prefix}{error}") from error
+    teachers = sorted({c.zero_variance.teacher for c in configs if c.zero_variance.teacher is not None})
+    if len(teachers) > 1:
+        raise ValueError(f"zero_variance.teacher: stages name {', '.join(teachers)}, a run has one teacher")
     check_hand_overs(config.stages, configs, [hand_over_metrics(stage_config) for stage_config in configs])
 
 
@@ -101,6 +106,17 @@ def zero_variance_contradictions(config: Config) -> dict[str, bool]:
             zero.tournament and config.reward.judge_weight != RewardSettings().judge_weight,
         "{zero_variance.tournament} gives both signs to right or wrong groups, {algorithm.correctness_guard} "
         "removes one: choose one": zero.tournament and config.algorithm.correctness_guard,
+        "{zero_variance.teacher} teaches groups that {zero_variance.drop} removes: choose one":
+            zero.teacher is not None and zero.drop,
+        "{zero_variance.teacher} and {zero_variance.tournament} reshape the same groups: choose one":
+            zero.teacher is not None and zero.tournament,
+        "{zero_variance.teacher_groups} leaves no group to {zero_variance.rl_zvp}: set it to all_wrong":
+            zero.teacher is not None and zero.rl_zvp and zero.teacher_groups != "all_wrong",
+        **{
+            f"{{zero_variance.{name}}} has no effect without {{zero_variance.teacher}}":
+                zero.teacher is None and getattr(zero, name) != getattr(DEFAULTS, name)
+            for name in ("teacher_groups", "teacher_coef", "teacher_scores", "teacher_token_cost")
+        },
         "{zero_variance.explore_solved}, {zero_variance.explore_unsolved} and {zero_variance.retest_steps} "
         "would skip some prompts for ever: set one of them above 0": zero.history and loses_prompts,
         "{zero_variance.probe_size} must be below {rollout.group_size}":

@@ -37,7 +37,8 @@ from batch import Completion, Group, Request, RolloutBatch
 from configure import config_warnings, stage_configs
 from data.chat import load_tokenizer
 from data.history import PromptHistory
-from data.prompts import OfflineScore, Prompt, prompt_sha
+from data.prompts import OfflineScore, Prompt, load_scores, prompt_sha
+from data.score import model_digest
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
 from judges import build_judge, refuse_mute_judge
@@ -46,6 +47,7 @@ from memory_plan import (
     choose_micro_batch,
     engine_settings,
     max_model_len,
+    teacher_config,
     trainer_memory,
     with_setting,
     with_sleep_level,
@@ -72,6 +74,7 @@ from runtime.checkpoint import (
     TrainState,
     check_free_disk,
     check_run_dir_is_shared,
+    digest_of_weights,
     find_checkpoint,
     lock_run_dir,
     prepare_run_dir,
@@ -126,6 +129,8 @@ class Run:
     pool: RewardPool
     trainer: Any  # DeepSpeed's engine around the policy
     reference: moe_model.Policy | None  # the initial policy, for a KL penalty
+    teacher: moe_model.Policy | None  # of zero_variance.teacher
+    confidences: dict[str, dict[str, float]]  # {zero_variance.teacher_scores: {prompt_sha: pass rate}}
     judge: Any  # of judges.py; None without a judge
     generation_config: str | None  # text of generation_config.json, which may list more end-of-sequence ids
     signals: Signals
@@ -180,6 +185,8 @@ def set_up(config: Config) -> Run | None:
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     refuse_mute_judge(config.reward.judge, config.reward.judge_path)
+    check_teacher(largest, hf_config, tokenizer, state)
+    confidences = load_confidences(configs, loaded, offers)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
 
     # ---- engine, policy ----
@@ -193,9 +200,7 @@ def set_up(config: Config) -> Run | None:
         refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
         trainer = moe_model.deepspeed_engine(policy, config.train)
         moe_model.set_group_timeouts(config.run.timeout_s + MARGIN_S)
-        reference = None
-        if largest.algorithm.kl_coef > 0:
-            reference = moe_model.build_policy(config.model, config.model.path, ep_group, accelerator.device)
+        reference, teacher = build_fixed_models(largest, ep_group, accelerator.device)
         history = PromptHistory.from_offline(offline_scores, configs[0].rollout.group_size)
         if checkpoint:
             history = resume(checkpoint, trainer, history, loaded.train, config)
@@ -205,7 +210,8 @@ def set_up(config: Config) -> Run | None:
         offers=offers[state.stage.number], stage_offers=offers, lock=lock, accelerator=accelerator,
         clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, engine=engine,
-        pool=pool, trainer=trainer, reference=reference, judge=judge, signals=listen(config),
+        pool=pool, trainer=trainer, reference=reference, teacher=teacher, confidences=confidences,
+        judge=judge, signals=listen(config),
         generation_config=read_generation_config(model_dir), progress=progress_bar(config, state),
     )  # fmt: skip
 
@@ -272,10 +278,13 @@ def widest(configs: list[Config]) -> Config:
     sections = {}
     for section, keys in {
         "rollout": ("max_prompt_tokens", "max_new_tokens"), "eval": ("max_new_tokens",),
-        "algorithm": ("kl_coef",),
+        "algorithm": ("kl_coef",), "zero_variance": ("teacher",),
     }.items():  # fmt: skip
         values = {key: [getattr(getattr(config, section), key) for config in configs] for key in keys}
-        largest = {key: max(of_stages, key=lambda value: value or 0) for key, of_stages in values.items()}
+        largest = {
+            key: max(of_stages, key=lambda value: (value is not None, value))
+            for key, of_stages in values.items()
+        }
         sections[section] = getattr(first, section).model_copy(update=largest)
     on_gpu = torch.cuda.is_available()
     tokens = max(config.train.tokens_per_forward(on_gpu) for config in configs)
@@ -341,6 +350,101 @@ def check_model(config: Config, hf_config) -> None:
     replay = config.algorithm.router_replay
     if replay != "off" and num_experts_of(hf_config) == 0:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense and has no router; set off")
+
+
+# ---- the teacher ----
+def check_teacher(config: Config, hf_config, tokenizer, state: TrainState) -> None:
+    """Raise ValueError if zero_variance.teacher does not fit the policy or has changed since the checkpoint.
+
+    The teacher scores the policy's token ids, so it needs the same tokens under the same ids. Its embedding
+    may have more rows, which some models of a family have as padding.
+    """
+    path = config.zero_variance.teacher
+    if path is None:
+        return
+    teacher = teacher_config(path)
+    folder = moe_model.model_folder(path)
+    own = tokenizer.get_vocab()
+    other = load_tokenizer(folder).get_vocab()
+    if own != other or teacher.vocab_size < hf_config.vocab_size:
+        differing = sorted(own.items() ^ other.items(), key=lambda item: item[1])
+        example = f", for example the token {differing[0][0]!r}" if differing else ""
+        raise ValueError(
+            f"zero_variance.teacher: {path} has another vocabulary ({len(other):,} tokens, "
+            f"{teacher.vocab_size:,} embeddings) than the policy ({len(own):,}, {hf_config.vocab_size:,})"
+            f"{example}: a teacher scores the policy's token ids, take a model with the same tokenizer"
+        )
+    context = max_model_len(config)
+    if context > teacher.max_position_embeddings:
+        raise ValueError(
+            f"zero_variance.teacher: completions with their prompts have up to {context} tokens, but the "
+            f"context of {path} is {teacher.max_position_embeddings}: lower rollout.max_new_tokens"
+        )
+    if num_experts_of(teacher) % config.model.ep_size:
+        raise ValueError(
+            f"zero_variance.teacher: model.ep_size {config.model.ep_size} must divide the "
+            f"{num_experts_of(teacher)} experts of {path}"
+        )
+    digest = digest_of_weights(folder)
+    if config.checkpoint.resume == "auto" and state.teacher not in (None, digest):
+        raise ValueError(
+            f"zero_variance.teacher: the weights in {path} have changed since the first launch: restore "
+            "them, or resume from the weights alone with checkpoint.resume=weights"
+        )
+    state.teacher = digest
+
+
+def load_confidences(
+    configs: list[Config], loaded: LoadedSets, offers: list[Offers]
+) -> dict[str, dict[str, float]]:
+    """Return {file: {prompt_sha: the teacher's pass rate}} of zero_variance.teacher_scores, for all stages.
+
+    A prompt whose verdicts all failed has the pass rate 0. ValueError for a file of another model, or if a
+    training prompt of a stage is missing.
+    """
+    confidences = {}
+    for config, of_stage in zip(configs, offers):
+        path = config.zero_variance.teacher_scores
+        if path is None:
+            continue
+        scores = load_scores(path)
+        with open(path, encoding="utf-8") as file:
+            model = str(json.loads(file.readline())["model"])
+        teacher = config.zero_variance.teacher
+        if model.split()[-1:] != [model_digest(moe_model.model_folder(teacher))]:
+            raise ValueError(
+                f"zero_variance.teacher_scores: {path} was measured with another model ({model}) than "
+                f"zero_variance.teacher {teacher}: score the prompts with the teacher"
+            )
+        shas = {prompt_sha(loaded.train[index]) for index in of_stage.indices}
+        if missing := shas - scores.keys():
+            raise ValueError(
+                f"zero_variance.teacher_scores: {path} lacks {len(missing):,} of {len(shas):,} training "
+                "prompts: score all of them with data/score.py, using the template of the training run"
+            )
+        confidences[path] = {sha: score.pass_rate if score else 0.0 for sha, score in scores.items()}
+    return confidences
+
+
+def build_fixed_models(
+    config: Config, ep_group, device: torch.device
+) -> tuple[moe_model.Policy | None, moe_model.Policy | None]:
+    """Build the models that are never trained: the reference of a KL penalty, and the teacher. Collective.
+
+    Both are spread over the expert-parallel ranks and computed in the dtype of the policy.
+    """
+    reference = None
+    teacher = None
+    if config.algorithm.kl_coef > 0:
+        reference = moe_model.build_policy(config.model, config.model.path, ep_group, device)
+    if path := config.zero_variance.teacher:
+        settings = config.model.model_copy(update={"freeze_router": False})  # a dense teacher has no router
+        is_moe = num_experts_of(teacher_config(path)) > 0
+        teacher = moe_model.build_policy(settings, path, ep_group if is_moe else None, device)
+        refuse_nonfinite_weights(
+            teacher, f"zero_variance.teacher: {path}", "take a model with finite weights"
+        )
+    return reference, teacher
 
 
 # ---- data ----

@@ -12,6 +12,7 @@ step, sync). tests/test_plan.py compares the formulas with the tensors that torc
 experiments/bench/memory.py compares the sums with the resident memory of updates on CPUs.
 """
 
+import functools
 import itertools
 import os
 
@@ -25,6 +26,7 @@ from moe_model import (
     expert_width,
     head_dim,
     is_moe_layer,
+    load_config,
     num_experts_of,
     parameter_counts,
 )
@@ -343,6 +345,29 @@ def rounded_bytes(config: Config, hf_config: PretrainedConfig) -> int:
     return 4 * parameter_counts(hf_config).experts // sum(layers_with_experts(hf_config)) // held
 
 
+@functools.cache  # a search makes a thousand estimates
+def teacher_config(path: str) -> PretrainedConfig:
+    """Read config.json of zero_variance.teacher; ValueError names the setting."""
+    try:
+        return load_config(path)
+    except ValueError as error:
+        raise ValueError(f"zero_variance.teacher: {str(error).removeprefix('model.path: ')}") from error
+
+
+def teacher_bytes(config: Config) -> int:
+    """Return the bytes of the teacher's weights on a rank, which are held in the policy's dtype; 0: none.
+
+    Its forward pass keeps no activations and is smaller than an update of a policy of the same width. A wider
+    teacher takes more than the estimate says, by the size of one layer's activations.
+    """
+    path = config.zero_variance.teacher
+    if path is None:
+        return 0
+    counts = parameter_counts(teacher_config(path))
+    num_held = counts.experts // config.model.ep_size + counts.embeddings + counts.others
+    return num_held * itemsize_of(config.model)
+
+
 def trainer_memory(
     config: Config, hf_config: PretrainedConfig, num_ranks: int, on_gpu: bool = True
 ) -> dict[str, int]:
@@ -360,6 +385,7 @@ def trainer_memory(
         offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
         fused_adamw=config.train.fused_adamw,
     )  # fmt: skip
+    parts["reference"] += teacher_bytes(config)
     if on_gpu:
         parts["sync buffers"] += rounded_bytes(config, hf_config)
         parts["communicators"] = COMMUNICATOR_BYTES * num_communicators(config, hf_config, num_ranks)

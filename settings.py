@@ -25,6 +25,7 @@ FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 # The method
 # ============================================================================================================
 MAX_ENTROPY_GROUPS = 16  # the paper uses 2
+TeacherGroups = Literal["all_wrong", "zero_variance", "every"]
 
 
 class ZeroVarianceSettings(Section):
@@ -83,6 +84,30 @@ class ZeroVarianceSettings(Section):
         False,
         "stage 3, instead of rl_zvp: the judge compares the completions of a group without variance, and the "
         "strengths are the rewards (Reasoning Arena); the verifier alone rewards every other group",
+    )
+    teacher: str | None = setting(
+        None,
+        "stage 3b: folder of a Hugging Face checkpoint with the tokenizer of the policy, which scores the "
+        "completions of the policy (on-policy distillation); null: no teacher",
+    )
+    teacher_groups: TeacherGroups = setting(
+        "all_wrong",
+        "stage 3b: groups that the teacher teaches in place of the rewards. all_wrong: all scores are 0. "
+        "zero_variance: all scores are equal. every: all groups.",
+    )
+    teacher_coef: float = setting(
+        1.0, "stage 3b: factor of the advantages log pi_teacher - log pi_old, which are in nats", gt=0
+    )
+    teacher_scores: str | None = setting(
+        None,
+        "stage 3b: file of the teacher's pass rates, written by data/score.py with the teacher as its model; "
+        "a prompt's pass rate is then a factor of the advantages (RSTG's confidence); null: factor 1",
+    )
+    teacher_token_cost: float = setting(
+        0.0,
+        "stage 3b: price of a token that the teacher scores, in generated tokens, for example 1 if it is as "
+        "large as the policy; train.max_generated_tokens counts the price; 0: the teacher is free",
+        ge=0,
     )
     drop: bool = setting(
         False, "for comparison: leave groups without variance out of the update (DAPO's filter)"
@@ -262,7 +287,11 @@ class TrainSettings(Section):
         200, "number of steps; a step is one rollout and minibatches_per_step updates", True, ge=1
     )
     max_generated_tokens: int | None = setting(
-        None, "stop after this many generated tokens, over all ranks; null: no limit", True, ge=1
+        None,
+        "stop after this many generated tokens, over all ranks, and tokens of a teacher at their price "
+        "(zero_variance.teacher_token_cost); null: no limit",
+        True,
+        ge=1,
     )
     minibatches_per_step: int = setting(
         1, "updates per rollout; with more than 1, later updates are off-policy", ge=1

@@ -67,7 +67,7 @@ from batch import (
 )
 from configure import load_config
 from data.history import PromptHistory
-from data.prompts import Prompt
+from data.prompts import Prompt, prompt_sha
 from data.stages import Offers
 from data.stream import seed_of
 from judges import pairwise_reference, round_robin, tournament
@@ -420,7 +420,9 @@ def only_variance_teaches(config: Config) -> bool:
     reward = config.reward
     has_penalties = reward.overlong_buffer > 0 or reward.repetition_coef > 0
     has_plugin = config.algorithm.advantage is not None
-    sources = (config.zero_variance.rl_zvp, config.algorithm.kl_coef > 0, has_penalties, has_plugin)
+    has_teacher = config.zero_variance.teacher is not None
+    reshapes = config.zero_variance.rl_zvp or has_teacher
+    sources = (reshapes, config.algorithm.kl_coef > 0, has_penalties, has_plugin)
     return not any(sources) and reward.judge == "none"
 
 
@@ -604,6 +606,43 @@ def rl_zvp_advantages(entropy: Tensor, mask: Tensor, rewarded: Tensor, coef: flo
     return torch.where(rewarded.unsqueeze(1), coef * entropy, coef * (entropy - highest)) * mask
 
 
+def teacher_rows(batch: RolloutBatch, config: Config) -> Tensor:
+    """Mark, [B] bool, the completions that the teacher teaches (stage 3b), whole groups at a time.
+
+    all_wrong      groups of zero variance whose scores are 0 (RSTG, arXiv 2608.00782) [secondary]
+    zero_variance  groups of two or more valid scores, all equal
+    every          all groups
+
+    A group never mixes both signals: its completions with a verdict are all taught, or all keep the
+    advantages of their rewards. Completions without a verdict have no loss in either case [ours].
+    """
+    rule = config.zero_variance.teacher_groups
+    if rule == "every":
+        return batch.valid.clone()
+    rows = zero_variance_rows(batch, config.reward.binary)
+    if rule == "all_wrong":
+        scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in batch.verdicts])
+        rewarded_groups = batch.group_index[rows & (scores > 0)]
+        rows &= ~torch.isin(batch.group_index, rewarded_groups)
+    return rows
+
+
+def teacher_advantages(
+    teacher_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, confidence: Tensor, coef: float
+) -> Tensor:
+    """Return token advantages [B, T] of on-policy distillation, 0 on padding.
+
+        A_t = coef w (log pi_teacher(y_t) - log pi_old(y_t))
+
+    logprobs [B, T] in nats, without gradient; mask [B, T] bool; confidence [B]: w, the teacher's pass rate on
+    the prompt (RSTG, arXiv 2608.00782) [secondary], or 1. The completions are the policy's own, so that the
+    expected policy gradient is minus the gradient of the token's KL(pi, pi_teacher). The student is the
+    policy before the update, and advantages are neither centred nor normalised (as in NeMo-RL's MOPD).
+    """
+    gap = (teacher_logprobs - old_logprobs) * mask  # [B, T]
+    return coef * confidence.unsqueeze(1) * gap
+
+
 def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> Tensor:
     """Return the advantages by algorithm.advantage, [B] or [B, T], or by compute_advantages(), [B]."""
     if algorithm.advantage is None:
@@ -623,7 +662,7 @@ def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> 
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
-    """Return token advantages [B, T] from rewards, after the correctness guard and RL-ZVP.
+    """Return token advantages [B, T] from rewards, after the correctness guard, RL-ZVP and the teacher.
 
     Collective if an algorithm.advantage plug-in calls collectives.
     """
@@ -641,6 +680,12 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
         advantages[rows] = rl_zvp_advantages(
             batch.entropy[rows], batch.response_mask[rows], scores[rows] > 0, config.zero_variance.rl_zvp_coef
         )
+    if batch.is_taught is not None:
+        rows = batch.is_taught  # [B]
+        advantages[rows] = teacher_advantages(
+            batch.teacher_logprobs[rows], batch.old_logprobs[rows], batch.response_mask[rows],
+            batch.confidence[rows], config.zero_variance.teacher_coef,
+        )  # fmt: skip
     return advantages
 
 
@@ -1087,7 +1132,8 @@ def forward_rows(
 
     with_topk: also compute the log-probabilities that score centering needs, if it is on.
     A rank without rows sends one dummy sequence through the model, because the other ranks wait for it in the
-    model's collectives; its result [1, T] is multiplied by 0.
+    model's collectives; its result [1, T] is multiplied by 0. replay: False for the reference model and the
+    teacher, which use their own router; their routes are not compared with the engine's.
     """
     device = next(policy.parameters()).device
     routes = routes_to_replay(batch, config.algorithm.router_replay) if replay and rows else None
@@ -1117,7 +1163,7 @@ def forward_rows(
     if used_TLK is None or not rows:
         return PolicyOutputs(logprobs, entropy, None, None, topk)
     mismatch = None
-    if batch.routed_experts is not None:
+    if batch.routed_experts is not None and replay:
         sampled_TLK = routes_of_tokens(batch.routed_experts, rows, packed)
         differs_N = routes_differ(used_TLK, sampled_TLK, num_experts)[packed.predictor_index]
         mismatch = zeros.detach().masked_scatter(mask, differs_N.to(zeros.dtype))
@@ -1167,26 +1213,29 @@ def forward_batch(
     replay: bool = True,
     keep_routes: bool = False,
     keep_topk: bool = False,
+    rows: list[int] | None = None,
 ) -> PolicyOutputs:
-    """Call forward_rows() on all rows without gradient and return its outputs on the CPU. Collective.
+    """Call forward_rows() on some rows without gradient and return its outputs on the CPU. Collective.
 
     keep_routes, keep_topk: return the routes of each row, or the log-probabilities for score centering.
+    rows: the rows to compute, None: all; the outputs of the other rows are 0.
     """
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
     routes: list = [None] * len(batch.prompts)
     topk: list = [None] * len(batch.prompts)
-    for rows in micro_batches_of(batch, list(range(len(routes))), config):
-        outputs = forward_rows(policy, batch, rows, config, replay, with_topk=keep_topk)
-        if rows:
-            logprobs[rows] = outputs.logprobs.float().cpu()
-            entropy[rows] = outputs.entropy.float().cpu()
+    rows = list(range(len(routes))) if rows is None else rows
+    for micro_batch in micro_batches_of(batch, rows, config):
+        outputs = forward_rows(policy, batch, micro_batch, config, replay, with_topk=keep_topk)
+        if micro_batch:
+            logprobs[micro_batch] = outputs.logprobs.float().cpu()
+            entropy[micro_batch] = outputs.entropy.float().cpu()
         if keep_routes and outputs.routes:
-            for row, ids in zip(rows, outputs.routes):
+            for row, ids in zip(micro_batch, outputs.routes):
                 routes[row] = ids.cpu()
-        for row, values in zip(rows, outputs.topk_logprobs or []):
+        for row, values in zip(micro_batch, outputs.topk_logprobs or []):
             topk[row] = values.cpu()
         if outputs.route_mismatch is not None:
-            mismatch[rows] = outputs.route_mismatch.float().cpu()
+            mismatch[micro_batch] = outputs.route_mismatch.float().cpu()
     routes = None if any(ids is None for ids in routes) else routes
     topk = None if any(values is None for values in topk) else topk
     mismatch = None if batch.routed_experts is None else mismatch
@@ -1196,7 +1245,9 @@ def forward_batch(
 def needs_old_pass(config: Config) -> bool:
     """Tell whether the update needs old log-probabilities or entropies before its own forward pass."""
     is_off_policy = config.train.num_updates > 1 and config.algorithm.old_policy == "trainer"
-    return config.zero_variance.rl_zvp or is_off_policy or config.algorithm.select is not None
+    zero = config.zero_variance
+    has_token_advantages = zero.rl_zvp or zero.teacher is not None  # of entropies or old log-probabilities
+    return has_token_advantages or is_off_policy or config.algorithm.select is not None
 
 
 def micro_batch_loss(
@@ -1465,9 +1516,10 @@ def main(config: Config) -> None:
             with run.clock("logprobs"):
                 add_old_outputs(run, batch)
 
-        # Rewards: verifier, judge, penalties; advantages
+        # Rewards: verifier, judge, penalties; the teacher's log-probabilities; advantages
         with run.clock("judge"):
             add_rewards(run, batch)
+        add_teacher_outputs(run, batch)
         batch.advantages = select_tokens(token_advantages(batch, config), batch, config, state.step)
 
         # Update
@@ -1562,6 +1614,25 @@ def add_rewards(run: Run, batch: RolloutBatch) -> None:
     batch.rewards, batch.valid = refuse_nonfinite_rewards(
         rewards, batch.valid, batch, run.config, run.state.step
     )
+
+
+def add_teacher_outputs(run: Run, batch: RolloutBatch) -> None:
+    """Choose the completions that the teacher teaches; add its log-probabilities and confidence. Collective.
+
+    The teacher computes these completions only, at the temperature of the policy and with its own router: it
+    never replays the student's routes.
+    """
+    if run.config.zero_variance.teacher is None or batch.old_logprobs is None:
+        return  # None: no rank has a group to train on
+    with run.clock("logprobs"):
+        batch.is_taught = teacher_rows(batch, run.config)
+        rows = batch.is_taught.nonzero().flatten().tolist()
+        outputs = forward_batch(run.teacher, batch, run.config, replay=False, rows=rows)
+        batch.teacher_logprobs = outputs.logprobs
+    batch.confidence = torch.ones(len(batch.prompts))
+    if scores := run.config.zero_variance.teacher_scores:
+        pass_rates = run.confidences[scores]
+        batch.confidence = torch.tensor([pass_rates[prompt_sha(prompt)] for prompt in batch.prompts])
 
 
 def read_arguments(argv: list[str]) -> Config:

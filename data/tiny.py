@@ -32,6 +32,11 @@ Recipe "deep". The additions of "habits" for a model with 8 layers and 4 active 
 routed to 32 experts in total (4 in each of 8 layers) instead of 4, so that trainer and engine disagree about
 routes as often as in large models.
 
+Recipe "habits_teacher". A teacher for the student "habits" (zero_variance.teacher): the same prompts and
+model size, but a corpus with fewer mistakes, half of which consists of right products. The teacher still
+makes mistakes of the same kinds. Recipe "chains_teacher" does the same for "chains": one of the three strong
+habits remains, and weak habits are a third as frequent.
+
 Recipe "chains". Another task, see data/chains.py: chains of 125 tokens on average. "chains_gpu" is the same
 task for one GPU, with longer programs and a model of 8 layers and 13 million parameters.
 """
@@ -70,6 +75,7 @@ class Recipe:
     forget_carry_frac: float = 0.65  # share of corpus answers that ignore all carries
     num_bad_pairs: int = 0  # number of digit pairs, out of 100, that the corpus tends to add wrongly
     right_frac: tuple[float, float] = (1.0, 1.0)  # range of the accuracy on bad pairs, geometrically spaced
+    product_frac: float = 0.0  # share of right products of two-digit numbers in the corpus
     pool: tuple[int, int, int] | None = None  # training prompts: solved sums, sums with bad pairs, products
     steps: int = 600
     batch_size: int = 128  # problems per warm-start step
@@ -111,8 +117,12 @@ CHAINS = Recipe(
 RECIPES = {
     "tiny": Recipe(),
     "habits": HABITS,
+    "habits_teacher": replace(HABITS, right_frac=(0.45, 0.97), product_frac=0.5, steps=3200),
     "deep": replace(HABITS, num_layers=8, num_experts=32, experts_per_token=4, expert_width=32),
     "chains": CHAINS,
+    "chains_teacher": replace(
+        CHAINS, chains=Chains(num_strong=1, strong_frac=(0.6, 0.6), num_weak=12, weak_frac=(0.03, 0.06))
+    ),
     "chains_gpu": replace(
         CHAINS,
         chains=Chains(program_size=6, short_steps=(2, 6), batch_tokens=16000),
@@ -156,6 +166,12 @@ def problem(a: int, b: int, digits: int, width: int) -> dict:
     return {"prompt": "+".join(operands) + "=", "answer": answer, "kind": "exact", "difficulty": digits}
 
 
+def product(a: int, b: int, width: int) -> dict:
+    """Return the prompt row of a product of two numbers of two digits."""
+    row = problem(a, b, 2, width)
+    return row | {"prompt": row["prompt"].replace("+", "*"), "answer": f"{a * b:04d}"[::-1]}
+
+
 def answer_without_carry(a: int, b: int, digits: int) -> str:
     """Return the sum of the digits of each column modulo 10: the common mistake in the corpus."""
     columns = zip(f"{a:0{digits}d}"[::-1], f"{b:0{digits}d}"[::-1])
@@ -195,8 +211,7 @@ def pool_of(recipe: Recipe, sums: list[dict]) -> list[dict]:
         (learnable if has_bad_pair else solved).append(sums[i])
     products = {}
     for a, b in rng.integers(10, 100, size=(4 * recipe.pool[2], 2)).tolist():
-        row = problem(a, b, 2, recipe.max_digits)
-        row |= {"prompt": row["prompt"].replace("+", "*"), "answer": f"{a * b:04d}"[::-1]}
+        row = product(a, b, recipe.max_digits)
         products.setdefault(row["prompt"], row)
     kinds = zip((solved, learnable, list(products.values())), recipe.pool)
     return [row for rows, size in kinds for row in rows[:size]]
@@ -262,6 +277,11 @@ def additions_batch(recipe: Recipe, rng, held_out: set[str]) -> tuple[list[str],
     prompts = []
     answers = []
     while len(prompts) < recipe.batch_size:
+        if recipe.product_frac and rng.random() < recipe.product_frac:
+            row = product(*rng.integers(10, 100, size=2).tolist(), recipe.max_digits)
+            prompts.append(row["prompt"])
+            answers.append(row["answer"])
+            continue
         digits = int(rng.choice(recipe.max_digits, p=recipe.corpus_weights)) + 1
         a, b = rng.integers(10**digits, size=2).tolist()
         row = problem(a, b, digits, recipe.max_digits)
@@ -301,7 +321,7 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
         ]
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min((step + 1) / warmup, 1 - step / recipe.steps)
-        logprobs, _, _ = policy(pack(tokenizer(prompts)["input_ids"], completions, "cpu"))
+        logprobs, *_ = policy(pack(tokenizer(prompts)["input_ids"], completions, "cpu"))
         loss = -logprobs.mean()
         optimizer.zero_grad()
         loss.backward()

@@ -302,8 +302,12 @@ class Task:
 
     @property
     def num_forward_only_passes(self) -> int:
-        """Return the forward passes of a step without a backward pass: old policy and reference."""
-        return needs_old_pass(self.config) + (self.config.algorithm.kl_coef > 0)
+        """Return the forward passes of a step without a backward pass: old policy, reference and teacher.
+
+        A teacher counts as one pass of a model of the policy's size over all groups, the most that it can be.
+        """
+        has_teacher = self.config.zero_variance.teacher is not None
+        return needs_old_pass(self.config) + (self.config.algorithm.kl_coef > 0) + has_teacher
 
 
 def contradiction(task: Task) -> str | None:

@@ -59,15 +59,21 @@ class TrainState:
     first_eval: dict[str, float] = field(default_factory=dict)  # metrics before the first step
     last_eval: dict[str, float] = field(default_factory=dict)  # metrics of the latest evaluation
     stage: StagePosition = field(default_factory=StagePosition)
+    teacher: str | None = None  # digest of the weights of zero_variance.teacher
 
     def __post_init__(self):
         if isinstance(self.stage, dict):  # as read from state.json
             self.stage = StagePosition(**self.stage)
 
     def is_last(self, config) -> bool:
-        """Tell whether the run has reached train.num_steps or train.max_generated_tokens."""
+        """Tell whether the run has reached train.num_steps or train.max_generated_tokens.
+
+        Tokens that a teacher scores are part of the budget, at the price of zero_variance.teacher_token_cost.
+        """
         budget = config.train.max_generated_tokens or math.inf
-        return self.step >= config.train.num_steps or self.generated_tokens >= budget
+        teacher_tokens = self.account.get("teacher_tokens", 0)
+        charged = self.generated_tokens + config.zero_variance.teacher_token_cost * teacher_tokens
+        return self.step >= config.train.num_steps or charged >= budget
 
     def add_evaluation(self, metrics: dict[str, float], rule: HandOver) -> None:
         """Record the metrics of an evaluation at this step; rule: the hand-over of the current stage."""

@@ -124,6 +124,8 @@ def print_account(account: dict[str, float], generated_tokens: int) -> None:
     wasted = {text: account[f"wasted_{name}_tokens"] / total for name, text in names.items()}
     shares = ", ".join(f"{share:.3f} {text}" for text, share in wasted.items())
     print(f"  tokens without gradient      {sum(wasted.values()):6.3f}   {shares}")
+    if scored := account.get("teacher_tokens"):
+        print(f"  tokens scored by the teacher {scored / total:6.3f}   of all generated")
 
 
 def label_of(name: str) -> str:

@@ -174,6 +174,7 @@ NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML
         for name in CHOICES["train.lr_schedule"]
         if name not in ("constant", "constant_with_warmup")
     },
+    ("zero_variance.teacher_groups", "zero_variance"): "also teaches prompts that are always solved",
     ("rollout.capture_routes", "off"): "engines that cannot return the experts of a token",
     ("checkpoint.resume", "weights"): "a run that resumes with another number of ranks",
     ("checkpoint.on_damage", "older"): "a start after a disk has failed",
@@ -315,6 +316,15 @@ REFUSED = [
         "zero_variance.skip_rule 'consecutive'", "zero_variance.history False",
     ),
     ("zero_variance.rl_zvp=true zero_variance.drop=true", "zero_variance.rl_zvp", "zero_variance.drop"),
+    ("zero_variance.teacher=x zero_variance.drop=true", "zero_variance.teacher 'x'", "zero_variance.drop"),
+    (
+        "zero_variance.teacher=x zero_variance.teacher_groups=every zero_variance.rl_zvp=true",
+        "zero_variance.teacher_groups 'every'", "zero_variance.rl_zvp",
+    ),
+    ("zero_variance.teacher_groups=every", "zero_variance.teacher_groups", "zero_variance.teacher None"),
+    ("zero_variance.teacher_coef=0.5", "zero_variance.teacher_coef 0.5", "zero_variance.teacher None"),
+    ("zero_variance.teacher_scores=x", "zero_variance.teacher_scores 'x'", "zero_variance.teacher None"),
+    ("zero_variance.teacher_token_cost=1", "zero_variance.teacher_token_cost", "zero_variance.teacher None"),
     (
         "zero_variance.history=true zero_variance.explore_unsolved=0 zero_variance.retest_steps=0",
         "zero_variance.explore_unsolved 0", "retest_steps 0",
@@ -454,6 +464,8 @@ def test_every_contradiction_is_refused_by_some_case(monkeypatch):
 def test_the_refused_settings_are_legitimate_alone():
     """Only the combination is refused: with another value of either setting, the config loads."""
     legitimate = (
+        "zero_variance.teacher=x zero_variance.rl_zvp=true", "zero_variance.teacher=x",
+        "zero_variance.teacher=x zero_variance.teacher_groups=every zero_variance.teacher_token_cost=1",
         "zero_variance.probe_size=7", "zero_variance.rl_zvp=true", "zero_variance.drop=true",
         "zero_variance.refill=true zero_variance.drop=true", "reward.judge=scalar reward.judge_path=x",
         "zero_variance.history=true zero_variance.explore_unsolved=0",

@@ -146,7 +146,9 @@ def test_the_demo_learns(finished):
 
 # ---- the page of metrics -----------------------------------------------------------------------------------
 PLACEHOLDER = re.compile(r"(?<![A-Za-z])(SET|PHASE|KIND|[KDS])(?![A-Za-z])")
-OF_OTHER_RUNS = {"ref_kl_k3", "part/KIND/mean", "stage"}  # runs of test_run.py and test_stages.py write these
+OF_OTHER_RUNS = {  # runs of test_run.py, test_stages.py and test_zero_variance.py write these
+    "ref_kl_k3", "part/KIND/mean", "stage", "teacher_frac", "teacher_kl_k1", "account/teacher_tokens_total",
+}  # fmt: skip
 
 
 def documented_metrics(page: str) -> dict[str, re.Pattern]:

@@ -43,6 +43,9 @@ PAPERS = {  # values of section algorithm that each paper states; plug-ins are f
     "cispo": GRPO | UNCORRECTED | {"clip_mode": "weight", "loss_agg": "token_mean", "clip_eps_low": 1.0},
     # RL-ZVP, 2509.21880: groups with variance have the loss of GRPO
     "rl_zvp": GRPO | UNCORRECTED,
+    # RSTG, 2608.00782, and on-policy distillation: a token's advantage is the distance to the teacher
+    "rstg": GRPO | UNCORRECTED,
+    "distillation": GRPO | UNCORRECTED,
     # GRESO, 2506.02177: GRPO's loss on the groups of dynamic sampling
     "greso": GRPO | UNCORRECTED,
     # ESPO, 2512.00499, eq. 5 to 11: two entropy groups of 20 and 80 %, alpha 0.02, mean over groups, no KL
@@ -118,6 +121,7 @@ PAPERS = {  # values of section algorithm that each paper states; plug-ins are f
     "replay_r2": GRPO | UNCORRECTED | {"router_replay": "r2"},
     "replay_r3": GRPO | UNCORRECTED | {"router_replay": "r3"},
 }  # fmt: skip
+UNFILTERED = {"drop": False, "refill": False, "rl_zvp": False, "tournament": False}
 ZERO_VARIANCE = {
     # DAPO, eq. 11: groups that are all right or all wrong are replaced
     "dapo": {"drop": True, "refill": True, "rl_zvp": False},
@@ -130,8 +134,10 @@ ZERO_VARIANCE = {
     "rl_zvp": {"drop": False, "refill": False, "rl_zvp": True},
     # Reasoning Arena: a judge rewards them instead
     "reasoning_arena": {"drop": False, "refill": False, "rl_zvp": False, "tournament": True},
+    # RSTG: groups that are all wrong, by the teacher's pass rate; distillation: all groups, weight 1
+    "rstg": UNFILTERED | {"teacher_groups": "all_wrong", "teacher_coef": 1.0},
+    "distillation": UNFILTERED | {"teacher_groups": "every", "teacher_coef": 1.0, "teacher_scores": None},
 }  # fmt: skip
-UNFILTERED = {"drop": False, "refill": False, "rl_zvp": False, "tournament": False}
 
 
 def resolved(*paths) -> Config:
@@ -169,7 +175,7 @@ def test_method_files_differ_and_leave_model_data_and_run_alone():
 SWITCHES = [name for name, info in ZeroVarianceSettings.model_fields.items() if info.annotation is bool]
 
 
-@pytest.mark.parametrize("name", [*SWITCHES, "offline_scores", "probe_size"])
+@pytest.mark.parametrize("name", [*SWITCHES, "offline_scores", "probe_size", "teacher", "teacher_scores"])
 def test_every_stage_is_on_in_one_file_and_off_in_another(name):
     off = getattr(ZeroVarianceSettings(), name)
     is_on = {getattr(resolved(path).zero_variance, name) != off for path in FILES}

@@ -182,7 +182,7 @@ def test_entropy_matches_the_formula_in_float64(temperature):
     batch = tiny_batch()
     with torch.no_grad():
         _, expected = reference_logprobs(tiny_model("moe", dtype=torch.float64), batch, temperature)
-        _, entropy, _ = policy_like(tiny_model("moe"))(packed_batch(batch), temperature=temperature)
+        _, entropy, *_ = policy_like(tiny_model("moe"))(packed_batch(batch), temperature=temperature)
     expected = torch.cat(expected)
     assert expected.max() - expected.min() > 0.5
     torch.testing.assert_close(entropy.double(), expected, rtol=0, atol=PARITY)
@@ -228,7 +228,7 @@ def test_replay_of_random_routes_matches_transformers(kind):
         logp = hf(input_ids=torch.tensor([inputs]), use_cache=False).logits[0].log_softmax(-1)
         expected += [logp[len(prompt) - 1 + t, token] for t, token in enumerate(completion)]
     backward(torch.stack(expected), batch)
-    logprobs, _, _, _ = policy(packed_batch(batch), replay_ids_TLK=routes)
+    logprobs, *_ = policy(packed_batch(batch), replay_ids_TLK=routes)
     backward(logprobs, batch)
     torch.testing.assert_close(logprobs, torch.stack(expected), rtol=0, atol=PARITY)
     assert_same(pop_gradients(policy), pop_gradients(hf), atol=PARITY, alive=1e-3)

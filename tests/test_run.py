@@ -226,7 +226,7 @@ def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_toget
         "algorithm.old_policy=rollout", "model.freeze_router=true", "checkpoint.every=1",
         "train.warmup_steps=3", "train.learning_rate=1e-3",
         "algorithm.select=experiments/plugins/top_entropy.py:top_entropy",
-        "algorithm.select_args={fraction: 0.1}",
+        "algorithm.select_args={fraction: 0.1}", "zero_variance.teacher=data/built/tiny/model",
     ]  # fmt: skip
     done = train(*settings)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -239,7 +239,9 @@ def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_toget
     assert (first["learning_rate"], second["learning_rate"]) == (2.5e-4, 5e-4), "a fourth more each step"
     for row in (first, second):
         assert 0 < row["gradient_tokens_total"] < 0.2 * row["tokens_total"], "the most uncertain tenth"
+        assert row["account/teacher_tokens_total"] > 0 and 0 < row["teacher_frac"] < 1, "all wrong"
     assert first["ratio"] != 1.0, "the second update of a rollout is off-policy"
+    assert abs(first["teacher_kl_k1"]) < 1e-5 < abs(second["teacher_kl_k1"]), "the initial policy teaches"
     assert min(first["ref_kl_k3"], second["ref_kl_k3"]) > 0, "the policy has left the reference"
     shutil.rmtree(tmp_path / "checkpoints" / "step_000002")
     assert train(*settings).returncode == 0
