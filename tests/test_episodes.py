@@ -1,0 +1,256 @@
+"""Episodes of several turns: formats of calls, the text between turns, tools, environments, limits."""
+
+import json
+import time
+
+import pytest
+from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
+
+from batch import Completion, Request, Turn
+from episodes import Call, Extension, calls_of
+from reward import Verdict
+from verifiers.tools import schemas_of
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    return write_tools(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer()
+
+
+# ---- formats of calls --------------------------------------------------------------------------------------
+ADD = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("no call", []),
+        (f"x<tool_call>\n{ADD}\n</tool_call>y", [Call("add", {"a": 1, "b": 2})]),
+        (f"<tool_call>{ADD}</tool_call><tool_call>{ADD}", [Call("add", {"a": 1, "b": 2})] * 2),
+        (f"<think><tool_call>{ADD}</tool_call></think>none", []),
+        ('<tool_call>{"name": "f"}</tool_call>', [Call("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', [Call("f", {"a": 1})]),
+    ],
+)
+def test_calls_of_hermes(text, calls):
+    assert calls_of(text, "hermes") == calls
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "1", "{}", '{"name": 1}', '{"name": "f", "arguments": [1]}', "[" * 10**5]
+)
+def test_a_malformed_call_has_a_problem(text):
+    (call,) = calls_of(f"<tool_call>{text}</tool_call>", "hermes")
+    assert call.problem and not call.name
+
+
+def test_calls_of_llama():
+    assert calls_of('{"name": "f", "parameters": {"a": 1}}', "llama") == [Call("f", {"a": 1})]
+    assert calls_of('the answer is {"name": "f"}', "llama") == []
+    assert calls_of('{"name": "f", ', "llama")[0].problem
+
+
+# ---- one turn after another, without an engine -------------------------------------------------------------
+def play(interaction, prompts: list, turns: list[list[str]], budget: int = 400) -> list[Completion]:
+    """Let a policy say turns[row] one after another; return the episodes.
+
+    A turn that ends with ~ is cut at the limit, all other turns end with <eos>. The prompt of a turn has to
+    be the prompt before, the turn and the inserted text.
+    """
+    tokenizer = interaction.extension.tokenizer
+    prompt_ids = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    requests = [Request(ids, seed, 1.0, budget) for seed, ids in enumerate(prompt_ids)]
+    episodes = interaction.episodes(requests, prompts)
+    events = list(enumerate(requests))
+    said = [iter(texts) for texts in turns]
+    ended: dict[int, Completion] = {}
+    seeds = set()
+    deadline = time.monotonic() + 60
+    while len(ended) < len(requests):
+        assert time.monotonic() < deadline
+        for row, event in events:
+            if isinstance(event, Completion):
+                ended[row] = event
+                continue
+            assert event.seed not in seeds and event.prompt_ids[: len(prompt_ids[row])] == prompt_ids[row]
+            seeds.add(event.seed)
+            text = next(said[row])
+            is_cut = text.endswith("~")
+            ids = tokenizer(text.removesuffix("~"))["input_ids"] + ([] if is_cut else [tokenizer.eos_token_id])
+            assert len(ids) <= event.max_new_tokens
+            reason = "length" if is_cut else "stop"
+            episodes.end_turn(row, Completion(ids, [-1.0] * len(ids), reason, 0.5), None)
+            prompt_ids[row] = event.prompt_ids + ids
+        events = episodes.poll(0.05)
+    for row, completion in ended.items():
+        assert requests[row].prompt_ids + completion.token_ids == prompt_ids[row]
+        assert len(completion.logprobs) == len(completion.token_ids) == len(completion.sampled_mask)
+        assert [x == -1.0 for x in completion.logprobs] == completion.sampled_mask
+        assert sum(turn.num_tokens for turn in completion.turns) == len(completion.token_ids)
+    return [ended[row] for row in range(len(requests))]
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def calculator(tools, tokenizer):
+    """Return an interaction with all tools and a time limit of half a second."""
+    prompts = [make_prompt(tokenizer, "2+2", "4", tools=schemas_of([f"{tools}:add"]))]
+    settings = ("rollout.tool_timeout_s=0.5", "rollout.max_turns=3", "rollout.max_tool_chars=80")
+    interaction = make_interaction(tools, prompts, *settings, tools=("add", "slow_add", "odd"))
+    yield interaction
+    interaction.close()
+
+
+def played(interaction, *turns: str, **options) -> Completion:
+    (completion,) = play(
+        interaction, [make_prompt(interaction.extension.tokenizer, "2+2")], [list(turns)], **options
+    )
+    return completion
+
+
+def test_an_episode_has_the_tokens_of_an_independent_rendering(calculator):
+    """Render the whole conversation at the end, once, and compare tokens and masks."""
+    tokenizer = calculator.extension.tokenizer
+    turns = ["I add. " + call("add", a=2, b=2), "again" + call("add", a=4, b=-1), "it is 3"]
+    episode = played(calculator, *turns)
+    messages = [{"role": "user", "content": "2+2"}]
+    for text, result in zip(turns, ["4", "3", None]):
+        messages += [{"role": "assistant", "content": text}]
+        messages += [{"role": "tool", "content": result}] if result else []
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    prompt = "2+2="
+    assert tokenizer(rendered)["input_ids"] == tokenizer(prompt)["input_ids"] + episode.token_ids
+    sampled = [i for i, own in zip(episode.token_ids, episode.sampled_mask) if own]
+    assert tokenizer.decode(sampled) == "<eos>".join([*turns, ""])
+    inserted = [i for i, own in zip(episode.token_ids, episode.sampled_mask) if not own]
+    assert tokenizer.decode(inserted) == "[4]=[3]="
+    assert [(turn.role, turn.sampled) for turn in episode.turns] == [
+        ("assistant", True), ("tool", False), ("assistant", True), ("tool", False), ("assistant", True)
+    ]  # fmt: skip
+    assert tokenizer.decode(episode.answer_ids) == "it is 3<eos>" and episode.finish_reason == "stop"
+    assert (episode.num_calls, episode.num_call_errors) == (2, 0)
+
+
+def test_several_calls_of_a_turn_are_answered_in_their_order(calculator):
+    slow = call("slow_add", a=1, b=1, seconds=0.2)
+    episode = played(calculator, slow + call("add", a=2, b=3) + call("sub", a=1) + slow, "end")
+    assert episode.texts[1].split("\n") == ["2", "5", episode.texts[1].split("\n")[2], "2"]
+    assert "'sub'" in episode.texts[1] and (episode.num_calls, episode.num_call_errors) == (4, 1)
+
+
+ODD = {  # behaviour of a tool: words of the text that the policy reads, and whether the call counts as an error
+    "bytes": ("bytes", True), "nothing": ("nothing", True), "raise": ("no such row", True),
+    "hang": ("no result after 0.5 s", True), "die": ("died", True), "long": ("10,000,000 characters", False),
+    "json": ('{"what": "json"}', False), "half": ("?", False),
+}  # fmt: skip
+
+
+def test_an_odd_tool_gives_text_that_the_policy_reads(calculator):
+    prompts = [make_prompt(calculator.extension.tokenizer, "2+2")] * len(ODD)
+    episodes = play(calculator, prompts, [[call("odd", what=what), "end"] for what in ODD])
+    for episode, (words, is_error) in zip(episodes, ODD.values()):
+        assert words in episode.texts[1] and len(episode.texts[1]) < 200
+        assert (episode.num_calls, episode.num_call_errors) == (1, is_error)
+        assert ".log" not in episode.texts[1], "a path would differ between two runs"
+
+
+@pytest.mark.parametrize(
+    ("turn", "words"),
+    [
+        ("<tool_call>{'a'}</tool_call>", "JSON"),
+        (call("no_tool"), "add, slow_add, odd"),
+        (call("add", a=1), "'b'"),
+        (call("add", a=1, b=2, c=3), "'c'"),
+    ],
+)
+def test_a_wrong_call_is_counted_and_explained(turn, words, calculator):
+    episode = played(calculator, turn, "end")
+    assert words in episode.texts[1] and (episode.num_calls, episode.num_call_errors) == (1, 1)
+
+
+def test_a_result_is_neither_a_call_nor_the_end_of_a_turn(calculator):
+    episode = played(calculator, call("odd", what="call"), "end")
+    assert "<tool_call>" in episode.texts[1] and episode.num_calls == 1
+    eos = calculator.extension.tokenizer.eos_token_id
+    inserted = [i for i, own in zip(episode.token_ids, episode.sampled_mask) if not own]
+    assert eos not in inserted and "< eos>" in episode.texts[1]
+
+
+def test_limits_end_an_episode_with_a_reason_of_their_own(calculator):
+    add = call("add", a=1, b=1)
+    assert played(calculator, "cut~").finish_reason == "length"
+    endless = played(calculator, add, add, add)
+    assert endless.finish_reason == "turns" and endless.answer_ids == [] and endless.num_calls == 2
+    length = len(add) + 1  # and <eos>
+    full = played(calculator, add, budget=length + 4)  # [2]= are four tokens, and a turn needs one
+    assert full.finish_reason == "context" and full.answer_ids == [] and len(full.token_ids) == length
+    fits = played(calculator, add, "", budget=length + 5)
+    assert fits.finish_reason == "stop" and len(fits.token_ids) == length + 5
+
+
+def test_calls_of_many_episodes_run_at_the_same_time(tools, tokenizer):
+    """Twelve calls of 0.2 s on two workers take 1.2 s in a row each; a serial run would take 2.4 s."""
+    prompts = [make_prompt(tokenizer, "2+2")] * 12
+    interaction = make_interaction(tools, prompts, tools=("slow_add",))
+    warm_up = [[call("slow_add", a=0, b=0, seconds=0), "end"]] * 12
+    play(interaction, prompts, warm_up)
+    start = time.monotonic()
+    play(interaction, prompts, [[call("slow_add", a=i, b=1, seconds=0.2), "end"] for i in range(12)])
+    assert 1.2 <= time.monotonic() - start < 2.2
+    interaction.close()
+
+
+# ---- environments ------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def countdown(tools, tokenizer):
+    prompts = [make_prompt(tokenizer, "count", "3", "environment")]
+    settings = ("rollout.tool_timeout_s=0.5", "rollout.max_turns=4")
+    interaction = make_interaction(tools, prompts, *settings, environment="Countdown")
+    yield interaction
+    interaction.close()
+
+
+def counted(interaction, starts: list[int], turns: list[list[str]]) -> list[Completion]:
+    tokenizer = interaction.extension.tokenizer
+    prompts = [make_prompt(tokenizer, "count", str(start), "environment") for start in starts]
+    return play(interaction, prompts, turns)
+
+
+def test_an_environment_answers_turns_and_gives_the_score(countdown):
+    full, cut, long = counted(countdown, [3, 3, 8], [["a", "b", "c"], ["a", "b~"], list("abcd")])
+    assert full.texts == ("a", "2", "b", "1", "c") and full.finish_reason == "stop"
+    assert full.verdict == Verdict(1.0, "ok") and [turn.role for turn in full.turns][1] == "user"
+    assert cut.finish_reason == "length" and cut.verdict == Verdict(1 / 3, "wrong")
+    assert long.finish_reason == "turns" and long.verdict == Verdict(0.5, "wrong")
+
+
+def test_a_broken_environment_is_a_verdict_and_spares_the_others(countdown):
+    """Rows with an even number share a worker. Killing it must not change the episodes beside it."""
+    kinds = ["hang", "die", "raise", "much", "form"]
+    turns = [["a", kind] for kind in kinds for _ in range(2)]
+    turns += [["a", "b", "c"]] * 6
+    episodes = counted(countdown, [3] * len(turns), turns)
+    statuses = [episode.verdict.status for episode in episodes]
+    assert statuses == ["timeout"] * 2 + ["error"] * 8 + ["ok"] * 6
+    assert all(episode.texts == ("a", "2", "b", "1", "c") for episode in episodes[10:])
+    assert "outside of [0, 1]" in episodes[6].verdict.detail and "no such move" in episodes[4].verdict.detail
+
+
+def test_an_environment_that_cannot_be_rebuilt_is_an_error(tools, tokenizer):
+    prompts = [make_prompt(tokenizer, "count", "9", "environment")] * 3
+    settings = ("rollout.tool_workers=1", "rollout.max_turns=3")
+    interaction = make_interaction(tools, prompts, *settings, environment="Clock")
+    alone = play(interaction, prompts[:1], [["a", "b", "c"]])
+    beside = play(interaction, prompts, [["a", "a", "die"], ["a", "b", "c"], ["a", "b", "c"]])
+    interaction.close()
+    assert alone[0].verdict == Verdict(0.0, "wrong") and alone[0].finish_reason == "turns"
+    errors = [episode.verdict.detail for episode in beside if episode.verdict.status == "error"]
+    assert any("rebuilt" in detail for detail in errors)
