@@ -7,12 +7,14 @@ import pytest
 import torch
 from engines import assert_samples_are_the_trainers, logprob_distance, save_model, token_ids, trained
 
-from batch import Request
+from batch import Completion, Request
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
+from episodes import FORMATS, Call, Extension
 from moe_model import hf_tensors
 from rollout import RolloutEngine, set_vllm_environment, stops_of
 from settings import RolloutSettings
 from tests import preloaded
+from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
 pytestmark = pytest.mark.slow
 NUMBERS = ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))
@@ -232,3 +234,78 @@ def test_completions_end_at_the_stops_of_the_settings(folder, engine, tokenizer,
     stopped = engine.generate(requests, 0)
     assert token_ids(stopped) == expected != token_ids(plain)
     assert [len(completion.logprobs) for completion in stopped] == list(map(len, expected))
+
+
+# ---- episodes of several turns -----------------------------------------------------------------------------
+TURN_ENDS = [1, *range(60, 97)]  # with random weights, <eos> alone would be too rare
+
+
+class Anything:
+    """A tool call in every turn with an even number of letters; the result is the number of letters."""
+
+    @staticmethod
+    def calls(text: str) -> list[Call]:
+        letters = sum(map(str.isalpha, text))
+        call = Call("slow_add", {"a": letters, "b": 0, "seconds": (len(text) % 3) / 100})
+        return [] if letters % 2 else [call]
+
+
+@pytest.fixture
+def conversation(engine, tmp_path, monkeypatch):
+    """Return converse(requests), which lets the engine sample episodes with a tool."""
+    monkeypatch.setitem(FORMATS, "hermes", Anything.calls)
+    monkeypatch.setattr(Extension, "call_format", lambda self, tool: "hermes")
+    monkeypatch.setattr(engine, "stop_ids", TURN_ENDS)
+    chat = chat_tokenizer()
+    prompts = [make_prompt(chat, f"{i}+{i}", tools=[{"function": {"name": "slow_add"}}]) for i in range(12)]
+    ids = [chat(prompt.text)["input_ids"] for prompt in prompts]
+    requests = [Request(prompt_ids, seed, 1.0, 44) for seed, prompt_ids in enumerate(ids)]
+    path = write_tools(tmp_path)
+    interaction = make_interaction(path, prompts, "rollout.max_turns=4", tools=["slow_add"], stops=TURN_ENDS)
+
+    def converse(version: int, **options) -> list[Completion]:
+        episodes = interaction.episodes(requests, prompts)
+        ended = []
+        completions = engine.generate(
+            requests, version, lambda row, c: ended.append((row, c.token_ids)), episodes=episodes, **options
+        )
+        assert sorted(ended) == list(enumerate(token_ids(completions)))
+        return completions
+
+    yield requests, converse
+    interaction.close()
+
+
+def test_episodes_are_the_trainers_token_by_token(policy, engine, conversation):
+    """Log-probabilities of sampled tokens and routes of all tokens are those of one pass of the trainer."""
+    requests, converse = conversation
+    completions = converse(0)
+    assert {c.finish_reason for c in completions} >= {"stop", "turns"}
+    assert max(len(c.turns) for c in completions) == 7 and sum(c.num_calls for c in completions) > 10
+    logprobs, table = trained(policy, requests, completions)
+    is_sampled = torch.tensor([own for c in completions for own in c.sampled_mask])
+    distance = logprob_distance(logprobs, completions)
+    assert distance[is_sampled].max() < 1e-4 < distance[~is_sampled].min()
+    rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
+    for completion, expected in zip(completions, table.split(rows)):
+        assert torch.equal(completion.routed_experts.sort(-1).values.long(), expected.sort(-1).values.long())
+    assert [c.token_ids for c in converse(0)] == token_ids(completions), "the pace of tools changes no token"
+
+
+def test_r3_over_several_turns_is_the_pass_with_forced_routes(policy, engine, conversation):
+    """Sample with other routes than the trainer's, then replay: the engine's numbers come back."""
+    requests, converse = conversation
+    completions = converse(0)
+    packed_ids = torch.cat([c.routed_experts for c in completions]).long()
+    is_sampled = torch.tensor([own for c in completions for own in c.sampled_mask])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "gate.weight" in name:  # only the choice of experts is replayed; scores stay near
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02 * parameter.std())
+    free, table = trained(policy, requests, completions)
+    forced, forced_table = trained(policy, requests, completions, replay_ids_TLK=packed_ids)
+    assert not torch.equal(table.sort(-1).values.long(), packed_ids.sort(-1).values)
+    assert torch.equal(forced_table.sort(-1).values.long(), packed_ids.sort(-1).values)
+    distances = [logprob_distance(x, completions)[is_sampled] for x in (free, forced)]
+    assert distances[1].mean() < 0.5 * distances[0].mean()
