@@ -1,14 +1,24 @@
 """Episodes of several turns: formats of calls, the text between turns, tools, environments, limits."""
 
 import json
+import random
 import time
+from dataclasses import replace
 
 import pytest
+import reference
+import torch
+from conftest import ROOT
+from helpers import make_batch, make_config, make_prompts
 from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
-from batch import Completion, Request, Turn
-from episodes import Call, Extension, calls_of
+import train_rl
+from batch import Completion, Group, Request, RolloutBatch, Turn
+from data.tiny import Recipe, build_policy
+from episodes import Call, calls_of
+from moe_model import pack
 from reward import Verdict
+from runtime.metrics import rollout_metrics, turn_metrics
 from verifiers.tools import schemas_of
 
 
@@ -254,3 +264,147 @@ def test_an_environment_that_cannot_be_rebuilt_is_an_error(tools, tokenizer):
     assert alone[0].verdict == Verdict(0.0, "wrong") and alone[0].finish_reason == "turns"
     errors = [episode.verdict.detail for episode in beside if episode.verdict.status == "error"]
     assert any("rebuilt" in detail for detail in errors)
+
+
+# ---- the loss of an episode --------------------------------------------------------------------------------
+METHODS = sorted((ROOT / "experiments" / "methods").glob("*.yaml"))
+
+
+def with_holes(batch: RolloutBatch, generator: torch.Generator) -> tuple[RolloutBatch, torch.Tensor]:
+    """Spread the tokens of each row over twice as many places; return the batch and the places [B, T]."""
+    num, width = batch.response_mask.shape
+    order = torch.rand(num, 2 * width, generator=generator).argsort(dim=1)[:, :width].sort(dim=1).values
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        holes = torch.full((num, 2 * width), 9.0).to(values.dtype)  # 9.0 at inserted tokens must not matter
+        return holes.scatter(1, order, values)
+
+    tensors = {
+        name: spread(values)
+        for name, values in vars(batch).items()
+        if isinstance(values, torch.Tensor) and values.shape == batch.response_mask.shape
+    }
+    tensors["response_mask"] = torch.zeros(num, 2 * width, dtype=torch.bool).scatter(
+        1, order, batch.response_mask
+    )
+    return replace(batch, **tensors), order
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda path: path.stem)
+def test_inserted_tokens_are_outside_of_every_loss(method, float64):
+    """The loss and its gradient are those of the sampled tokens alone, which other tests check."""
+    config = make_config("--config", str(method), "rollout.max_new_tokens=16")
+    generator = torch.Generator().manual_seed(0)
+    lengths = [1, 9, 4, 7, 9, 2]
+    rows = list(range(len(lengths)))
+
+    def near(values, size: float) -> list[list[float]]:
+        return [[x + size * torch.randn((), generator=generator).item() for x in row] for row in values]
+
+    old = near([[-2.0] * n for n in lengths], 0.5)
+    batch = make_batch(
+        [[0] * n for n in lengths], padding=2, old_logprobs=old, rollout_logprobs=near(old, 0.2),
+        ref_logprobs=near(old, 0.3), advantages=near([[0.0] * n for n in lengths], 1.0),
+        entropy=[[abs(x) for x in row] for row in near(old, 1.0)],
+    )  # fmt: skip
+    logprobs = make_batch([[0] * n for n in lengths], padding=2, old_logprobs=near(old, 0.3)).old_logprobs
+    spread, order = with_holes(batch, generator)
+    counts = torch.tensor([len(lengths), sum(lengths)])
+    results = []
+    for one, values in ((batch, logprobs), (spread, torch.zeros(spread.response_mask.shape))):
+        values = values if one is batch else values.scatter(1, order, logprobs)
+        values = values.requires_grad_()
+        loss, statistics = train_rl.micro_batch_loss(values, one.entropy, one, rows, counts, 3.0, config)
+        (gradient,) = torch.autograd.grad(loss, values)
+        assert (gradient[~one.response_mask] == 0).all()
+        results.append([loss, gradient[one.response_mask]])
+        results[-1] += [statistics[name][one.response_mask] for name in ("ratio", "clipped", "entropy_group")]
+    for compact, in_episode in zip(*results):
+        torch.testing.assert_close(in_episode, compact, rtol=1e-12, atol=1e-14)
+    assert results[0][1].abs().max() > 0
+
+
+def episode_of(lengths: list[int], seed: int, reason: str = "stop") -> Completion:
+    """Make an episode whose turns are by the policy and by a tool in alternation."""
+    rng = random.Random(seed)
+    ids = [rng.randrange(3, 90) for _ in range(sum(lengths))]
+    turns = tuple(Turn("tool" if i % 2 else "assistant", n) for i, n in enumerate(lengths))
+    own = [turn.sampled for turn in turns for _ in range(turn.num_tokens)]
+    return Completion(ids, [-1.0 * x for x in own], reason, 0.0, turns=turns, texts=("",) * len(turns))
+
+
+def episode_batch() -> RolloutBatch:
+    lengths = [[3, 2, 4], [5], [2, 6, 1, 1, 3], [1, 9, 2]]
+    completions = [episode_of(of_turns, seed) for seed, of_turns in enumerate(lengths)]
+    verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong")] * 2
+    groups = [Group(slot, slot, completions[2 * slot : 2 * slot + 2], verdicts[:2]) for slot in range(2)]
+    return train_rl.collate(groups, make_prompts(2), [[5, 6, 7], [8, 9, 10, 11]])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_forward_pass_predicts_sampled_tokens_in_the_whole_context(share, one_rank):
+    """Each row of the batch against one plain pass over its prompt and all its turns."""
+    batch = episode_batch()
+    config = make_config(f"train.share_prompts={share}", "rollout.temperature=0.7")
+    policy = build_policy(Recipe(hidden_size=64, expert_width=32, initializer_range=0.2), 98)
+    outputs = train_rl.forward_rows(policy, batch, [2, 0, 1, 3], config)
+    assert outputs.logprobs.shape == (4, 13)
+    for place, row in enumerate([2, 0, 1, 3]):
+        prompt_ids = batch.prompt_ids[row]
+        whole = torch.tensor([[*prompt_ids, *batch.completion_ids[row]]])
+        packed = pack([whole[0, :1].tolist()], [whole[0, 1:].tolist()], "cpu")
+        alone, entropy, _ = policy(packed, temperature=0.7)  # [tokens - 1]
+        for t, own in enumerate(batch.response_mask[row].tolist()):
+            index = len(prompt_ids) + t - 1
+            expected = (alone[index].item(), entropy[index].item()) if own else (0.0, 0.0)
+            values = (outputs.logprobs[place, t].item(), outputs.entropy[place, t].item())
+            assert values == pytest.approx(expected, abs=1e-5)  # float32 in another order of sums
+        assert len(outputs.routes[place]) == len(whole[0]) - 1
+
+
+def test_penalties_and_accounts_tell_sampled_and_inserted_tokens_apart(one_rank):
+    batch = episode_batch()
+    ids = batch.completion_ids[0]  # 3 sampled, 2 inserted, 4 sampled
+    batch.completion_ids[0] = ids[:] = [1, 1, 1, 1, 1, 2, 1, 1, 1]
+    config = make_config(
+        "rollout.max_new_tokens=13", "reward.overlong_buffer=8", "reward.repetition_coef=1",
+        "reward.repetition_ngram=2",
+    )  # fmt: skip
+    rewards = train_rl.compute_rewards(batch, None, [], config)
+    repeated = 1 - 2 / 5  # pairs of sampled tokens: 11 11, 21 11 11
+    assert rewards[0].item() == pytest.approx(1 - (9 - 5) / 8 - repeated)
+    assert [len(answer) for answer in batch.answer_ids()] == [4, 5, 3, 2]
+    completions = [episode_of([3, 2, 4], 0), replace(episode_of([5], 1, "turns"), num_calls=2, num_call_errors=1)]
+    group = Group(0, 0, completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")])
+    outcome = group.outcome(False)
+    assert (outcome.tokens, outcome.inserted_tokens) == (14, 2)
+    metrics = turn_metrics(completions) | rollout_metrics([group], False, 255)
+    expected = {
+        "turns": (3, 2), "tool_calls": (2, 2), "tool_errors_frac": (1, 2), "tool_tokens": (2, 2),
+        "cut_at_turns_frac": (1, 2), "completion_tokens": (12, 2), "tokens_total": (12, 1),
+    }  # fmt: skip
+    assert {name: metrics[name] for name in expected} == expected
+    assert completions[1].answer_ids == []
+
+
+def test_rl_zvp_reshapes_sampled_tokens_only(one_rank):
+    batch = episode_batch()
+    batch.verdicts = [Verdict(0.0, "wrong")] * 4
+    batch.rewards = torch.zeros(4)
+    batch.valid = torch.ones(4, dtype=torch.bool)
+    batch.entropy = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(0))
+    batch.entropy[~batch.response_mask] = 9.0  # would be the highest entropy of each row
+    advantages = train_rl.token_advantages(batch, make_config("zero_variance.rl_zvp=true"))
+    assert (advantages[~batch.response_mask] == 0).all()
+    for row, mask in enumerate(batch.response_mask):
+        entropies = batch.entropy[row][mask].tolist()
+        expected = reference.rl_zvp_advantages(entropies, 0.0, 0.1)
+        assert advantages[row][mask].tolist() == pytest.approx(expected)
+
+
+def test_cut_episodes_are_left_out_if_the_budget_cut_them(one_rank):
+    batch = episode_batch()
+    batch.finish_reason = ["stop", "length", "context", "turns"]
+    config = make_config("algorithm.leave_out_cut=true")
+    kept = train_rl.select_tokens(torch.ones(batch.response_mask.shape), batch, config, 0).any(dim=1)
+    assert kept.tolist() == [True, False, False, True]
