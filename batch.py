@@ -128,6 +128,7 @@ class Group:
             score_sum=sum(scores),
             tokens=sum(len(completion.token_ids) for completion in self.completions),
             inserted_tokens=sum(len(c.token_ids) - c.num_sampled for c in self.completions),
+            turns=sum(turn.sampled for c in self.completions for turn in c.turns),
             completions=len(self.verdicts),
             # [ours] only the verifier's score decides: penalties would hide that a group teaches nothing
             has_variance=len(scores) >= 2 and max(scores) - min(scores) > ZERO_VARIANCE,
@@ -148,6 +149,7 @@ class GroupOutcome:
     completions: int
     has_variance: bool
     inserted_tokens: int = 0  # of `tokens`, those of tools and environments
+    turns: int = 0  # of the policy, in all completions together; 0: completions have a single turn
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -168,6 +168,8 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
             len(train.lr_schedule_args) > 0 and train.lr_schedule == "constant_with_warmup",
         "{algorithm.router_replay} needs routes, not {rollout.capture_routes}":
             config.algorithm.router_replay == "r3" and rollout.capture_routes == "off",
+        "{rollout.max_turns} needs tools or an environment: {data.tools}, {data.environment}":
+            rollout.max_turns != type(rollout)().max_turns and not config.has_turns,
         "{rollout.expert_parallel} needs more than {rollout.tensor_parallel}":
             rollout.expert_parallel and rollout.tensor_parallel == 1,
         "{rollout.simulate_format} is the format of rollout.fp8 simulate, not of {rollout.fp8}":

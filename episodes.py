@@ -140,9 +140,9 @@ class Extension:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def check(self, role: str) -> None:
-        """Raise ValueError unless the text between turns is the same in every conversation; role: of messages.
+        """Raise ValueError unless the text between turns is the same in every conversation.
 
-        The text after a turn must not depend on the turn or on earlier turns, must begin with a token that
+        role: of the inserted messages. The text after a turn must not depend on the turn or on earlier turns, must begin with a token that
         ends turns, and must give the same tokens alone and inside of the conversation.
         """
         messages = [{"role": role, "content": "RESULT"}]
@@ -192,8 +192,8 @@ def extension_of(config: Config, tokenizer, stop_ids: Sequence[int], prompts: li
     setting = "data.tools" if data.tools else "data.environment"
     if plain is not None:
         raise ValueError(
-            f"{setting}: turns are messages of a chat, but the prompt {plain.text[:80]!r} of {plain.source} is "
-            "plain text; set data.chat=always"
+            f"{setting}: turns are messages of a chat, but the prompt {plain.text[:80]!r} of {plain.source} "
+            "is plain text; set data.chat=always"
         )
     schemas = schemas_of(data.tools)
     template = ChatTemplate(tokenizer, None, data.chat_template_args, schemas)
@@ -257,6 +257,11 @@ class Interaction:
     def pools(self) -> list[RewardPool]:
         """Return all pools."""
         return [*self.environment_pools, *([self.tool_pool] if self.tool_pool else [])]
+
+    def mean_seconds(self) -> float:
+        """Return the recent mean of the seconds of a call or step, 0 before the first one."""
+        seconds = [seconds for pool in self.pools for seconds in pool.seconds.values()]
+        return sum(seconds) / max(1, len(seconds))
 
     def close(self) -> None:
         """End the workers."""
@@ -335,9 +340,7 @@ Event = tuple[int, Request | Completion]  # a row, and its next turn or its end
 class Episodes:
     """The episodes of one rollout. The engine gives the turns; poll() returns what follows."""
 
-    def __init__(
-        self, interaction: Interaction, number: int, requests: list[Request], prompts: list[Prompt]
-    ):
+    def __init__(self, interaction: Interaction, number: int, requests: list[Request], prompts: list[Prompt]):
         self.interaction = interaction
         self.number = number
         self.episodes = [Episode(*pair) for pair in zip(requests, prompts)]

@@ -208,7 +208,8 @@ def set_up(config: Config) -> Run | None:
         offers=offers[state.stage.number], stage_offers=offers, lock=lock, accelerator=accelerator,
         clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, engine=engine,
-        pool=pool, interaction=interaction, trainer=trainer, reference=reference, judge=judge, signals=listen(config),
+        pool=pool, interaction=interaction, trainer=trainer, reference=reference, judge=judge,
+        signals=listen(config),
         generation_config=read_generation_config(model_dir), progress=progress_bar(config, state),
     )  # fmt: skip
 
@@ -378,9 +379,7 @@ def load_data(
     return loaded, scores, offers
 
 
-def start_interaction(
-    config: Config, loaded: LoadedSets, tokenizer, model_dir: Path
-) -> Interaction | None:
+def start_interaction(config: Config, loaded: LoadedSets, tokenizer, model_dir: Path) -> Interaction | None:
     """Start the workers of tools and environment, if there are any; ValueError names what is unfit."""
     prompts = loaded.everyone()
     of_environment = [prompt for prompt in prompts if prompt.kind == ENVIRONMENT]

@@ -327,12 +327,23 @@ def requests_of(run: Run, jobs: Jobs, costs: dict) -> tuple[list[Request], list[
             group=group.slot,
             expected_tokens=group.expected_tokens,
             guessed=group.guessed,
-            latency_tokens=costs[prompt.kind][0],
+            latency_tokens=costs[prompt.kind][0] + wait_tokens(run, group),
             work_tokens=costs[prompt.kind][1],
         )
         for (group, sample), prompt in zip(samples_of(jobs), prompts)
     ]
     return requests, prompts
+
+
+def wait_tokens(run: Run, group: Group) -> float:
+    """Return the time that an episode is expected to wait between its turns, in tokens of one completion.
+
+    This is (turns at the prompt's last visit - 1) x mean seconds of a call / seconds of an engine step.
+    """
+    if run.interaction is None or run.config.rollout.schedule == "arrival":
+        return 0.0
+    num_waits = max(0.0, float(run.history.mean_turns[group.prompt_index]) - 1)
+    return num_waits * run.interaction.mean_seconds() / run.engine.seconds_per_step
 
 
 def verdict_costs(run: Run) -> dict[str, tuple[float, float]]:
@@ -649,9 +660,10 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
 def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step: int) -> Tensor:
     """Return the advantages [B, T] after leave_out_cut and algorithm.select set some of them to 0.
 
-    leave_out_cut: completions cut at max_new_tokens, and episodes whose next text exceeds it, have no policy
-    loss (DAPO, arXiv 2503.14476, section 3.4). A select plug-in sees the tokens of one minibatch at a time. Tokens with advantage 0 still count in
-    means and weights [ours]. Collective if the plug-in calls collectives.
+    leave_out_cut: completions cut at max_new_tokens, and episodes whose next text would exceed it, have no
+    policy loss (DAPO, arXiv 2503.14476, section 3.4). A select plug-in sees the tokens of one minibatch at a
+    time. Tokens with advantage 0 still count in means and weights [ours]. Collective if the plug-in calls
+    collectives.
     """
     algorithm = config.algorithm
     if algorithm.leave_out_cut:

@@ -59,7 +59,8 @@ def check_data(data: DataSettings) -> None:
         )
     if data.chat == "never" and (data.tools or data.environment):
         raise ValueError(
-            "data.chat never renders nothing, but turns are messages of the chat template: set data.chat=always"
+            "data.chat never renders nothing, but turns are messages of the chat template: set "
+            "data.chat=always"
         )
     for source in data.eval:
         if source.holdout or source.weight != 1:

@@ -91,7 +91,8 @@ def play(interaction, prompts: list, turns: list[list[str]], budget: int = 400) 
             seeds.add(event.seed)
             text = next(said[row])
             is_cut = text.endswith("~")
-            ids = tokenizer(text.removesuffix("~"))["input_ids"] + ([] if is_cut else [tokenizer.eos_token_id])
+            ids = tokenizer(text.removesuffix("~"))["input_ids"]
+            ids += [] if is_cut else [tokenizer.eos_token_id]
             assert len(ids) <= event.max_new_tokens
             reason = "length" if is_cut else "stop"
             episodes.end_turn(row, Completion(ids, [-1.0] * len(ids), reason, 0.5), None)
@@ -156,7 +157,7 @@ def test_several_calls_of_a_turn_are_answered_in_their_order(calculator):
     assert "'sub'" in episode.texts[1] and (episode.num_calls, episode.num_call_errors) == (4, 1)
 
 
-ODD = {  # behaviour of a tool: words of the text that the policy reads, and whether the call counts as an error
+ODD = {  # behaviour of a tool: words of the text that the policy reads, and whether this counts as an error
     "bytes": ("bytes", True), "nothing": ("nothing", True), "raise": ("no such row", True),
     "hang": ("no result after 0.5 s", True), "die": ("died", True), "long": ("10,000,000 characters", False),
     "json": ('{"what": "json"}', False), "half": ("?", False),
@@ -374,7 +375,8 @@ def test_penalties_and_accounts_tell_sampled_and_inserted_tokens_apart(one_rank)
     repeated = 1 - 2 / 5  # pairs of sampled tokens: 11 11, 21 11 11
     assert rewards[0].item() == pytest.approx(1 - (9 - 5) / 8 - repeated)
     assert [len(answer) for answer in batch.answer_ids()] == [4, 5, 3, 2]
-    completions = [episode_of([3, 2, 4], 0), replace(episode_of([5], 1, "turns"), num_calls=2, num_call_errors=1)]
+    cut = replace(episode_of([5], 1, "turns"), num_calls=2, num_call_errors=1)
+    completions = [episode_of([3, 2, 4], 0), cut]
     group = Group(0, 0, completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")])
     outcome = group.outcome(False)
     assert (outcome.tokens, outcome.inserted_tokens) == (14, 2)

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from engines import assert_samples_are_the_trainers, logprob_distance, save_model, token_ids, trained
+from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
 from batch import Completion, Request
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
@@ -14,7 +15,6 @@ from moe_model import hf_tensors
 from rollout import RolloutEngine, set_vllm_environment, stops_of
 from settings import RolloutSettings
 from tests import preloaded
-from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
 pytestmark = pytest.mark.slow
 NUMBERS = ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))

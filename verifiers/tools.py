@@ -156,6 +156,6 @@ def check_environment(name: str, row: dict) -> None:
             environment.close()
     except Exception as error:
         raise ValueError(
-            f"data.environment {name}: {explain(error)}. An environment is a class without arguments that has "
-            "reset(row) and step(text) -> (message or None, done, reward)"
+            f"data.environment {name}: {explain(error)}. An environment is a class without arguments that "
+            "has reset(row) and step(text) -> (message or None, done, reward)"
         ) from error
