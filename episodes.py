@@ -142,8 +142,9 @@ class Extension:
     def check(self, role: str) -> None:
         """Raise ValueError unless the text between turns is the same in every conversation.
 
-        role: of the inserted messages. The text after a turn must not depend on the turn or on earlier turns, must begin with a token that
-        ends turns, and must give the same tokens alone and inside of the conversation.
+        role: of the inserted messages. The text after a turn must not depend on the turn or on earlier turns,
+        must begin with a token that ends turns, and must give the same tokens alone and inside of the
+        conversation.
         """
         messages = [{"role": role, "content": "RESULT"}]
         expected = self.text(messages)

@@ -178,8 +178,7 @@ def set_up(config: Config) -> Run | None:
     memory_line = check_sizes(largest, configs, hf_config, node)
     check_free_disk(Path(config.run.dir), checkpoint_bytes(hf_config, config.model.dtype))
     tokenizer = load_tokenizer(model_dir)
-    worker_log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
-    pool = start_pool(config.reward, tokenizer, worker_log)
+    pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
@@ -209,8 +208,8 @@ def set_up(config: Config) -> Run | None:
         clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, engine=engine,
         pool=pool, interaction=interaction, trainer=trainer, reference=reference, judge=judge,
-        signals=listen(config),
-        generation_config=read_generation_config(model_dir), progress=progress_bar(config, state),
+        signals=listen(config), generation_config=read_generation_config(model_dir),
+        progress=progress_bar(config, state),
     )  # fmt: skip
 
 
@@ -391,8 +390,12 @@ def start_interaction(config: Config, loaded: LoadedSets, tokenizer, model_dir: 
     if not config.has_turns:
         return None
     stop_ids, _ = stops_of(model_dir, tokenizer, config.rollout.stop)
-    log = Path(config.run.dir) / f"tool_workers_{dist.get_rank()}.log"
-    return Interaction(config, tokenizer, stop_ids, prompts, log)
+    return Interaction(config, tokenizer, stop_ids, prompts, worker_log(config, "tool"))
+
+
+def worker_log(config: Config, name: str) -> Path:
+    """Return the file for the output of this rank's workers, for example run.dir/reward_workers_0.log."""
+    return Path(config.run.dir) / f"{name}_workers_{dist.get_rank()}.log"
 
 
 def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkpoint: Path | None) -> None:

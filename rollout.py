@@ -185,13 +185,9 @@ class RolloutEngine:
         return sum(gathered, []), first
 
     def run_requests(
-        self,
-        requests: list[Request],
-        local: range,
-        on_finished: Callable,
-        on_step: Callable,
+        self, requests: list[Request], local: range, on_finished: Callable, on_step: Callable,
         episodes: "Turns | None",
-    ) -> tuple[list[Completion], list[np.ndarray | None]]:
+    ) -> tuple[list[Completion], list[np.ndarray | None]]:  # fmt: skip
         """Run requests to the end: fill the engine, and start the next request as soon as one has ended.
 
         local: the indices of this rank's requests. Returns the completion and the captured routes of each of
@@ -218,13 +214,8 @@ class RolloutEngine:
                 on_finished(row, completion)
 
         while line.is_busy:
-            for index, event in self.turn_events(episodes, local, line) if line.between_turns else ():
-                line.between_turns.remove(index)
-                if isinstance(event, Request):
-                    line.add_turn(index, event)
-                else:
-                    routes = episodes.routes_of(local.index(index)) if index in local else None
-                    finish(index, event, routes)
+            for index, end in self.turn_events(episodes, local, line) if line.between_turns else ():
+                finish(index, end, episodes.routes_of(local.index(index)) if index in local else None)
             for index, request in line.starting():
                 params = sampling_params(request, self.stop_ids, self.stop_texts)
                 prompt = {"prompt_token_ids": request.prompt_ids}
@@ -250,18 +241,22 @@ class RolloutEngine:
             self.previous_rollout = (line.room.tokens, line.room.ended)
         return completions, captured
 
-    def turn_events(self, episodes: "Turns", local: range, line: "TurnLine") -> list[tuple[int, "Event"]]:
-        """Return the next turns and the ended episodes of all ranks of this engine, by index of the request.
+    def turn_events(self, episodes: "Turns", local: range, line: "TurnLine") -> list[tuple[int, Completion]]:
+        """Queue the next turns of all ranks of this engine; return the ended episodes by index of the request.
 
         Waits a moment if the engine has nothing else to do. The ranks of a shared engine call this at the
-        same iterations and receive the same list, so that they add the same requests in the same order.
+        same iterations and receive the same events, so that they add the same requests in the same order.
         """
         events = [(local[row], event) for row, event in episodes.poll(0.0 if line.has_work else EVENT_WAIT_S)]
-        if self.settings.tensor_parallel == 1:
-            return events
-        gathered: list = [None] * self.settings.tensor_parallel
-        dist.all_gather_object(gathered, events, group=self.tensor_parallel_group())
-        return sum(gathered, [])
+        if self.settings.tensor_parallel > 1:
+            gathered: list = [None] * self.settings.tensor_parallel
+            dist.all_gather_object(gathered, events, group=self.tensor_parallel_group())
+            events = sum(gathered, [])
+        for index, event in events:
+            line.between_turns.remove(index)
+            if isinstance(event, Request):
+                line.add_turn(index, event)
+        return [(index, event) for index, event in events if isinstance(event, Completion)]
 
     def switch_capture(self, on: bool) -> None:
         """Start or stop the capture of routed experts, for the next requests; none may be running.

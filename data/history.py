@@ -36,9 +36,7 @@ class PromptHistory:
     streak: Tensor | None = None  # [prompts] int64, GRESO: consecutive visits all right; below 0: all wrong
     explore: Tensor | None = None  # [2] float64, GRESO: p_e of prompts that were all right, and all wrong
     unsolved: Tensor | None = None  # [prompts] float64, decayed number of fully wrong completions
-    mean_turns: Tensor | None = (
-        None  # [prompts] float64, mean turns of an episode at the last visit, 0: unknown
-    )
+    mean_turns: Tensor | None = None  # [prompts] float64, mean turns at the last visit, 0: unknown
 
     def __post_init__(self):
         """Fill in the fields that an offline score does not have; GRESO starts with p_e = 0.5."""
