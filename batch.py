@@ -80,6 +80,13 @@ class Completion:
     verdict: Verdict | None = None  # by the environment; None: a verifier scores the completion
 
     @property
+    def fields(self) -> dict:
+        """Return {"turns": [{role, content}, ...]} of an episode, for verifiers of the user."""
+        roles = [turn.role for turn in self.turns]
+        texts = [{"role": role, "content": text} for role, text in zip(roles, self.texts)]
+        return {"turns": texts} if texts else {}
+
+    @property
     def sampled_mask(self) -> list[bool]:
         """Mark the sampled tokens."""
         if not self.turns:

@@ -242,7 +242,7 @@ class RolloutEngine:
         return completions, captured
 
     def turn_events(self, episodes: "Turns", local: range, line: "TurnLine") -> list[tuple[int, Completion]]:
-        """Queue the next turns of all ranks of this engine; return the ended episodes by index of the request.
+        """Queue the next turns of all ranks of this engine; return the ended episodes by request index.
 
         Waits a moment if the engine has nothing else to do. The ranks of a shared engine call this at the
         same iterations and receive the same events, so that they add the same requests in the same order.

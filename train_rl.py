@@ -419,11 +419,7 @@ def submit(run: Run, key: Hashable, prompt: Prompt, completion: Completion) -> N
     completion_or_text = completion.answer_ids
     if run.config.reward.decode == "engine":
         completion_or_text = run.tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
-    fields = prompt.fields
-    if completion.turns:
-        roles = [turn.role for turn in completion.turns]
-        texts = [{"role": role, "content": text} for role, text in zip(roles, completion.texts)]
-        fields = fields | {"turns": texts}
+    fields = prompt.fields | completion.fields
     run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, fields)
 
 

@@ -303,6 +303,7 @@ SAPO = "experiments/plugins/sapo.py:sapo"
 RLOO = "experiments/plugins/rloo.py:rloo"
 TOP_ENTROPY = "experiments/plugins/top_entropy.py:top_entropy"
 REFUSED = [
+    ("rollout.max_turns=3", "rollout.max_turns 3", "data.tools"),
     ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
     ("zero_variance.probe_size=9 rollout.group_size=8", "zero_variance.probe_size 9", "rollout.group_size 8"),
     ("zero_variance.refill=true", "zero_variance.refill True", "zero_variance.drop"),
