@@ -196,6 +196,7 @@ def test_two_ranks_share_an_engine_and_each_gets_its_own_completions(folder):
     first, second = results_of_two_ranks(folder, "tensor")
     assert (first["reported"], second["reported"]) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
     assert len(first["tokens"]) == 4 and first["tokens"] != second["tokens"][:4]
+    assert (first["turns"], second["turns"]) == ([3] * 3, [3] * 4), "episodes, with tools of different speed"
 
 
 def test_a_rank_feeds_its_own_experts_to_its_part_of_the_engine(folder):
