@@ -27,8 +27,9 @@ from data.stream import seed_of
 from reward import RewardPool, Verdict
 from settings import Config
 from verifiers.kinds import ENVIRONMENT
-from verifiers.own import check_score
-from verifiers.tools import check_environment, schemas_of
+from verifiers.own import check_score, load_function
+from verifiers.sandbox import check_sandbox
+from verifiers.tools import check_environment, python, schemas_of
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -237,6 +238,8 @@ class Interaction:
         self.num_rollouts = 0
         if self.environment:
             check_environment(self.environment, row_of(prompts[0], 0))
+        if any(load_function(name).call is python for name in data.tools):
+            check_sandbox(config.reward.sandbox)
 
         def start(service: str, num_workers: int) -> RewardPool:
             return RewardPool(

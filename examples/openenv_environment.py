@@ -3,8 +3,8 @@
     data: {train: [{path: games.jsonl, kind: environment}], chat: always,
            environment: "examples/openenv_environment.py:GuessingGame"}
 
-Adapter is the part to keep. For an environment of yours write the three methods of GuessingGame: make() returns
-the environment, action() turns text into an action, message() turns an observation into text.
+Adapter is the part to keep. For an environment of yours write the three methods of GuessingGame: make()
+returns the environment, action() turns text into an action, message() turns an observation into text.
 """
 
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ class Adapter:
         self.environment.reset(seed=row["seed"] % 2**31)
 
     def step(self, text: str) -> tuple[str | None, bool, float]:
-        """Return (message, done, reward) after a turn; clients of a server wrap the observation in a result."""
+        """Return (message, done, reward) after a turn; clients wrap the observation in a result."""
         result = self.environment.step(self.action(text))
         observation = getattr(result, "observation", result)
         return self.message(observation), bool(result.done), float(result.reward or 0.0)

@@ -147,6 +147,10 @@ def test_the_demo_learns(finished):
 # ---- the page of metrics -----------------------------------------------------------------------------------
 PLACEHOLDER = re.compile(r"(?<![A-Za-z])(SET|PHASE|KIND|[KDS])(?![A-Za-z])")
 OF_OTHER_RUNS = {"ref_kl_k3", "part/KIND/mean", "stage"}  # runs of test_run.py and test_stages.py write these
+OF_EPISODES = (  # of runs with tools or an environment: test_episodes.py compares the names
+    "turns", "tool_calls", "tool_errors_frac", "tool_tokens", "cut_at_turns_frac", "cut_at_context_frac",
+)  # fmt: skip
+OF_OTHER_RUNS |= {f"{prefix}{name}" for prefix in ("", "eval/SET/") for name in OF_EPISODES}
 
 
 def documented_metrics(page: str) -> dict[str, re.Pattern]:
