@@ -14,11 +14,16 @@ from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
 import train_rl
 from batch import Completion, Group, Request, RolloutBatch, Turn
+from data.prompts import check_data, load_prompts
 from data.tiny import Recipe, build_policy
-from episodes import Call, calls_of
+from episodes import Call, Interaction, calls_of
+from experiments.evaluate import mismatch_figures
+from experiments.page.build import token_details
 from moe_model import pack
 from reward import Verdict
-from runtime.metrics import rollout_metrics, turn_metrics
+from runtime.checkpoint import TrainState
+from runtime.metrics import log_samples, rollout_metrics, turn_metrics
+from settings import DataSettings
 from verifiers.tools import schemas_of
 
 
@@ -219,6 +224,20 @@ def test_calls_of_many_episodes_run_at_the_same_time(tools, tokenizer):
     interaction.close()
 
 
+def test_async_tools_wait_at_the_same_time_within_their_limit(tools, tokenizer):
+    """Forty calls of 0.2 s on two workers would take 4 s in a row."""
+    prompts = [make_prompt(tokenizer, "2+2")] * 40
+    interaction = make_interaction(tools, prompts, "rollout.tool_timeout_s=1", tools=("fetch",))
+    play(interaction, prompts[:2], [[call("fetch", a=0, seconds=0), "end"]] * 2)
+    start = time.monotonic()
+    turns = [[call("fetch", a=i, seconds=30 if i == 7 else 0.2), "end"] for i in range(40)]
+    episodes = play(interaction, prompts, turns)
+    assert time.monotonic() - start < 3
+    interaction.close()
+    texts = [episode.texts[1] for episode in episodes]
+    assert texts == [f'{{"a": {i}}}' if i != 7 else "Error: no result after 1 s" for i in range(40)]
+
+
 # ---- environments ------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def countdown(tools, tokenizer):
@@ -410,3 +429,112 @@ def test_cut_episodes_are_left_out_if_the_budget_cut_them(one_rank):
     config = make_config("algorithm.leave_out_cut=true")
     kept = train_rl.select_tokens(torch.ones(batch.response_mask.shape), batch, config, 0).any(dim=1)
     assert kept.tolist() == [True, False, False, True]
+
+
+# ---- refused at the start ----------------------------------------------------------------------------------
+def refused(tools, tokenizer, prompts=None, named=("add",), environment="", stops=(1,)) -> str:
+    """Return the error of a start."""
+    prompts = prompts or [make_prompt(tokenizer, "2+2")]
+    names = [f"{tools}:{name}" for name in named]
+    config = make_config(
+        f"data.tools=[{', '.join(names)}]",
+        *([f"data.environment={tools}:{environment}"] if environment else []),
+    )
+    with pytest.raises(ValueError) as error:
+        Interaction(config, tokenizer, stops, prompts, "unused.log")
+    return str(error.value)
+
+
+def tokenizer_with(old: str, new: str):
+    tokenizer = chat_tokenizer()
+    assert old in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+    return tokenizer
+
+
+BAD_TOOLS = '''
+def add(a: int) -> int:
+    """Add.
+
+    Args:
+        a: A number.
+    """
+def untyped(a):
+    """Add.
+
+    Args:
+        a: A number.
+    """
+def undocumented(a: int): return a
+class Half:
+    def reset(self, row): pass
+class Picky(Half):
+    def reset(self, row): raise KeyError("board")
+    def step(self, text): pass
+'''
+
+
+def test_a_tool_or_environment_that_cannot_work_is_refused_by_name(tools, tokenizer, tmp_path):
+    (tmp_path / "bad.py").write_text(BAD_TOOLS)
+    bad = f"{tmp_path}/bad.py"
+    for name in ("untyped", "undocumented", "absent"):
+        assert f"{bad}:{name}" in refused(bad, tokenizer, named=[name])
+    twice = refused(tools, tokenizer, named=[f"add, {bad}:add"])
+    assert "'add'" in twice and "two tools" in twice
+    for name, word in (("Half", "step"), ("Picky", "board"), ("Absent", "Absent")):
+        message = refused(bad, tokenizer, named=(), environment=name)
+        assert word in message and f"data.environment {bad}:{name}" in message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("{{ tool.function.name }};", "", "does not show the tool"),
+        ("[{{ m.content }}]", "[]", "does not render messages of role tool"),
+        ("={{ m.content }}", "={{ m.content.split('</think>')[-1] }}", "earlier turn"),  # as Qwen 3 does
+        ("={{ m.content }}", "=<think></think>{{ m.content }}", "earlier turn"),  # as GLM-4.5 does
+        ("[{{ m.content }}]", "[{{ m.content }}{{ messages | length }}]", "inserts"),
+        ("<eos>{% elif", "<pad>{% elif", "rollout.stop=[0]"),
+        ("<tool_call>", "<call>", "FORMATS"),
+        ("[{{ m.content }}]", "{{ raise_exception('no tools') }}", "no tools"),
+    ],
+)
+def test_a_template_that_cannot_be_extended_exactly_is_refused(old, new, words, tools):
+    message = refused(tools, tokenizer_with(old, new))
+    assert words in message and message.startswith("data.tools")
+
+
+def test_a_plain_prompt_has_no_turns(tools, tokenizer):
+    message = refused(tools, tokenizer, [make_prompt(tokenizer, "2+2"), *make_prompts(1)])
+    assert "data.chat=always" in message and "prompt 0" in message
+
+
+def test_the_prompt_shows_the_tools(tools, tokenizer, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2", "answer": "4"}\n')
+    options = {"tokenizer": tokenizer, "chat": "always", "kind": "numeric"}
+    (plain,) = load_prompts(tmp_path / "rows.jsonl", **options)
+    (prompt,) = load_prompts(tmp_path / "rows.jsonl", tools=[f"{tools}:add"], **options)
+    assert (plain.text, prompt.text) == ("2+2=", "add;2+2=")
+    with pytest.raises(ValueError, match="data.chat"):
+        check_data(DataSettings(chat="never", tools=["a.py:f"]))
+
+
+# ---- shown -------------------------------------------------------------------------------------------------
+def test_samples_and_page_tell_who_wrote_a_token(tmp_path, tokenizer):
+    batch = episode_batch()
+    batch.entropy = batch.rollout_logprobs.abs()
+    config = make_config(f"run.dir={tmp_path}")
+    log_samples(config, TrainState(step=1), batch, tokenizer)
+    row = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    assert row["turns"] == [
+        {"role": "assistant", "num_tokens": 3, "sampled": True},
+        {"role": "tool", "num_tokens": 2, "sampled": False},
+        {"role": "assistant", "num_tokens": 4, "sampled": True},
+    ]
+    expected = [-1.0] * 3 + [None] * 2 + [-1.0] * 4
+    assert row["rollout_logprobs"] == expected and len(row["token_ids"]) == 9
+    detail = token_details(row, ["x"] * 9)
+    assert detail["turns"] == [["assistant", 3], ["tool", 2], ["assistant", 4]]
+    assert detail["high"] == [0, 1]  # two of seven sampled tokens; equal entropies go to the first
+    row["trainer_logprobs"] = [None if x is None else x + 0.5 for x in row["rollout_logprobs"]]
+    assert mismatch_figures([row])["abs_dlogp"] == pytest.approx(0.5)

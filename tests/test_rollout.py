@@ -10,7 +10,7 @@ from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
 from batch import Completion, Request
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
-from episodes import FORMATS, Call, Extension
+from episodes import FORMATS, Call, Episodes, Extension
 from moe_model import hf_tensors
 from rollout import RolloutEngine, set_vllm_environment, stops_of
 from settings import RolloutSettings
@@ -291,6 +291,21 @@ def test_episodes_are_the_trainers_token_by_token(policy, engine, conversation):
     for completion, expected in zip(completions, table.split(rows)):
         assert torch.equal(completion.routed_experts.sort(-1).values.long(), expected.sort(-1).values.long())
     assert [c.token_ids for c in converse(0)] == token_ids(completions), "the pace of tools changes no token"
+
+
+def test_the_engine_waits_for_tools_only_if_it_has_nothing_else_to_do(engine, conversation, monkeypatch):
+    waits = []
+    poll = Episodes.poll
+
+    def recording(self, wait_s: float):
+        is_running = engine.engine.has_unfinished_requests()
+        waits.append((wait_s > 0, is_running, self.num_waiting > 0))
+        return poll(self, wait_s)
+
+    monkeypatch.setattr(Episodes, "poll", recording)
+    conversation[1](0)
+    assert (False, True, True) in waits, "tokens were sampled while tools ran"
+    assert not any(waited and is_running for waited, is_running, _ in waits)
 
 
 def test_r3_over_several_turns_is_the_pass_with_forced_routes(policy, engine, conversation):

@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 TOOLS = '''
-import os, time
+import asyncio, os, time
 
 def add(a: int, b: int) -> str:
     """Add two numbers.
@@ -40,6 +40,16 @@ def slow_add(a: int, b: int, seconds: float) -> str:
     """
     time.sleep(seconds)
     return str(a + b)
+
+async def fetch(a: int, seconds: float) -> dict:
+    """Wait for a server.
+
+    Args:
+        a: A number.
+        seconds: How long.
+    """
+    await asyncio.sleep(seconds)
+    return {"a": a}
 
 def odd(what: str) -> str:
     """Behave oddly.
