@@ -47,16 +47,71 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """Consecutive tokens of a completion with one author, for example a call by the policy, or its result."""
+
+    role: str  # "assistant": sampled by the policy; "tool" or "user": inserted (episodes.py)
+    num_tokens: int
+
+    @property
+    def sampled(self) -> bool:
+        """Tell whether the policy has sampled the turn, so that the turn is trained on."""
+        return self.role == "assistant"
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One sampled completion, including the end-of-sequence token or stop text that ended it."""
+    """One sampled completion, including the end-of-sequence token or stop text that ended it.
+
+    With tools or an environment a completion is an episode: the turns of the policy, and the tokens that were
+    inserted between them, in one list. Example: turns assistant 20, tool 9, assistant 5 have 34 token_ids, of
+    which the loss sees 25.
+    """
 
     token_ids: list[int]
-    logprobs: list[float]  # of each token, under the engine's policy at the request's temperature
-    finish_reason: str  # "stop": ended by the policy; "length": cut at max_new_tokens
+    logprobs: list[float]  # of each token by the engine, at the request's temperature; 0 at inserted tokens
+    # "stop": ended by the policy or the environment; "length": cut at max_new_tokens; "turns": max_turns are
+    # used up; "context": the text to insert exceeds max_new_tokens
+    finish_reason: str
     seconds: float  # from the start of generate() to the last token
     routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see validate_routes()
     topk_ids: Tensor | None = None  # [T, k] int32, the engine's most likely tokens, the likeliest first
     topk_logprobs: Tensor | None = None  # [T, k] float32, of these tokens, at the request's temperature
+    turns: tuple[Turn, ...] = ()  # in their order; (): all tokens are sampled
+    texts: tuple[str, ...] = ()  # of each turn, for verifiers
+    num_calls: int = 0  # calls of tools
+    num_call_errors: int = 0  # calls that were malformed, raised an error or exceeded the time limit
+    verdict: Verdict | None = None  # by the environment; None: a verifier scores the completion
+
+    @property
+    def fields(self) -> dict:
+        """Return {"turns": [{role, content}, ...]} of an episode, for verifiers of the user."""
+        roles = [turn.role for turn in self.turns]
+        texts = [{"role": role, "content": text} for role, text in zip(roles, self.texts)]
+        return {"turns": texts} if texts else {}
+
+    @property
+    def sampled_mask(self) -> list[bool]:
+        """Mark the sampled tokens."""
+        if not self.turns:
+            return [True] * len(self.token_ids)
+        return [turn.sampled for turn in self.turns for _ in range(turn.num_tokens)]
+
+    @property
+    def num_sampled(self) -> int:
+        """Return the number of sampled tokens."""
+        if not self.turns:
+            return len(self.token_ids)
+        return sum(turn.num_tokens for turn in self.turns if turn.sampled)
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """Return the tokens to score: the last turn of the policy, or no tokens if its call has no result."""
+        if not self.turns:
+            return self.token_ids
+        if self.finish_reason in ("turns", "context"):
+            return []
+        return self.token_ids[len(self.token_ids) - self.turns[-1].num_tokens :]
 
 
 @dataclass
@@ -83,6 +138,8 @@ class Group:
             valid=len(valid),
             score_sum=sum(scores),
             tokens=sum(len(completion.token_ids) for completion in self.completions),
+            inserted_tokens=sum(len(c.token_ids) - c.num_sampled for c in self.completions),
+            turns=sum(turn.sampled for c in self.completions for turn in c.turns),
             completions=len(self.verdicts),
             # [ours] only the verifier's score decides: penalties would hide that a group teaches nothing
             has_variance=len(scores) >= 2 and max(scores) - min(scores) > ZERO_VARIANCE,
@@ -102,6 +159,8 @@ class GroupOutcome:
     tokens: int  # of all completions together
     completions: int
     has_variance: bool
+    inserted_tokens: int = 0  # of `tokens`, those of tools and environments
+    turns: int = 0  # of the policy, in all completions together; 0: completions have a single turn
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -114,9 +173,9 @@ class RolloutBatch:
     prompts: list[Prompt]  # [B]
     prompt_ids: list[list[int]]  # [B] ragged
     completion_ids: list[list[int]]  # [B] ragged
-    finish_reason: list[str]  # [B] "stop" or "length"
+    finish_reason: list[str]  # [B] as in Completion
     verdicts: list[Verdict]  # [B]
-    response_mask: Tensor  # [B, T] bool, tokens of completions, on which the loss is computed
+    response_mask: Tensor  # [B, T] bool, sampled tokens of completions, on which the loss is computed
     rollout_logprobs: Tensor  # [B, T] by the engine
     group_index: Tensor  # [B] int64, number of the prompt on this rank
     minibatch: Tensor  # [B] int64, update of the step
@@ -135,6 +194,20 @@ class RolloutBatch:
     teacher_logprobs: Tensor | None = None  # [B, T] by the teacher, 0 in rows that it does not teach
     confidence: Tensor | None = None  # [B] factor of the teacher's advantages, in [0, 1]
     advantages: Tensor | None = None  # [B, T]
+    turns: list[tuple[Turn, ...]] | None = None  # [B]; None: no completion has inserted tokens
+
+    def answer_ids(self) -> list[list[int]]:
+        """Return the tokens of each completion that are scored, [B] ragged; see Completion.answer_ids."""
+        if self.turns is None:
+            return self.completion_ids
+        rows = zip(self.completion_ids, self.finish_reason, self.turns)
+        return [Completion(ids, [], reason, 0.0, turns=turns).answer_ids for ids, reason, turns in rows]
+
+    def sampled_targets(self, rows: list[int]) -> Tensor | None:
+        """Mark the sampled ones among all completion tokens of some rows, [N] bool; None: all are sampled."""
+        if self.turns is None:
+            return None
+        return torch.cat([self.response_mask[i, : len(self.completion_ids[i])] for i in rows])
 
 
 def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]]) -> RolloutBatch:
@@ -149,6 +222,10 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
     response_mask = torch.arange(longest) < lengths.unsqueeze(1)  # [B, T]
     rollout_logprobs = torch.zeros(response_mask.shape)
     rollout_logprobs[response_mask] = torch.tensor([x for c in completions for x in c.logprobs])
+    has_turns = any(c.turns for c in completions)
+    if has_turns:
+        sampled = torch.tensor([x for c in completions for x in c.sampled_mask])
+        response_mask = response_mask.masked_scatter(response_mask, sampled)
     routes = [c.routed_experts for c in completions]
     has_topk = all(c.topk_ids is not None for c in completions) and len(completions) > 0
     return RolloutBatch(
@@ -164,11 +241,12 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
         routed_experts=None if all(ids is None for ids in routes) else routes,
         topk_ids=[c.topk_ids for c in completions] if has_topk else None,
         topk_logprobs=[c.topk_logprobs for c in completions] if has_topk else None,
+        turns=[c.turns for c in completions] if has_turns else None,
     )
 
 
 class PolicyOutputs(NamedTuple):
-    """Outputs of a forward pass for the completions of b rows; 0 on padding."""
+    """Outputs of a forward pass for the completions of b rows; 0 outside of response_mask."""
 
     logprobs: Tensor  # [b, T]
     entropy: Tensor  # [b, T] detached
@@ -192,7 +270,7 @@ class LossInputs:
     advantages: Tensor
     entropy: Tensor  # of the old policy, over the full vocabulary
     token_groups: Tensor  # int64, tokens of a row with equal numbers share a ratio (algorithm.ratio_level)
-    mask: Tensor  # bool, tokens of completions
+    mask: Tensor  # bool, sampled tokens of completions
     log_vocab: float  # log of the vocabulary's size
     settings: AlgorithmSettings
     expected_gain: Tensor | None = None  # subtracted from the gain (score_centre()); None: no score centering

@@ -156,6 +156,10 @@ def loss_contradictions(config: Config) -> dict[str, bool]:
     is_capped = algo.clip_mode in ("fixed", "entropy_adaptive")
     is_centered = algo.score_centering
     return {
+        "{algorithm.score_centering} is not implemented for inserted tokens of {data.tools}: leave one out":
+            is_centered and bool(config.data.tools),
+        "{algorithm.score_centering} is not implemented for inserted tokens of {data.environment}: leave one "
+        "out": is_centered and config.data.environment is not None,
         "{algorithm.score_centering} needs the weight of every token, also of those not sampled, and "
         "{algorithm.gain} hides it: leave one of them out": is_centered and algo.gain is not None,
         "{algorithm.score_centering} centers a weight of log pi, not the min of {algorithm.clip_mode}: set "
@@ -212,6 +216,8 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
             len(train.lr_schedule_args) > 0 and train.lr_schedule == "constant_with_warmup",
         "{algorithm.router_replay} needs routes, not {rollout.capture_routes}":
             config.algorithm.router_replay == "r3" and rollout.capture_routes == "off",
+        "{rollout.max_turns} needs tools or an environment: {data.tools}, {data.environment}":
+            rollout.max_turns != type(rollout)().max_turns and not config.has_turns,
         "{rollout.expert_parallel} needs more than {rollout.tensor_parallel}":
             rollout.expert_parallel and rollout.tensor_parallel == 1,
         "{rollout.simulate_format} is the format of rollout.fp8 simulate, not of {rollout.fp8}":

@@ -41,6 +41,7 @@ from data.prompts import OfflineScore, Prompt, load_scores, prompt_sha
 from data.score import model_digest
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
+from episodes import Interaction
 from judges import build_judge, refuse_mute_judge
 from memory_plan import (
     check_memory,
@@ -98,12 +99,14 @@ from runtime.metrics import (
     rollout_metrics,
     schedule_metrics,
     straggler,
+    turn_metrics,
 )
 from runtime.schedule import from_rank_0, host_group
 from runtime.stages import StagePosition, end_of_stage, place_of
 from runtime.summary import plot_curves, print_summary, write_summary
 from runtime.watchdog import MARGIN_S, Watchdog
 from settings import Config, HandOver, RewardSettings, TrainSettings
+from verifiers.kinds import ENVIRONMENT
 
 
 @dataclass
@@ -127,6 +130,7 @@ class Run:
     eval_sets: EvalSets
     engine: RolloutEngine
     pool: RewardPool
+    interaction: Interaction | None  # tools and environment; None without
     trainer: Any  # DeepSpeed's engine around the policy
     reference: moe_model.Policy | None  # the initial policy, for a KL penalty
     teacher: moe_model.Policy | None  # of zero_variance.teacher
@@ -180,13 +184,13 @@ def set_up(config: Config) -> Run | None:
     num_bytes = checkpoint_bytes(hf_config, config.model.dtype)
     check_free_disk(Path(config.run.dir), num_bytes, config.checkpoint.every)
     tokenizer = load_tokenizer(model_dir)
-    worker_log = Path(config.run.dir) / f"reward_workers_{dist.get_rank()}.log"
-    pool = start_pool(config.reward, tokenizer, worker_log)
+    pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     refuse_mute_judge(config.reward.judge, config.reward.judge_path)
     check_teacher(largest, hf_config, tokenizer, state)
     confidences = load_confidences(configs, loaded, offers)
+    interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
 
     # ---- engine, policy ----
@@ -210,8 +214,8 @@ def set_up(config: Config) -> Run | None:
         offers=offers[state.stage.number], stage_offers=offers, lock=lock, accelerator=accelerator,
         clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, engine=engine,
-        pool=pool, trainer=trainer, reference=reference, teacher=teacher, confidences=confidences,
-        judge=judge, signals=listen(config),
+        pool=pool, interaction=interaction, trainer=trainer, reference=reference, teacher=teacher,
+        confidences=confidences, judge=judge, signals=listen(config),
         generation_config=read_generation_config(model_dir), progress=progress_bar(config, state),
     )  # fmt: skip
 
@@ -477,6 +481,26 @@ def load_data(
     for stage, of_stage in zip(stages, offers):
         loaded.notes.append(f"stage {stage.name}: {len(of_stage.indices):,} training prompts")
     return loaded, scores, offers
+
+
+def start_interaction(config: Config, loaded: LoadedSets, tokenizer, model_dir: Path) -> Interaction | None:
+    """Start the workers of tools and environment, if there are any; ValueError names what is unfit."""
+    prompts = loaded.everyone()
+    of_environment = [prompt for prompt in prompts if prompt.kind == ENVIRONMENT]
+    if of_environment and config.data.environment is None:
+        raise ValueError(
+            f"kind {ENVIRONMENT} of {of_environment[0].source}: the score is the sum of an environment's "
+            "rewards; name the environment in data.environment"
+        )
+    if not config.has_turns:
+        return None
+    stop_ids, _ = stops_of(model_dir, tokenizer, config.rollout.stop)
+    return Interaction(config, tokenizer, stop_ids, prompts, worker_log(config, "tool"))
+
+
+def worker_log(config: Config, name: str) -> Path:
+    """Return the file for the output of this rank's workers, for example run.dir/reward_workers_0.log."""
+    return Path(config.run.dir) / f"{name}_workers_{dist.get_rank()}.log"
 
 
 def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkpoint: Path | None) -> None:
@@ -757,10 +781,13 @@ def evaluation_metrics(
             rows = [row for row, i in enumerate(indices) if prompts[i].difficulty == level]
             greedy = [scores[row, 0].item() for row in rows]
             sums[f"eval/{name}/accuracy_difficulty_{level:g}"] = (sum(greedy), len(greedy))
-        num_tokens = sum(len(completion.token_ids) for completion in set_completions)
+        num_tokens = sum(completion.num_sampled for completion in set_completions)
         sums[f"eval/{name}/mean_tokens"] = (num_tokens, len(set_verdicts))
         num_failed = sum(verdict.failed for verdict in set_verdicts)
         sums[f"eval/{name}/failed_frac"] = (num_failed, len(set_verdicts))
+        if config.has_turns:
+            of_turns = turn_metrics(set_completions).items()
+            sums |= {f"eval/{name}/{metric}": value for metric, value in of_turns}
     return reduce_metrics(sums)
 
 
@@ -833,6 +860,8 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     num_experts = num_experts_of(run.policy.config)
     metrics = rollout_metrics(sampled, config.reward.binary, invalid_route(num_experts))
     metrics |= schedule_metrics(sampled, run.pool, run.clock.step["rollout"], seconds)
+    if config.has_turns:
+        metrics |= turn_metrics([completion for group in sampled for completion in group.completions])
     verdicts = [verdict for group in sampled for verdict in group.verdicts]
     check_verdicts(verdicts, config.reward.max_failed_frac, f"step {run.state.step + 1}")
     num_invalid, num_routes = metrics["invalid_routes_frac"]
@@ -942,6 +971,8 @@ def finish(run: Run) -> None:
     """Export the policy, write and print the summary. Collective."""
     run.progress.close()
     run.pool.close()
+    if run.interaction:
+        run.interaction.close()
     run_dir = Path(run.config.run.dir)
     with writing(run_dir / "model"):
         write_model(run, run_dir / "model")

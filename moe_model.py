@@ -31,7 +31,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -166,6 +166,20 @@ def pack(
     """
     packed = pack_all(prompt_ids, completion_ids, device)
     return share(packed, prompt_ids, completion_ids) if share_prompts else packed
+
+
+def select_targets(packed: PackedSequences, is_target: Tensor) -> PackedSequences:
+    """Return the layout with fewer targets; is_target [N] bool. All tokens stay in the context of later ones.
+
+    Example: for an episode of 20 sampled, 9 inserted and 5 sampled tokens, N falls from 34 to 25, so that the
+    head computes no log-probability of an inserted token.
+    """
+    is_target = is_target.to(packed.target_ids.device)
+    return replace(
+        packed,
+        predictor_index=packed.predictor_index[is_target],
+        target_ids=packed.target_ids[is_target],
+    )
 
 
 def share(

@@ -38,6 +38,7 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
 import verifiers.chain
 import verifiers.math
+import verifiers.tools
 import verifiers.verdict
 from settings import RewardSettings
 from verifiers.kinds import RULE_KINDS, SLOW_KINDS, functions_of, parts_of
@@ -114,8 +115,17 @@ async def _verify(kind: str, completion: str, answer: str, fields: dict) -> Verd
     return Verdict(mean, first.status, first.detail, rewards)
 
 
+service = None  # of this worker: "tools" and "environment" call functions for their text, not for a score
+max_chars = 0  # of that text
+_environments = verifiers.tools.Episodes()
+
+
 async def _verify_part(kind: str, completion: str, answer: str, fields: dict) -> Verdict:
     try:
+        if service == "tools":
+            return Verdict(*await verifiers.tools.call_tool(load_function(kind), completion, max_chars))
+        if service == "environment":
+            return Verdict(*_environments.step(load_function(kind), completion, max_chars))
         if kind in RULES:
             return RULES[kind](completion, answer)
         if kind in _SLOW:
@@ -318,6 +328,10 @@ class RewardPool(contextlib.AbstractContextManager):
     workers get in addition to KEPT_VARIABLES. log_path: file for the output of custom functions; None
     discards the output. code_limits: isolation, timeout_s and memory_bytes of verifiers.code.verify; the time
     limit for all tests of a program is added to timeout_s.
+
+    service: "tools" or "environment": the kind is a tool or an environment, the completion is a request in
+    JSON (verifiers/tools.py), and the detail of the Verdict is the result, a text of at most about max_chars
+    characters.
     """
 
     def __init__(
@@ -331,6 +345,8 @@ class RewardPool(contextlib.AbstractContextManager):
         env: Sequence[str] = (),
         log_path: str | os.PathLike | None = None,
         code_limits: dict | None = None,
+        service: str | None = None,
+        max_chars: int = 0,
     ):
         if num_workers < 1 or timeout_s <= 0 or max_backlog < 1:
             raise ValueError(f"reward pool: {num_workers=}, {timeout_s=} and {max_backlog=} must be positive")
@@ -342,6 +358,8 @@ class RewardPool(contextlib.AbstractContextManager):
         self.env = tuple(env)
         self.log_path = log_path
         self.code_limits = code_limits or {}
+        self.service = service
+        self.max_chars = max_chars
         self.latencies: list[float] = []  # seconds from submit to verdict; the reader empties the list
         self.seconds: dict[str, float] = {}  # {kind: moving average of the seconds per item}
         self.num_timeouts = 0
@@ -408,6 +426,14 @@ class RewardPool(contextlib.AbstractContextManager):
         self._verdicts = {}
         return verdicts
 
+    def take(self) -> dict[Hashable, Verdict]:
+        """Return the verdicts that have arrived since the last call, without waiting."""
+        self.poll()
+        arrived = {key: verdict for key, verdict in self._verdicts.items() if verdict is not None}
+        for key in arrived:
+            del self._verdicts[key]
+        return arrived
+
     def describe(self) -> str:
         """Describe the outstanding work in a log line, for example for the watchdog's thread."""
         items = [item for worker in list(self._workers) if (item := worker.current()) is not None]
@@ -449,6 +475,7 @@ class RewardPool(contextlib.AbstractContextManager):
             "memory_bytes": self.memory_bytes,
             "tokenizer": self._tokenizer,
             "code": self.code_limits,
+            "service": [self.service, self.max_chars],
             "parent": os.getpid(),
         }
         with open(self.log_path or os.devnull, "ab") as log:
@@ -702,6 +729,9 @@ def main() -> None:
     os.dup2(2, 1)  # print() of custom functions goes to the log instead of the replies
     sys.path.append(os.getcwd())  # for modules in the working directory; sys.path starts with this folder
     code_limits.update(options["code"])
+    verifiers.tools.code_limits.update(options["code"])
+    global service, max_chars
+    service, max_chars = options["service"]
     decode = _decoder(options["tokenizer"])
 
     def reply(*values) -> None:

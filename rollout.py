@@ -22,9 +22,11 @@ import math
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -144,11 +146,13 @@ class RolloutEngine:
         on_finished: Callable[[int, Completion], None] = lambda index, completion: None,
         on_step: Callable[[], object] = lambda: None,
         capture_routes: bool = True,
+        episodes: "Turns | None" = None,
     ) -> list[Completion]:
         """Sample all requests in the order of a WaitingLine; return a completion for each request.
 
         on_finished(index, completion): called when a completion ends. on_step(): called after each step of
-        the engine. capture_routes: return routed experts, if the engine can.
+        the engine. capture_routes: return routed experts, if the engine can. episodes: decides what follows a
+        turn of the requests; None: every request ends after one turn.
 
         The ranks of a shared engine pass different requests, with group numbers that are unique among the
         ranks, and each rank receives the completions of its requests. vLLM runs a scheduler on every rank,
@@ -164,7 +168,7 @@ class RolloutEngine:
         engine_requests, first = self.gather_requests(requests)
         local = range(first, first + len(requests))
         self.switch_capture(self.captures_routes and capture_routes)
-        completions, captured = self.run_requests(engine_requests, local, on_finished, on_step)
+        completions, captured = self.run_requests(engine_requests, local, on_finished, on_step, episodes)
         if not self.is_capturing:
             return completions
         num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
@@ -182,64 +186,79 @@ class RolloutEngine:
         return sum(gathered, []), first
 
     def run_requests(
-        self, requests: list[Request], local: range, on_finished: Callable, on_step: Callable
-    ) -> tuple[list[Completion], list[np.ndarray | None]]:
+        self, requests: list[Request], local: range, on_finished: Callable, on_step: Callable,
+        episodes: "Turns | None",
+    ) -> tuple[list[Completion], list[np.ndarray | None]]:  # fmt: skip
         """Run requests to the end: fill the engine, and start the next request as soon as one has ended.
 
         local: the indices of this rank's requests. Returns the completion and the captured routes of each of
         this rank's requests. vLLM returns the output of all requests on every rank of a shared engine; the
         output of other ranks' requests is dropped at once, because routes are large, for example 384 bytes
         per token in a model of 48 layers with 8 experts per token.
+
+        Each turn of an episode is a request of its own. While tools run, an episode takes no slot of the
+        engine: waiting requests start. An episode that returns comes before them.
         """
         start = time.perf_counter()
         num_steps = 0
-        num_running = 0
-        max_num_seqs = self.settings.sequences_at_once
-        waiting = WaitingLine(requests, max_num_seqs)
         block_size = self.engine.vllm_config.cache_config.block_size
-        prefix_caching = self.settings.prefix_caching
-        room = CacheRoom(requests, self.num_blocks, block_size, prefix_caching, self.previous_rollout)
+        line = TurnLine(requests, self.settings, self.num_blocks, block_size, self.previous_rollout)
         completions: list[Completion | None] = [None] * len(local)
         captured: list[np.ndarray | None] = [None] * len(local)
-        while waiting or num_running:
-            while waiting and num_running < max_num_seqs and room.has_room_for(waiting.peek()):
-                index = waiting.pop()
-                prompt = {"prompt_token_ids": requests[index].prompt_ids}
-                params = sampling_params(requests[index], self.stop_ids, self.stop_texts)
-                self.engine.add_request(str(index), prompt, params)
-                room.start(index)
-                num_running += 1
-            for output in self.step():
-                index = int(output.request_id)
-                sample = output.outputs[0]
-                num_running -= 1
-                room.end(index, len(sample.token_ids))
-                waiting.record_length(index, len(sample.token_ids))
-                if index not in local:
-                    continue
-                topk = requests[index].topk
-                topk_ids, topk_logprobs = topk_of(sample.logprobs, topk) if topk else (None, None)
-                completion = Completion(
-                    token_ids=[*sample.token_ids],
-                    logprobs=[*sample.logprobs.logprobs[:: 1 + topk]],
-                    finish_reason=sample.finish_reason,
-                    seconds=time.perf_counter() - start,
-                    topk_ids=topk_ids,
-                    topk_logprobs=topk_logprobs,
-                )
+
+        def finish(index: int, completion: Completion, routes: np.ndarray | None) -> None:
+            line.waiting.record_length(index, len(completion.token_ids))
+            if index in local:
                 row = local.index(index)
                 completions[row] = completion
-                captured[row] = sample.routed_experts if self.is_capturing else None
+                captured[row] = routes
                 on_finished(row, completion)
-            room.take_step()
+
+        while line.is_busy:
+            for index, end in self.turn_events(episodes, local, line) if line.between_turns else ():
+                finish(index, end, episodes.routes_of(local.index(index)) if index in local else None)
+            for index, request in line.starting():
+                params = sampling_params(request, self.stop_ids, self.stop_texts)
+                prompt = {"prompt_token_ids": request.prompt_ids}
+                self.engine.add_request(f"{index}.{line.num_turns[index]}", prompt, params)
+            num_steps += line.num_running > 0
+            for output in self.step() if line.num_running else ():
+                index = int(output.request_id.partition(".")[0])
+                seconds = time.perf_counter() - start
+                turn = completion_of(output.outputs[0], seconds, requests[index].topk)
+                routes = output.outputs[0].routed_experts if self.is_capturing else None
+                line.end_turn(index, len(turn.token_ids))
+                if episodes is None:
+                    finish(index, turn, routes)
+                    continue
+                line.between_turns.add(index)
+                if index in local:
+                    episodes.end_turn(local.index(index), turn, routes)
+            line.room.take_step()
             on_step()
-            num_steps += 1
         if num_steps:
             seconds = time.perf_counter() - start
             self.seconds_per_step = seconds / num_steps
-            self.tokens_per_second = room.tokens / seconds
-            self.previous_rollout = (room.tokens, room.ended)
+            self.tokens_per_second = line.room.tokens / seconds
+            self.previous_rollout = (line.room.tokens, line.room.ended)
         return completions, captured
+
+    def turn_events(self, episodes: "Turns", local: range, line: "TurnLine") -> list[tuple[int, Completion]]:
+        """Queue the next turns of all ranks of this engine; return the ended episodes by request index.
+
+        Waits a moment if the engine has nothing else to do. The ranks of a shared engine call this at the
+        same iterations and receive the same events, so that they add the same requests in the same order.
+        """
+        events = [(local[row], event) for row, event in episodes.poll(0.0 if line.has_work else EVENT_WAIT_S)]
+        if self.settings.tensor_parallel > 1:
+            gathered: list = [None] * self.settings.tensor_parallel
+            dist.all_gather_object(gathered, events, group=self.tensor_parallel_group())
+            events = sum(gathered, [])
+        for index, event in events:
+            line.between_turns.remove(index)
+            if isinstance(event, Request):
+                line.add_turn(index, event)
+        return [(index, event) for index, event in events if isinstance(event, Completion)]
 
     def switch_capture(self, on: bool) -> None:
         """Start or stop the capture of routed experts, for the next requests; none may be running.
@@ -353,6 +372,88 @@ class RolloutEngine:
         if self.settings.sleep_level:
             self.policy_version = None
             self.llm.sleep(level=self.settings.sleep_level)
+
+
+Event = Request | Completion  # of an episode between two turns: its next turn, or its end
+EVENT_WAIT_S = 0.05  # an idle engine looks after its ranks this often while tools run
+
+
+class Turns(Protocol):
+    """What a rollout needs to know about episodes of several turns (episodes.Episodes)."""
+
+    def end_turn(self, row: int, turn: Completion, routes: np.ndarray | None) -> None:
+        """Take a turn of the policy."""
+
+    def poll(self, wait_s: float) -> list[tuple[int, Event]]:
+        """Return the next turns and the ended episodes since the last call; wait for the first."""
+
+    def routes_of(self, row: int) -> np.ndarray | None:
+        """Return the routes of an ended episode."""
+
+
+class TurnLine:
+    """The requests of a rollout: waiting, running, and between two turns. Arguments: see CacheRoom."""
+
+    def __init__(
+        self, requests: list[Request], settings: RolloutSettings, num_blocks: int, block_size: int,
+        previous: tuple[int, int],
+    ):  # fmt: skip
+        self.requests = list(requests)  # the next turn of an episode replaces its entry
+        self.max_num_seqs = settings.sequences_at_once
+        self.waiting = WaitingLine(self.requests, self.max_num_seqs)
+        self.room = CacheRoom(self.requests, num_blocks, block_size, settings.prefix_caching, previous)
+        self.num_running = 0
+        self.num_turns = [0] * len(requests)  # started turns of each request
+        self.between_turns: set[int] = set()  # requests whose tools run; they take no slot of the engine
+        self.returning: deque[int] = deque()  # requests whose next turn can start
+
+    @property
+    def has_work(self) -> bool:
+        """Tell whether the engine can compute something now."""
+        return bool(self.waiting or self.num_running or self.returning)
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether a request has not ended."""
+        return self.has_work or bool(self.between_turns)
+
+    def add_turn(self, index: int, request: Request) -> None:
+        """Queue the next turn of an episode, ahead of the waiting requests."""
+        self.requests[index] = request
+        self.returning.append(index)
+
+    def starting(self) -> Iterator[tuple[int, Request]]:
+        """Yield the requests that fit into the engine, and count them as running."""
+        while self.num_running < self.max_num_seqs and (self.returning or self.waiting):
+            index = self.returning[0] if self.returning else self.waiting.peek()
+            if not self.room.has_room_for(index):
+                return
+            if self.returning:
+                self.returning.popleft()
+            else:
+                self.waiting.pop()
+            self.room.start(index)
+            self.num_running += 1
+            self.num_turns[index] += 1
+            yield index, self.requests[index]
+
+    def end_turn(self, index: int, num_tokens: int) -> None:
+        """Record the end of a running request."""
+        self.num_running -= 1
+        self.room.end(index, num_tokens)
+
+
+def completion_of(sample, seconds: float, topk: int) -> Completion:
+    """Return vLLM's output of one request with `topk` further tokens; seconds: since the rollout's start."""
+    topk_ids, topk_logprobs = topk_of(sample.logprobs, topk) if topk else (None, None)
+    return Completion(
+        token_ids=[*sample.token_ids],
+        logprobs=[*sample.logprobs.logprobs[:: 1 + topk]],
+        finish_reason=sample.finish_reason,
+        seconds=seconds,
+        topk_ids=topk_ids,
+        topk_logprobs=topk_logprobs,
+    )
 
 
 class TensorCounter:

@@ -427,7 +427,29 @@ class RolloutSettings(Section):
         1.0, "temperature of sampling and of the trainer's log-probabilities", ge=0.01, le=2
     )
     max_prompt_tokens: int = setting(1024, "longest prompt; a longer one raises an error at the start", ge=1)
-    max_new_tokens: int = setting(16384, "cut completions at this length", ge=1)
+    max_new_tokens: int = setting(
+        16384,
+        "cut completions at this length; for episodes, of all turns together, results of tools included",
+        ge=1,
+    )
+    max_turns: int = setting(
+        8, "turns of the policy in an episode with data.tools or data.environment", ge=1, le=1000
+    )
+    tool_timeout_s: float = setting(
+        10.0,
+        "seconds after which a call of a tool or a step of the environment is stopped, and the policy reads "
+        "an error",
+        gt=0,
+        le=86400,
+    )
+    tool_workers: int = setting(
+        4, "processes per rank that run tools and environments; an async tool runs 64 times in each", True,
+        ge=1,
+    )  # fmt: skip
+    max_tool_chars: int = setting(
+        2000, "cut the result of a call, or the message of an environment, at this many characters", ge=1,
+        le=50_000,
+    )  # fmt: skip
     stop: list[int | str] = setting(
         [],
         "token ids and texts that end a completion, in addition to the model's end-of-sequence tokens, for "
@@ -653,6 +675,16 @@ class DataSettings(Section):
     )
     chat_template_args: dict[str, Any] = setting(
         {}, "arguments of the chat template, for example {enable_thinking: false}"
+    )
+    tools: list[str] = setting(
+        [],
+        "functions that the policy may call between its turns, path/file.py:function or module:function, for "
+        "example [my_tools.py:search, verifiers.tools:python]; each needs type hints and a docstring",
+    )
+    environment: str | None = setting(
+        None,
+        "path/file.py:class with reset(row) and step(text) -> (message or None, done, reward), which answers "
+        "the policy's turns; null: no environment",
     )
     on_bad_row: Literal["stop", "drop"] = setting(
         "stop",
@@ -882,6 +914,11 @@ class Config(Section):
         [],
         "parts of the run, in their order, each with settings of its own (docs/stages.md); []: one stage",
     )
+
+    @property
+    def has_turns(self) -> bool:
+        """Tell whether completions are episodes of several turns."""
+        return bool(self.data.tools) or self.data.environment is not None
 
 
 # Sections and settings that a stage may change, because every step reads them. The other settings configure

@@ -87,7 +87,7 @@ from lifecycle import (
     threads_of_step,
 )
 from memory_plan import syncs_own_experts
-from moe_model import PackedSequences, num_experts_of, pack, route_table
+from moe_model import PackedSequences, num_experts_of, pack, route_table, select_targets
 from plugins import load_plugin
 from reward import Verdict, score_of
 from rollout import SyncReport, invalid_route
@@ -327,13 +327,24 @@ def requests_of(run: Run, jobs: Jobs, costs: dict) -> tuple[list[Request], list[
             group=group.slot,
             expected_tokens=group.expected_tokens,
             guessed=group.guessed,
-            latency_tokens=costs[prompt.kind][0],
+            latency_tokens=costs[prompt.kind][0] + wait_tokens(run, group),
             work_tokens=costs[prompt.kind][1],
             topk=rollout.topk_logprobs if run.config.algorithm.score_centering else 0,
         )
         for (group, sample), prompt in zip(samples_of(jobs), prompts)
     ]
     return requests, prompts
+
+
+def wait_tokens(run: Run, group: Group) -> float:
+    """Return the time that an episode is expected to wait between its turns, in tokens of one completion.
+
+    This is (turns at the prompt's last visit - 1) x mean seconds of a call / seconds of an engine step.
+    """
+    if run.interaction is None or run.config.rollout.schedule == "arrival":
+        return 0.0
+    num_waits = max(0.0, float(run.history.mean_turns[group.prompt_index]) - 1)
+    return num_waits * run.interaction.mean_seconds() / run.engine.seconds_per_step
 
 
 def verdict_costs(run: Run) -> dict[str, tuple[float, float]]:
@@ -385,23 +396,32 @@ def generate(
         return f"{len(requests) - num_ended} of {len(requests)} completions to generate"
 
     captures = phase == "rollout" and captures_routes(run.config, run.state.step)
+    episodes = run.interaction.episodes(requests, prompts) if run.interaction else None
     with run.clock(phase, describe):
-        completions = run.engine.generate(requests, run.state.step, on_finished, run.pool.poll, captures)
+        completions = run.engine.generate(
+            requests, run.state.step, on_finished, run.pool.poll, captures, episodes
+        )
     progress.close()
     with run.clock("reward", run.pool.describe):
         if not overlap:
             for index, completion in enumerate(completions):
                 submit(run, index, prompts[index], completion)
         verdicts = run.pool.collect()
-    return completions, [verdicts[index] for index in range(len(requests))]
+    return completions, [c.verdict or verdicts[index] for index, c in enumerate(completions)]
 
 
 def submit(run: Run, key: Hashable, prompt: Prompt, completion: Completion) -> None:
-    """Queue a completion for the reward workers, as token ids or, with reward.decode engine, as text."""
-    completion_or_text = completion.token_ids
+    """Queue a completion for the reward workers, as token ids or, with reward.decode engine, as text.
+
+    Of an episode, the verifier scores the last turn. Functions of the user may also take `turns`.
+    """
+    if completion.verdict is not None:  # by the environment
+        return
+    completion_or_text = completion.answer_ids
     if run.config.reward.decode == "engine":
-        completion_or_text = run.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-    run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, prompt.fields)
+        completion_or_text = run.tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
+    fields = prompt.fields | completion.fields
+    run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, fields)
 
 
 # ============================================================================================================
@@ -469,14 +489,22 @@ def drop_and_deal(
 def overlong_penalty(num_tokens: int, max_new_tokens: int, buffer: int) -> float:
     """Return the soft overlong penalty of DAPO (arXiv 2503.14476, eq. 13).
 
-    The penalty falls linearly from 0 to -1 over the last `buffer` tokens before max_new_tokens.
+    The penalty falls linearly from 0 to -1 over the last `buffer` tokens before max_new_tokens. Inserted
+    tokens of an episode count, because max_new_tokens bounds them as well [ours].
     """
     return -max(0, num_tokens - (max_new_tokens - buffer)) / buffer if buffer else 0.0
 
 
-def repetition_ratio(token_ids: list[int], ngram: int) -> float:
-    """Return the fraction of repeated n-grams, 1 - distinct / all; 0 for short completions [ours: shape]."""
-    ngrams = [tuple(token_ids[i : i + ngram]) for i in range(len(token_ids) - ngram + 1)]
+def repetition_ratio(token_ids: list[int], ngram: int, sampled: list[bool] | None = None) -> float:
+    """Return the fraction of repeated n-grams, 1 - distinct / all; 0 for short completions [ours: shape].
+
+    sampled: marks the tokens of the policy; an n-gram with an inserted token does not count. None: all.
+    """
+    ngrams = [
+        tuple(token_ids[i : i + ngram])
+        for i in range(len(token_ids) - ngram + 1)
+        if sampled is None or all(sampled[i : i + ngram])
+    ]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
 
 
@@ -526,7 +554,8 @@ def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config
         rewards = [(1 - weight) * score + weight * j for score, j in zip(rewards, judged)]
     for i, token_ids in enumerate(batch.completion_ids):
         length = overlong_penalty(len(token_ids), config.rollout.max_new_tokens, settings.overlong_buffer)
-        repeats = settings.repetition_coef and repetition_ratio(token_ids, settings.repetition_ngram)
+        sampled = None if batch.turns is None else batch.response_mask[i, : len(token_ids)].tolist()
+        repeats = settings.repetition_coef and repetition_ratio(token_ids, settings.repetition_ngram, sampled)
         rewards[i] += settings.overlong_coef * length - settings.repetition_coef * repeats
     return torch.tensor(rewards)
 
@@ -692,13 +721,15 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
 def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step: int) -> Tensor:
     """Return the advantages [B, T] after leave_out_cut and algorithm.select set some of them to 0.
 
-    leave_out_cut: completions cut at max_new_tokens have no policy loss (DAPO, arXiv 2503.14476, section
-    3.4). A select plug-in sees the tokens of one minibatch at a time. Tokens with advantage 0 still count in
-    means and weights [ours]. Collective if the plug-in calls collectives.
+    leave_out_cut: completions cut at max_new_tokens, and episodes whose next text would exceed it, have no
+    policy loss (DAPO, arXiv 2503.14476, section 3.4). A select plug-in sees the tokens of one minibatch at a
+    time. Tokens with advantage 0 still count in means and weights [ours]. Collective if the plug-in calls
+    collectives.
     """
     algorithm = config.algorithm
     if algorithm.leave_out_cut:
-        was_cut = torch.tensor([reason == "length" for reason in batch.finish_reason], dtype=torch.bool)
+        reasons = batch.finish_reason
+        was_cut = torch.tensor([reason in ("length", "context") for reason in reasons], dtype=torch.bool)
         advantages = advantages.masked_fill(was_cut.unsqueeze(1), 0.0)
     if algorithm.select is None or batch.entropy is None:  # None: no rank has a group to train on
         return advantages
@@ -1141,6 +1172,9 @@ def forward_rows(
         prompt_ids = [batch.prompt_ids[i] for i in rows]
         completion_ids = [batch.completion_ids[i] for i in rows]
         packed = pack(prompt_ids, completion_ids, device, config.train.share_prompts)
+        is_sampled = batch.sampled_targets(rows)  # [tokens of completions]
+        if is_sampled is not None:
+            packed = select_targets(packed, is_sampled)
         mask = batch.response_mask[rows].to(device)  # [b, T]
     else:
         packed = pack([[0]], [[0]], device)
@@ -1152,7 +1186,7 @@ def forward_rows(
         topk_ids_Nk = torch.cat([batch.topk_ids[i] for i in rows]).to(device)
     logprobs_N, entropy_N, layer_ids, topk_Nk = policy(
         packed, temperature=config.rollout.temperature, replay_ids_TLK=replay_ids_TLK, topk_ids_Nk=topk_ids_Nk
-    )  # N completion tokens
+    )  # N sampled tokens
     topk = None if topk_Nk is None else list(topk_Nk.split([len(batch.completion_ids[i]) for i in rows]))
     scale = 1.0 if rows else 0.0
     zeros = logprobs_N.new_zeros(mask.shape)
@@ -1606,7 +1640,7 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
 
 def add_rewards(run: Run, batch: RolloutBatch) -> None:
     """Add the rewards [B] and their validity, [B] bool. Collective."""
-    ids = batch.completion_ids if run.judge else []
+    ids = batch.answer_ids() if run.judge else []
     # batch_decode([]) would return one empty text
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
     batch.valid = has_verdict(batch.verdicts)

@@ -103,6 +103,7 @@ class ChatTemplate:
     tokenizer: object
     system_prompt: str | None = None  # inserted if the messages have no system message
     args: dict = field(default_factory=dict)  # arguments of the template, for example enable_thinking
+    tools: list[dict] = field(default_factory=list)  # JSON schemas of data.tools
 
     @property
     def exists(self) -> bool:
@@ -131,10 +132,15 @@ class ChatTemplate:
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self.args
-            )
+            text = self.text(messages)
         except Exception as error:  # a template can raise errors of any type
             why = f"the chat template failed: {type(error).__name__}: {error}"
             raise BadRow(where, NOT_RENDERED, why) from error
         return messages, text
+
+    def text(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
+        """Render messages as they are, with the tools; a template can raise errors of any type."""
+        tools = {"tools": self.tools} if self.tools else {}
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **tools, **self.args
+        )

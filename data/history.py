@@ -36,9 +36,12 @@ class PromptHistory:
     streak: Tensor | None = None  # [prompts] int64, GRESO: consecutive visits all right; below 0: all wrong
     explore: Tensor | None = None  # [2] float64, GRESO: p_e of prompts that were all right, and all wrong
     unsolved: Tensor | None = None  # [prompts] float64, decayed number of fully wrong completions
+    mean_turns: Tensor | None = None  # [prompts] float64, mean turns at the last visit, 0: unknown
 
     def __post_init__(self):
         """Fill in the fields that an offline score does not have; GRESO starts with p_e = 0.5."""
+        if self.mean_turns is None:
+            self.mean_turns = torch.zeros_like(self.tried)
         if self.unsolved is None:
             self.unsolved = self.tried - self.solved
         if self.streak is None:
@@ -86,6 +89,7 @@ class PromptHistory:
                 self.unsolved[i] = decay * self.unsolved[i] + o.unsolved
                 self.tried[i] = decay * self.tried[i] + o.valid
                 self.mean_tokens[i] = o.tokens / o.completions
+                self.mean_turns[i] = o.turns / o.completions
                 self.last_step[i] = step
 
     def skip_prob(

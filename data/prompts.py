@@ -37,6 +37,7 @@ from data.formats import (
 from settings import DataSettings, PromptSource
 from verifiers.kinds import KINDS, RULE_KINDS, functions_of, is_kind, parts_of
 from verifiers.math import last_boxed
+from verifiers.tools import schemas_of
 
 COLUMNS = ("prompt", "answer", "kind", "difficulty")
 # Used for roles that the settings leave open: the first column in the list that the dataset has.
@@ -55,6 +56,11 @@ def check_data(data: DataSettings) -> None:
     if data.chat == "never" and (data.system_prompt is not None or data.chat_template_args):
         raise ValueError(
             "data.chat never renders nothing: leave out data.system_prompt and chat_template_args"
+        )
+    if data.chat == "never" and (data.tools or data.environment):
+        raise ValueError(
+            "data.chat never renders nothing, but turns are messages of the chat template: set "
+            "data.chat=always"
         )
     for source in data.eval:
         if source.holdout or source.weight != 1:
@@ -210,7 +216,8 @@ class PromptMaker:
     def of(cls, source: PromptSource, data: DataSettings, tokenizer, allowed: set, tables: list[Table]):
         """Resolve the columns and the default verifier of a dataset; ValueError if a column is missing."""
         columns = resolve_columns(source, tables)
-        renderer = ChatTemplate(tokenizer, data.system_prompt, data.chat_template_args)
+        tools = schemas_of(data.tools)
+        renderer = ChatTemplate(tokenizer, data.system_prompt, data.chat_template_args, tools)
         if data.chat == "always":
             renderer.check(source.path)
         kind = source.kind

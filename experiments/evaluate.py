@@ -229,9 +229,10 @@ def mismatch_figures(rows: list[dict]) -> dict[str, float]:
     compared = [row for row in rows if row.get("trainer_logprobs")]
     if not compared:
         return {}
-    trainer = np.concatenate([row["trainer_logprobs"] for row in compared])
-    engine = np.concatenate([row["rollout_logprobs"] for row in compared])
+    trainer = np.concatenate([row["trainer_logprobs"] for row in compared]).astype(float)
+    engine = np.concatenate([row["rollout_logprobs"] for row in compared]).astype(float)
     d = trainer - engine
+    d = d[~np.isnan(engine)]  # inserted tokens of episodes have none
     return {
         "abs_dlogp": float(np.abs(d).mean()),
         "abs_dlogp_p99": float(np.percentile(np.abs(d), 99)),
@@ -316,10 +317,13 @@ def verifier_rows(tasks: list[Task]) -> list[tuple[str, str, dict]]:
     return [(task.prompt.kind, task.prompt.answer, task.prompt.fields) for task in tasks]
 
 
-def sample(engine, pool, tokenizer, tasks: list[Task], args, settings, progress) -> tuple[list[dict], list]:
+def sample(
+    engine, pool, interaction, tokenizer, tasks: list[Task], args, settings, progress
+) -> tuple[list[dict], list]:
     """Complete each task greedily and args.samples times; return the rows, and the engine's completions.
 
-    The seed of a sample is the same as in an evaluation of train_rl.py with this train.seed.
+    The seed of a sample is the same as in an evaluation of train_rl.py with this train.seed. interaction:
+    tools and environment of data.tools and data.environment, or None.
     """
     from data.stream import seed_of
     from rollout import Request
@@ -338,17 +342,21 @@ def sample(engine, pool, tokenizer, tasks: list[Task], args, settings, progress)
     def submit(index: int, completion) -> None:
         prompt = jobs[index][0].prompt
         texts[index] = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        pool.submit(index, prompt.kind, texts[index], prompt.answer, prompt.fields)
+        if completion.verdict is None:
+            answer = tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
+            pool.submit(index, prompt.kind, answer, prompt.answer, {**prompt.fields, **completion.fields})
         progress.update(
             int(os.environ["WORLD_SIZE"])
         )  # an estimate: all ranks advance at about the same pace
 
-    completions = engine.generate(requests, 0, submit, pool.poll)
+    prompts = [task.prompt for task, _, _ in jobs]
+    episodes = interaction.episodes(requests, prompts) if interaction else None
+    completions = engine.generate(requests, 0, submit, pool.poll, episodes=episodes)
     verdicts = pool.collect()
     binary = settings.reward.binary
     rows = [
-        row_of(*jobs[index], completions[index], verdicts[index], texts[index], binary)
-        for index in range(len(jobs))
+        row_of(*jobs[index], completion, completion.verdict or verdicts[index], texts[index], binary)
+        for index, completion in enumerate(completions)
     ]
     return rows, completions
 
@@ -360,15 +368,26 @@ def row_of(
     prompt = task.prompt
     if binary:
         verdict = replace(verdict, reward=float(verdict.reward == 1))
-    return {
+    return turns_of(completion) | {
         "prompt_index": task.prompt_index, "source": prompt.source, "kind": prompt.kind,
         "difficulty": prompt.difficulty, "prompt": prompt.text, "messages": prompt.messages,
         "answer": prompt.answer, "sample": number,
         "temperature": temperature, "completion": text, **asdict(verdict),
         "num_tokens": len(completion.token_ids), "finish_reason": completion.finish_reason,
         "prompt_ids": task.prompt_ids, "token_ids": completion.token_ids,
-        "rollout_logprobs": completion.logprobs,
+        "rollout_logprobs": of_sampled(completion.logprobs, completion.sampled_mask),
     }  # fmt: skip
+
+
+def turns_of(completion) -> dict:
+    """Return the turns of an episode for the JSONL file; {} for a completion of one turn."""
+    turns = [{"role": t.role, "num_tokens": t.num_tokens, "sampled": t.sampled} for t in completion.turns]
+    return {"turns": turns, "num_calls": completion.num_calls} if turns else {}
+
+
+def of_sampled(values: list[float], sampled: list[bool]) -> list[float | None]:
+    """Replace the values of inserted tokens by null."""
+    return [value if own else None for value, own in zip(values, sampled)]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -415,8 +434,9 @@ def add_trainer_outputs(
         row_logprobs = logprobs.float().cpu().split(sizes)
         row_entropies = entropy.float().cpu().split(sizes)
         for i, logprobs_of_row, entropy_of_row, ids in zip(batch, row_logprobs, row_entropies, expert_ids):
-            rows[i]["trainer_logprobs"] = logprobs_of_row.tolist()
-            rows[i]["entropy"] = entropy_of_row.tolist()
+            sampled = [value is not None for value in rows[i]["rollout_logprobs"]]
+            rows[i]["trainer_logprobs"] = of_sampled(logprobs_of_row.tolist(), sampled)
+            rows[i]["entropy"] = of_sampled(entropy_of_row.tolist(), sampled)
             routes[i] = None if ids is None else ids.numpy()
         progress.update(len(batch))
     progress.close()
@@ -724,7 +744,10 @@ def evaluate(args: argparse.Namespace, folder: Path, name: str) -> None:
         report(args, result)
 
 
-TRAINED_WITH = ("data.chat", "data.system_prompt", "data.chat_template_args", "rollout.stop", "reward.binary")
+TRAINED_WITH = (
+    "data.chat", "data.system_prompt", "data.chat_template_args", "data.tools", "data.environment",
+    "rollout.stop", "rollout.max_turns", "reward.binary",
+)  # fmt: skip
 
 
 def training_warnings(model: Path, settings) -> list[str]:
@@ -736,7 +759,10 @@ def training_warnings(model: Path, settings) -> list[str]:
     file = next((file for folder in folders if (file := folder / "config.yaml").is_file()), None)
     try:
         trained = yaml.safe_load(file.read_text()) if file else {}
-        values = {name: trained[name.split(".")[0]][name.split(".")[1]] for name in TRAINED_WITH}
+        pairs = [(name, *name.split(".")) for name in TRAINED_WITH]
+        values = {
+            name: trained[section][key] for name, section, key in pairs if key in trained[section]
+        }  # runs of older versions lack settings
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return []  # not a run of this project
     present = settings.model_dump(mode="json")
@@ -785,7 +811,9 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_t
     from rollout import RolloutEngine
 
     num_completions = len(tasks) * (1 + args.samples)
-    with start_pool(settings.reward, tokenizer) as pool:
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(start_pool(settings.reward, tokenizer))
+        turns = stack.enter_context(interaction_of(settings, tokenizer, folder, tasks))
         say(reference_warning(pool, tasks))
         say(f"{num_completions:,} completions of {len(tasks):,} prompts; starting vLLM")
         longest = max(
@@ -795,9 +823,24 @@ def generate(args, settings, folder: Path, tokenizer, tasks: list[Task], local_t
         engine.sync(weights_of(folder), policy_version=0)
         start = time.perf_counter()
         with progress_bar(num_completions, "generate") as progress:
-            rows, completions = sample(engine, pool, tokenizer, local_tasks, args, settings, progress)
+            rows, completions = sample(engine, pool, turns, tokenizer, local_tasks, args, settings, progress)
         seconds = time.perf_counter() - start
     return engine, rows, completions, seconds
+
+
+@contextlib.contextmanager
+def interaction_of(settings, tokenizer, folder: Path, tasks: list[Task]) -> Iterator:
+    """Yield the tools and the environment of an evaluation, or None without; then end their workers."""
+    if not (settings.data.tools or settings.data.environment):
+        yield None
+        return
+    from episodes import Interaction
+    from rollout import stops_of
+
+    stop_ids, _ = stops_of(folder, tokenizer, settings.rollout.stop)
+    interaction = Interaction(settings, tokenizer, stop_ids, [task.prompt for task in tasks], os.devnull)
+    yield interaction
+    interaction.close()
 
 
 def reference_warning(pool: RewardPool, tasks: list[Task]) -> str:

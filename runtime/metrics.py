@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from batch import Group, GroupOutcome, RolloutBatch
+from batch import Completion, Group, GroupOutcome, RolloutBatch, Turn
 from runtime.checkpoint import TrainState, writing
 from settings import Config
 
@@ -71,7 +71,7 @@ def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> di
     verdicts = [v for group in groups for v in group.verdicts]
     outcomes = [group.outcome(binary) for group in groups]
     equal = [o for o in outcomes if not o.has_variance]
-    lengths = [len(c.token_ids) for c in completions]
+    lengths = [c.num_sampled for c in completions]
     statuses = Counter(v.status for v in verdicts)
     num = len(verdicts)
     rewards_by_part = defaultdict(list)
@@ -97,6 +97,21 @@ def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> di
         "cut_at_limit_frac": (sum(c.finish_reason == "length" for c in completions), num),
         **{f"part/{name}/mean": (exact_sum(r), len(r)) for name, r in rewards_by_part.items()},
         **{f"verdict/{s}_frac": (statuses[s], num) for s in ("ok", "wrong", "no_answer", "timeout", "error")},
+    }
+
+
+def turn_metrics(completions: list[Completion]) -> dict[str, tuple[float, float]]:
+    """Measure episodes as (sum, count): turns, calls and their errors, inserted tokens, used-up limits."""
+    num = len(completions)
+    num_calls = sum(c.num_calls for c in completions)
+    reasons = Counter(c.finish_reason for c in completions)
+    return {
+        "turns": (sum(sum(turn.sampled for turn in c.turns) for c in completions), num),
+        "tool_calls": (num_calls, num),
+        "tool_errors_frac": (sum(c.num_call_errors for c in completions), num_calls),
+        "tool_tokens": (sum(len(c.token_ids) - c.num_sampled for c in completions), num),
+        "cut_at_turns_frac": (reasons["turns"], num),
+        "cut_at_context_frac": (reasons["context"], num),
     }
 
 
@@ -205,7 +220,7 @@ def prompt_account(
         "account/prompts_dropped": len(dropped),
         "account/prompts_refilled": account["refilled"],
         "account/rounds": account["rounds"],
-        "account/wasted_dropped_tokens": sum(o.tokens for o in dropped),
+        "account/wasted_dropped_tokens": sum(o.tokens - o.inserted_tokens for o in dropped),
     }
 
 
@@ -384,7 +399,17 @@ def log_samples(config: Config, state: TrainState, batch: RolloutBatch, tokenize
             for name, values in (nats | {"entropy": batch.entropy}).items():
                 if values is not None:  # old_logprobs and entropy exist only if the update needs them
                     row[name] = values[i, :num].tolist()
+            if batch.turns is not None:
+                row |= turns_of_row(row, batch.turns[i], batch.response_mask[i, :num].tolist())
             file.write(json.dumps(row) + "\n")
+
+
+def turns_of_row(row: dict, turns: tuple[Turn, ...], sampled: list[bool]) -> dict:
+    """Return the turns of a row of samples.jsonl, and its lists of nats with null at inserted tokens."""
+    listed = [{"role": t.role, "num_tokens": t.num_tokens, "sampled": t.sampled} for t in turns]
+    names = [name for name in ("rollout_logprobs", "trainer_logprobs", "entropy") if name in row]
+    values = {name: [x if own else None for x, own in zip(row[name], sampled)] for name in names}
+    return {"turns": listed} | values
 
 
 def console_line(state: TrainState, metrics: dict[str, float]) -> str:

@@ -237,7 +237,7 @@ class FakeEngine:
         return ""
 
     def generate(
-        self, requests: list[Request], version: int, on_finished, on_step, capture_routes: bool
+        self, requests: list[Request], version: int, on_finished, on_step, capture_routes: bool, episodes=None
     ) -> list[Completion]:
         completions = []
         for index, request in enumerate(requests):
@@ -275,7 +275,8 @@ def make_run(config: Config, answer: Answer | None, num_prompts: int, **fields) 
     return SimpleNamespace(**{
         "config": config, "engine": engine, "pool": engine, "tokenizer": None, "clock": Clock({}),
         "prompts": make_prompts(num_prompts), "prompt_ids": [[i] for i in range(num_prompts)],
-        "offers": Offers(range(num_prompts)), "history": no_history(num_prompts), "state": TrainState(),
+        "interaction": None, "offers": Offers(range(num_prompts)), "history": no_history(num_prompts),
+        "state": TrainState(),
     } | fields)  # fmt: skip
 
 

@@ -6,16 +6,18 @@ rank. vLLM's CPU kernel cannot compute with half of the experts, so this mode co
 samples nothing.
 """
 
+import dataclasses
 import json
 import os
 import sys
 
 import torch
 import torch.distributed as dist
-from engines import assert_samples_are_the_trainers, token_ids
+from engines import assert_samples_are_the_trainers, logprob_distance, token_ids, trained
 
 import moe_model
 import rollout
+from batch import Turn
 
 
 def sample(engine: rollout.RolloutEngine, policy, rank: int) -> dict:
@@ -26,6 +28,55 @@ def sample(engine: rollout.RolloutEngine, policy, rank: int) -> dict:
     completions = engine.generate(requests, 0, lambda index, _: reported.append(index))
     assert_samples_are_the_trainers(policy, requests, completions)
     return {"reported": sorted(reported), "tokens": token_ids(completions)}
+
+
+class TwoTurns:
+    """Insert two tokens after the first turn; the answer comes after rank + 1 calls of poll()."""
+
+    def __init__(self, requests: list[rollout.Request], rank: int):
+        self.requests = requests
+        self.rank = rank
+        self.turns = [[] for _ in requests]
+        self.delays = []  # [row, calls of poll() left]
+
+    def end_turn(self, row: int, turn, routes) -> None:
+        self.turns[row].append(turn)
+        self.delays.append([row, self.rank + 1])
+
+    def poll(self, wait_s: float) -> list:
+        for delay in self.delays:
+            delay[1] -= 1
+        rows = [row for row, left in self.delays if left == 0]
+        self.delays = [delay for delay in self.delays if delay[1] > 0]
+        return [(row, self.event(row)) for row in rows]
+
+    def event(self, row: int):
+        request = self.requests[row]
+        first, *others = self.turns[row]
+        if not others:
+            ids = [*request.prompt_ids, *first.token_ids, 7, 8]
+            return dataclasses.replace(request, prompt_ids=ids, seed=request.seed + 1000)
+        ids = [*first.token_ids, 7, 8, *others[0].token_ids]
+        logprobs = [*first.logprobs, 0.0, 0.0, *others[0].logprobs]
+        turns = [Turn("assistant", len(first.token_ids)), Turn("tool", 2)]
+        turns.append(Turn("assistant", len(others[0].token_ids)))
+        return dataclasses.replace(others[0], token_ids=ids, logprobs=logprobs, turns=tuple(turns))
+
+    def routes_of(self, row: int) -> None:
+        return None
+
+
+def converse(engine: rollout.RolloutEngine, policy, rank: int) -> dict:
+    """Sample episodes of two turns on both ranks, with tools that take different times."""
+    requests = [
+        rollout.Request([5, 6, 7, 8, 9 + i + 10 * rank], 50 * rank + i, 1.0, 8) for i in range(3 + rank)
+    ]
+    episodes = TwoTurns(requests, rank)
+    completions = engine.generate(requests, 0, capture_routes=False, episodes=episodes)
+    logprobs, _ = trained(policy, requests, completions)
+    is_sampled = torch.tensor([own for c in completions for own in c.sampled_mask])
+    assert logprob_distance(logprobs, completions)[is_sampled].max() < 1e-4
+    return {"turns": [len(completion.turns) for completion in completions]}
 
 
 def main(folder: str, mode: str) -> None:
@@ -52,6 +103,7 @@ def main(folder: str, mode: str) -> None:
             result["error"] = str(error)
     else:
         result |= sample(engine, policy, dist.get_rank())
+        result |= converse(engine, policy, dist.get_rank())
     print(f"RESULT{json.dumps(result)}", flush=True)
     os._exit(0)
 

@@ -304,6 +304,7 @@ RLOO = "experiments/plugins/rloo.py:rloo"
 TOP_ENTROPY = "experiments/plugins/top_entropy.py:top_entropy"
 TOPK = "rollout.topk_logprobs=8"
 REFUSED = [
+    ("rollout.max_turns=3", "rollout.max_turns 3", "data.tools"),
     ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
     ("zero_variance.probe_size=9 rollout.group_size=8", "zero_variance.probe_size 9", "rollout.group_size 8"),
     ("zero_variance.refill=true", "zero_variance.refill True", "zero_variance.drop"),

@@ -149,6 +149,10 @@ PLACEHOLDER = re.compile(r"(?<![A-Za-z])(SET|PHASE|KIND|[KDS])(?![A-Za-z])")
 OF_OTHER_RUNS = {  # runs of test_run.py, test_stages.py and test_zero_variance.py write these
     "ref_kl_k3", "part/KIND/mean", "stage", "teacher_frac", "teacher_kl_k1", "account/teacher_tokens_total",
 }  # fmt: skip
+OF_EPISODES = (  # of runs with tools or an environment: test_episodes.py compares the names
+    "turns", "tool_calls", "tool_errors_frac", "tool_tokens", "cut_at_turns_frac", "cut_at_context_frac",
+)  # fmt: skip
+OF_OTHER_RUNS |= {f"{prefix}{name}" for prefix in ("", "eval/SET/") for name in OF_EPISODES}
 
 
 def documented_metrics(page: str) -> dict[str, re.Pattern]:

@@ -19,7 +19,7 @@ FLOORS = (  # a file imports from files on the same floor or below; imports have
     ("configure", "memory_plan", "greso"),
     (
         "judges", "rollout", "vllm_worker", "moe_model", "plugins", "data", "runtime", "batch", "reward",
-        "settings", "verifiers",
+        "episodes", "settings", "verifiers",
     ),
     ("kernels",),
 )  # fmt: skip

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import assert_samples_are_the_trainers, logprob_distance, save_model, token_ids, trained
+from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
-from batch import Request
+from batch import Completion, Request
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
+from episodes import FORMATS, Call, Episodes, Extension
 from moe_model import hf_tensors, pack
 from rollout import RolloutEngine, set_vllm_environment, stops_of
 from settings import RolloutSettings
@@ -226,6 +228,7 @@ def test_two_ranks_share_an_engine_and_each_gets_its_own_completions(folder):
     first, second = results_of_two_ranks(folder, "tensor")
     assert (first["reported"], second["reported"]) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
     assert len(first["tokens"]) == 4 and first["tokens"] != second["tokens"][:4]
+    assert (first["turns"], second["turns"]) == ([3] * 3, [3] * 4), "episodes, with tools of different speed"
 
 
 def test_a_rank_feeds_its_own_experts_to_its_part_of_the_engine(folder):
@@ -264,3 +267,93 @@ def test_completions_end_at_the_stops_of_the_settings(folder, engine, tokenizer,
     stopped = engine.generate(requests, 0)
     assert token_ids(stopped) == expected != token_ids(plain)
     assert [len(completion.logprobs) for completion in stopped] == list(map(len, expected))
+
+
+# ---- episodes of several turns -----------------------------------------------------------------------------
+TURN_ENDS = [1, *range(60, 97)]  # with random weights, <eos> alone would be too rare
+
+
+class Anything:
+    """A tool call in every turn with an even number of letters; the result is the number of letters."""
+
+    @staticmethod
+    def calls(text: str) -> list[Call]:
+        letters = sum(map(str.isalpha, text))
+        call = Call("slow_add", {"a": letters, "b": 0, "seconds": (len(text) % 3) / 100})
+        return [] if letters % 2 else [call]
+
+
+@pytest.fixture
+def conversation(engine, tmp_path, monkeypatch):
+    """Return converse(requests), which lets the engine sample episodes with a tool."""
+    monkeypatch.setitem(FORMATS, "hermes", Anything.calls)
+    monkeypatch.setattr(Extension, "call_format", lambda self, tool: "hermes")
+    monkeypatch.setattr(engine, "stop_ids", TURN_ENDS)
+    chat = chat_tokenizer()
+    prompts = [make_prompt(chat, f"{i}+{i}", tools=[{"function": {"name": "slow_add"}}]) for i in range(12)]
+    ids = [chat(prompt.text)["input_ids"] for prompt in prompts]
+    requests = [Request(prompt_ids, seed, 1.0, 44) for seed, prompt_ids in enumerate(ids)]
+    path = write_tools(tmp_path)
+    interaction = make_interaction(path, prompts, "rollout.max_turns=4", tools=["slow_add"], stops=TURN_ENDS)
+
+    def converse(version: int, **options) -> list[Completion]:
+        episodes = interaction.episodes(requests, prompts)
+        ended = []
+        completions = engine.generate(
+            requests, version, lambda row, c: ended.append((row, c.token_ids)), episodes=episodes, **options
+        )
+        assert sorted(ended) == list(enumerate(token_ids(completions)))
+        return completions
+
+    yield requests, converse
+    interaction.close()
+
+
+def test_episodes_are_the_trainers_token_by_token(policy, engine, conversation):
+    """Log-probabilities of sampled tokens and routes of all tokens are those of one pass of the trainer."""
+    requests, converse = conversation
+    completions = converse(0)
+    assert {c.finish_reason for c in completions} >= {"stop", "turns"}
+    assert max(len(c.turns) for c in completions) == 7 and sum(c.num_calls for c in completions) > 10
+    logprobs, table = trained(policy, requests, completions)
+    is_sampled = torch.tensor([own for c in completions for own in c.sampled_mask])
+    distance = logprob_distance(logprobs, completions)
+    assert distance[is_sampled].max() < 1e-4 < distance[~is_sampled].min()
+    rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
+    for completion, expected in zip(completions, table.split(rows)):
+        assert torch.equal(completion.routed_experts.sort(-1).values.long(), expected.sort(-1).values.long())
+    assert [c.token_ids for c in converse(0)] == token_ids(completions), "the pace of tools changes no token"
+
+
+def test_the_engine_waits_for_tools_only_if_it_has_nothing_else_to_do(engine, conversation, monkeypatch):
+    waits = []
+    poll = Episodes.poll
+
+    def recording(self, wait_s: float):
+        is_running = engine.engine.has_unfinished_requests()
+        waits.append((wait_s > 0, is_running, self.num_waiting > 0))
+        return poll(self, wait_s)
+
+    monkeypatch.setattr(Episodes, "poll", recording)
+    conversation[1](0)
+    assert (False, True, True) in waits, "tokens were sampled while tools ran"
+    assert not any(waited and is_running for waited, is_running, _ in waits)
+
+
+def test_r3_over_several_turns_is_the_pass_with_forced_routes(policy, engine, conversation):
+    """Sample with other routes than the trainer's, then replay: the engine's numbers come back."""
+    requests, converse = conversation
+    completions = converse(0)
+    packed_ids = torch.cat([c.routed_experts for c in completions]).long()
+    is_sampled = torch.tensor([own for c in completions for own in c.sampled_mask])
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "gate.weight" in name:  # only the choice of experts is replayed; scores stay near
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02 * parameter.std())
+    free, table = trained(policy, requests, completions)
+    forced, forced_table = trained(policy, requests, completions, replay_ids_TLK=packed_ids)
+    assert not torch.equal(table.sort(-1).values.long(), packed_ids.sort(-1).values)
+    assert torch.equal(forced_table.sort(-1).values.long(), packed_ids.sort(-1).values)
+    distances = [logprob_distance(x, completions)[is_sampled] for x in (free, forced)]
+    assert distances[1].mean() < 0.5 * distances[0].mean()

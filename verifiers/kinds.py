@@ -15,6 +15,7 @@ from verifiers.own import FUNCTION
 RULE_KINDS = ("exact", "characters", "chain", "verdict", "numeric", "gsm8k", "math")
 SLOW_KINDS = ("code", "instructions")
 KINDS = (*RULE_KINDS, *SLOW_KINDS)
+ENVIRONMENT = "environment"  # the rewards of data.environment are the score: no verifier is called
 
 _TERM = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*\*\s*(\S.*?)\s*")  # weight*kind
 
@@ -40,7 +41,7 @@ def parts_of(kind: str) -> tuple[tuple[float, str], ...]:
 
 def refuse_unknown_kind(name: str, kind: str) -> None:
     """Raise ValueError for a part of a kind that is neither built in nor the name of a function."""
-    if name in KINDS or FUNCTION.fullmatch(name):
+    if name in KINDS or kind == ENVIRONMENT or FUNCTION.fullmatch(name):
         return
     place = "" if name == kind else f" in {kind!r}"
     if " + " in name:
@@ -63,4 +64,4 @@ def is_kind(kind: str) -> bool:
 
 def functions_of(kind: str) -> list[str]:
     """List the functions of your own in a kind; the kind runs user code unless the list is empty."""
-    return [name for _, name in parts_of(kind) if name not in KINDS]
+    return [name for _, name in parts_of(kind) if name not in (*KINDS, ENVIRONMENT)]

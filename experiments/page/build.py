@@ -137,8 +137,9 @@ def token_details(
 ) -> dict:
     """Return the data of a completion's tokens for the page.
 
-    row: token_ids; optional rollout_logprobs (of the engine), trainer_logprobs and entropy. pieces: text of
-    each token. routes, trainer_routes: experts [tokens, layers, K] that predicted each token.
+    row: token_ids; optional rollout_logprobs (of the engine), trainer_logprobs and entropy, with null at
+    inserted tokens, and turns [{role, num_tokens}]. pieces: text of each token. routes, trainer_routes:
+    experts [tokens, layers, K] that predicted each token.
     """
     entropy = row.get("entropy")
     engine = row.get("rollout_logprobs")
@@ -149,7 +150,8 @@ def token_details(
         "engine": rounded(engine, ".5f"),
         "trainer": rounded(trainer, ".5f"),
         "entropy": rounded(entropy, ".4f"),
-        "high": None if entropy is None else highest(entropy, HIGH_ENTROPY_SHARE),
+        "high": None if entropy is None else highest_sampled(entropy, HIGH_ENTROPY_SHARE),
+        "turns": [[turn["role"], turn["num_tokens"]] for turn in row["turns"]] if "turns" in row else None,
         "routes": route_table(routes),
         "trainer_routes": route_table(trainer_routes),
     }
@@ -178,6 +180,12 @@ def highest(values: Sequence[float], share: float) -> list[int]:
     """
     order = np.argsort(-np.asarray(values, dtype=np.float64), kind="stable")
     return sorted(order[: math.ceil(len(values) * share - 1e-9)].tolist())
+
+
+def highest_sampled(values: Sequence[float | None], share: float) -> list[int]:
+    """Return the positions of the highest values, as highest(), among the values that are not null."""
+    positions = [i for i, value in enumerate(values) if value is not None]
+    return [positions[i] for i in highest([values[i] for i in positions], share)]
 
 
 def route_table(ids: np.ndarray | None) -> dict | None:

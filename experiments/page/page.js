@@ -197,6 +197,7 @@ function drawHelp() {
       ...["right", "wrong", "no_answer", "failed"].flatMap((name) => [el("span", {}, el("i", { class: `dot ${name}` })), el("span", {},
         { right: "right, according to the verifier", wrong: "wrong, possibly with a partial reward", no_answer: "the completion contains no answer", failed: "the verifier timed out or raised an error" }[name])]),
       el("span", { class: "marks" }, el("span", { class: "t high" }, "token")), el("span", {}, "one of the 20 % of the completion's tokens with the highest entropy (ESPO's first group)"),
+      el("span", { class: "marks" }, el("span", { class: "t inserted" }, "token")), el("span", {}, "inserted by a tool or an environment: not trained on"),
       el("span", {}, el("span", { class: "control" }, "U+200F")), el("span", {}, "an invisible character")));
   $("help").showModal();
 }
@@ -422,10 +423,12 @@ function card(prompt, completion, detail) {
 function addTokens(node, body, from) {
   const { pieces } = node.detail, to = from ? pieces.length : Math.min(pieces.length, TOKENS_AT_FIRST);
   const high = new Set(node.detail.high ?? []);
+  const authors = authorsOf(node.detail);
   const spans = [];
   for (let i = from; i < to; i++) {
     const content = pieces[i] === "" ? [el("span", { class: "control" }, "·")] : visible(pieces[i], true);
-    const span = el("span", { class: high.has(i) ? "t high" : "t", "data-i": i }, ...content);
+    const marks = [high.has(i) ? " high" : "", authors && authors[i] !== "assistant" ? " inserted" : ""].join("");
+    const span = el("span", { class: `t${marks}`, "data-i": i }, ...content);
     shade(span, node.detail, i);
     spans.push(span);
   }
@@ -434,6 +437,11 @@ function addTokens(node, body, from) {
     const more = el("button", { onclick: () => { more.remove(); addTokens(node, body, to); } }, `Show ${pieces.length - to} more tokens`);
     body.append(more);
   }
+}
+
+/** Return the role that wrote each token of an episode; null if the policy wrote all of them. */
+function authorsOf(detail) {
+  return detail.turns ? detail.turns.flatMap(([role, length]) => Array(length).fill(role)) : null;
 }
 
 /** Return the number that shades a token; null if it was not computed. */
@@ -469,7 +477,9 @@ function dimCards() {
 /** List the recorded numbers of a token, as terms and values. */
 function numbersOf(detail, i) {
   const [trainer, engine] = [detail.trainer?.[i] ?? null, detail.engine?.[i] ?? null];
-  const lines = [["token id", detail.ids ? String(detail.ids[i]) : null], ["entropy", detail.entropy ? `${number(detail.entropy[i], 4)} nats` : null],
+  const entropy = detail.entropy?.[i] ?? null, author = authorsOf(detail)?.[i] ?? null;
+  const lines = [["token id", detail.ids ? String(detail.ids[i]) : null], ["entropy", entropy === null ? null : `${number(entropy, 4)} nats`],
+    ["written by", author === "assistant" ? "the policy" : author],
     ["log p, trainer", trainer === null ? null : number(trainer, 5)], ["log p, engine", engine === null ? null : number(engine, 5)],
     ["difference", (detail.difference?.[i] ?? null) === null ? null : detail.difference[i].toExponential(2)]];
   return lines.filter(([, value]) => value !== null);

@@ -1,0 +1,506 @@
+"""Episodes of several turns: calls of tools and answers of an environment between the turns of the policy.
+
+    turn of the policy -> text -> calls -> workers -> results -> inserted tokens -> next turn of the policy
+
+The next prompt is the exact token ids so far plus the ids of the inserted text. No earlier token is rendered
+or tokenised again, so that the tokens that are trained on are the tokens that were sampled. Only sampled text
+is searched for calls: a result may contain the text of a call.
+
+Reading order: formats of calls, the text between two turns, Interaction (one per run), Episodes (one per call
+of RolloutEngine.generate). verifiers/tools.py runs in the workers.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from batch import Completion, Request, Turn
+from data.chat import ChatTemplate
+from data.prompts import Prompt
+from data.stream import seed_of
+from reward import RewardPool, Verdict
+from settings import Config
+from verifiers.kinds import ENVIRONMENT
+from verifiers.own import check_score, load_function
+from verifiers.sandbox import check_sandbox
+from verifiers.tools import check_environment, python, schemas_of
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Formats of calls
+# ------------------------------------------------------------------------------------------------------------
+class Call(NamedTuple):
+    """A call in the text of the policy."""
+
+    name: str
+    arguments: dict
+    problem: str = ""  # of a malformed call
+
+
+def read_call(text: str, key: str) -> Call:
+    """Read a call in JSON: {"name": ..., key: {...}}."""
+    try:
+        value = json.loads(text)
+        arguments = value.get(key, {}) if isinstance(value, dict) else {}
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return Call("", {}, "the call is not valid JSON")
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call("", {}, f"the call must be a JSON object with name and {key}")
+    if not isinstance(arguments, dict):
+        return Call("", {}, f"{key} must be a JSON object")
+    return Call(value["name"], arguments)
+
+
+def hermes_calls(text: str) -> list[Call]:
+    """Find calls <tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen 2.5, Qwen 3)."""
+    matches = re.finditer(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)
+    return [read_call(match[1], "arguments") for match in matches]
+
+
+def llama_calls(text: str) -> list[Call]:
+    """Find a turn that is one object {"name": ..., "parameters": {...}} (Llama 3)."""
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    return [read_call(text, "parameters")] if re.match(r'\{\s*"name"', text) else []
+
+
+FORMATS: dict[str, Callable[[str], list[Call]]] = {"hermes": hermes_calls, "llama": llama_calls}
+
+
+def calls_of(text: str, call_format: str) -> list[Call]:
+    """Find the calls in a turn; thoughts up to </think> call nothing."""
+    return FORMATS[call_format](text.rpartition("</think>")[2])
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The text between two turns
+# ------------------------------------------------------------------------------------------------------------
+PROBES = (  # turns of the policy whose rendering is compared at the start
+    "a",
+    "<think>\nb\n</think>\n\nc",
+    '<tool_call>\n{"name": "d", "arguments": {}}\n</tool_call>',
+)
+INEXACT = "the template cannot be extended exactly"
+
+
+class Extension:
+    """The tokens that the chat template puts between two turns of the policy: end of turn, results, opening.
+
+    template: with the tools. stop_ids: token ids that end a turn. has_system: prompts have a system message.
+    The text is rendered in a short conversation, because check() has proven that it does not depend on the
+    conversation.
+    """
+
+    def __init__(self, template: ChatTemplate, stop_ids: Sequence[int], has_system: bool = False):
+        self.template = template
+        self.tokenizer = template.tokenizer
+        self.stop_ids = stop_ids
+        system = [{"role": "system", "content": "s"}] if has_system else []
+        self.opening = [*system, {"role": "user", "content": "q"}]
+        self.prompt = template.text(self.opening)
+
+    def text(self, messages: list[dict], history: Sequence[dict] = (), turn: str = "a") -> str:
+        """Return the text after a turn, up to the next turn; ValueError if the template changes the past.
+
+        history: earlier messages after the opening, which end before the turn.
+        """
+        before = self.template.text([*self.opening, *history]) + turn
+        whole = self.template.text(
+            [*self.opening, *history, {"role": "assistant", "content": turn}, *messages]
+        )
+        if not whole.startswith(before):
+            same = len(os.path.commonprefix([whole, before]))
+            raise ValueError(
+                f"{INEXACT}, because it renders an earlier turn in another way than the policy has read and "
+                f"written the turn: {before[max(0, same - 20) : same + 40]!r} becomes "
+                f"{whole[max(0, same - 20) : same + 40]!r}. Put a chat_template.jinja that keeps earlier "
+                "turns into the model's folder (data.chat_template_args may help)"
+            )
+        return whole[len(before) :]
+
+    def ids(self, messages: list[dict], last_id: int) -> list[int]:
+        """Return the token ids of the text after a turn that ended with the token last_id."""
+        ids = self.tokenizer(self.text(messages), add_special_tokens=False)["input_ids"]
+        return ids[1:] if ids[0] == last_id else ids
+
+    def plain(self, text: str) -> str:
+        """Return a text without special tokens: a space keeps, for example, <|im_end|> from ending a turn."""
+        for token in self.tokenizer.all_special_tokens:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+    def turn_text(self, token_ids: list[int]) -> str:
+        """Return the text of a sampled turn without the token that ended the turn."""
+        ids = token_ids[:-1] if token_ids[-1] in self.stop_ids else token_ids
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def check(self, role: str) -> None:
+        """Raise ValueError unless the text between turns is the same in every conversation.
+
+        role: of the inserted messages. The text after a turn must not depend on the turn or on earlier turns,
+        must begin with a token that ends turns, and must give the same tokens alone and inside of the
+        conversation.
+        """
+        messages = [{"role": role, "content": "RESULT"}]
+        expected = self.text(messages)
+        if "RESULT" not in expected:
+            raise ValueError(f"the chat template does not render messages of role {role}")
+        for turn in PROBES:
+            history = [{"role": "assistant", "content": turn}, *messages]
+            for text in (self.text(messages, turn=turn), self.text(messages, history, turn)):
+                if text != expected:
+                    raise ValueError(f"{INEXACT}: after {turn!r} it inserts {text!r}, not {expected!r}")
+        ids = self.tokenizer(expected, add_special_tokens=False)["input_ids"]
+        if ids[0] not in self.stop_ids:
+            first = self.tokenizer.convert_ids_to_tokens(ids[0])
+            raise ValueError(
+                f"{INEXACT}: it ends a turn with {first!r}, which does not end a completion; if {first!r} is "
+                f"the end of a turn, set rollout.stop=[{ids[0]}]"
+            )
+        whole = self.tokenizer(self.prompt + "a" + expected, add_special_tokens=False)["input_ids"]
+        if whole[-len(ids) :] != ids:
+            raise ValueError(f"{INEXACT}: {expected!r} gives other tokens alone than after a turn")
+
+    def call_format(self, tool: str) -> str:
+        """Return the name of the format in FORMATS in which the template writes calls."""
+        call = {"name": tool, "arguments": {"x": "y"}}
+        message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}
+        try:
+            whole = self.template.text([*self.opening, message], add_generation_prompt=False)
+        except Exception as error:  # a template can raise errors of any type
+            raise ValueError(f"the chat template cannot render a call: {error}") from error
+        turn = whole[len(os.path.commonprefix([whole, self.prompt])) :]
+        for token in self.tokenizer.all_special_tokens:
+            turn = turn.partition(token)[0]
+        for name in FORMATS:
+            if calls_of(turn, name) == [Call(tool, {"x": "y"})]:
+                return name
+        raise ValueError(
+            f"the chat template writes a call as {turn!r}, which is none of the formats {', '.join(FORMATS)} "
+            "of episodes.py: add the format to FORMATS, or use a template that renders tool_calls"
+        )
+
+
+def extension_of(config: Config, tokenizer, stop_ids: Sequence[int], prompts: list[Prompt]) -> Extension:
+    """Return the checked text between turns for the prompts of a run; ValueError names setting and reason."""
+    data = config.data
+    plain = next((prompt for prompt in prompts if not prompt.is_chat), None)
+    setting = "data.tools" if data.tools else "data.environment"
+    if plain is not None:
+        raise ValueError(
+            f"{setting}: turns are messages of a chat, but the prompt {plain.text[:80]!r} of {plain.source} "
+            "is plain text; set data.chat=always"
+        )
+    schemas = schemas_of(data.tools)
+    template = ChatTemplate(tokenizer, None, data.chat_template_args, schemas)
+    has_system = prompts[0].messages[0]["role"] == "system"
+    extension = Extension(template, stop_ids, has_system)
+    missing = [s["function"]["name"] for s in schemas if s["function"]["name"] not in extension.prompt]
+    if missing:
+        raise ValueError(
+            f"data.tools: the chat template does not show the tool {missing[0]!r} to the policy; use a model "
+            "whose template supports tools, or put a chat_template.jinja into the model's folder"
+        )
+    roles = ["tool"] * bool(data.tools) + ["user"] * (data.environment is not None)
+    for role in roles:
+        try:
+            extension.check(role)
+        except Exception as error:  # a template can raise errors of any type
+            raise ValueError(f"data.{'tools' if role == 'tool' else 'environment'}: {error}") from error
+    return extension
+
+
+# ------------------------------------------------------------------------------------------------------------
+# One per run
+# ------------------------------------------------------------------------------------------------------------
+class Interaction:
+    """The tools and the environment of a run, with their workers. RewardPool describes the arguments.
+
+    Tools share the workers of one pool. An environment's episodes are spread over pools of one worker, so
+    that the steps of an episode meet the worker that holds the episode's environment.
+    """
+
+    def __init__(self, config: Config, tokenizer, stop_ids: Sequence[int], prompts: list[Prompt], log_path):
+        data = config.data
+        self.extension = extension_of(config, tokenizer, stop_ids, prompts)
+        self.tools = {s["function"]["name"]: name for s, name in zip(schemas_of(data.tools), data.tools)}
+        self.call_format = self.extension.call_format(next(iter(self.tools))) if self.tools else ""
+        self.environment = data.environment
+        self.max_turns = config.rollout.max_turns
+        self.timeout_s = config.rollout.tool_timeout_s
+        self.log_note = f"; see {log_path}"
+        self.num_rollouts = 0
+        if self.environment:
+            check_environment(self.environment, row_of(prompts[0], 0))
+        if any(load_function(name).call is python for name in data.tools):
+            check_sandbox(config.reward.sandbox)
+
+        def start(service: str, num_workers: int) -> RewardPool:
+            return RewardPool(
+                num_workers, self.timeout_s, int(config.reward.memory_gib * 2**30), env=config.reward.env,
+                log_path=log_path, service=service, max_chars=config.rollout.max_tool_chars,
+                code_limits={
+                    "isolation": config.reward.sandbox, "timeout_s": config.reward.code_timeout_s,
+                    "memory_bytes": int(config.reward.code_memory_gib * 2**30),
+                },
+            )  # fmt: skip
+
+        num_workers = config.rollout.tool_workers
+        self.tool_pool = start("tools", num_workers) if self.tools else None
+        self.environment_pools = [
+            start("environment", 1) for _ in range(num_workers if self.environment else 0)
+        ]
+
+    @property
+    def pools(self) -> list[RewardPool]:
+        """Return all pools."""
+        return [*self.environment_pools, *([self.tool_pool] if self.tool_pool else [])]
+
+    def mean_seconds(self) -> float:
+        """Return the recent mean of the seconds of a call or step, 0 before the first one."""
+        seconds = [seconds for pool in self.pools for seconds in pool.seconds.values()]
+        return sum(seconds) / max(1, len(seconds))
+
+    def close(self) -> None:
+        """End the workers."""
+        for pool in self.pools:
+            pool.close()
+
+    def episodes(self, requests: list[Request], prompts: list[Prompt]) -> "Episodes":
+        """Return the episodes of some requests; prompts: the prompt of each."""
+        self.num_rollouts += 1
+        return Episodes(self, self.num_rollouts, requests, prompts)
+
+    def error_text(self, verdict: Verdict) -> str:
+        """Return the text that the policy reads in place of a result."""
+        if verdict.status == "timeout":
+            return f"Error: no result after {self.timeout_s:g} s"
+        return f"Error: {verdict.detail.removesuffix(self.log_note)}"
+
+
+def row_of(prompt: Prompt, seed: int) -> dict:
+    """Return the row that an environment's reset() gets; seed: the same after a resume, for random games."""
+    return {**prompt.fields, "answer": prompt.answer, "seed": seed}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# One per call of generate()
+# ------------------------------------------------------------------------------------------------------------
+@dataclass
+class Episode:
+    """One running episode."""
+
+    request: Request  # of the first turn
+    prompt: Prompt
+    token_ids: list[int] = field(default_factory=list)  # after the prompt
+    logprobs: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # of each turn
+    routes: list[np.ndarray] = field(default_factory=list)  # of consecutive tokens, from the prompt on
+    results: dict[int, str | None] = field(default_factory=dict)  # of the calls of the last turn; None: runs
+    messages: list[str] = field(default_factory=list)  # of the environment
+    num_turns: int = 0  # of the policy
+    num_calls: int = 0
+    num_call_errors: int = 0
+    reward: float = 0.0  # sum of the environment's rewards
+    verdict: Verdict | None = None
+    seconds: float = 0.0  # until the end of the last turn
+
+    def add_turn(self, turn: Completion, text: str, routes: np.ndarray | None) -> None:
+        """Add a turn of the policy; routes: of prompt and turn.
+
+        A token's routes are those of its first computation: the engine may compute the end of the history
+        again, beyond the cached prefix, but earlier log-probabilities came from the first routes.
+        """
+        self.token_ids += turn.token_ids
+        self.logprobs += turn.logprobs
+        self.turns.append(Turn("assistant", len(turn.token_ids)))
+        self.texts.append(text)
+        self.num_turns += 1
+        self.seconds = turn.seconds
+        if routes is not None:
+            num_known = sum(map(len, self.routes))
+            self.routes.append(routes[num_known:])
+
+    def completion(self, finish_reason: str) -> Completion:
+        """Return the finished episode."""
+        return Completion(
+            self.token_ids, self.logprobs, finish_reason, self.seconds, turns=tuple(self.turns),
+            texts=tuple(self.texts), num_calls=self.num_calls, num_call_errors=self.num_call_errors,
+            verdict=self.verdict,
+        )  # fmt: skip
+
+
+CLOSE = -1  # in place of the number of a turn: the end of an environment
+Event = tuple[int, Request | Completion]  # a row, and its next turn or its end
+
+
+class Episodes:
+    """The episodes of one rollout. The engine gives the turns; poll() returns what follows."""
+
+    def __init__(self, interaction: Interaction, number: int, requests: list[Request], prompts: list[Prompt]):
+        self.interaction = interaction
+        self.number = number
+        self.episodes = [Episode(*pair) for pair in zip(requests, prompts)]
+        self.events: list[Event] = []
+        self.num_waiting = 0  # episodes that wait for workers
+
+    def end_turn(self, row: int, turn: Completion, routes: np.ndarray | None) -> None:
+        """Record a turn of the policy, and start its calls or the environment's step."""
+        episode = self.episodes[row]
+        text = self.interaction.extension.turn_text(turn.token_ids)
+        episode.add_turn(turn, text, routes)
+        if turn.finish_reason != "stop":
+            self.end(row, turn.finish_reason)
+            return
+        calls = calls_of(text, self.interaction.call_format) if self.interaction.tools else []
+        is_last = episode.num_turns == self.interaction.max_turns
+        if calls and is_last:
+            self.end(row, "turns")
+        elif calls:
+            self.start_calls(row, calls)
+        elif self.interaction.environment:
+            self.start_step(row)
+        else:
+            self.end(row, "stop")
+
+    def start_calls(self, row: int, calls: list[Call]) -> None:
+        """Send calls to the workers; a malformed call and an unknown tool have their result at once."""
+        episode = self.episodes[row]
+        episode.results = {}
+        for number, call in enumerate(calls):
+            name = self.interaction.tools.get(call.name)
+            problem = call.problem
+            if not problem and name is None:
+                known = ", ".join(self.interaction.tools)
+                problem = f"there is no tool {call.name[:80]!r}; the tools are {known}"
+            episode.num_calls += 1
+            episode.num_call_errors += bool(problem)
+            episode.results[number] = f"Error: {problem}" if problem else None
+            if name is not None and not problem:
+                key = (self.number, row, episode.num_turns, number)
+                self.interaction.tool_pool.submit(key, name, json.dumps(call.arguments), "")
+        self.num_waiting += 1
+        self.insert_if_complete(row)
+
+    def start_step(self, row: int) -> None:
+        """Send the policy's texts to the environment."""
+        episode = self.episodes[row]
+        texts = [text for text, turn in zip(episode.texts, episode.turns) if turn.sampled]
+        request = {"texts": texts, "messages": episode.messages}
+        self.submit_step(row, request | {"row": row_of(episode.prompt, episode.request.seed)})
+        self.num_waiting += 1
+
+    def submit_step(self, row: int, request: dict) -> None:
+        """Queue a request to the environment of an episode."""
+        pools = self.interaction.environment_pools
+        request["episode"] = f"{self.number}.{row}"
+        key = (self.number, row, CLOSE if "close" in request else self.episodes[row].num_turns, 0)
+        pools[row % len(pools)].submit(key, self.interaction.environment, json.dumps(request), "")
+
+    def poll(self, wait_s: float = 0.0) -> list[Event]:
+        """Return the next turns and the ended episodes since the last call.
+
+        wait_s: seconds to wait for an event, if there is none and an episode waits for workers.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            for pool in self.interaction.pools:
+                for (rollout, row, turn, number), verdict in pool.take().items():
+                    if rollout != self.number or turn == CLOSE:
+                        continue
+                    if pool is self.interaction.tool_pool:
+                        self.take_result(row, number, verdict)
+                    else:
+                        self.take_answer(row, verdict)
+            if self.events or not self.num_waiting or time.monotonic() >= deadline:
+                break
+            time.sleep(0.001)
+        events = self.events
+        self.events = []
+        return events
+
+    def take_result(self, row: int, number: int, verdict: Verdict) -> None:
+        """Record the result of a call."""
+        episode = self.episodes[row]
+        episode.num_call_errors += verdict.failed
+        text = self.interaction.error_text(verdict) if verdict.failed else verdict.detail
+        episode.results[number] = text
+        self.insert_if_complete(row)
+
+    def insert_if_complete(self, row: int) -> None:
+        """Insert the results of all calls of a turn, as soon as the last one has arrived."""
+        results = self.episodes[row].results.values()
+        if None not in results:
+            self.num_waiting -= 1
+            self.insert(row, [{"role": "tool", "content": text} for text in results])
+
+    def take_answer(self, row: int, verdict: Verdict) -> None:
+        """Record the environment's answer to a turn."""
+        episode = self.episodes[row]
+        self.num_waiting -= 1
+        if verdict.failed:
+            episode.verdict = replace(verdict, reward=0.0)
+            self.end(row, "stop")
+            return
+        message, done, reward = json.loads(verdict.detail)
+        episode.reward += reward
+        if message is None or done:
+            self.end(row, "stop")
+        elif episode.num_turns == self.interaction.max_turns:
+            self.end(row, "turns")
+        else:
+            episode.messages.append(message)
+            self.insert(row, [{"role": "user", "content": message}])
+
+    def insert(self, row: int, messages: list[dict]) -> None:
+        """Insert messages after a turn and ask for the next turn; end the episode if there is no room."""
+        episode = self.episodes[row]
+        extension = self.interaction.extension
+        messages = [message | {"content": extension.plain(message["content"])} for message in messages]
+        ids = extension.ids(messages, last_id=episode.token_ids[-1])
+        request = episode.request
+        rest = request.max_new_tokens - len(episode.token_ids) - len(ids)
+        if rest < 1:
+            self.end(row, "context")
+            return
+        episode.token_ids += ids
+        episode.logprobs += [0.0] * len(ids)
+        episode.turns.append(Turn(messages[0]["role"], len(ids)))
+        episode.texts.append("\n".join(message["content"] for message in messages))
+        num_tokens = len(episode.token_ids)
+        expected = max(1.0, request.expected_tokens - num_tokens) if request.expected_tokens else 0.0
+        next_turn = replace(
+            request, prompt_ids=[*request.prompt_ids, *episode.token_ids], max_new_tokens=rest,
+            seed=seed_of(request.seed, "turn", episode.num_turns), min_new_tokens=0, expected_tokens=expected,
+        )  # fmt: skip
+        self.events.append((row, next_turn))
+
+    def end(self, row: int, finish_reason: str) -> None:
+        """End an episode; the environment's rewards become the verdict of prompts of kind environment."""
+        episode = self.episodes[row]
+        if self.interaction.environment and episode.verdict is None and episode.prompt.kind == ENVIRONMENT:
+            episode.verdict = verdict_of(episode.reward)
+        if self.interaction.environment:
+            self.submit_step(row, {"close": True})
+        self.events.append((row, episode.completion(finish_reason)))
+
+    def routes_of(self, row: int) -> np.ndarray | None:
+        """Return the routes of an ended episode, [prompt + completion - 1, L, K]."""
+        tables = self.episodes[row].routes
+        return np.concatenate(tables) if tables else None
+
+
+def verdict_of(reward: float) -> Verdict:
+    """Return the verdict of an episode's rewards, whose sum has to lie in [0, 1]."""
+    try:
+        score = check_score(reward)
+    except ValueError:
+        return Verdict(0.0, "error", f"the rewards of the episode sum to {reward:g}, outside of [0, 1]")
+    return Verdict(score, "ok" if score == 1 else "wrong")
