@@ -33,7 +33,7 @@ def probabilities(folder: Path, rows: list[dict]) -> torch.Tensor:
         ]
         prompts = tokenizer([row["prompt"] for row in part])["input_ids"]
         with torch.no_grad():
-            logprobs, _, _ = policy(pack(prompts, answers, torch.device("cpu")))
+            logprobs, *_ = policy(pack(prompts, answers, torch.device("cpu")))
         values += [of_row.sum().exp() for of_row in logprobs.split([len(ids) for ids in answers])]
     return torch.stack(values)
 
