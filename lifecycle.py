@@ -181,8 +181,6 @@ def set_up(config: Config) -> Run | None:
     configs = with_micro_batches(stage_configs(config), hf_config, state, node)
     largest = widest(configs)
     memory_line = check_sizes(largest, configs, hf_config, node)
-    num_bytes = checkpoint_bytes(hf_config, config.model.dtype)
-    check_free_disk(Path(config.run.dir), num_bytes, config.checkpoint.every)
     tokenizer = load_tokenizer(model_dir)
     pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
@@ -317,13 +315,16 @@ def with_micro_batches(
 
 
 def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMemory | None) -> str | None:
-    """Raise ValueError if the settings do not fit the model or the memory; return the line about the memory.
+    """Return the line about the memory; ValueError if model, memory or disk refuse the settings. Collective.
 
     largest: settings with the largest sizes of all stages; configs: settings of each stage.
     """
     for stage_config in (largest, *configs):
         check_model(stage_config, hf_config)
-    return check_memory(largest, hf_config, dist.get_world_size(), node)
+    memory_line = check_memory(largest, hf_config, dist.get_world_size(), node)
+    num_bytes = checkpoint_bytes(hf_config, largest.model.dtype)
+    check_free_disk(Path(largest.run.dir), num_bytes, largest.checkpoint.every)
+    return memory_line
 
 
 def checkpoint_bytes(hf_config, dtype: str) -> int:

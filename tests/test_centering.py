@@ -92,7 +92,7 @@ def expected_gradient(config: Config, policy=POLICY, old=OLD, engine=ENGINE, adv
     counts = torch.tensor([1, 1])
     loss, _ = train_rl.micro_batch_loss(
         logprobs, torch.zeros_like(logprobs), batch, list(range(len(COMPLETIONS))), counts, math.log(VOCAB),
-        config, topk_logprobs=topk_rows(table),
+        config, topk_logprobs=topk_rows(table) if config.algorithm.score_centering else None,
     )  # fmt: skip
     loss.backward()
     return -logits.grad

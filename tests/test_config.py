@@ -317,6 +317,10 @@ REFUSED = [
         "zero_variance.skip_rule 'consecutive'", "zero_variance.history False",
     ),
     ("zero_variance.rl_zvp=true zero_variance.drop=true", "zero_variance.rl_zvp", "zero_variance.drop"),
+    (
+        "zero_variance.teacher=x zero_variance.tournament=true reward.judge=scalar reward.judge_path=x",
+        "zero_variance.teacher 'x'", "zero_variance.tournament",
+    ),
     ("zero_variance.teacher=x zero_variance.drop=true", "zero_variance.teacher 'x'", "zero_variance.drop"),
     (
         "zero_variance.teacher=x zero_variance.teacher_groups=every zero_variance.rl_zvp=true",
