@@ -9,8 +9,8 @@ QUESTION="{prompt}|{first}|{second}|" # equals reward.judge_template of reasonin
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 python -m data.tiny
-python -m data.judge_pairs --model data/built/tiny/model --prompts data/built/tiny/train.jsonl --skip 5000 \
-    --output $BUILT/pairs --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 \
+python -m data.judge_pairs --model data/built/tiny/model --prompts data/built/tiny/train.jsonl --skip 2000 \
+    --output $BUILT/pairs --pairs 16000 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 \
     --question "$QUESTION" --rationale "{answer};{first_score};{second_score};"
 
 measure() { # name, seed, kind, folder
