@@ -420,6 +420,7 @@ def plain_statistics(completions: list[dict], values: dict, settings: dict) -> l
             "mismatch_extreme": float(abs(distance) > math.log(2)),
             "mismatch_weight": math.exp(distance),
             "mismatch_weight_sq": math.exp(2 * distance),
+            "advantage": completions[i]["advantages"][t],
         }
         if settings["kl_coef"]:
             token["ref_kl_k3"] = reference.kl_k3(values["logprobs"][i][t], completions[i]["ref_logprobs"][t])
@@ -436,7 +437,7 @@ def mean_of(rows: list[dict], name: str) -> float:
 def plain_metrics(tokens: list[dict]) -> dict[str, float]:
     """Return the means of plain_statistics(), some by entropy group, and the maxima."""
     metrics = {}
-    for name in tokens[0].keys() - {"entropy_group"}:
+    for name in tokens[0].keys() - {"entropy_group", "advantage"}:
         metrics[name] = mean_of(tokens, name)
         if name in ("entropy", "clipped", "clip_eps", "abs_dlogp") or name.startswith("mismatch"):
             for k in (0, 1):
@@ -444,6 +445,9 @@ def plain_metrics(tokens: list[dict]) -> dict[str, float]:
                 metrics[f"{name}/entropy_group_{k}"] = mean_of(members, name)
         if name in ("abs_dlogp", "abs_log_ratio", "clip_eps"):
             metrics[f"{name}_max"] = max(token[name] for token in tokens)
+    for name, sign in (("skew_positive", 1), ("skew_negative", -1)):
+        excess = [-(t["mismatch_weight"] - 1) * t["advantage"] for t in tokens if sign * t["advantage"] > 0]
+        metrics[name] = sum(excess) / len(excess)
     ascending = sorted(token["abs_dlogp"] for token in tokens)
     return metrics | {"abs_dlogp_p99": ascending[math.ceil(0.99 * len(ascending)) - 1]}
 
