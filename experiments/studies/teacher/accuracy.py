@@ -57,7 +57,7 @@ def sets() -> dict[str, tuple[str, list[dict]]]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table of all sets."""
     lines = []
     for name, (task, rows) in sets().items():
         models = [BUILT / task / "model", BUILT / f"{task}_teacher" / "model"]
