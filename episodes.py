@@ -174,7 +174,7 @@ class Extension:
         try:
             whole = self.template.text([*self.opening, message], add_generation_prompt=False)
         except Exception as error:  # a template can raise errors of any type
-            raise ValueError(f"the chat template cannot render a call: {error}") from error
+            raise ValueError(f"data.tools: the chat template cannot render a call: {error}") from error
         turn = whole[len(os.path.commonprefix([whole, self.prompt])) :]
         for token in self.tokenizer.all_special_tokens:
             turn = turn.partition(token)[0]
@@ -182,8 +182,8 @@ class Extension:
             if calls_of(turn, name) == [Call(tool, {"x": "y"})]:
                 return name
         raise ValueError(
-            f"the chat template writes a call as {turn!r}, which is none of the formats {', '.join(FORMATS)} "
-            "of episodes.py: add the format to FORMATS, or use a template that renders tool_calls"
+            f"data.tools: the chat template writes a call as {turn!r}, which is none of the formats "
+            f"{', '.join(FORMATS)} of episodes.py: add the format to FORMATS, or use a template that renders tool_calls"
         )
 
 

@@ -493,7 +493,8 @@ def test_a_tool_or_environment_that_cannot_work_is_refused_by_name(tools, tokeni
         ("[{{ m.content }}]", "[]", "does not render messages of role tool"),
         ("={{ m.content }}", "={{ m.content.split('</think>')[-1] }}", "earlier turn"),  # as Qwen 3 does
         ("={{ m.content }}", "=<think></think>{{ m.content }}", "earlier turn"),  # as GLM-4.5 does
-        ("[{{ m.content }}]", "[{{ m.content }}{{ messages | length }}]", "inserts"),
+        ("[{{ m.content }}]", "[{{ m.content }}{{ messages | length }}]", "earlier turn"),
+        ("[{{ m.content }}]", "[{{ m.content }}{{ messages[-2].content | length }}]", "inserts"),
         ("<eos>{% elif", "<pad>{% elif", "rollout.stop=[0]"),
         ("<tool_call>", "<call>", "FORMATS"),
         ("[{{ m.content }}]", "{{ raise_exception('no tools') }}", "no tools"),
