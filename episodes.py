@@ -183,7 +183,8 @@ class Extension:
                 return name
         raise ValueError(
             f"data.tools: the chat template writes a call as {turn!r}, which is none of the formats "
-            f"{', '.join(FORMATS)} of episodes.py: add the format to FORMATS, or use a template that renders tool_calls"
+            f"{', '.join(FORMATS)} of episodes.py: add the format to FORMATS, or use a template that renders "
+            "tool_calls"
         )
 
 
