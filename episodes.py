@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,7 +99,7 @@ class Extension:
 
     def __init__(self, template: ChatTemplate, stop_ids: Sequence[int], has_system: bool = False):
         self.template = template
-        self.tokenizer = template.tokenizer
+        self.tokenizer: Any = template.tokenizer
         self.stop_ids = stop_ids
         system = [{"role": "system", "content": "s"}] if has_system else []
         self.opening = [*system, {"role": "user", "content": "q"}]
