@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,7 +99,7 @@ class Extension:
 
     def __init__(self, template: ChatTemplate, stop_ids: Sequence[int], has_system: bool = False):
         self.template = template
-        self.tokenizer = template.tokenizer
+        self.tokenizer: Any = template.tokenizer
         self.stop_ids = stop_ids
         system = [{"role": "system", "content": "s"}] if has_system else []
         self.opening = [*system, {"role": "user", "content": "q"}]
@@ -174,7 +174,7 @@ class Extension:
         try:
             whole = self.template.text([*self.opening, message], add_generation_prompt=False)
         except Exception as error:  # a template can raise errors of any type
-            raise ValueError(f"the chat template cannot render a call: {error}") from error
+            raise ValueError(f"data.tools: the chat template cannot render a call: {error}") from error
         turn = whole[len(os.path.commonprefix([whole, self.prompt])) :]
         for token in self.tokenizer.all_special_tokens:
             turn = turn.partition(token)[0]
@@ -182,8 +182,9 @@ class Extension:
             if calls_of(turn, name) == [Call(tool, {"x": "y"})]:
                 return name
         raise ValueError(
-            f"the chat template writes a call as {turn!r}, which is none of the formats {', '.join(FORMATS)} "
-            "of episodes.py: add the format to FORMATS, or use a template that renders tool_calls"
+            f"data.tools: the chat template writes a call as {turn!r}, which is none of the formats "
+            f"{', '.join(FORMATS)} of episodes.py: add the format to FORMATS, or use a template that renders "
+            "tool_calls"
         )
 
 

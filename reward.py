@@ -426,8 +426,8 @@ class RewardPool(contextlib.AbstractContextManager):
         self._verdicts = {}
         return verdicts
 
-    def take(self) -> dict[Hashable, Verdict]:
-        """Return the verdicts that have arrived since the last call, without waiting."""
+    def take(self) -> dict:
+        """Return {key: Verdict} of the verdicts that have arrived since the last call, without waiting."""
         self.poll()
         arrived = {key: verdict for key, verdict in self._verdicts.items() if verdict is not None}
         for key in arrived:

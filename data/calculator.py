@@ -26,7 +26,7 @@ import numpy as np
 
 from data.tiny import OUTPUT, Recipe, build_once, build_policy, build_tokenizer
 
-CALL_COST = 0.1  # of the reward [ours]
+CALL_COST = 0.3  # of the reward [ours]
 RECIPE = Recipe(steps=1000, learning_rate=4e-3, hidden_size=64, expert_width=64, initializer_range=0.125)
 CALL_FRAC = 0.3  # share of the corpus that calls, if the prompt has the tool
 FORGET_FRAC = 0.8  # share of answers without a call that forget all carries

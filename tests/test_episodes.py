@@ -1,6 +1,7 @@
 """Episodes of several turns: formats of calls, the text between turns, tools, environments, limits."""
 
 import json
+import os
 import random
 import time
 from dataclasses import replace
@@ -175,7 +176,7 @@ def test_an_odd_tool_gives_text_that_the_policy_reads(calculator):
     for episode, (words, is_error) in zip(episodes, ODD.values()):
         assert words in episode.texts[1] and len(episode.texts[1]) < 200
         assert (episode.num_calls, episode.num_call_errors) == (1, is_error)
-        assert ".log" not in episode.texts[1], "a path would differ between two runs"
+        assert os.devnull not in episode.texts[1], "a path of the run would differ between two runs"
 
 
 @pytest.mark.parametrize(
@@ -212,30 +213,24 @@ def test_limits_end_an_episode_with_a_reason_of_their_own(calculator):
     assert fits.finish_reason == "stop" and len(fits.token_ids) == length + 5
 
 
-def test_calls_of_many_episodes_run_at_the_same_time(tools, tokenizer):
-    """Twelve calls of 0.2 s on two workers take 1.2 s in a row each; a serial run would take 2.4 s."""
-    prompts = [make_prompt(tokenizer, "2+2")] * 12
-    interaction = make_interaction(tools, prompts, tools=("slow_add",))
-    warm_up = [[call("slow_add", a=0, b=0, seconds=0), "end"]] * 12
-    play(interaction, prompts, warm_up)
-    start = time.monotonic()
-    play(interaction, prompts, [[call("slow_add", a=i, b=1, seconds=0.2), "end"] for i in range(12)])
-    assert 1.2 <= time.monotonic() - start < 2.2
-    interaction.close()
+def test_calls_of_many_episodes_are_spread_over_the_workers(calculator):
+    prompts = [make_prompt(calculator.extension.tokenizer, "2+2")] * 12
+    episodes = play(calculator, prompts, [[call("odd", what="process"), "end"]] * 12)
+    assert len({episode.texts[1] for episode in episodes}) == 2
 
 
 def test_async_tools_wait_at_the_same_time_within_their_limit(tools, tokenizer):
-    """Forty calls of 0.2 s on two workers would take 4 s in a row."""
+    """Forty calls of 0.5 s on two workers would take 10 s in a row."""
     prompts = [make_prompt(tokenizer, "2+2")] * 40
-    interaction = make_interaction(tools, prompts, "rollout.tool_timeout_s=1", tools=("fetch",))
+    interaction = make_interaction(tools, prompts, "rollout.tool_timeout_s=3", tools=("fetch",))
     play(interaction, prompts[:2], [[call("fetch", a=0, seconds=0), "end"]] * 2)
     start = time.monotonic()
-    turns = [[call("fetch", a=i, seconds=30 if i == 7 else 0.2), "end"] for i in range(40)]
+    turns = [[call("fetch", a=i, seconds=30 if i == 7 else 0.5), "end"] for i in range(40)]
     episodes = play(interaction, prompts, turns)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 8
     interaction.close()
     texts = [episode.texts[1] for episode in episodes]
-    assert texts == [f'{{"a": {i}}}' if i != 7 else "Error: no result after 1 s" for i in range(40)]
+    assert texts == [f'{{"a": {i}}}' if i != 7 else "Error: no result after 3 s" for i in range(40)]
 
 
 # ---- environments ------------------------------------------------------------------------------------------
@@ -431,6 +426,17 @@ def test_cut_episodes_are_left_out_if_the_budget_cut_them(one_rank):
     assert kept.tolist() == [True, False, False, True]
 
 
+def test_the_example_plays_an_environment_of_openenv(tools, tokenizer):
+    """Through the workers, with the real package if it is installed (checked with openenv-core 0.3.0)."""
+    pytest.importorskip("openenv.core")
+    prompts = [make_prompt(tokenizer, "guess", "4", "environment")]
+    file = ROOT / "examples" / "openenv_environment.py"
+    interaction = make_interaction(file, prompts, environment="GuessingGame")
+    (episode,) = play(interaction, prompts, [["2", "9", "4"]])
+    interaction.close()
+    assert episode.texts == ("2", "higher", "9", "lower", "4") and episode.verdict == Verdict(1.0, "ok")
+
+
 # ---- refused at the start ----------------------------------------------------------------------------------
 def refused(tools, tokenizer, prompts=None, named=("add",), environment="", stops=(1,)) -> str:
     """Return the error of a start."""
@@ -493,7 +499,8 @@ def test_a_tool_or_environment_that_cannot_work_is_refused_by_name(tools, tokeni
         ("[{{ m.content }}]", "[]", "does not render messages of role tool"),
         ("={{ m.content }}", "={{ m.content.split('</think>')[-1] }}", "earlier turn"),  # as Qwen 3 does
         ("={{ m.content }}", "=<think></think>{{ m.content }}", "earlier turn"),  # as GLM-4.5 does
-        ("[{{ m.content }}]", "[{{ m.content }}{{ messages | length }}]", "inserts"),
+        ("[{{ m.content }}]", "[{{ m.content }}{{ messages | length }}]", "earlier turn"),
+        ("[{{ m.content }}]", "[{{ m.content }}{{ messages[-2].content | length }}]", "inserts"),
         ("<eos>{% elif", "<pad>{% elif", "rollout.stop=[0]"),
         ("<tool_call>", "<call>", "FORMATS"),
         ("[{{ m.content }}]", "{{ raise_exception('no tools') }}", "no tools"),
