@@ -301,7 +301,7 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
         ]
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min((step + 1) / warmup, 1 - step / recipe.steps)
-        logprobs, _, _ = policy(pack(tokenizer(prompts)["input_ids"], completions, "cpu"))
+        logprobs, _, _, _ = policy(pack(tokenizer(prompts)["input_ids"], completions, "cpu"))
         loss = -logprobs.mean()
         optimizer.zero_grad()
         loss.backward()

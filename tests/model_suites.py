@@ -199,7 +199,7 @@ def take_step(engine, batch, step: int) -> float:
         else:
             packed = moe_model.pack([[0]], [[0]], "cpu")
             weights = torch.zeros(1)
-        logprobs, _, _ = engine(packed)
+        logprobs, _, _, _ = engine(packed)
         # DeepSpeed averages gradients over the ranks; this makes the sum over ranks a mean over all targets.
         loss = -(weights * logprobs).sum() * world_size / batch.num_targets
         engine.backward(loss, scale_wrt_gas=False)
@@ -258,7 +258,7 @@ def moments(optimizer) -> list[torch.Tensor]:
 
 
 def backward_of_zeros(engine) -> None:
-    logprobs, _, _ = engine(pack_rows(tiny_batch(), [0]))
+    logprobs, _, _, _ = engine(pack_rows(tiny_batch(), [0]))
     engine.backward(0.0 * logprobs.sum(), scale_wrt_gas=False)
 
 

@@ -876,7 +876,7 @@ def test_a_config_loads_with_a_shrunken_model_of_its_layout(file, tmp_path):
     lifecycle.check_model(task.config, moe_model.load_config(tmp_path / "model"))
     settings = task.config.model.model_copy(update={"dtype": "float32"})
     policy = moe_model.build_policy(settings, tmp_path / "model", None, torch.device("cpu"))
-    logprobs, _, routes = policy(moe_model.pack([[1, 2]], [[3, 4, 5]], "cpu"))
+    logprobs, _, routes, _ = policy(moe_model.pack([[1, 2]], [[3, 4, 5]], "cpu"))
     assert logprobs.shape == (3,) and logprobs.isfinite().all() and len(routes) == 2
     assert (routes[0] is None) == (moe_model.num_experts_of(small) == 0)
 

@@ -245,7 +245,7 @@ class Work:
     def update(self, replay=None) -> None:
         """Compute the gradients of all weights."""
         self.policy.zero_grad(set_to_none=True)
-        logprobs, _, _ = self.policy(self.packed, replay_ids_TLK=replay)
+        logprobs, _, _, _ = self.policy(self.packed, replay_ids_TLK=replay)
         logprobs.sum().backward()
 
 

@@ -93,7 +93,7 @@ def update(config, case: SimpleNamespace, tokens: int, group) -> list[int]:
         for _ in range(2):
             ids = torch.randint(config.vocab_size, (tokens // case.length, case.length + 1)).tolist()
             packed = moe_model.pack([row[:1] for row in ids], [row[1:] for row in ids], "cpu")
-            logprobs, _, _ = engine(packed)
+            logprobs, _, _, _ = engine(packed)
             engine.backward(-logprobs.mean(), scale_wrt_gas=False)
             del logprobs, packed
             gc.collect()
