@@ -1360,7 +1360,7 @@ def expected_gain(
     before the update is the current one if there was no old-logprob pass, and the engine with
     algorithm.old_policy rollout. correction [b, T] is a factor of A if completions share its value.
     """
-    if topk_logprobs is None:  # forward_rows() computes them for score centering only
+    if topk_logprobs is None or not algorithm.score_centering:
         return None
     current = torch.cat(topk_logprobs)  # [N, k], N completion tokens
     rollout = torch.cat([batch.topk_logprobs[i] for i in rows]).to(current)
