@@ -196,7 +196,8 @@ class Rank:
             ]
         )  # fmt: skip
         return SimpleNamespace(
-            config=config, engine=self.engine, pool=self.pool, tokenizer=self.tokenizer, clock=Clock({}),
+            config=config, engine=self.engine, pool=self.pool, interaction=None, tokenizer=self.tokenizer,
+            clock=Clock({}),
             prompts=self.prompts, prompt_ids=self.prompt_ids, offers=Offers(range(recipe.num_prompts)),
             history=PromptHistory.from_offline([None] * recipe.num_prompts, recipe.group_size),
             state=TrainState(), workload=self.workload, is_oracle=is_oracle,
