@@ -289,6 +289,8 @@ def missing_start(run: Run) -> list[str]:
     for name, path in (
         ("zero_variance.offline_scores", config.zero_variance.offline_scores),
         ("reward.judge_path", config.reward.judge_path),
+        ("zero_variance.teacher", config.zero_variance.teacher),
+        ("zero_variance.teacher_scores", config.zero_variance.teacher_scores),
     ):
         if path is not None and not Path(path).exists():
             raise ValueError(f"{name}: {path} is missing; make it by the commands in the study's README.md")
