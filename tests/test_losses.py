@@ -1130,8 +1130,8 @@ def test_every_setting_of_the_algorithm_is_tested():
 
 
 # ---- 8. Every axis is branched on in one place -------------------------------------------------------------
-# The loss and the old-logprob pass; the trainer and the engine; the sampled token and its expectation.
-BRANCHES = {"trainer": 2, "r2": 2, "r3": 2, "weight": 2}
+# The loss, its expectation (score centering) and the old-logprob pass; the trainer and the engine.
+BRANCHES = {"trainer": 3, "weight": 2, "r2": 2, "r3": 2}
 
 
 def test_each_value_of_an_axis_is_compared_with_in_one_place():
