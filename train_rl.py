@@ -1364,11 +1364,10 @@ def expected_gain(
         return None
     current = torch.cat(topk_logprobs)  # [N, k], N completion tokens
     rollout = torch.cat([batch.topk_logprobs[i] for i in rows]).to(current)
-    old = current.detach()
-    if algorithm.old_policy == "rollout":
-        old = rollout
-    elif batch.old_topk_logprobs is not None:
-        old = torch.cat([batch.old_topk_logprobs[i] for i in rows]).to(current)
+    trainer = current.detach()
+    if batch.old_topk_logprobs is not None:
+        trainer = torch.cat([batch.old_topk_logprobs[i] for i in rows]).to(current)
+    old = trainer if algorithm.old_policy == "trainer" else rollout
     covers_vocab = math.log(current.shape[1]) >= log_vocab
     centre_N = score_centre(current, old, rollout, covers_vocab, algorithm)
     mask = batch.response_mask[rows].to(current.device)  # [b, T]
