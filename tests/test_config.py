@@ -355,6 +355,14 @@ REFUSED = [
         "algorithm.score_centering True", "algorithm.clip_mode 'fixed'",
     ),
     (
+        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none data.tools=[verifiers.tools:python]",
+        "algorithm.score_centering True", "inserted tokens of data.tools",
+    ),
+    (
+        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none data.environment=games.py:Game",
+        "algorithm.score_centering True", "inserted tokens of data.environment",
+    ),
+    (
         f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none algorithm.ratio_level=sequence",
         "algorithm.score_centering", "algorithm.ratio_level 'sequence'",
     ),

@@ -368,7 +368,7 @@ def test_the_forward_pass_predicts_sampled_tokens_in_the_whole_context(share, on
         prompt_ids = batch.prompt_ids[row]
         whole = torch.tensor([[*prompt_ids, *batch.completion_ids[row]]])
         packed = pack([whole[0, :1].tolist()], [whole[0, 1:].tolist()], "cpu")
-        alone, entropy, _ = policy(packed, temperature=0.7)  # [tokens - 1]
+        alone, entropy, *_ = policy(packed, temperature=0.7)  # [tokens - 1]
         for t, own in enumerate(batch.response_mask[row].tolist()):
             index = len(prompt_ids) + t - 1
             expected = (alone[index].item(), entropy[index].item()) if own else (0.0, 0.0)

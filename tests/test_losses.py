@@ -1131,7 +1131,7 @@ def test_every_setting_of_the_algorithm_is_tested():
 
 # ---- 8. Every axis is branched on in one place -------------------------------------------------------------
 # the loss and the old-logprob pass; the trainer and the engine; sampled tokens and score centering's others
-BRANCHES = {"trainer": 2, "r2": 2, "r3": 2, "weight": 2}
+BRANCHES = {"trainer": 3, "r2": 2, "r3": 2, "weight": 2}
 
 
 def test_each_value_of_an_axis_is_compared_with_in_one_place():

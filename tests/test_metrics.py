@@ -95,6 +95,7 @@ def test_metrics_of_a_batch_counted_by_hand():
         rewards=torch.tensor([1.0, 0.5, 0.25, 0.25, 7.0]),
         valid=torch.tensor([True, True, True, True, False]),
         group_index=torch.tensor([0, 0, 0, 1, 0]),
+        is_taught=None,
     )
     groups = [Group(0, 0, [completion(2)] * 4), Group(1, 1, [completion(2)])]
     metrics = {name: total / count for name, (total, count) in batch_metrics(batch, groups, 4).items()}

@@ -39,18 +39,22 @@ def parts_of(kind: str) -> tuple[tuple[float, str], ...]:
     return parts
 
 
+MAX_SHOWN = 100  # characters of an unknown kind in an error
+
+
 def refuse_unknown_kind(name: str, kind: str) -> None:
     """Raise ValueError for a part of a kind that is neither built in nor the name of a function."""
     if name in KINDS or kind == ENVIRONMENT or FUNCTION.fullmatch(name):
         return
-    place = "" if name == kind else f" in {kind!r}"
+    shown = name[:MAX_SHOWN]
+    place = "" if name == kind else f" in {kind[:MAX_SHOWN]!r}"
     if " + " in name:
         place += ": each part of a sum has a weight, as in 0.8*math + 0.2*exact"
     if ":" in name or name.endswith(".py"):
-        raise ValueError(f"unknown kind {name!r}{place}: no module:function or path/file.py:function")
+        raise ValueError(f"unknown kind {shown!r}{place}: no module:function or path/file.py:function")
     nearest, *alternatives = difflib.get_close_matches(name, KINDS, n=len(KINDS), cutoff=0.0)
     raise ValueError(
-        f"unknown kind {name!r}{place}: did you mean {nearest!r}? Others: {', '.join(alternatives)}"
+        f"unknown kind {shown!r}{place}: did you mean {nearest!r}? Others: {', '.join(alternatives)}"
     )
 
 
