@@ -269,6 +269,21 @@ def pairwise_reference(judge, prompts, completions, references) -> list[float]:
     return [float(sign) for sign in judge.compare(prompts, completions, references)]
 
 
+def groups_of(prompts, completions, group_index: list[int]) -> list[list[tuple]]:
+    """Return the rows (group, number of the completion, prompt, completion) of each group."""
+    rows = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
+    return [list(group) for _, group in itertools.groupby(rows, key=operator.itemgetter(0))]
+
+
+def compare_pairs(judge, pairs: list[tuple[tuple, tuple]]) -> list[int]:
+    """Return the verdict of the judge on each pair of rows of groups_of(): 1, 0 or -1 for the first."""
+    return judge.compare(
+        [prompt for (_, _, prompt, _), _ in pairs],
+        [completion for (_, _, _, completion), _ in pairs],
+        [completion for _, (_, _, _, completion) in pairs],
+    )
+
+
 def round_robin(judge, prompts, completions, group_index: list[int]) -> list[float]:
     """Return the mean points of each completion against the other completions of its group [ours].
 
@@ -276,15 +291,10 @@ def round_robin(judge, prompts, completions, group_index: list[int]) -> list[flo
     better than the second and ties with the third gets 0.75. The judge compares each pair once, the earlier
     completion first. group_index: group of each completion, in any order.
     """
-    items = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
-    groups = [list(group) for _, group in itertools.groupby(items, key=operator.itemgetter(0))]
+    groups = groups_of(prompts, completions, group_index)
     pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
-    signs = judge.compare(
-        [prompt for (_, _, prompt, _), _ in pairs],
-        [completion for (_, _, _, completion), _ in pairs],
-        [completion for _, (_, _, _, completion) in pairs],
-    )
-    points = [[] for _ in items]
+    signs = compare_pairs(judge, pairs)
+    points = [[] for _ in prompts]
     for ((_, first, _, _), (_, second, _, _)), sign in zip(pairs, signs):
         points[first].append((1 + sign) / 2)
         points[second].append((1 - sign) / 2)
@@ -302,16 +312,11 @@ def tournament(judge, prompts, completions, group_index: list[int]) -> list[floa
     The paper's cheaper variant compares a completion with the best, the median and the worst one so far; ours
     compares all pairs.
     """
-    items = sorted(zip(group_index, range(len(prompts)), prompts, completions, strict=True))
-    groups = [list(group) for _, group in itertools.groupby(items, key=operator.itemgetter(0))]
+    groups = groups_of(prompts, completions, group_index)
     pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
-    signs = judge.compare(
-        [prompt for (_, _, prompt, _), _ in pairs],
-        [completion for (_, _, _, completion), _ in pairs],
-        [completion for _, (_, _, _, completion) in pairs],
-    )
+    signs = compare_pairs(judge, pairs)
     sign_of = {(first[1], second[1]): sign for (first, second), sign in zip(pairs, signs)}
-    rewards = [0.0] * len(items)
+    rewards = [0.0] * len(prompts)
     for group in groups:
         numbers = [number for _, number, _, _ in group]
         points = torch.tensor(

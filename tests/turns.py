@@ -5,20 +5,11 @@ from pathlib import Path
 
 from helpers import make_config
 
+from data.calculator import TEMPLATE  # a turn ends with <eos>, questions with =; results are in brackets
 from data.prompts import Prompt
 from data.tiny import build_tokenizer
 from episodes import Interaction
 
-# A turn ends with <eos>; questions end with =, results are in brackets, calls are those of Hermes.
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
-    "{% for m in messages %}"
-    "{% if m.role == 'assistant' %}={{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ "
-    "{'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}<eos>"
-    "{% elif m.role == 'tool' %}[{{ m.content }}]{% else %}{{ m.content }}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}={% endif %}"
-)
 TOOLS = '''
 import asyncio, os, time
 
