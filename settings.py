@@ -403,7 +403,8 @@ class ModelSettings(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto",
         "precision of the policy; the optimizer keeps float32 weights. auto: bfloat16 on GPUs and on CPUs "
-        "with AMX, else float32; chosen at the first launch, and a resume keeps it.",
+        "that multiply bfloat16 at least 1.5 times as fast, else float32; chosen at the first launch, and a "
+        "resume keeps it.",
     )
     freeze_router: bool = setting(False, "keep the initial weights of the MoE's routers")
     activation_checkpointing: bool = setting(

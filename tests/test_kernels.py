@@ -413,6 +413,8 @@ def test_bfloat16_chunked_has_float32_logits(monkeypatch):
         assert relative(rounded, reference) > 100 * relative(result, reference)
     for result, rounded, reference in zip(actual[2:], naive[2:], expected[2:]):
         assert relative(result, reference) < ROUNDING[torch.bfloat16] < relative(rounded, reference)
+    operands = torch.tensor([[1.0, 2**-12]]), torch.tensor([[1.0], [1.0]])
+    assert (operands[0] @ operands[1]).item() == 1 + 2**-12, "products of float32 are exact again afterwards"
 
 
 class LargestTensor(TorchDispatchMode):

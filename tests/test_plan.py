@@ -58,7 +58,7 @@ def make_task(
 
 
 def test_a_plan_for_gpus_resolves_the_dtype_by_the_gpu(monkeypatch):
-    monkeypatch.setattr(moe_model, "has_amx", lambda: False)
+    monkeypatch.setattr(moe_model, "bfloat16_speedup", lambda: 1.0)
     assert make_task() == make_task("model.dtype=bfloat16")
     assert make_task().parts["weights"] * 2 == make_task("model.dtype=float32").parts["weights"]
 
