@@ -170,6 +170,8 @@ class Task:
     num_gpus: int
     prompt_tokens: float  # mean
     new_tokens: float  # mean length of completions
+    tool_calls: float = 0.0  # mean calls of tools, or steps of an environment, per episode
+    tool_seconds: float = 0.0  # mean seconds of a call
 
     def __post_init__(self):
         """Replace model.dtype auto and rollout.sleep_level null by the values that they mean on GPUs."""
@@ -553,6 +555,18 @@ def rollout_seconds(task: Task) -> float:
     return prefill_s + full_s + tail_s
 
 
+def tool_wait_seconds(task: Task, rollout_s: float) -> float:
+    """Return the seconds that tools or an environment add to a rollout of rollout_s seconds.
+
+    An episode whose tool runs takes no place in the engine, so that calls overlap with other episodes. Two
+    waits remain [ours]: the last episode waits for its own calls, a whole number, and workers that have more
+    to do than the engine (one call at a time each; an async tool runs 64) prolong the rollout.
+    """
+    calls = completions_of_engine(task) * task.tool_calls / task.config.rollout.tensor_parallel  # of a rank
+    workers_s = calls * task.tool_seconds / task.config.rollout.tool_workers
+    return max(math.ceil(task.tool_calls) * task.tool_seconds, workers_s - rollout_s)
+
+
 def sync_seconds(task: Task) -> float:
     """Return the seconds of a weight sync: gathering, two copies of the received bytes, Python, FP8.
 
@@ -612,8 +626,9 @@ def phase_seconds(task: Task) -> dict[str, float]:
     adamw_s += offload["seconds of PCIe"] + offload["seconds of AdamW"]
     num_before = task.num_forward_only_passes
     share_before = num_before / (num_before + num_forwards + num_backwards)  # all passes send alike
+    rollout_s = rollout_seconds(task)
     return {
-        "rollout": rollout_seconds(task),
+        "rollout": rollout_s + tool_wait_seconds(task, rollout_s),
         "logprobs": pass_s * num_before + exchanging_s * share_before,
         "update": pass_s * update_passes + exchanging_s * (1 - share_before) + reducing_s + adamw_s,
         "sync": sync_seconds(task),
@@ -681,6 +696,7 @@ def plan_run(task: Task) -> dict:
         "gpus": task.num_gpus,
         "machine": asdict(task.machine),
         "mean_tokens": {"prompt": task.prompt_tokens, "completion": task.new_tokens},
+        "tool_wait_seconds": round(tool_wait_seconds(task, rollout_seconds(task)), 2),
     }
 
 
@@ -837,6 +853,7 @@ def describe(plan: dict, contradicts: bool = False) -> str:
         f"one pass over all completions computes {plan['trained_tokens_per_gpu']:,} tokens on a GPU, and "
         f"{plan['grid_tokens_per_gpu']:,} tokens in attention; a micro-batch of mean lengths keeps "
         f"{plan['mean_activations_gib']} GiB of activations",
+        *([f"tools add {plan['tool_wait_seconds']:g} s to the rollout"] * (plan["tool_wait_seconds"] > 0)),
         describe_checkpoint(plan["checkpoint"]),
         f"sleep needed during updates: {plan['sleep']}",
         f"it fits, and {plan['margin_gib']} GiB or more of a GPU stay free in every phase",
@@ -1031,7 +1048,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--prompt-tokens", **number,
         help="mean length of prompts (default: from the file's comment, else half of the limit)",
     )  # fmt: skip
-    add_argument("--new-tokens", **number, help="mean length of completions (default: as for prompts)")
+    add_argument(
+        "--new-tokens", **number,
+        help="mean length of completions, with the text of tools (default: as for prompts)",
+    )  # fmt: skip
+    add_argument("--tool-calls", **number, default=0.0, help="mean calls of tools per episode (default: 0)")
+    add_argument("--tool-seconds", **number, default=0.0, help="mean seconds of a call (default: 0)")
     add_argument(
         "--search", action="store_true",
         help="propose ep_size, tensor_parallel, micro_batch_tokens, offload and more, fastest first",
@@ -1042,7 +1064,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_files_arguments(parser)
     add_argument("settings", nargs="*", metavar="section.key=value", help="single settings; override files")
     args = parser.parse_intermixed_args(argv)
-    options = [name for name, value in vars(args).items() if value not in (None, [], False)]
+    options = [name for name, value in vars(args).items() if value not in (None, [], False, 0.0)]
     is_plan = args.config and not (args.write_headers or args.tables)
     if not is_plan and options not in (["write_headers"], ["tables"]):
         parser.error("give --config, or one of --write-headers and --tables and nothing else")
@@ -1119,11 +1141,14 @@ def read_task(args: argparse.Namespace) -> Task:
             f"most rollout.max_prompt_tokens {prompt_limit} and rollout.max_new_tokens {new_limit}: set "
             "--prompt-tokens and --new-tokens"
         )
+    if min(args.tool_calls, args.tool_seconds) < 0:
+        raise ValueError("--tool-calls and --tool-seconds must be 0 or more")
     num_gpus = args.gpus
     if num_gpus is None:
         num_gpus = int(file_gpus or math.lcm(config.model.ep_size, config.rollout.tensor_parallel))
     machine = read_machine(args, args.machine or file_machine or "h100", num_gpus)
-    return Task(config, model, machine, num_gpus, prompt_mean, new_mean)
+    waits = (args.tool_calls, args.tool_seconds)
+    return Task(config, model, machine, num_gpus, prompt_mean, new_mean, *waits)
 
 
 def main(argv: list[str] | None = None) -> int:

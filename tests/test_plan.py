@@ -1,6 +1,7 @@
 """The planner: counts against transformers, arithmetic against loops, and the committed files."""
 
 import ctypes
+import dataclasses
 import gc
 import json
 import os
@@ -645,6 +646,23 @@ def test_a_rollout_samples_every_token_once(mean, limit, monkeypatch):
     prompts_s = 128 * plan.product_seconds(task, 200, 100) / 8  # on the 8 GPUs of an engine
     monkeypatch.setattr(plan, "decode_step_seconds", lambda task, batch, context: batch)
     assert plan.rollout_seconds(task) - prompts_s == pytest.approx(task.completions * mean, rel=1e-6)
+
+
+def test_tools_prolong_a_rollout_by_the_last_wait_or_by_their_workers():
+    """16 workers of an engine of 8 GPUs share 1,024 episodes with 1.5 calls of 2 s: 192 s of each worker."""
+    task = make_task(
+        *FITTING, "rollout.prompts_per_step=128", "rollout.group_size=8", "rollout.tool_workers=2",
+        machine="h200",
+    )  # fmt: skip
+    slow = dataclasses.replace(task, tool_calls=1.5, tool_seconds=2.0)
+    alone = plan.rollout_seconds(task)
+    assert plan.tool_wait_seconds(task, alone) == 0
+    assert plan.tool_wait_seconds(slow, rollout_s=500) == 4, "two calls of the last episode"
+    assert plan.tool_wait_seconds(slow, rollout_s=100) == 192 - 100
+    added = plan.phase_seconds(slow)["rollout"] - plan.phase_seconds(task)["rollout"]
+    assert added == plan.tool_wait_seconds(slow, alone) > 0
+    assert f"tools add {added:g} s" in plan.describe(plan.plan_run(slow))
+    assert "tools add" not in plan.describe(plan.plan_run(task))
 
 
 def test_a_sync_takes_less_than_published_and_more_than_its_bytes():
