@@ -31,6 +31,7 @@ from helpers import (
     batch_of_rows,
     make_batch,
     make_config,
+    make_prompts,
     make_ragged_completions,
     parameter_distance,
     share_prompt_routes,
@@ -42,7 +43,9 @@ from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 import lifecycle
 import moe_model
 import train_rl
+from batch import Completion, Group, Turn
 from configure import config_warnings
+from reward import Verdict
 from rollout import invalid_route
 from runtime import metrics as M
 from runtime.checks import check_parity, check_routes, mismatch_gate
@@ -320,6 +323,75 @@ def test_replay_of_own_routes_is_bitwise_off(name, updates):
         off["micro_batches"], replayed["micro_batches"], strict=True
     ):
         assert rows == replayed_rows and all(map(torch.equal, expected, values))
+
+
+# ---- episodes of several turns -----------------------------------------------------------------------------
+TURNS = [[3, 2, 4], [5], [2, 6, 1, 1, 3], [1, 7, 2]]  # tokens by the policy and by a tool in alternation
+
+
+def make_episodes(rng: random.Random) -> list[Completion]:
+    """Make two groups of two episodes with random tokens and random experts of all tokens."""
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    episodes = []
+    for number, lengths in enumerate(TURNS):
+        prompt = prompts[number // 2]
+        ids = [rng.randrange(24) for _ in range(sum(lengths))]
+        turns = tuple(Turn("tool" if i % 2 else "assistant", n) for i, n in enumerate(lengths))
+        routes = random_routes("mixed", len(prompt) + len(ids) - 1, rng)
+        episodes.append({
+            "group": number // 2, "prompt_ids": prompt, "completion_ids": ids, "turns": turns,
+            "routes": {"mixed": routes}, "gain": rng.gauss(0, 1),
+        })  # fmt: skip
+    share_prompt_routes(episodes)
+    return episodes
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_r3_over_several_turns_equals_transformers_with_forced_routers(share, folder, one_rank):
+    """Log-probabilities of sampled tokens and the gradient of every parameter, float32 in other orders.
+
+    The engine's experts of inserted tokens are replayed, too: they are part of the context. Without them the
+    log-probabilities of later turns differ.
+    """
+    episodes = make_episodes(random.Random(3))
+    completions = [
+        Completion(e["completion_ids"], [-1.0] * len(e["completion_ids"]), "stop", 0.0, e["routes"]["mixed"],
+                   turns=e["turns"], texts=("",) * len(e["turns"]))
+        for e in episodes
+    ]  # fmt: skip
+    verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong")]
+    groups = [Group(slot, slot, completions[2 * slot : 2 * slot + 2], verdicts) for slot in range(2)]
+    prompt_ids = [episodes[0]["prompt_ids"], episodes[2]["prompt_ids"]]
+    batch = train_rl.collate(groups, make_prompts(2), prompt_ids)
+    config = settings("algorithm.router_replay=r3", "model.dtype=float32", f"train.share_prompts={share}")
+    policy = moe_model.build_policy(config.model, folder / "mixed", None, torch.device("cpu"))
+    outputs = train_rl.forward_rows(policy, batch, [0, 1, 2, 3], config)
+    gains = torch.tensor([e["gain"] for e in episodes]).unsqueeze(1)
+    (outputs.logprobs * gains).sum().backward()
+
+    forced = ForcedModel(folder / "mixed")
+    expected = []
+    without_results = []  # the experts of inserted tokens are the model's own
+    for episode in episodes:
+        routes = episode["routes"]["mixed"]
+        own = torch.tensor([turn.sampled for turn in episode["turns"] for _ in range(turn.num_tokens)])
+        logprobs, _ = forced(episode, routes)
+        expected.append(logprobs * own)
+        inserted = torch.cat([torch.zeros(len(episode["prompt_ids"]), dtype=torch.bool), ~own])[:-1]
+        partly = routes.masked_fill(inserted.view(-1, 1, 1), INVALID_ROUTE)
+        without_results.append((forced(episode, partly)[0] * own).detach())
+    sum(episode["gain"] * logprobs.sum() for episode, logprobs in zip(episodes, expected)).backward()
+    for row, logprobs in enumerate(expected):
+        assert_close(outputs.logprobs[row, : len(logprobs)], logprobs.detach(), rtol=0, atol=ROUNDING)
+    moved = [(a - b).abs().max() for a, b in zip(expected, without_results)]
+    assert min(moved[0], moved[2], moved[3]) > WRONG_EXPERTS > moved[1] == 0, "episode 1 has no result"
+
+    for parameter in policy.parameters():
+        parameter.data = parameter.grad
+    gradients = dict(moe_model.hf_tensors(policy))
+    expected_gradients = {name: parameter.grad for name, parameter in forced.hf.named_parameters()}
+    assert parameter_distance(gradients, expected_gradients) < TOLERANCE * 10  # sums over 28 tokens
+    assert all(gradient.abs().max() > WRONG_EXPERTS for gradient in gradients.values())
 
 
 # ---- the old-logprob pass, route mismatch ------------------------------------------------------------------
