@@ -1,0 +1,114 @@
+"""Make the task "sums with a tool" for a pretrained chat model, which gets most such sums wrong by itself.
+
+    python -m data.smollm2 && python -m data.sums_with_tool
+    # data/built/smollm2/tools: the model with a chat template that shows tools
+    # data/built/sums_with_tool/{train,test}.jsonl: "What is 5428 + 1131?"
+
+The template of SmolLM2-135M-Instruct knows no tools, so the folder gets TEMPLATE, with the calls of Hermes
+and Qwen. A model of this size rarely calls a tool that is only described, so each prompt begins with an
+example: a question, a call, its result, an answer. With the example about one sample in ten calls add().
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+from pathlib import Path
+
+from data.smollm2 import FOLDER
+
+OUTPUT = Path("data/built/sums_with_tool")
+SIZES = {"train": 400, "test": 128}
+SMALLEST = 100
+LARGEST = 9999
+# A result is a message of the user in <tool_response>, as in Qwen 2.5 and Qwen 3.
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nYou can call these tools:\n"
+    "{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}"
+    'A call is one line: <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n{% endif %}'
+    "{% for m in messages %}"
+    "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}</tool_response>"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>"
+    "{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+EXAMPLE = (  # of a call, at the start of every prompt
+    {"role": "user", "content": "What is 518 + 267?"},
+    {
+        "role": "assistant",
+        "content": '<tool_call>{"name": "add", "arguments": {"a": 518, "b": 267}}</tool_call>',
+    },
+    {"role": "user", "content": "<tool_response>785</tool_response>"},
+    {"role": "assistant", "content": "518 + 267 = 785"},
+)
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return int(a) + int(b)
+
+
+def score(completion: str, answer: str) -> float:
+    """Return 1 if the last number of the last turn is the answer, else 0."""
+    numbers = re.findall(r"\d+", completion.replace(",", ""))
+    return float(bool(numbers) and int(numbers[-1]) == int(answer))
+
+
+def sample_sets(seed: int) -> dict[str, list[dict]]:
+    """Return disjoint sets of rows, train and test."""
+    rng = random.Random(seed)
+    pairs: dict[tuple[int, int], None] = {}
+    while len(pairs) < sum(SIZES.values()):
+        pairs[rng.randint(SMALLEST, LARGEST), rng.randint(SMALLEST, LARGEST)] = None
+    rows = iter(
+        {"messages": [*EXAMPLE, {"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
+        for a, b in pairs
+    )
+    return {name: [next(rows) for _ in range(size)] for name, size in SIZES.items()}
+
+
+def with_tools(model: Path, output: Path) -> None:
+    """Make a folder with the files of a model and TEMPLATE as its chat template."""
+    output.mkdir(parents=True, exist_ok=True)
+    for file in model.iterdir():
+        target = output / file.name
+        if file.name != "chat_template.jinja" and not target.exists():
+            os.link(file, target)
+    (output / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Read the command line and make the folder and the prompts."""
+    keep_lines = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "python -m data.sums_with_tool", description=__doc__, formatter_class=keep_lines
+    )
+    parser.add_argument("--model", type=Path, default=FOLDER / "dense", help="model (default: %(default)s)")
+    parser.add_argument(
+        "--output", type=Path, default=OUTPUT, help="folder of the prompts (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the sums (default: %(default)s)")
+    args = parser.parse_args(argv)
+    if not (args.model / "config.json").is_file():
+        sys.exit(
+            f"error: {args.model} is no model folder; run `python -m data.smollm2` first, or pass --model"
+        )
+    with_tools(args.model, args.model.with_name("tools"))
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name, rows in sample_sets(args.seed).items():
+        (args.output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        question = rows[0]["messages"][-1]["content"]
+        print(f"{args.output / name}.jsonl: {len(rows)} prompts, for example: {question}")
+
+
+if __name__ == "__main__":
+    main()
