@@ -36,7 +36,7 @@ def test_the_example_in_a_prompt_is_rendered_like_an_episode(task):
     config = make_config("data.tools=['data.sums_with_tool:add']", "data.chat=always")
     extension = extension_of(config, task.tokenizer, stop_ids, prompts)
     assert extension.call_format("add") == "hermes"
-    question, call, result, answer = sums_with_tool.EXAMPLE
+    question, call, _, answer = sums_with_tool.example(518, 267)
     assert calls_of(call["content"], "hermes") == [Call("add", {"a": 518, "b": 267})]
     ids = extension.ids([{"role": "tool", "content": "785"}], last_id=stop_ids[0])
     turn = task.tokenizer(call["content"] + "<|im_end|>", add_special_tokens=False)["input_ids"]
