@@ -188,9 +188,9 @@ def check_number(value: object, name: str, place: str) -> None:
 
 
 def is_recorded_evaluation(name: str, metric: str) -> bool:
-    """Tell whether a record keeps a metric of an evaluation: --metric, accuracy, avg_at_K and pass_at_K."""
+    """Tell whether a record keeps a metric of an evaluation: --metric, accuracy, tool_calls, avg_at_K ..."""
     leaf = name.split("/")[-1]
-    is_standard = leaf == "accuracy" or leaf.startswith(("avg_at_", "pass_at_"))
+    is_standard = leaf in ("accuracy", "tool_calls") or leaf.startswith(("avg_at_", "pass_at_"))
     return name.startswith("eval/") and (name.endswith(f"/{metric}") or is_standard)
 
 
