@@ -1,6 +1,7 @@
 """The task "sums with a tool": its chat template against episodes.py, its prompts, its score."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -48,17 +49,20 @@ def test_the_example_in_a_prompt_is_rendered_like_an_episode(task):
     assert '"name": "add"' in prompts[0].text and "integer" in prompts[0].text, "the schema"
 
 
-def test_the_sets_are_disjoint_and_their_answers_are_sums(task):
+def test_the_sets_are_disjoint_and_their_answers_are_right(task):
+    """Answers are computed again from the numbers in the question."""
     questions = {}
-    for name, size in sums_with_tool.SIZES.items():
-        lines = (task.folder / f"{name}.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        questions[name] = {row["messages"][-1]["content"] for row in rows}
-        assert len(questions[name]) == len(rows) == size
-        for row in rows:
-            a, b = row["messages"][-1]["content"].removeprefix("What is ").removesuffix("?").split(" + ")
-            assert sums_with_tool.add(int(a), int(b)) == int(a) + int(b) == int(row["answer"])
-    assert not questions["train"] & questions["test"]
+    for name in ("train", "test", "pool", "words"):
+        rows = [json.loads(line) for line in (task.folder / f"{name}.jsonl").read_text().splitlines()]
+        questions[name] = [row["messages"][-1]["content"] for row in rows]
+        for question, row in zip(questions[name], rows):
+            a, b = map(int, re.findall(r"\d+", question))
+            assert int(row["answer"]) == (a * b if "*" in question else sums_with_tool.add(a, b)) > a
+    everything = sum(questions.values(), [])
+    numbers = {tuple(re.findall(r"\d+", question)) for question in everything}
+    assert len(numbers) == len(everything) == 400 + 128 + 3 * 8 + 128
+    texts = {name: {re.sub(r"\d+", "", question) for question in questions[name]} for name in questions}
+    assert texts["train"] == texts["test"] and len(texts["pool"]) == 6 and not texts["pool"] & texts["words"]
 
 
 def test_the_last_number_of_the_last_turn_is_scored():
