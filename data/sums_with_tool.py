@@ -24,8 +24,8 @@ from data.smollm2 import FOLDER
 
 OUTPUT = Path("data/built/sums_with_tool")
 SIZES = {"train": 400, "test": 128}
-# The pool has as many sums, stories and products. A policy that has learnt to call solves the sums and some of
-# the stories; products are hopeless, because add() is the only tool.
+# The pool: a policy that has learnt to call solves the sums and some of the stories; products are hopeless,
+# because add() is the only tool.
 POOL_SIZE = 8  # of each kind, so that prompts recur within 20 steps of 4 prompts
 WORDS_SIZE = 128  # held-out stories
 STORIES = {
