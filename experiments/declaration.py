@@ -7,10 +7,10 @@ study
 
     whose run is of a commit without this declaration: the declaration is younger, or was changed later,
     with a run of a row or a seed that is not declared,
-    with a run that names no commit, or whose checkout had uncommitted changes,
-    with a run of a commit that is unknown or does not descend from the declared `commit`, if there is one.
+    with a run whose record lacks the commit, or whose checkout had uncommitted changes,
+    with a run of an unknown commit, or of a commit that does not descend from the declared `commit`.
 
-Declared seeds without a run are allowed, because studies run in portions: the note below a table names them.
+Declared seeds may lack a run, because studies run in portions: the note below a table names these seeds.
 Runs of commits before v0.1 need no declaration; a table of any other undeclared run is refused (notes.py).
 A comment `<!-- report: module experiments.declaration declared.json -->` makes the table of table_lines().
 """

@@ -122,7 +122,7 @@ def contrast_notes(declared: dict[str, dict], compared: set[tuple[str, str]]) ->
 def notes_of(
     rows: Records, parents: dict[str, str], studies: dict[str, set[Path]], compared: set[tuple[str, str]]
 ) -> str:
-    """Return the note of a table; "" if there is nothing to say.
+    """Return the note of a table; "" for a table without gaps, for example of run folders with equal seeds.
 
     studies: the folders of the record files of each row; empty for run folders, which say nothing about
     declarations. compared: as in contrast_notes(); empty without a correction.

@@ -549,24 +549,24 @@ def detectable_difference(differences: np.ndarray, level: float = 0.05, power: f
     return float(noncentrality * differences.std(ddof=1) / math.sqrt(n))
 
 
-def holm_in_family(p_values: list[float | None], others: list[float | None]) -> list[float | None]:
-    """Apply Holm's correction to the p of a table together with the p of other tables."""
-    return holm([*p_values, *others])[: len(p_values)]
+def holm_in_family(p_values: list[float | None], family: list[float | None]) -> list[float | None]:
+    """Apply Holm's correction to the p of a table together with the p of the other tables of its family."""
+    return holm([*p_values, *family])[: len(p_values)]
 
 
 def paired_figures(
-    rows: dict[str, list[Run]], parents: dict[str, str], block: int = 1, others: tuple[float | None, ...] = ()
+    rows: dict[str, list[Run]], parents: dict[str, str], block: int = 1, family: tuple[float | None, ...] = ()
 ) -> dict[str, dict]:
     """Return the figures of the paired columns of each row; a row that is its own parent has none.
 
-    others: paired p of other tables of the family.
+    family: paired p of the other tables of the family.
     """
     differences = {
         name: paired_differences([] if parents[name] == name else runs, rows[parents[name]], block)
         for name, runs in rows.items()
     }
     p_values = {name: paired_p(values) for name, values in differences.items()}
-    corrected = dict(zip(p_values, holm_in_family(list(p_values.values()), list(others))))
+    corrected = dict(zip(p_values, holm_in_family(list(p_values.values()), list(family))))
     return {
         name: {
             "pairs": len(values),
@@ -728,18 +728,18 @@ def make_table(
     target: float | None,
     columns: tuple[str, ...] = (),
     block: int = 1,
-    others: list["Comparison"] | None = None,
+    family: list[Comparison] | None = None,
 ) -> list[dict]:
     """Return one dictionary per row; None stands for n/a. A column with a colon is a key as well.
 
-    others: comparisons of other tables of the family.
+    family: comparisons in the other tables of the family.
     """
-    others = others or []
+    family = family or []
     final = {name: np.array([run.values[-1] for run in runs]) for name, runs in rows.items()}
     equal_tokens = equal_tokens_of(rows)
     p_values = [None if parents[n] == n else welch_p(final[n], final[parents[n]]) for n in rows]
-    paired = paired_figures(rows, parents, block, tuple(other.paired_p for other in others))
-    corrected = holm_in_family(p_values, [other.p for other in others])
+    paired = paired_figures(rows, parents, block, tuple(comparison.paired_p for comparison in family))
+    corrected = holm_in_family(p_values, [comparison.p for comparison in family])
     table = []
     for (name, runs), p, p_holm in zip(rows.items(), p_values, corrected):
         parent = parents[name]
@@ -900,7 +900,7 @@ def footnotes(table: list[dict], target: float | None) -> list[str]:
 
 
 def note_of(
-    rows: dict[str, list[Run]], parents: dict[str, str], columns: list[str], others: list[Comparison]
+    rows: dict[str, list[Run]], parents: dict[str, str], columns: list[str], family: list[Comparison]
 ) -> list[str]:
     """Return the note below a table, with an empty line above; [] if there is nothing to say."""
     records = {}
@@ -913,7 +913,7 @@ def note_of(
         for name, runs in rows.items()
     }
     compared = {pair for pair in parents.items() if pair[0] != pair[1]}
-    compared |= {(other.row, other.parent) for other in others}
+    compared |= {(comparison.row, comparison.parent) for comparison in family}
     is_corrected = {"p_holm", "paired_p_holm"} & {*columns}
     note = notes_of(records, parents, studies, compared if is_corrected else set())
     return ["", NOTE + note] if note else []
@@ -1419,11 +1419,11 @@ def read_table(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[R
 def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[str, list[Run]], list[str]]:
     """Return the table of the runs of --runs, relative to a folder, the runs by row, and the note's lines."""
     rows, parents = read_table(args, folder)
-    family = read_family([folder / document for document in args.family])
-    own = comparisons_of(rows, parents, args.metric, args.block) if family else []
-    others = [comparison for comparison in family if comparison not in own]
-    table = make_table(rows, parents, args.target, args.columns, args.block, others)
-    return table, rows, note_of(rows, parents, args.columns, others)
+    in_documents = read_family([folder / document for document in args.family])
+    in_table = comparisons_of(rows, parents, args.metric, args.block) if in_documents else []
+    family = [comparison for comparison in in_documents if comparison not in in_table]
+    table = make_table(rows, parents, args.target, args.columns, args.block, family)
+    return table, rows, note_of(rows, parents, args.columns, family)
 
 
 def main(argv: list[str]) -> int:

@@ -199,8 +199,8 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
         versions = versions_of() | save_source(run_dir / "source", [file_of(name) for name in plugins])
         versions |= {"date": now(), "machine": machine_of()}
         versions["weights"] = digest_of_weights(Path(config.model.path))
-        others = {"judge_weights": config.reward.judge_path, "teacher_weights": config.zero_variance.teacher}
-        versions |= {name: digest_of_weights(Path(folder)) for name, folder in others.items() if folder}
+        models = {"judge_weights": config.reward.judge_path, "teacher_weights": config.zero_variance.teacher}
+        versions |= {name: digest_of_weights(Path(folder)) for name, folder in models.items() if folder}
         versions |= {"plugins": plugins} if plugins else {}
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}

@@ -1,7 +1,7 @@
 """Say where figures come from: versions of the libraries, commit, processor and date.
 
-Every run writes these facts to its versions.json, and every benchmark to its record. The file imports no
-library, because the simulator and the kernels' benchmark run without most of them.
+Every run writes these facts to versions.json, and every benchmark to the file of its results. This module
+imports only the standard library, because some benchmarks run on machines that lack most libraries.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def git(*arguments: str) -> str | None:
 
 
 def commit_of() -> dict[str, str | bool | None]:
-    """Return {"commit", "dirty"} of this checkout, None without git.
+    """Return {"commit", "dirty"} of this checkout; both are None if git is missing.
 
     dirty: True if the checkout has uncommitted changes or untracked Python files.
     """
@@ -47,12 +47,15 @@ def commit_of() -> dict[str, str | bool | None]:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor, for example "AMD EPYC 9B45"."""
+    """Return the processor, for example "AMD EPYC (family 26, model 2)".
+
+    Virtual machines shorten the name, so family and model tell its generation.
+    """
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
+        lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
+        facts = {name.strip(): value.strip() for name, _, value in reversed(lines)}  # of the first core
+        if "model name" in facts:
+            return f"{facts['model name']} (family {facts.get('cpu family')}, model {facts.get('model')})"
     return platform.processor() or platform.machine()
 
 
