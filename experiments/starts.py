@@ -1,17 +1,13 @@
 """Keep the start weights and judges of studies in the repository, with their prompts, and check them.
 
     python -m data.tiny --recipe habits
-    python -m experiments.starts add habits data/built/habits    # copies the folder to this one's starts/
-    python -m experiments.starts check                           # compares all files with their digests
+    python -m experiments.starts add habits data/built/habits  # a copy in experiments/starts/habits
+    python -m experiments.starts check                         # compares all files with their digests
 
 A start is a folder: a model (model/ of data.tiny, or a judge) as safetensors, the prompts as *.jsonl, and
 start.json with the SHA-256 of each file, the digest of the weights that records also hold, and the commit,
-machine and date that made the start. A row names a start by its path, for example
-
-    model: {path: experiments/starts/habits/model}
-    data: {train: [{path: experiments/starts/habits/train.jsonl}]}
-
-experiments/run.py checks the starts that its rows name before any run, and `report.py --check` checks all.
+machine and date of `add`. Rows name a start by path, for example by laying experiments/starts/habits.yaml
+over their base. experiments/run.py checks these starts before any run, and `report.py --check` checks all.
 """
 
 import argparse
@@ -97,8 +93,8 @@ def add(name: str, source: Path) -> Path:
         )
     shutil.copytree(source, start)
     weights = {str(model.relative_to(source)): digest_of_weights(model) for model in models}
-    made = {**commit_of(), "date": now(), "machine": machine_of(), "versions": versions_of()}
-    record = {"weights": weights, "files": digests_of(start), "made": made}
+    added = {**commit_of(), "date": now(), "machine": machine_of(), "versions": versions_of()}
+    record = {"weights": weights, "files": digests_of(start), "added": added}
     (start / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return start
 

@@ -30,7 +30,7 @@ def test_a_start_is_copied_and_a_changed_file_is_named(built, capsys):
     record = json.loads((start / "start.json").read_text())
     weights = (built / "model" / "model.safetensors").read_bytes()
     assert record["files"]["model/model.safetensors"] == hashlib.sha256(weights).hexdigest()
-    assert len(record["files"]) == 3 and {"commit", "date", "machine"} <= record["made"].keys()
+    assert len(record["files"]) == 3 and {"commit", "date", "machine"} <= record["added"].keys()
     assert starts.main(["check"]) == 0
     digest = digest_of_weights(built / "model")
     assert starts.start_with(digest) == start / "model"
