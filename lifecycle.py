@@ -79,6 +79,7 @@ from runtime.checkpoint import (
     find_checkpoint,
     lock_run_dir,
     prepare_run_dir,
+    record_data,
     save_checkpoint,
     state_of,
     with_saved_dtype,
@@ -474,6 +475,11 @@ def load_data(
     kinds = [source.kind for source in sources if source.kind]
     check_functions([*functions, *kinds], rows, config.reward)
     drop_impossible(loaded, pool, config, checkpoint)
+    if dist.get_rank() == 0:
+        digests = {
+            name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
+        }
+        record_data(Path(config.run.dir), digests)
     windows = [
         Window(c.zero_variance.offline_scores, c.zero_variance.offline_pass_rate, c.reward.binary)
         for c in configs
@@ -793,11 +799,42 @@ def evaluation_metrics(
     return reduce_metrics(sums)
 
 
+def prompt_outcomes(verdicts: list[Verdict], eval_sets: EvalSets, config: Config) -> dict[str, list[float]]:
+    """Return the greedy score and the mean score of k samples of each held-out prompt, in order. Collective.
+
+    verdicts: of the requests by evaluation_requests(). The mean of a list is the figure of
+    evaluation_metrics() with the same name, for example eval/additions/avg_at_8.
+    """
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    k = config.eval.num_samples
+    figures: dict[str, dict[int, float]] = {}
+    start = 0
+    for name, (prompts, _) in eval_sets.items():
+        indices = range(rank, len(prompts), world_size)
+        end = start + len(indices) * (1 + k)
+        scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in verdicts[start:end]])
+        scores = scores.view(-1, 1 + k)  # [prompts, 1 + k]
+        start = end
+        figures[f"eval/{name}/accuracy"] = dict(zip(indices, scores[:, 0].tolist()))
+        if k:
+            figures[f"eval/{name}/avg_at_{k}"] = dict(zip(indices, scores[:, 1:].mean(1).tolist()))
+    gathered: list[dict] = [{}] * world_size
+    dist.all_gather_object(gathered, figures)
+    pairs = {name: sorted(pair for part in gathered for pair in part[name].items()) for name in figures}
+    return {name: [round(value, 4) for _, value in of_name] for name, of_name in pairs.items()}
+
+
 def log_evaluation(run: Run, completions: list[Completion], verdicts: list[Verdict]) -> None:
-    """Record and log the result of an evaluation. Collective."""
+    """Record and log the result of an evaluation; outcomes.json holds it prompt by prompt. Collective."""
     run.pool.latencies = []  # only latencies of training are reported
     metrics = evaluation_metrics(completions, verdicts, run.eval_sets, run.config)
     run.state.add_evaluation(metrics, run.rule)
+    outcomes = prompt_outcomes(verdicts, run.eval_sets, run.config)
+    if dist.get_rank() == 0:
+        file = Path(run.config.run.dir) / "outcomes.json"
+        with writing(file):
+            file.write_text(json.dumps({"step": run.state.step, "outcomes": outcomes}))
     log_metrics(run.accelerator, run.config, run.state, metrics)
 
 

@@ -95,7 +95,13 @@ from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewa
 from runtime.collectives import ALL_RANKS
 from runtime.learning_rate import learning_rate, set_learning_rate
 from runtime.memory import return_freed_memory
-from runtime.metrics import batch_metrics, mismatch_statistics, prompt_account, token_metrics
+from runtime.metrics import (
+    batch_metrics,
+    clipped_by_update,
+    mismatch_statistics,
+    prompt_account,
+    token_metrics,
+)
 from runtime.schedule import deal_groups, exchange, longest_first, split_micro_batches, verdict_tokens
 from settings import (
     MAX_ENTROPY_GROUPS,
@@ -1390,6 +1396,7 @@ class UpdateWork:
 
     # (row numbers, per-token statistics) of each micro-batch
     statistics: list[tuple[list[int], dict]] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)  # finished updates before each micro-batch
     suspects: list[int] = field(default_factory=list)  # rows of this update whose loss is not finite
     grad_norms: list[float] = field(default_factory=list)
     num_updates: int = 0
@@ -1446,6 +1453,7 @@ def loss_of_rows(
             outputs.route_mismatch if old_mismatch is None else old_mismatch[rows].to(logprobs.device)
         )
     work.statistics.append((rows, statistics))
+    work.updates.append(work.num_updates)
     if not torch.isfinite(loss):
         finite = (logprobs.cpu().isfinite() & batch.advantages[rows].isfinite()).all(dim=1)
         work.suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
@@ -1509,6 +1517,7 @@ def update_policy(
         work.end_update(trainer)
     metrics = work.metrics()
     metrics |= token_metrics(batch, work.statistics, len(config.algorithm.entropy_groups))
+    metrics |= clipped_by_update(batch, work.statistics, work.updates)
     if train.skip_zero_gradient:
         metrics["account/update_tokens_total"] = (work.num_computed, 1)
         metrics["empty_updates_max"] = (work.num_empty, 1)

@@ -1,23 +1,28 @@
 """Check that the runs of a study are younger than the study's declaration, and show the declaration.
 
 A study declares in declared.json, before its first run that counts: question, rows, seeds, endpoint,
-contrasts ([[row, parent], ...]), test, correction, stop and prediction. Each line of the study's runs.jsonl
-names the commit of its run. `python experiments/report.py --check` refuses a study
+contrasts ([[row, parent], ...]), test, correction, stop and prediction, and may name the commit of its code.
+Each line of the study's *.jsonl names the commit of its run. `python experiments/report.py --check` refuses a
+study
 
     whose run is of a commit without this declaration: the declaration is younger, or was changed later,
     with a run of a row or a seed that is not declared,
-    with a run that names no commit, or whose checkout had uncommitted changes.
+    with a run whose record lacks the commit, or whose checkout had uncommitted changes,
+    with a run of an unknown commit, or of a commit that does not descend from the declared `commit`.
 
-Declared seeds without a run are allowed, because studies run in portions; column n of a table counts runs.
+Declared seeds may lack a run, because studies run in portions: the note below a table names these seeds.
+Runs of commits before v0.1 need no declaration; a table of any other undeclared run is refused (notes.py).
 A comment `<!-- report: module experiments.declaration declared.json -->` makes the table of table_lines().
 """
 
+import functools
 import json
 import subprocess
 from hashlib import sha256
 from pathlib import Path
 
 KEYS = ("question", "rows", "seeds", "endpoint", "contrasts", "test", "correction", "stop", "prediction")
+BEFORE = "c144752728363ce7c9ec10e54b50d489af68f345"  # v0.1: runs of its ancestors need no declaration
 SHOWN = ("endpoint", "contrasts", "test", "correction", "stop", "prediction")
 
 
@@ -38,15 +43,37 @@ def digest_of(declared: dict) -> str:
     return sha256(json.dumps(declared, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def declaration_at(commit: str, file: Path) -> dict | None:
-    """Return the declaration as it was at a commit; None if it did not exist there.
+def git(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """Run git in a folder."""
+    return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True)
 
-    LookupError if the commit is unknown here, for example in a shallow clone.
-    """
-    git = ["git", "-C", str(file.parent)]
-    if subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True).returncode:
-        raise LookupError(f"commit {commit} is unknown here")
-    shown = subprocess.run([*git, "show", f"{commit}:./{file.name}"], capture_output=True, text=True)
+
+def is_known(commit: str, folder: Path) -> bool:
+    """Tell whether the repository of a folder has a commit."""
+    return git(folder, "cat-file", "-e", f"{commit}^{{commit}}").returncode == 0
+
+
+def is_complete(folder: Path) -> bool:
+    """Tell whether the repository has all ancestors of its commits; a shallow clone has not."""
+    return git(folder, "rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+
+
+def descends(commit: str, ancestor: str, folder: Path) -> bool:
+    """Tell whether a commit is another one or descends from it."""
+    return git(folder, "merge-base", "--is-ancestor", ancestor, commit).returncode == 0
+
+
+@functools.cache
+def is_before_declarations(commit: str | None, folder: Path) -> bool:
+    """Tell whether a run's commit belongs to v0.1, or cannot be checked: a shallow clone, another history."""
+    if not is_complete(folder) or not is_known(BEFORE, folder):
+        return True
+    return commit is not None and descends(BEFORE, commit, folder)
+
+
+def declaration_at(commit: str, file: Path) -> dict | None:
+    """Return the declaration as it was at a commit; None if it did not exist there."""
+    shown = git(file.parent, "show", f"{commit}:./{file.name}")
     return None if shown.returncode else json.loads(shown.stdout)
 
 
@@ -59,13 +86,16 @@ def problems_of(file: Path, records: list[dict]) -> list[str]:
             run = f"row {record['row']}, seed {record['seed']}"
             problems.append(f"{run}: no commit, or uncommitted changes; repeat the run from a clean checkout")
     for commit in sorted({record["commit"] for record in records if record.get("commit")}):
-        try:
-            earlier = declaration_at(commit, file)
-        except LookupError:
-            continue  # a shallow clone cannot check this commit
+        if not is_known(commit, file.parent):
+            if is_complete(file.parent):  # a shallow clone cannot check this commit
+                problems.append(f"commit {commit} of a run is unknown; push or merge it")
+            continue
+        earlier = declaration_at(commit, file)
         if earlier != declared:
             state = "has no declaration" if earlier is None else "has another declaration"
             problems.append(f"commit {commit} of a run {state}; declare first, then run")
+        elif "commit" in declared and not descends(commit, declared["commit"], file.parent):
+            problems.append(f"commit {commit} of a run does not descend from {declared['commit']}")
     expected = {(row, seed) for row in declared["rows"] for seed in declared["seeds"]}
     found = {(record["row"], record["seed"]) for record in records}
     return problems + [f"row {row}, seed {seed} is not declared" for row, seed in sorted(found - expected)]
@@ -77,8 +107,8 @@ def check_study(folder: Path) -> list[str]:
     if not file.is_file():
         return []
     try:
-        runs = folder / "runs.jsonl"
-        records = [json.loads(line) for line in runs.read_text().splitlines()] if runs.is_file() else []
+        files = sorted(folder.glob("*.jsonl"))
+        records = [json.loads(line) for runs in files for line in runs.read_text().splitlines()]
         return problems_of(file, records) if records else read_declaration(file) and []
     except ValueError as error:
         return [str(error)]
@@ -90,5 +120,6 @@ def table_lines(declared: dict) -> list[str]:
     values["contrasts"] = ", ".join(f"{row} - {parent}" for row, parent in declared["contrasts"])
     seeds = ", ".join(map(str, declared["seeds"]))
     rows = [("rows", ", ".join(declared["rows"])), ("seeds", seeds), *values.items()]
+    rows += [("commit", declared["commit"])] if "commit" in declared else []
     lines = ["| declared before the runs | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]
     return [*lines, f"| digest | `{digest_of(declared)}` |"]

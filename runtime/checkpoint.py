@@ -1,6 +1,7 @@
 """Manage the folder of a run: lock it, record settings and source code, write and find checkpoints.
 
-    config.yaml  versions.json  source/  metrics.jsonl  samples.jsonl  tensorboard/  checkpoints/step_N/
+    config.yaml  versions.json  source/  metrics.jsonl  samples.jsonl  outcomes.json  tensorboard/
+    checkpoints/step_N/
 
 This file is independent of the model. To save, pass a function that writes one rank's files into a folder
 (HashingWriter); to resume, read the folder that find_checkpoint() returns.
@@ -16,7 +17,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
 import uuid
@@ -32,11 +32,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runtime.agreement import versions_of
 from runtime.config import complete, differences, free_on_resume, with_paths_to
 from runtime.launch import one_line
 from runtime.memory import GIB
 from runtime.plugin_files import file_of, plugin_digests
+from runtime.provenance import commit_of, git, machine_of, now, versions_of
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
 
@@ -174,7 +174,8 @@ def keep_earlier_record(run_dir: Path) -> Path | None:
     folders = (run_dir / f"earlier_{number}" for number in itertools.count(1))
     backup = next(folder for folder in folders if not folder.exists())
     backup.mkdir()
-    for name in ("metrics.jsonl", "samples.jsonl", "config.yaml", "versions.json", "source", "tensorboard"):
+    logs = ("metrics.jsonl", "samples.jsonl", "outcomes.json", "tensorboard")
+    for name in (*logs, "config.yaml", "versions.json", "source"):
         if (run_dir / name).exists():
             (run_dir / name).rename(backup / name)
     return backup
@@ -196,7 +197,10 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
         (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     with writing(run_dir / "source"):
         versions = versions_of() | save_source(run_dir / "source", [file_of(name) for name in plugins])
+        versions |= {"date": now(), "machine": machine_of()}
         versions["weights"] = digest_of_weights(Path(config.model.path))
+        models = {"judge_weights": config.reward.judge_path, "teacher_weights": config.zero_variance.teacher}
+        versions |= {name: digest_of_weights(Path(folder)) for name, folder in models.items() if folder}
         versions |= {"plugins": plugins} if plugins else {}
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}
@@ -216,13 +220,23 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
 
 
 def earlier_starts(file: Path, versions: dict) -> list[dict]:
-    """List the environments (versions, commit, weights) of earlier launches that differ from `versions`."""
+    """List the environments (versions, commit, weights) of earlier launches that differ from `versions`.
+
+    Dates may differ. The digest of the data is written later, see record_data().
+    """
     try:
         previous = json.loads(file.read_text())
     except (OSError, ValueError):  # a kill may have cut the file off
         return []
     earlier = previous.pop("earlier", [])
-    return earlier + [previous] if previous != versions else earlier
+    variable = {name: previous[name] for name in ("date", "data") if name in previous}
+    return earlier + [previous] if previous != versions | variable else earlier
+
+
+def record_data(run_dir: Path, digests: dict[str, str]) -> None:
+    """Add the digests of the loaded prompts to versions.json, {name of the set: digest}."""
+    file = run_dir / "versions.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"data": digests}, indent=1))
 
 
 def step_row(line: str) -> dict | None:
@@ -273,20 +287,9 @@ def save_source(folder: Path, plugins: Iterable[Path] = ()) -> dict[str, str | b
         shutil.copy(script, folder / script.name)
     for plugin in plugins:
         shutil.copy(plugin, folder / plugin.name)
-
-    def git(*arguments: str) -> str | None:
-        root = Path(__file__).resolve().parents[1]
-        command = [shutil.which("git") or "false", "-C", root, *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        return done.stdout if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    changes = git("diff", "HEAD")
-    untracked = git("ls-files", "--others", "--exclude-standard", "*.py")
-    if changes:
+    if changes := git("diff", "HEAD"):
         (folder / "changes.diff").write_text(changes)
-    dirty = None if commit is None else bool(changes or untracked)
-    return {"commit": commit and commit.strip(), "dirty": dirty, "script": script.name}
+    return {**commit_of(), "script": script.name}
 
 
 def is_redone(row: dict, state: dict) -> bool:

@@ -268,6 +268,23 @@ def token_metrics(
     return means | {name: (value, 1) for name, value in maxima.items()} | {"abs_dlogp_p99": (bins, 1)}
 
 
+def clipped_by_update(
+    batch: RolloutBatch, micro_batches: list[tuple[list[int], dict]], updates: list[int]
+) -> dict[str, tuple[float, float]]:
+    """Measure the share of clipped tokens of each update of a step: clipped/update_1, ... as (sum, count).
+
+    micro_batches: as in token_metrics(); updates: the number of finished updates before each micro-batch.
+    Without off-policy data the first update has ratio 1 and clips nothing.
+    """
+    sums: Counter = Counter()
+    counts: Counter = Counter()
+    for (rows, statistics), number in zip(micro_batches, updates):
+        values = statistics["clipped"].cpu()[batch.response_mask[rows]]  # [tokens]
+        sums[f"clipped/update_{number + 1}"] += values.sum().item()
+        counts[f"clipped/update_{number + 1}"] += values.numel()
+    return {name: (sums[name], counts[name]) for name in sums}
+
+
 def mismatch_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
     """Measure the mismatch between trainer and engine on each sampled token, [b, T].
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -421,9 +422,17 @@ def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
     resumed = {"state": {"step": 2, "evaluated_step": -1}}
     folder.mkdir(exist_ok=True)
 
+    dates = map(str, itertools.count())
+    monkeypatch.setattr(checkpoint, "now", lambda: next(dates))
+
     def versions_after_start(record: dict | None) -> dict:
         prepare_run_dir(folder, run.config, record)
-        return json.loads((folder / "versions.json").read_text())
+        checkpoint.record_data(folder, {"train": "aa"})
+        versions = json.loads((folder / "versions.json").read_text())
+        assert int(versions.pop("date")) >= 0 and versions["machine"]["cores"] >= 1
+        for earlier in versions.get("earlier", []):
+            del earlier["date"]
+        return versions
 
     for record in (None, resumed, resumed):
         first = versions_after_start(record)

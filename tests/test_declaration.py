@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from experiments import declaration
+from experiments.notes import notes_of, ranges
 
 DECLARED = {
     "question": "?", "rows": ["off", "on"], "seeds": [0, 1], "endpoint": "accuracy",
@@ -43,12 +44,12 @@ def test_runs_must_be_younger_than_the_declaration(study):
     folder, before, declared = study
     assert declaration.check_study(folder) == [], "no runs yet"
     assert problems(folder, commit=declared) == []
-    assert problems(folder, commit="0" * 40) == [], "a commit that a shallow clone lacks"
     for changes, keyword in (
         ({"commit": before}, "has no declaration"),
         ({"commit": declared, "seed": 2}, "seed 2 is not declared"),
         ({"commit": declared, "versions": {"dirty": True}}, "uncommitted"),
         ({"commit": None}, "uncommitted"),
+        ({"commit": "0" * 40}, "unknown"),
     ):
         (problem,) = problems(folder, **changes)
         assert keyword in problem
@@ -67,3 +68,90 @@ def test_a_declaration_that_was_changed_after_the_runs_is_refused(study):
 def test_a_declaration_is_shown_with_its_digest():
     text = "\n".join(declaration.table_lines(DECLARED))
     assert "| contrasts | on - off |" in text and declaration.digest_of(DECLARED) in text
+
+
+def test_a_shallow_clone_checks_the_commits_that_it_has(study, tmp_path):
+    folder, before, declared = study
+    clone = tmp_path / "clone"
+    command = ["git", "clone", "-q", "--depth", "1", f"file://{folder}", str(clone)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert problems(clone, commit=before) == [], "cannot be checked"
+    assert "not declared" in problems(clone, commit=declared, seed=2)[0]
+
+
+def test_runs_descend_from_the_commit_that_the_declaration_names(study):
+    folder, before, declared = study
+    for commit in (before, declared):
+        (folder / "declared.json").write_text(json.dumps(DECLARED | {"commit": commit}))
+        git = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost"]
+        subprocess.run([*git, "commit", "-qam", "named"], check=True)
+        subprocess.run([*git, "checkout", "-q", "--detach"], check=True)
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        assert problems(folder, commit=head) == []
+        side = subprocess.run(  # the same files without history
+            [*git, "commit-tree", "-m", "side", f"{head}^{{tree}}"], capture_output=True, text=True
+        ).stdout.strip()
+        assert "descend" in problems(folder, commit=side)[0]
+    assert f"| commit | {declared} |" in declaration.table_lines(DECLARED | {"commit": declared})
+
+
+# ---- the note below a table --------------------------------------------------------------------------------
+def records(row: str, seeds, commit: str = "", weights=None) -> list[dict]:
+    weights = weights or {}
+    return [
+        {"row": row, "seed": seed, "commit": commit, "versions": {"weights": weights.get(seed, "aa")}}
+        for seed in seeds
+    ]
+
+
+def note(folder, compared=(), **rows: list[dict]) -> str:
+    """Return the note of a table whose rows have the parent off."""
+    studies = {row: {folder} if folder else set() for row in rows}
+    return notes_of(rows, dict.fromkeys(rows, "off"), studies, {*compared})
+
+
+def test_the_note_names_the_declaration_and_the_missing_seeds(study):
+    folder, _, declared = study
+    digest = declaration.digest_of(DECLARED)
+    rows = {"off": records("off", [0, 1], declared), "on": records("on", [0], declared)}
+    assert note(folder, **rows) == f"Declared: `{digest}`. Seeds without a run: 1 of on."
+    assert note(folder, [("on", "off")], **rows | {"on": records("on", [0, 1], declared)}) == (
+        f"Declared: `{digest}`."
+    )
+    exploratory = note(folder, [("off", "on")], **rows)
+    assert "Exploratory, not among the declared contrasts: off - on." in exploratory
+    assert "that the correction lacks: on - off." in exploratory
+
+
+def test_a_table_of_new_undeclared_runs_is_refused(study, monkeypatch):
+    """v0.1 is the commit before the declaration: its runs are marked, later runs are refused."""
+    folder, before, declared = study
+    monkeypatch.setattr(declaration, "BEFORE", before)
+    old = {"off": records("off", [0], before), "other": records("other", [0], before)}
+    (folder / "elsewhere").mkdir()
+    assert note(folder / "elsewhere", **old) == "Undeclared."
+    assert "Undeclared: other." in note(folder, **old)
+    for commit in (declared, "0" * 40, None):
+        with pytest.raises(ValueError, match="declared.json"):
+            note(folder, **old | {"other": records("other", [0], commit)})
+    assert note(None, **old) == "", "run folders say nothing"
+
+
+def test_the_note_names_seeds_and_starts_that_differ():
+    off = records("off", range(4))
+    assert note(None, off=off, on=records("on", range(4))) == ""
+    apart = note(None, off=off, on=records("on", [5, 6, 8]))
+    assert "5, 6, 8 of off; 0 to 3 of on." in apart and "common with the parent: on." in apart
+    moved = note(None, off=off, on=records("on", range(4), weights={2: "bb"}))
+    assert "than the parent's: on; their" in moved
+    unknown = note(None, off=off, on=records("on", range(4), weights={2: None, 3: None}))
+    assert "than the parent's: on, and some records" in unknown
+    by_seed = {0: "aa", 1: "aa", 2: "bb", 3: "bb"}
+    pairs = note(
+        None, off=records("off", range(4), weights=by_seed), on=records("on", range(4), weights=by_seed)
+    )
+    assert pairs == "2 start weights, one for all runs of a seed."
+
+
+def test_consecutive_seeds_are_joined():
+    assert [ranges(seeds) for seeds in ([], [3], {2, 1, 0, 7, 9, 8, 5})] == ["", "3", "0 to 2, 5, 7 to 9"]

@@ -18,6 +18,7 @@ import moe_model
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
 from experiments.bench import gpu_kernels
+from experiments.bench.common import read_results, spread, write_results
 from experiments.bench.gpu import MODES
 from experiments.bench.workload import Recipe as WorkRecipe
 from experiments.bench.workload import Workload
@@ -67,7 +68,7 @@ def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     settings = ("rollout.prompts_per_step=4", "rollout.max_new_tokens=96", "--workloads", "256 new tokens")
     done = bench("step", *options, "--script", copy, *settings)
     assert "| bytes per sync | 12,345,678 |" in done.stdout
-    ((name, workload),) = json.loads((tmp_path / "step.json").read_text()).items()
+    ((name, workload),) = read_results(tmp_path / "step.json").items()
     assert name == "256 new tokens"
     phases = ["rollout", "reward", "logprobs", "update", "sync", "other"]
     assert sum(workload[phase]["median"] for phase in phases) == pytest.approx(workload["step"]["median"])
@@ -88,7 +89,7 @@ def test_operators_finds_the_products_that_a_changed_update_makes(tmp_path):
     )
     options = ("--ranks", 1, "--steps", 5, "--profiled", 2, "--json", tmp_path / "o.json")
     done = bench("operators", *options, "--script", copy, "model.ep_size=1", "rollout.prompts_per_step=2")
-    found = json.loads((tmp_path / "o.json").read_text())
+    found = read_results(tmp_path / "o.json")
     assert found["seconds"]["n"] == 2 and found["shares"]["matrix products"]["min"] > 0.5
     assert 0.9 < sum(share["median"] for share in found["shares"].values()) < 1.1
     assert re.search(r"^\| matrix products \| 0\.[5-9]", done.stdout, re.M)
@@ -99,7 +100,7 @@ def test_mismatch_writes_the_table_it_prints(tmp_path):
     options = ("--models", "tiny", "--prompts", 6, "--repeats", 2)
     files = ("--json", tmp_path / "mismatch.json", "--plot", tmp_path / "mismatch.png")
     done = bench("mismatch", *options, *files)
-    rows = json.loads((tmp_path / "mismatch.json").read_text())
+    rows = read_results(tmp_path / "mismatch.json")
     cases = [(row["engine"], row["fp8"], row["trainer"], row["router_replay"]) for row in rows]
     assert len(cases) == len(set(cases)) == 33 and all(row["n"] == 2 for row in rows)
     of = {case: row for case, row in zip(cases, rows)}
@@ -118,7 +119,7 @@ def test_mismatch_writes_the_table_it_prints(tmp_path):
 @pytest.mark.slow
 def test_sync_writes_the_table_it_prints(tmp_path):
     done = bench("sync", "--sizes", "1M", "--repeats", 1, "--json", tmp_path / "sync.json")
-    found = json.loads((tmp_path / "sync.json").read_text())
+    found = read_results(tmp_path / "sync.json")
     size = found["sizes"]["1M"]
     for way, seconds in size["seconds"].items():
         assert f"| {way} | {seconds['median']:.4f} (" in done.stdout
@@ -132,7 +133,7 @@ def test_sync_writes_the_table_it_prints(tmp_path):
 @pytest.mark.slow
 def test_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
     done = bench("routes", "--models", "tiny", "--pairs", 1, "--json", tmp_path / "r.json")
-    rows = json.loads((tmp_path / "r.json").read_text())
+    rows = read_results(tmp_path / "r.json")
     assert [row["bytes_per_token"] for row in rows] == [row["layers_times_top_k"] for row in rows] == [4, 4]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["seconds_with"] / row["seconds_without"])
@@ -147,7 +148,7 @@ def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     padding = "(self.num_padded - self.num_computed, self.num_padded)"
     copy = changed_trainer(tmp_path, padding, padding.replace("(", "(7 * self.num_padded + "))
     done = bench("update", *options, "--script", copy, "--json", tmp_path / "update.json")
-    rows = json.loads((tmp_path / "update.json").read_text())
+    rows = read_results(tmp_path / "update.json")
     as_they_come, balanced, *of_shares = rows
     assert [as_they_come["name"], balanced["name"]] == ["as they come", "balanced"]
     assert {(row["share"], row["skipping"]) for row in of_shares} == {
@@ -169,7 +170,7 @@ def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, smal
     small = ("--repeats", 1, "--slots", 2, "--workers", 2, "--ratios", 0, 2)
     done = bench("rollout", "--workload", small_recipe, *small, *files)
     assert "all rows of a ratio gave the same completions and rewards" in done.stdout
-    record = json.loads((tmp_path / "rollout.json").read_text())
+    record = read_results(tmp_path / "rollout.json")
     slow_share = WorkRecipe.load(small_recipe).slow_share
     assert [case["ratio"] for case in record["cases"]] == [0, 2] and slow_share != WorkRecipe().slow_share
     assert (tmp_path / "rollout.png").stat().st_size > 10_000
@@ -187,7 +188,7 @@ def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, smal
             assert f"| {case['ratio']:g} | {row['name']} | {row['seconds']:.2f} (" in done.stdout
     assert rows[1]["seconds"] < rows[0]["seconds"], "rewards that take twice as long as the engines overlap"
     fitted = bench("simulate", "--fit", tmp_path / "rollout.json", "--json", tmp_path / "fit.json")
-    found = json.loads((tmp_path / "fit.json").read_text())
+    found = read_results(tmp_path / "fit.json")
     assert [row["name"] for row in found] == [row["name"] for row in rows] * 2
     assert re.search(r"largest error: [+-]\d", fitted.stdout)
 
@@ -195,7 +196,7 @@ def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, smal
 @pytest.mark.slow(process="others")
 def test_the_default_recipe_makes_the_recorded_work_on_any_machine(tmp_path):
     """The digest is that of the lengths of the first round of results/rollout.json."""
-    record = json.loads((ROOT / "experiments" / "bench" / "results" / "rollout.json").read_text())
+    record = read_results(ROOT / "experiments" / "bench" / "results" / "rollout.json")
     for case in record["cases"]:
         made = Workload.make(WorkRecipe.of(case["recipes"][0]))
         assert [recipe["seed"] for recipe in case["recipes"]] == list(range(record["rounds"]))
@@ -204,6 +205,22 @@ def test_the_default_recipe_makes_the_recorded_work_on_any_machine(tmp_path):
         assert made.is_slow.sum() == (16 if case["ratio"] else 0)
     done = bench("workload", "--json", tmp_path / "recipe.json")
     assert WorkRecipe.load(tmp_path / "recipe.json") == WorkRecipe() and "122,431 tokens" in done.stdout
+
+
+def test_results_hold_their_origin_and_the_rounds(tmp_path):
+    results = {"seconds": spread([0.5, 0.25, 1.0])}
+    write_results(tmp_path / "new.json", results)
+    (tmp_path / "old.json").write_text(json.dumps(results))
+    assert read_results(tmp_path / "new.json") == read_results(tmp_path / "old.json") == results
+    assert results["seconds"]["rounds"] == [0.5, 0.25, 1.0] and results["seconds"]["median"] == 0.5
+    made = json.loads((tmp_path / "new.json").read_text())["made"]
+    name, family, model = re.fullmatch(r"(.+) \(family (\d+), model (\d+)\)", made["machine"]["cpu"]).groups()
+    for line in (f"model name\t: {name}", f"cpu family\t: {family}", f"model\t\t: {model}"):
+        assert f"{line}\n" in Path("/proc/cpuinfo").read_text()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert (
+        made["commit"] == head.stdout.strip() and made["versions"]["torch"].split("+")[0] in torch.__version__
+    )
 
 
 @pytest.mark.parametrize("name", ["rollout", "update"])
@@ -268,7 +285,7 @@ def test_kernels_writes_what_it_prints(tmp_path):
     sizes = ("--rows", 48, "--vocab", 500, 8000, "--hidden", 64, "--fp8-shape", 130, 300, "--repeats", 2)
     files = ("--json", tmp_path / "kernels.json", "--plot", tmp_path / "kernels.png")
     done = bench("kernels", *sizes, *files)
-    found = json.loads((tmp_path / "kernels.json").read_text())
+    found = read_results(tmp_path / "kernels.json")
     versions = {row["version"] for row in found["head"]}
     assert {"naive", "chunked"} <= versions and len(found["head"]) == 2 * len(versions)
     for row in found["head"]:

@@ -4,12 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FakeRanks
+from helpers import FakeRanks, make_batch, make_config, make_prompts
 
+import lifecycle
 from batch import Completion, Group
 from reward import Verdict
 from runtime.checks import check_routes, check_verdicts
-from runtime.metrics import batch_metrics, reduce_metrics, rollout_metrics, schedule_metrics, straggler
+from runtime.metrics import (
+    batch_metrics,
+    clipped_by_update,
+    reduce_metrics,
+    rollout_metrics,
+    schedule_metrics,
+    straggler,
+)
 
 INVALID = 9  # in the routes of these tests
 
@@ -103,6 +111,46 @@ def test_metrics_of_a_batch_counted_by_hand():
         "reward": 0.5, "inversion_frac": 0.5, "gradient_tokens_total": 5,
         "account/wasted_stopped_tokens_total": 2, "account/wasted_kept_tokens_total": 2,
     }  # fmt: skip
+
+
+def test_the_clipped_share_of_each_update_counted_by_hand(monkeypatch):
+    """Rank 0 has three micro-batches in two updates; rank 1 has rows in the second update only."""
+    batch = make_batch([[0] * length for length in (3, 1, 2)])
+    clipped = torch.tensor([[1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])  # padding counts nowhere
+    micro_batches = [[([0], 0), ([1], 0), ([2], 1)], [([0, 1], 1)]]
+
+    def measure(rank):
+        parts = [(rows, {"clipped": clipped[rows]}) for rows, _ in micro_batches[rank]]
+        return clipped_by_update(batch, parts, [number for _, number in micro_batches[rank]])
+
+    metrics, _ = reduced(monkeypatch, measure)
+    assert metrics == {"clipped/update_1": 3 / 4, "clipped/update_2": (1 + 2 + 1) / (2 + 3 + 1)}
+
+
+def test_outcomes_of_prompts_have_the_figures_of_the_evaluation_as_means(monkeypatch):
+    """Two sets of three and two prompts on two ranks: a greedy completion and two samples of each prompt."""
+    config = make_config("eval.num_samples=2")
+    prompts = make_prompts(5)
+    eval_sets = {"long": (prompts[:3], [[1]] * 3), "short": (prompts[3:], [[1]] * 2)}
+    scores = {
+        "long": [[1.0, 0.5, 0.0], [0.0, 0.0, 0.25], [1.0, 1.0, 1.0]],
+        "short": [[0.0, 1.0, 1.0], [0.5, 0.0, 0.0]],
+    }
+
+    def measure(rank):
+        rows = [row for name in eval_sets for row in scores[name][rank::2]]
+        verdicts = [Verdict(score, "ok" if score == 1 else "wrong") for row in rows for score in row]
+        completions = [completion(1) for _ in verdicts]
+        figures = lifecycle.evaluation_metrics(completions, verdicts, eval_sets, config)
+        return figures, lifecycle.prompt_outcomes(verdicts, eval_sets, config)
+
+    (figures, outcomes), same = FakeRanks(2).install(monkeypatch).run(measure)
+    assert same == (figures, outcomes)
+    for name, rows in scores.items():
+        assert outcomes[f"eval/{name}/accuracy"] == [row[0] for row in rows]
+        assert outcomes[f"eval/{name}/avg_at_2"] == [(row[1] + row[2]) / 2 for row in rows]
+    for name, values in outcomes.items():
+        assert sum(values) / len(values) == pytest.approx(figures[name])
 
 
 def test_verdicts_that_fail_too_often_end_the_run(capsys, monkeypatch):

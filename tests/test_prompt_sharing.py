@@ -4,8 +4,6 @@ test_replay.py compares the whole update with plain torch and transformers, on o
 parallelism and replayed routes.
 """
 
-import json
-
 import pytest
 import torch
 from conftest import save_small_moe
@@ -14,6 +12,7 @@ from helpers import batch_of_rows, make_config, make_ragged_completions
 import moe_model
 import train_rl
 from experiments.bench import prompt_sharing
+from experiments.bench.common import read_results
 from moe_model import pack
 
 PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [5, 6, 7], [5, 6, 7, 8], [9], [5, 6, 7, 8]]
@@ -91,7 +90,7 @@ def test_the_benchmark_measures_all_lengths(tmp_path, monkeypatch, capsys):
     threads = torch.get_num_threads()
     prompt_sharing.main()
     torch.set_num_threads(threads)
-    rows = json.loads((tmp_path / "a.json").read_text())
+    rows = read_results(tmp_path / "a.json")
     assert [row["prompt_tokens"] for row in rows] == [5, 9]
     assert [row["tokens_saved"] for row in rows] == pytest.approx([7 * 4 / (8 * 7), 7 * 8 / (8 * 11)])
     printed = capsys.readouterr().out

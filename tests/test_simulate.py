@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT
 
 from experiments.bench import simulate as module
+from experiments.bench.common import read_results
 from experiments.bench.simulate import PLACES, EngineModel, simulate
 from experiments.bench.workload import Recipe, Workload
 
@@ -306,7 +307,7 @@ def test_json_holds_the_printed_figures(tmp_path, monkeypatch, capsys):
     for line in printed_rows(run_main(monkeypatch, capsys, *arguments)):
         case = line.pop("completions per engine, slow rewards")
         cells |= {(case, engines): cell.split(" / ") for engines, cell in line.items()}
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows = read_results(tmp_path / "rows.json")
     assert len(rows) == 2 * 2 * 4 * 5  # engines, loads, judges, rows of each
     expected = {}
     for row in rows:
@@ -324,7 +325,7 @@ def test_fit_prints_measured_and_simulated_seconds(tmp_path, monkeypatch, capsys
     measured[4]["seconds"] *= 1.25
     path.write_text(json.dumps(record))
     output = run_main(monkeypatch, capsys, "--fit", path, "--json", tmp_path / "rows.json")
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    rows = read_results(tmp_path / "rows.json")
     assert [tuple(row.values()) for row in printed_rows(output)] == [
         ("0.5", r["name"], f"{r['seconds']:.2f}", f"{r['simulated']:.2f}", f"{r['error']:+.1%}") for r in rows
     ]

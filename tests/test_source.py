@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import checkpoint
+from runtime import checkpoint, provenance
 
 
 def git(repository: Path, *arguments: str) -> str:
@@ -17,12 +17,12 @@ def git(repository: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch) -> Path:
-    """Make a folder with a script and a module, as if checkpoint.py lay in the folder and the script ran."""
+    """Make a folder with a script and a module, as if the folder were the checkout and the script ran."""
     root = tmp_path / "repository"
     (root / "runtime").mkdir(parents=True)
     (root / "mine.py").write_text("print('mine')\n")
     (root / "model.py").write_text("SIZE = 1\n")
-    monkeypatch.setattr(checkpoint, "__file__", str(root / "runtime" / "checkpoint.py"))
+    monkeypatch.setattr(provenance, "ROOT", root)
     monkeypatch.setattr(sys, "argv", [str(root / "mine.py"), "train.num_steps=1"])
     return root
 

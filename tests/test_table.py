@@ -102,6 +102,11 @@ def make(root: Path, *options: object, capsys) -> tuple[list[dict], str]:
     return json.loads(file.read_text()), output.out
 
 
+def marked(printed: str) -> str:
+    """Return a table of run folders as record files show it: folders may belong to a declared study."""
+    return printed.replace("> Note: ", "> Note: Undeclared. ")
+
+
 def cells(printed: str) -> dict[str, list[str]]:
     """Return {row: cells} of the Markdown table."""
     lines = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
@@ -297,11 +302,11 @@ def test_the_export_gives_the_same_table_and_is_small(random_table, tmp_path, ca
     again = tmp_path / "again.jsonl"
     first = make(root, "--parent", "grpo", "--export", file, capsys=capsys)
     _, printed = make(file, "--parent", "grpo", "--export", again, capsys=capsys)
-    assert printed == first[1]
+    assert printed == marked(first[1])
     assert file.read_bytes() == again.read_bytes()
     for options in (("--metric", "accuracy"), ("--columns", "row", "mean:score", "step_7:tokens_total")):
         options = ("--parent", "grpo", *options)
-        assert make(file, *options, capsys=capsys)[1] == make(root, *options, capsys=capsys)[1]
+        assert make(file, *options, capsys=capsys)[1] == marked(make(root, *options, capsys=capsys)[1])
     record = json.loads(file.read_text().splitlines()[0])
     assert (record["row"], record["seed"]) == ("grpo", 0)
     for kind in ("steps", "evaluations"):
@@ -337,14 +342,31 @@ def test_an_exported_run_records_its_settings(tmp_path, capsys):
         assert (record["commit"], record["versions"]) == ("c0ffee", {"python": "3", "dirty": False})
 
 
+def test_a_record_holds_the_outcomes_of_the_last_evaluation(tmp_path, capsys):
+    folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.4], grad_norm=0.5, **{"clipped/update_2": 0.25})
+    outcomes = {"eval/additions/avg_at_8": [0.125, 1, 0.075]}
+    (folder / "outcomes.json").write_text(json.dumps({"step": 2, "outcomes": outcomes}))
+    file = tmp_path / "runs.jsonl"
+    make(tmp_path / "runs", "--parent", "grpo", "--export", file, capsys=capsys)
+    record = json.loads(file.read_text())
+    assert record["outcomes"] == outcomes
+    assert record["steps"]["grad_norm"] == [0.5, 0.5] and record["steps"]["clipped/update_2"] == [0.25, 0.25]
+    again = tmp_path / "again.jsonl"
+    make(file, "--parent", "grpo", "--export", again, capsys=capsys)
+    assert again.read_text() == file.read_text()
+    (folder / "outcomes.json").write_text(json.dumps({"step": 0, "outcomes": outcomes}))
+    assert "outcomes.json" in error_of("--runs", tmp_path / "runs", "--parent", "grpo", capsys=capsys)
+
+
 def test_folders_and_records_give_the_same_table_also_together(random_table, tmp_path, capsys):
     root, _ = random_table
     folders = sorted(root.glob("*/seed_*/"))
-    table = make(root, "--parent", "grpo", capsys=capsys)
-    assert make(write_record(tmp_path / "a.jsonl", *folders), "--parent", "grpo", capsys=capsys) == table
+    table, printed = make(root, "--parent", "grpo", capsys=capsys)
+    expected = (table, marked(printed))
+    assert make(write_record(tmp_path / "a.jsonl", *folders), "--parent", "grpo", capsys=capsys) == expected
     grpo = write_record(tmp_path / "grpo.jsonl", *sorted(root.glob("grpo/seed_*/")))
     shutil.rmtree(root / "grpo")
-    assert make(root, grpo, "--parent", "grpo", capsys=capsys) == table
+    assert make(root, grpo, "--parent", "grpo", capsys=capsys) == expected
     error = error_of("--runs", grpo, grpo, "--parent", "grpo", capsys=capsys)
     assert "row grpo, seed 0" in error and "grpo.jsonl, line 1" in error
 
@@ -529,7 +551,7 @@ def test_a_training_metric_in_place_of_evaluations(tmp_path, monkeypatch, capsys
     # Means over the latest three: early 0.1, 0.15, 0.2, 0.3 plus 0.1; late 0.1, 0.15, 0.2, 0.3 at 2, 4, 6, 8.
     assert (early["tokens_to_target"], early["seconds_to_target"]) == pytest.approx((200, 1.0))
     assert (late["tokens_to_target"], late["seconds_to_target"]) == pytest.approx((700, 3.5))
-    assert make(tmp_path / "record", *options, capsys=capsys)[1] == printed
+    assert make(tmp_path / "record", *options, capsys=capsys)[1] == marked(printed)
     options = ("--parent", "early", "--metric", "train/scores")
     assert "scores" in error_of("--runs", root, *options, capsys=capsys)
 
@@ -604,7 +626,9 @@ TABLE = """\
 | row | n | avg_at_8 | minus parent |
 |---|---|---|---|
 | grpo | 2 | 0.5000 | n/a |
-| espo | 2 | 0.7500 | +0.2500 |"""
+| espo | 2 | 0.7500 | +0.2500 |
+
+> Note: Undeclared."""
 
 
 @pytest.fixture
@@ -659,6 +683,8 @@ def test_a_changed_figure_is_named_and_fixed(document, capsys):
         ("| grpo | 2 | 0.5000 | n/a |\n", "", "rows are espo"),
         ("avg_at_8", "pass@1", "pass@1"),
         ("| espo | 2 | 0.7500 | +0.2500 |", "| espo | 2 | 0.7500 |", "row espo has 3 cells"),
+        ("Undeclared", "Declared", "note"),
+        ("\n\n> Note: Undeclared.", "", "note"),
         ("--columns row", "--columns rows row", "--columns rows"),
         ("--parent grpo", "--parent gpro", "gpro"),
         ("--runs runs.jsonl", "--runs none.jsonl", "none.jsonl"),
@@ -1034,6 +1060,41 @@ def test_final_metrics_are_compared_seed_by_seed(tmp_path, capsys):
     assert cells(printed)["on"][1:3] == ["3", "+0.1000"]
 
 
+def test_holm_over_the_tables_of_a_document(document, capsys):
+    """Two tables of three and two comparisons, one of them in both: corrected over four."""
+    generator = random.Random(1)
+    values = {row: [generator.gauss(mean, 0.1) for _ in range(5)]
+              for row, mean in (("a", 0.3), ("b", 0.4), ("c", 0.5), ("d", 0.6), ("e", 0.32))}  # fmt: skip
+    folders = [
+        write_run(document.parents[2] / "family", row, seed, [0.2, final])
+        for row, finals in values.items()
+        for seed, final in enumerate(finals)
+    ]
+    write_record(document.with_name("runs.jsonl"), *folders)
+    tables = [["a", "b", "c", "d"], ["a", "d", "e"]]
+    texts = [
+        f"<!-- report: --runs runs.jsonl --parent a --family README.md --rows {' '.join(rows)} "
+        "--columns row p_holm paired_p_holm -->\n"
+        for rows in tables
+    ]
+    document.write_text("\n".join(texts))
+    assert check(capsys, "--fix")[0] == 0
+    printed = document.read_text().split("<!--")[1:]
+    for column, test in ((1, lambda x, y: ttest_ind(x, y, equal_var=False).pvalue),
+                         (2, lambda x, y: ttest_rel(x, y).pvalue)):  # fmt: skip
+        p = {row: test(values[row], values["a"]) for row in "bcde"}
+        for rows, text in zip(tables, printed):
+            for row in rows[1:]:
+                # Holm's p is the largest of (number of p that are not smaller) x p, over all p up to this one
+                steps = [
+                    sum(q >= p[other] for q in p.values()) * p[other] for other in p if p[other] <= p[row]
+                ]
+                assert cells(text)[row][column] == report.show_p(min(1.0, max(steps)))
+    options = ("--parent", "a", "--rows", "a", "e", "--family", document)
+    table, _ = make(document.with_name("runs.jsonl"), *options, capsys=capsys)
+    assert report.show_p(table[1]["p_value_holm"]) == cells(printed[1])["e"][1], "as in the document"
+
+
 def test_a_detectable_difference_is_found_with_80_percent_power():
     """Samples with this true difference are found by the test in 0.8 of 20,000 draws (error of 0.003)."""
     pairs = np.array([0.3, -0.1, 0.2, 0.5, 0.0, 0.1])
@@ -1051,10 +1112,10 @@ def test_rows_that_start_from_other_weights_are_named(tmp_path, capsys):
         folder = write_run(root, row, 0, [0.2, 0.4])
         (folder / "versions.json").write_text(json.dumps({"python": "3", "weights": weights}))
     _, printed = make(root, "--parent", "grpo", "--export", tmp_path / "runs.jsonl", capsys=capsys)
-    assert "WARNING: moved, old: " in printed
-    assert make(tmp_path / "runs.jsonl", "--parent", "grpo", capsys=capsys)[1] == printed
+    assert "start weights than the parent's: moved, old, and some" in printed
+    assert make(tmp_path / "runs.jsonl", "--parent", "grpo", capsys=capsys)[1] == marked(printed)
     _, printed = make(root, "--parent", "grpo", "--rows", "grpo", "same", capsys=capsys)
-    assert "WARNING" not in printed
+    assert "start weights" not in printed
 
 
 def test_a_start_and_an_end_are_no_curve(tmp_path, capsys):

@@ -16,7 +16,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from runtime.provenance import commit_of, machine_of, now, versions_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "train_rl.py"
@@ -124,12 +126,13 @@ def run_rank(work: Callable[[argparse.Namespace], None], args: argparse.Namespac
 # ------------------------------------------------------------------------------------------------------------
 # Figures
 # ------------------------------------------------------------------------------------------------------------
-def spread(values: list[float]) -> dict[str, float]:
-    """Summarise repeated measurements as median, min, max and n."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "n": len(values)}
+def spread(values: list[float]) -> dict[str, Any]:
+    """Summarise repeated measurements as median, min, max and n, and keep them as rounds."""
+    ends = {"min": min(values), "max": max(values)}
+    return {"median": statistics.median(values), **ends, "n": len(values), "rounds": values}
 
 
-def with_range(values: dict[str, float], form: str) -> str:
+def with_range(values: dict[str, Any], form: str) -> str:
     """Format a spread() as median (min-max)."""
     return f"{values['median']:{form}} ({values['min']:{form}}-{values['max']:{form}})"
 
@@ -146,6 +149,20 @@ def write_json(path: Path | None, data: dict | list) -> None:
         path.write_text("[\n" + ",\n".join(map(json.dumps, data)) + "\n]\n")
     elif path is not None:
         path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def write_results(path: Path | None, results: dict | list) -> None:
+    """Write the results of a benchmark to a file, if a path is set, with their origin under `made`."""
+    made = {**commit_of(), "date": now(), "machine": machine_of(), "versions": versions_of()}
+    if path is not None:
+        path.write_text(json.dumps({"made": made, "results": results}, indent=1) + "\n")
+
+
+def read_results(path: Path) -> Any:
+    """Read the results of a benchmark; files of older versions hold the results alone."""
+    data = json.loads(path.read_text())
+    is_wrapped = isinstance(data, dict) and data.keys() == {"made", "results"}
+    return data["results"] if is_wrapped else data
 
 
 def pyplot():

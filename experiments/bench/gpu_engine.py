@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.bench.common import ROOT, model_folder, torchrun
+from experiments.bench.common import ROOT, model_folder, read_results, torchrun
 from experiments.bench.gpu_kernels import (
     NEEDS_GPU,
     SIZES,
@@ -380,7 +380,7 @@ def mismatch(out: Path, dry: bool, model: str) -> Report:
         return Report(criteria={criterion: NEEDS_GPU})
     command = [sys.executable, "-m", "experiments.bench.mismatch", "--models", model, "--json", path]
     shell(command, out / f"mismatch_{model}.log")
-    rows = json.loads(path.read_text())
+    rows = read_results(path)
     report = Report()
     for row in (r for r in rows if r["engine"] == "bfloat16" and r["trainer"] == "bfloat16"):
         name = f"fp8 {row['fp8']}, replay {row['router_replay']}"

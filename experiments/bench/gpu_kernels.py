@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ from types import SimpleNamespace
 
 import torch
 
-from experiments.bench.common import ROOT
+from experiments.bench.common import ROOT, read_results
 
 NEEDS_GPU = "needs a GPU"
 LIMIT_S = 600  # time limit of a piece, in seconds
@@ -94,7 +93,7 @@ def head(out: Path, dry: bool) -> Report:
     from experiments.bench import kernels
 
     kernels.main([*map(str, sizes), "--json", str(path)])
-    results = json.loads(path.read_text())
+    results = read_results(path)
     report = Report({f"ceiling, {name}": value for name, value in results["ceilings"].items()})
     for kind in ("naive", "chunked", "triton"):
         errors = [max(r["errors"].values()) for r in results["head"] if r["errors"] and r["version"] == kind]

@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from experiments.bench.common import make_parser, markdown, write_json
+from experiments.bench.common import make_parser, markdown, write_results
 from verifiers.instructions import instruction_verdicts
 
 
@@ -138,7 +138,7 @@ def main() -> None:
             arguments = {name: value for name, value in row["arguments"].items() if value is not None}
             print(f"\n--- {row['kind']} {arguments}: IFEval {row['published']}, ours {row['own']}")
             print(row["response"])
-    write_json(args.json, data)
+    write_results(args.json, data)
 
 
 if __name__ == "__main__":

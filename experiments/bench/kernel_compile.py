@@ -25,7 +25,7 @@ import triton
 
 import kernels.fp8_block as fp8
 import kernels.linear_logprob_entropy as head
-from experiments.bench.common import ROOT, make_parser, markdown, write_json
+from experiments.bench.common import ROOT, make_parser, markdown, write_results
 
 GPU_TRITON = "3.7.1"  # torch 2.13.0 with CUDA, in requirements.txt, requires this version
 GPU_TRITON_FOLDER = ROOT / f".venv-triton-{GPU_TRITON}"
@@ -212,7 +212,7 @@ def main() -> int:
     ]
     print(f"Triton {triton.__version__}, sm_90\n")
     print("\n".join(markdown(["kernel", *columns], rows)))
-    write_json(args.json, {"triton": triton.__version__, "kernels": records})
+    write_results(args.json, {"triton": triton.__version__, "kernels": records})
     return 1 if any(record["problems"] for record in records.values()) else 0
 
 

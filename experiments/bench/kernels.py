@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.bench.common import make_parser, markdown, pyplot, spread, with_range, write_json
+from experiments.bench.common import make_parser, markdown, pyplot, spread, with_range, write_results
 from kernels import fp8_block
 from kernels.linear_logprob_entropy import linear_logprob_entropy, naive
 
@@ -420,7 +420,7 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join([*table_lines(results), "", *fp8_lines(results)]))
     if args.plot:
         plot_head(head, args.plot)
-    write_json(args.json, results)
+    write_results(args.json, results)
 
 
 if __name__ == "__main__":

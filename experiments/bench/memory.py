@@ -143,7 +143,7 @@ def measure(case: SimpleNamespace) -> dict:
 
 def run_all(cases: tuple[str, ...], path: Path | None) -> None:
     """Measure cases, each in new processes, and print a table row for each."""
-    from experiments.bench.common import markdown, run_ranks, write_json
+    from experiments.bench.common import markdown, run_ranks, write_results
 
     names = ["case", "million parameters", "measured, MiB", "predicted, MiB", "ratio"]
     print("\n".join(markdown(names, [])), flush=True)
@@ -156,7 +156,7 @@ def run_all(cases: tuple[str, ...], path: Path | None) -> None:
         ratio = f"{result['predicted'] / result['measured']:.3f}"
         row = [name, f"{result['parameters'] / 1e6:.0f}", measured, predicted, ratio]
         print(markdown(names, [row])[-1], flush=True)
-        write_json(path, results)
+        write_results(path, results)
 
 
 def main(argv: list[str] | None = None) -> None:

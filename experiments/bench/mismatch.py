@@ -39,7 +39,7 @@ from experiments.bench.common import (
     markdown,
     model_folder,
     pyplot,
-    write_json,
+    write_results,
 )
 from reward import Verdict
 from rollout import RolloutEngine, quantise_for_engine
@@ -183,12 +183,12 @@ def rows_of_model(
     return rows
 
 
-def summary(values: list[float]) -> dict[str, float | None]:
-    """Return mean and range of the finite values."""
+def summary(values: list[float]) -> dict[str, float | list[float] | None]:
+    """Return mean and range of the finite values, and the values themselves."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return {"mean": None, "min": None, "max": None}
-    return {"mean": statistics.fmean(finite), "min": min(finite), "max": max(finite)}
+    return {"mean": statistics.fmean(finite), "min": min(finite), "max": max(finite), "rounds": finite}
 
 
 def table_lines(data: list[dict]) -> list[str]:
@@ -266,7 +266,7 @@ def main(args: argparse.Namespace) -> None:
         rows += rows_of_model(trainer, name, args.prompts, args.repeats, progress)
     progress.close()
     print("\n".join(table_lines(rows)))
-    write_json(args.json, rows)
+    write_results(args.json, rows)
     if args.plot:
         plot_table(rows, args.plot)
 

@@ -18,7 +18,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from experiments.bench.common import ROOT, load_trainer, make_parser, markdown, run_ranks, spread, write_json
+from experiments.bench.common import (
+    ROOT,
+    load_trainer,
+    make_parser,
+    markdown,
+    run_ranks,
+    spread,
+    write_results,
+)
 
 DEMO = ROOT / "experiments" / "environments" / "demo.yaml"
 KINDS = {  # kind: pattern of operator names
@@ -119,7 +127,7 @@ def main() -> None:
         work(argv, args.script, args.result, args.profiled, args.steps)
     data = sum_up(run_ranks("experiments.bench.operators", args.ranks, sys.argv[1:]))
     print("\n".join(table_lines(data)))
-    write_json(args.json, data)
+    write_results(args.json, data)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ not count.
 import statistics
 import time
 
-from experiments.bench.common import make_parser, make_policy, markdown, spread, with_range, write_json
+from experiments.bench.common import make_parser, make_policy, markdown, spread, with_range, write_results
 
 GROUP_SIZE = 8
 MODEL = (256, 2, 8, 256, 1024)  # hidden size, layers, experts, expert width, vocabulary
@@ -94,7 +94,7 @@ def main() -> None:
         for num_prompt in args.prompts:
             rows.append(measure(policy, num_prompt, num_completion, args.repeats))
             print("\n".join(table_lines(rows[-1:])[0 if len(rows) == 1 else 2 :]), flush=True)
-    write_json(args.json, rows)
+    write_results(args.json, rows)
 
 
 if __name__ == "__main__":

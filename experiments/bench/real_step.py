@@ -52,7 +52,7 @@ from experiments.bench.common import (
     spread,
     torchrun,
     with_range,
-    write_json,
+    write_results,
 )
 from experiments.bench.trl_step import timed_training, trl_config
 
@@ -318,7 +318,7 @@ def measure(args: argparse.Namespace) -> dict:
             seconds = ", ".join(f"{step['step']:.1f}" for step in runs[trainer])
             print(f"round {number + 1}, {trainer}: steps of {seconds} s", flush=True)
         data["rounds"].append({"order": list(order), "rates": rates, "runs": runs})
-        write_json(args.json, data)  # a stopped benchmark keeps its finished rounds
+        write_results(args.json, data)  # a stopped benchmark keeps its finished rounds
     return data
 
 
@@ -540,7 +540,7 @@ def main() -> None:
         own = [name for name in args.trainers if name in OWN_SETTINGS]
         profiles = {name: profile_update(name, args) for name in own}
         data = {"environment": environment(args), "profile": profiles}
-        write_json(args.json, data)
+        write_results(args.json, data)
         print("\n".join(profile_lines(data)))
         return
     data = measure(args)

@@ -45,7 +45,7 @@ from experiments.bench.common import (
     pyplot,
     run_rank,
     run_ranks,
-    write_json,
+    write_results,
 )
 from experiments.bench.workload import Recipe, Workload
 
@@ -387,6 +387,7 @@ def make_row(name: str, before: str | None, rounds: list[list[dict]], bounds: li
     row["count_reward_time"] = count_reward_time
     for figure, values in figures.items():
         row |= {figure: statistics.median(values), f"{figure}_min": min(values), f"{figure}_max": max(values)}
+        row[f"{figure}_rounds"] = values
     row["seconds_by_step"] = [statistics.median(step_seconds) for step_seconds in zip(*steps[name])]
     row["bubble"] = statistics.median(1 - b / (len(rounds) * s) for b, s in zip(busy, seconds))
     row["bound"] = statistics.median(map(sum, bounds))
@@ -491,7 +492,7 @@ def main() -> None:
     ranks = run_ranks("experiments.bench.rollout", args.ranks, sys.argv[1:])
     record = make_record(ranks, args.ratios, args.slots, args.workers)
     print_record(record)
-    write_json(args.json, record)
+    write_results(args.json, record)
     if args.plot:
         plot_record(record, args.plot)
 

@@ -30,7 +30,7 @@ from experiments.bench.common import (
     make_policy,
     markdown,
     model_folder,
-    write_json,
+    write_results,
 )
 from rollout import RolloutEngine
 from runtime.launch import leave
@@ -80,6 +80,7 @@ def measure(name: str, workload: str, dtype: str, pairs: int, scratch: Path, pro
     ratios = sorted(with_ / without for with_, without in zip(seconds[True], seconds[False]))
     return {
         "model": name, "workload": workload, "dtype": dtype, "n": pairs,
+        "rounds": {"without": seconds[False], "with": seconds[True]},
         "seconds_without": statistics.median(seconds[False]),
         "seconds_with": statistics.median(seconds[True]),
         "ratio": statistics.median(ratios),
@@ -132,7 +133,7 @@ def main() -> None:
         ]
     progress.close()
     print("\n".join(table_lines(rows)))
-    write_json(args.json, rows)
+    write_results(args.json, rows)
     leave(0)
 
 

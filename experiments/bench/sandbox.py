@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-from experiments.bench.common import make_parser, markdown, spread, with_range, write_json
+from experiments.bench.common import make_parser, markdown, spread, with_range, write_results
 from verifiers.code import extract_program, same_output, verify
 from verifiers.sandbox import check_sandbox
 
@@ -116,7 +116,7 @@ def main() -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     rows = measure(args.programs, args.rounds)
     print("\n".join(table_lines(rows)))
-    write_json(args.json, rows)
+    write_results(args.json, rows)
 
 
 if __name__ == "__main__":

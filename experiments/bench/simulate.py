@@ -27,7 +27,6 @@ Left out: costs that grow with the context, KV cache memory, pipes to the worker
 """
 
 import heapq
-import json
 import sys
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -36,7 +35,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from experiments.bench.common import make_parser, markdown, pyplot, write_json
+from experiments.bench.common import make_parser, markdown, pyplot, read_results, write_results
 from experiments.bench.workload import Recipe, Workload
 from runtime.schedule import WaitingLine, deal_groups, verdict_tokens
 
@@ -423,7 +422,7 @@ def main() -> None:
         parser.error("--engines must be at least 1, and --plot cannot be combined with --fit")
     if args.fit:
         try:
-            rows = fit(json.loads(args.fit.read_text()))
+            rows = fit(read_results(args.fit))
         except (OSError, ValueError) as error:
             sys.exit(f"error: {args.fit}: {error}")
         worst = max(rows, key=lambda row: abs(row["error"]))
@@ -435,7 +434,7 @@ def main() -> None:
         rows = [row for num, load in product(args.engines, LOADS) for row in extrapolate(num, load)]
         lines = table_lines(rows)
     print("\n".join(lines))
-    write_json(args.json, rows)
+    write_results(args.json, rows)
     if args.plot:
         plot_rows(rows, args.plot)
 

@@ -32,7 +32,7 @@ from experiments.bench.common import (
     spread,
     torchrun,
     with_range,
-    write_json,
+    write_results,
 )
 
 WARMUP_STEPS = 5  # the first steps allocate buffers
@@ -145,7 +145,7 @@ def main() -> None:
             table[name] = {figure: spread([run[figure] for run in runs]) for figure in runs[0]}
         progress.close()
     print("\n".join(table_lines(table)))
-    write_json(args.json, table)
+    write_results(args.json, table)
 
 
 if __name__ == "__main__":

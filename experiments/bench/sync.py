@@ -37,7 +37,7 @@ from experiments.bench.common import (
     markdown,
     spread,
     with_range,
-    write_json,
+    write_results,
 )
 from runtime.launch import leave
 from settings import RolloutSettings
@@ -191,7 +191,7 @@ def main() -> None:
     print("\n".join(table_lines(table)))
     shares = [f"{way} {seconds * 1e6:.0f}" for way, seconds in table["python_per_tensor"].items()]
     print(f"\nPython, microseconds per tensor sent: {', '.join(shares)}")
-    write_json(args.json, table)
+    write_results(args.json, table)
     leave(0)
 
 

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.bench.common import ROOT, TINY, endless_model, make_parser, markdown, spread, write_json
+from experiments.bench.common import ROOT, TINY, endless_model, make_parser, markdown, spread, write_results
 
 OURS = {
     "ep1": ("model.ep_size=1",),
@@ -199,7 +199,7 @@ def main() -> None:
         sys.exit("the tiny model is missing: run `python -m data.tiny` first")
     table = measure(args)
     print("\n".join(table_lines(table)))
-    write_json(args.json, table)
+    write_results(args.json, table)
 
 
 def measure(args) -> dict[str, dict]:

@@ -24,7 +24,7 @@ from experiments.bench.common import (
     markdown,
     run_rank,
     run_ranks,
-    write_json,
+    write_results,
 )
 from experiments.bench.workload import Recipe, Workload
 
@@ -155,6 +155,7 @@ def make_rows(figures: dict) -> list[dict]:
         old_pass = case["pass"][1:]
         row = {"name": name, "gradient_share": case["gradient_share"], "seconds": statistics.median(update)}
         row |= {"seconds_min": min(update), "seconds_max": max(update), "n": len(update)}
+        row |= {"rounds": {"update": update, "pass": old_pass}}
         row["padding"] = case["padding_frac"]
         row["imbalance"] = case["update_tokens_max"] / case["update_tokens"]
         if name in CASES:
@@ -217,7 +218,7 @@ def main() -> None:
     print("\n".join([*table_lines(rows), "", *skipping_lines(rows)]))
     pairs = zip(figures["as they come"]["update"][1:], figures["balanced"]["update"][1:])
     print(f"as they come / balanced: {statistics.median(slow / fast for slow, fast in pairs):.2f}")
-    write_json(args.json, rows)
+    write_results(args.json, rows)
 
 
 if __name__ == "__main__":

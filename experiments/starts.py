@@ -1,0 +1,126 @@
+"""Keep the start weights and judges of studies in the repository, with their prompts, and check them.
+
+    python -m data.tiny --recipe habits
+    python -m experiments.starts add habits data/built/habits  # a copy in experiments/starts/habits
+    python -m experiments.starts check                         # compares all files with their digests
+
+A start is a folder: a model (model/ of data.tiny, or a judge) as safetensors, the prompts as *.jsonl, and
+start.json with the SHA-256 of each file, the digest of the weights that records also hold, and the commit,
+machine and date of `add`. Rows name a start by path, for example by laying experiments/starts/habits.yaml
+over their base. experiments/run.py checks these starts before any run, and `report.py --check` checks all.
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from runtime.provenance import commit_of, machine_of, now, versions_of
+
+STARTS = ROOT / "experiments" / "starts"
+RECORD = "start.json"
+MAX_BYTES = 8 * 2**20  # of a start
+MAX_TOTAL_BYTES = 40 * 2**20  # of all starts
+FORMATS = (".safetensors", ".json", ".jsonl", ".jinja", ".txt")
+
+
+def digests_of(start: Path) -> dict[str, str]:
+    """Return {path: SHA-256} of the files of a start, without its record."""
+    files = sorted(file for file in start.rglob("*") if file.is_file() and file != start / RECORD)
+    return {str(file.relative_to(start)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def problems_of(start: Path) -> list[str]:
+    """Return a sentence for each file of a start that differs from the record."""
+    if not (start / RECORD).is_file():
+        return [f"{start}: {RECORD} is missing; `python -m experiments.starts add` writes it"]
+    recorded = json.loads((start / RECORD).read_text())["files"]
+    present = digests_of(start)
+    changed = sorted(name for name in recorded | present if recorded.get(name) != present.get(name))
+    return [f"{start}: {', '.join(changed)}: not as committed; restore with git"] if changed else []
+
+
+def all_problems(starts: Path) -> list[str]:
+    """Return the problems of all starts in a folder, and of their sizes."""
+    folders = sorted(path for path in starts.glob("*") if path.is_dir())
+    problems = [problem for folder in folders for problem in problems_of(folder)]
+    sizes = {folder: sum(f.stat().st_size for f in folder.rglob("*") if f.is_file()) for folder in folders}
+    problems += [f"{folder}: {size:,} bytes, more than {MAX_BYTES:,}" for folder, size in sizes.items()
+                 if size > MAX_BYTES]  # fmt: skip
+    if sum(sizes.values()) > MAX_TOTAL_BYTES:
+        problems.append(f"{starts}: {sum(sizes.values()):,} bytes, more than {MAX_TOTAL_BYTES:,}")
+    return problems
+
+
+def starts_of(settings: object) -> set[Path]:
+    """Return the folders of the starts that settings name, for example by model.path or reward.judge_path."""
+    below = re.escape(f"{STARTS.relative_to(ROOT)}/")
+    return {STARTS / name for name in re.findall(rf"{below}([\w.-]+)", json.dumps(settings))}
+
+
+def start_with(weights: str | None) -> Path | None:
+    """Return the model folder of the start whose weights have a digest; None without one."""
+    for file in sorted(STARTS.glob(f"*/{RECORD}")):
+        models = json.loads(file.read_text())["weights"]
+        for folder, digest in models.items():
+            if weights is not None and digest == weights:
+                return file.parent / folder
+    return None
+
+
+def add(name: str, source: Path) -> Path:
+    """Copy a built folder to a new start and record its digests; ValueError if it does not fit."""
+    from runtime.checkpoint import digest_of_weights
+
+    start = STARTS / name
+    if not re.fullmatch(r"[\w.-]+", name) or start.exists():
+        raise ValueError(f"{name}: the name is invalid or taken; choose another")
+    files = [file for file in sorted(source.rglob("*")) if file.is_file()]
+    models = sorted({file.parent for file in files if file.suffix == ".safetensors"})
+    strange = [str(file) for file in files if file.suffix not in FORMATS]
+    size = sum(file.stat().st_size for file in files)
+    if not models or strange or size > MAX_BYTES:
+        raise ValueError(
+            f"{source}: expected safetensors and only {', '.join(FORMATS)}, {MAX_BYTES:,} bytes at most; got "
+            f"{size:,} bytes, {len(models)} models, other files: {', '.join(strange) or 'none'}"
+        )
+    shutil.copytree(source, start)
+    weights = {str(model.relative_to(source)): digest_of_weights(model) for model in models}
+    added = {**commit_of(), "date": now(), "machine": machine_of(), "versions": versions_of()}
+    record = {"weights": weights, "files": digests_of(start), "added": added}
+    (start / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    return start
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    adding = commands.add_parser("add", help="copy a built folder to a new start")
+    adding.add_argument("name", help="name of the start")
+    adding.add_argument(
+        "source", type=Path, help="folder with a model and prompts, for example data/built/habits"
+    )
+    commands.add_parser("check", help="compare all starts with their digests")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "add":
+            print(f"{add(args.name, args.source)}: commit this folder")
+        problems = all_problems(STARTS)
+    except (ValueError, OSError) as error:
+        problems = [str(error)]
+    print("\n".join(problems), file=sys.stderr, end="\n" if problems else "")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
