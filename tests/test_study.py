@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from conftest import ROOT
 from test_table import write_run
@@ -13,7 +12,7 @@ from data.chains import sample_sets
 from data.tiny import RECIPES, pair_habits, recipe_of, sample_problems
 from experiments import run, study
 from experiments.declaration import read_declaration
-from experiments.report import make_run
+from experiments.report import Run, make_run
 from experiments.studies.clip_scale import scaling
 from experiments.studies.elimination_tuned import pools
 from experiments.studies.order_of_prompts import parts
@@ -204,35 +203,39 @@ def test_the_clip_of_a_share_is_interpolated_in_log_alpha():
     assert scaling.crossing(alphas, [0.9, 0.5, 0.4]) == 1.0
 
 
-def test_the_slope_is_that_of_independent_tokens_in_made_runs():
+def made_run(row: str, seed: int, share: float, entropy: float, mean_tokens: float) -> Run:
+    """Make a run of eight steps whose steps 1, 7 and 8 clip more than the early steps 2 to 6."""
+    steps = {
+        "step": range(1, 9), "generated_tokens": range(100, 900, 100), "tokens_total": [1] * 8,
+        "gradient_tokens_total": [1] * 8, "zero_variance_frac": [0] * 8, "seconds_per_step": [1] * 8,
+        "clipped/entropy_group_0": [9, *[share] * 5, 9, 9], "entropy/entropy_group_0": [entropy] * 8,
+        "completion_tokens": [mean_tokens] * 8,
+    }  # fmt: skip
+    evaluations = {"step": [0, 8], "generated_tokens": [0, 800], "eval/chains/avg_at_4": [0.1, 0.2]}
+    columns = {name: [float(value) for value in values] for name, values in steps.items()}
+    record = {"row": row, "seed": seed, "steps": columns, "evaluations": evaluations}
+    return make_run(record, "made", None, "chains/avg_at_4")
+
+
+def test_the_slope_of_independent_tokens_is_minus_a_half():
     """The share falls with eps / (s / sqrt(tokens)), so eps* must fall with the root of the tokens."""
     entropy = 0.15
     rows = {}
     for length, mean_tokens in (("short", 40), ("mixed", 130), ("long", 300)):
         for name, alpha in scaling.ALPHAS.items():
             eps = alpha * entropy / math.log(98)
-            for seed in (0, 1):
-                spread = (1 + seed) * 0.004 / math.sqrt(0.2 * mean_tokens)
-                share = 0.5 - 0.1 * math.log(eps / spread)
-                steps = {
-                    "step": np.arange(1, 9), "generated_tokens": np.arange(1, 9) * 100,
-                    "tokens_total": [1] * 8, "gradient_tokens_total": [1] * 8, "zero_variance_frac": [0] * 8,
-                    "seconds_per_step": [1] * 8, "clipped/entropy_group_0": [9.0, *[share] * 5, 9.0, 9.0],
-                    "entropy/entropy_group_0": [entropy] * 8, "completion_tokens": [mean_tokens] * 8,
-                }  # fmt: skip
-                evaluations = {
-                    "step": [0, 8], "generated_tokens": [0, 800], "eval/chains/avg_at_4": [0.1, 0.2]
-                }  # fmt: skip
-                record = {
-                    "row": f"{length}_{name}", "seed": seed, "evaluations": evaluations,
-                    "steps": {key: [float(value) for value in values] for key, values in steps.items()},
-                }  # fmt: skip
-                made = make_run(record, "made", None, "chains/avg_at_4")
-                rows.setdefault(record["row"], []).append(made)
+            spreads = [scale / math.sqrt(0.2 * mean_tokens) for scale in (0.004, 0.008)]  # of two seeds
+            row = f"{length}_{name}"
+            rows[row] = [
+                made_run(row, seed, 0.5 - 0.3 * math.log(eps / spread), entropy, mean_tokens)
+                for seed, spread in enumerate(spreads)
+            ]
     data = scaling.measure(rows)
     assert len(data) == 6
-    for slope in scaling.slopes_of(data).values():
-        assert slope == pytest.approx(-0.5, abs=1e-6)
+    for figures in data:
+        spread = (0.004, 0.008)[figures["seed"]] / math.sqrt(figures["tokens"])
+        assert figures["eps"] == pytest.approx(math.e * spread), "the share is 0.2 there"
+    assert list(scaling.slopes_of(data).values()) == [pytest.approx(-0.5)] * 2
     assert scaling.slope_lines(data)[-1].startswith("| log eps* on log tokens | 2 | -0.50 |")
     assert [line.split(" | ")[0] for line in scaling.table_lines(data)[2:]] == [
         "| short",
