@@ -95,7 +95,7 @@ def read(root, monkeypatch) -> list[report.Run]:
 def test_runs_become_an_entry(runs, monkeypatch):
     """Two steps of 100 tokens between evaluations: the mean of two evaluations is 0.75 at 400 tokens."""
     made = record.record_of("mine", read(runs, monkeypatch))
-    record.check_runs(read(runs, monkeypatch), SLOW)
+    assert record.problems_of(read(runs, monkeypatch), SLOW) == []
     assert record.tokens_of(made) == {seed: pytest.approx(400) for seed in range(10)}
     assert (made["commit"], made["weights"]) == ("c0ffee", "aa")
 
@@ -105,24 +105,24 @@ def test_runs_become_an_entry(runs, monkeypatch):
     [("false", "true", "uncommitted"), ("c0ffee", "beef", "commit"), ('"aa"', '"bb"', "weights"),
      ("", "", "missing")],
 )  # fmt: skip
-def test_runs_that_cannot_be_compared_are_refused(old, new, message, runs, monkeypatch):
+def test_runs_that_break_a_rule_do_not_enter_the_file(old, new, message, runs, monkeypatch):
     folder = runs / "runs" / "record" / "mine" / "seed_3"
     if old:
         edit(folder / "versions.json", old, new)
     else:
         (folder / "summary.json").unlink()
-    with pytest.raises(ValueError, match=message):
-        record.check_runs(read(runs, monkeypatch), SLOW)
+    problems = record.problems_of(read(runs, monkeypatch), SLOW)
+    assert len(problems) == 1 and message in problems[0]
 
 
-def test_other_prompts_and_teachers_are_refused(runs, monkeypatch):
+def test_other_prompts_and_teachers_do_not_enter_the_file(runs, monkeypatch):
     stages = [{"name": "a", "until": {"steps": 1}, "data": {"train": []}}, {"name": "b"}]
     changes = [{"zero_variance.teacher": "x"}, flat_settings({"stages": stages})]
     for settings in changes:
         read_runs = read(runs, monkeypatch)
         read_runs[0].record["settings"] = settings
-        with pytest.raises(ValueError, match="teacher|data"):
-            record.check_runs(read_runs, None)
+        (problem,) = record.problems_of(read_runs, None)
+        assert "teacher" in problem or "data.train" in problem
 
 
 @pytest.mark.parametrize("name", ["grpo", "online"])
@@ -146,3 +146,7 @@ def test_the_first_command_runs_ten_seeds_and_adds_the_entry(runs, monkeypatch, 
     assert [str(seed) for seed in range(10)] == commands[0][3:13]
     added = json.loads((runs / "records.json").read_text())
     assert [one["entry"] for one in added] == ["slow", "mine"] and "| yes |" in capsys.readouterr().out
+    edit(runs / "runs/record/mine/seed_3/versions.json", "false", "true")
+    assert record.main(["--entry", "mine", "--add"]) == 1 and "uncommitted" in capsys.readouterr().err
+    assert record.main(["--entry", "mine"]) == 0, "an entry can be tried before the commit"
+    assert json.loads((runs / "records.json").read_text()) == added

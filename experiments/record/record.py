@@ -87,27 +87,27 @@ def compared(record: dict, holder: dict) -> dict:
     }
 
 
-def check_runs(runs: list[report.Run], holder: dict | None) -> None:
-    """Raise ValueError unless the runs keep the rules: all seeds, one clean commit, the record's start."""
+def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
+    """Return why the runs cannot enter records.json: broken rules, uncommitted changes, another start."""
+    problems = []
     settings = {name for one in runs for name in one.record["settings"]}
     forbidden = [name for name in settings if any(fnmatch.fnmatch(name, pattern) for pattern in FORBIDDEN)]
     if forbidden:
-        raise ValueError(f"{', '.join(sorted(forbidden))}: an entry may not set this, see FORBIDDEN")
+        problems.append(f"{', '.join(sorted(forbidden))}: an entry may not set this, see FORBIDDEN")
     missing = set(SEEDS) - {one.record["seed"] for one in runs}
     if missing:
-        raise ValueError(f"seeds {', '.join(map(str, sorted(missing)))} are missing; repeat the command")
+        problems.append(f"seeds {', '.join(map(str, sorted(missing)))} are missing; repeat the command")
     versions = [one.record["versions"] for one in runs]
     if len({one.record["commit"] for one in runs}) > 1 or any(v.get("dirty") is not False for v in versions):
-        raise ValueError("the runs need one commit without uncommitted changes; commit, and run all again")
+        problems.append("the runs need one commit without uncommitted changes; commit, and run all again")
     starts = {v.get("weights") for v in versions} | ({holder["weights"]} if holder else set())
     if len(starts) > 1:
-        raise ValueError(
+        problems.append(
             f"start weights differ: {', '.join(map(str, starts))}; run the record's entry here too"
         )
     if any(one.offline_tokens is None for one in runs):
-        raise ValueError(
-            "offline_tokens: the file of scores is missing, so that its tokens cannot be counted"
-        )
+        problems.append("offline_tokens: the file of scores is missing, so its tokens cannot be counted")
+    return problems
 
 
 def record_of(entry: str, runs: list[report.Run]) -> dict:
@@ -120,7 +120,7 @@ def record_of(entry: str, runs: list[report.Run]) -> dict:
     return {
         "entry": entry, "date": f"{datetime.date.today()}", "commit": first["commit"],
         "settings": first["settings"], "weights": first["versions"].get("weights"),
-        "offline_tokens": runs[0].offline_tokens, "curves": curves,
+        "offline_tokens": runs[0].offline_tokens or 0, "curves": curves,
     }  # fmt: skip
 
 
@@ -184,17 +184,15 @@ def main(argv: list[str]) -> int:
     code = run.main([*rows, "--out", "runs/record", "--jobs", "2", *FIXED])
     if code:
         return code
-    try:
-        runs = read_runs(entry)
-        check_runs(runs, holder)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    runs = read_runs(entry)
+    problems = problems_of(runs, holder)
     record = record_of(entry, runs)
-    print("\n".join(table_lines([*([holder] if holder else []), record])))
-    if args.add:
+    is_comparable = holder is not None and holder["weights"] == record["weights"]
+    print("\n".join(table_lines([holder, record] if is_comparable else [record])))
+    print("\n".join(f"not for records.json: {problem}" for problem in problems), file=sys.stderr)
+    if args.add and not problems:
         write_json(FOLDER / "records.json", [*records, record])
-    return 0
+    return 1 if args.add and problems else 0
 
 
 if __name__ == "__main__":
