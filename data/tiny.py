@@ -4,6 +4,7 @@
     python -m data.tiny --recipe habits   # makes data/built/habits/..., for the ablation table
     python -m data.tiny --recipe deep     # makes data/built/deep/..., for router replay
     python -m data.tiny --recipe chains   # makes data/built/chains/..., for long chains of thought
+    python -m data.tiny --recipe chains_3 # makes data/built/chains_3/..., the same with seed 3
 
 A folder that is up to date is not rebuilt.
 
@@ -39,6 +40,9 @@ habits remains, and weak habits are a third as frequent.
 
 Recipe "chains". Another task, see data/chains.py: chains of 125 tokens on average. "chains_gpu" is the same
 task for one GPU, with longer programs and a model of 8 layers and 13 million parameters.
+
+Task instances. RECIPE_SEED is a recipe with another seed: other habits, prompts, held-out prompts and start
+weights. Studies that vary the task use several instances, for example habits, habits_1 and habits_2.
 """
 
 import argparse
@@ -136,6 +140,16 @@ RECIPES = {
         max_positions=1024,
     ),
 }
+
+
+def recipe_of(name: str) -> Recipe:
+    """Return a recipe by name, for example habits, or with another seed, for example habits_3."""
+    task, _, seed = name.rpartition("_")
+    if task in RECIPES and seed.isdecimal():
+        return replace(RECIPES[task], seed=int(seed))
+    if name not in RECIPES:
+        raise ValueError(f"--recipe {name}: unknown recipe, choose among {', '.join(RECIPES)} or RECIPE_SEED")
+    return RECIPES[name]
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -388,16 +402,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--recipe", choices=RECIPES, default="tiny", help="task to make (default: %(default)s)"
-    )
+        "--recipe", default="tiny", metavar="RECIPE[_SEED]",
+        help=f"task to make: {', '.join(RECIPES)}; with _SEED another instance (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, help=f"folder to create (default: {OUTPUT}/RECIPE)")
     parser.add_argument("--steps", type=int, help="warm-start steps (default: the recipe's)")
     parser.add_argument("--seed", type=int, help="seed of tasks and weights (default: the recipe's)")
     args = parser.parse_args()
     overrides = {name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None}
     output = args.output or OUTPUT / args.recipe
+    try:
+        recipe = replace(recipe_of(args.recipe), **overrides)
+    except ValueError as error:
+        parser.error(str(error))
     start = time.perf_counter()
-    is_new = build(replace(RECIPES[args.recipe], **overrides), output)
+    is_new = build(recipe, output)
     record = json.loads((output / "recipe.json").read_text())
     print(
         f"{output}: {record['num_train']} train and {record['num_test']} test problems, "

@@ -1,0 +1,199 @@
+"""Run an entry of the record to beat with ten seeds, and compare its generated tokens with the record's.
+
+    python -m experiments.record.record                  # the holder of the record (make record)
+    python -m experiments.record.record --entry mine     # experiments/record/mine.yaml
+    python -m experiments.record.record --entry mine --add    # add its ten runs to records.json
+
+An entry needs as few generated tokens as possible until pass@1 on the held-out sums is 0.75, from the start
+weights of data/built/habits. FIXED holds the settings that no entry may change, FORBIDDEN settings that no
+entry may have. All tokens count that the policy generates for training: rollouts, dropped groups, probes, and
+the offline scoring of prompts. Evaluations are free.
+
+The tokens of a run are read from the curve of its evaluations. A point of the curve is the mean of pass@1 of
+an evaluation and the one before, because a single lucky evaluation is not enough; the curve is linear between
+its points. A run that never reaches the target counts with BUDGET if it belongs to the record, and
+disqualifies a new entry. A new entry is a record if it has fewer tokens in the geometric mean and p < 0.01 in
+a two-sided t-test of log(record's tokens / entry's tokens), paired by seed over ten seeds. Repeat a command
+to continue after a stop.
+
+records.json: [{"entry", "date", "commit", "settings", "weights", "offline_tokens",
+                "curves": {seed: {"tokens": [...], "values": [...]}}}]
+"""
+
+import argparse
+import datetime
+import fnmatch
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from experiments import report, run
+from experiments.bench.common import markdown, write_json
+
+FOLDER = run.ROOT / "experiments" / "record"
+FIRST_HOLDER = "online"  # runs if records.json has no entry yet
+TARGET = 0.75
+BUDGET = 200_000  # generated tokens
+SEEDS = range(10)
+LEVEL = 0.01
+METRIC = "avg_at_8"
+FIXED = (
+    "model.path=data/built/habits/model",
+    "data.train=[{path: data/built/habits/train.jsonl}]",
+    "data.eval=[{path: data/built/habits/test.jsonl, name: additions}]",
+    "eval.every=5",
+    "eval.num_samples=8",
+    f"train.max_generated_tokens={BUDGET}",
+    "train.num_steps=100000",
+)
+FORBIDDEN = (  # patterns of settings: other prompts, and models whose tokens would not be counted
+    "stages*.data.*", "zero_variance.teacher", "reward.judge",
+)  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tokens
+# ------------------------------------------------------------------------------------------------------------
+def tokens_of(record: dict) -> dict[int, float | None]:
+    """Return {seed: tokens to the target, with the offline scoring}; None for a run that never reaches it."""
+    tokens: dict[int, float | None] = {}
+    for seed, curve in record["curves"].items():
+        values = np.array(curve["values"])
+        smooth = (values[1:] + values[:-1]) / 2
+        crossing = report.first_crossing(TARGET, np.array(curve["tokens"][1:]), smooth)
+        tokens[int(seed)] = None if crossing is None else crossing + record["offline_tokens"]
+    return tokens
+
+
+def compared(record: dict, holder: dict) -> dict:
+    """Return the comparison of an entry with the record: ratio of tokens, its interval, p, and the verdict.
+
+    ratio: geometric mean over seeds of the record's tokens divided by the entry's.
+    """
+    tokens = tokens_of(record)
+    old_tokens = {seed: value or BUDGET for seed, value in tokens_of(holder).items()}
+    logs = np.array([math.log(old_tokens[seed] / (tokens[seed] or BUDGET)) for seed in SEEDS])
+    p = report.paired_p(logs)
+    is_reached = None not in tokens.values()
+    return {
+        "ratio": float(np.exp(logs.mean())),
+        "interval": np.exp(report.t_interval(logs)).tolist(),
+        "p": p,
+        "is_record": is_reached and bool(logs.mean() > 0) and p is not None and p < LEVEL,
+    }
+
+
+def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
+    """Return why the runs cannot enter records.json: broken rules, uncommitted changes, another start."""
+    problems = []
+    settings = {name for one in runs for name in one.record["settings"]}
+    forbidden = [name for name in settings if any(fnmatch.fnmatch(name, pattern) for pattern in FORBIDDEN)]
+    if forbidden:
+        problems.append(f"{', '.join(sorted(forbidden))}: an entry may not set this, see FORBIDDEN")
+    missing = set(SEEDS) - {one.record["seed"] for one in runs}
+    if missing:
+        problems.append(f"seeds {', '.join(map(str, sorted(missing)))} are missing; repeat the command")
+    versions = [one.record["versions"] for one in runs]
+    if len({one.record["commit"] for one in runs}) > 1 or any(v.get("dirty") is not False for v in versions):
+        problems.append("the runs need one commit without uncommitted changes; commit, and run all again")
+    starts = {v.get("weights") for v in versions} | ({holder["weights"]} if holder else set())
+    if len(starts) > 1:
+        problems.append(
+            f"start weights differ: {', '.join(map(str, starts))}; run the record's entry here too"
+        )
+    if any(one.offline_tokens is None for one in runs):
+        problems.append("offline_tokens: the file of scores is missing, so its tokens cannot be counted")
+    return problems
+
+
+def record_of(entry: str, runs: list[report.Run]) -> dict:
+    """Return the record of an entry's runs."""
+    first = runs[0].record
+    curves = {
+        str(one.record["seed"]): {"tokens": one.tokens.tolist(), "values": one.values.tolist()}
+        for one in runs
+    }
+    return {
+        "entry": entry, "date": f"{datetime.date.today()}", "commit": first["commit"],
+        "settings": first["settings"], "weights": first["versions"].get("weights"),
+        "offline_tokens": runs[0].offline_tokens or 0, "curves": curves,
+    }  # fmt: skip
+
+
+def holder_of(records: list[dict]) -> dict | None:
+    """Return the record that stands: the first entry, or the latest entry that beat the record before."""
+    holder = None
+    for record in records:
+        if holder is None or compared(record, holder)["is_record"]:
+            holder = record
+    return holder
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The table
+# ------------------------------------------------------------------------------------------------------------
+def table_lines(records: list[dict]) -> list[str]:
+    """Return the table of the entries in their order, each compared with the record of its time."""
+    lines = []
+    for number, record in enumerate(records):
+        tokens = tokens_of(record)
+        logs = np.log([value or BUDGET for value in tokens.values()])
+        mean = f"{math.exp(logs.mean()):,.0f}"
+        interval = " to ".join(f"{math.exp(bound):,.0f}" for bound in report.t_interval(logs))
+        reached = f"{sum(value is not None for value in tokens.values())} of {len(tokens)}"
+        cells = ["-", "-", "the first entry"]
+        holder = holder_of(records[:number])
+        if holder is not None:
+            result = compared(record, holder)
+            ratio = f"{result['ratio']:.2f} ({report.show_interval(result['interval'], '.2f')})"
+            cells = [ratio, report.show_p(result["p"]), "yes" if result["is_record"] else "no"]
+        name = f"[{record['entry']}]({record['entry']}.yaml)"
+        lines.append([record["date"], name, f"`{record['commit'][:8]}`", mean, interval, reached, *cells])
+    heads = ["date", "entry", "commit", "tokens", "95 % interval", "seeds that reach it"]
+    return markdown([*heads, "times fewer than the record", "p", "record"], lines)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The command line
+# ------------------------------------------------------------------------------------------------------------
+def read_runs(entry: str) -> list[report.Run]:
+    """Read the finished runs of an entry, with commit, versions and settings."""
+    runs = report.read_rows([Path("runs/record")], [entry], METRIC)[entry]
+    for one in runs:
+        one.record.update(report.provenance(one.folder))
+    return [one for one in runs if one.record["seed"] in SEEDS]
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--entry", help="name of a YAML in experiments/record (default: the record's)")
+    parser.add_argument("--add", action="store_true", help="add the entry to records.json")
+    args = parser.parse_args(argv)
+    os.chdir(run.ROOT)
+    records = json.loads((FOLDER / "records.json").read_text())
+    holder = holder_of(records)
+    entry = args.entry or (holder["entry"] if holder else FIRST_HOLDER)
+    rows = ("--rows", str(FOLDER / f"{entry}.yaml"), "--seeds", *map(str, SEEDS))
+    code = run.main([*rows, "--out", "runs/record", "--jobs", "2", *FIXED])
+    if code:
+        return code
+    runs = read_runs(entry)
+    problems = problems_of(runs, holder)
+    record = record_of(entry, runs)
+    is_comparable = holder is not None and holder["weights"] == record["weights"]
+    print("\n".join(table_lines([holder, record] if is_comparable else [record])))
+    print("\n".join(f"not for records.json: {problem}" for problem in problems), file=sys.stderr)
+    if args.add and not problems:
+        write_json(FOLDER / "records.json", [*records, record])
+    return 1 if args.add and problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,49 @@
+"""Write the prompts of the stages, so that other rows can visit the same prompts in another order.
+
+    python -m experiments.studies.order_of_prompts.parts chains chains_1    # task instances, already built
+
+Writes part_short.jsonl, part_middle.jsonl and part_long.jsonl into data/built/INSTANCE: disjoint rows of
+train.jsonl, up to 5, 15 and 30 steps long. The numbers of prompts are those of 18, 24 and 19 training steps
+of 16 prompts, which generate about 100,000, 200,000 and 300,000 tokens.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from data.tiny import OUTPUT
+
+PROMPTS_PER_STEP = 16
+PARTS = {"short": (18, 5), "middle": (24, 15), "long": (19, 30)}  # {part: (training steps, longest chain)}
+
+
+def parts_of(rows: list[dict]) -> dict[str, list[dict]]:
+    """Return the rows of each part: the first unused rows that are short enough."""
+    parts = {}
+    unused = rows
+    for name, (num_steps, longest) in PARTS.items():
+        parts[name] = [row for row in unused if row["difficulty"] <= longest][: num_steps * PROMPTS_PER_STEP]
+        used = {row["prompt"] for row in parts[name]}
+        unused = [row for row in unused if row["prompt"] not in used]
+    return parts
+
+
+def write_parts(folder: Path) -> None:
+    """Write the parts of a task instance into its folder."""
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    for name, part in parts_of(rows).items():
+        (folder / f"part_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def main() -> None:
+    """Read the command line and write the parts."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("instances", nargs="+", help="for example chains chains_1")
+    for instance in parser.parse_args().instances:
+        write_parts(OUTPUT / instance)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Run a declared study in portions: tune every row alike, choose, then test on other seeds and tasks.
+
+    python -m experiments.study losses_tuned tune --runs 54    # the next 54 runs, two at a time
+    python -m experiments.study losses_tuned choose            # writes tuning.json beside declared.json
+    python -m experiments.study losses_tuned test --runs 60    # the rows as chosen
+    python -m experiments.study losses_tuned test --rows espo --seeds 7      # a single run
+    python -m experiments.study losses_tuned test --dry-run    # commands of the unfinished runs
+
+Repeat a command to continue: finished runs are skipped. Commit tuning.json before the test, because
+report.py refuses runs whose checkout had uncommitted changes. Two keys of declared.json describe the runs:
+
+    "instances": {"recipe": "chains", "seeds_each": 2}
+        Seed S uses task instance S // seeds_each, so that seeds 6 and 7 use data/built/chains_3, which
+        `python -m data.tiny --recipe chains_3` builds. Instance 0 is data/built/chains, as in the YAML files.
+    "tuning": {"seeds": [200, 201], "metric": "chains/avg_at_4", "rates": [2.5e-4, 5e-4],
+               "clips": {"grpo": ["algorithm.clip_eps_high=0.1", "algorithm.clip_eps_high=0.2"]}}
+        Each row is run at each rate with each of its clips. The candidate with the highest mean of the metric
+        after the last step wins; of equal candidates the first wins, and a run that ends with an error counts
+        as 0. Without "tuning" the rows are tested as their YAML files are.
+
+Runs are in runs/STUDY/tune_N/ROW/seed_S, with the number N of the candidate, and runs/STUDY/test/ROW/seed_S.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+from pathlib import Path
+
+from experiments import report, run
+from experiments.bench.common import markdown, write_json
+from experiments.declaration import read_declaration
+
+JOBS = 2  # runs at a time
+
+
+def candidates(tuning: dict, row: str) -> list[str]:
+    """List the settings that tuning tries for a row, for example "train.learning_rate=0.0005"."""
+    clips = tuning.get("clips", {}).get(row, [""])
+    return [f"train.learning_rate={rate} {clip}".strip() for rate in tuning["rates"] for clip in clips]
+
+
+def instance_settings(row: Path, declared: dict, seed: int) -> list[str]:
+    """Return the settings that move a row to the task instance of a seed: every path below data/built/RECIPE.
+
+    For example ["model.path=\"data/built/chains_3/model\"", ...]; [] for instance 0.
+    """
+    recipe = declared["instances"]["recipe"]
+    number = seed // declared["instances"]["seeds_each"]
+    config = run.load_script(Path("train_rl.py")).load_config(["--config", str(row)])
+    settings = {}
+    for section, values in config.model_dump(mode="json", exclude_defaults=True).items():
+        is_list = isinstance(values, list)  # stages
+        settings |= {section: values} if is_list else {f"{section}.{k}": value for k, value in values.items()}
+    texts = {name: json.dumps(value) for name, value in settings.items()}
+    moved = {name: text.replace(f"/{recipe}/", f"/{recipe}_{number}/") for name, text in texts.items()}
+    return [f"{name}={moved[name]}" for name in texts if number and moved[name] != texts[name]]
+
+
+def make_run(study: Path, declared: dict, row: str, seed: int, name: str, settings: str) -> run.Run:
+    """Return a run of a row with further settings; name: the folder of the runs, for example "test"."""
+    file = run.from_root(study / f"{row}.yaml")
+    folder = Path("runs") / study.name / name / row / f"seed_{seed}"
+    arguments = (
+        "--config", str(file), f"run.dir={folder}", f"train.seed={seed}",
+        *instance_settings(file, declared, seed), *settings.split(),
+    )  # fmt: skip
+    return run.Run(row, seed, folder, folder.with_name(f"seed_{seed}.log"), Path("train_rl.py"), arguments)
+
+
+def runs_of_tuning(study: Path, declared: dict, rows: list[str], seeds: list[int]) -> list[run.Run]:
+    """List the tuning runs in launch order: for each seed, all candidates of all rows."""
+    return [
+        make_run(study, declared, row, seed, f"tune_{number}", settings)
+        for seed in seeds
+        for row in rows
+        for number, settings in enumerate(candidates(declared["tuning"], row))
+    ]
+
+
+def runs_of_test(study: Path, declared: dict, rows: list[str], seeds: list[int]) -> list[run.Run]:
+    """List the test runs in launch order: for each seed, all rows with the chosen settings."""
+    chosen = dict.fromkeys(declared["rows"], "")
+    if "tuning" in declared:
+        file = study / "tuning.json"
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: run `tune` and `choose` first, and commit the file")
+        chosen = {record["row"]: record["settings"] for record in json.loads(file.read_text())}
+    return [make_run(study, declared, row, seed, "test", chosen[row]) for seed in seeds for row in rows]
+
+
+def final_metric(folder: Path, metric: str) -> float:
+    """Return the metric of a finished run after the last step; 0 for a run that ended with an error."""
+    finished = report.read_run(folder, metric) if folder.is_dir() else "not started"
+    if isinstance(finished, report.Run):
+        return float(finished.values[-1])
+    if list(folder.glob("error_rank_*.txt")):
+        return 0.0
+    raise ValueError(f"{folder}: unfinished ({finished}); repeat `tune`")
+
+
+def choose(study: Path, declared: dict) -> list[dict]:
+    """Return, for each row, the chosen settings and the metric of every tuning run [candidate][seed]."""
+    tuning = declared["tuning"]
+    records = []
+    for row in declared["rows"]:
+        settings = candidates(tuning, row)
+        values = []
+        for number in range(len(settings)):
+            folder = Path("runs") / study.name / f"tune_{number}" / row
+            values.append([final_metric(folder / f"seed_{s}", tuning["metric"]) for s in tuning["seeds"]])
+        means = list(map(statistics.mean, values))
+        best = means.index(max(means))
+        records.append({"row": row, "settings": settings[best], "candidates": dict(zip(settings, values))})
+    return records
+
+
+def table_lines(records: list[dict]) -> list[str]:
+    """Return the table of tuning.json: the chosen settings, and the means of all candidates."""
+    lines = []
+    for record in records:
+        means = [f"{statistics.mean(values):.3f}" for values in record["candidates"].values()]
+        lines.append([record["row"], f"`{record['settings']}`", ", ".join(means)])
+    return markdown(["row", "chosen", "means of all candidates"], lines)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", help="name of a folder of experiments/studies")
+    parser.add_argument("stage", choices=("tune", "choose", "test"))
+    parser.add_argument("--rows", nargs="+", help="some of the declared rows (default: all)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="some of the declared seeds (default: all)")
+    parser.add_argument("--runs", type=int, help="launch at most this many unfinished runs (default: all)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands only")
+    return parser.parse_args(argv)
+
+
+def planned(args: argparse.Namespace, study: Path, declared: dict) -> list[run.Run]:
+    """List the runs of the command line; ValueError for a row or a seed that is not declared."""
+    is_tuning = args.stage == "tune"
+    if is_tuning and "tuning" not in declared:
+        raise ValueError(f"{study.name}: declared.json has no tuning, run `test`")
+    declared_seeds = declared["tuning"]["seeds"] if is_tuning else declared["seeds"]
+    rows = args.rows or declared["rows"]
+    seeds = args.seeds or declared_seeds
+    unknown = [str(name) for name in (*rows, *seeds) if name not in (*declared["rows"], *declared_seeds)]
+    if unknown:
+        raise ValueError(f"{study.name}: {', '.join(unknown)} is not declared for `{args.stage}`")
+    return (runs_of_tuning if is_tuning else runs_of_test)(study, declared, rows, seeds)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line and return the exit code."""
+    args = parse(argv)
+    study = run.STUDIES / args.study
+    os.chdir(run.ROOT)  # the working directory of train_rl.py, for relative paths in settings
+    try:
+        declared = read_declaration(study / "declared.json")
+        if args.stage == "choose":
+            records = choose(study, declared)
+            write_json(study / "tuning.json", records)
+            print("\n".join(table_lines(records)))
+            return 0
+        runs = planned(args, study, declared)
+        todo = run.unfinished(runs, redo=False, dry_run=args.dry_run)[: args.runs]
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if args.dry_run:
+        print("\n".join(shlex.join(run.command(one, 1)) for one in todo))
+        return 0
+    try:
+        failed = run.run_all(todo, JOBS, ranks=1)
+    except KeyboardInterrupt:
+        print("interrupted: all runs are ended; repeat the command to continue", file=sys.stderr)
+        return 130
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

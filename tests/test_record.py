@@ -1,0 +1,152 @@
+"""experiments/record/record.py: tokens to the target, and when an entry is a record."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from scipy.stats import ttest_rel
+from test_table import edit, write_run
+
+from experiments import report, run
+from experiments.record import record
+from runtime.config import flat_settings
+from train_rl import load_config
+
+
+def entry(name: str, crossings: list[float | None], offline_tokens: int = 0) -> dict:
+    """An entry whose runs reach the target at the given tokens, each by a line of four evaluations."""
+    curves = {}
+    for seed, tokens in enumerate(crossings):
+        # means of two evaluations in a row: 0.5 at half of the tokens, 0.75 at the tokens, 1 at twice as many
+        values = [0.5, 0.5, 1.0, 1.0] if tokens else [0.5, 0.5, 0.5, 0.5]
+        curves[str(seed)] = {
+            "tokens": [0, (tokens or 100) / 2, tokens or 100, 2 * (tokens or 100)],
+            "values": values,
+        }
+    return {
+        "entry": name, "date": "2026-11-26", "commit": "c0ffee00", "settings": {}, "weights": "aa",
+        "offline_tokens": offline_tokens, "curves": curves,
+    }  # fmt: skip
+
+
+SLOW = entry("slow", [90_000 + 1000 * seed for seed in range(10)])
+FAST = entry("fast", [80_000 + 500 * (seed % 3) for seed in range(10)])
+
+
+def test_tokens_count_the_offline_scoring_and_need_two_evaluations():
+    """A single evaluation above the target, between two far below it, is not enough."""
+    tokens = record.tokens_of(entry("x", [1000, None], offline_tokens=50))
+    assert tokens == {0: pytest.approx(1050), 1: None}
+    lucky = entry("x", [1000])
+    lucky["curves"]["0"] = {"tokens": [0, 10, 20, 30, 40], "values": [0.1, 0.2, 0.8, 0.2, 0.3]}
+    assert record.tokens_of(lucky) == {0: None}
+
+
+def test_an_entry_is_a_record_by_the_paired_test():
+    result = record.compared(FAST, SLOW)
+    old = [math.log(value) for value in record.tokens_of(SLOW).values()]
+    new = [math.log(value) for value in record.tokens_of(FAST).values()]
+    assert result["p"] == pytest.approx(ttest_rel(old, new).pvalue) and result["p"] < 0.01
+    assert result["ratio"] == pytest.approx(math.exp(np.mean(old) - np.mean(new)))
+    assert result["is_record"] and not record.compared(SLOW, FAST)["is_record"], "more tokens, equal p"
+    noisy = entry("noisy", [60_000 if seed % 2 else 110_000 for seed in range(10)])
+    result = record.compared(noisy, SLOW)
+    assert result["ratio"] > 1 and result["p"] > 0.01 and not result["is_record"]
+
+
+def test_a_run_without_the_target_counts_with_the_budget_and_disqualifies_a_new_entry():
+    failing = entry("failing", [None, *[80_000] * 9])
+    assert not record.compared(failing, SLOW)["is_record"]
+    result = record.compared(FAST, failing)
+    first_log = math.log(record.BUDGET / 80_000)
+    other_logs = [math.log(80_000 / value) for value in list(record.tokens_of(FAST).values())[1:]]
+    assert result["ratio"] == pytest.approx(math.exp((first_log + sum(other_logs)) / 10))
+
+
+def test_the_table_compares_each_entry_with_the_record_of_its_time():
+    records = [SLOW, FAST, SLOW | {"entry": "late"}]
+    assert record.holder_of(records) is FAST and record.holder_of([]) is None
+    first, second, third = record.table_lines(records)[2:]
+    assert "the first entry" in first and second.endswith("| yes |") and third.endswith("| no |")
+    assert "[late](late.yaml)" in third and "10 of 10" in third
+    assert len(record.table_lines([])) == 2, "a head without entries"
+
+
+# ---- runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path) -> list[report.Run]:
+    """Ten finished runs of an entry, read from their folders."""
+    for seed in range(10):
+        folder = write_run(tmp_path / "runs" / "record", "mine", seed, [0.5, 0.5, 1.0, 1.0])
+        versions = {"commit": "c0ffee", "dirty": False, "weights": "aa"}
+        (folder / "versions.json").write_text(json.dumps(versions))
+    return tmp_path
+
+
+def read(root, monkeypatch) -> list[report.Run]:
+    monkeypatch.chdir(root)
+    return record.read_runs("mine")
+
+
+def test_runs_become_an_entry(runs, monkeypatch):
+    """Two steps of 100 tokens between evaluations: the mean of two evaluations is 0.75 at 400 tokens."""
+    made = record.record_of("mine", read(runs, monkeypatch))
+    assert record.problems_of(read(runs, monkeypatch), SLOW) == []
+    assert record.tokens_of(made) == {seed: pytest.approx(400) for seed in range(10)}
+    assert (made["commit"], made["weights"]) == ("c0ffee", "aa")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [("false", "true", "uncommitted"), ("c0ffee", "beef", "commit"), ('"aa"', '"bb"', "weights"),
+     ("", "", "missing")],
+)  # fmt: skip
+def test_runs_that_break_a_rule_do_not_enter_the_file(old, new, message, runs, monkeypatch):
+    folder = runs / "runs" / "record" / "mine" / "seed_3"
+    if old:
+        edit(folder / "versions.json", old, new)
+    else:
+        (folder / "summary.json").unlink()
+    problems = record.problems_of(read(runs, monkeypatch), SLOW)
+    assert len(problems) == 1 and message in problems[0]
+
+
+def test_other_prompts_and_teachers_do_not_enter_the_file(runs, monkeypatch):
+    stages = [{"name": "a", "until": {"steps": 1}, "data": {"train": []}}, {"name": "b"}]
+    changes = [{"zero_variance.teacher": "x"}, flat_settings({"stages": stages})]
+    for settings in changes:
+        read_runs = read(runs, monkeypatch)
+        read_runs[0].record["settings"] = settings
+        (problem,) = record.problems_of(read_runs, None)
+        assert "teacher" in problem or "data.train" in problem
+
+
+@pytest.mark.parametrize("name", ["grpo", "online"])
+def test_the_rules_are_set_over_an_entry(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config(["--config", str(record.FOLDER / f"{name}.yaml"), "eval.every=7", *record.FIXED])
+    assert (config.eval.every, config.train.max_generated_tokens) == (5, record.BUDGET)
+    assert config.data.train[0].path == "data/built/habits/train.jsonl"
+
+
+def test_the_first_command_runs_ten_seeds_and_adds_the_entry(runs, monkeypatch, capsys):
+    """The runs are finished, so that only reading, table and file remain."""
+    monkeypatch.setattr(record, "FOLDER", runs)
+    monkeypatch.setattr(run, "ROOT", runs)
+    (runs / "records.json").write_text(json.dumps([SLOW]))
+    commands = []
+    monkeypatch.setattr(run, "main", lambda argv: commands.append(argv) or 0)
+    monkeypatch.chdir(runs)
+    assert record.main(["--entry", "mine", "--add"]) == 0
+    assert commands[0][1].endswith("mine.yaml") and set(record.FIXED) <= set(commands[0])
+    assert [str(seed) for seed in range(10)] == commands[0][3:13]
+    added = json.loads((runs / "records.json").read_text())
+    assert [one["entry"] for one in added] == ["slow", "mine"] and "| yes |" in capsys.readouterr().out
+    edit(runs / "runs/record/mine/seed_3/versions.json", "false", "true")
+    assert record.main(["--entry", "mine", "--add"]) == 1 and "uncommitted" in capsys.readouterr().err
+    assert record.main(["--entry", "mine"]) == 0, "an entry can be tried before the commit"
+    assert json.loads((runs / "records.json").read_text()) == added

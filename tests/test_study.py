@@ -1,0 +1,245 @@
+"""experiments/study.py on the declared studies, their YAML files and prompts, and the choice of settings."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from conftest import ROOT
+from test_table import write_run
+
+from data.chains import sample_sets
+from data.tiny import RECIPES, pair_habits, recipe_of, sample_problems
+from experiments import run, study
+from experiments.declaration import read_declaration
+from experiments.report import Run, make_run
+from experiments.studies.clip_scale import scaling
+from experiments.studies.elimination_tuned import pools
+from experiments.studies.order_of_prompts import parts
+from train_rl import load_config
+
+DECLARED = sorted(file.parent for file in run.STUDIES.glob("*/declared.json"))
+PORTIONED = [folder for folder in DECLARED if "instances" in read_declaration(folder / "declared.json")]
+
+each_declared_study = pytest.mark.parametrize("folder", DECLARED, ids=lambda folder: folder.name)
+each_study = pytest.mark.parametrize("folder", PORTIONED, ids=lambda folder: folder.name)
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@each_declared_study
+def test_every_declared_row_is_a_yaml_that_loads(folder):
+    for row in read_declaration(folder / "declared.json")["rows"]:
+        load_config(["--config", str(folder / f"{row}.yaml")])
+
+
+def test_the_studies_of_this_file_are_found():
+    names = {folder.name for folder in PORTIONED}
+    assert names >= {"elimination_tuned", "order_of_prompts", "clip_scale", "losses_tuned"}
+
+
+# ---- task instances ----------------------------------------------------------------------------------------
+
+
+@each_study
+def test_a_run_reads_the_files_of_its_task_instance_alone(folder):
+    """The first seed of instance 2; stages and the file of offline scores included."""
+    declared = read_declaration(folder / "declared.json")
+    recipe = declared["instances"]["recipe"]
+    seed = 2 * declared["instances"]["seeds_each"]
+    for row in declared["rows"]:
+        one = study.make_run(folder, declared, row, seed, "test", "train.learning_rate=0.125")
+        config = load_config(list(one.arguments))
+        assert (config.train.seed, config.train.learning_rate) == (seed, 0.125)
+        assert config.model.path == f"data/built/{recipe}_2/model"
+        text = config.model_dump_json()
+        assert f"built/{recipe}/" not in text and text.count(f"built/{recipe}_2/") >= 3
+        first = study.make_run(folder, declared, row, 0, "test", "")
+        assert f"built/{recipe}/" in load_config(list(first.arguments)).model_dump_json()
+
+
+@each_study
+def test_tuning_and_test_share_no_task_instance(folder):
+    declared = read_declaration(folder / "declared.json")
+    size = declared["instances"]["seeds_each"]
+    tuned = {seed // size for seed in declared.get("tuning", {"seeds": []})["seeds"]}
+    assert tuned.isdisjoint(seed // size for seed in declared["seeds"])
+
+
+def test_a_recipe_with_a_seed_is_another_task_instance():
+    assert recipe_of("habits") == RECIPES["habits"] and recipe_of("chains_gpu") == RECIPES["chains_gpu"]
+    other = recipe_of("habits_3")
+    assert other == replace(RECIPES["habits"], seed=3)
+    assert (pair_habits(other)[0] != pair_habits(RECIPES["habits"])[0]).any()
+    for name in ("habit", "habits_", "habits_x", "nothing_3"):
+        with pytest.raises(ValueError, match=name):
+            recipe_of(name)
+
+
+# ---- prompts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", pools.SHARES)
+def test_a_pool_has_its_share_of_prompts_without_variance(share, tmp_path):
+    pools.write_pools("habits_2", tmp_path)
+    rows = [
+        json.loads(line) for line in (tmp_path / f"pool_{100 * share:.0f}.jsonl").read_text().splitlines()
+    ]
+    wrong_frac, _ = pair_habits(recipe_of("habits_2"))
+    num_hopeless = sum("*" in row["prompt"] for row in rows)
+    num_solved = 0
+    for row in rows:
+        left, _, right = row["prompt"].rstrip("=").partition("+")
+        num_solved += not any(wrong_frac[int(x), int(y)] for x, y in zip(left.strip(), right.strip()))
+    num_solved -= num_hopeless  # products have no "+", so the loop finds no bad pair
+    assert len(rows) == 1200 and (num_solved + num_hopeless) / 1200 == pytest.approx(share, abs=1e-3)
+    assert num_hopeless / num_solved == pytest.approx(4 / 3, abs=0.02)
+    _, test = sample_problems(recipe_of("habits_2"))
+    assert not {row["prompt"] for row in test} & {row["prompt"] for row in rows}
+
+
+def test_parts_are_disjoint_and_fill_whole_steps_of_the_stages():
+    """Each stage of `staged` visits the prompts of its part once; `shuffled` visits all of them once."""
+    rows = sample_sets(RECIPES["chains"].chains, seed=4)["train"]
+    by_part = parts.parts_of(rows)
+    prompts = [row["prompt"] for part in by_part.values() for row in part]
+    assert len(prompts) == len(set(prompts)) == 976
+    assert [max(row["difficulty"] for row in part) for part in by_part.values()] == [5, 15, 30]
+    folder = run.STUDIES / "order_of_prompts"
+    for name in ("staged", "reversed"):
+        config = load_config(["--config", str(folder / f"{name}.yaml")])
+        for stage in config.stages:
+            part = by_part[stage.name]
+            (source,) = stage.model_extra["data"]["train"]
+            assert source["path"].endswith(f"part_{stage.name}.jsonl")
+            assert stage is config.stages[-1] or stage.until.steps * config.rollout.prompts_per_step == len(
+                part
+            )
+        assert config.train.num_steps * config.rollout.prompts_per_step == 976
+        assert config.train.max_generated_tokens is None
+
+
+# ---- the choice --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_study(tmp_path, monkeypatch):
+    """A declared study of two rows, with finished tuning runs of two rates and two seeds."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "STUDIES", tmp_path / "studies")
+    folder = tmp_path / "studies" / "small"
+    folder.mkdir(parents=True)
+    declared = json.loads((ROOT / "experiments/studies/losses_tuned/declared.json").read_text())
+    declared |= {"rows": ["espo", "grpo"], "contrasts": [["espo", "grpo"]], "seeds": [0, 1]}
+    declared["tuning"] = {
+        "seeds": [200, 201], "metric": "avg_at_8", "rates": [0.25, 0.5],
+        "clips": {"grpo": ["algorithm.clip_eps_low=0.1", "algorithm.clip_eps_low=0.2"]},
+    }  # fmt: skip
+    (folder / "declared.json").write_text(json.dumps(declared))
+    finals = {"espo": [(0.5, 0.5), (0.25, 0.75)], "grpo": [(0.1, 0.2), (0.3, 0.9), (0.9, 0.2), (0.1, 0.1)]}
+    for row, candidates in finals.items():
+        for number, values in enumerate(candidates):
+            for seed, value in zip((200, 201), values):
+                write_run(tmp_path / "runs" / "small" / f"tune_{number}", row, seed, [0.1, value])
+    return folder
+
+
+def test_the_candidate_with_the_highest_mean_is_chosen_and_tested(small_study, capsys):
+    """Both candidates of espo have a mean of 0.5, so the first is chosen."""
+    assert study.main(["small", "choose"]) == 0
+    records = json.loads((small_study / "tuning.json").read_text())
+    grpo = "train.learning_rate=0.25 algorithm.clip_eps_low=0.2"
+    assert [record["settings"] for record in records] == ["train.learning_rate=0.25", grpo]
+    assert records[1]["candidates"]["train.learning_rate=0.5 algorithm.clip_eps_low=0.1"] == [0.9, 0.2]
+    assert f"| grpo | `{grpo}` | 0.150, 0.600, 0.550, 0.100 |" in capsys.readouterr().out
+    declared = read_declaration(small_study / "declared.json")
+    for row in ("espo", "grpo"):
+        (small_study / f"{row}.yaml").write_text(
+            f"base: {ROOT}/experiments/studies/losses_tuned/{row}.yaml\n"
+        )
+    (run.ROOT / "train_rl.py").symlink_to(ROOT / "train_rl.py")
+    one = study.runs_of_test(small_study, declared, ["grpo"], [0])[0]
+    assert one.arguments[-2:] == tuple(grpo.split())
+
+
+def test_an_unfinished_run_stops_the_choice_and_a_failed_run_counts_as_0(small_study, capsys):
+    folder = run.ROOT / "runs" / "small" / "tune_1" / "grpo" / "seed_201"
+    (folder / "summary.json").unlink()
+    assert study.main(["small", "choose"]) == 2
+    assert str(folder.relative_to(run.ROOT)) in capsys.readouterr().err
+    (folder / "error_rank_0.txt").write_text("out of memory")
+    assert study.main(["small", "choose"]) == 0
+    (_, grpo) = json.loads((small_study / "tuning.json").read_text())
+    assert grpo["settings"] == "train.learning_rate=0.5 algorithm.clip_eps_low=0.1"
+
+
+def test_a_portion_is_the_next_unfinished_runs(small_study, monkeypatch, capsys):
+    """Of 12 tuning runs, the two without a summary are unfinished."""
+    monkeypatch.setattr(study, "instance_settings", lambda row, declared, seed: [])
+    monkeypatch.setattr(run, "changed_settings", lambda one: [])
+    for seed in (200, 201):
+        (run.ROOT / "runs" / "small" / "tune_1" / "espo" / f"seed_{seed}" / "summary.json").unlink()
+    launched = []
+    monkeypatch.setattr(run, "run_all", lambda todo, jobs, ranks: launched.append([r.folder for r in todo]))
+    for _ in range(2):
+        assert study.main(["small", "tune", "--runs", "1"]) == 0
+    assert [len(folders) for folders in launched] == [1, 1]
+    assert study.main(["small", "tune"]) == 0 and len(launched[-1]) == 2
+    assert study.main(["small", "tune", "--seeds", "0"]) == 2 and "0" in capsys.readouterr().err
+    assert study.main(["small", "test"]) == 2 and "tuning.json" in capsys.readouterr().err
+
+
+# ---- the scale of a clip -----------------------------------------------------------------------------------
+
+
+def test_the_clip_of_a_share_is_interpolated_in_log_alpha():
+    alphas = [0.01, 0.1, 1.0]
+    assert scaling.crossing(alphas, [0.5, 0.4, 0.0]) == pytest.approx(10**-0.5)
+    assert scaling.crossing(alphas, [0.5, 0.2, 0.0]) == pytest.approx(0.1)
+    assert scaling.crossing(alphas, [0.1, 0.1, 0.0]) == 0.01
+    assert scaling.crossing(alphas, [0.9, 0.5, 0.4]) == 1.0
+
+
+def made_run(row: str, seed: int, share: float, entropy: float, mean_tokens: float) -> Run:
+    """Make a run of eight steps whose steps 1, 7 and 8 clip more than the early steps 2 to 6."""
+    steps = {
+        "step": range(1, 9), "generated_tokens": range(100, 900, 100), "tokens_total": [1] * 8,
+        "gradient_tokens_total": [1] * 8, "zero_variance_frac": [0] * 8, "seconds_per_step": [1] * 8,
+        "clipped/entropy_group_0": [9, *[share] * 5, 9, 9], "entropy/entropy_group_0": [entropy] * 8,
+        "completion_tokens": [mean_tokens] * 8,
+    }  # fmt: skip
+    evaluations = {"step": [0, 8], "generated_tokens": [0, 800], "eval/chains/avg_at_4": [0.1, 0.2]}
+    columns = {name: [float(value) for value in values] for name, values in steps.items()}
+    record = {"row": row, "seed": seed, "steps": columns, "evaluations": evaluations}
+    return make_run(record, "made", None, "chains/avg_at_4")
+
+
+def test_the_slope_is_the_power_with_which_the_spread_falls():
+    """The share is a function of eps / spread, so eps* falls with the tokens as the spread does."""
+    entropy = 0.15
+    powers = [-0.5, -0.25]  # of two seeds; -0.5 if tokens are independent
+    rows = {}
+    for length, mean_tokens in (("short", 40), ("mixed", 130), ("long", 300)):
+        for name, alpha in scaling.ALPHAS.items():
+            eps = alpha * entropy / math.log(98)
+            spreads = [0.004 * (0.2 * mean_tokens) ** power for power in powers]
+            row = f"{length}_{name}"
+            rows[row] = [
+                made_run(row, seed, 0.5 - 0.3 * math.log(eps / spread), entropy, mean_tokens)
+                for seed, spread in enumerate(spreads)
+            ]
+    data = scaling.measure(rows)
+    assert len(data) == 6
+    for figures in data:
+        spread = 0.004 * figures["tokens"] ** powers[figures["seed"]]
+        assert figures["eps"] == pytest.approx(math.e * spread), "the share is 0.2 there"
+    assert list(scaling.slopes_of(data).values()) == pytest.approx(powers)
+    assert scaling.slope_lines(data)[-1].startswith("| log eps* on log tokens | 2 | -0.38 |")
+    assert [line.split(" | ")[0] for line in scaling.table_lines(data)[2:]] == [
+        "| short",
+        "| mixed",
+        "| long",
+    ]
