@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from conftest import ROOT
 from transformers import Qwen3MoeConfig
 
 import moe_model
+import train_rl
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
-from experiments.bench import gpu_kernels
+from experiments.bench import gpu_kernels, turns
 from experiments.bench.common import read_results, spread, write_results
 from experiments.bench.gpu import MODES
 from experiments.bench.workload import Recipe as WorkRecipe
@@ -138,6 +140,40 @@ def test_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
     for row in rows:
         assert row["ratio"] == pytest.approx(row["seconds_with"] / row["seconds_without"])
         assert f"| tiny, {row['workload']} | {row['seconds_without']:.3f} |" in done.stdout
+
+
+def test_turns_splits_the_seconds_of_a_rollout(monkeypatch):
+    """A rollout of three steps of 2 s, a wait for tools of 5 s without work, and 1 s beside work."""
+    now = [0.0]
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
+
+    def take(seconds: float, result=None):
+        now[0] += seconds
+        return result
+
+    engine = SimpleNamespace(
+        step=lambda: take(2.0, ["output"]),
+        turn_events=lambda episodes, local, line: take(1.0 if line.has_work else 5.0, ["event"]),
+    )
+
+    def sample_step(run):
+        assert [run.engine.step() for _ in range(3)] == [["output"]] * 3
+        for has_work in (True, False):
+            assert run.engine.turn_events(None, None, SimpleNamespace(has_work=has_work)) == ["event"]
+        return [SimpleNamespace(completions=["episode"])], {0: "outcome"}, None
+
+    monkeypatch.setattr(train_rl, "sample_step", sample_step)
+    stopwatch = turns.Stopwatch(engine)
+    run = SimpleNamespace(engine=engine, state=SimpleNamespace(step=4, consumed_prompts=9))
+    figures, episodes, outcomes = stopwatch.measure(run)
+    assert figures == {"rollout": 12.0, "busy": 6.0, "idle": 5.0, "between": 1.0}
+    assert (episodes, outcomes, engine.policy_version, run.state.consumed_prompts) == (
+        ["episode"], ["outcome"], 4, 0,
+    )  # fmt: skip
+    rounds = [{"rows": {"0.5": figures, "0.0": figures}, "num_calls": 7, "num_episodes": 1}] * 3
+    cells = "12.00 (12.00-12.00) | 6.00 (6.00-6.00) | 5.00 (5.00-5.00) | 1.00 (1.00-1.00)"
+    expected = [f"| 0.0 | {cells} | 0.0 |", f"| 0.5 | {cells} | 3.5 |"]
+    assert turns.table_lines({"slots": 2, "rounds": rounds})[2:] == expected
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from experiments.bench.common import (
     run_ranks,
     spread,
     with_range,
-    write_json,
+    write_results,
 )
 
 CONFIG = ROOT / "experiments" / "environments" / "calculator.yaml"
@@ -165,7 +165,7 @@ def main() -> None:
     argv = ["--repeats", str(args.repeats), "--slots", str(args.slots), "--seconds", *map(str, args.seconds)]
     data = run_ranks("experiments.bench.turns", 1, argv)
     print("\n".join(table_lines(data)))
-    write_json(args.json, data)
+    write_results(args.json, data)
 
 
 if __name__ == "__main__":
