@@ -50,7 +50,7 @@ def instance_settings(row: Path, declared: dict, seed: int) -> list[str]:
     recipe = declared["instances"]["recipe"]
     number = seed // declared["instances"]["seeds_each"]
     config = run.load_script(Path("train_rl.py")).load_config(["--config", str(row)])
-    settings = {}
+    settings: dict[str, object] = {}
     for section, values in config.model_dump(mode="json", exclude_defaults=True).items():
         is_list = isinstance(values, list)  # stages
         settings |= {section: values} if is_list else {f"{section}.{k}": value for k, value in values.items()}

@@ -79,7 +79,8 @@ def slopes_of(data: list[dict]) -> dict[int, float]:
     for seed in sorted({figures["seed"] for figures in data}):
         points = [(f["tokens"], f["eps"]) for f in data if f["seed"] == seed]
         if len(points) == num_lengths > 1:
-            slopes[seed] = float(np.polyfit(*np.log(np.array(points)).T, deg=1)[0])
+            log_tokens, log_eps = np.log(np.array(points)).T
+            slopes[seed] = float(np.polyfit(log_tokens, log_eps, deg=1)[0])
     return slopes
 
 
