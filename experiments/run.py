@@ -17,8 +17,9 @@ use --jobs 1, because every run takes the first GPUs, as many as --ranks.
 
 --row STUDY/ROW runs experiments/studies/STUDY/ROW.yaml with one seed and the recorded settings, and prints
 the new figures beside the recorded figures. The run begins with the recorded start weights if the repository
-holds them (experiments/starts.py). If data/built lacks the model and prompts of the environment, `python -m
-data.tiny` builds both first. Records of v0.1 do not hold --ranks: see the commands in the study's README.
+holds them, with the prompts beside them (experiments/starts.py). If data/built lacks the model and prompts of
+the environment, `python -m data.tiny` builds both first. Records of v0.1 do not hold --ranks: see the
+commands in the study's README.
 
 A row may name committed weights, for example `model: {path: experiments/starts/habits/model}`. Before any run
 their files are compared with their digests.
@@ -320,6 +321,21 @@ def committed_start(recorded: report.Run) -> Path | None:
     return start and from_root(start)
 
 
+def start_settings(args: argparse.Namespace, start: Path) -> list[str]:
+    """Return the settings that name committed weights, and the prompts beside them in place of data/built.
+
+    start: model folder of the start, for example experiments/starts/chains/model.
+    """
+    script = load_script(from_root(args.script))
+    data = script.load_config(["--config", str(args.rows[0]), *args.settings]).data
+    settings = [f"model.path={start}"]
+    for name in ("train", "eval"):
+        sources = [source.model_dump(mode="json", exclude_defaults=True) for source in getattr(data, name)]
+        text = json.dumps(sources).replace(f"data/built/{start.parent.name}/", f"{start.parent}/")
+        settings.append(f"data.{name}={text}")
+    return settings
+
+
 def check_starts(runs: list[Run]) -> None:
     """Raise ValueError if a committed start that a run names differs from its digests."""
     folders: set[Path] = set()
@@ -428,8 +444,8 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run 
     if args.row:
         recorded = recorded_run(args.rows[0], args.seed)
         start = committed_start(recorded)
-        model = [f"model.path={start}"] if start else []
-        args.settings = [*recorded_settings(args, recorded), *model, *args.settings]
+        args.settings = [*recorded_settings(args, recorded), *args.settings]
+        args.settings += start_settings(args, start) if start else []
     runs = plan(args)
     os.chdir(ROOT)  # the working directory of train_rl.py, for relative paths in settings
     todo = unfinished(runs, args.redo, args.dry_run)

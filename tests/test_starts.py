@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,3 +95,15 @@ def test_settings_name_starts_by_paths(built):
     config = load_config(["data.train=[{path: experiments/starts/a/train.jsonl}]", *settings])
     names = {folder.name for folder in starts.starts_of(config.model_dump(mode="json"))}
     assert names == {"a", "b-1"}
+
+
+def test_a_recorded_row_also_reads_the_prompts_of_its_start():
+    row = starts.ROOT / "experiments" / "studies" / "chains_elimination" / "none.yaml"
+    args = SimpleNamespace(rows=[row], script=starts.ROOT / "train_rl.py", settings=["train.num_steps=7"])
+    settings = run.start_settings(args, Path("experiments/starts/chains/model"))
+    config = load_config(["--config", str(row), *args.settings, *settings])
+    assert config.model.path == "experiments/starts/chains/model" and config.train.num_steps == 7
+    (source,) = config.data.train
+    assert (source.path, source.limit) == ("experiments/starts/chains/train.jsonl", 192)
+    assert [s.name for s in config.data.eval] == ["chains", "longer"]
+    assert all((starts.ROOT / s.path).is_file() for s in config.data.eval)
