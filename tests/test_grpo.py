@@ -366,7 +366,7 @@ def plain_update(folder, completions, minibatches, old="current", max_grad_norm=
     settings = AlgorithmSettings(**method or {}).model_dump() | {"log_vocab": math.log(24)}
     grad_norms = []
     tokens = []
-    for rows in minibatches:
+    for update, rows in enumerate(minibatches, start=1):
         chosen = [completions[row] for row in rows]
         logprobs = [plain_logprobs(model, c)[0] for c in chosen]
         old_rows = [c["old_logprobs"] if old == "given" else current[row] for row, c in zip(rows, chosen)]
@@ -385,7 +385,7 @@ def plain_update(folder, completions, minibatches, old="current", max_grad_norm=
         torch.cat(logprobs).backward(-torch.tensor([x for row in slopes for x in row]))
         grad_norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item())
         optimizer.step()
-        tokens += plain_statistics(chosen, values, settings)
+        tokens += [token | {"update": update} for token in plain_statistics(chosen, values, settings)]
     metrics = {"grad_norm": sum(grad_norms) / len(grad_norms), "nonfinite_updates_max": 0}
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {"parameters": parameters, "metrics": metrics | plain_metrics(tokens), "old": current}
@@ -437,7 +437,9 @@ def mean_of(rows: list[dict], name: str) -> float:
 def plain_metrics(tokens: list[dict]) -> dict[str, float]:
     """Return the means of plain_statistics(), some by entropy group, and the maxima."""
     metrics = {}
-    for name in tokens[0].keys() - {"entropy_group", "advantage"}:
+    for update in range(1, 1 + max(token["update"] for token in tokens)):
+        metrics[f"clipped/update_{update}"] = mean_of([t for t in tokens if t["update"] == update], "clipped")
+    for name in tokens[0].keys() - {"entropy_group", "advantage", "update"}:
         metrics[name] = mean_of(tokens, name)
         if name in ("entropy", "clipped", "clip_eps", "abs_dlogp") or name.startswith("mismatch"):
             for k in (0, 1):
@@ -551,7 +553,9 @@ def test_skipping_rows_without_gradient_changes_only_the_work(kind, place, updat
     assert parameter_distance(skipping["parameters"], whole["parameters"]) < rounding * TOLERANCE
     assert skipping["loss"] == pytest.approx(whole["loss"], rel=1e-5, abs=1e-6)
     work = {"account/update_tokens_total", "empty_updates_max"}
-    assert skipping["metrics"].keys() == whole["metrics"].keys() | work
+    is_empty = kind == "two updates" and place == "last two"
+    of_empty = {"clipped/update_2"} if is_empty else set()  # an update without rows clips nothing
+    assert skipping["metrics"].keys() == (whole["metrics"].keys() | work) - of_empty
     assert skipping["metrics"]["grad_norm"] == pytest.approx(whole["metrics"]["grad_norm"], rel=1e-5)
     num_ranks = len(PLACES[place][0])
     rows = [row for rows_of_rank in PLACES[place][0] for row in rows_of_rank]
@@ -559,7 +563,6 @@ def test_skipping_rows_without_gradient_changes_only_the_work(kind, place, updat
     computed = (1 + (kind == "two passes")) * sum(num_computed(completions[row]) for row in rows)
     assert skipping["metrics"]["account/update_tokens_total"] == computed
     assert (whole["metrics"]["update_tokens"] * num_ranks > computed) == (kind != "kl")
-    is_empty = kind == "two updates" and place == "last two"
     assert skipping["metrics"]["empty_updates_max"] == int(is_empty)
     for metric, value in whole["metrics"].items():
         is_of_old_pass = SKIPPING[kind].get("old") == "computed" and metric.startswith(

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, assert_close
 
 import train_rl
 from batch import AdvantageInputs, LossInputs, SelectInputs
@@ -76,8 +76,9 @@ def test_a_gain_plugin_equals_the_built_in_loss_of_v0_1(name, float64):
     )
     gain, statistics = train_rl.token_gain(inputs)
     (gain * inputs.mask).sum().backward()
-    assert (gain * inputs.mask).tolist() == golden["gain"]
-    assert inputs.logprobs.grad.tolist() == golden["gradient"]
+    actual = (gain * inputs.mask, inputs.logprobs.grad)
+    for values, name in zip(actual, ("gain", "gradient"), strict=True):  # exp differs by processors
+        assert_close(values, torch.tensor(golden[name]), rtol=1e-14, atol=1e-16)
     assert (statistics["clipped"] * inputs.mask).tolist() == golden["clipped"]
 
 
