@@ -21,12 +21,12 @@ def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
     sizes = ["--hidden", "64", "--layers", "2", "--experts", "4", "--expert-width", "64", "--vocab", "400"]
     random_model.main(["--output", str(tmp_path / "model"), "--text", str(tmp_path / "train.jsonl"), *sizes])
     environment = os.environ | {
-        "RANKS": "2", "MODEL": f"{tmp_path}/model", "RUN": f"{tmp_path}/run", "PYTHON": sys.executable,
+        "RANKS": "1", "MODEL": f"{tmp_path}/model", "RUN": f"{tmp_path}/run", "PYTHON": sys.executable,
         "TRAIN": f"{tmp_path}/train.jsonl", "TEST": f"{tmp_path}/test.jsonl", "CUDA_VISIBLE_DEVICES": "",
         "EVAL": "--max-new-tokens 8 --samples 2 --dtype float32 --kv-cache-gib 0.05",
     }  # fmt: skip
     settings = [
-        "model.dtype=float32", "model.ep_size=2", "rollout.dtype=float32", "rollout.kv_cache_gib=0.05",
+        "model.dtype=float32", "rollout.dtype=float32", "rollout.kv_cache_gib=0.05",
         "rollout.max_new_tokens=8", "rollout.max_prompt_tokens=96", "rollout.prompts_per_step=8",
         "rollout.group_size=2", "train.num_steps=1", "eval.num_samples=0",
     ]  # fmt: skip

@@ -81,22 +81,6 @@ def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
     assert 0.75 * 32 * 96 < tokens <= 32 * 96 + 1, "most of 4 x 8 completions are cut at the setting"
 
 
-@pytest.mark.slow(process="others")
-@pytest.mark.usefixtures("demo_model")
-def test_operators_finds_the_products_that_a_changed_update_makes(tmp_path):
-    """Thirty products of large matrices at the start of each update take most of its time."""
-    line = "    work = UpdateWork()\n"
-    copy = changed_trainer(
-        tmp_path, line, "    [torch.ones(800, 800).mm(torch.ones(800, 800)) for _ in range(30)]\n" + line
-    )
-    options = ("--ranks", 1, "--steps", 5, "--profiled", 2, "--json", tmp_path / "o.json")
-    done = bench("operators", *options, "--script", copy, "model.ep_size=1", "rollout.prompts_per_step=2")
-    found = read_results(tmp_path / "o.json")
-    assert found["seconds"]["n"] == 2 and found["shares"]["matrix products"]["min"] > 0.5
-    assert 0.9 < sum(share["median"] for share in found["shares"].values()) < 1.1
-    assert re.search(r"^\| matrix products \| 0\.[5-9]", done.stdout, re.M)
-
-
 @pytest.mark.slow
 def test_mismatch_writes_the_table_it_prints(tmp_path):
     options = ("--models", "tiny", "--prompts", 6, "--repeats", 2)
@@ -174,29 +158,6 @@ def test_turns_splits_the_seconds_of_a_rollout(monkeypatch):
     cells = "12.00 (12.00-12.00) | 6.00 (6.00-6.00) | 5.00 (5.00-5.00) | 1.00 (1.00-1.00)"
     expected = [f"| 0.0 | {cells} | 0.0 |", f"| 0.5 | {cells} | 3.5 |"]
     assert turns.table_lines({"slots": 2, "rounds": rounds})[2:] == expected
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("demo_model")
-def test_update_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
-    (tmp_path / "recipe.json").write_text('{"num_prompts": 16, "group_size": 4, "longest_tokens": 128}')
-    options = ("--workload", tmp_path / "recipe.json", "--repeats", 1, "--micro-batch-tokens", 512)
-    padding = "(self.num_padded - self.num_computed, self.num_padded)"
-    copy = changed_trainer(tmp_path, padding, padding.replace("(", "(7 * self.num_padded + "))
-    done = bench("update", *options, "--script", copy, "--json", tmp_path / "update.json")
-    rows = read_results(tmp_path / "update.json")
-    as_they_come, balanced, *of_shares = rows
-    assert [as_they_come["name"], balanced["name"]] == ["as they come", "balanced"]
-    assert {(row["share"], row["skipping"]) for row in of_shares} == {
-        (share, skipping) for share in ("0.1", "0.33", "0.66", "1.0") for skipping in ("off", "on")
-    }
-    for row in of_shares:  # groups are whole, so that a share is met roughly
-        assert abs(row["gradient_share"] - float(row["share"])) < 0.15 and row["seconds"] > 0
-    assert balanced["imbalance"] <= as_they_come["imbalance"]
-    assert 7 < balanced["padding"] < as_they_come["padding"] < 8, "the copy adds 7 to a share"
-    for row in (as_they_come, balanced):
-        assert f"| {row['name']} | {row['seconds']:.3f} (" in done.stdout and row["micro_batches"] > 1
-    assert re.search(r"as they come / balanced: \d+\.\d\d$", done.stdout, re.M)
 
 
 @pytest.mark.slow
