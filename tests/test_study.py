@@ -33,7 +33,7 @@ def in_root(monkeypatch):
 @each_declared_study
 def test_every_declared_row_is_a_yaml_that_loads(folder):
     for row in read_declaration(folder / "declared.json")["rows"]:
-        load_config(["--config", str(folder / f"{row}.yaml")])
+        assert load_config(["--config", str(folder / f"{row}.yaml")]).data.train
 
 
 def test_the_studies_of_this_file_are_found():
