@@ -40,14 +40,6 @@ def bench(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.C
     return done
 
 
-def changed_trainer(folder: Path, old: str, new: str) -> Path:
-    """Write a copy of train_rl.py in which `new` replaces `old`, which occurs once."""
-    text = (ROOT / "train_rl.py").read_text()
-    assert text.count(old) == 1, old
-    (folder / "changed.py").write_text(text.replace(old, new))
-    return folder / "changed.py"
-
-
 @pytest.fixture(scope="module")
 def small_recipe(tmp_path_factory) -> Path:
     """Write a recipe of little work with rewards of 50 to 100 ms."""
@@ -61,26 +53,6 @@ def small_recipe(tmp_path_factory) -> Path:
 
 
 # ---- experiments/bench/ ------------------------------------------------------------------------------------
-@pytest.mark.slow
-@pytest.mark.usefixtures("demo_model")
-def test_step_writes_the_table_it_prints_of_the_script_it_is_given(tmp_path):
-    options = ("--repeats", 1, "--steps", 6, "--json", tmp_path / "step.json")
-    line = "    run.parity_is_due |= check\n"
-    copy = changed_trainer(tmp_path, line, line + "    report = replace(report, num_bytes=12345678)\n")
-    settings = ("rollout.prompts_per_step=4", "rollout.max_new_tokens=96", "--workloads", "256 new tokens")
-    done = bench("step", *options, "--script", copy, *settings)
-    assert "| bytes per sync | 12,345,678 |" in done.stdout
-    ((name, workload),) = read_results(tmp_path / "step.json").items()
-    assert name == "256 new tokens"
-    phases = ["rollout", "reward", "logprobs", "update", "sync", "other"]
-    assert sum(workload[phase]["median"] for phase in phases) == pytest.approx(workload["step"]["median"])
-    for phase in [*phases, "step"]:
-        (row,) = re.findall(rf"^\| {phase} \|(.*)\|$", done.stdout, re.M)
-        assert f"{workload[phase]['median']:.3f}" in row
-    tokens = workload["tokens_per_s"]["median"] * workload["step"]["median"]
-    assert 0.75 * 32 * 96 < tokens <= 32 * 96 + 1, "most of 4 x 8 completions are cut at the setting"
-
-
 @pytest.mark.slow
 def test_mismatch_writes_the_table_it_prints(tmp_path):
     options = ("--models", "tiny", "--prompts", 6, "--repeats", 2)

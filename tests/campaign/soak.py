@@ -95,7 +95,7 @@ def watch(run: Started, file: Path, every_s: float = EVERY_S) -> None:
         step = step_of(run.run_dir)
         first_step = min(first_step, step)
         sizes = sizes_of(run) if step > first_step else {}
-        if "rank 0 MiB" in sizes and run.process.poll() is None:
+        if sizes.get("rank 0 MiB") and run.process.poll() is None:  # a process that ends has 0 MiB
             row = {"start": run.started, "seconds": run.seconds(), "step": step, **sizes}
             with file.open("a") as rows:
                 rows.write(json.dumps({name: round(value, 2) for name, value in row.items()}) + "\n")
