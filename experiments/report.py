@@ -132,7 +132,7 @@ RECORDED = (  # patterns of the optional training metrics that a record keeps
     "mismatch_routes", "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps", "grad_norm",
     "clipped/update_*",
     "entropy/entropy_group_*", "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
-    "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped",
+    "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped", "regime/*",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of moving sums and means
 TRAINING = "train/"  # prefix of a metric of the training steps in --metric

@@ -1,0 +1,179 @@
+"""Show in which regime each environment trains: entropy, clips, spread of the ratios, zero variance.
+
+    python -m experiments.studies.real_regime.panel --json experiments/studies/real_regime/panel.json \\
+        --plot experiments/studies/real_regime/panel.png
+
+Reads third.jsonl, own.jsonl and triple.jsonl beside this file: the records of all rows at a third of the
+environment's learning rate, at that rate, and at three times that rate. recorded_gain.py defines the metrics.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+
+from experiments import report
+from experiments.bench.common import make_parser, markdown, pyplot, write_json
+
+FOLDER = Path(__file__).parent
+RATES = ("third", "own", "triple")  # record files
+ENVIRONMENTS = ("instructions", "sums", "habits", "chains")
+ALPHAS = (0.02, 0.06, 0.2, 0.6)
+LENGTHS = (4, 8, 16, 32, 64, 128, 256, 512)  # largest number of tokens of a completion, per bin
+VOCABULARY = {"instructions": 49152, "sums": 49152, "habits": 98, "chains": 98}  # tokens
+MIN_GROUPS = 20  # token groups behind a point of the figure
+RL_ZVP_COEF = 0.1  # the coefficient of RL-ZVP's paper
+TARGET = 0.1  # share of uncertain tokens that the clip should cut, the middle of 0.05 to 0.15
+
+
+def figures_of(run: report.Run, rate: str) -> dict:
+    """Return the figures of a run: means over its steps, and the spread of the log-ratios by length."""
+    mean = {name: float(np.nanmean(values)) for name, values in run.steps.items()}
+    environment, method = run.record["row"].rsplit("_", 1)
+    score = run.steps["score"]
+    updates = sorted(name for name in mean if re.fullmatch(r"clipped/update_\d+", name))
+    return {
+        "environment": environment,
+        "method": method,
+        "rate": rate,
+        "learning_rate": run.record["settings"]["train.learning_rate"],
+        "tokens": mean["completion_tokens"],
+        "entropy": mean["entropy"],
+        "top_entropy": mean["entropy/entropy_group_0"],
+        "zero_variance": mean["zero_variance_frac"],
+        "wrong": mean["regime/rl_zvp_wrong"],
+        "score": [float(score[0]), float(score[-3:].mean())],
+        "clipped": mean["clipped"],
+        "clipped_by_update": [mean[name] for name in updates],
+        "cut": {str(alpha): mean[f"regime/cut_{alpha}"] / mean["regime/cut_tokens"] for alpha in ALPHAS},
+        "spread": {kind: spread_of(run, kind) for kind in ("uncertain", "completion")},
+    }
+
+
+def spread_of(run: report.Run, kind: str) -> dict[str, float]:
+    """Return {largest length: root mean square of the mean log-ratio of a group}, over all updates."""
+    weights = run.steps["tokens_total"]  # a metric is a mean over tokens of a step
+    by_length = {}
+    for length in LENGTHS:
+        groups = np.nansum(weights * run.steps[f"regime/groups_{kind}_{length}"])
+        if groups >= MIN_GROUPS:
+            squared = np.nansum(weights * run.steps[f"regime/squared_{kind}_{length}"])
+            by_length[str(length)] = math.sqrt(squared / groups)
+    return by_length
+
+
+def read_panel(folder: Path) -> list[dict]:
+    """Return the figures of all runs in the record files of a folder."""
+    figures = []
+    for rate in RATES:
+        file = folder / f"{rate}.jsonl"
+        if file.is_file():
+            rows = report.read_rows([file], None, "train/score")
+            figures += [figures_of(run, rate) for runs in rows.values() for run in runs]
+    return figures
+
+
+def chosen(data: list[dict], **wanted: str) -> list[dict]:
+    """Return the figures whose fields have these values, in the order of ENVIRONMENTS."""
+    matching = [run for run in data if all(run[name] == value for name, value in wanted.items())]
+    return sorted(matching, key=lambda run: ENVIRONMENTS.index(run["environment"]))
+
+
+def eps_of(run: dict, alpha: float) -> float:
+    """Return the half-width of ESPO's clip for uncertain tokens (eq. 8)."""
+    return alpha * run["top_entropy"] / math.log(VOCABULARY[run["environment"]])
+
+
+def regime_lines(data: list[dict]) -> list[str]:
+    """Return the table of the regimes: GRPO at the environment's own learning rate."""
+    heads = [
+        "environment", "tokens", "entropy", "top fifth", "top fifth / log V", "eps at alpha 0.02",
+        "zero variance", "RL-ZVP right", "RL-ZVP wrong",
+    ]  # fmt: skip
+    lines = []
+    for run in chosen(data, method="grpo", rate="own"):
+        normalized = run["top_entropy"] / math.log(VOCABULARY[run["environment"]])
+        lines.append([
+            run["environment"], f"{run['tokens']:.1f}", f"{run['entropy']:.3f}", f"{run['top_entropy']:.3f}",
+            f"{normalized:.3f}", f"{eps_of(run, 0.02):.1e}", f"{run['zero_variance']:.2f}",
+            f"{RL_ZVP_COEF * run['entropy']:.3f}", f"{RL_ZVP_COEF * run['wrong']:.3f}",
+        ])  # fmt: skip
+    return markdown(heads, lines)
+
+
+def clip_lines(data: list[dict]) -> list[str]:
+    """Return the table of the runs: score of the first step and of the last three, and clipped shares."""
+    heads = ["environment", "method", "learning rate", "score", "clipped", "update 2", "update 3", "update 4"]
+    lines = []
+    for run in sorted(chosen(data), key=lambda run: (ENVIRONMENTS.index(run["environment"]), run["method"])):
+        shares = [f"{share:.4f}" for share in run["clipped_by_update"][1:]]
+        start, end = run["score"]
+        lines.append([
+            run["environment"], run["method"], f"{run['learning_rate']:.1e}", f"{start:.3f} to {end:.3f}",
+            f"{run['clipped']:.4f}", *shares,
+        ])  # fmt: skip
+    return markdown(heads, lines)
+
+
+def alpha_lines(data: list[dict]) -> list[str]:
+    """Return the table of ESPO's clip: share of uncertain tokens beyond the clip of each alpha."""
+    lines = []
+    for run in chosen(data, method="espo", rate="own"):
+        shares = [f"{share:.3f}" for share in run["cut"].values()]
+        lines.append([run["environment"], *shares, f"{alpha_of(run):g}"])
+    return markdown(["environment", *(f"alpha {alpha:g}" for alpha in ALPHAS), "nearest to 0.1"], lines)
+
+
+def alpha_of(run: dict) -> float:
+    """Return the alpha whose share of cut tokens is nearest to TARGET."""
+    return min(ALPHAS, key=lambda alpha: abs(run["cut"][str(alpha)] - TARGET))
+
+
+def plot(data: list[dict], file: Path) -> None:
+    """Plot the spread of the ratios against the length of completions, and the cut share against alpha."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for i, environment in enumerate(ENVIRONMENTS):
+        for run in chosen(data, environment=environment, method="grpo", rate="own"):
+            for kind, style in (("completion", "-"), ("uncertain", "--")):
+                spread = run["spread"][kind]
+                lengths = [0.75 * int(length) for length in spread]  # the middle of N / 2 to N
+                label = environment if kind == "completion" else None
+                left.plot(lengths, list(spread.values()), style, color=f"C{i}", marker=".", label=label)
+        for run in chosen(data, environment=environment, method="espo", rate="own"):
+            right.plot(ALPHAS, list(run["cut"].values()), color=f"C{i}", marker=".", label=environment)
+    left.set(xscale="log", yscale="log", xlabel="tokens of the completion")
+    left.set_ylabel("spread of the mean log-ratio (nats, RMS)")
+    left.set_title("GRPO; solid: all tokens, dashed: uncertain tokens", fontsize="medium")
+    right.set(xscale="log", xlabel="alpha of ESPO's clip", ylabel="uncertain tokens beyond the clip (share)")
+    right.set_xticks(ALPHAS, [f"{alpha:g}" for alpha in ALPHAS])
+    right.minorticks_off()
+    right.axhspan(0.05, 0.15, color="gray", alpha=0.2)
+    right.set_title("ESPO; gray: target of the rule", fontsize="medium")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Read the records, print the tables, write the file and the figure."""
+    parser = make_parser(__doc__, plot=True)
+    parser.add_argument("--runs", type=Path, default=FOLDER, help="folder of the record files")
+    args = parser.parse_args()
+    try:
+        data = read_panel(args.runs)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    if not data:
+        parser.error(f"{args.runs}: none of {', '.join(f'{rate}.jsonl' for rate in RATES)} is there")
+    print("\n\n".join("\n".join(lines(data)) for lines in (regime_lines, clip_lines, alpha_lines)))
+    write_json(args.json, data)
+    if args.plot:
+        plot(data, args.plot)
+
+
+if __name__ == "__main__":
+    main()
