@@ -784,7 +784,7 @@ class RewardSettings(Section):
     )
     judge_template: Text | None = setting(
         None,
-        "question to a generative judge, with {prompt}, {first} and {second}, for example the --template of "
+        "question to a generative judge, with {prompt}, {first} and {second}, for example the --question of "
         "data.judge_pairs with which the judge was trained; null: an instruction in English (judges.py)",
     )
 

@@ -210,9 +210,11 @@ def main() -> None:
     add_option("--output", type=Path, required=True, help="folder to create")
     add_option("--steps", type=int, help="training steps (default: the recipe's)")
     add_option("--seed", type=int, help="seed of weights and batches (default: the recipe's)")
+    add_option("--learning-rate", type=float, help="peak learning rate (default: the recipe's)")
     args = parser.parse_args()
     start = time.perf_counter()
-    overrides = {name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None}
+    names = ("steps", "seed", "learning_rate")
+    overrides = {name: value for name in names if (value := getattr(args, name)) is not None}
     try:
         is_new = build(replace(Recipe(kind=args.kind), **overrides), args.pairs, args.output)
     except ValueError as error:

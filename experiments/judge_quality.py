@@ -7,7 +7,9 @@
         --kind scalar --judge runs/judges/scalar/seed_0 --out experiments/studies/judge/quality.json
 
 The measurements are on prompts that no judge was trained on: the pairs of test.jsonl and the groups of
-groups.jsonl (data/judge_pairs.py). A record per judge and mapping replaces an earlier one in --out:
+groups.jsonl (data/judge_pairs.py). A record per judge and mapping replaces an earlier one in --out; a judge
+with the same weights, pairs and options is not measured again. A record holds commit, date, machine and
+digests, and these figures:
 
     agreement     share of pairs in which the judge's verdict is the label
     Better, Tie, Worse   the same for the pairs of one label
@@ -18,25 +20,33 @@ groups.jsonl (data/judge_pairs.py). A record per judge and mapping replaces an e
     silent        share of these completions whose reward equals the mean: no advantage
     curve         both shares by the distance |reward - mean| / standard deviation of the group's rewards
 
-A scalar judge gives a record for each mapping to rewards: `score`, and `round_robin` with its margin. The
-tables of experiments/studies/judge/README.md are made of the records by table_lines() and curve_lines().
+A scalar judge gives a record for each mapping to rewards: `score`, the sigmoid of its score as in training,
+and `round_robin` with its margin. table_lines(), curve_lines() and near_lines() make the tables of
+experiments/studies/judge/README.md.
 """
 
 import argparse
+import hashlib
 import json
 import statistics
 import sys
 from pathlib import Path
+
+import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.append(str(ROOT))  # run as a script: for the modules of the project
 
 from judges import build_judge, round_robin
+from runtime.checkpoint import digest_of_weights
 from runtime.launch import leave, run
+from runtime.provenance import commit_of, machine_of, now
 from verifiers.verdict import SIGNS
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the distance from the mean, in standard deviations; then more
+NEAR = 0.5  # standard deviations: the region of the paper's claim, near the mean of a group
 EQUAL = 1e-6  # rewards this close to the mean of their group give no advantage
 
 
@@ -124,7 +134,8 @@ def measure(judge, kind: str, pairs: list[dict], groups: list[dict]) -> list[dic
     tasks, texts, numbers = flat(groups)
     rewards = {"round_robin": round_robin(judge, tasks, texts, numbers)}
     if kind == "scalar":
-        rewards = {"score": judge.scores(tasks, texts)} | rewards
+        scores = torch.tensor(judge.scores(tasks, texts), dtype=torch.float64)
+        rewards = {"score": scores.sigmoid().tolist()} | rewards  # as train_rl.py: judge_rewards
     return [
         {"mapping": mapping, **figures, **inversion_figures(groups, by_group(groups, values))}
         for mapping, values in rewards.items()
@@ -174,6 +185,47 @@ def curve_lines(records: list[dict]) -> list[str]:
     return lines
 
 
+def near_shares(record: dict) -> dict[str, float]:
+    """Return shares of the completions within NEAR standard deviations of their group's mean.
+
+    inverted, silent: of all these completions; inverted of trained: of the completions with an advantage.
+    """
+    bins = [part for part in record["curve"] if part["from"] < NEAR]
+    total, inverted, silent = (
+        sum(part[name] for part in bins) for name in ("completions", "inverted", "silent")
+    )
+    trained = total - silent
+    return {
+        "inverted": inverted / total if total else 0.0,
+        "silent": silent / total if total else 0.0,
+        "inverted of trained": inverted / trained if trained else 0.0,
+    }
+
+
+def near_lines(records: list[dict]) -> list[str]:
+    """Return a table of near_shares() per judge, and paired differences by seed to `reasoning`."""
+    from experiments import report
+
+    rows = {
+        key: {record["seed"]: near_shares(record) for record in of_judge}
+        for key, of_judge in grouped(records).items()
+    }
+    reference = rows.get(("reasoning", "round_robin"), {})
+    heads = ["inverted", "silent", "inverted of trained", "`reasoning` minus this, inverted", "p"]
+    lines = [f"| judge | reward | n | {' | '.join(heads)} |", "|" + "---|" * (3 + len(heads))]
+    for (name, mapping), by_seed in rows.items():
+        cells = [mean_and_range([shares[head] for shares in by_seed.values()]) for head in heads[:3]]
+        common = sorted(by_seed.keys() & reference.keys())
+        pairs = np.array([reference[seed]["inverted"] - by_seed[seed]["inverted"] for seed in common])
+        if by_seed is reference or len(pairs) < 2:
+            cells += ["", ""]
+        else:
+            interval = report.show_interval(report.t_interval(pairs), "+.3f")
+            cells += [f"{pairs.mean():+.3f} ({interval})", report.show_p(report.paired_p(pairs))]
+        lines.append(f"| {name} | {mapping} | {len(by_seed)} | {' | '.join(cells)} |")
+    return lines
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Command line
 # ------------------------------------------------------------------------------------------------------------
@@ -184,7 +236,28 @@ def add_records(file: Path, records: list[dict]) -> None:
     kept = [record for record in old if (record["name"], record["seed"], record["mapping"]) not in keys]
     file.parent.mkdir(parents=True, exist_ok=True)
     merged = sorted(kept + records, key=lambda record: (record["name"], record["mapping"], record["seed"]))
-    file.write_text(json.dumps(merged, indent=1) + "\n")
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(json.dumps(merged, indent=1) + "\n")
+    partial.replace(file)  # atomic: a kill loses no record
+
+
+def origin_of(args: argparse.Namespace, margin: float) -> dict:
+    """Return the digests and options on which the figures of a judge depend."""
+    files = [args.pairs / name for name in ("test.jsonl", "groups.jsonl")]
+    return {
+        "judge_weights": digest_of_weights(Path(args.judge)),
+        "pairs": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16],
+        "options": [args.kind, args.question, margin, args.groups],
+    }
+
+
+def is_measured(file: Path, args: argparse.Namespace, origin: dict) -> bool:
+    """Tell whether a file has records of this judge with the same origin."""
+    records = json.loads(file.read_text()) if file.is_file() else []
+    return any(
+        record["name"] == args.name and record["seed"] == args.seed and record.get("origin") == origin
+        for record in records
+    )
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -213,9 +286,14 @@ def main(args: argparse.Namespace) -> None:
     margin = args.margin
     if margin is None:
         margin = json.loads(recipe.read_text()).get("margin", 0.0) if recipe.is_file() else 0.0
+    origin = origin_of(args, margin)
+    if is_measured(args.out, args, origin):
+        print(f"{args.out}: {args.name}, seed {args.seed}, is already measured")
+        return
     judge = build_judge(args.kind, args.judge, batch_size=128, margin=margin, template=args.question)
     records = measure(judge, args.kind, pairs, groups)
-    add_records(args.out, [{"name": args.name, "seed": args.seed, **record} for record in records])
+    made = {"origin": origin, "made": {**commit_of(), "date": now(), "machine": machine_of()}}
+    add_records(args.out, [{"name": args.name, "seed": args.seed, **record, **made} for record in records])
     print("\n".join(table_lines([{"name": args.name, **record} for record in records])))
 
 

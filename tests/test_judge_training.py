@@ -360,6 +360,73 @@ def test_a_perfect_judge_inverts_nothing_and_its_opposite_everything(tmp_path):
     assert len(judge_quality.curve_lines(records)) == 4
 
 
+class ScoredByLength:
+    """A scalar judge whose score is the length of the completion."""
+
+    def scores(self, tasks, completions):
+        return [float(len(text)) for text in completions]
+
+    def compare(self, tasks, firsts, seconds):
+        return [(len(a) > len(b)) - (len(a) < len(b)) for a, b in zip(firsts, seconds)]
+
+
+def test_a_scalar_judge_is_measured_on_the_rewards_of_training():
+    """Beyond a score of 40 the sigmoid is 1: two long texts have no difference that training could see."""
+    task = {"task": "p", "completions": ["a" * 41, "a" * 45], "scores": [0.0, 1.0]}
+    pairs = [{"task": "p", "first": "aa", "second": "a", "answer": "Better"}]
+    score, round_robin = judge_quality.measure(ScoredByLength(), "scalar", pairs, [task])
+    assert (score["mapping"], score["silent"]) == ("score", 1.0)
+    assert (round_robin["mapping"], round_robin["silent"], round_robin["inverted"]) == (
+        "round_robin",
+        0.0,
+        0.0,
+    )
+
+
+def test_shares_near_the_mean_are_compared_by_seed():
+    def record(name, mapping, seed, inverted):
+        bins = [(0.0, 10, inverted, 4), (0.25, 10, inverted, 0), (0.5, 100, 50, 0)]
+        keys = ("from", "completions", "inverted", "silent")
+        curve = [dict(zip(keys, values)) for values in bins]
+        return {"name": name, "mapping": mapping, "seed": seed, "curve": curve}
+
+    near = judge_quality.near_shares(record("reasoning", "round_robin", 0, 2))
+    assert near == {"inverted": 0.2, "silent": 0.2, "inverted of trained": 0.25}
+    records = [record("reasoning", "round_robin", seed, 1) for seed in range(3)]
+    records += [record("scalar", "score", seed, 3 + seed) for seed in range(3)]  # 0.3, 0.4, 0.5
+    lines = judge_quality.near_lines(records)
+    assert lines[2].endswith("|  |  |")
+    assert "| -0.300 (-0.548 to -0.052) | 0.035 |" in lines[3]
+
+
+def test_a_judge_is_measured_once(tmp_path):
+    pairs = tmp_path / "pairs"
+    pairs.mkdir()
+    (pairs / "test.jsonl").write_text("{}\n")
+    (pairs / "groups.jsonl").write_text("{}\n")
+    out = tmp_path / "out.json"
+    argv = [
+        "--pairs",
+        str(pairs),
+        "--name",
+        "a",
+        "--kind",
+        "scalar",
+        "--judge",
+        str(tmp_path),
+        "--out",
+        str(out),
+    ]
+    args = judge_quality.parse_args(argv)
+    origin = judge_quality.origin_of(args, 0.0)
+    assert not judge_quality.is_measured(out, args, origin)
+    judge_quality.add_records(out, [{"name": "a", "seed": 0, "mapping": "score", "origin": origin}])
+    assert judge_quality.is_measured(out, args, origin)
+    assert not judge_quality.is_measured(out, args, judge_quality.origin_of(args, 0.5))
+    (pairs / "test.jsonl").write_text("{'other': 1}\n")
+    assert not judge_quality.is_measured(out, args, judge_quality.origin_of(args, 0.0))
+
+
 # ---- plug-ins ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.9, 1.0])
 def test_the_filter_keeps_the_shortest_list_of_groups_that_holds_the_share(share):
