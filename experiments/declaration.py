@@ -81,6 +81,7 @@ def problems_of(file: Path, records: list[dict]) -> list[str]:
     """Return a sentence for each disagreement of a declaration with the records of its study."""
     declared = read_declaration(file)
     problems = []
+    tuned = file.with_name("tuning.json")
     for record in records:
         if not record.get("commit") or record.get("versions", {}).get("dirty"):
             run = f"row {record['row']}, seed {record['seed']}"
@@ -94,6 +95,8 @@ def problems_of(file: Path, records: list[dict]) -> list[str]:
         if earlier != declared:
             state = "has no declaration" if earlier is None else "has another declaration"
             problems.append(f"commit {commit} of a run {state}; declare first, then run")
+        elif tuned.is_file() and declaration_at(commit, tuned) != json.loads(tuned.read_text()):
+            problems.append(f"commit {commit} of a run has another tuning.json; commit the choice, then test")
         elif "commit" in declared and not descends(commit, declared["commit"], file.parent):
             problems.append(f"commit {commit} of a run does not descend from {declared['commit']}")
     expected = {(row, seed) for row in declared["rows"] for seed in declared["seeds"]}

@@ -5,6 +5,7 @@ report.py prints the note with the table, and compares both with the documents. 
     > Note: Declared: `0e11a5be0a51`. Seeds without a run: 3 to 9 of grpo.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -95,8 +96,14 @@ def start_notes(rows: Records, parents: dict[str, str]) -> list[str]:
         if is_apart or any(of_row[seed] != of_parent[seed] for seed in common):
             differing.append(row)
     unknown = ", and some records lack their start" if None in starts else ""
+    by_seed: dict[int, set] = defaultdict(set)
+    for of_row in weights.values():
+        for seed, start in of_row.items():
+            by_seed[seed].add(start)
+    split = ranges(seed for seed, of_seed in by_seed.items() if len(of_seed) > 1)
     if not differing:
-        return [f"{len(starts)} start weights, one for all runs of a seed{unknown}."]
+        users = f"a row and its parent, several for seeds {split}" if split else "all runs of a seed"
+        return [f"{len(starts)} start weights, one for {users}{unknown}."]
     return [
         f"Other start weights than the parent's: {', '.join(differing)}{unknown}; their differences include "
         "the effect of the start."

@@ -1,13 +1,16 @@
 """Run a declared study in portions: tune every row alike, choose, then test on other seeds and tasks.
 
     python -m experiments.study losses_tuned tune --runs 54    # the next 54 runs, two at a time
+    python -m experiments.study losses_tuned keep              # writes finished runs to records
     python -m experiments.study losses_tuned choose            # writes tuning.json beside declared.json
     python -m experiments.study losses_tuned test --runs 60    # the rows as chosen
     python -m experiments.study losses_tuned test --rows espo --seeds 7      # a single run
     python -m experiments.study losses_tuned test --dry-run    # commands of the unfinished runs
 
-Repeat a command to continue: finished runs are skipped. Commit tuning.json before the test, because
-report.py refuses runs whose checkout had uncommitted changes. Two keys of declared.json describe the runs:
+Repeat a command to continue: runs that have finished here or are in the records of the study are skipped.
+`keep` writes finished tuning runs to tuning_runs.json, and test runs to runs.jsonl if all rows of their seed
+have finished, so that all rows of a seed come from one machine. Commit both files; another machine continues
+from there. The test needs a committed tuning.json. Two keys of declared.json describe the runs:
 
     "instances": {"recipe": "chains", "seeds_each": 2}
         Seed S uses task instance S // seeds_each, so that seeds 6 and 7 use data/built/chains_3, which
@@ -27,11 +30,13 @@ import os
 import shlex
 import statistics
 import sys
+import tempfile
+from collections import Counter
 from pathlib import Path
 
 from experiments import report, run
 from experiments.bench.common import markdown, write_json
-from experiments.declaration import read_declaration
+from experiments.declaration import git, read_declaration
 
 JOBS = 2  # runs at a time
 
@@ -87,6 +92,8 @@ def runs_of_test(study: Path, declared: dict, rows: list[str], seeds: list[int])
         file = study / "tuning.json"
         if not file.is_file():
             raise ValueError(f"{file} is missing: run `tune` and `choose` first, and commit the file")
+        if git(study, "status", "--porcelain", file.name).stdout:
+            raise ValueError(f"{file} is not committed: commit it before the test")
         chosen = {record["row"]: record["settings"] for record in json.loads(file.read_text())}
     return [make_run(study, declared, row, seed, "test", chosen[row]) for seed in seeds for row in rows]
 
@@ -101,16 +108,82 @@ def final_metric(folder: Path, metric: str) -> float:
     raise ValueError(f"{folder}: unfinished ({finished}); repeat `tune`")
 
 
+def tuning_folders(study: Path, declared: dict) -> dict[tuple[str, str, int], Path]:
+    """Return {(row, settings, seed): run folder} of all tuning runs."""
+    tuning = declared["tuning"]
+    return {
+        (row, settings, seed): Path("runs") / study.name / f"tune_{number}" / row / f"seed_{seed}"
+        for row in declared["rows"]
+        for number, settings in enumerate(candidates(tuning, row))
+        for seed in tuning["seeds"]
+    }
+
+
+def recorded_tuning(study: Path) -> dict[tuple[str, str, int], dict]:
+    """Return {(row, settings, seed): record} of tuning_runs.json; {} without the file."""
+    file = study / "tuning_runs.json"
+    records = json.loads(file.read_text()) if file.is_file() else []
+    return {(record["row"], record["settings"], record["seed"]): record for record in records}
+
+
+def finished_tuning(study: Path, declared: dict) -> dict[tuple[str, str, int], dict]:
+    """Return the records of tuning_runs.json and of the tuning runs that have finished or failed here."""
+    records = recorded_tuning(study)
+    for key, folder in tuning_folders(study, declared).items():
+        has_failed = bool(list(folder.glob("error_rank_*.txt")))
+        if key in records or not ((folder / "summary.json").is_file() or has_failed):
+            continue
+        row, settings, seed = key
+        value = final_metric(folder, declared["tuning"]["metric"])
+        record = {"row": row, "settings": settings, "seed": seed, "value": value, "error": has_failed}
+        if (folder / "versions.json").is_file():  # a run that failed early has none
+            record |= {"versions": report.versions_of(folder)}
+        records[key] = record
+    return records
+
+
+def recorded_tests(study: Path) -> set[tuple[str, int]]:
+    """Return (row, seed) of the test runs in the records of the study."""
+    lines = [line for file in sorted(study.glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return {(record["row"], record["seed"]) for record in map(json.loads, lines)}
+
+
+def unrecorded(runs: list[run.Run], study: Path, declared: dict, stage: str) -> list[run.Run]:
+    """Leave out the runs that the study's records hold, because their folders may be on another machine."""
+    if stage == "test":
+        recorded = recorded_tests(study)
+        return [planned for planned in runs if (planned.row, planned.seed) not in recorded]
+    folders = tuning_folders(study, declared)
+    recorded_folders = {folders[key] for key in recorded_tuning(study)}
+    return [planned for planned in runs if planned.folder not in recorded_folders]
+
+
+def keep_tests(study: Path, declared: dict) -> None:
+    """Append the test runs of this machine to runs.jsonl, if all rows of their seed have finished here."""
+    recorded = recorded_tests(study)
+    runs, _ = report.read_folder(Path("runs") / study.name / "test", declared["rows"], run.ANY_METRIC)
+    new_runs = [new for new in runs if (new.record["row"], new.record["seed"]) not in recorded]
+    counts = Counter(new.record["seed"] for new in new_runs)
+    whole = sorted(seed for seed, count in counts.items() if count == len(declared["rows"]))
+    print(f"kept: seeds {whole}; incomplete, not kept: seeds {sorted(counts.keys() - set(whole))}")
+    with tempfile.TemporaryDirectory() as scratch:
+        part = Path(scratch) / "runs.jsonl"
+        report.export({"": [new for new in new_runs if new.record["seed"] in whole]}, run.ANY_METRIC, part)
+        with (study / "runs.jsonl").open("a") as file:
+            file.write(part.read_text())
+
+
 def choose(study: Path, declared: dict) -> list[dict]:
     """Return, for each row, the chosen settings and the metric of every tuning run [candidate][seed]."""
     tuning = declared["tuning"]
+    finished = finished_tuning(study, declared)
+    for key, folder in tuning_folders(study, declared).items():
+        if key not in finished:
+            raise ValueError(f"{folder}: unfinished; repeat `tune`")
     records = []
     for row in declared["rows"]:
         settings = candidates(tuning, row)
-        values = []
-        for number in range(len(settings)):
-            folder = Path("runs") / study.name / f"tune_{number}" / row
-            values.append([final_metric(folder / f"seed_{s}", tuning["metric"]) for s in tuning["seeds"]])
+        values = [[finished[row, each, seed]["value"] for seed in tuning["seeds"]] for each in settings]
         means = list(map(statistics.mean, values))
         best = means.index(max(means))
         records.append({"row": row, "settings": settings[best], "candidates": dict(zip(settings, values))})
@@ -132,7 +205,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", help="name of a folder of experiments/studies")
-    parser.add_argument("stage", choices=("tune", "choose", "test"))
+    parser.add_argument("stage", choices=("tune", "keep", "choose", "test"))
     parser.add_argument("--rows", nargs="+", help="some of the declared rows (default: all)")
     parser.add_argument("--seeds", type=int, nargs="+", help="some of the declared seeds (default: all)")
     parser.add_argument("--runs", type=int, help="launch at most this many unfinished runs (default: all)")
@@ -161,12 +234,19 @@ def main(argv: list[str]) -> int:
     os.chdir(run.ROOT)  # the working directory of train_rl.py, for relative paths in settings
     try:
         declared = read_declaration(study / "declared.json")
+        if args.stage == "keep":
+            if "tuning" in declared:
+                write_json(study / "tuning_runs.json", list(finished_tuning(study, declared).values()))
+            if (Path("runs") / study.name / "test").is_dir():
+                keep_tests(study, declared)
+            return 0
         if args.stage == "choose":
             records = choose(study, declared)
             write_json(study / "tuning.json", records)
             print("\n".join(table_lines(records)))
             return 0
         runs = planned(args, study, declared)
+        runs = unrecorded(runs, study, declared, args.stage)
         todo = run.unfinished(runs, redo=False, dry_run=args.dry_run)[: args.runs]
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -108,6 +109,9 @@ def test_parts_are_disjoint_and_fill_whole_steps_of_the_stages():
     prompts = [row["prompt"] for part in by_part.values() for row in part]
     assert len(prompts) == len(set(prompts)) == 976
     assert [max(row["difficulty"] for row in part) for part in by_part.values()] == [5, 15, 30]
+    tokens = [8 * 12 * sum(row["difficulty"] for row in part) for part in by_part.values()]
+    assert tokens == pytest.approx([1e5, 2e5, 3e5], rel=0.08)
+    assert sum(tokens) == pytest.approx(6.1e5, rel=0.03)
     folder = run.STUDIES / "order_of_prompts"
     for name in ("staged", "reversed"):
         config = load_config(["--config", str(folder / f"{name}.yaml")])
@@ -190,6 +194,34 @@ def test_a_portion_is_the_next_unfinished_runs(small_study, monkeypatch, capsys)
     assert study.main(["small", "tune"]) == 0 and len(launched[-1]) == 2
     assert study.main(["small", "tune", "--seeds", "0"]) == 2 and "0" in capsys.readouterr().err
     assert study.main(["small", "test"]) == 2 and "tuning.json" in capsys.readouterr().err
+
+
+def test_another_machine_continues_from_the_records(small_study, monkeypatch, capsys):
+    """Seed 0 of the test has both rows, seed 1 lacks espo; then the folders of the runs are gone."""
+    monkeypatch.setattr(study, "instance_settings", lambda row, declared, seed: [])
+    runs = run.ROOT / "runs" / "small"
+    (runs / "tune_0" / "grpo" / "seed_200" / "summary.json").unlink()
+    (runs / "tune_0" / "grpo" / "seed_200" / "error_rank_0.txt").write_text("out of memory")
+    for row, seed in (("espo", 0), ("grpo", 0), ("grpo", 1)):
+        write_run(runs / "test", row, seed, [0.1, 0.5])
+    for _ in range(2):  # repeated: nothing is recorded twice
+        assert study.main(["small", "keep"]) == 0
+    assert "kept: seeds [0]; incomplete, not kept: seeds [1]" in capsys.readouterr().out
+    shutil.rmtree(runs)
+    records = [json.loads(line) for line in (small_study / "runs.jsonl").read_text().splitlines()]
+    assert sorted((record["row"], record["seed"]) for record in records) == [("espo", 0), ("grpo", 0)]
+    assert study.main(["small", "tune", "--dry-run"]) == 0
+    assert "train_rl.py" not in capsys.readouterr().out, "all tuning runs are recorded"
+    assert study.main(["small", "choose"]) == 0
+    (_, grpo) = json.loads((small_study / "tuning.json").read_text())
+    assert grpo["candidates"]["train.learning_rate=0.25 algorithm.clip_eps_low=0.1"] == [0.0, 0.2]
+    for row in ("espo", "grpo"):
+        base = f"{ROOT}/experiments/studies/losses_tuned/{row}.yaml"
+        (small_study / f"{row}.yaml").write_text(f"base: {base}\n")
+    (run.ROOT / "train_rl.py").symlink_to(ROOT / "train_rl.py")
+    assert study.main(["small", "test", "--dry-run"]) == 0
+    commands = capsys.readouterr().out
+    assert commands.count("train.seed=1") == 2 and "train.seed=0" not in commands
 
 
 # ---- the scale of a clip -----------------------------------------------------------------------------------

@@ -115,14 +115,14 @@ def slope_lines(data: list[dict]) -> list[str]:
 def main() -> None:
     """Read the runs, print the tables, write the file."""
     parser = make_parser(__doc__)
-    parser.add_argument("runs", type=Path, help="folder of runs, or a record file")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, record files")
     args = parser.parse_args()
     try:
-        data = measure(report.read_rows([args.runs], None, "chains/avg_at_4"))
+        data = measure(report.read_rows(args.runs, None, "chains/avg_at_4"))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not slopes_of(data):
-        parser.error(f"{args.runs}: no seed has the rows {', '.join(ALPHAS)} of two lengths")
+        parser.error(f"no seed has the rows {', '.join(ALPHAS)} of two lengths")
     print("\n".join([*table_lines(data), "", *slope_lines(data)]))
     write_json(args.json, data)
 

@@ -18,13 +18,17 @@ PARTS = {"short": (18, 5), "middle": (24, 15), "long": (19, 30)}  # {part: (trai
 
 
 def parts_of(rows: list[dict]) -> dict[str, list[dict]]:
-    """Return the rows of each part: the first unused rows that are short enough."""
+    """Return the rows of each part: the first rows that are short enough, after the previous part's last row.
+
+    A part with rows that the previous part passed over would hold too many long chains.
+    """
     parts = {}
-    unused = rows
+    first = 0
     for name, (num_steps, longest) in PARTS.items():
-        parts[name] = [row for row in unused if row["difficulty"] <= longest][: num_steps * PROMPTS_PER_STEP]
-        used = {row["prompt"] for row in parts[name]}
-        unused = [row for row in unused if row["prompt"] not in used]
+        chosen = [i for i in range(first, len(rows)) if rows[i]["difficulty"] <= longest]
+        chosen = chosen[: num_steps * PROMPTS_PER_STEP]
+        parts[name] = [rows[i] for i in chosen]
+        first = chosen[-1] + 1
     return parts
 
 
