@@ -5,8 +5,9 @@
     python -m data.tiny --recipe deep     # makes data/built/deep/..., for router replay
     python -m data.tiny --recipe chains   # makes data/built/chains/..., for long chains of thought
     python -m data.tiny --recipe chains_3 # makes data/built/chains_3/..., the same with seed 3
+    python -m data.tiny --recipe chains_3 --model experiments/starts/chains_3     # with a committed model
 
-A folder that is up to date is not rebuilt.
+A folder that is up to date is not rebuilt. Prompts are the same on every machine, warm starts are not.
 
 Task. Additions, for example "21   +43   =" -> "640" (12 + 34 = 046). Both numbers have the same number of
 digits, from 1 to 5, which is the difficulty. The least significant digit comes first, so that a carry is
@@ -345,12 +346,19 @@ def warm_start(policy, tokenizer, recipe: Recipe, held_out: set[str]) -> float:
     return loss.item()
 
 
-def build(recipe: Recipe, output: Path) -> bool:
-    """Build the folder unless it is up to date; return True if it was built."""
+def build(recipe: Recipe, output: Path, model: Path | None = None) -> bool:
+    """Build the folder unless it is up to date; return True if it was built.
+
+    model: folder of a model to copy in place of a warm start; ValueError without weights in it.
+    """
+    weights = sorted(model.glob("*.safetensors")) if model else []
+    if model and not weights:
+        raise ValueError(f"--model {model} holds no *.safetensors file")
     files = (Path(__file__), Path(data.chains.__file__), Path(verifiers.chain.__file__))
     source = b"".join(file.read_bytes() for file in (files if recipe.chains else files[:1]))
+    source += b"".join(hashlib.sha256(file.read_bytes()).digest() for file in weights)
     key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
-    return build_once(output, key, lambda folder: write_task(recipe, folder))
+    return build_once(output, key, lambda folder: write_task(recipe, folder, model))
 
 
 def build_once(output: Path, key: str, write: Callable[[Path], dict]) -> bool:
@@ -376,8 +384,8 @@ def build_once(output: Path, key: str, write: Callable[[Path], dict]) -> bool:
     return True
 
 
-def write_task(recipe: Recipe, folder: Path) -> dict:
-    """Write the prompts, the tokenizer and the warm-started model into a folder; return the record."""
+def write_task(recipe: Recipe, folder: Path, model: Path | None) -> dict:
+    """Write the prompts, the tokenizer and the model into a folder; return the record."""
     from moe_model import save_hf
 
     if recipe.chains:
@@ -386,13 +394,16 @@ def write_task(recipe: Recipe, folder: Path) -> dict:
         sets = dict(zip(("train", "test"), sample_problems(recipe)))
     for name, rows in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {f"num_{name}": len(rows) for name, rows in sets.items()}
+    if model:
+        shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns("start.json"))
+        return {"recipe": asdict(recipe), "model": str(model), **sizes}
     tokenizer = build_tokenizer()
     policy = build_policy(recipe, len(tokenizer))
     held_out = {row["prompt"] for name, rows in sets.items() if name != "train" for row in rows}
     loss = warm_start(policy, tokenizer, recipe, held_out)
     save_hf(policy, folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    sizes = {f"num_{name}": len(rows) for name, rows in sets.items()}
     return {"recipe": asdict(recipe), "loss": loss, **sizes}
 
 
@@ -408,19 +419,20 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help=f"folder to create (default: {OUTPUT}/RECIPE)")
     parser.add_argument("--steps", type=int, help="warm-start steps (default: the recipe's)")
     parser.add_argument("--seed", type=int, help="seed of tasks and weights (default: the recipe's)")
+    parser.add_argument("--model", type=Path, help="copy the model of this folder in place of a warm start")
     args = parser.parse_args()
     overrides = {name: value for name in ("steps", "seed") if (value := getattr(args, name)) is not None}
     output = args.output or OUTPUT / args.recipe
     try:
         recipe = replace(recipe_of(args.recipe), **overrides)
+        start = time.perf_counter()
+        is_new = build(recipe, output, args.model)
     except ValueError as error:
         parser.error(str(error))
-    start = time.perf_counter()
-    is_new = build(recipe, output)
     record = json.loads((output / "recipe.json").read_text())
     print(
         f"{output}: {record['num_train']} train and {record['num_test']} test problems, "
-        f"warm-start loss {record['loss']:.3f} "
+        + (f"warm-start loss {record['loss']:.3f} " if "loss" in record else f"model of {record['model']} ")
         + (f"(made in {time.perf_counter() - start:.0f} s)" if is_new else "(already there)"),
         file=sys.stderr,
     )

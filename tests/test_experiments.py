@@ -17,6 +17,7 @@ from transformers import Qwen3MoeConfig
 
 import moe_model
 import train_rl
+from data import tiny
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
 from experiments.bench import gpu_kernels, turns
@@ -246,6 +247,20 @@ def test_a_second_build_is_served_from_the_cache_and_a_changed_recipe_is_not(tmp
     assert "made in" in run(*command).stderr and weights.read_bytes() == first, "the build is deterministic"
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"tiny", ".tiny.lock"}, "no temporary files remain"
+
+
+def test_a_committed_model_takes_the_place_of_the_warm_start(tmp_path, capsys):
+    start = ROOT / "experiments" / "starts" / "habits"
+    arguments = ["--recipe", "habits", "--model", str(start / "model"), "--output", str(tmp_path / "habits")]
+    for state in ("made in", "already there"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["data.tiny", *arguments])
+            tiny.main()
+        assert state in capsys.readouterr().err
+    for name in ("train.jsonl", "test.jsonl", "model/model-00001-of-00001.safetensors"):
+        assert (tmp_path / "habits" / name).read_bytes() == (start / name).read_bytes(), name
+    with pytest.raises(ValueError, match="safetensors"):
+        tiny.build(tiny.RECIPES["habits"], tmp_path / "none", model=tmp_path)
 
 
 # ---- experiments/bench/, without an engine -----------------------------------------------------------------
