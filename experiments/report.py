@@ -129,10 +129,11 @@ STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "sec
 INVERSION = "inversion_frac"  # a step that trained on nothing lacks this metric
 RECORDED = (  # patterns of the optional training metrics that a record keeps
     INVERSION, "score", "reward", "verdict/ok_frac", "completion_tokens", "abs_dlogp", "mismatch_k3",
-    "mismatch_routes", "mismatch_ess", "abs_log_ratio", "entropy", "clipped", "clip_eps", "grad_norm",
-    "clipped/update_*",
+    "mismatch_routes", "mismatch_ess", "skew_*", "topk_mass", "abs_log_ratio", "entropy", "clipped",
+    "clip_eps", "grad_norm", "clipped/update_*",
     "entropy/entropy_group_*", "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
-    "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped", "regime/*",
+    "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped", "regime/*", "teacher_*",
+    "account/teacher_tokens_total",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of moving sums and means
 TRAINING = "train/"  # prefix of a metric of the training steps in --metric
