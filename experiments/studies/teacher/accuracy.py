@@ -67,7 +67,7 @@ def start_lines() -> list[str]:
     """Return the table of start and teacher, for the sets of all tasks."""
     lines = []
     for task, start in TASKS.items():
-        models = [STARTS / start / "model", STARTS / f"{start}_teacher" / "model"]
+        models = [STARTS / start / "model", STARTS / f"{start}_teacher"]
         for name, rows in sets_of(task).items():
             shares = [f"{probabilities(folder, rows).mean():.3f}" for folder in models]
             lines.append([name, str(len(rows)), *shares])
