@@ -103,7 +103,6 @@ table: $(STAMP)
 	    --plot runs/zero_variance/curves.png
 
 record: $(STAMP)
-	$(BIN)/python -m data.tiny --recipe habits
 	$(BIN)/python -m experiments.record.record $(if $(ENTRY),--entry $(ENTRY))
 
 NEEDS_CUDA = "import torch; assert torch.version.cuda, \

@@ -170,7 +170,9 @@ def make_row(split: str, rng: random.Random) -> dict:
 
 
 def make_rows(split: str, num: int, seed: int) -> list[dict]:
-    """Return so many different rows of a split; ValueError if there are not as many."""
+    """Return so many different rows of a split; ValueError if there are not as many, or for a num below 1."""
+    if num < 1:
+        raise ValueError(f"--{split} {num}: at least one prompt is needed")
     rng = random.Random(f"{seed}/{split}")
     rows: dict[str, dict] = {}
     for _ in range(100 * num):
@@ -194,9 +196,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--test", type=int, default=128, help="held-out prompts (default: 128)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     args = parser.parse_args(argv)
+    try:
+        sets = {split: make_rows(split, getattr(args, split), args.seed) for split in ("train", "test")}
+    except ValueError as error:
+        parser.error(str(error))
     args.output.mkdir(parents=True, exist_ok=True)
-    for split, num in (("train", args.train), ("test", args.test)):
-        rows = make_rows(split, num, args.seed)
+    for split, rows in sets.items():
         file = args.output / f"{split}.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{file}: {len(rows)} prompts, for example: {rows[0]['prompt']}")

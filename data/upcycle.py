@@ -16,6 +16,7 @@ start for RL has to stay close to the dense model, so small values such as 0.02 
 """
 
 import argparse
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -24,10 +25,11 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import CONFIG_MAPPING, AutoConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from data.random_model import refuse_to_overwrite
 
+UPCYCLED = "llama and qwen3"
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 SHARED_FIELDS = (  # fields of config.json that both configurations have
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -52,7 +54,20 @@ def moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> Pretrai
             moe_intermediate_size=dense.intermediate_size, num_experts=num_experts,
             num_experts_per_tok=top_k, norm_topk_prob=True, architectures=["Qwen3MoeForCausalLM"],
         )  # fmt: skip
-    raise ValueError(f"--model: model_type {dense.model_type!r} cannot be upcycled; llama and qwen3 can")
+    raise ValueError(f"--model: model_type {dense.model_type!r} cannot be upcycled; {UPCYCLED} can")
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """Read the configuration of a dense model; ValueError for a folder without one, or of another family."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"--model: {folder} has no config.json; give the folder of a dense model")
+    model_type = json.loads(file.read_text()).get("model_type")
+    if model_type not in CONFIG_MAPPING:  # else transformers asks for an update of itself
+        raise ValueError(
+            f"--model: model_type {model_type!r} of {file} is unknown; {UPCYCLED} can be upcycled"
+        )
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def reinitialised(weight: Tensor, units: Tensor, dim: int, generator: torch.Generator) -> Tensor:
@@ -147,8 +162,7 @@ def main(argv: list[str] | None = None) -> None:
         if not 1 <= args.top_k <= args.experts or not 0 <= args.reinit <= 1:
             raise ValueError("--top-k must be between 1 and --experts, --reinit between 0 and 1")
         refuse_to_overwrite(args.output)
-        dense = AutoConfig.from_pretrained(args.model, local_files_only=True, trust_remote_code=False)
-        config = moe_config(dense, args.experts, args.top_k)
+        config = moe_config(read_config(args.model), args.experts, args.top_k)
         weights = upcycle(read_weights(args.model), config, args.reinit, args.router_std, args.seed)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

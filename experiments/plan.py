@@ -63,6 +63,15 @@ GRANITE_MOE = {  # without multipliers and rope_theta, as no plan depends on the
     "tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 131072,
     "model_type": "granitemoe",
 }  # fmt: skip
+LLAMA_3 = {
+    "vocab_size": 128256, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True, "attention_bias": False, "max_position_embeddings": 131072,
+    "model_type": "llama",
+}  # fmt: skip
+QWEN2_5 = {
+    "vocab_size": 151936, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "max_position_embeddings": 32768, "model_type": "qwen2",
+}  # fmt: skip
 GRANITE_1B = GRANITE_MOE | {"num_local_experts": 32}
 GRANITE_3B = GRANITE_MOE | {"num_local_experts": 40}
 SIZES = (
@@ -81,14 +90,21 @@ KNOWN_MODELS = {  # {name: (values shared with other models, SIZES of this model
     "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64)),
     "Qwen3-30B-A3B": (QWEN3_MOE, (2048, 6144, 48, 32, 768)),
     "Qwen3-235B-A22B": (QWEN3_MOE, (4096, 12288, 94, 64, 1536)),
+    "Llama-3.2-1B": (LLAMA_3 | {"head_dim": 64}, (2048, 8192, 16, 32)),
+    "Llama-3.2-3B": (LLAMA_3, (3072, 8192, 28, 24)),
+    "Llama-3.1-8B": (LLAMA_3 | {"tie_word_embeddings": False}, (4096, 14336, 32, 32)),
+    "Qwen2.5-0.5B": (QWEN2_5, (896, 4864, 24, 14)),
+    "Qwen2.5-1.5B": (QWEN2_5, (1536, 8960, 28, 12)),
+    "Qwen2.5-3B": (QWEN2_5, (2048, 11008, 36, 16)),
     "granite-3.1-1b-a400m-base": (GRANITE_1B, (1024, 512, 24, 16)),
     "granite-3.1-1b-a400m-instruct": (GRANITE_1B, (1024, 512, 24, 16)),
     "granite-3.1-3b-a800m-base": (GRANITE_3B, (1536, 512, 32, 24)),
     "granite-3.1-3b-a800m-instruct": (GRANITE_3B, (1536, 512, 32, 24)),
 }
-CONTEXTS = {  # {variant of Qwen3: tokens}
+CONTEXTS = {  # {variant: tokens}, for Qwen3; all variants of another family have the same shape
     "": 40960,
     "-Base": 32768,
+    "-Instruct": 32768,
     "-Instruct-2507": 262144,
     "-Thinking-2507": 262144,
 }
@@ -102,7 +118,9 @@ def model_config(path: str) -> PretrainedConfig:
     """
     if (Path(path) / "config.json").is_file():
         return moe_model.load_config(path)
-    name, variant = re.fullmatch("(.*?)(-Base|-Instruct-2507|-Thinking-2507|)", Path(path).name).groups()
+    name, variant = re.fullmatch(
+        "(.*?)(-Base|-Instruct|-Instruct-2507|-Thinking-2507|)", Path(path).name
+    ).groups()
     if name not in KNOWN_MODELS:
         raise ValueError(
             f"model.path: {path} is no folder with a config.json, and the shape of {name} is unknown; known "

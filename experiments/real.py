@@ -41,6 +41,7 @@ from experiments.evaluate import text_pieces, write_aside
 from experiments.page.build import build_page, group_rows, token_details
 from experiments.text_quality import LABELS, read_rows, text_quality
 from runtime.launch import leave, run
+from runtime.memory import free_memory
 
 CONFIG = ROOT / "experiments" / "environments" / "real.yaml"
 DENSE = smollm2.FOLDER / "dense"
@@ -50,7 +51,9 @@ NUM_RANKS = 2
 DISK_BYTES = (
     16e9  # models 2 GB, export 1.5 GB, checkpoints of 6 GB each, of which two exist while one is written
 )
+MEMORY_BYTES = 16e9  # below, training is refused; it has taken 18 GB
 NUM_TEXTS = 5  # texts of the report
+START = "SmolLM2-135M-Instruct (dequantised 4-bit)"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -197,8 +200,11 @@ def record_of(run_dir: Path) -> dict:
     ]
     quality = json.loads((run_dir / "quality.json").read_text())
     checks = {"before": kept_by_check([a for a, _ in pairs]), "after": kept_by_check([b for _, b in pairs])}
+    summary["start"] = START
+    versions = json.loads((run_dir / "versions.json").read_text())
     return {
         "summary": summary, "num_prompts": len(pairs), "quality": quality, "checks": checks, "texts": texts,
+        "versions": versions,
     }  # fmt: skip
 
 
@@ -260,7 +266,7 @@ def report_text(data: dict) -> str:
 
     The texts are of the first prompts of the held-out set, whatever their verdicts are.
     """
-    title = "# SmolLM2-135M-Instruct (dequantised 4-bit) as a MoE, before and after training"
+    title = f"# {START} as a MoE, before and after training"
     lines = [title, "", *table_lines(data), "", *check_lines(data)]
     for number, text in enumerate(data["texts"], start=1):
         lines += ["", f"## Prompt {number}", "", text["prompt"]]
@@ -280,7 +286,7 @@ def write_results(run_dir: Path, phases: Phases) -> None:
     write_aside(run_dir / "record.json", json.dumps(data, indent=1) + "\n")
     write_aside(run_dir / "texts.html", texts_page(run_dir))
     write_aside(run_dir / "report.md", report_text(data))
-    print("\n".join(["", *table_lines(data), "", *check_lines(data)]))
+    print("\n".join(["", START, *table_lines(data), "", *check_lines(data)]))
     print(f"{run_dir}/report.md: five texts before and after; {run_dir}/texts.html: all texts")
 
 
@@ -288,12 +294,18 @@ def write_results(run_dir: Path, phases: Phases) -> None:
 # Command line
 # ------------------------------------------------------------------------------------------------------------
 def announce(run_dir: Path) -> None:
-    """Print the resources that the run takes; ValueError if the disk is too small for a new run."""
+    """Print the resources that the run takes; ValueError if memory, or disk for a new run, is too small."""
     print(
-        "SmolLM2-135M-Instruct (dequantised 4-bit) as a MoE of 373 M parameters, on two cores: a download of "
+        f"{START} as a MoE of 373 M parameters, on two cores: a download of "
         f"{smollm2.WHEEL_BYTES / 1e6:.0f} MB, about 40 minutes, 17 GiB of memory, "
         f"{DISK_BYTES / 1e9:.0f} GB of disk"
     )
+    memory, limit = free_memory()
+    if memory < MEMORY_BYTES and not (run_dir / "summary.json").is_file():
+        raise ValueError(
+            f"{memory / 1e9:.1f} GB of memory are free ({limit}), at least {MEMORY_BYTES / 1e9:.0f} GB are "
+            "needed: end other programs, or use a machine with more memory"
+        )
     free = shutil.disk_usage(run_dir).free
     if free < DISK_BYTES and not (run_dir / "checkpoints").exists():
         raise ValueError(

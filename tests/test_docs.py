@@ -141,7 +141,14 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+FOLDERS = ("data", "examples", "experiments", "kernels", "runtime", "tests", "verifiers")
+ALL_PAGES = [
+    *PAGES,
+    *sorted(page for top in FOLDERS for page in (ROOT / top).rglob("*.md") if "built" not in page.parts),
+]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_to_existing_files_and_headings(page):
     broken = []
     for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):

@@ -1,6 +1,7 @@
 """OLMoE, Mixtral, GLM-4.5, Granite, Llama and Qwen2 on real vLLM engines of this CPU, around a weight sync.
 
-test_model.py compares log-probabilities, gradients, replay and files of these families with transformers.
+test_model.py compares log-probabilities, gradients, replay and files of the MoE families with transformers,
+test_upcycle.py log-probabilities and gradients of Llama and Qwen2.
 """
 
 import pytest

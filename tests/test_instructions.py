@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from data import instructions
 from verifiers.instructions import CHECKS, verify
 
 # {name: (arguments, texts that meet the constraint, texts that break the constraint)}
@@ -149,3 +150,10 @@ def test_languages_are_recognised_by_script_or_by_a_library(monkeypatch):
     monkeypatch.undo()
     assert verify("Das ist ein guter Tag für uns alle.", answer)[1] == "ok"
     assert verify("This is a good day for all of us.", answer)[1] == "wrong"
+
+
+@pytest.mark.parametrize("num", ["-1", "0"])
+def test_a_set_needs_a_prompt(num, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        instructions.main(["--train", num, "--output", str(tmp_path / "none")])
+    assert "--train" in capsys.readouterr().err and not (tmp_path / "none").exists()

@@ -45,6 +45,12 @@ PUBLISHED = {  # parameters according to the safetensors of the model cards, a t
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
     "granite-3.1-1b-a400m-instruct": 1_334_628_352,
     "granite-3.1-3b-a800m-instruct": 3_298_793_472,
 }
@@ -76,7 +82,9 @@ def test_known_shapes_have_the_published_number_of_parameters(name):
     assert sum(moe_model.parameter_counts(plan.model_config(name))) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-30B-A3B", "granite-3.1-1b-a400m-instruct"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3-0.6B", "Qwen3-30B-A3B", "Llama-3.2-1B", "Qwen2.5-0.5B", "granite-3.1-1b-a400m-instruct"]
+)
 def test_counts_equal_the_model_of_transformers(name):
     task = make_task(model=name)
     with torch.device("meta"):
@@ -95,8 +103,11 @@ def test_counts_equal_the_model_of_transformers(name):
 
 
 def test_variants_differ_in_context_only():
-    contexts = {v: plan.model_config(f"Qwen/Qwen3-30B-A3B{v}").max_position_embeddings for v in plan.CONTEXTS}
-    assert contexts == {"": 40960, "-Base": 32768, "-Instruct-2507": 262144, "-Thinking-2507": 262144}
+    contexts = {"": 40960, "-Base": 32768, "-Instruct-2507": 262144, "-Thinking-2507": 262144}
+    for variant, context in contexts.items():
+        assert plan.model_config(f"Qwen/Qwen3-30B-A3B{variant}").max_position_embeddings == context
+    for name in ("Llama-3.2-1B", "Qwen2.5-3B"):
+        assert plan.model_config(f"{name}-Instruct").to_dict() == plan.model_config(name).to_dict()
 
 
 # ---- memory ------------------------------------------------------------------------------------------------

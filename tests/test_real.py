@@ -43,7 +43,14 @@ def test_an_evaluation_takes_the_rollout_settings_of_its_run(tmp_path, monkeypat
 
 def test_a_small_disk_is_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "DISK_BYTES", 1e18)
+    monkeypatch.setattr(real, "MEMORY_BYTES", 0)
     with pytest.raises(ValueError, match="run.dir"):
+        real.announce(tmp_path)
+
+
+def test_little_memory_is_refused_before_a_download(tmp_path, monkeypatch):
+    monkeypatch.setattr(real, "MEMORY_BYTES", 1e18)
+    with pytest.raises(ValueError, match="GB of memory"):
         real.announce(tmp_path)
 
 
@@ -57,7 +64,9 @@ def test_the_report_shows_texts_and_figures_of_both_models(tmp_path):
         "seconds_by_phase": {"rollout": 60.0, "log": 0.1},
     }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "versions.json").write_text('{"commit": "c0ffee"}')
     data = real.record_of(tmp_path)
+    assert data["versions"] == {"commit": "c0ffee"} and "4-bit" in data["summary"]["start"]
     assert (data["summary"]["accuracy_before"], data["summary"]["accuracy_after"]) == (0, 1)
     report = real.report_text(data)
     for words in (

@@ -130,7 +130,7 @@ def test_the_rules_are_set_over_an_entry(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     config = load_config(["--config", str(record.FOLDER / f"{name}.yaml"), "eval.every=7", *record.FIXED])
     assert (config.eval.every, config.train.max_generated_tokens) == (5, record.BUDGET)
-    assert config.data.train[0].path == "data/built/habits/train.jsonl"
+    assert config.data.train[0].path == "experiments/starts/habits/train.jsonl"
 
 
 def test_the_first_command_runs_ten_seeds_and_adds_the_entry(runs, monkeypatch, capsys):

@@ -62,6 +62,36 @@ def test_a_dense_family_has_the_log_probabilities_of_transformers(family, fields
     assert all(map(torch.equal, policy.parameters(), loaded.parameters()))
 
 
+@pytest.mark.parametrize("family, fields", [("llama", {}), ("qwen2", {"tie_word_embeddings": True})])
+def test_a_dense_family_has_the_gradients_of_transformers(family, fields, tmp_path):
+    policy = make_dense(tmp_path / "model", family, **fields)
+    logprobs, *_ = policy(pack([PROMPT], [COMPLETION], "cpu"))
+    logprobs.sum().backward()
+    for parameter in policy.parameters():
+        parameter.data = parameter.grad
+    save_hf(policy, tmp_path / "gradients")  # under the names of transformers
+    gradients = upcycle.read_weights(tmp_path / "gradients")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    logits = model(torch.tensor([PROMPT + COMPLETION])).logits[0, len(PROMPT) - 1 : -1]
+    logits.log_softmax(-1).gather(1, torch.tensor(COMPLETION)[:, None]).sum().backward()
+    for name, parameter in model.named_parameters():
+        largest = parameter.grad.abs().max()
+        assert (gradients[name] - parameter.grad).abs().max() < TOLERANCE * largest, name
+    assert family != "qwen2" or gradients["model.layers.0.self_attn.q_proj.bias"].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    "model_type, words", [("gpt2", "gpt2"), ("unheard_of", "unheard_of"), (None, "config.json")]
+)
+def test_a_folder_that_cannot_be_upcycled_is_refused_in_a_sentence(model_type, words, tmp_path):
+    if model_type:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(SystemExit) as refusal:
+        upcycle.main(["--model", str(tmp_path), "--output", str(tmp_path / "moe")])
+    message = str(refusal.value)
+    assert (model_type or "config.json") in message and "--model" in message and "\n" not in message
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_an_upcycled_model_computes_the_function_of_the_dense_model(family, top_k, tmp_path):

@@ -4,8 +4,8 @@
     python -m experiments.record.record --entry mine     # experiments/record/mine.yaml
     python -m experiments.record.record --entry mine --add    # add its ten runs to records.json
 
-An entry needs as few generated tokens as possible until pass@1 on the held-out sums is 0.75, from the start
-weights of data/built/habits. FIXED holds the settings that no entry may change, FORBIDDEN settings that no
+An entry needs as few generated tokens as possible until pass@1 on the held-out sums is 0.75, from the weights
+of experiments/starts/habits. FIXED holds the settings that no entry may change, FORBIDDEN settings that no
 entry may have. All tokens count that the policy generates for training: rollouts, dropped groups, probes, and
 the offline scoring of prompts. Evaluations are free.
 
@@ -42,9 +42,9 @@ SEEDS = range(10)
 LEVEL = 0.01
 METRIC = "avg_at_8"
 FIXED = (
-    "model.path=data/built/habits/model",
-    "data.train=[{path: data/built/habits/train.jsonl}]",
-    "data.eval=[{path: data/built/habits/test.jsonl, name: additions}]",
+    "model.path=experiments/starts/habits/model",
+    "data.train=[{path: experiments/starts/habits/train.jsonl}]",
+    "data.eval=[{path: experiments/starts/habits/test.jsonl, name: additions}]",
     "eval.every=5",
     "eval.num_samples=8",
     f"train.max_generated_tokens={BUDGET}",
@@ -103,7 +103,7 @@ def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
     starts = {v.get("weights") for v in versions} | ({holder["weights"]} if holder else set())
     if len(starts) > 1:
         problems.append(
-            f"start weights differ: {', '.join(map(str, starts))}; run the record's entry here too"
+            f"start weights differ: {', '.join(map(str, starts))}; restore experiments/starts/habits with git"
         )
     if any(one.offline_tokens is None for one in runs):
         problems.append("offline_tokens: the file of scores is missing, so its tokens cannot be counted")
