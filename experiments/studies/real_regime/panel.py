@@ -53,7 +53,7 @@ def figures_of(run: report.Run, rate: str) -> dict:
 
 def spread_of(run: report.Run, kind: str) -> dict[str, float]:
     """Return {largest length: root mean square of the mean log-ratio of a group}, over all updates."""
-    weights = run.steps["tokens_total"]  # a metric is a mean over tokens of a step
+    weights = run.steps["gradient_tokens_total"]  # the metrics are means over these tokens
     by_length = {}
     for length in LENGTHS:
         groups = np.nansum(weights * run.steps[f"regime/groups_{kind}_{length}"])
