@@ -37,7 +37,8 @@ tune() {
         by_rl direct 100 $JUDGES/tuning/$rate train.learning_rate=$rate & direct=$!
         wait_for $reasoning $direct
         echo "$rate: choose by the mean training score of the last ten steps"
-        python experiments/report.py --runs $JUDGES/tuning/$rate --metric train/score --columns row n metric
+        python experiments/report.py --runs $JUDGES/tuning/$rate --parent reasoning \
+            --metric train/score --columns row n metric
     done
     for rate in 1e-3 3e-3 1e-2; do
         python -m data.judge_start --pairs $BUILT/pairs --kind scalar --seed 100 --learning-rate $rate \
