@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 import shutil
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ from test_table import write_run
 
 from data.chains import sample_sets
 from data.tiny import RECIPES, pair_habits, recipe_of, sample_problems
-from experiments import run, study
+from experiments import report, run, study
 from experiments.declaration import read_declaration
 from experiments.report import Run, make_run
 from experiments.studies.clip_scale import scaling
@@ -40,6 +42,21 @@ def test_every_declared_row_is_a_yaml_that_loads(folder):
 def test_the_studies_of_this_file_are_found():
     names = {folder.name for folder in PORTIONED}
     assert names >= {"elimination_tuned", "order_of_prompts", "clip_scale", "losses_tuned"}
+
+
+PAGES = sorted([*run.STUDIES.glob("*/README.md"), *run.STUDIES.glob("*/run.sh")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
+def test_a_command_for_a_table_has_its_runs_and_its_parent(page):
+    """A pipeline of hours must not end at its last line, for example at an export without --parent."""
+    parser = report.Parser()
+    report.add_table_options(parser)
+    report.add_output_options(parser)
+    text = page.read_text().replace("\\\n", " ")
+    for command in re.findall(r"^ *python experiments/report\.py (.*)$", text, re.M):
+        args = parser.parse_args(shlex.split(command, comments=True))
+        assert args.check or (args.runs and args.parent is not None), command
 
 
 # ---- task instances ----------------------------------------------------------------------------------------
