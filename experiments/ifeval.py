@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
 
 from data.formats import load_tables
-from experiments.bench.common import torchrun
+from experiments.bench.common import markdown, torchrun, write_results
 from experiments.evaluate import write_aside
 from experiments.text_quality import read_rows
 from runtime.launch import run
@@ -152,26 +152,18 @@ def difference(first: list[bool], last: list[bool]) -> dict:
     return {"gained": gained, "lost": lost, "p": p_value}
 
 
-def table_text(result: dict) -> str:
-    """Format the figures of all models, and the difference between the first and the last model."""
-    lines = [
-        f"IFEval, strict, greedy, at most {result['max_new_tokens']:,} new tokens; Wilson 95 % intervals"
-    ]
-    heads = [*(f"{level} level" for level in LEVELS), "tokens", "cut at limit"]
-    lines.append(f"{'':<24}" + "".join(f"{head:>24}" for head in heads))
+def table_lines(result: dict) -> list[str]:
+    """Return the table of all models, with the difference between the first and the last model."""
+    heads = ["model", *(f"{level} level" for level in LEVELS), "tokens", "cut at limit", "gained, lost"]
+    lines = []
     for model in result["models"]:
-        cells = [f"{level['share']:.3f} ({level['low']:.3f} to {level['high']:.3f})"
-                 for level in (model[name] for name in LEVELS)]  # fmt: skip
-        cells += [f"{model['mean_tokens']:.1f}", f"{model['cut_at_limit_frac']:.3f}"]
-        lines.append(f"{model['model'][-23:]:<24}" + "".join(f"{cell:>24}" for cell in cells))
-    first = result["models"][0]
-    lines.append(f"{first['prompt']['total']:,} prompts, {first['instruction']['total']:,} instructions")
+        levels = [model[name] for name in LEVELS]
+        shares = [f"{level['share']:.3f} ({level['low']:.3f} to {level['high']:.3f})" for level in levels]
+        ends = [f"{model['mean_tokens']:.1f}", f"{model['cut_at_limit_frac']:.3f}"]
+        lines.append([model["model"], *shares, *ends, "-"])
     if change := result["difference"]:
-        lines.append(
-            f"prompt level, last against first model: {change['gained']} prompts gained, "
-            f"{change['lost']} lost, p = {change['p']:.2g}"
-        )
-    return "\n".join(lines)
+        lines[-1][-1] = f"{change['gained']}, {change['lost']} (p = {change['p']:.2g})"
+    return markdown(heads, lines)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -214,12 +206,17 @@ def main(args: argparse.Namespace) -> None:
     for number, model in enumerate(args.models, start=1):
         evaluation, rows = complete(model, prompts, f"model_{number}", args)
         models.append({"model": evaluation["model"], "weights": evaluation["weights"]} | strict_figures(rows))
+    change = difference(models[0]["solved"], models[-1]["solved"]) if len(models) > 1 else None
+    for model in models:
+        model["solved"] = "".join("01"[is_solved] for is_solved in model["solved"])  # short in the file
     result = {
         "data": args.data, "max_new_tokens": args.max_new_tokens, "dtype": args.dtype, "models": models,
-        "difference": difference(models[0]["solved"], models[-1]["solved"]) if len(models) > 1 else None,
+        "difference": change,
     }  # fmt: skip
-    print(table_text(result))
-    write_aside(args.json, json.dumps(result, indent=1) + "\n")
+    total = models[0]["instruction"]["total"]
+    print(f"IFEval, strict, greedy: {len(prompts)} prompts, {total} instructions, 95 % intervals")
+    print("\n".join(table_lines(result)))
+    write_results(args.json, result)
     print(f"{args.json} and completions in {args.json.with_suffix('')}")
 
 

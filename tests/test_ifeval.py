@@ -8,6 +8,7 @@ import pytest
 from data import random_model
 from experiments import ifeval
 from experiments.bench import ifeval_agreement
+from experiments.bench.common import read_results
 
 TASKS = [
     ("Say it without commas in capitals.", ["punctuation:no_comma", "change_case:english_capital"], [{}, {}]),
@@ -90,12 +91,15 @@ def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd):
     options = ["--models", model, model, "--data", dataset, "--json", tmp_path / "ifeval.json"]
     options += ["--max-new-tokens", 8, "--dtype", "float32", "--kv-cache-gib", 0.25]
     ifeval.main(ifeval.parse_args([str(option) for option in options]))
-    result = json.loads((tmp_path / "ifeval.json").read_text())
+    result = read_results(tmp_path / "ifeval.json")
     first, last = result["models"]
     assert first == last and first["prompt"]["total"] == 3 and first["instruction"]["total"] == 4
     assert first["cut_at_limit_frac"] == 1 and first["mean_tokens"] == 8
     assert result["difference"] == {"gained": 0, "lost": 0, "p": 1.0}
-    assert f"{first['prompt']['share']:.3f}" in capfd.readouterr().out
+    assert len(first["solved"]) == 3
+    table = ifeval.table_lines(result)
+    assert f"{first['prompt']['share']:.3f}" in table[-1] and table[-1].endswith("0, 0 (p = 1) |")
+    assert "\n".join(table) in capfd.readouterr().out
 
 
 def test_agreement_counts_both_kinds_of_disagreement(dataset, tmp_path):
