@@ -965,6 +965,7 @@ def save_if_due(run: Run, metrics: dict[str, float]) -> None:
     signal_number = int(reduce_metrics({"signal_max": (run.signals.received, 1)})["signal_max"])
     is_due = state.is_last(run.config) or bool(every and state.step % every == 0)
     if is_due or mismatch_problem or signal_number:
+        state.peak_rss_bytes = peak_rss_bytes(state)
         with run.clock("checkpoint"):
             save_checkpoint(run.run_config, asdict(state), lambda folder: write_rank(run, folder))
     if mismatch_problem:
@@ -1006,6 +1007,14 @@ def write_model(run: Run, folder: Path, save: Callable = save_file) -> None:
             (folder / "generation_config.json").write_text(run.generation_config)
 
 
+def peak_rss_bytes(state: TrainState) -> int:
+    """Return the peak memory of all launches of the run, resident, summed over the ranks. Collective."""
+    peak: dict[str, tuple[float, float]] = {
+        "bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)
+    }
+    return max(state.peak_rss_bytes, int(reduce_metrics(peak)["bytes_total"]))
+
+
 def finish(run: Run) -> None:
     """Export the policy, write and print the summary. Collective."""
     run.progress.close()
@@ -1015,13 +1024,10 @@ def finish(run: Run) -> None:
     run_dir = Path(run.config.run.dir)
     with writing(run_dir / "model"):
         write_model(run, run_dir / "model")
-    peak_rss: dict[str, tuple[float, float]] = {
-        "bytes_total": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 1)
-    }
-    peak_rss_bytes = int(reduce_metrics(peak_rss)["bytes_total"])
+    run.state.peak_rss_bytes = peak_rss_bytes(run.state)
     if dist.get_rank() == 0:
         with writing(run_dir / "summary.json"):
-            write_summary(run_dir, run.state, peak_rss_bytes)
+            write_summary(run_dir, run.state)
             plot_curves(run_dir)
         print_summary(run_dir)
     dist.barrier()

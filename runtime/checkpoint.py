@@ -56,6 +56,7 @@ class TrainState:
     steps_above_gate: int = 0  # steps in a row with a trainer-engine mismatch above algorithm.mismatch_gate
     account: dict[str, float] = field(default_factory=dict)  # sums of the account/ metrics of all steps
     seconds: dict[str, float] = field(default_factory=dict)  # wall time by phase on rank 0
+    peak_rss_bytes: int = 0  # peak resident memory, summed over the ranks
     first_eval: dict[str, float] = field(default_factory=dict)  # metrics before the first step
     last_eval: dict[str, float] = field(default_factory=dict)  # metrics of the latest evaluation
     stage: StagePosition = field(default_factory=StagePosition)

@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 DIFFICULTY = "accuracy_difficulty_"  # a metric's name ends in this and the level, for example _3
 
 
-def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> None:
-    """Write run_dir/summary.json. Evaluation figures are means over the held-out sets.
-
-    peak_rss_bytes: peak resident memory, summed over the ranks.
-    """
+def write_summary(run_dir: Path, state: "TrainState") -> None:
+    """Write run_dir/summary.json. Evaluation figures are means over the held-out sets."""
     summary = {"num_steps": state.step}
     sampled = {key.split("/")[-1] for key in state.last_eval if "_at_" in key}  # for example, pass_at_8
     for name in ("accuracy", "mean_tokens", *sorted(sampled | {"avg_at_8", "pass_at_8"})):
@@ -33,7 +30,7 @@ def write_summary(run_dir: Path, state: "TrainState", peak_rss_bytes: int) -> No
         "mean_abs_dlogp": state.abs_dlogp_sum / max(1, state.trained_tokens),
         "account": state.account,
         "seconds_by_phase": state.seconds,
-        "peak_rss_bytes": peak_rss_bytes,
+        "peak_rss_bytes": state.peak_rss_bytes,
         "accuracy_by_difficulty_before": by_difficulty(state.first_eval),
         "accuracy_by_difficulty_after": by_difficulty(state.last_eval),
     }

@@ -412,7 +412,7 @@ def test_a_summary_lists_difficulties_of_sets_of_any_name(tmp_path, capsys):
     names = ("difficulty", "high-difficulty_8")
     found = {f"eval/{name}/{leaf}": value for name in names for leaf, value in figures.items()}
     (tmp_path / "metrics.jsonl").write_text("")
-    summary.write_summary(tmp_path, TrainState(account=account, first_eval=found, last_eval=found), 0)
+    summary.write_summary(tmp_path, TrainState(account=account, first_eval=found, last_eval=found))
     summary.print_summary(tmp_path)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     expected = ["difficulty", "2.5", "0.750", "->", "0.750"]

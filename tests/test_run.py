@@ -21,6 +21,7 @@ from conftest import ROOT, SMALL, TWO_ENDS, torchrun, train
 from helpers import assert_same_run, assert_same_weights, rows_of, steps_of, summary_of, weights_of
 from safetensors.torch import load_file, save_file
 
+from runtime.checkpoint import digest_of_record
 from tests import preloaded
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("demo_model")]
@@ -173,11 +174,18 @@ def test_a_killed_run_ends_with_the_numbers_of_an_undisturbed_one(killed, undist
 
 
 def test_a_finished_run_continues_with_more_steps_as_if_never_stopped(killed, undisturbed, tmp_path):
-    """The summary of the shorter run does not count as the summary of the longer run."""
+    """The summary of the shorter run does not count as the summary of the longer run, but its memory does."""
     longer = shutil.copytree(killed, tmp_path / "longer")
     assert summary_of(longer)["num_steps"] == 4
+    file = longer / "checkpoints" / "step_000004" / "state.json"
+    record = json.loads(file.read_text())
+    del record["sha256"]
+    assert record["state"]["peak_rss_bytes"] > 2**28
+    record["state"]["peak_rss_bytes"] = 2**50
+    file.write_text(json.dumps(record | {"sha256": digest_of_record(record)}))
     assert train(*SMALL, f"run.dir={longer}").returncode == 0
     assert_same_run(undisturbed, longer)
+    assert json.loads((longer / "summary.json").read_text())["peak_rss_bytes"] == 2**50
 
 
 def test_sigterm_leaves_a_checkpoint_of_the_last_finished_step(undisturbed, tmp_path):
