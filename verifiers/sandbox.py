@@ -39,6 +39,7 @@ from typing import Literal
 
 Isolation = Literal["bubblewrap", "rlimits"]
 INSIDE = Path(__file__).with_name("sandbox_inside.py")
+PACKAGES = "/packages"  # site-packages inside bubblewrap; its own path may lie below /tmp, the program's folder
 START_S = 20.0  # seconds; a sandbox that takes longer to start counts as broken
 # Modules that are imported once, before the first test, if the program imports them: each test starts faster.
 SHARED_MODULES = frozenset(
@@ -119,7 +120,7 @@ class Sandbox(contextlib.AbstractContextManager):
         imports = " ".join(re.findall(r"^[ \t]*(?:import|from)[ \t].*", source, re.MULTILINE))
         modules = " ".join(sorted(SHARED_MODULES & set(re.findall(r"\w+", imports))))
         try:
-            packages = sysconfig.get_path("purelib")
+            packages = PACKAGES if isolation == "bubblewrap" else sysconfig.get_path("purelib")
             self._send(" ".join(map(str, numbers)), system_call_filter(), packages, modules, source)
             self._deadline = time.monotonic() + START_S
             self._read_message(1)
@@ -242,12 +243,13 @@ def bubblewrap_arguments(folder_bytes: int, is_root: bool) -> list[str]:
             command += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             command += ["--ro-bind", folder, folder]
-    folders = [sys.base_prefix, os.path.realpath(sys.base_prefix), sysconfig.get_path("purelib")]
+    folders = [sys.base_prefix, os.path.realpath(sys.base_prefix)]
     for folder in map(Path, dict.fromkeys(folders)):  # base_prefix may be a link, and Python uses both names
         if Path("/usr") not in [folder, *folder.parents]:
             for parent in list(folder.parents)[-2::-1]:
                 command += ["--dir", str(parent)]
             command += ["--ro-bind", str(folder), str(folder)]
+    command += ["--ro-bind-try", sysconfig.get_path("purelib"), PACKAGES]
     for device in ("null", "zero", "random", "urandom"):  # /dev/shm is left out, because no limit covers it
         command += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     command += ["--size", str(folder_bytes), "--perms", "1777", "--tmpfs", "/tmp"]
