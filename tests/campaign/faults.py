@@ -1,6 +1,6 @@
 """Disturb runs from outside, and compare the results with an undisturbed run.
 
-    python -m tests.campaign.faults --json faults.json                  # about 340 cases, two cores
+    python -m tests.campaign.faults --json faults.json                  # about 350 cases, two cores
     python -m tests.campaign.faults --json faults.json --only damage/ rewards/
     python -m tests.campaign.faults --json soak.json --soak 2000        # one long run instead
 
