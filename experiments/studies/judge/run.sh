@@ -8,7 +8,7 @@ ROWS=experiments/studies/judge
 BUILT=data/built/judge
 JUDGES=runs/judge_training
 START=experiments/starts/tiny
-SCALAR_RATE=3e-3 # learning rate of the scalar judges, chosen by tune
+SCALAR_RATE=1e-3 # learning rate of the scalar judges, chosen by tune
 QUESTION="{prompt}|{first}|{second}|" # equals reward.judge_template of reasoning.yaml
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
