@@ -39,7 +39,7 @@ from typing import Literal
 
 Isolation = Literal["bubblewrap", "rlimits"]
 INSIDE = Path(__file__).with_name("sandbox_inside.py")
-PACKAGES = "/packages"  # site-packages inside bubblewrap; its own path may lie below /tmp, the program's folder
+PACKAGES = "/packages"  # site-packages inside bubblewrap, because /tmp there is the program's folder
 START_S = 20.0  # seconds; a sandbox that takes longer to start counts as broken
 # Modules that are imported once, before the first test, if the program imports them: each test starts faster.
 SHARED_MODULES = frozenset(
