@@ -44,6 +44,7 @@ COLUMNS. By default, `row` to `seconds`.
   seconds_to_target Like tokens_to_target, in seconds of training steps.
   times_faster      The parent's seconds divided by the row's, seed by seed: mean, and in brackets the range.
   runs              Final metric of each run, by seed.
+  falls             Number of runs whose metric ends below its first value.
   pairs             Number of seeds (with --block: of blocks) that the row and its parent share.
   paired            Mean over these seeds of row minus parent. Runs of one seed start with the same rollout,
                     so the difference varies less than either metric.
@@ -754,6 +755,7 @@ def make_table(
                 "n": len(runs),
                 "mean": float(final[name].mean()),
                 "finals": final[name].tolist(),
+                "falls": sum(bool(run.values[-1] < run.values[0]) for run in runs),
                 "interval": t_interval(final[name]),
                 "minus_parent": None if parent == name else float(final[name].mean() - final[parent].mean()),
                 "p_value": p,
@@ -843,6 +845,7 @@ COLUMNS: dict[str, tuple[str, Callable[[dict], str]]] = {  # {name: (header, cel
     "seconds_to_target": ("seconds to target", lambda row: show_reached(row, "seconds")),
     "times_faster": ("times faster", lambda row: show_ratios(row["times_faster"])),
     "runs": ("each run", lambda row: ", ".join(f"{value:.2f}" for value in row["finals"])),
+    "falls": ("falls", lambda row: str(row["falls"])),
     "pairs": ("pairs", lambda row: str(row["pairs"])),
     "paired": ("paired difference", lambda row: show(row["paired"], "+.4f")),
     "paired_interval": ("its 95 % interval", lambda row: show_interval(row["paired_interval"], "+.4f")),

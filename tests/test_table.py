@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from conftest import ROOT
 from scipy.stats import ttest_ind, ttest_rel
 
 from experiments import report, run
+from experiments.studies.score_centering import falls
 from runtime.config import flat_settings
 from train_rl import load_config
 
@@ -1038,6 +1040,29 @@ def test_seconds_are_compared_seed_by_seed(tmp_path, capsys):
     assert (off["times_faster"], on["times_faster"], other["times_faster"]) == ([], [2.0, 0.8], [])
     rows = cells(printed)
     assert rows["on"] == ["on", "1.40 (0.80 to 2.00)"] and rows["off"][1] == rows["other"][1] == "n/a"
+
+
+def test_falls_are_runs_that_end_below_their_start(tmp_path, monkeypatch, capsys):
+    """The score moves by 0.01 in each of 12 steps: down in 6 of 6 runs of `none`, 1 of 6 of `tis`."""
+    folders = []
+    for row, num_falls in (("none", 6), ("tis", 1)):
+        for seed in range(6):
+            sign = -1 if seed < num_falls else 1
+            score = partial(np.polyval, [0.01 * sign, 0.5])
+            folders.append(write_run(tmp_path / "runs", row, seed, [0.2] * 7, score=score))
+    options = ("--parent", "none", "--metric", "train/score", "--columns", "row", "falls")
+    table, printed = make(tmp_path / "runs", *options, capsys=capsys)
+    assert cells(printed)["none"] == ["none", "6"] and cells(printed)["tis"] == ["tis", "1"]
+    records = write_record(tmp_path / "runs.jsonl", *folders)
+    file = tmp_path / "falls.json"
+    monkeypatch.setattr(sys, "argv", ["falls", str(records), "--json", str(file)])
+    falls.main()
+    p = 2 * math.comb(6, 6) * math.comb(6, 1) / math.comb(12, 7)  # (6, 1) and (1, 6) are the rarest tables
+    lines = falls.table_lines(json.loads(file.read_text()))
+    assert lines[2:] == [
+        f"| no remedy | none, rl_zvp | 6 | 6 | {p:.3f} |",
+        f"| a remedy | tis, centering, both, rl_zvp_centering | 6 | 1 | {p:.3f} |",
+    ]
 
 
 def test_final_metrics_are_compared_seed_by_seed(tmp_path, capsys):
