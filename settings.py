@@ -219,8 +219,8 @@ class AlgorithmSettings(Section):
     score_centering: bool = setting(
         False,
         "subtract the expected gradient under the engine's distribution from the gradient of each token, so "
-        "that a mismatch of trainer and engine causes no drift; needs rollout.topk_logprobs and clip_mode "
-        "none or weight, and combines with rollout_correction",
+        "that a mismatch of trainer and engine causes no drift; needs rollout.topk_logprobs, clip_mode none "
+        "or weight, and rollout_correction none, token_tis or token_mask",
     )
     old_policy: Literal["trainer", "rollout"] = setting(
         "trainer",

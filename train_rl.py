@@ -957,7 +957,6 @@ def correction_weights(
 
 
 SMALLEST_TAIL = 1e-6  # 1 - sum of probabilities is rounding below it [secondary: as in torchtitan]
-COMPLETION_CORRECTIONS = ("sequence_tis", "sequence_mask", "geometric_mask")  # one weight per completion
 
 
 def weight_of_tokens(
@@ -965,12 +964,10 @@ def weight_of_tokens(
 ) -> Tensor:
     """Return the factor W of A grad log pi that each token has in the loss, [n, k]: correction times ratio.
 
-    Log-probabilities [n, k] are of any tokens, sampled or not. Corrections per completion count as 1, because
-    they are factors of the advantage (score_centre()).
+    Log-probabilities [n, k] are of any tokens, sampled or not.
     """
-    mode = "none" if algorithm.rollout_correction in COMPLETION_CORRECTIONS else algorithm.rollout_correction
     correction = correction_weights(
-        old_logprobs, rollout_logprobs, torch.ones_like(logprobs), mode,
+        old_logprobs, rollout_logprobs, torch.ones_like(logprobs), algorithm.rollout_correction,
         algorithm.rollout_correction_cap, algorithm.rollout_correction_floor,
     )  # fmt: skip
     ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
@@ -1013,7 +1010,7 @@ def score_centre(
     logprobs [n, k] of the head by the policy, with gradient; old_logprobs [n, k] by the trainer before the
     update, rollout_logprobs [n, k] by the engine. covers_vocab: the head is the whole vocabulary, so the tail
     is empty, alpha = 0, and the result is exact. A correction with one weight per completion, for example
-    sequence_mask, is a factor of A instead of W [ours: Cov_q(A, s) remains, again without drift].
+    sequence_mask, is refused (configure.py): W of a token then depends on the other tokens [ours].
     """
     log_p = logprobs.detach()
     p = log_p.exp()
@@ -1335,7 +1332,7 @@ def micro_batch_loss(
         mask=mask,
         log_vocab=log_vocab,
         settings=algorithm,
-        expected_gain=expected_gain(topk_logprobs, batch, rows, correction, log_vocab, algorithm),
+        expected_gain=expected_gain(topk_logprobs, batch, rows, log_vocab, algorithm),
     )
     num_completions, num_tokens = counts.tolist()
     weights = loss_weights(
@@ -1356,7 +1353,6 @@ def expected_gain(
     topk_logprobs: list[Tensor] | None,
     batch: RolloutBatch,
     rows: list[int],
-    correction: Tensor,
     log_vocab: float,
     algorithm: AlgorithmSettings,
 ) -> Tensor | None:
@@ -1364,7 +1360,7 @@ def expected_gain(
 
     topk_logprobs: [b] of [c, k], of the engine's most likely tokens by the policy, with gradient. The policy
     before the update is the current one if there was no old-logprob pass, and the engine with
-    algorithm.old_policy rollout. correction [b, T] is a factor of A if completions share its value.
+    algorithm.old_policy rollout.
     """
     if topk_logprobs is None or not algorithm.score_centering:
         return None
@@ -1378,8 +1374,6 @@ def expected_gain(
     centre_N = score_centre(current, old, rollout, covers_vocab, algorithm)
     mask = batch.response_mask[rows].to(current.device)  # [b, T]
     advantages = batch.advantages[rows].to(current)
-    if algorithm.rollout_correction in COMPLETION_CORRECTIONS:
-        advantages = advantages * correction
     return advantages * torch.zeros_like(advantages).masked_scatter(mask, centre_N)
 
 

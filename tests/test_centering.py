@@ -25,7 +25,7 @@ from settings import Config, RolloutSettings
 
 VOCAB = 5
 COMPLETIONS = list(itertools.product(range(VOCAB), repeat=2))
-CORRECTIONS = ("none", "token_tis", "token_mask", "sequence_tis", "sequence_mask", "geometric_mask")
+CORRECTIONS = ("none", "token_tis", "token_mask")  # corrections per completion are refused
 BOUNDS = {"rollout_correction_cap": 1.4, "rollout_correction_floor": 0.7}
 LIKE_THE_SOURCE = {"clip_mode": "none", "loss_agg": "sequence_sum"}
 
@@ -102,10 +102,10 @@ def expected_gradient(config: Config, policy=POLICY, old=OLD, engine=ENGINE, adv
 
 
 def weight_of(p: float, old: float, q: float, config: Config) -> float:
-    """Return the factor of A grad log p of a token with these probabilities; completions' factors count 1."""
+    """Return the factor of A grad log p of a token with these probabilities."""
     algorithm = config.algorithm
     weight = 1.0
-    if algorithm.rollout_correction in ("token_tis", "token_mask"):
+    if algorithm.rollout_correction != "none":
         bounds = algorithm.rollout_correction_cap, algorithm.rollout_correction_floor
         weight = reference.correction_weight(
             [math.log(old)], [math.log(q)], 0, algorithm.rollout_correction, *bounds
@@ -117,7 +117,7 @@ def weight_of(p: float, old: float, q: float, config: Config) -> float:
 
 
 def oracle(config: Config, policy=POLICY, old=OLD, engine=ENGINE, advantages=ADVANTAGES) -> list[list[float]]:
-    """Return E_{y ~ q} sum_t A(y) c(y) ( W_y s_y - sum_v q_v W_v s_v ) by the logits, in loops.
+    """Return E_{y ~ q} sum_t A(y) ( W_y s_y - sum_v q_v W_v s_v ) by the logits, in loops.
 
     Tokens outside of the head have q_v = rho p_v, and old_v in proportion to p_v.
     """
@@ -127,10 +127,6 @@ def oracle(config: Config, policy=POLICY, old=OLD, engine=ENGINE, advantages=ADV
     gradient = [[0.0] * VOCAB for _ in policy]
     for y in COMPLETIONS:
         factor = math.exp(sum(logprobs_of(engine, y))) * advantages[y]
-        if "token" not in algorithm.rollout_correction:
-            bounds = algorithm.rollout_correction_cap, algorithm.rollout_correction_floor
-            pair = logprobs_of(old, y), logprobs_of(engine, y)
-            factor *= reference.correction_weight(*pair, 0, algorithm.rollout_correction, *bounds)
         for row, token in zip(prefixes_of(y), y):
             p, o, q = ([math.exp(x) for x in table[row]] for table in (policy, old, engine))
             weight = weight_of(p[token], o[token], q[token], config)
@@ -185,7 +181,7 @@ def test_with_the_exact_weight_the_expected_gradient_is_the_policy_gradient(floa
         assert_close(gradient[1 + first], expected)
 
 
-@pytest.mark.parametrize("correction", ["none", "token_tis", "token_mask"])
+@pytest.mark.parametrize("correction", CORRECTIONS)
 def test_an_advantage_of_the_prefix_alone_moves_nothing(correction, float64):
     """What remains is a covariance. RL-ZVP gives such advantages: without centering they are pure drift."""
     constant = dict.fromkeys(COMPLETIONS, 0.7)

@@ -366,6 +366,10 @@ REFUSED = [
         f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none algorithm.ratio_level=sequence",
         "algorithm.score_centering", "algorithm.ratio_level 'sequence'",
     ),
+    *((
+        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none algorithm.rollout_correction={mode}",
+        "algorithm.score_centering", f"algorithm.rollout_correction '{mode}'",
+    ) for mode in ("sequence_tis", "sequence_mask", "geometric_mask")),
     (
         "algorithm.score_centering=true algorithm.clip_mode=none",
         "algorithm.score_centering", "rollout.topk_logprobs 0",
