@@ -166,7 +166,7 @@ def loss_contradictions(config: Config) -> dict[str, bool]:
         "clip_mode to none or weight": is_centered and algo.clip_mode not in ("none", "weight"),
         "{algorithm.score_centering} needs a ratio per token, not per {algorithm.ratio_level}":
             is_centered and algo.ratio_level != "token",
-        "{algorithm.score_centering} needs a weight per token, and {algorithm.rollout_correction} has one per "
+        "{algorithm.score_centering} needs a weight per token; {algorithm.rollout_correction} has one per "
         "completion: set it to none, token_tis or token_mask": is_centered
             and algo.rollout_correction in ("sequence_tis", "sequence_mask", "geometric_mask"),
         "{algorithm.score_centering} needs the engine's most likely tokens, not {rollout.topk_logprobs}: set "
