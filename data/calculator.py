@@ -193,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     source = Path(__file__).read_bytes() + json.dumps(asdict(RECIPE), sort_keys=True).encode()
     key = hashlib.sha256(source).hexdigest()
-    build_once(args.output, key, lambda folder: write_task(RECIPE, folder))
+    build_once(args.output, key, "data.calculator", lambda folder: write_task(RECIPE, folder))
     record = json.loads((args.output / "recipe.json").read_text())
     print(
         f"{args.output}: {record['num_train']} training prompts, loss {record['loss']:.3f}", file=sys.stderr

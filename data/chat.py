@@ -12,8 +12,11 @@ NOT_RENDERED = "whose messages cannot be rendered"
 LOADER_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return_dict", "return_tensors")
 
 
-def load_tokenizer(folder):
-    """Load the tokenizer of a model folder; code in the folder is never run. ValueError if loading fails."""
+def load_tokenizer(folder, setting: str = ""):
+    """Load the tokenizer of a model folder; code in the folder is never run. ValueError if loading fails.
+
+    setting: its name, for example "reward.judge_path ", begins the message of an error.
+    """
     from transformers import AutoTokenizer
 
     advice = "copy the model's tokenizer files there, for example tokenizer.json and tokenizer_config.json"
@@ -21,9 +24,9 @@ def load_tokenizer(folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # broken files make transformers raise errors of many types
         reason = one_line(str(error))[:300]
-        raise ValueError(f"{folder}: the tokenizer cannot be loaded ({reason}); {advice}") from error
+        raise ValueError(f"{setting}{folder}: the tokenizer cannot be loaded ({reason}); {advice}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # an empty folder gives a default tokenizer
-        raise ValueError(f"{folder} holds no tokenizer; {advice}")
+        raise ValueError(f"{setting}{folder} holds no tokenizer; {advice}")
     return tokenizer
 
 

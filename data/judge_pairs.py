@@ -46,6 +46,7 @@ import torch.distributed as dist
 from batch import ZERO_VARIANCE
 from data.prompts import Prompt, prompt_sha
 from data.score import (
+    VERDICT_SETTINGS,
     add_prompt_options,
     build_engine,
     data_settings,
@@ -59,6 +60,7 @@ from judges import TEMPLATE, has_places
 from reward import check_functions, score_of, start_pool
 from rollout import Request
 from runtime.launch import join_ranks, leave, one_line, run
+from verifiers.kinds import parts_of
 from verifiers.verdict import SIGNS
 
 LABELS = tuple(SIGNS)
@@ -192,6 +194,20 @@ def write_folder(prompts: list[Prompt], prompt_ids, tokenizer, record: dict, arg
     return record
 
 
+def key_of(record: dict, prompts: list[Prompt], args: argparse.Namespace) -> str:
+    """Return the digest of everything that decides the pairs: options, prompts and verifiers."""
+    kinds = sorted({prompt.kind for prompt in prompts})
+    files = {term.rpartition(":")[0] for kind in kinds for _, term in parts_of(kind) if ".py:" in term}
+    content = {
+        "record": record, "stop": args.stop, "dtype": args.dtype, "kinds": kinds,
+        "prompts": [prompt_sha(prompt) for prompt in prompts],
+        "functions": [Path(file).read_text() for file in sorted(files)],
+        "reward": {name: getattr(args.reward, name) for name in VERDICT_SETTINGS},
+    }  # fmt: skip
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(Path(__file__).read_bytes() + text.encode()).hexdigest()
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; ValueError names an invalid option."""
     keep_lines = argparse.RawDescriptionHelpFormatter
@@ -256,12 +272,12 @@ def main(args: argparse.Namespace) -> None:
     names = ("question", "rationale", "pairs", "held_out", "samples", "max_new_tokens", "temperature", "seed")
     record = {"model": str(args.model), "digest": model_digest(args.model)}
     record |= {name: getattr(args, name) for name in names} | {"binary": args.reward.binary}
-    content = json.dumps([record, args.stop, [prompt_sha(prompt) for prompt in prompts]], sort_keys=True)
-    key = hashlib.sha256(Path(__file__).read_bytes() + content.encode()).hexdigest()
+    key = key_of(record, prompts, args)
     print(*map(one_line, notes), sep="\n", file=sys.stderr)
     build_once(
-        args.output, key, lambda folder: write_folder(prompts, prompt_ids, tokenizer, record, args, folder)
-    )
+        args.output, key, "data.judge_pairs",
+        lambda folder: write_folder(prompts, prompt_ids, tokenizer, record, args, folder),
+    )  # fmt: skip
     record = json.loads((args.output / "recipe.json").read_text())
     print(f"{args.output}: {record['num_train']} pairs, and {record['num_test']} of held-out prompts")
     dist.destroy_process_group()

@@ -196,7 +196,7 @@ def build(recipe: Recipe, pairs: Path, output: Path) -> bool:
         for file in (Path(__file__), pairs / "train.jsonl", pairs / "recipe.json")
     )
     key = hashlib.sha256(content + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
-    return build_once(output, key, lambda folder: write_judge(recipe, pairs, folder))
+    return build_once(output, key, "data.judge_start", lambda folder: write_judge(recipe, pairs, folder))
 
 
 def main() -> None:

@@ -358,26 +358,39 @@ def build(recipe: Recipe, output: Path, model: Path | None = None) -> bool:
     source = b"".join(file.read_bytes() for file in (files if recipe.chains else files[:1]))
     source += b"".join(hashlib.sha256(file.read_bytes()).digest() for file in weights)
     key = hashlib.sha256(source + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
-    return build_once(output, key, lambda folder: write_task(recipe, folder, model))
+    return build_once(output, key, "data.tiny", lambda folder: write_task(recipe, folder, model))
 
 
-def build_once(output: Path, key: str, write: Callable[[Path], dict]) -> bool:
+def read_recipe(folder: Path) -> dict:
+    """Return recipe.json of a folder that build_once() has built; {} without the file."""
+    file = folder / "recipe.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def build_once(output: Path, key: str, tool: str, write: Callable[[Path], dict]) -> bool:
     """Build a folder unless the folder has the same key; return True if it was built.
 
-    write(folder) writes the files and returns a record, which is saved as recipe.json together with the key.
-    Processes that build the same folder wait for each other. The folder is renamed last, so that the rest of
-    a killed build is not taken for a complete folder.
+    A folder with another key is replaced if the same tool has built it, for example "data.tiny". Any other
+    folder holds other work, for example a policy, and is refused with ValueError. write(folder) writes the
+    files and returns a record, which is saved as recipe.json together with the key. Processes that build the
+    same folder wait for each other. The folder is renamed last, so that the rest of a killed build is not
+    taken for a complete folder.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.with_name(f".{output.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        record_file = output / "recipe.json"
-        if record_file.is_file() and json.loads(record_file.read_text())["key"] == key:
+        earlier = read_recipe(output)
+        if earlier.get("key") == key:
             return False
+        is_replaced = bool(earlier) and earlier.get("tool", tool) == tool
+        if not is_replaced and output.exists() and any(output.iterdir()):
+            raise ValueError(
+                f"{output} is not empty and was not built by {tool}: remove it or choose another folder"
+            )
         partial = output.with_name(f"{output.name}.{os.getpid()}.tmp")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        record = {"key": key} | write(partial)
+        record = {"key": key, "tool": tool} | write(partial)
         (partial / "recipe.json").write_text(json.dumps(record, indent=1))
         shutil.rmtree(output, ignore_errors=True)
         partial.rename(output)

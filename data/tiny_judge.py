@@ -272,7 +272,9 @@ def build(recipe: Recipe, model_folder: Path, train_file: Path, output: Path) ->
     inputs = [*sources, train_file, model_folder / "tokenizer.json"]
     content = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in inputs)
     key = hashlib.sha256(content + json.dumps(asdict(recipe), sort_keys=True).encode()).hexdigest()
-    return build_once(output, key, lambda folder: write_judge(recipe, model_folder, problems, folder))
+    return build_once(
+        output, key, "data.tiny_judge", lambda folder: write_judge(recipe, model_folder, problems, folder)
+    )
 
 
 def write_judge(recipe: Recipe, model_folder: Path, problems: list[dict], folder: Path) -> dict:

@@ -96,7 +96,8 @@ def inversion_figures(groups: list[dict], rewards: list[list[float]]) -> dict:
         for reward, score in zip(row, group["scores"]):
             distance = abs(reward - mean)
             is_silent = distance <= EQUAL
-            is_inverted = not is_silent and (reward > mean) != (score > true_mean)
+            gap = score - true_mean  # without a gap the verifier gives no advantage that could be inverted
+            is_inverted = not is_silent and abs(gap) > EQUAL and (reward > mean) != (gap > 0)
             bin_number = 0 if is_silent else sum(distance / std >= edge for edge in EDGES) - 1
             counts[bin_number][0] += 1
             counts[bin_number][1] += is_inverted

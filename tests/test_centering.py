@@ -9,13 +9,14 @@ and over the vocabulary in loops, with s_v = e_v - p as the gradient of log p_v 
 import itertools
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import reference
 import torch
-from conftest import assert_close
-from helpers import FakeRanks, make_batch, make_config
+from conftest import SMALL, assert_close, train
+from helpers import FakeRanks, make_batch, make_config, make_group, make_prompts, rows_of
 
 import moe_model
 import train_rl
@@ -297,6 +298,57 @@ def test_the_update_of_a_model_is_the_derivative_of_the_centred_loss(float64, mo
     for name, parameter in policy.named_parameters():
         assert_close(gradients[name], parameter.grad, atol=1e-12)
     assert gradients["lm_head.weight"].abs().max() > 1e-2
+
+
+def test_the_engines_tokens_reach_the_update_and_the_old_policy(monkeypatch):
+    """collate() and add_old_outputs(), against log-softmax; several updates need the policy before them."""
+    from transformers import Qwen3Config
+
+    FakeRanks(1).install(monkeypatch)
+    size = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    model = Qwen3Config(vocab_size=40, num_hidden_layers=1, intermediate_size=8, **size)
+    policy = moe_model.Policy(model)
+    moe_model.random_weights(policy, seed=0)
+    config = config_of(6, train__minibatches_per_step=2, train__micro_batch_tokens=8)
+    generator = torch.Generator().manual_seed(1)
+    group = make_group(0, 0, [3, 1, 2], [True, False, True])
+    group.completions = [
+        replace(
+            completion,
+            topk_ids=torch.rand(num_tokens, 40, generator=generator).topk(6).indices.int(),
+            topk_logprobs=torch.rand(num_tokens, 6, generator=generator).log(),
+        )
+        for num_tokens, completion in zip([3, 1, 2], group.completions)
+    ]
+    batch = train_rl.collate([group], make_prompts(1), [[1, 2]])
+    run = SimpleNamespace(config=config, policy=policy, parity_is_due=False, reference=None)
+    train_rl.add_old_outputs(run, batch)
+    for row, completion in enumerate(group.completions):
+        assert torch.equal(batch.topk_ids[row], completion.topk_ids)
+        assert torch.equal(batch.topk_logprobs[row], completion.topk_logprobs)
+        packed = moe_model.pack([[1, 2]], [completion.token_ids], "cpu")
+        with torch.no_grad():
+            x_ND = policy.hidden(packed)[0][packed.predictor_index]
+            log_p = (x_ND @ policy.lm_head.weight.T).log_softmax(dim=1)
+        expected = log_p.gather(1, completion.topk_ids.long())
+        torch.testing.assert_close(batch.old_topk_logprobs[row], expected, rtol=1e-4, atol=1e-5)  # float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topk", [98, 8])
+def test_a_run_on_two_ranks_centers(topk, demo_model, tmp_path):
+    """The whole vocabulary has a probability of 1 (float32, of 98 terms), eight tokens have less."""
+    done = train(
+        *SMALL, "--config", "experiments/methods/score_centering.yaml", f"rollout.topk_logprobs={topk}",
+        "train.minibatches_per_step=2", "train.num_steps=2", "rollout.fp8=simulate",
+        "rollout.simulate_format=mxfp4", f"run.dir={tmp_path}/run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [row for row in rows_of(tmp_path / "run") if "topk_mass" in row]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["topk_mass"] == pytest.approx(1, abs=1e-4) if topk == 98 else step["topk_mass"] < 0.9999
+        assert step["mismatch_k3"] > 1e-4 and step["grad_norm"] > 0
 
 
 # ---- the engine's side -------------------------------------------------------------------------------------

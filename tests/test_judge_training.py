@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, train
 from helpers import FakeRanks, make_config, make_prompts
 from scipy import optimize
 
+import lifecycle
 import train_rl
 from batch import AdvantageInputs, Completion, Group, LossInputs, collate
 from data import judge_pairs, judge_start
@@ -20,7 +21,8 @@ from experiments import judge_quality, report
 from judges import GenerativeJudge, ScalarJudge, bradley_terry, has_places, refuse_mute_judge, tournament
 from plugins import ONE_RANK, load_plugin
 from reward import Verdict, verify
-from settings import AlgorithmSettings
+from settings import AlgorithmSettings, RewardSettings
+from tests import preloaded
 
 QUESTION = "{prompt}|{first}|{second}|"
 RATIONALE = "{answer};{first_score};{second_score};"
@@ -163,6 +165,15 @@ def test_a_scalar_judge_is_trained_with_the_bradley_terry_loss(pairs_folder, tmp
     loss = judge_start.bradley_terry_loss(judge.model, AutoTokenizer.from_pretrained(output), rows)
     assert loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)  # float32
     assert json.loads((output / "recipe.json").read_text())["margin"] >= 0
+    settings = RewardSettings(judge="scalar", judge_path=str(output), judge_margin=0.25)
+    assert lifecycle.load_judge(settings).margin == 0.25
+
+
+def test_a_generative_judge_asks_the_question_of_the_settings():
+    settings = RewardSettings(
+        judge="generative", judge_path="tests.helpers:make_prompts", judge_template=QUESTION
+    )
+    assert lifecycle.load_judge(settings).template == QUESTION
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -182,6 +193,51 @@ def test_no_other_margin_agrees_more_often(seed):
 def test_a_folder_without_pairs_is_named(tmp_path):
     with pytest.raises(ValueError, match="train.jsonl"):
         judge_start.build(small_recipe("direct"), tmp_path, tmp_path / "judge")
+
+
+@pytest.mark.slow
+def test_from_a_policy_to_a_judge_that_was_trained_by_rl(tmp_path):
+    """data.judge_pairs, data.judge_start, and two steps of train_rl.py, as docs/data_and_rewards.md says."""
+    start = ROOT / "experiments" / "starts" / "tiny"
+    pairs = tmp_path / "pairs"
+    command = (
+        0, "-m", "data.judge_pairs", "--model", start / "model", "--prompts", start / "train.jsonl",
+        "--limit", 90, "--skip", 10, "--output", pairs, "--max-new-tokens", 16, "--dtype", "float32",
+        "--kv-cache-gib", 0.25, "--question", QUESTION, "--rationale", RATIONALE,
+    )  # fmt: skip
+    done = preloaded.run(*command, "--kind", "exact")
+    assert done.returncode == 0, done.stderr[-3000:]
+    sets = {
+        name: [json.loads(line) for line in (pairs / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "test", "groups")
+    }
+    prompts = [json.loads(line) for line in (start / "train.jsonl").read_text().splitlines()[:90]]
+    answers = {row["prompt"]: row["answer"] for row in prompts}
+    tasks = {name: {row["task"] for row in rows} for name, rows in sets.items()}
+    assert tasks["groups"] == {row["prompt"] for row in prompts[-12:]}  # 0.15 of 80
+    assert tasks["test"] <= tasks["groups"] and not tasks["train"] & tasks["groups"]
+    assert not tasks["train"] & {row["prompt"] for row in prompts[:10]}
+    for row in sets["train"] + sets["test"]:
+        first, second = (row[name] == answers[row["task"]] for name in ("first", "second"))
+        assert row["answer"] == ("Tie" if first == second else "Better" if first else "Worse")
+    for group in sets["groups"]:
+        assert group["scores"] == [text == answers[group["task"]] for text in group["completions"]]
+        assert len(group["scores"]) == 8
+    before = (pairs / "train.jsonl").read_bytes()
+    key = json.loads((pairs / "recipe.json").read_text())["key"]
+    again = preloaded.run(*command, "--kind", "characters")  # another verifier, so other labels
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert json.loads((pairs / "recipe.json").read_text())["key"] != key
+    assert (pairs / "train.jsonl").read_bytes() != before
+    judge_start.build(small_recipe("reasoning"), pairs, tmp_path / "judge")
+    done = train(
+        "--config", "experiments/studies/judge/training/reasoning.yaml", f"model.path={tmp_path}/judge",
+        f"data.train=[{{path: {pairs}/train.jsonl}}]", "rollout.prompts_per_step=4", "rollout.group_size=4",
+        f"data.eval=[{{path: {pairs}/test.jsonl, name: verdicts, limit: 8}}]", "train.num_steps=2",
+        f"run.dir={tmp_path}/run", ranks=1,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    refuse_mute_judge("generative", str(tmp_path / "run" / "model"))
 
 
 # ---- judges that cannot write a verdict --------------------------------------------------------------------
@@ -207,11 +263,6 @@ def test_a_judge_that_cannot_write_a_verdict_is_refused_before_an_engine_starts(
         refuse_mute_judge("generative", str(tmp_path))  # the model has no row for the new tokens
     config.write_text(json.dumps({"vocab_size": len(tokenizer)}))
     refuse_mute_judge("generative", str(tmp_path))
-
-
-def test_the_check_comes_before_the_engine():
-    source = (ROOT / "lifecycle.py").read_text()
-    assert 0 < source.index("refuse_mute_judge(config") < source.index("engine = start_engine(")
 
 
 # ---- tournaments -------------------------------------------------------------------------------------------
@@ -311,7 +362,7 @@ def test_inversion_by_distance_equals_a_loop(seed):
     groups = []
     rewards = []
     for _ in range(30):
-        scores = [float(rng.random() < 0.5) for _ in range(6)]
+        scores = [rng.choice([0.0, 0.5, 1.0]) for _ in range(6)]  # fractions may equal the mean of the group
         groups.append({"task": "p", "completions": list("abcdef"), "scores": scores})
         rewards.append([round(rng.gauss(score, 1), 1) for score in scores])
     rewards[0] = [0.5] * 6
@@ -325,7 +376,7 @@ def test_inversion_by_distance_equals_a_loop(seed):
         mean = sum(row) / 6
         std = math.sqrt(sum((value - mean) ** 2 for value in row) / 5)
         for value, score in zip(row, group["scores"]):
-            is_inverted = (value - mean) * (score - 0.5) < -1e-9
+            is_inverted = (value - mean) * (score - sum(group["scores"]) / 6) < -1e-9
             num_inverted += is_inverted
             num_near += is_inverted and abs(value - mean) < 0.25 * std
     assert figures["inverted"] == pytest.approx(num_inverted / (6 * len(groups)))

@@ -9,6 +9,7 @@ import ast
 import itertools
 import math
 import random
+import statistics
 from collections import Counter
 from types import SimpleNamespace
 from typing import Literal, get_args, get_origin
@@ -1019,6 +1020,25 @@ def test_the_standard_deviation_of_a_batch_is_over_all_ranks(monkeypatch, float6
     advantages = advantages_of_ranks(
         monkeypatch, [groups[:2], groups[2:]], config_of(**ADVANTAGES["batch_std"])
     )
+    assert_close(advantages, sum(expected, []))
+
+
+@pytest.mark.parametrize("split", [0, 1, 3, 5])
+def test_the_variance_filter_is_over_all_ranks(split, monkeypatch, float64):
+    """Groups that hold 0.7 of the variance of all ranks keep their advantages. A rank may have no group."""
+    groups = gdpo_groups()
+    rewards = [(next(iter(group["rewards"].values())), group["valid"]) for group in groups]
+    variances = [statistics.pvariance([r for r, ok in zip(*group) if ok]) for group in rewards]
+    order = sorted(range(len(groups)), key=lambda i: -variances[i])
+    shares = list(itertools.accumulate(variances[i] / sum(variances) for i in order))
+    kept = order[: 1 + sum(share < 0.7 for share in shares)]
+    assert 1 < len(kept) < 4
+    expected = [
+        reference.group_advantages(*group) if i in kept else [0.0] * len(group[0])
+        for i, group in enumerate(rewards)
+    ]
+    config = config_of(**plugin("advantage", "variance_filter.py:variance_filter", share=0.7))
+    advantages = advantages_of_ranks(monkeypatch, [groups[:split], groups[split:]], config)
     assert_close(advantages, sum(expected, []))
 
 

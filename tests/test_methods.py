@@ -55,6 +55,8 @@ PAPERS = {  # values of section algorithm that each paper states; plug-ins are f
     "espo_over_tokens": ESPO | {"ratio_form": "literal", "entropy_clip_form": "over_tokens"},
     # REINFORCE with a baseline: A grad log pi, nothing is clipped
     "reinforce": UNCORRECTED | {"ratio_level": "token", "clip_mode": "none"},
+    # score centering, 2609.20807: REINFORCE minus the expected gradient under the engine
+    "score_centering": UNCORRECTED | {"score_centering": True, "ratio_level": "token", "clip_mode": "none"},
     # min(pi_train / pi_engine, 2) per token; the product per completion; completions above the cap left out
     "tis_token": GRPO | {"rollout_correction": "token_tis", "rollout_correction_cap": 2.0},
     "tis_sequence": GRPO | {"rollout_correction": "sequence_tis"},

@@ -87,7 +87,10 @@ def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, ranks):
 
 def test_a_request_holds_everything_that_its_completion_depends_on():
     """The seed depends on run, step, slot and sample; temperature and limit are settings of the rollout."""
-    config = make_config("rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3")
+    config = make_config(
+        "rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3", "rollout.topk_logprobs=5",
+        "algorithm.score_centering=true", "algorithm.clip_mode=none",
+    )  # fmt: skip
     jobs = jobs_of_round()
     jobs[3][0].expected_tokens = 7.0
     jobs[3][0].guessed = True
@@ -100,8 +103,10 @@ def test_a_request_holds_everything_that_its_completion_depends_on():
         assert request == Request(
             [group.slot], seed_of(3, 6, group.slot, sample), 0.7, 9, group=group.slot,
             expected_tokens=7.0 if group.slot == 3 else 0.0, guessed=group.slot == 3,
-            latency_tokens=2.0, work_tokens=3.0,
+            latency_tokens=2.0, work_tokens=3.0, topk=5,
         )  # fmt: skip
+    run.config = make_config("rollout.topk_logprobs=5")
+    assert {request.topk for request in train_rl.requests_of(run, jobs, {"exact": (2.0, 3.0)})[0]} == {0}
 
 
 # ---- training batches do not depend on the schedule --------------------------------------------------------

@@ -191,21 +191,31 @@ def oracle_advantages(batch, groups, rule: str, ragged) -> list[list[float]]:
     return expected
 
 
-def test_the_expected_gradient_is_that_of_the_reverse_kl(float64):
-    """Sum over a vocabulary of 9 tokens: E_y[A grad log pi] = -coef w grad KL(pi, pi_teacher)."""
+def test_the_expected_gradient_is_that_of_the_reverse_kl_of_each_token(float64):
+    """Sum over all completions of two tokens, E_y[sum_t A_t grad log pi_t] = -coef w E[sum_t grad KL_t].
+
+    KL_t compares policy and teacher after the prefix of token t. The gradient does not pass through the
+    probability of the prefix: a token is not blamed for the distance of later tokens.
+    """
+    vocab = 5
     torch.manual_seed(0)
-    teacher = torch.randn(9).log_softmax(0)
+    completions = list(itertools.product(range(vocab), repeat=2))
+    places = [((0, first), (1 + first, second)) for first, second in completions]  # (prefix, token)
+    teacher = torch.randn(1 + vocab, vocab).log_softmax(1)  # a row per prefix: none, or the first token
     for coef, weight in itertools.product((1.0, 0.3), (1.0, 0.25)):
-        logits = torch.randn(9, requires_grad=True)
-        policy = logits.log_softmax(0)
-        tokens = policy.detach().unsqueeze(1)  # [9, 1]: every token as a completion of length 1
+        logits = torch.randn(1 + vocab, vocab, requires_grad=True)
+        policy = logits.log_softmax(1)
+        logprobs = torch.stack([torch.stack([policy[place] for place in row]) for row in places])  # [V^2, 2]
+        of_teacher = torch.tensor([[teacher[place] for place in row] for row in places])
         advantages = train_rl.teacher_advantages(
-            teacher.unsqueeze(1), tokens, torch.ones(9, 1, dtype=torch.bool), torch.full((9,), weight), coef
-        )
-        gain = (policy.detach().exp() * advantages.squeeze(1) * policy).sum()
-        (gradient,) = torch.autograd.grad(gain, logits, retain_graph=True)
-        kl = (policy.exp() * (policy - teacher)).sum()
-        (kl_gradient,) = torch.autograd.grad(kl, logits)
+            of_teacher, logprobs.detach(), torch.ones(len(places), 2, dtype=torch.bool),
+            torch.full((len(places),), weight), coef,
+        )  # fmt: skip
+        weights = logprobs.detach().sum(dim=1, keepdim=True).exp()
+        (gradient,) = torch.autograd.grad((weights * advantages * logprobs).sum(), logits, retain_graph=True)
+        kl = (policy.exp() * (policy - teacher)).sum(dim=1)  # of each prefix
+        prefix_probs = torch.cat([torch.ones(1), policy[0].detach().exp()])
+        (kl_gradient,) = torch.autograd.grad((prefix_probs * kl).sum(), logits)
         assert_close(gradient, -coef * weight * kl_gradient)
         assert gradient.abs().max() > 0.01
 
