@@ -396,8 +396,8 @@ class ModelSettings(Section):
 
     path: str = setting(
         "data/built/tiny/model",
-        "folder of a Hugging Face checkpoint: Llama, Qwen2, Qwen3, or a MoE of Qwen3, OLMoE, Mixtral, "
-        "GLM-4.5 or Granite 3",
+        "folder of a Hugging Face checkpoint, or name of a model on the hub, for example Qwen/Qwen3-0.6B: "
+        "Llama, Qwen2, Qwen3, or a MoE of Qwen3, OLMoE, Mixtral, GLM-4.5 or Granite 3",
     )
     ep_size: int = setting(1, "expert parallelism: number of ranks that share one copy of the experts", ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = setting(

@@ -1,12 +1,13 @@
 """Measure the pass rate of every prompt in a dataset offline: stage 1 of zero-variance elimination.
 
-    torchrun --nproc-per-node=8 -m data.score --model FOLDER --prompts FILE --output scores.jsonl
+    torchrun --nproc-per-node=8 -m data.score --model MODEL --prompts FILE --output scores.jsonl
     python -m data.score --model data/built/tiny/model --prompts data/built/tiny/test.jsonl \\
         --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 --output runs/scores.jsonl
-    python -m data.score --model FOLDER --prompts verl/train.parquet --output scores.jsonl --limit 1000 \\
+    python -m data.score --model MODEL --prompts verl/train.parquet --output scores.jsonl --limit 1000 \\
         --system-prompt "Be brief." --chat-template-args "{enable_thinking: false}" --on-bad-row drop
     python -m data.score --help
 
+MODEL is the folder of a Hugging Face checkpoint, or the name of a model on the hub, as in model.path.
 Prompts are loaded and rendered as in training, with the options of the settings' section `data`.
 zero_variance.offline_scores matches prompts by their final text, so pass the template and the chat settings
 of the training run. Settings of section reward and rollout.stop may follow the options, for example
@@ -50,7 +51,7 @@ from transformers import AutoConfig
 from data.chat import load_tokenizer
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
 from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set_lines
-from moe_model import checkpoint_shards
+from moe_model import checkpoint_shards, model_folder
 from reward import RewardSettings, Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.checkpoint import digest_of_files
@@ -132,6 +133,20 @@ def append_rows(file, rows: list[dict]) -> None:
 # ------------------------------------------------------------------------------------------------------------
 # Prompts and model
 # ------------------------------------------------------------------------------------------------------------
+def folder_of_model(model: Path) -> Path:
+    """Return the folder of --model: the path itself, or a download of this name from the hub.
+
+    ValueError names the option if there is neither, or if the folder has no weights.
+    """
+    try:
+        folder = model_folder(model)
+    except ValueError as error:
+        raise ValueError(f"--model {str(error).removeprefix('model.path: ')}") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"--model {model} holds no *.safetensors; convert the weights to this format")
+    return folder
+
+
 def read_prompts(args) -> tuple[list[Prompt], list[list[int]], object, list[str]]:
     """Return (distinct prompts in file order, their token ids, tokenizer, lines to print).
 
@@ -285,11 +300,14 @@ def zero_variance_of_draws(pass_rate: float, wrong_rate: float, num_samples: int
 # Command line
 # ------------------------------------------------------------------------------------------------------------
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; ValueError names an invalid option."""
+    """Parse the command line; ValueError names an invalid option.
+
+    args.model is the folder, which is downloaded if the option is a name on the hub.
+    """
     keep_lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="data/score.py", description=__doc__, formatter_class=keep_lines)
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="folder of a Hugging Face checkpoint in safetensors")
+    add("--model", type=Path, required=True, help="checkpoint in safetensors: folder, or name on the hub")
     add("--output", type=Path, required=True, help="score file to create or to resume")
     add_prompt_options(parser)
     add("--samples", type=int, default=16, help="completions per prompt (default: %(default)s)")
@@ -316,9 +334,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.temperature < 0 or (args.temperature == 0 and args.samples > 1):
         raise ValueError(f"--temperature {args.temperature:g}: must be positive, or 0 with --samples 1")
-    if not (args.model / "config.json").is_file() or not any(args.model.glob("*.safetensors")):
-        raise ValueError(f"--model {args.model} must be a folder with config.json and *.safetensors; "
-                         "`python -m data.tiny` makes a tiny one")  # fmt: skip
+    args.model_name = args.model.resolve().name
+    args.model = folder_of_model(args.model)
     return args
 
 
@@ -389,7 +406,7 @@ def main(args: argparse.Namespace) -> None:
     join_ranks()
     prompts, prompt_ids, tokenizer, notes = read_prompts(args)
     shas = [prompt_sha(prompt) for prompt in prompts]
-    header = {"model": f"{args.model.resolve().name} {model_digest(args.model)}"}
+    header = {"model": f"{args.model_name} {model_digest(args.model)}"}
     settings = ("samples", "temperature", "max_new_tokens", "seed", "dtype")
     header |= {name: getattr(args, name) for name in settings}
     header["kinds"] = sorted({prompt.kind for prompt in prompts})

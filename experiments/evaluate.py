@@ -4,14 +4,14 @@
         --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25 \\
         --json runs/tiny.json --html runs/tiny.html
     python experiments/evaluate.py --model runs/espo --data test.jsonl --json e.json  # or a running one
-    torchrun --nproc-per-node=8 experiments/evaluate.py --model FOLDER --data FILE --json F.json --html F.html
+    torchrun --nproc-per-node=8 experiments/evaluate.py --model MODEL --data FILE --json F.json --html F.html
     python experiments/evaluate.py --run runs/espo --html espo.html    # reads samples.jsonl, needs no engine
 
---model is the folder of a Hugging Face checkpoint, an export (run.dir/model), a checkpoint of a run, or a
-run. For a run, the newest checkpoint is evaluated, even while the run trains. Each prompt is completed once
-greedily and --samples times by sampling. Settings of train_rl.py's sections data, rollout and reward may
-follow the options, for example rollout.stop=[...] reward.timeout_s=30 data.on_bad_row=drop.
-docs/data_and_rewards.md explains the estimators of the figures and the use of the page.
+--model is the folder of a Hugging Face checkpoint, the name of a model on the hub, an export (run.dir/model),
+a checkpoint of a run, or a run. For a run, the newest checkpoint is evaluated, even while the run trains.
+Each prompt is completed once greedily and --samples times by sampling. Settings of train_rl.py's sections
+data, rollout and reward may follow the options, for example rollout.stop=[...] reward.timeout_s=30
+data.on_bad_row=drop. docs/data_and_rewards.md explains the estimators of the figures and the use of the page.
 
 Output files:
     --json         figures with 95 % intervals, over all prompts, by source and by difficulty; the settings
@@ -72,12 +72,19 @@ NUM_RANGES = 8
 def open_model(folder: Path) -> Iterator[tuple[Path, str]]:
     """Return a context with the folder of a model's files, and a name for the model.
 
+    folder: a path, or the name of a model on the hub, which is downloaded.
+
     A running training deletes old checkpoints. The files of the newest checkpoint are therefore hard-linked
     into a temporary folder beside the checkpoints for the length of the context; links take no disk space.
     """
     from runtime.checkpoint import list_checkpoints
 
     name = folder.resolve().name
+    if not folder.exists():
+        from data.score import folder_of_model
+
+        yield folder_of_model(folder), name
+        return
     if (folder / "config.json").is_file():
         yield folder, (name if name != "model" else f"{folder.resolve().parent.name}/model")
         return
@@ -569,7 +576,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("experiments/evaluate.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--model", type=Path, help="folder of a checkpoint, an export or a run")
+    add("--model", type=Path, help="folder of a checkpoint, an export or a run; or a name on the hub")
     add("--run", type=Path, help="instead of --model: folder of a run, to make the page of its samples")
     add(
         "--data", nargs="+", action="extend", default=[], help="prompt sets: files, hub names, or {path: ...}"
@@ -605,7 +612,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("settings", nargs="*", metavar="section.key=value", help="settings of data, rollout and reward")
     args = parser.parse_intermixed_args(argv)
     if (args.model is None) == (args.run is None):
-        raise ValueError("expected either --model FOLDER with --data FILE, or --run RUN_DIR with --html FILE")
+        raise ValueError("expected either --model MODEL with --data FILE, or --run RUN_DIR with --html FILE")
     if args.run is not None and (args.html is None or args.data):
         raise ValueError(
             "--run RUN_DIR needs --html FILE and takes no --data: the page shows samples of the training"
@@ -927,13 +934,17 @@ def main(args: argparse.Namespace) -> None:
         return
     import torch.distributed as dist
 
+    from data.score import folder_of_model
     from runtime.launch import join_ranks
     from runtime.schedule import from_rank_0
 
     join_ranks()
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(open_model(args.model)) if dist.get_rank() == 0 else None
-        evaluate(args, *from_rank_0(model))
+        folder, name = from_rank_0(model)
+        if not folder.exists():  # another node: it needs a download of its own
+            folder = folder_of_model(args.model)
+        evaluate(args, folder, name)
         dist.barrier()  # rank 0 keeps the linked files until all ranks have read them
     dist.destroy_process_group()
 

@@ -174,7 +174,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("experiments/ifeval.py", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--models", type=Path, nargs="+", required=True, help="folders, for example START EXPORT")
+    add(
+        "--models", type=Path, nargs="+", required=True, help="folders or hub names, for example START EXPORT"
+    )
     add("--data", default="google/IFEval", help="JSONL file or hub name (default: %(default)s)")
     add("--json", type=Path, default=Path("runs/real/ifeval.json"), help="figures (default: %(default)s)")
     add("--limit", type=int, help="use only the first prompts")

@@ -17,7 +17,7 @@ from helpers import rows_of
 
 import train_rl
 from configure import check_config
-from experiments import plan
+from experiments import evaluate, plan
 from runtime.config import free_on_resume, setting_fields
 from runtime.other_names import NAMES_ELSEWHERE
 from tests import preloaded
@@ -236,6 +236,18 @@ def test_the_job_of_a_page_fits_eight_gpus_of_80_gb(page):
     if page == FROM_OTHERS:
         larger = task.with_settings({"model.activation_checkpointing": False})
         assert plan.why_not(larger), "the page claims that activation checkpointing is needed"
+
+
+def test_the_evaluation_for_eight_gpus_repeats_the_settings_of_the_run(tmp_path, monkeypatch):
+    """evaluate.py itself warns if prompts or end tokens differ from those of the training."""
+    monkeypatch.chdir(tmp_path)
+    config = train_rl.Config.model_validate(yaml.safe_load(eight_gpu_job(ROAD)))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    commands = ROAD.read_text().partition(EIGHT_GPUS)[2]
+    (options,) = re.findall(r"experiments/evaluate\.py((?:.*\\\n)*.*)\n", commands.partition("\n## ")[0])
+    args = evaluate.parse_args(shlex.split(options.replace("\\\n", " ")))
+    settings = evaluate.read_settings(args, 40_960)
+    assert evaluate.training_warnings(tmp_path, settings) == []
 
 
 # ---- several nodes -----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
 import yaml
@@ -301,6 +302,22 @@ def test_a_model_is_opened_in_each_kind_of_folder(tmp_path):
             assert opened == (model, name)
     with pytest.raises(ValueError, match="--model"), open_model(tmp_path):
         pass
+
+
+def test_a_model_is_opened_by_its_name_on_the_hub(tmp_path, monkeypatch):
+    snapshot = write_model(tmp_path / "snapshots" / "0123", "m")
+
+    def download(name, allow_patterns):
+        if name != "owner/model":
+            raise OSError("cannot be reached")
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with open_model(Path("owner/model")) as opened:
+        assert opened == (snapshot, "model")
+    for name in ("owner/lost", "no/such/folder"):
+        with pytest.raises(ValueError, match=f"--model {name}"), open_model(Path(name)):
+            pass
 
 
 def test_the_newest_checkpoint_stays_readable_while_a_run_trains(tmp_path, monkeypatch):

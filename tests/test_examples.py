@@ -10,6 +10,8 @@ from conftest import ROOT
 
 from data import random_model
 
+REVISION = "0" * 40  # of a model in the cache of the hub
+
 
 @pytest.mark.slow
 def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
@@ -19,10 +21,15 @@ def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
     for name, split in (("train", rows[:72]), ("test", rows[72:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in split))
     sizes = ["--hidden", "64", "--layers", "2", "--experts", "4", "--expert-width", "64", "--vocab", "400"]
-    random_model.main(["--output", str(tmp_path / "model"), "--text", str(tmp_path / "train.jsonl"), *sizes])
+    model = tmp_path / "hub" / "models--owner--tiny"  # a name on the hub as in the script's default MODEL
+    output = str(model / "snapshots" / REVISION)
+    random_model.main(["--output", output, "--text", str(tmp_path / "train.jsonl"), *sizes])
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(REVISION)
     environment = os.environ | {
-        "RANKS": "1", "MODEL": f"{tmp_path}/model", "RUN": f"{tmp_path}/run", "PYTHON": sys.executable,
-        "TRAIN": f"{tmp_path}/train.jsonl", "TEST": f"{tmp_path}/test.jsonl", "CUDA_VISIBLE_DEVICES": "",
+        "RANKS": "1", "MODEL": "owner/tiny", "RUN": f"{tmp_path}/run", "PYTHON": sys.executable,
+        "HF_HUB_CACHE": f"{tmp_path}/hub", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+        "TRAIN": f"{tmp_path}/train.jsonl", "TEST": f"{tmp_path}/test.jsonl",
         "EVAL": "--max-new-tokens 8 --samples 2 --dtype float32 --kv-cache-gib 0.05",
     }  # fmt: skip
     settings = [

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import ROOT
@@ -337,6 +338,19 @@ def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
     assert {prompt_sha(p) for p in trained} == {prompt_sha(p) for p in prompts}, (
         "load_scores() finds the scores again"
     )
+
+
+def test_a_model_may_be_a_name_on_the_hub(chat_model, tmp_path, monkeypatch):
+    path = write(tmp_path / "prompts.jsonl", [{"prompt": "x", "answer": "1"}])
+    folder = str(chat_model[0])
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: folder)
+    options = options_for("owner/model", path)
+    assert (options.model, options.model_name) == (chat_model[0], "model")
+    assert len(read_prompts(options)[0]) == 1
+    (chat_model[0] / "model.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="--model owner/model.*safetensors"):
+        options_for("owner/model", path)
+    (tmp_path / "model.safetensors").rename(chat_model[0] / "model.safetensors")
 
 
 @pytest.mark.parametrize(
