@@ -368,6 +368,22 @@ def teacher_bytes(config: Config) -> int:
     return num_held * itemsize_of(config.model)
 
 
+def centering_bytes(config: Config, hf_config: PretrainedConfig, tokens: int) -> int:
+    """Return the bytes that score centering adds to the backward pass of a micro-batch; 0: it is off.
+
+    For k tokens of each position: log-probabilities, weights and gradients of 40 bytes [ours: from the sizes
+    of the tensors, not measured], and a float32 gradient of the head. With k at least an eighth of the
+    vocabulary, all logits and their gradient are held instead (topk_logprobs()).
+    """
+    if not config.algorithm.score_centering:
+        return 0
+    k = config.rollout.topk_logprobs
+    vocab = hf_config.vocab_size
+    if 8 * (k + 1) >= vocab:
+        return tokens * (40 * k + 2 * 4 * vocab)
+    return tokens * 40 * k + 4 * vocab * hf_config.hidden_size
+
+
 def trainer_memory(
     config: Config, hf_config: PretrainedConfig, num_ranks: int, on_gpu: bool = True
 ) -> dict[str, int]:
@@ -378,14 +394,15 @@ def trainer_memory(
     on CPUs, where updates are measured, the error is at most 6 %].
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_new_tokens
+    tokens = max(config.train.tokens_per_forward(on_gpu), longest)
     parts = memory_by_part(
-        hf_config, config.model, config.train.zero_stage, num_ranks,
-        tokens=max(config.train.tokens_per_forward(on_gpu), longest),
+        hf_config, config.model, config.train.zero_stage, num_ranks, tokens,
         with_reference=config.algorithm.kl_coef > 0, own_experts=syncs_own_experts(config), on_gpu=on_gpu,
         offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
         fused_adamw=config.train.fused_adamw,
     )  # fmt: skip
     parts["reference"] += teacher_bytes(config)
+    parts["on the way back"] += centering_bytes(config, hf_config, tokens)
     if on_gpu:
         parts["sync buffers"] += rounded_bytes(config, hf_config)
         parts["communicators"] = COMMUNICATOR_BYTES * num_communicators(config, hf_config, num_ranks)

@@ -18,6 +18,7 @@ import torch
 from conftest import SMALL, assert_close, train
 from helpers import FakeRanks, make_batch, make_config, make_group, make_prompts, rows_of
 
+import memory_plan
 import moe_model
 import train_rl
 from kernels.linear_logprob_entropy import linear_logprob_entropy, topk_logprobs
@@ -349,6 +350,16 @@ def test_a_run_on_two_ranks_centers(topk, demo_model, tmp_path):
     for step in steps:
         assert step["topk_mass"] == pytest.approx(1, abs=1e-4) if topk == 98 else step["topk_mass"] < 0.9999
         assert step["mismatch_k3"] > 1e-4 and step["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("topk, expected", [
+    (6, 32 * 40 * 6 + 4 * 300 * 16),  # k log-probabilities and more of each token, and a gradient of the head
+    (40, 32 * (40 * 40 + 2 * 4 * 300)),  # more than an eighth of the vocabulary: all logits, their gradient
+])  # fmt: skip
+def test_the_plan_counts_the_memory_of_centering(topk, expected):
+    hf_config = SimpleNamespace(vocab_size=300, hidden_size=16)
+    assert memory_plan.centering_bytes(config_of(topk), hf_config, tokens=32) == expected
+    assert memory_plan.centering_bytes(make_config(), hf_config, tokens=32) == 0
 
 
 # ---- the engine's side -------------------------------------------------------------------------------------
