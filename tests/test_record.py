@@ -9,6 +9,7 @@ from conftest import ROOT
 from scipy.stats import ttest_rel
 from test_table import edit, write_run
 
+from data.score import model_digest
 from experiments import report, run
 from experiments.record import record
 from runtime.config import flat_settings
@@ -37,11 +38,31 @@ FAST = entry("fast", [80_000 + 500 * (seed % 3) for seed in range(10)])
 
 def test_tokens_count_the_offline_scoring_and_need_two_evaluations():
     """A single evaluation above the target, between two far below it, is not enough."""
-    tokens = record.tokens_of(entry("x", [1000, None], offline_tokens=50))
-    assert tokens == {0: pytest.approx(1050), 1: None}
-    lucky = entry("x", [1000])
-    lucky["curves"]["0"] = {"tokens": [0, 10, 20, 30, 40], "values": [0.1, 0.2, 0.8, 0.2, 0.3]}
+    tokens = record.tokens_of(entry("x", [10_000, None], offline_tokens=50))
+    assert tokens == {0: pytest.approx(10_050), 1: None}
+    lucky = entry("x", [10_000])
+    grid = [10_000 * number for number in range(5)]
+    lucky["curves"]["0"] = {"tokens": grid, "values": [0.1, 0.2, 0.8, 0.2, 0.3]}
     assert record.tokens_of(lucky) == {0: None}
+
+
+def test_a_run_whose_tokens_exceed_the_budget_with_the_offline_scoring_counts_as_never():
+    """Otherwise a run that reaches the target could count more than a run that does not."""
+    expensive = entry("x", [record.BUDGET - 10, record.BUDGET - 50], offline_tokens=42)
+    assert record.tokens_of(expensive) == {0: None, 1: pytest.approx(record.BUDGET - 8)}
+
+
+def test_many_evaluations_of_tiny_steps_give_no_more_chances():
+    """Pairs of lucky evaluations, 100 tokens apart, between counted evaluations below the target."""
+    tokens = [100 * number for number in range(300)]
+    lucky = entry("x", [10_000])
+    lucky["curves"]["0"] = {
+        "tokens": tokens,
+        "values": [0.9 if t % 5000 in (100, 200) else 0.2 for t in tokens],
+    }
+    assert record.tokens_of(lucky) == {0: None}
+    counted, values = record.spaced(lucky["curves"]["0"])
+    assert counted.tolist() == [0, 5000, 10_000, 15_000, 20_000, 25_000] and set(values) == {0.2}
 
 
 def test_an_entry_is_a_record_by_the_paired_test():
@@ -94,6 +115,7 @@ def read(root, monkeypatch) -> list[report.Run]:
 
 def test_runs_become_an_entry(runs, monkeypatch):
     """Two steps of 100 tokens between evaluations: the mean of two evaluations is 0.75 at 400 tokens."""
+    monkeypatch.setattr(record, "MIN_SPACING", 200)
     made = record.record_of("mine", read(runs, monkeypatch))
     assert record.problems_of(read(runs, monkeypatch), SLOW) == []
     assert record.tokens_of(made) == {seed: pytest.approx(400) for seed in range(10)}
@@ -115,27 +137,68 @@ def test_runs_that_break_a_rule_do_not_enter_the_file(old, new, message, runs, m
     assert len(problems) == 1 and message in problems[0]
 
 
-def test_other_prompts_and_teachers_do_not_enter_the_file(runs, monkeypatch):
-    stages = [{"name": "a", "until": {"steps": 1}, "data": {"train": []}}, {"name": "b"}]
-    changes = [{"zero_variance.teacher": "x"}, flat_settings({"stages": stages})]
-    for settings in changes:
-        read_runs = read(runs, monkeypatch)
-        read_runs[0].record["settings"] = settings
-        (problem,) = record.problems_of(read_runs, None)
-        assert "teacher" in problem or "data.train" in problem
+BROKEN = [
+    {"zero_variance.teacher": "x"},
+    {"data.tools": ["sums.py:add"]},
+    {"data.environment": "sums.py:Sums"},
+    {"data.chat_template_args": {"chat_template": "x"}},
+    {"data.on_bad_row": "drop"},
+    {"rollout.stop": [3]},
+    *(
+        flat_settings({"stages": [{"name": "a", "until": {"steps": 1}}, {"name": "b"} | stage]})
+        for stage in (
+            {"data": {"train": []}},
+            {"eval": {"every": 1}},
+            {"eval": {"max_new_tokens": 5}},
+            {"rollout": {"temperature": 0.2}},
+            {"zero_variance": {"teacher": "x"}},
+            {"until": {"metric": "eval/additions/avg_at_8", "accuracy": 0.7}},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("settings", BROKEN)
+def test_settings_that_no_entry_may_have(settings, runs, monkeypatch):
+    """Other prompts, models and programs, and evaluations under other conditions."""
+    read_runs = read(runs, monkeypatch)
+    read_runs[0].record["settings"] = settings
+    (problem,) = record.problems_of(read_runs, None)
+    (name,) = record.broken_rules(settings)
+    assert name in problem and record.broken_rules(record_settings("online")) == []
+
+
+def record_settings(name: str) -> dict:
+    """The settings of an entry, as a record holds them."""
+    config = load_config(["--config", str(record.FOLDER / f"{name}.yaml"), *record.FIXED])
+    return flat_settings(config.model_dump(mode="json", exclude_defaults=True))
+
+
+def test_offline_scores_of_another_model_do_not_enter_the_file(runs, monkeypatch):
+    read_runs = read(runs, monkeypatch)
+    scores = runs / "scores.jsonl"
+    for name in ("zero_variance.offline_scores", "stages[1].zero_variance.offline_scores"):
+        read_runs[0].record["settings"] = {name: str(scores)}
+        for digest, num_problems in (("0123456789abcdef", 1), (model_digest(ROOT / record.START), 0)):
+            scores.write_text(json.dumps({"model": f"model {digest}"}) + "\n")
+            problems = record.problems_of(read_runs, None)
+            assert len(problems) == num_problems and all("scores.jsonl" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("name", ["grpo", "online"])
 def test_the_rules_are_set_over_an_entry(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    config = load_config(["--config", str(record.FOLDER / f"{name}.yaml"), "eval.every=7", *record.FIXED])
+    overrides = ["eval.every=7", "rollout.temperature=0.5"]
+    config = load_config(["--config", str(record.FOLDER / f"{name}.yaml"), *overrides, *record.FIXED])
     assert (config.eval.every, config.train.max_generated_tokens) == (5, record.BUDGET)
+    assert (config.rollout.temperature, config.eval.max_new_tokens) == (1, 16)
     assert config.data.train[0].path == "experiments/starts/habits/train.jsonl"
 
 
 def test_the_first_command_runs_ten_seeds_and_adds_the_entry(runs, monkeypatch, capsys):
     """The runs are finished, so that only reading, table and file remain."""
     monkeypatch.setattr(record, "FOLDER", runs)
+    monkeypatch.setattr(record, "MIN_SPACING", 200)
     monkeypatch.setattr(run, "ROOT", runs)
     (runs / "records.json").write_text(json.dumps([SLOW]))
     commands = []

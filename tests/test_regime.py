@@ -2,9 +2,12 @@
 
 import json
 import math
+import os
+import subprocess
 
 import pytest
 import torch
+from conftest import ROOT
 
 import train_rl
 from batch import LossInputs
@@ -85,6 +88,34 @@ def test_the_loss_is_the_built_in_loss(level, clip_mode, float64):
     assert results[0] == results[1]
 
 
+@pytest.mark.parametrize("row", sorted(panel.FOLDER.glob("*_*.yaml")), ids=lambda row: row.stem)
+def test_the_learning_rate_of_a_row_is_constant(row):
+    train = train_rl.load_config(["--config", str(row)]).train
+    assert (train.num_steps, train.warmup_steps, train.lr_schedule) == (10, 0, "constant_with_warmup")
+
+
+def test_the_script_can_be_repeated_after_its_export(tmp_path):
+    """With a `python` that makes the exported file, and refuses an existing one like report.py."""
+    python = tmp_path / "python"
+    lines = [
+        "#!/bin/bash",
+        'file="${@: -1}"',
+        "[ $1 = experiments/run.py ] && exit $FAILED",
+        "[ $1 = experiments/report.py ] || exit 0",
+        'mkdir -p "$(dirname "$file")" && [ ! -e "$file" ] && touch "$file"',
+    ]
+    python.write_text("\n".join(lines) + "\n")
+    python.chmod(0o755)
+    script = ["bash", str(panel.FOLDER / "run.sh")]
+    study = tmp_path / panel.FOLDER.relative_to(ROOT)
+    for is_failed in (False, False, True):
+        settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAILED": str(int(is_failed))}
+        done = subprocess.run(script, cwd=tmp_path, env=os.environ | settings)
+        assert done.returncode == int(is_failed)
+        records = sorted(file.stem for file in study.glob("*.jsonl"))
+        assert records == sorted(panel.RATES), "a failed run removes no record"
+
+
 def test_figures_are_read_from_a_record(tmp_path, monkeypatch, capsys):
     """The spread is the root of 4e-4, the mean of d^2."""
     steps = {
@@ -92,7 +123,7 @@ def test_figures_are_read_from_a_record(tmp_path, monkeypatch, capsys):
         "gradient_tokens_total": [50, 50, 50], "zero_variance_frac": [0.5, 0.25, 0.75],
         "seconds_per_step": [1, 1, 1], "score": [0.0, 0.5, 1.0], "completion_tokens": [20, 20, 20],
         "entropy": [0.2, 0.2, 0.2], "entropy/entropy_group_0": [1.0, 1.0, 1.0], "clipped": [0.1, 0.1, 0.1],
-        "clipped/update_1": [0, 0, 0], "clipped/update_2": [0.2, 0.2, 0.2], "regime/rl_zvp_wrong": [1, 1, 1],
+        "clipped/update_1": [0, 0, 0], "clipped/update_3": [0.2, 0.2, 0.2], "regime/rl_zvp_wrong": [1, 1, 1],
         "regime/cut_tokens": [0.2, 0.2, 0.2],
     }  # fmt: skip
     steps |= {f"regime/cut_{alpha}": [0.02 / alpha / 5] * 3 for alpha in panel.ALPHAS}
@@ -112,8 +143,10 @@ def test_figures_are_read_from_a_record(tmp_path, monkeypatch, capsys):
     panel.main()
     printed = capsys.readouterr().out
     assert "| sums | 20.0 | 0.200 | 1.000 | 0.093 | 1.9e-03 | 0.50 | 0.020 | 0.100 |" in printed
-    assert "| sums | espo | 2.0e-05 | 0.000 to 0.500 | 0.1000 | 0.2000 |" in printed
+    row = "| sums | espo | 2.0e-05 | 0.000 to 0.500 | 0.1000 | n/a | 0.2000 | n/a |"
+    assert row in printed, "no row of updates 2 and 4 had a gradient"
     assert "| sums | 1.000 | 0.333 | 0.100 | 0.033 | 0.2 |" in printed
     data = json.loads((tmp_path / "panel.json").read_text())
+    assert data[0]["clipped_by_update"] == {"1": 0, "3": pytest.approx(0.2)}
     assert data[0]["spread"] == {kind: {"32": pytest.approx(0.02)} for kind in ("uncertain", "completion")}
     assert picture.read_bytes().startswith(b"\x89PNG")

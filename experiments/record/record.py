@@ -9,12 +9,16 @@ of experiments/starts/habits. FIXED holds the settings that no entry may change,
 entry may have. All tokens count that the policy generates for training: rollouts, dropped groups, probes, and
 the offline scoring of prompts. Evaluations are free.
 
-The tokens of a run are read from the curve of its evaluations. A point of the curve is the mean of pass@1 of
-an evaluation and the one before, because a single lucky evaluation is not enough; the curve is linear between
-its points. A run that never reaches the target counts with BUDGET if it belongs to the record, and
-disqualifies a new entry. A new entry is a record if it has fewer tokens in the geometric mean and p < 0.01 in
-a two-sided t-test of log(record's tokens / entry's tokens), paired by seed over ten seeds. Repeat a command
-to continue after a stop.
+The tokens of a run are read from the curve of its evaluations. An evaluation counts if at least MIN_SPACING
+tokens were generated since the counted evaluation before: otherwise an entry of tiny steps would have many
+evaluations, and the luckiest would decide. A point of the curve is the mean of pass@1 of an evaluation and
+the one before, because a single lucky evaluation is not enough; the curve is linear between its points. The
+tokens of offline scoring are added to the tokens at the target. A run that does not reach the target within
+BUDGET counts with BUDGET if it belongs to the record, and disqualifies a new entry.
+
+A new entry is a record if it has fewer tokens in the geometric mean and p < 0.01 in a two-sided t-test of
+log(record's tokens / entry's tokens), paired by seed over ten seeds. Repeat a command to continue after a
+stop.
 
 records.json: [{"entry", "date", "commit", "settings", "weights", "offline_tokens",
                 "curves": {seed: {"tokens": [...], "values": [...]}}}]
@@ -27,6 +31,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -37,36 +42,53 @@ from experiments.bench.common import markdown, write_json
 FOLDER = run.ROOT / "experiments" / "record"
 FIRST_HOLDER = "online"  # runs if records.json has no entry yet
 TARGET = 0.75
-BUDGET = 200_000  # generated tokens
+BUDGET = 200_000  # generated tokens, with the offline scoring
+MIN_SPACING = 5_000  # generated tokens between counted evaluations; five steps of plain GRPO have 5,600
 SEEDS = range(10)
 LEVEL = 0.01
 METRIC = "avg_at_8"
+START = "experiments/starts/habits/model"
 FIXED = (
-    "model.path=experiments/starts/habits/model",
+    f"model.path={START}",
     "data.train=[{path: experiments/starts/habits/train.jsonl}]",
     "data.eval=[{path: experiments/starts/habits/test.jsonl, name: additions}]",
     "eval.every=5",
     "eval.num_samples=8",
+    "eval.max_new_tokens=16",
+    "rollout.temperature=1",  # evaluations sample at this temperature, too
     f"train.max_generated_tokens={BUDGET}",
     "train.num_steps=100000",
 )
-FORBIDDEN = (  # patterns of settings: other prompts, and models whose tokens would not be counted
-    "stages*.data.*", "zero_variance.teacher", "reward.judge",
+FORBIDDEN = (  # patterns of settings
+    "stages*.data.*", "data.chat*", "data.system_prompt", "data.on_bad_row",  # other prompts
+    "data.tools", "data.environment",  # programs that could compute the sums
+    "*zero_variance.teacher*", "*reward.judge",  # models whose tokens would not be counted
+    "stages*.eval.*", "stages*.rollout.temperature", "rollout.stop",  # other evaluations
+    "stages*.until.metric",  # held-out figures are for measuring, not for training
 )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Tokens
 # ------------------------------------------------------------------------------------------------------------
+def spaced(curve: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and values of the counted evaluations, which are MIN_SPACING tokens or more apart."""
+    counted: list[int] = []
+    for i, tokens in enumerate(curve["tokens"]):
+        if not counted or tokens - curve["tokens"][counted[-1]] >= MIN_SPACING:
+            counted.append(i)
+    return np.array(curve["tokens"])[counted], np.array(curve["values"])[counted]
+
+
 def tokens_of(record: dict) -> dict[int, float | None]:
-    """Return {seed: tokens to the target, with the offline scoring}; None for a run that never reaches it."""
-    tokens: dict[int, float | None] = {}
+    """Return {seed: tokens to the target, with the offline scoring}; None for a run that exceeds BUDGET."""
+    needed: dict[int, float | None] = {}
     for seed, curve in record["curves"].items():
-        values = np.array(curve["values"])
-        smooth = (values[1:] + values[:-1]) / 2
-        crossing = report.first_crossing(TARGET, np.array(curve["tokens"][1:]), smooth)
-        tokens[int(seed)] = None if crossing is None else crossing + record["offline_tokens"]
-    return tokens
+        tokens, values = spaced(curve)
+        crossing = report.first_crossing(TARGET, tokens[1:], (values[1:] + values[:-1]) / 2)
+        total = math.inf if crossing is None else crossing + record["offline_tokens"]
+        needed[int(seed)] = total if total <= BUDGET else None
+    return needed
 
 
 def compared(record: dict, holder: dict) -> dict:
@@ -87,13 +109,33 @@ def compared(record: dict, holder: dict) -> dict:
     }
 
 
+def broken_rules(settings: Iterable[str]) -> list[str]:
+    """Return the names of settings that no entry may have, in alphabetical order."""
+    return sorted(name for name in settings if any(fnmatch.fnmatch(name, rule) for rule in FORBIDDEN))
+
+
+def foreign_scores(runs: list[report.Run]) -> list[str]:
+    """Return the files of offline scores that another model than the start has made."""
+    settings = [setting for one in runs for setting in one.record["settings"].items()]
+    named = {file for name, file in settings if name.endswith("zero_variance.offline_scores") and file}
+    files = [file for file in sorted(named) if Path(file).is_file()]  # problems_of() names a missing file
+    if not files:
+        return []
+    from data.score import model_digest  # takes seconds, because it imports the engine
+
+    digest = model_digest(run.ROOT / START)
+    headers = {file: json.loads(Path(file).read_text().splitlines()[0]) for file in files}
+    return [file for file, header in headers.items() if header["model"].split()[-1] != digest]
+
+
 def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
     """Return why the runs cannot enter records.json: broken rules, uncommitted changes, another start."""
     problems = []
     settings = {name for one in runs for name in one.record["settings"]}
-    forbidden = [name for name in settings if any(fnmatch.fnmatch(name, pattern) for pattern in FORBIDDEN)]
-    if forbidden:
-        problems.append(f"{', '.join(sorted(forbidden))}: an entry may not set this, see FORBIDDEN")
+    if forbidden := broken_rules(settings):
+        problems.append(f"{', '.join(forbidden)}: an entry may not set this, see FORBIDDEN in record.py")
+    if foreign := foreign_scores(runs):
+        problems.append(f"{', '.join(foreign)}: scores of another model; run data.score with --model {START}")
     missing = set(SEEDS) - {one.record["seed"] for one in runs}
     if missing:
         problems.append(f"seeds {', '.join(map(str, sorted(missing)))} are missing; repeat the command")

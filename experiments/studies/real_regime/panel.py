@@ -24,6 +24,8 @@ LENGTHS = (4, 8, 16, 32, 64, 128, 256, 512)  # largest number of tokens of a com
 VOCABULARY = {"instructions": 49152, "sums": 49152, "habits": 98, "chains": 98}  # tokens
 MIN_GROUPS = 20  # token groups behind a point of the figure
 RL_ZVP_COEF = 0.1  # the coefficient of RL-ZVP's paper
+UPDATE = re.compile(r"clipped/update_\d+")  # without a value if no row of the update had a gradient
+LATER_UPDATES = ("2", "3", "4")  # the first update of a step has ratios of 1, which no clip cuts
 TARGET = 0.1  # share of uncertain tokens that the clip should cut, the middle of 0.05 to 0.15
 
 
@@ -32,7 +34,7 @@ def figures_of(run: report.Run, rate: str) -> dict:
     mean = {name: float(np.nanmean(values)) for name, values in run.steps.items()}
     environment, method = run.record["row"].rsplit("_", 1)
     score = run.steps["score"]
-    updates = sorted(name for name in mean if re.fullmatch(r"clipped/update_\d+", name))
+    clipped = {name.removeprefix("clipped/update_"): mean[name] for name in mean if UPDATE.fullmatch(name)}
     return {
         "environment": environment,
         "method": method,
@@ -45,7 +47,7 @@ def figures_of(run: report.Run, rate: str) -> dict:
         "wrong": mean["regime/rl_zvp_wrong"],
         "score": [float(score[0]), float(score[-3:].mean())],
         "clipped": mean["clipped"],
-        "clipped_by_update": [mean[name] for name in updates],
+        "clipped_by_update": clipped,  # {number of the update: share}
         "cut": {str(alpha): mean[f"regime/cut_{alpha}"] / mean["regime/cut_tokens"] for alpha in ALPHAS},
         "spread": {kind: spread_of(run, kind) for kind in ("uncertain", "completion")},
     }
@@ -104,10 +106,12 @@ def regime_lines(data: list[dict]) -> list[str]:
 
 def clip_lines(data: list[dict]) -> list[str]:
     """Return the table of the runs: score of the first step and of the last three, and clipped shares."""
-    heads = ["environment", "method", "learning rate", "score", "clipped", "update 2", "update 3", "update 4"]
+    updates = [f"update {number}" for number in LATER_UPDATES]
+    heads = ["environment", "method", "learning rate", "score", "clipped", *updates]
     lines = []
     for run in sorted(chosen(data), key=lambda run: (ENVIRONMENTS.index(run["environment"]), run["method"])):
-        shares = [f"{share:.4f}" for share in run["clipped_by_update"][1:]]
+        by_update = run["clipped_by_update"]
+        shares = [f"{by_update[number]:.4f}" if number in by_update else "n/a" for number in LATER_UPDATES]
         start, end = run["score"]
         lines.append([
             run["environment"], run["method"], f"{run['learning_rate']:.1e}", f"{start:.3f} to {end:.3f}",

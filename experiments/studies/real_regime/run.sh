@@ -15,7 +15,8 @@ run habits 1e-4 3e-4 9e-4
 run chains 1.7e-4 5e-4 1.5e-3
 run sums 7e-6 2e-5 6e-5
 run instructions 1.7e-5 5e-5 1.5e-4
-for folder in third own triple; do
+for folder in third own triple; do  # set -e: only after all runs have finished
+    rm -f $study/$folder.jsonl  # --export refuses an existing file
     python experiments/report.py --runs runs/real_regime/$folder --parent sums_grpo --metric train/score \
         --export $study/$folder.jsonl
 done
