@@ -9,7 +9,7 @@
 
 Repeat a command to continue: runs that have finished here or are in the records of the study are skipped.
 `keep` writes finished tuning runs to tuning_runs.json, and test runs to runs.jsonl if all rows of their seed
-have finished, so that all rows of a seed come from one machine. Commit both files; another machine continues
+have finished here, on one machine and at one commit. Commit both files; another machine continues
 from there. The test needs a committed tuning.json. Two keys of declared.json describe the runs:
 
     "instances": {"recipe": "chains", "seeds_each": 2}
@@ -43,16 +43,11 @@ from pathlib import Path
 from experiments import report, run
 from experiments.bench.common import markdown, write_json
 from experiments.declaration import git, read_declaration
+from experiments.tuning import candidates, choice_of, recorded_tuning
 from runtime.provenance import commit_of
 
 JOBS = 2  # runs at a time
 FIRST = "first_"  # prefix of the error files of a run's first failure
-
-
-def candidates(tuning: dict, row: str) -> list[str]:
-    """List the settings that tuning tries for a row, for example "train.learning_rate=0.0005"."""
-    clips = tuning.get("clips", {}).get(row, [""])
-    return [f"train.learning_rate={rate} {clip}".strip() for rate in tuning["rates"] for clip in clips]
 
 
 def instance_settings(row: Path, declared: dict, seed: int) -> list[str]:
@@ -129,13 +124,6 @@ def tuning_folders(study: Path, declared: dict) -> dict[tuple[str, str, int], Pa
     }
 
 
-def recorded_tuning(study: Path) -> dict[tuple[str, str, int], dict]:
-    """Return {(row, settings, seed): record} of tuning_runs.json; {} without the file."""
-    file = study / "tuning_runs.json"
-    records = json.loads(file.read_text()) if file.is_file() else []
-    return {(record["row"], record["settings"], record["seed"]): record for record in records}
-
-
 def finished_tuning(study: Path, declared: dict) -> dict[tuple[str, str, int], dict]:
     """Return tuning_runs.json and the records of tuning runs that have finished or failed twice here."""
     records = recorded_tuning(study)
@@ -169,12 +157,47 @@ def unrecorded(runs: list[run.Run], study: Path, declared: dict, stage: str) -> 
     return [planned for planned in runs if planned.folder not in recorded_folders]
 
 
-def keep_tests(study: Path, declared: dict) -> None:
-    """Append the test runs of this machine to runs.jsonl, if all rows of their seed have finished here."""
+def launches_of(folder: Path) -> set[str]:
+    """Return commit and machine of each launch of a run, for example "1f2e3d4c on cpu AMD EPYC, cores 2"."""
+    versions = report.versions_of(folder)
+    launches = set()
+    for launch in (versions, *versions.get("earlier", [])):
+        machine = ", ".join(f"{name} {value}" for name, value in launch.get("machine", {}).items())
+        launches.add(f"{str(launch.get('commit'))[:8]} on {machine or 'an unknown machine'}")
+    return launches
+
+
+def mixed_seeds(runs: list[report.Run]) -> dict[int, str]:
+    """Return {seed: its commits and machines} for the seeds whose rows were run at several of them."""
+    rows_by_launch: dict[int, dict[str, list[str]]] = {}
+    for one in runs:
+        rows = rows_by_launch.setdefault(one.record["seed"], {})
+        for launch in launches_of(one.folder):
+            rows.setdefault(launch, []).append(one.record["row"])
+    return {
+        seed: "; ".join(f"{launch}: {', '.join(rows[launch])}" for launch in sorted(rows))
+        for seed, rows in rows_by_launch.items()
+        if len(rows) > 1
+    }
+
+
+def keep_tests(study: Path, declared: dict) -> int:
+    """Append the test runs of this machine to runs.jsonl, if all rows of their seed have finished here.
+
+    A seed whose rows were run at several commits or on several machines is refused; return the number.
+    """
     recorded = recorded_tests(study)
-    runs, _ = report.read_folder(Path("runs") / study.name / "test", declared["rows"], run.ANY_METRIC)
+    folder = Path("runs") / study.name / "test"
+    runs, _ = report.read_folder(folder, declared["rows"], run.ANY_METRIC)
     new_runs = [new for new in runs if (new.record["row"], new.record["seed"]) not in recorded]
-    counts = Counter(new.record["seed"] for new in new_runs)
+    mixed = mixed_seeds(new_runs)
+    for seed, launches in mixed.items():
+        print(
+            f"refused: seed {seed} was run at several commits or on several machines ({launches}); remove "
+            f"{folder}/*/seed_{seed} and repeat `test --seeds {seed}`",
+            file=sys.stderr,
+        )
+    counts = Counter(new.record["seed"] for new in new_runs if new.record["seed"] not in mixed)
     whole = sorted(seed for seed, count in counts.items() if count == len(declared["rows"]))
     print(f"kept: seeds {whole}; incomplete, not kept: seeds {sorted(counts.keys() - set(whole))}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -182,23 +205,16 @@ def keep_tests(study: Path, declared: dict) -> None:
         report.export({"": [new for new in new_runs if new.record["seed"] in whole]}, run.ANY_METRIC, part)
         with (study / "runs.jsonl").open("a") as file:
             file.write(part.read_text())
+    return len(mixed)
 
 
 def choose(study: Path, declared: dict) -> list[dict]:
-    """Return, for each row, the chosen settings and the metric of every tuning run [candidate][seed]."""
-    tuning = declared["tuning"]
+    """Return the choice by the recorded tuning runs and the tuning runs of this machine."""
     finished = finished_tuning(study, declared)
     for key, folder in tuning_folders(study, declared).items():
         if key not in finished:
             raise ValueError(f"{folder}: unfinished; repeat `tune`")
-    records = []
-    for row in declared["rows"]:
-        settings = candidates(tuning, row)
-        values = [[finished[row, each, seed]["value"] for seed in tuning["seeds"]] for each in settings]
-        means = list(map(statistics.mean, values))
-        best = means.index(max(means))
-        records.append({"row": row, "settings": settings[best], "candidates": dict(zip(settings, values))})
-    return records
+    return choice_of(declared, finished)
 
 
 def table_lines(records: list[dict]) -> list[str]:
@@ -275,7 +291,7 @@ def main(argv: list[str]) -> int:
             if "tuning" in declared:
                 write_json(study / "tuning_runs.json", list(finished_tuning(study, declared).values()))
             if (Path("runs") / study.name / "test").is_dir():
-                keep_tests(study, declared)
+                return 1 if keep_tests(study, declared) else 0
             return 0
         if args.stage == "choose":
             records = choose(study, declared)

@@ -8,8 +8,10 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
+from scipy.stats import ttest_1samp
 from test_table import write_run
 
 from data.chains import sample_sets
@@ -19,7 +21,7 @@ from experiments.bench.common import write_json
 from experiments.declaration import read_declaration
 from experiments.report import Run, make_run
 from experiments.studies.clip_scale import scaling
-from experiments.studies.elimination_tuned import pools
+from experiments.studies.elimination_tuned import pools, slopes
 from experiments.studies.order_of_prompts import parts
 from train_rl import load_config
 
@@ -291,6 +293,50 @@ def test_another_machine_continues_from_the_records(small_study, capsys):
     assert study.main(["small", "test", "--dry-run"]) == 0
     commands = capsys.readouterr().out
     assert commands.count("train.seed=1") == 2 and "train.seed=0" not in commands
+
+
+def test_a_seed_of_two_machines_or_commits_is_not_kept(small_study, capsys):
+    """Seed 0 has another commit in one row, seed 1 an earlier launch on another machine."""
+    runs = run.ROOT / "runs" / "small" / "test"
+    for row in ("espo", "grpo"):
+        for seed in (0, 1):
+            folder = write_run(runs, row, seed, [0.1, 0.5])
+            versions = {"commit": "aa", "machine": {"cpu": "one"}}
+            if (row, seed) == ("grpo", 0):
+                versions["commit"] = "bb"
+            if (row, seed) == ("grpo", 1):
+                versions["earlier"] = [{"commit": "aa", "machine": {"cpu": "two"}}]
+            (folder / "versions.json").write_text(json.dumps(versions))
+    assert study.main(["small", "keep"]) == 1
+    output = capsys.readouterr()
+    assert "kept: seeds []" in output.out
+    for text in ("aa on cpu one: espo; bb on cpu one: grpo", "aa on cpu two: grpo", "--seeds 1"):
+        assert text in output.err
+
+
+# ---- the share of prompts without variance -----------------------------------------------------------------
+
+
+def test_the_slope_of_an_instance_is_over_its_mean_gains():
+    """Gains of 0.1 x share + 0.02 in instance 0 and of 0.3 x share in instance 1; seed 4 lacks a row."""
+    rows = {}
+    for share, (online, parent) in slopes.ROWS.items():
+        gains = [0.1 * share + 0.01, 0.1 * share + 0.03, 0.3 * share, 0.3 * share, 9.0]
+        rows[parent] = [finished_run(parent, seed, 0.2) for seed in range(5 if share > 0.6 else 4)]
+        rows[online] = [finished_run(online, seed, 0.2 + gain) for seed, gain in enumerate(gains)]
+    data = slopes.measure(rows)
+    assert [figures["seeds"] for figures in data] == [[0, 1], [2, 3]]
+    assert [figures["slope"] for figures in data] == pytest.approx([0.1, 0.3])
+    assert data[0]["gains"] == pytest.approx({"0.7": 0.09, "0.5": 0.07, "0.3": 0.05})
+    p = ttest_1samp([0.1, 0.3], 0.0).pvalue
+    line = f"| 2 | +0.1500 | +0.1100 | +0.0700 | +0.200 | -1.071 to +1.471 | {p:.3f} |"
+    assert slopes.table_lines(data)[2] == line
+
+
+def finished_run(row: str, seed: int, value: float) -> Run:
+    """Make a run whose final metric is a value."""
+    record = {"row": row, "seed": seed}
+    return Run(record, "made", None, {}, *[np.array([0.0, value])] * 3, offline_tokens=0)
 
 
 # ---- the scale of a clip -----------------------------------------------------------------------------------
