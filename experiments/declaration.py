@@ -8,7 +8,8 @@ study
     whose run is of a commit without this declaration: the declaration is younger, or was changed later,
     with a run of a row or a seed that is not declared,
     with a run whose record lacks the commit, or whose checkout had uncommitted changes,
-    with a run of an unknown commit, or of a commit that does not descend from the declared `commit`.
+    with a run of a commit that is no ancestor of the present commit (a shallow clone skips this check), or
+        that does not descend from the declared `commit`.
 
 Declared seeds may lack a run, because studies run in portions: the note below a table names these seeds.
 Runs of commits before v0.1 need no declaration; a table of any other undeclared run is refused (notes.py).
@@ -77,8 +78,11 @@ def declaration_at(commit: str, file: Path) -> dict | None:
     return None if shown.returncode else json.loads(shown.stdout)
 
 
-def problems_of(file: Path, records: list[dict]) -> list[str]:
-    """Return a sentence for each disagreement of a declaration with the records of its study."""
+def commit_problems(file: Path, records: list[dict], with_choice: bool) -> list[str]:
+    """Return a sentence for each commit of a run that lacks the declaration, and for each unclean checkout.
+
+    with_choice: the commits must also hold the present tuning.json, if the study has the file.
+    """
     declared = read_declaration(file)
     problems = []
     tuned = file.with_name("tuning.json")
@@ -87,21 +91,36 @@ def problems_of(file: Path, records: list[dict]) -> list[str]:
             run = f"row {record['row']}, seed {record['seed']}"
             problems.append(f"{run}: no commit, or uncommitted changes; repeat the run from a clean checkout")
     for commit in sorted({record["commit"] for record in records if record.get("commit")}):
-        if not is_known(commit, file.parent):
+        if not descends("HEAD", commit, file.parent):
             if is_complete(file.parent):  # a shallow clone cannot check this commit
-                problems.append(f"commit {commit} of a run is unknown; push or merge it")
+                problems.append(f"commit {commit} of a run is unknown or of another branch; push or merge it")
             continue
         earlier = declaration_at(commit, file)
         if earlier != declared:
             state = "has no declaration" if earlier is None else "has another declaration"
             problems.append(f"commit {commit} of a run {state}; declare first, then run")
-        elif tuned.is_file() and declaration_at(commit, tuned) != json.loads(tuned.read_text()):
+        elif (
+            with_choice and tuned.is_file() and declaration_at(commit, tuned) != json.loads(tuned.read_text())
+        ):
             problems.append(f"commit {commit} of a run has another tuning.json; commit the choice, then test")
         elif "commit" in declared and not descends(commit, declared["commit"], file.parent):
             problems.append(f"commit {commit} of a run does not descend from {declared['commit']}")
+    return problems
+
+
+def problems_of(file: Path, records: list[dict]) -> list[str]:
+    """Return a sentence for each disagreement of a declaration with the records of its study."""
+    declared = read_declaration(file)
+    problems = commit_problems(file, records, with_choice=True)
     expected = {(row, seed) for row in declared["rows"] for seed in declared["seeds"]}
     found = {(record["row"], record["seed"]) for record in records}
     return problems + [f"row {row}, seed {seed} is not declared" for row, seed in sorted(found - expected)]
+
+
+def records_of(folder: Path) -> list[dict]:
+    """Return the records of all *.jsonl files of a study."""
+    files = sorted(folder.glob("*.jsonl"))
+    return [json.loads(line) for runs in files for line in runs.read_text().splitlines()]
 
 
 def check_study(folder: Path) -> list[str]:
@@ -110,8 +129,7 @@ def check_study(folder: Path) -> list[str]:
     if not file.is_file():
         return []
     try:
-        files = sorted(folder.glob("*.jsonl"))
-        records = [json.loads(line) for runs in files for line in runs.read_text().splitlines()]
+        records = records_of(folder)
         return problems_of(file, records) if records else read_declaration(file) and []
     except ValueError as error:
         return [str(error)]

@@ -59,11 +59,13 @@ def declaration_notes(rows: Records, studies: dict[str, set[Path]], declared: di
     return notes + ([f"Undeclared{names}."] if undeclared else [])
 
 
-def seed_notes(rows: Records, parents: dict[str, str], declared: dict[str, dict]) -> list[str]:
-    """Name the seeds that a row lacks: of its declaration, else of any row of the table."""
+def seed_notes(
+    rows: Records, parents: dict[str, str], declared: dict[str, dict], left_out: set[int]
+) -> list[str]:
+    """Name the seeds left out, and the seeds that a row lacks: of its declaration, else of any row."""
     of_table = {seed for records in rows.values() for seed in seeds_of(records)}
     missing = {
-        row: set(declared[row]["seeds"] if row in declared else of_table) - seeds_of(records)
+        row: set(declared[row]["seeds"] if row in declared else of_table) - seeds_of(records) - left_out
         for row, records in rows.items()
     }
     by_seeds: dict[str, list[str]] = {}
@@ -71,7 +73,8 @@ def seed_notes(rows: Records, parents: dict[str, str], declared: dict[str, dict]
         if seeds:
             by_seeds.setdefault(ranges(seeds), []).append(row)
     texts = [f"{seeds} of {', '.join(names)}" for seeds, names in by_seeds.items()]
-    notes = [f"Seeds without a run: {'; '.join(texts)}."] if texts else []
+    notes = [f"Seeds left out: {ranges(left_out)}."] if left_out else []
+    notes += [f"Seeds without a run: {'; '.join(texts)}."] if texts else []
     apart = [row for row in rows if not seeds_of(rows[row]) & seeds_of(rows[parents[row]])]
     return notes + ([f"No seed in common with the parent: {', '.join(apart)}."] if apart else [])
 
@@ -127,18 +130,23 @@ def contrast_notes(declared: dict[str, dict], compared: set[tuple[str, str]]) ->
 
 
 def notes_of(
-    rows: Records, parents: dict[str, str], studies: dict[str, set[Path]], compared: set[tuple[str, str]]
+    rows: Records,
+    parents: dict[str, str],
+    studies: dict[str, set[Path]],
+    compared: set[tuple[str, str]],
+    left_out: set[int] | None = None,
 ) -> str:
     """Return the note of a table; "" for a table without gaps, for example of run folders with equal seeds.
 
     studies: the folders of the record files of each row; empty for run folders, which say nothing about
-    declarations. compared: as in contrast_notes(); empty without a correction.
+    declarations. compared: as in contrast_notes(); empty without a correction. left_out: seeds whose runs the
+    table leaves out on request.
     """
     recorded = {row: records for row, records in rows.items() if studies[row]}
     declared = declarations_of(recorded, studies)
     sentences = [
         *declaration_notes(recorded, studies, declared),
-        *seed_notes(rows, parents, declared),
+        *seed_notes(rows, parents, declared, left_out or set()),
         *start_notes(rows, parents),
         *(contrast_notes(declared, compared) if compared else []),
     ]

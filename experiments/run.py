@@ -16,10 +16,12 @@ again. A folder that another run is using is refused too. Ctrl-C and SIGTERM end
 use --jobs 1, because every run takes the first GPUs, as many as --ranks.
 
 --row STUDY/ROW runs experiments/studies/STUDY/ROW.yaml with one seed and the recorded settings, and prints
-the new figures beside the recorded figures. The run begins with the recorded start weights if the repository
-holds them, with the prompts beside them (experiments/starts.py). If data/built lacks the model and prompts of
-the environment, `python -m data.tiny` builds both first. Records of v0.1 do not hold --ranks: see the
-commands in the study's README.
+the new figures beside the recorded figures. If this version lacks a recorded setting or value, for example a
+clip that has become a plug-in, the YAML is kept there, and a note says so. The run begins with the recorded
+start weights if the repository holds them, with the prompts beside them (experiments/starts.py). If
+data/built lacks the model or prompts of the environment, `python -m data.tiny` builds both first. The
+commands in the study's README make all other files, for example offline scores and pools of prompts. Records
+of v0.1 do not hold --ranks: see the same README.
 
 A row may name committed weights, for example `model: {path: experiments/starts/habits/model}`. Before any run
 their files are compared with their digests.
@@ -31,6 +33,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -44,15 +47,17 @@ from types import ModuleType
 
 import psutil
 import yaml
+from pydantic import BaseModel, ValidationError
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.append(str(ROOT))  # run as a script: for the modules of the project
 
+from data.tiny import recipe_of
 from experiments import report, starts
 from experiments.bench.common import markdown
-from runtime.config import differences, flat_settings
+from runtime.config import differences, flat_settings, with_paths_from
 
 STUDIES = ROOT / "experiments" / "studies"
 GRACE_S = 60.0  # between SIGTERM to torchrun, which ends the ranks, and SIGKILL to surviving processes
@@ -139,7 +144,8 @@ def changed_settings(run: Run) -> list[str]:
     if not (run.folder / "config.yaml").is_file():
         return []
     try:
-        saved = script.Config.model_validate(yaml.safe_load((run.folder / "config.yaml").read_text()))
+        values = yaml.safe_load((run.folder / "config.yaml").read_text())
+        saved = script.Config.model_validate(with_paths_from(run.folder, values, script.Config))
     except (yaml.YAMLError, ValueError) as error:
         return [f"its config.yaml is not of this version ({' '.join(str(error).split())})"]
     versions = run.folder / "versions.json"
@@ -286,25 +292,48 @@ def recorded_run(row: Path, seed: int) -> report.Run:
     raise ValueError(f"--seed {seed}: not recorded for row {row.stem}; recorded seeds: {seeds}")
 
 
-def missing_start(run: Run) -> list[str]:
-    """Return the command that builds the model and prompts of a run; [] if the model exists.
+def missing_files(run: Run) -> dict[str, str]:
+    """Return {setting: path} of the models, prompts and scores that a run reads and that do not exist."""
+    config = load_script(run.script).load_config(list(run.arguments)).model_dump(mode="json")
+    files = {"model.path": config["model"]["path"], "reward.judge_path": config["reward"]["judge_path"]}
+    sections = {"": config} | {f"stages[{number}].": stage for number, stage in enumerate(config["stages"])}
+    for prefix, section in sections.items():
+        for kind, sources in section.get("data", {}).items():
+            if kind in ("train", "eval"):
+                files |= {f"{prefix}data.{kind}[{i}].path": each["path"] for i, each in enumerate(sources)}
+        for name in ("offline_scores", "teacher", "teacher_scores"):
+            files[f"{prefix}zero_variance.{name}"] = section.get("zero_variance", {}).get(name)
+    return {name: path for name, path in files.items() if path is not None and not Path(path).exists()}
 
-    ValueError if another file is missing, for example offline scores: the README of the study makes it.
+
+def is_recipe(name: str) -> bool:
+    """Tell whether data.tiny can build the folder data/built/NAME."""
+    try:
+        return bool(recipe_of(name))
+    except ValueError:
+        return False
+
+
+def build_start(run: Run, study: Path, dry_run: bool) -> None:
+    """Build the model and prompts of a run by data.tiny, if data/built lacks one of them.
+
+    ValueError if a file is missing afterwards, for example a pool of prompts: the study's README makes it.
+    A dry run only prints the command of data.tiny.
     """
-    config = load_script(run.script).load_config(list(run.arguments))
-    for name, path in (
-        ("zero_variance.offline_scores", config.zero_variance.offline_scores),
-        ("reward.judge_path", config.reward.judge_path),
-        ("zero_variance.teacher", config.zero_variance.teacher),
-        ("zero_variance.teacher_scores", config.zero_variance.teacher_scores),
-    ):
-        if path is not None and not Path(path).exists():
-            raise ValueError(f"{name}: {path} is missing; make it by the commands in the study's README.md")
-    sources = [source.path for source in (*config.data.train, *config.data.eval)]
-    for path in map(Path, (config.model.path, *sources)):
-        if path.parts[:2] == ("data", "built") and not path.exists():
-            return [sys.executable, "-m", "data.tiny", "--recipe", path.parts[2]]
-    return []
+    missing = missing_files(run)
+    folders = {Path(path).parts[2] for path in missing.values() if Path(path).parts[:2] == ("data", "built")}
+    is_start = all(name == "model.path" or "data." in name for name in missing)  # else, data.tiny cannot help
+    recipes = sorted(filter(is_recipe, folders)) if is_start else []
+    for recipe in recipes:
+        build = [sys.executable, "-m", "data.tiny", "--recipe", recipe]
+        if dry_run:
+            print(shlex.join(build))
+        elif subprocess.run(build, cwd=ROOT).returncode:
+            raise ValueError(f"cannot build the start, `{shlex.join(build)}` failed")
+    texts = [f"{name}: {path}" for name, path in missing_files(run).items()]
+    if texts and not (dry_run and recipes):
+        readme = from_root(study / "README.md")
+        raise ValueError(f"missing files ({'; '.join(texts)}): make them by the commands in {readme}")
 
 
 def committed_start(recorded: report.Run) -> Path | None:
@@ -322,17 +351,27 @@ def committed_start(recorded: report.Run) -> Path | None:
 
 
 def start_settings(args: argparse.Namespace, start: Path) -> list[str]:
-    """Return the settings that name committed weights, and the prompts beside them in place of data/built.
+    """Return the settings that name committed weights, and the files beside them in place of data/built.
 
-    start: model folder of the start, for example experiments/starts/chains/model.
+    A file that is not beside the start, for example a pool of prompts, stays in data/built. start: model
+    folder of the start, for example experiments/starts/chains/model.
     """
     script = load_script(from_root(args.script))
-    data = script.load_config(["--config", str(args.rows[0]), *args.settings]).data
+    config = script.load_config(["--config", str(args.rows[0]), *args.settings])
+    values = config.model_dump(mode="json", exclude_defaults=True)
+    stages = {"stages": values.pop("stages")} if "stages" in values else {}
+
+    def committed(match: re.Match) -> str:
+        """Return the path beside the start, if the file exists there."""
+        file = start.parent / match[1]
+        return str(file) if (ROOT / file).exists() else match[0]
+
     settings = [f"model.path={start}"]
-    for name in ("train", "eval"):
-        sources = [source.model_dump(mode="json", exclude_defaults=True) for source in getattr(data, name)]
-        text = json.dumps(sources).replace(f"data/built/{start.parent.name}/", f"{start.parent}/")
-        settings.append(f"data.{name}={text}")
+    for name, value in (flat_settings(values) | stages).items():
+        text = json.dumps(value)
+        moved = re.sub(rf'data/built/{re.escape(start.parent.name)}/([^"]+)', committed, text)
+        if moved != text and name != "model.path":
+            settings.append(f"{name}={moved}")
     return settings
 
 
@@ -348,24 +387,56 @@ def check_starts(runs: list[Run]) -> None:
         raise ValueError("\n".join(problems))
 
 
+def is_valid(schema: type[BaseModel], name: str, value: object) -> bool:
+    """Tell whether this version knows a setting and accepts the value by itself."""
+    section, _, key = name.partition(".")
+    try:
+        schema.model_validate({section: {key: value}})
+    except ValidationError as error:
+        return all(item["loc"][:2] != (section, key) for item in error.errors())
+    return True
+
+
+def nested_stages(flat: dict[str, object]) -> list[dict]:
+    """Return the stages of recorded settings, for example {"stages[0].until.steps": 18} as a nested list."""
+    stages: dict[int, dict] = {}
+    for name, value in flat.items():
+        if match := re.fullmatch(r"stages\[(\d+)\]\.(.+)", name):
+            *sections, key = match[2].split(".")
+            inner = stages.setdefault(int(match[1]), {})
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[key] = value
+    return [stages[number] for number in sorted(stages)]
+
+
 def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[str]:
     """List the recorded settings that the row's YAML lacks, for example eval.every=100 of a command line.
 
-    A recorded setting that this version lacks is reported, because the run cannot repeat it.
+    The YAML's value is kept, with a note, for a recorded setting or value that this version lacks. If that
+    is one of the section `algorithm`, the whole section of the YAML is kept: a method of the record is a
+    plug-in now, and the plug-in's arguments replace several settings.
     """
     script = load_script(from_root(args.script))
     defaults = flat_settings(script.Config().model_dump(mode="json"))
     config = script.load_config(["--config", str(args.rows[0])])
     present = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
     past = recorded.record.get("settings", {})
-    overrides = []
-    for name in past | present:
-        if name in ("run.dir", "train.seed") or past.get(name) == present.get(name):
-            continue
-        if name in defaults:
-            overrides.append(f"{name}={json.dumps(past.get(name, defaults[name]))}")
-        else:
-            print(f"warning: the recorded setting {name} is unknown in this version", file=sys.stderr)
+    stages = nested_stages(past)
+    overrides = [] if stages == nested_stages(present) else [f"stages={json.dumps(stages)}"]
+    names = [n for n in past | present if past.get(n) != present.get(n) and not n.startswith("stages[")]
+    unknown = [name for name in names if name in past and not is_valid(script.Config, name, past[name])]
+    has_other_method = any(name.startswith("algorithm.") for name in unknown)
+    for name in names:
+        is_kept = name in unknown or (has_other_method and name.startswith("algorithm."))
+        if name not in ("run.dir", "train.seed") and not is_kept:
+            overrides.append(f"{name}={json.dumps(past.get(name, defaults.get(name)))}")
+    if unknown:
+        texts = ", ".join(f"{name}={json.dumps(past[name])}" for name in unknown)
+        section = ", and its whole section `algorithm`" if has_other_method else ""
+        print(
+            f"note: this version lacks the recorded {texts}; the YAML is kept there{section}", file=sys.stderr
+        )
     return overrides
 
 
@@ -451,11 +522,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run 
     todo = unfinished(runs, args.redo, args.dry_run)
     check_starts(todo)
     if recorded and todo:
-        build = missing_start(todo[0])
-        if build and args.dry_run:
-            print(shlex.join(build))
-        elif build and subprocess.run(build, cwd=ROOT).returncode:
-            raise ValueError(f"--row {args.row}: cannot build its start, `{shlex.join(build)}` failed")
+        build_start(todo[0], args.rows[0].parent, args.dry_run)
     return runs, todo, recorded
 
 

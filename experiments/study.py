@@ -9,7 +9,7 @@
 
 Repeat a command to continue: runs that have finished here or are in the records of the study are skipped.
 `keep` writes finished tuning runs to tuning_runs.json, and test runs to runs.jsonl if all rows of their seed
-have finished, so that all rows of a seed come from one machine. Commit both files; another machine continues
+have finished here, on one machine and at one commit. Commit both files; another machine continues
 from there. The test needs a committed tuning.json. Two keys of declared.json describe the runs:
 
     "instances": {"recipe": "chains", "seeds_each": 2}
@@ -18,8 +18,14 @@ from there. The test needs a committed tuning.json. Two keys of declared.json de
     "tuning": {"seeds": [200, 201], "metric": "chains/avg_at_4", "rates": [2.5e-4, 5e-4],
                "clips": {"grpo": ["algorithm.clip_eps_high=0.1", "algorithm.clip_eps_high=0.2"]}}
         Each row is run at each rate with each of its clips. The candidate with the highest mean of the metric
-        after the last step wins; of equal candidates the first wins, and a run that ends with an error counts
-        as 0. Without "tuning" the rows are tested as their YAML files are.
+        after the last step wins; of equal candidates the first wins. Without "tuning" the rows are tested as
+        their YAML files are.
+
+A run that ends with an error is repeated once, by the next `tune` or `test`. If the run fails again, a tuning
+run counts as 0, and the seed of a test run is left out of all rows.
+
+`tune` and `test` need a checkout without uncommitted changes, because `report.py --check` refuses records of
+any other run. So commit the files that `keep` writes before the next portion.
 
 Runs are in runs/STUDY/tune_N/ROW/seed_S, with the number N of the candidate, and runs/STUDY/test/ROW/seed_S.
 """
@@ -37,14 +43,11 @@ from pathlib import Path
 from experiments import report, run
 from experiments.bench.common import markdown, write_json
 from experiments.declaration import git, read_declaration
+from experiments.tuning import candidates, choice_of, recorded_tuning
+from runtime.provenance import commit_of
 
 JOBS = 2  # runs at a time
-
-
-def candidates(tuning: dict, row: str) -> list[str]:
-    """List the settings that tuning tries for a row, for example "train.learning_rate=0.0005"."""
-    clips = tuning.get("clips", {}).get(row, [""])
-    return [f"train.learning_rate={rate} {clip}".strip() for rate in tuning["rates"] for clip in clips]
+FIRST = "first_"  # prefix of the error files of a run's first failure
 
 
 def instance_settings(row: Path, declared: dict, seed: int) -> list[str]:
@@ -98,14 +101,16 @@ def runs_of_test(study: Path, declared: dict, rows: list[str], seeds: list[int])
     return [make_run(study, declared, row, seed, "test", chosen[row]) for seed in seeds for row in rows]
 
 
-def final_metric(folder: Path, metric: str) -> float:
-    """Return the metric of a finished run after the last step; 0 for a run that ended with an error."""
-    finished = report.read_run(folder, metric) if folder.is_dir() else "not started"
-    if isinstance(finished, report.Run):
-        return float(finished.values[-1])
-    if list(folder.glob("error_rank_*.txt")):
-        return 0.0
-    raise ValueError(f"{folder}: unfinished ({finished}); repeat `tune`")
+def has_failed_twice(folder: Path) -> bool:
+    """Tell whether a run has ended with an error at its first launch and again when it was repeated."""
+    return any(folder.glob(f"{FIRST}error_rank_*.txt")) and any(folder.glob("error_rank_*.txt"))
+
+
+def set_aside_errors(runs: list[run.Run]) -> None:
+    """Rename the error files of runs that have failed once, because the next launch deletes them."""
+    for failed in runs:
+        for file in failed.folder.glob("error_rank_*.txt"):
+            file.rename(file.with_name(FIRST + file.name))
 
 
 def tuning_folders(study: Path, declared: dict) -> dict[tuple[str, str, int], Path]:
@@ -119,22 +124,16 @@ def tuning_folders(study: Path, declared: dict) -> dict[tuple[str, str, int], Pa
     }
 
 
-def recorded_tuning(study: Path) -> dict[tuple[str, str, int], dict]:
-    """Return {(row, settings, seed): record} of tuning_runs.json; {} without the file."""
-    file = study / "tuning_runs.json"
-    records = json.loads(file.read_text()) if file.is_file() else []
-    return {(record["row"], record["settings"], record["seed"]): record for record in records}
-
-
 def finished_tuning(study: Path, declared: dict) -> dict[tuple[str, str, int], dict]:
-    """Return the records of tuning_runs.json and of the tuning runs that have finished or failed here."""
+    """Return tuning_runs.json and the records of tuning runs that have finished or failed twice here."""
     records = recorded_tuning(study)
     for key, folder in tuning_folders(study, declared).items():
-        has_failed = bool(list(folder.glob("error_rank_*.txt")))
-        if key in records or not ((folder / "summary.json").is_file() or has_failed):
+        finished = report.read_run(folder, declared["tuning"]["metric"]) if folder.is_dir() else "not started"
+        has_failed = isinstance(finished, str) and has_failed_twice(folder)
+        if key in records or (isinstance(finished, str) and not has_failed):
             continue
         row, settings, seed = key
-        value = final_metric(folder, declared["tuning"]["metric"])
+        value = 0.0 if isinstance(finished, str) else float(finished.values[-1])
         record = {"row": row, "settings": settings, "seed": seed, "value": value, "error": has_failed}
         if (folder / "versions.json").is_file():  # a run that failed early has none
             record |= {"versions": report.versions_of(folder)}
@@ -158,12 +157,47 @@ def unrecorded(runs: list[run.Run], study: Path, declared: dict, stage: str) -> 
     return [planned for planned in runs if planned.folder not in recorded_folders]
 
 
-def keep_tests(study: Path, declared: dict) -> None:
-    """Append the test runs of this machine to runs.jsonl, if all rows of their seed have finished here."""
+def launches_of(folder: Path) -> set[str]:
+    """Return commit and machine of each launch of a run, for example "1f2e3d4c on cpu AMD EPYC, cores 2"."""
+    versions = report.versions_of(folder)
+    launches = set()
+    for launch in (versions, *versions.get("earlier", [])):
+        machine = ", ".join(f"{name} {value}" for name, value in launch.get("machine", {}).items())
+        launches.add(f"{str(launch.get('commit'))[:8]} on {machine or 'an unknown machine'}")
+    return launches
+
+
+def mixed_seeds(runs: list[report.Run]) -> dict[int, str]:
+    """Return {seed: its commits and machines} for the seeds whose rows were run at several of them."""
+    rows_by_launch: dict[int, dict[str, list[str]]] = {}
+    for one in runs:
+        rows = rows_by_launch.setdefault(one.record["seed"], {})
+        for launch in launches_of(one.folder):
+            rows.setdefault(launch, []).append(one.record["row"])
+    return {
+        seed: "; ".join(f"{launch}: {', '.join(rows[launch])}" for launch in sorted(rows))
+        for seed, rows in rows_by_launch.items()
+        if len(rows) > 1
+    }
+
+
+def keep_tests(study: Path, declared: dict) -> int:
+    """Append the test runs of this machine to runs.jsonl, if all rows of their seed have finished here.
+
+    A seed whose rows were run at several commits or on several machines is refused; return the number.
+    """
     recorded = recorded_tests(study)
-    runs, _ = report.read_folder(Path("runs") / study.name / "test", declared["rows"], run.ANY_METRIC)
+    folder = Path("runs") / study.name / "test"
+    runs, _ = report.read_folder(folder, declared["rows"], run.ANY_METRIC)
     new_runs = [new for new in runs if (new.record["row"], new.record["seed"]) not in recorded]
-    counts = Counter(new.record["seed"] for new in new_runs)
+    mixed = mixed_seeds(new_runs)
+    for seed, launches in mixed.items():
+        print(
+            f"refused: seed {seed} was run at several commits or on several machines ({launches}); remove "
+            f"{folder}/*/seed_{seed} and repeat `test --seeds {seed}`",
+            file=sys.stderr,
+        )
+    counts = Counter(new.record["seed"] for new in new_runs if new.record["seed"] not in mixed)
     whole = sorted(seed for seed, count in counts.items() if count == len(declared["rows"]))
     print(f"kept: seeds {whole}; incomplete, not kept: seeds {sorted(counts.keys() - set(whole))}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -171,23 +205,16 @@ def keep_tests(study: Path, declared: dict) -> None:
         report.export({"": [new for new in new_runs if new.record["seed"] in whole]}, run.ANY_METRIC, part)
         with (study / "runs.jsonl").open("a") as file:
             file.write(part.read_text())
+    return len(mixed)
 
 
 def choose(study: Path, declared: dict) -> list[dict]:
-    """Return, for each row, the chosen settings and the metric of every tuning run [candidate][seed]."""
-    tuning = declared["tuning"]
+    """Return the choice by the recorded tuning runs and the tuning runs of this machine."""
     finished = finished_tuning(study, declared)
     for key, folder in tuning_folders(study, declared).items():
         if key not in finished:
             raise ValueError(f"{folder}: unfinished; repeat `tune`")
-    records = []
-    for row in declared["rows"]:
-        settings = candidates(tuning, row)
-        values = [[finished[row, each, seed]["value"] for seed in tuning["seeds"]] for each in settings]
-        means = list(map(statistics.mean, values))
-        best = means.index(max(means))
-        records.append({"row": row, "settings": settings[best], "candidates": dict(zip(settings, values))})
-    return records
+    return choice_of(declared, finished)
 
 
 def table_lines(records: list[dict]) -> list[str]:
@@ -227,6 +254,32 @@ def planned(args: argparse.Namespace, study: Path, declared: dict) -> list[run.R
     return (runs_of_tuning if is_tuning else runs_of_test)(study, declared, rows, seeds)
 
 
+def check_checkout() -> None:
+    """Raise ValueError if report.py --check would refuse the record of a run of this checkout."""
+    if commit_of()["dirty"] is not False:
+        raise ValueError(
+            "the checkout has uncommitted changes or no git history, and `report.py --check` refuses runs of "
+            "such a checkout: commit the changes first, also tuning_runs.json, tuning.json and runs.jsonl"
+        )
+
+
+def runs_to_launch(args: argparse.Namespace, study: Path, declared: dict) -> list[run.Run]:
+    """List the next unfinished runs of the command line, without the runs that have failed twice.
+
+    ValueError if a committed start has changed, or if the records of the runs would be refused.
+    """
+    runs = unrecorded(planned(args, study, declared), study, declared, args.stage)
+    unfinished = run.unfinished(runs, redo=False, dry_run=args.dry_run)
+    failed = [one for one in unfinished if has_failed_twice(one.folder)]
+    for one in failed:
+        print(f"failed twice, not repeated: {one.folder}", file=sys.stderr)
+    todo = [one for one in unfinished if one not in failed][: args.runs]
+    run.check_starts(todo)
+    if todo and not args.dry_run:
+        check_checkout()
+    return todo
+
+
 def main(argv: list[str]) -> int:
     """Run the command line and return the exit code."""
     args = parse(argv)
@@ -238,22 +291,21 @@ def main(argv: list[str]) -> int:
             if "tuning" in declared:
                 write_json(study / "tuning_runs.json", list(finished_tuning(study, declared).values()))
             if (Path("runs") / study.name / "test").is_dir():
-                keep_tests(study, declared)
+                return 1 if keep_tests(study, declared) else 0
             return 0
         if args.stage == "choose":
             records = choose(study, declared)
             write_json(study / "tuning.json", records)
             print("\n".join(table_lines(records)))
             return 0
-        runs = planned(args, study, declared)
-        runs = unrecorded(runs, study, declared, args.stage)
-        todo = run.unfinished(runs, redo=False, dry_run=args.dry_run)[: args.runs]
+        todo = runs_to_launch(args, study, declared)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.dry_run:
         print("\n".join(shlex.join(run.command(one, 1)) for one in todo))
         return 0
+    set_aside_errors(todo)
     try:
         failed = run.run_all(todo, JOBS, ranks=1)
     except KeyboardInterrupt:

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from experiments import declaration
+from experiments import declaration, tuning
 from experiments.notes import notes_of, ranges
 
 DECLARED = {
@@ -34,6 +34,13 @@ def study(tmp_path):
     return tmp_path, before, git("rev-parse", "HEAD")
 
 
+def dangling(folder) -> str:
+    """Make a commit of the present files without history, and return its digest."""
+    command = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    command += ["commit-tree", "-m", "side", "HEAD^{tree}"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def problems(folder, **changes) -> list[str]:
     record = {"row": "on", "seed": 1, "versions": {"dirty": False}} | changes
     (folder / "runs.jsonl").write_text(json.dumps(record) + "\n")
@@ -50,6 +57,7 @@ def test_runs_must_be_younger_than_the_declaration(study):
         ({"commit": declared, "versions": {"dirty": True}}, "uncommitted"),
         ({"commit": None}, "uncommitted"),
         ({"commit": "0" * 40}, "unknown"),
+        ({"commit": dangling(folder)}, "of another branch"),
     ):
         (problem,) = problems(folder, **changes)
         assert keyword in problem
@@ -88,11 +96,81 @@ def test_runs_descend_from_the_commit_that_the_declaration_names(study):
         subprocess.run([*git, "checkout", "-q", "--detach"], check=True)
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
         assert problems(folder, commit=head) == []
-        side = subprocess.run(  # the same files without history
-            [*git, "commit-tree", "-m", "side", f"{head}^{{tree}}"], capture_output=True, text=True
-        ).stdout.strip()
+        side = dangling(folder)
+        merge = ["merge", "-q", "--allow-unrelated-histories", "-s", "ours", "-m", "merged", side]
+        subprocess.run([*git, *merge], check=True)
         assert "descend" in problems(folder, commit=side)[0]
     assert f"| commit | {declared} |" in declaration.table_lines(DECLARED | {"commit": declared})
+
+
+# ---- tuning, choice and test -------------------------------------------------------------------------------
+TUNED = DECLARED | {
+    "instances": {"recipe": "chains", "seeds_each": 1},
+    "tuning": {"seeds": [9], "metric": "accuracy", "rates": [0.25, 5e-05]},
+}
+
+
+@pytest.fixture
+def tuned(study):
+    """A study with a committed declaration, tuning runs and choice: off takes 0.25 and on takes 5e-5."""
+    folder, _, _ = study
+    git = ["git", "-C", folder, "-c", "user.name=test", "-c", "user.email=test@localhost"]
+
+    def commit() -> str:
+        subprocess.run([*git, "add", "--all"], check=True)
+        subprocess.run([*git, "commit", "-qm", "next"], check=True)
+        return subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+    (folder / "declared.json").write_text(json.dumps(TUNED))
+    versions = {"commit": commit(), "dirty": False}
+    values = {("off", 0.25): 0.75, ("off", 5e-05): 0.5, ("on", 0.25): 0.5, ("on", 5e-05): 0.75}
+    runs = [
+        {"row": row, "settings": f"train.learning_rate={rate}", "seed": 9, "value": value, "error": False,
+         "versions": versions} for (row, rate), value in values.items()
+    ]  # fmt: skip
+    (folder / "tuning_runs.json").write_text(json.dumps(runs))
+    choice = tuning.choice_of(TUNED, tuning.recorded_tuning(folder))
+    (folder / "tuning.json").write_text(json.dumps(choice))
+    return folder, commit()
+
+
+def tuning_problems(folder, commit: str, seed: int, **settings) -> list[str]:
+    model = f"data/built/chains{f'_{seed}' if seed else ''}/model"
+    settings = {"model.path": model, "train.learning_rate": 5e-05} | settings
+    assert problems(folder, commit=commit, seed=seed, settings=settings) == []
+    return tuning.check_tuning(folder)
+
+
+def test_a_test_run_has_the_chosen_settings_and_the_instance_of_its_seed(tuned):
+    for seed in (0, 1):
+        assert tuning_problems(*tuned, seed) == []
+    for changes, keyword in (
+        ({"train.learning_rate": 0.25}, "5e-05 was chosen"),
+        ({"model.path": "data/built/chains/model"}, "[0]"),
+        ({"data.train": [{"path": "data/built/chains_2/train.jsonl"}]}, "[1, 2]"),
+    ):
+        (problem,) = tuning_problems(*tuned, 1, **changes)
+        assert "row on, seed 1" in problem and keyword in problem
+
+
+def test_the_choice_is_that_of_the_recorded_tuning_runs(tuned):
+    folder, commit = tuned
+    file = folder / "tuning_runs.json"
+    runs = json.loads(file.read_text())
+    for index, changes, keyword in (
+        (0, {"value": 0.25}, "tuning.json is not the choice"),
+        (0, {"seed": 8}, "unfinished"),
+        (1, {"versions": {"commit": commit, "dirty": True}}, "uncommitted"),
+        (1, {"versions": {"commit": "0" * 40, "dirty": False}}, "unknown"),
+        (1, {"versions": {}}, "no commit"),
+    ):
+        changed = [run | changes if i == index else run for i, run in enumerate(runs)]
+        file.write_text(json.dumps(changed))
+        (problem,) = tuning_problems(folder, commit, 0)
+        assert keyword in problem
+    file.write_text(json.dumps(runs))
+    (folder / "tuning.json").unlink()
+    assert "without tuning.json" in tuning_problems(folder, commit, 0)[0]
 
 
 # ---- the note below a table --------------------------------------------------------------------------------
@@ -151,6 +229,12 @@ def test_the_note_names_seeds_and_starts_that_differ():
         None, off=records("off", range(4), weights=by_seed), on=records("on", range(4), weights=by_seed)
     )
     assert pairs == "2 start weights, one for all runs of a seed."
+
+
+def test_the_note_names_the_seeds_that_are_left_out():
+    rows = {"off": records("off", range(2, 6)), "on": records("on", range(2, 5))}
+    text = notes_of(rows, dict.fromkeys(rows, "off"), dict.fromkeys(rows, set()), set(), {0, 1})
+    assert text == "Seeds left out: 0, 1. Seeds without a run: 5 of on."
 
 
 def test_consecutive_seeds_are_joined():

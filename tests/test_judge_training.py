@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -229,7 +230,8 @@ def test_from_a_policy_to_a_judge_that_was_trained_by_rl(tmp_path):
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads((pairs / "recipe.json").read_text())["key"] != key  # another verifier, so other labels
     assert (pairs / "train.jsonl").read_bytes() != before
-    judge_start.build(small_recipe("reasoning"), pairs, tmp_path / "judge")
+    recipe = replace(small_recipe("reasoning"), hidden_size=128)  # vLLM's attention takes no heads of size 4
+    judge_start.build(recipe, pairs, tmp_path / "judge")
     done = train(
         "--config", "experiments/studies/judge/training/reasoning.yaml", f"model.path={tmp_path}/judge",
         f"data.train=[{{path: {pairs}/train.jsonl}}]", "rollout.prompts_per_step=4", "rollout.group_size=4",

@@ -107,3 +107,29 @@ def test_a_recorded_row_also_reads_the_prompts_of_its_start():
     assert (source.path, source.limit) == ("experiments/starts/chains/train.jsonl", 192)
     assert [s.name for s in config.data.eval] == ["chains", "longer"]
     assert all((starts.ROOT / s.path).is_file() for s in config.data.eval)
+
+
+@pytest.mark.parametrize(("start", "study", "row", "in_start", "in_built"), [
+    ("habits", "elimination_tuned", "online_pool_50", "test.jsonl", "pool_50.jsonl"),
+    ("habits", "elimination_tuned", "grpo_skip", "train.jsonl", "scores.jsonl"),
+    ("chains", "order_of_prompts", "staged", "test.jsonl", "part_short.jsonl"),
+])  # fmt: skip
+def test_files_that_a_start_lacks_stay_in_the_built_folder(start, study, row, in_start, in_built):
+    file = starts.ROOT / "experiments" / "studies" / study / f"{row}.yaml"
+    args = SimpleNamespace(rows=[file], script=starts.ROOT / "train_rl.py", settings=[])
+    settings = run.start_settings(args, Path(f"experiments/starts/{start}/model"))
+    text = load_config(["--config", str(file), *settings]).model_dump_json()
+    assert f"experiments/starts/{start}/{in_start}" in text and f"data/built/{start}/{in_built}" in text
+    assert in_built not in text.replace(f"data/built/{start}/{in_built}", "")
+
+
+def test_the_stages_of_a_row_read_the_prompts_of_its_start(tmp_path):
+    file = tmp_path / "row.yaml"
+    prompts = "data: {train: [{path: data/built/chains/train.jsonl}]}"
+    file.write_text(
+        f"model: {{path: data/built/chains/model}}\n{prompts}\nstages: [{{name: one, {prompts}}}]\n"
+    )
+    args = SimpleNamespace(rows=[file], script=starts.ROOT / "train_rl.py", settings=[])
+    settings = run.start_settings(args, Path("experiments/starts/chains/model"))
+    text = load_config(["--config", str(file), *settings]).model_dump_json()
+    assert text.count("experiments/starts/chains/train.jsonl") == 2 and "data/built" not in text

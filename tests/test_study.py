@@ -6,18 +6,22 @@ import re
 import shlex
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
+from scipy.stats import ttest_1samp
 from test_table import write_run
 
 from data.chains import sample_sets
 from data.tiny import RECIPES, pair_habits, recipe_of, sample_problems
-from experiments import report, run, study
+from experiments import report, run, starts, study
+from experiments.bench.common import write_json
 from experiments.declaration import read_declaration
 from experiments.report import Run, make_run
 from experiments.studies.clip_scale import scaling
-from experiments.studies.elimination_tuned import pools
+from experiments.studies.elimination_tuned import pools, slopes
 from experiments.studies.order_of_prompts import parts
 from train_rl import load_config
 
@@ -165,7 +169,20 @@ def small_study(tmp_path, monkeypatch):
         for number, values in enumerate(candidates):
             for seed, value in zip((200, 201), values):
                 write_run(tmp_path / "runs" / "small" / f"tune_{number}", row, seed, [0.1, value])
+    for row in ("espo", "grpo"):
+        base = f"{ROOT}/experiments/studies/losses_tuned/{row}.yaml"
+        (folder / f"{row}.yaml").write_text(f"base: {base}\n")
+    (tmp_path / "train_rl.py").symlink_to(ROOT / "train_rl.py")
+    monkeypatch.setattr(run, "changed_settings", lambda one: [])  # the folders have no settings
+    monkeypatch.setattr(study, "commit_of", lambda: {"commit": "c0ffee", "dirty": False})
     return folder
+
+
+def fail(folder: Path, times: int) -> None:
+    """Take the summary of a run, and write the error files of its failed launches."""
+    (folder / "summary.json").unlink(missing_ok=True)
+    for name in ("first_error_rank_0.txt", "error_rank_0.txt")[-times:]:
+        (folder / name).write_text("out of memory")
 
 
 def test_the_candidate_with_the_highest_mean_is_chosen_and_tested(small_study, capsys):
@@ -177,30 +194,73 @@ def test_the_candidate_with_the_highest_mean_is_chosen_and_tested(small_study, c
     assert records[1]["candidates"]["train.learning_rate=0.5 algorithm.clip_eps_low=0.1"] == [0.9, 0.2]
     assert f"| grpo | `{grpo}` | 0.150, 0.600, 0.550, 0.100 |" in capsys.readouterr().out
     declared = read_declaration(small_study / "declared.json")
-    for row in ("espo", "grpo"):
-        (small_study / f"{row}.yaml").write_text(
-            f"base: {ROOT}/experiments/studies/losses_tuned/{row}.yaml\n"
-        )
-    (run.ROOT / "train_rl.py").symlink_to(ROOT / "train_rl.py")
     one = study.runs_of_test(small_study, declared, ["grpo"], [0])[0]
     assert one.arguments[-2:] == tuple(grpo.split())
 
 
-def test_an_unfinished_run_stops_the_choice_and_a_failed_run_counts_as_0(small_study, capsys):
+def test_an_unfinished_run_stops_the_choice_and_a_run_that_failed_twice_counts_as_0(small_study, capsys):
     folder = run.ROOT / "runs" / "small" / "tune_1" / "grpo" / "seed_201"
-    (folder / "summary.json").unlink()
-    assert study.main(["small", "choose"]) == 2
-    assert str(folder.relative_to(run.ROOT)) in capsys.readouterr().err
-    (folder / "error_rank_0.txt").write_text("out of memory")
+    for times in (0, 1):
+        (folder / "summary.json").unlink(missing_ok=True)
+        if times:
+            fail(folder, times)
+        assert study.main(["small", "keep"]) == 0 and study.main(["small", "choose"]) == 2
+        assert str(folder.relative_to(run.ROOT)) in capsys.readouterr().err
+    fail(folder, 2)
     assert study.main(["small", "choose"]) == 0
     (_, grpo) = json.loads((small_study / "tuning.json").read_text())
     assert grpo["settings"] == "train.learning_rate=0.5 algorithm.clip_eps_low=0.1"
 
 
+@pytest.mark.parametrize("stage", ["tune", "test"])
+def test_a_failed_run_is_repeated_once(stage, small_study, monkeypatch, capsys):
+    """Each launch deletes the error file of the earlier launch and fails, as train_rl.py does."""
+    write_json(small_study / "tuning.json", [{"row": row, "settings": ""} for row in ("espo", "grpo")])
+    seed = {"tune": 201, "test": 1}[stage]
+    folder = run.ROOT / "runs" / "small" / {"tune": "tune_1", "test": "test"}[stage] / "grpo" / f"seed_{seed}"
+    if stage == "test":
+        for row in ("espo", "grpo"):
+            for test_seed in (0, 1):
+                write_run(folder.parents[1], row, test_seed, [0.1, 0.5])
+    (folder / "summary.json").unlink()
+    launched = []
+
+    def run_all(todo, jobs, ranks):
+        for one in todo:
+            (one.folder / "error_rank_0.txt").unlink(missing_ok=True)
+            (one.folder / "error_rank_0.txt").write_text(f"failure {len(launched)}")
+        launched.append(len(todo))
+        return todo
+
+    monkeypatch.setattr(run, "run_all", run_all)
+    assert [study.main(["small", stage]) for _ in range(3)] == [1, 1, 0]
+    assert launched == [1, 1, 0]
+    assert str(folder.relative_to(run.ROOT)) in capsys.readouterr().err
+    assert (folder / "first_error_rank_0.txt").read_text() == "failure 0"
+
+
+def test_runs_that_the_check_would_refuse_are_not_launched(small_study, monkeypatch, capsys):
+    """A dirty checkout, no checkout, and committed start weights that were changed."""
+    (run.ROOT / "runs" / "small" / "tune_1" / "espo" / "seed_200" / "summary.json").unlink()
+    launched = []
+    monkeypatch.setattr(run, "run_all", lambda todo, jobs, ranks: launched.append(len(todo)))
+    for commit, dirty in (("c0ffee", True), (None, None)):
+        monkeypatch.setattr(study, "commit_of", lambda: {"commit": commit, "dirty": dirty})  # noqa: B023
+        assert study.main(["small", "tune"]) == 2 and "commit" in capsys.readouterr().err
+        assert study.main(["small", "tune", "--dry-run"]) == 0
+    monkeypatch.setattr(study, "commit_of", lambda: {"commit": "c0ffee", "dirty": False})
+    changed = run.ROOT / "experiments" / "starts" / "mine"
+    changed.mkdir(parents=True)
+    monkeypatch.setattr(starts, "ROOT", run.ROOT)
+    monkeypatch.setattr(starts, "STARTS", changed.parent)
+    with (small_study / "espo.yaml").open("a") as file:
+        file.write("model: {path: experiments/starts/mine/model}\n")
+    assert study.main(["small", "tune"]) == 2 and str(changed) in capsys.readouterr().err
+    assert launched == []
+
+
 def test_a_portion_is_the_next_unfinished_runs(small_study, monkeypatch, capsys):
     """Of 12 tuning runs, the two without a summary are unfinished."""
-    monkeypatch.setattr(study, "instance_settings", lambda row, declared, seed: [])
-    monkeypatch.setattr(run, "changed_settings", lambda one: [])
     for seed in (200, 201):
         (run.ROOT / "runs" / "small" / "tune_1" / "espo" / f"seed_{seed}" / "summary.json").unlink()
     launched = []
@@ -213,12 +273,10 @@ def test_a_portion_is_the_next_unfinished_runs(small_study, monkeypatch, capsys)
     assert study.main(["small", "test"]) == 2 and "tuning.json" in capsys.readouterr().err
 
 
-def test_another_machine_continues_from_the_records(small_study, monkeypatch, capsys):
+def test_another_machine_continues_from_the_records(small_study, capsys):
     """Seed 0 of the test has both rows, seed 1 lacks espo; then the folders of the runs are gone."""
-    monkeypatch.setattr(study, "instance_settings", lambda row, declared, seed: [])
     runs = run.ROOT / "runs" / "small"
-    (runs / "tune_0" / "grpo" / "seed_200" / "summary.json").unlink()
-    (runs / "tune_0" / "grpo" / "seed_200" / "error_rank_0.txt").write_text("out of memory")
+    fail(runs / "tune_0" / "grpo" / "seed_200", 2)
     for row, seed in (("espo", 0), ("grpo", 0), ("grpo", 1)):
         write_run(runs / "test", row, seed, [0.1, 0.5])
     for _ in range(2):  # repeated: nothing is recorded twice
@@ -232,13 +290,53 @@ def test_another_machine_continues_from_the_records(small_study, monkeypatch, ca
     assert study.main(["small", "choose"]) == 0
     (_, grpo) = json.loads((small_study / "tuning.json").read_text())
     assert grpo["candidates"]["train.learning_rate=0.25 algorithm.clip_eps_low=0.1"] == [0.0, 0.2]
-    for row in ("espo", "grpo"):
-        base = f"{ROOT}/experiments/studies/losses_tuned/{row}.yaml"
-        (small_study / f"{row}.yaml").write_text(f"base: {base}\n")
-    (run.ROOT / "train_rl.py").symlink_to(ROOT / "train_rl.py")
     assert study.main(["small", "test", "--dry-run"]) == 0
     commands = capsys.readouterr().out
     assert commands.count("train.seed=1") == 2 and "train.seed=0" not in commands
+
+
+def test_a_seed_of_two_machines_or_commits_is_not_kept(small_study, capsys):
+    """Seed 0 has another commit in one row, seed 1 an earlier launch on another machine."""
+    runs = run.ROOT / "runs" / "small" / "test"
+    for row in ("espo", "grpo"):
+        for seed in (0, 1):
+            folder = write_run(runs, row, seed, [0.1, 0.5])
+            versions = {"commit": "aa", "machine": {"cpu": "one"}}
+            if (row, seed) == ("grpo", 0):
+                versions["commit"] = "bb"
+            if (row, seed) == ("grpo", 1):
+                versions["earlier"] = [{"commit": "aa", "machine": {"cpu": "two"}}]
+            (folder / "versions.json").write_text(json.dumps(versions))
+    assert study.main(["small", "keep"]) == 1
+    output = capsys.readouterr()
+    assert "kept: seeds []" in output.out
+    for text in ("aa on cpu one: espo; bb on cpu one: grpo", "aa on cpu two: grpo", "--seeds 1"):
+        assert text in output.err
+
+
+# ---- the share of prompts without variance -----------------------------------------------------------------
+
+
+def test_the_slope_of_an_instance_is_over_its_mean_gains():
+    """Gains of 0.1 x share + 0.02 in instance 0 and of 0.3 x share in instance 1; seed 4 lacks a row."""
+    rows = {}
+    for share, (online, parent) in slopes.ROWS.items():
+        gains = [0.1 * share + 0.01, 0.1 * share + 0.03, 0.3 * share, 0.3 * share, 9.0]
+        rows[parent] = [finished_run(parent, seed, 0.2) for seed in range(5 if share > 0.6 else 4)]
+        rows[online] = [finished_run(online, seed, 0.2 + gain) for seed, gain in enumerate(gains)]
+    data = slopes.measure(rows)
+    assert [figures["seeds"] for figures in data] == [[0, 1], [2, 3]]
+    assert [figures["slope"] for figures in data] == pytest.approx([0.1, 0.3])
+    assert data[0]["gains"] == pytest.approx({"0.7": 0.09, "0.5": 0.07, "0.3": 0.05})
+    p = ttest_1samp([0.1, 0.3], 0.0).pvalue
+    line = f"| 2 | +0.1500 | +0.1100 | +0.0700 | +0.200 | -1.071 to +1.471 | {p:.3f} |"
+    assert slopes.table_lines(data)[2] == line
+
+
+def finished_run(row: str, seed: int, value: float) -> Run:
+    """Make a run whose final metric is a value."""
+    record = {"row": row, "seed": seed}
+    return Run(record, "made", None, {}, *[np.array([0.0, value])] * 3, offline_tokens=0)
 
 
 # ---- the scale of a clip -----------------------------------------------------------------------------------

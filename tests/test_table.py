@@ -13,6 +13,7 @@ import time
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -23,6 +24,7 @@ from scipy.stats import ttest_ind, ttest_rel
 
 from experiments import report, run
 from experiments.studies.score_centering import secondary
+from runtime.checkpoint import prepare_run_dir
 from runtime.config import flat_settings
 from train_rl import load_config
 
@@ -487,6 +489,40 @@ def test_offline_scoring_is_charged_shared_and_whole(scored, tmp_path, capsys):
                                       "1.60 (1.60 to 1.60)"]  # fmt: skip
 
 
+def test_each_task_instance_has_a_scoring_of_its_own(tmp_path, capsys):
+    """Seeds 0 and 1 share a scoring of 50 tokens, seeds 2 and 3 have one of 100 each: 250 in all."""
+    folders = []
+    for seed in range(4):
+        folders.append(write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.4, 0.6]))
+        folders.append(write_run(tmp_path / "runs", "skip", seed, [0.2, 0.4, 0.6, 0.8], tokens=50))
+    record = write_record(tmp_path / "runs.jsonl", *folders)
+    lines = []
+    for run_record in map(json.loads, record.read_text().splitlines()):
+        if run_record["row"] == "skip":
+            seed = run_record["seed"]
+            file = f"data/built/habits_{max(seed, 1)}/scores.jsonl"
+            run_record["settings"]["zero_variance.offline_scores"] = file
+            run_record["offline_tokens"] = 50 if seed < 2 else 100
+        lines.append(json.dumps(run_record) + "\n")
+    record.write_text("".join(lines))
+    (_, skip), _ = make(record, "--parent", "grpo", capsys=capsys)
+    assert skip["offline_tokens"] == 75
+    assert skip["speedup_whole"] == pytest.approx(400 / 275)
+    assert skip["speedup_shared"] == pytest.approx(400 / (200 + 250 / 4))
+
+
+def test_seeds_are_left_out_on_request(tmp_path, capsys):
+    for seed in range(4):
+        write_run(tmp_path / "runs", "off", seed, [0.2, 0.25 * seed])
+        write_run(tmp_path / "runs", "on", seed, [0.2, 0.25 * seed + 0.125 * (seed > 1)])
+    options = ("--parent", "off", "--columns", "row", "n", "metric", "paired")
+    (_, on), _ = make(tmp_path / "runs", *options, capsys=capsys)
+    assert on["n"] == 4 and on["paired"] == pytest.approx(0.0625)
+    (off, on), printed = make(tmp_path / "runs", *options, "--without-seeds", "0", "1", capsys=capsys)
+    assert (on["n"], off["mean"], on["paired"]) == (2, pytest.approx(0.625), pytest.approx(0.125))
+    assert "Seeds left out: 0, 1." in printed
+
+
 def test_unknown_offline_scoring_gives_no_charged_ratio(scored, tmp_path, capsys):
     record = tmp_path / "old.jsonl"
     write_record(record, *(scored / row / "seed_0" for row in ("grpo", "skip")))
@@ -877,7 +913,7 @@ def study(tmp_path, monkeypatch) -> Path:
 
 def test_a_row_of_a_study_is_run_and_compared_with_its_record(study, tmp_path, monkeypatch, capsys):
     builds = []
-    monkeypatch.setattr(run, "missing_start", lambda run: builds.append(run) or [sys.executable, "-c", ""])
+    monkeypatch.setattr(run, "build_start", lambda one, study, dry_run: builds.append(one))
     command = ["--row", "question/grpo", "--seed", "4", "--out", str(tmp_path / "out")]
     assert run.main(command) == 0
     output = capsys.readouterr()
@@ -901,6 +937,72 @@ def test_the_start_of_a_row_is_built_if_it_is_missing(study, tmp_path, monkeypat
     scores = "zero_variance.offline_scores=data/built/habits/none.jsonl"
     assert run.main([*command, "--script", str(ROOT / "train_rl.py"), scores]) == 2
     assert "zero_variance.offline_scores" in capsys.readouterr().err
+    builds = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(run.subprocess, "run", lambda command, cwd: builds.append(command) or done)
+    pools = "data.train=[{path: data/built/habits/pool_50.jsonl}]"
+    assert run.main([*command[:-1], "--script", str(ROOT / "train_rl.py"), pools]) == 2
+    assert [words[-1] for words in builds] == ["habits"]
+    error = capsys.readouterr().err
+    assert "data/built/habits/pool_50.jsonl" in error and "README.md" in error, "named after the build"
+
+
+RECORDED = {
+    (file.parent.name, record["row"]): record
+    for file in sorted(run.STUDIES.glob("*/*.jsonl"))
+    for record in map(json.loads, file.read_text().splitlines())
+    if file.with_name(f"{record['row']}.yaml").is_file()
+}
+
+
+def test_the_recorded_settings_of_every_row_load(monkeypatch):
+    """A recorded value wins, unless this version lacks it; a hook of the YAML is kept, or recorded."""
+    monkeypatch.chdir(ROOT)
+    assert len(RECORDED) > 100
+    for (name, row), record in RECORDED.items():
+        file = run.STUDIES / name / f"{row}.yaml"
+        args = SimpleNamespace(rows=[file], script=ROOT / "train_rl.py")
+        recorded = report.Run(record, "", None, {}, *[np.zeros(1)] * 3, None)
+        config = load_config(["--config", str(file), *run.recorded_settings(args, recorded)])
+        past = record["settings"]
+        assert config.train.learning_rate == past.get("train.learning_rate", config.train.learning_rate)
+        yaml_hooks = load_config(["--config", str(file)]).algorithm
+        for hook in ("gain", "advantage", "select"):
+            assert getattr(config.algorithm, hook) == getattr(yaml_hooks, hook), (name, row)
+
+
+def test_recorded_stages_are_repeated(monkeypatch):
+    """The record of another task instance: the YAML of the row reads the stages of instance 0."""
+    monkeypatch.chdir(ROOT)
+    file = run.STUDIES / "order_of_prompts" / "staged.yaml"
+    values = load_config(["--config", str(file)]).model_dump(mode="json", exclude_defaults=True)
+    past = json.loads(json.dumps(flat_settings(values)).replace("/chains/", "/chains_2/"))
+    args = SimpleNamespace(rows=[file], script=ROOT / "train_rl.py", settings=[])
+    recorded = report.Run({"settings": past}, "", None, {}, *[np.zeros(1)] * 3, None)
+    settings = run.recorded_settings(args, recorded)
+    config = load_config(["--config", str(file), *settings])
+    assert "/chains/" not in config.model_dump_json()
+    assert config.stages[0].until.steps == 18 and "chains_2/part_short" in config.model_dump_json()
+    missing = run.missing_files(run.Run("staged", 4, Path(), Path(), Path("train_rl.py"), (
+        "--config", str(file), *settings)))  # fmt: skip
+    assert "stages[0].data.train[0].path" in missing and "model.path" in missing
+
+
+def test_a_run_with_a_plugin_is_continued_and_recorded_from_the_root(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    plugin = "experiments/plugins/sapo.py:sapo"
+    folder = write_run(tmp_path, "sapo", 0, [0.2, 0.4])
+    arguments = ("--config", "experiments/studies/variants/sapo.yaml", f"run.dir={folder}")
+    config = load_config(list(arguments))
+    assert config.algorithm.gain == plugin
+    prepare_run_dir(folder, config, record=None)
+    assert ".." in yaml.safe_load((folder / "config.yaml").read_text())["algorithm"]["gain"]
+    versions = json.loads((folder / "versions.json").read_text())
+    (folder / "versions.json").write_text(json.dumps(versions | {"script": "train_rl.py"}))
+    one = run.Run("sapo", 0, folder, folder.with_suffix(".log"), Path("train_rl.py"), arguments)
+    assert run.changed_settings(one) == []
+    monkeypatch.chdir(tmp_path)
+    assert report.provenance(folder)["settings"]["algorithm.gain"] == plugin
 
 
 # ---- changed copies of train_rl.py -------------------------------------------------------------------------

@@ -1,0 +1,119 @@
+"""Choose the settings of a tuned study, and check the choice and the settings of the test runs.
+
+experiments/study.py writes tuning_runs.json (a record per tuning run) and tuning.json (the choice) beside
+declared.json. For a study whose declaration has `instances`, `python experiments/report.py --check` refuses
+
+    a tuning.json that differs from the choice by the recorded tuning runs,
+    a tuning run of a commit without this declaration, or of a checkout with uncommitted changes,
+    a test run without tuning.json, or with other settings than the chosen ones,
+    a test run that reads files of another task instance than its seed's.
+"""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+from experiments.declaration import commit_problems, read_declaration, records_of
+from runtime.config import flat_settings, read_override
+from settings import Config
+
+Key = tuple[str, str, int]  # row, settings, seed
+
+
+def candidates(tuning: dict, row: str) -> list[str]:
+    """List the settings that tuning tries for a row, for example "train.learning_rate=0.0005"."""
+    clips = tuning.get("clips", {}).get(row, [""])
+    return [f"train.learning_rate={rate} {clip}".strip() for rate in tuning["rates"] for clip in clips]
+
+
+def recorded_tuning(study: Path) -> dict[Key, dict]:
+    """Return {(row, settings, seed): record} of tuning_runs.json; {} without the file."""
+    file = study / "tuning_runs.json"
+    records = json.loads(file.read_text()) if file.is_file() else []
+    return {(record["row"], record["settings"], record["seed"]): record for record in records}
+
+
+def choice_of(declared: dict, finished: dict[Key, dict]) -> list[dict]:
+    """Return, for each row, the chosen settings and the metric of every tuning run [candidate][seed].
+
+    finished: the records of the tuning runs. ValueError names a run that is missing.
+    """
+    tuning = declared["tuning"]
+    choice = []
+    for row in declared["rows"]:
+        settings = candidates(tuning, row)
+        for key in ((row, each, seed) for each in settings for seed in tuning["seeds"]):
+            if key not in finished:
+                raise ValueError(f"the tuning run of {row}, {key[1]}, seed {key[2]} is unfinished")
+        values = [[finished[row, each, seed]["value"] for seed in tuning["seeds"]] for each in settings]
+        means = list(map(statistics.mean, values))
+        best = means.index(max(means))
+        choice.append({"row": row, "settings": settings[best], "candidates": dict(zip(settings, values))})
+    return choice
+
+
+def chosen_problems(record: dict, settings: str) -> list[str]:
+    """Name the settings in which a test run differs from the choice of its row."""
+    defaults = flat_settings(Config().model_dump(mode="json"))
+    problems = []
+    for text in settings.split():
+        ((name, value),) = flat_settings(read_override(text)).items()
+        recorded = record.get("settings", {}).get(name, defaults.get(name))
+        if str(recorded) != str(value):  # as text, because YAML reads 5e-05 as a string
+            problems.append(f"{name} is {recorded}, and {value} was chosen")
+    return problems
+
+
+def instance_problems(record: dict, instances: dict) -> list[str]:
+    """Name the task instances that a test run reads, if they are not the instance of its seed."""
+    folders = rf"(?:data/built|experiments/starts)/{instances['recipe']}(?:_(\d+))?/"
+    numbers = {int(number or 0) for number in re.findall(folders, json.dumps(record.get("settings", {})))}
+    expected = record["seed"] // instances["seeds_each"]
+    is_right = numbers == {expected}
+    return [] if is_right else [f"reads the task instances {sorted(numbers)}, and its seed has {expected}"]
+
+
+def check_tuning(folder: Path) -> list[str]:
+    """Return the problems of a study's tuning, choice and test; none if its declaration has no instances."""
+    file = folder / "declared.json"
+    declared = read_declaration(file) if file.is_file() else {}
+    if "instances" not in declared:
+        return []
+    records = records_of(folder)
+    problems = []
+    choice = {}
+    if "tuning" in declared:
+        problems = choice_problems(folder, declared)
+        tuned = folder / "tuning.json"
+        choice = (
+            {each["row"]: each["settings"] for each in json.loads(tuned.read_text())}
+            if tuned.is_file()
+            else {}
+        )
+        if records and not choice:
+            problems.append("test runs without tuning.json: commit the choice, then test")
+    for record in records:
+        texts = chosen_problems(record, choice.get(record["row"], ""))
+        texts += instance_problems(record, declared["instances"])
+        problems += [f"row {record['row']}, seed {record['seed']}: {text}" for text in texts]
+    return problems
+
+
+def choice_problems(folder: Path, declared: dict) -> list[str]:
+    """Check the recorded tuning runs of a study, and tuning.json against the choice by these runs."""
+    finished = recorded_tuning(folder)
+    launched = [
+        {"row": record["row"], "seed": record["seed"], "commit": versions.get("commit"), "versions": versions}
+        for record in finished.values()
+        if (versions := record.get("versions", {})) or not record["error"]  # an early failure has no versions
+    ]
+    problems = commit_problems(folder / "declared.json", launched, with_choice=False)
+    tuned = folder / "tuning.json"
+    if tuned.is_file():
+        try:
+            is_repeated = choice_of(declared, finished) == json.loads(tuned.read_text())
+        except ValueError as error:
+            return [*problems, f"tuning.json: {error}; run `keep` and commit tuning_runs.json"]
+        problems += [] if is_repeated else ["tuning.json is not the choice by tuning_runs.json; run `choose`"]
+    return problems
