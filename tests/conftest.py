@@ -50,8 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The process of the mark `ranks` runs tests that use the demo's model, and files that start ranks, because
     several files share runs and starts. The other process runs the remaining tests. A slow test that shares
-    nothing says `slow(process="others")`. The demo's model takes a minute to make. Only one process makes the
-    model, so the process `ranks` begins with tests that need the model and the other process begins without.
+    nothing says `slow(process="others")`. Only one process makes the demo's model, so the process `ranks`
+    begins with tests that need the model and the other process begins without.
     """
     for item in items:
         skip_without_programs(item)
@@ -149,10 +149,19 @@ def train(*settings, ranks=2, start=preloaded.run, **options) -> subprocess.Comp
     return start(ranks, "train_rl.py", *settings, **options)
 
 
+def same_content(first: Path, second: Path) -> bool:
+    return first.is_file() and second.is_file() and first.read_bytes() == second.read_bytes()
+
+
 @pytest.fixture(scope="session")
 def demo_model():
-    """Make the demo's model, and a copy with a second end token, the digit 7."""
-    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
+    """Provide the demo's model with the committed weights, and a copy with a second end token, digit 7."""
+    start = ROOT / "experiments" / "starts" / "tiny"
+    files = ("model/model-00001-of-00001.safetensors", "train.jsonl", "test.jsonl")
+    built = ROOT / "data" / "built" / "tiny"
+    if any(not same_content(start / file, built / file) for file in files):
+        command = [sys.executable, "-m", "data.tiny", "--model", str(start / "model")]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=600)
     TWO_ENDS.mkdir(parents=True, exist_ok=True)
     for file in (ROOT / "data" / "built" / "tiny" / "model").iterdir():
         if not (TWO_ENDS / file.name).is_symlink():

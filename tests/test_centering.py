@@ -336,11 +336,10 @@ def test_the_engines_tokens_reach_the_update_and_the_old_policy(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topk", [98, 8])
-def test_a_run_on_two_ranks_centers(topk, demo_model, tmp_path):
-    """The whole vocabulary has a probability of 1 (float32, of 98 terms), eight tokens have less."""
+def test_a_run_on_two_ranks_centers(demo_model, tmp_path):
+    """The whole vocabulary has a probability of 1 (float32, a sum of 98 terms)."""
     done = train(
-        *SMALL, "--config", "experiments/methods/score_centering.yaml", f"rollout.topk_logprobs={topk}",
+        *SMALL, "--config", "experiments/methods/score_centering.yaml",
         "train.minibatches_per_step=2", "train.num_steps=2", "rollout.fp8=simulate",
         "rollout.simulate_format=mxfp4", f"run.dir={tmp_path}/run",
     )  # fmt: skip
@@ -348,7 +347,7 @@ def test_a_run_on_two_ranks_centers(topk, demo_model, tmp_path):
     steps = [row for row in rows_of(tmp_path / "run") if "topk_mass" in row]
     assert len(steps) == 2
     for step in steps:
-        assert step["topk_mass"] == pytest.approx(1, abs=1e-4) if topk == 98 else step["topk_mass"] < 0.9999
+        assert step["topk_mass"] == pytest.approx(1, abs=1e-4)
         assert step["mismatch_k3"] > 1e-4 and step["grad_norm"] > 0
 
 

@@ -196,6 +196,21 @@ def test_a_folder_without_pairs_is_named(tmp_path):
         judge_start.build(small_recipe("direct"), tmp_path, tmp_path / "judge")
 
 
+def test_pairs_are_made_anew_for_another_verifier(tmp_path):
+    """The labels come from the verifier: its name, its settings and the file of a custom function."""
+    file = tmp_path / "own.py"
+    prompts = [replace(prompt, kind=f"{file}:score") for prompt in make_prompts(3)]
+    keys = set()
+    for changed, binary, text in ((prompts, False, "1"), (prompts, True, "1"), (prompts, False, "2"),
+                                  (make_prompts(3), False, "1"), (make_prompts(2), False, "1")):  # fmt: skip
+        file.write_text(text)
+        args = SimpleNamespace(stop=[], dtype="float32", reward=RewardSettings(binary=binary, timeout_s=7))
+        keys.add(judge_pairs.key_of({"binary": binary}, changed, args))
+    assert len(keys) == 5
+    args.reward = RewardSettings(timeout_s=8)
+    assert judge_pairs.key_of({"binary": False}, make_prompts(2), args) not in keys
+
+
 @pytest.mark.slow
 def test_from_a_policy_to_a_judge_that_was_trained_by_rl(tmp_path):
     """data.judge_pairs, data.judge_start, and two steps of train_rl.py, as docs/data_and_rewards.md says."""
@@ -224,12 +239,6 @@ def test_from_a_policy_to_a_judge_that_was_trained_by_rl(tmp_path):
     for group in sets["groups"]:
         assert group["scores"] == [text == answers[group["task"]] for text in group["completions"]]
         assert len(group["scores"]) == 8
-    before = (pairs / "train.jsonl").read_bytes()
-    key = json.loads((pairs / "recipe.json").read_text())["key"]
-    again = preloaded.run(*command, "--kind", "characters", "--columns", "kind=null")
-    assert again.returncode == 0, again.stderr[-3000:]
-    assert json.loads((pairs / "recipe.json").read_text())["key"] != key  # another verifier, so other labels
-    assert (pairs / "train.jsonl").read_bytes() != before
     recipe = replace(small_recipe("reasoning"), hidden_size=128)  # vLLM's attention takes no heads of size 4
     judge_start.build(recipe, pairs, tmp_path / "judge")
     done = train(

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.stats import fisher_exact
 
 from experiments.bench.common import make_parser, markdown, write_json
-from experiments.report import paired_p, read_rows, show_interval, show_p, t_interval
+from experiments.report import paired_p, read_rows, show, show_interval, show_p, t_interval
 
 SIDES = {  # the sides of the declared test of falls
     "no remedy": ("none", "rl_zvp"),
@@ -72,8 +72,8 @@ def effect_lines(data: list[dict]) -> list[str]:
     effects["without minus with"] = without - with_centering
     lines = [
         [
-            label, str(len(seeds)), f"{values.mean():+.4f}", show_interval(t_interval(values), "+.4f"),
-            show_p(paired_p(values)),
+            label, str(len(seeds)), show(values.mean() if seeds else None, "+.4f"),
+            show_interval(t_interval(values), "+.4f"), show_p(paired_p(values)),
         ]
         for label, values in effects.items()
     ]  # fmt: skip
