@@ -83,8 +83,7 @@ def test_the_estimate_is_proportional_to_the_number_of_prompts(monkeypatch):
     assert ifeval.estimate_minutes([{}] * 590, args) == pytest.approx(2 * 600 / 60)
 
 
-@pytest.mark.slow(process="others")
-@pytest.mark.ranks  # only to balance the two processes of `make test`
+@pytest.mark.slow
 def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd):
     model = tmp_path / "model"
     random_model.main(["--output", str(model), "--text", str(dataset), "--layers", "1"])
