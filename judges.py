@@ -214,7 +214,7 @@ def refuse_mute_judge(kind: str, path: str | None) -> None:
     """
     if kind != "generative" or not os.path.isfile(config_file := os.path.join(path, "config.json")):
         return  # build_judge() explains paths that are no folder
-    tokenizer = load_tokenizer(path, "reward.judge_path ")
+    tokenizer = load_tokenizer(path, "reward.judge_path")
     with open(config_file) as file:
         num_rows = json.load(file).get("vocab_size", len(tokenizer))
     missing = []

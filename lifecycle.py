@@ -371,7 +371,7 @@ def check_teacher(config: Config, hf_config, tokenizer, state: TrainState) -> No
     teacher = teacher_config(path)
     folder = moe_model.model_folder(path)
     own = tokenizer.get_vocab()
-    other = load_tokenizer(folder, "zero_variance.teacher ").get_vocab()
+    other = load_tokenizer(folder, "zero_variance.teacher").get_vocab()
     if own != other or teacher.vocab_size < hf_config.vocab_size:
         differing = sorted(own.items() ^ other.items(), key=lambda item: item[1])
         example = f", for example the token {differing[0][0]!r}" if differing else ""

@@ -15,18 +15,19 @@ LOADER_ARGUMENTS = ("conversation", "tokenize", "add_generation_prompt", "return
 def load_tokenizer(folder, setting: str = ""):
     """Load the tokenizer of a model folder; code in the folder is never run. ValueError if loading fails.
 
-    setting: its name, for example "reward.judge_path ", begins the message of an error.
+    setting: name of the setting that holds the folder, for example "reward.judge_path". Errors begin with it.
     """
     from transformers import AutoTokenizer
 
+    place = f"{setting} {folder}".lstrip()
     advice = "copy the model's tokenizer files there, for example tokenizer.json and tokenizer_config.json"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # broken files make transformers raise errors of many types
         reason = one_line(str(error))[:300]
-        raise ValueError(f"{setting}{folder}: the tokenizer cannot be loaded ({reason}); {advice}") from error
+        raise ValueError(f"{place}: the tokenizer cannot be loaded ({reason}); {advice}") from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # an empty folder gives a default tokenizer
-        raise ValueError(f"{setting}{folder} holds no tokenizer; {advice}")
+        raise ValueError(f"{place} holds no tokenizer; {advice}")
     return tokenizer
 
 

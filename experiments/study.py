@@ -128,12 +128,13 @@ def finished_tuning(study: Path, declared: dict) -> dict[tuple[str, str, int], d
     """Return tuning_runs.json and the records of tuning runs that have finished or failed twice here."""
     records = recorded_tuning(study)
     for key, folder in tuning_folders(study, declared).items():
-        finished = report.read_run(folder, declared["tuning"]["metric"]) if folder.is_dir() else "not started"
-        has_failed = isinstance(finished, str) and has_failed_twice(folder)
-        if key in records or (isinstance(finished, str) and not has_failed):
+        finished = report.read_run(folder, declared["tuning"]["metric"]) if folder.is_dir() else None
+        is_finished = isinstance(finished, report.Run)  # else the reason why it is not, as a text
+        has_failed = not is_finished and has_failed_twice(folder)
+        if key in records or not (is_finished or has_failed):
             continue
         row, settings, seed = key
-        value = 0.0 if isinstance(finished, str) else float(finished.values[-1])
+        value = float(finished.values[-1]) if is_finished else 0.0
         record = {"row": row, "settings": settings, "seed": seed, "value": value, "error": has_failed}
         if (folder / "versions.json").is_file():  # a run that failed early has none
             record |= {"versions": report.versions_of(folder)}
