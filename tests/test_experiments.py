@@ -133,7 +133,7 @@ def test_turns_splits_the_seconds_of_a_rollout(monkeypatch):
     assert turns.table_lines({"slots": 2, "rounds": rounds})[2:] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.slow(process="others")
 @pytest.mark.usefixtures("demo_model")
 def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, small_recipe):
     files = ("--json", tmp_path / "rollout.json", "--plot", tmp_path / "rollout.png")
