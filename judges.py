@@ -124,13 +124,14 @@ class GenerativeJudge:
     """Let a language model reason about two completions and conclude with Better, Tie or Worse [secondary].
 
     generate: function from a list of questions to a list of answers. template: question with the placeholders
-    {prompt}, {first} and {second}; None: TEMPLATE. num_unreadable: number of answers so far that contain no
-    verdict; an unreadable answer counts as a tie.
+    {prompt}, {first} and {second}; None: TEMPLATE. num_answers: answers since the last judge_metrics();
+    num_unreadable: answers among these without a verdict. An unreadable answer counts as a tie.
     """
 
     def __init__(self, generate: Callable[[list[str]], list[str]], template: str | None = None):
         self.generate = generate
         self.template = template or TEMPLATE
+        self.num_answers = 0
         self.num_unreadable = 0
 
     def compare(self, prompts, firsts, seconds) -> list[int]:
@@ -146,6 +147,7 @@ class GenerativeJudge:
                 f"{len(questions)} prompts; the function must return one answer per prompt, in order"
             )
         verdicts = [last_verdict(answer) for answer in answers]
+        self.num_answers += len(verdicts)
         self.num_unreadable += verdicts.count(None)
         return [SIGNS[verdict] if verdict else 0 for verdict in verdicts]
 
@@ -262,6 +264,15 @@ def build_judge(
         raise ValueError(
             f"reward.judge_path: cannot import the judge {path!r}: {type(error).__name__}: {error}"
         ) from error
+
+
+def judge_metrics(judge) -> dict[str, tuple[float, float]]:
+    """Return judge/unreadable_frac since the last call as (sum, count); {} without a generative judge."""
+    if not isinstance(judge, GenerativeJudge):
+        return {}
+    counts = judge.num_unreadable, judge.num_answers
+    judge.num_unreadable = judge.num_answers = 0
+    return {"judge/unreadable_frac": counts}
 
 
 def pairwise_reference(judge, prompts, completions, references) -> list[float]:

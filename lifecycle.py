@@ -85,7 +85,14 @@ from runtime.checkpoint import (
     with_saved_dtype,
     writing,
 )
-from runtime.checks import check_routes, check_verdicts, mismatch_gate, refuse_nonfinite_weights, say
+from runtime.checks import (
+    check_routes,
+    check_verdicts,
+    mismatch_gate,
+    refuse_nonfinite_weights,
+    say,
+    warn_of_unreadable_answers,
+)
 from runtime.config import flat_settings
 from runtime.launch import Signals, Stopped
 from runtime.machine import check_machine
@@ -281,7 +288,7 @@ def widest(configs: list[Config]) -> Config:
     sections = {}
     for section, keys in {
         "rollout": ("max_prompt_tokens", "max_new_tokens"), "eval": ("max_new_tokens",),
-        "algorithm": ("kl_coef",), "zero_variance": ("teacher",),
+        "algorithm": ("kl_coef", "score_centering"), "zero_variance": ("teacher",),
     }.items():  # fmt: skip
         values = {key: [getattr(getattr(config, section), key) for config in configs] for key in keys}
         largest = {
@@ -945,6 +952,7 @@ def log_step(
     is_shown = state.step % config.run.log_every == 0
     if is_shown:
         say(console_line(state, metrics))
+    warn_of_unreadable_answers(metrics, state.step)
     with run.clock("log"):
         log_metrics(run.accelerator, config, state, metrics)
         if is_shown and dist.get_rank() == 0:

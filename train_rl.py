@@ -70,7 +70,7 @@ from data.history import PromptHistory
 from data.prompts import Prompt, prompt_sha
 from data.stages import Offers
 from data.stream import seed_of
-from judges import pairwise_reference, round_robin, tournament
+from judges import judge_metrics, pairwise_reference, round_robin, tournament
 from lifecycle import (
     Run,
     evaluation_is_due,
@@ -1554,7 +1554,7 @@ def main(config: Config) -> None:
 
         # Rewards: verifier, judge, penalties; the teacher's log-probabilities; advantages
         with run.clock("judge"):
-            add_rewards(run, batch)
+            metrics |= add_rewards(run, batch)
         add_teacher_outputs(run, batch)
         batch.advantages = select_tokens(token_advantages(batch, config), batch, config, state.step)
 
@@ -1640,8 +1640,8 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
         batch.ref_logprobs = forward_batch(run.reference, batch, run.config, replay=False).logprobs
 
 
-def add_rewards(run: Run, batch: RolloutBatch) -> None:
-    """Add the rewards [B] and their validity, [B] bool. Collective."""
+def add_rewards(run: Run, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
+    """Add the rewards [B] and their validity, [B] bool; return metrics of the judge. Collective."""
     ids = batch.answer_ids() if run.judge else []
     # batch_decode([]) would return one empty text
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
@@ -1650,6 +1650,7 @@ def add_rewards(run: Run, batch: RolloutBatch) -> None:
     batch.rewards, batch.valid = refuse_nonfinite_rewards(
         rewards, batch.valid, batch, run.config, run.state.step
     )
+    return judge_metrics(run.judge)
 
 
 def add_teacher_outputs(run: Run, batch: RolloutBatch) -> None:

@@ -16,6 +16,8 @@ from runtime.launch import one_line
 from runtime.metrics import histogram, reduce_metrics
 from settings import Config
 
+MAX_UNREADABLE_FRAC = 0.1  # of a judge's answers in a step, before a warning [ours]
+
 
 def say(line: str) -> None:
     """Print a line on rank 0, above the progress bar."""
@@ -44,6 +46,16 @@ def check_verdicts(verdicts: list, max_failed_frac: float, where: str) -> None:
     if num_failed > max_failed_frac * num_verdicts:
         raise RuntimeError(f"{where}: {message} (reward.max_failed_frac {max_failed_frac})")
     say(f"warning: {where}: {message}")
+
+
+def warn_of_unreadable_answers(metrics: dict[str, float], step: int) -> None:
+    """Warn if the generative judge gives no verdict in many answers, because each of them counts as a tie."""
+    unreadable_frac = metrics.get("judge/unreadable_frac", 0.0)
+    if unreadable_frac > MAX_UNREADABLE_FRAC:
+        say(
+            f"warning: step {step}: {unreadable_frac:.2f} of the judge's answers contain no verdict and "
+            "count as ties: reward.judge_template must be the question on which the judge was trained"
+        )
 
 
 def check_routes(invalid: int, total: int, max_invalid_frac: float) -> None:

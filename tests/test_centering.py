@@ -170,9 +170,16 @@ FLOOR = {"rollout_correction_floor": 0.0}
 
 
 def test_with_the_exact_weight_the_expected_gradient_is_the_policy_gradient(float64):
-    """E_q[A p/q s] - E_q[A] sum_v p_v s_v = sum_y p_y A_y s_y: of the second token, given the first."""
+    """E_q[A p/q s] - E_q[A] sum_v p_v s_v = sum_v p_v E_q[A | v] s_v: of each token, given its prefix.
+
+    The engine samples the prefix of a token and all later tokens: no weight corrects these two.
+    """
     config = config_of(rollout_correction="token_tis", rollout_correction_cap=1e9, **FLOOR)
     gradient = expected_gradient(config, old=None)
+    p = [math.exp(x) for x in POLICY[0]]
+    means = [sum(math.exp(ENGINE[1 + v][w]) * ADVANTAGES[v, w] for w in range(VOCAB)) for v in range(VOCAB)]
+    expected = [sum(p[v] * means[v] * ((u == v) - p[u]) for v in range(VOCAB)) for u in range(VOCAB)]
+    assert_close(gradient[0], expected)
     for first in range(VOCAB):
         p = [math.exp(x) for x in POLICY[1 + first]]
         expected = [

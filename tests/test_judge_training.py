@@ -19,9 +19,18 @@ from batch import AdvantageInputs, Completion, Group, LossInputs, collate
 from data import judge_pairs, judge_start
 from data.tiny import build_tokenizer
 from experiments import judge_quality, report
-from judges import GenerativeJudge, ScalarJudge, bradley_terry, has_places, refuse_mute_judge, tournament
+from judges import (
+    GenerativeJudge,
+    ScalarJudge,
+    bradley_terry,
+    has_places,
+    judge_metrics,
+    refuse_mute_judge,
+    tournament,
+)
 from plugins import ONE_RANK, load_plugin
 from reward import Verdict, verify
+from runtime.checks import warn_of_unreadable_answers
 from settings import AlgorithmSettings, RewardSettings
 from tests import preloaded
 
@@ -357,13 +366,29 @@ def test_the_judge_rewards_groups_with_equal_scores_only(monkeypatch):
     groups = [Group(n, n, completions[2 * n : 2 * n + 2], row) for n, row in enumerate(verdicts)]
     batch = collate(groups, make_prompts(4), [[1]] * 4)
     run = SimpleNamespace(config=config, judge=judge, tokenizer=tokenizer, state=SimpleNamespace(step=0))
-    train_rl.add_rewards(run, batch)
+    assert train_rl.add_rewards(run, batch) == {"judge/unreadable_frac": (0, 4)}
     rewards = batch.rewards
     assert rewards.tolist() == [1, 0, 1, 0, 0, 1, 0, 0]
     asked = sorted(question.split("|")[1:3] for question in questions)
     assert asked == [["a", "aaa"], ["aa", "b"], ["aaa", "a"], ["b", "aa"]], "both orders, two groups"
     advantages = train_rl.compute_advantages(rewards, batch.valid, batch.group_index)
     assert (advantages.sign().tolist()) == [1, -1, 1, -1, -1, 1, 0, 0]
+
+
+def test_answers_without_a_verdict_are_measured_and_warned_of(monkeypatch, capsys):
+    FakeRanks(1).install(monkeypatch)
+    answers = iter(["Better", "I like both", "Worse", "Tie"])
+    judge = GenerativeJudge(lambda questions: [next(answers) for _ in questions])
+    judge.compare(["p"] * 4, ["a"] * 4, ["b"] * 4)
+    metrics = judge_metrics(judge)
+    assert metrics == {"judge/unreadable_frac": (1, 4)}
+    assert judge_metrics(judge) == {"judge/unreadable_frac": (0, 0)}, "of the step alone"
+    assert judge_metrics(None) == {}
+    for unreadable_frac, is_warned in ((0.25, True), (0.05, False), (math.nan, False)):
+        warn_of_unreadable_answers({"judge/unreadable_frac": unreadable_frac}, step=3)
+        assert ("reward.judge_template" in capsys.readouterr().out) == is_warned
+    warn_of_unreadable_answers({}, step=3)
+    assert capsys.readouterr().out == ""
 
 
 # ---- quality -----------------------------------------------------------------------------------------------
