@@ -87,7 +87,9 @@ def commit_problems(file: Path, records: list[dict], with_choice: bool) -> list[
     problems = []
     tuned = file.with_name("tuning.json")
     for record in records:
-        if not record.get("commit") or record.get("versions", {}).get("dirty"):
+        versions = record.get("versions", {})
+        launches = [versions, *versions.get("earlier", [])]
+        if not record.get("commit") or any(launch.get("dirty") is not False for launch in launches):
             run = f"row {record['row']}, seed {record['seed']}"
             problems.append(f"{run}: no commit, or uncommitted changes; repeat the run from a clean checkout")
     for commit in sorted({record["commit"] for record in records if record.get("commit")}):

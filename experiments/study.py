@@ -40,10 +40,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from experiments import report, run
+from experiments import report, run, starts
 from experiments.bench.common import markdown, write_json
 from experiments.declaration import git, read_declaration
 from experiments.tuning import candidates, choice_of, recorded_tuning
+from runtime.checkpoint import digest_of_weights
 from runtime.provenance import commit_of
 
 JOBS = 2  # runs at a time
@@ -79,9 +80,12 @@ def make_run(study: Path, declared: dict, row: str, seed: int, name: str, settin
 
 
 def runs_of_tuning(study: Path, declared: dict, rows: list[str], seeds: list[int]) -> list[run.Run]:
-    """List the tuning runs in launch order: for each seed, all candidates of all rows."""
+    """List the tuning runs in launch order: for each seed, all candidates of all rows.
+
+    The choice reads the last evaluation alone, so tuning runs make no evaluations in between.
+    """
     return [
-        make_run(study, declared, row, seed, f"tune_{number}", settings)
+        make_run(study, declared, row, seed, f"tune_{number}", f"{settings} eval.every=0")
         for seed in seeds
         for row in rows
         for number, settings in enumerate(candidates(declared["tuning"], row))
@@ -255,6 +259,29 @@ def planned(args: argparse.Namespace, study: Path, declared: dict) -> list[run.R
     return (runs_of_tuning if is_tuning else runs_of_test)(study, declared, rows, seeds)
 
 
+def check_files(runs: list[run.Run], study: Path) -> None:
+    """Raise ValueError if a run lacks a file, or if a built model differs from its committed start.
+
+    Such a run would fail twice, or begin with other weights than the study's other machines.
+    """
+    missing = {path for one in runs for path in run.missing_files(one).values()}
+    if missing:
+        names = ", ".join(sorted(missing)[:3]) + (", ..." if len(missing) > 3 else "")
+        raise ValueError(f"{len(missing)} files are missing ({names}): make them by the commands in the "
+                         f"README of {study.name}")  # fmt: skip
+    models = {Path(run.load_script(one.script).load_config(list(one.arguments)).model.path) for one in runs}
+    for model in sorted(models):
+        start = starts.STARTS / model.parent.name / starts.RECORD
+        if model.parts[:2] != ("data", "built") or not start.is_file():
+            continue
+        committed = json.loads(start.read_text())["weights"].values()
+        if digest_of_weights(model) not in committed:
+            raise ValueError(
+                f"{model}: other weights than the committed start {run.from_root(start.parent)}; build the "
+                f"folder by the command in the README of {study.name}, which names the start"
+            )
+
+
 def check_checkout() -> None:
     """Raise ValueError if report.py --check would refuse the record of a run of this checkout."""
     if commit_of()["dirty"] is not False:
@@ -271,6 +298,7 @@ def runs_to_launch(args: argparse.Namespace, study: Path, declared: dict) -> lis
     """
     runs = unrecorded(planned(args, study, declared), study, declared, args.stage)
     unfinished = run.unfinished(runs, redo=False, dry_run=args.dry_run)
+    check_files(unfinished, study)
     failed = [one for one in unfinished if has_failed_twice(one.folder)]
     for one in failed:
         print(f"failed twice, not repeated: {one.folder}", file=sys.stderr)

@@ -55,6 +55,8 @@ def test_runs_must_be_younger_than_the_declaration(study):
         ({"commit": before}, "has no declaration"),
         ({"commit": declared, "seed": 2}, "seed 2 is not declared"),
         ({"commit": declared, "versions": {"dirty": True}}, "uncommitted"),
+        ({"commit": declared, "versions": {}}, "uncommitted"),
+        ({"commit": declared, "versions": {"dirty": False, "earlier": [{"dirty": True}]}}, "uncommitted"),
         ({"commit": None}, "uncommitted"),
         ({"commit": "0" * 40}, "unknown"),
         ({"commit": dangling(folder)}, "of another branch"),

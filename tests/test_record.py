@@ -103,7 +103,7 @@ def runs(tmp_path) -> list[report.Run]:
     """Ten finished runs of an entry, read from their folders."""
     for seed in range(10):
         folder = write_run(tmp_path / "runs" / "record", "mine", seed, [0.5, 0.5, 1.0, 1.0])
-        versions = {"commit": "c0ffee", "dirty": False, "weights": "aa"}
+        versions = {"commit": "c0ffee", "dirty": False, "weights": "aa", "machine": {"cpu": "x"}}
         (folder / "versions.json").write_text(json.dumps(versions))
     return tmp_path
 
@@ -120,12 +120,24 @@ def test_runs_become_an_entry(runs, monkeypatch):
     assert record.problems_of(read(runs, monkeypatch), SLOW) == []
     assert record.tokens_of(made) == {seed: pytest.approx(400) for seed in range(10)}
     assert (made["commit"], made["weights"]) == ("c0ffee", "aa")
+    assert made["versions"]["machine"] == {"cpu": "x"}
+
+
+def test_the_next_runs_need_a_committed_entry(runs, monkeypatch):
+    """Before the runs, because ten of them take twenty minutes; finished runs need no commit."""
+    monkeypatch.chdir(runs)
+    monkeypatch.setattr(record, "commit_of", lambda: {"commit": "c0ffee", "dirty": True})
+    assert record.uncommitted("mine") is None, "all runs have finished"
+    assert "changes" in record.uncommitted("grpo")
+    monkeypatch.setattr(record, "commit_of", lambda: {"commit": "c0ffee", "dirty": False})
+    assert record.uncommitted("grpo") is None
+    assert "other.yaml" in record.uncommitted("other")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
-    [("false", "true", "uncommitted"), ("c0ffee", "beef", "commit"), ('"aa"', '"bb"', "weights"),
-     ("", "", "missing")],
+    [("false", "true", "uncommitted"), ('"x"', '"y"', "machine"), ("c0ffee", "beef", "commit"),
+     ('"aa"', '"bb"', "weights"), ("", "", "missing")],
 )  # fmt: skip
 def test_runs_that_break_a_rule_do_not_enter_the_file(old, new, message, runs, monkeypatch):
     folder = runs / "runs" / "record" / "mine" / "seed_3"

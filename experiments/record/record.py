@@ -20,7 +20,7 @@ A new entry is a record if it has fewer tokens in the geometric mean and p < 0.0
 log(record's tokens / entry's tokens), paired by seed over ten seeds. Repeat a command to continue after a
 stop.
 
-records.json: [{"entry", "date", "commit", "settings", "weights", "offline_tokens",
+records.json: [{"entry", "date", "commit", "settings", "weights", "versions", "offline_tokens",
                 "curves": {seed: {"tokens": [...], "values": [...]}}}]
 """
 
@@ -38,6 +38,7 @@ import numpy as np
 
 from experiments import report, run
 from experiments.bench.common import markdown, write_json
+from runtime.provenance import commit_of, git
 
 FOLDER = run.ROOT / "experiments" / "record"
 FIRST_HOLDER = "online"  # runs if records.json has no entry yet
@@ -129,7 +130,7 @@ def foreign_scores(runs: list[report.Run]) -> list[str]:
 
 
 def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
-    """Return why the runs cannot enter records.json: broken rules, uncommitted changes, another start."""
+    """Return why the runs cannot enter records.json: broken rules, uncommitted changes, several machines."""
     problems = []
     settings = {name for one in runs for name in one.record["settings"]}
     if forbidden := broken_rules(settings):
@@ -147,6 +148,8 @@ def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
         problems.append(
             f"start weights differ: {', '.join(map(str, starts))}; restore experiments/starts/habits with git"
         )
+    if len({json.dumps(v.get("machine")) for v in versions}) > 1:
+        problems.append("the runs need one machine, because rounding differs between processors")
     if any(one.offline_tokens is None for one in runs):
         problems.append("offline_tokens: the file of scores is missing, so its tokens cannot be counted")
     return problems
@@ -155,15 +158,28 @@ def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
 def record_of(entry: str, runs: list[report.Run]) -> dict:
     """Return the record of an entry's runs."""
     first = runs[0].record
+    versions = first["versions"]
     curves = {
         str(one.record["seed"]): {"tokens": one.tokens.tolist(), "values": one.values.tolist()}
         for one in runs
     }
     return {
         "entry": entry, "date": f"{datetime.date.today()}", "commit": first["commit"],
-        "settings": first["settings"], "weights": first["versions"].get("weights"),
+        "settings": first["settings"], "weights": versions.get("weights"), "versions": versions,
         "offline_tokens": runs[0].offline_tokens or 0, "curves": curves,
     }  # fmt: skip
+
+
+def uncommitted(entry: str) -> str | None:
+    """Return why the next runs of an entry could not enter records.json; None if all have finished."""
+    folders = [Path("runs/record") / entry / f"seed_{seed}" for seed in SEEDS]
+    if all((folder / "summary.json").is_file() for folder in folders):
+        return None
+    if commit_of()["dirty"] is not False:
+        return "the checkout has uncommitted changes, or no git history"
+    if git("ls-files", "--error-unmatch", str(FOLDER / f"{entry}.yaml")) is None:
+        return f"{entry}.yaml is not committed"
+    return None
 
 
 def holder_of(records: list[dict]) -> dict | None:
@@ -222,6 +238,8 @@ def main(argv: list[str]) -> int:
     records = json.loads((FOLDER / "records.json").read_text())
     holder = holder_of(records)
     entry = args.entry or (holder["entry"] if holder else FIRST_HOLDER)
+    if reason := uncommitted(entry):
+        print(f"warning: these runs cannot enter records.json: {reason}", file=sys.stderr)
     rows = ("--rows", str(FOLDER / f"{entry}.yaml"), "--seeds", *map(str, SEEDS))
     code = run.main([*rows, "--out", "runs/record", "--jobs", "2", *FIXED])
     if code:
