@@ -90,7 +90,10 @@ def test_the_loss_is_the_built_in_loss(level, clip_mode, float64):
 
 @pytest.mark.parametrize("row", sorted(panel.FOLDER.glob("*_*.yaml")), ids=lambda row: row.stem)
 def test_the_learning_rate_of_a_row_is_constant(row):
-    train = train_rl.load_config(["--config", str(row)]).train
+    config = train_rl.load_config(["--config", str(row)])
+    train = config.train
+    longest = config.rollout.prompts_per_step * config.rollout.group_size * config.rollout.max_new_tokens
+    assert (train.max_generated_tokens or math.inf) > 10 * longest / 2, "ten steps end no run early"
     assert (train.num_steps, train.warmup_steps, train.lr_schedule) == (10, 0, "constant_with_warmup")
 
 
@@ -114,6 +117,15 @@ def test_the_script_can_be_repeated_after_its_export(tmp_path):
         assert done.returncode == int(is_failed)
         records = sorted(file.stem for file in study.glob("*.jsonl"))
         assert records == sorted(panel.RATES), "a failed run removes no record"
+
+
+def test_the_power_of_the_spread_is_the_slope_over_the_bins():
+    spread = {str(length): 0.3 * length**-0.4 for length in (8, 16, 64)}
+    run = {"environment": "chains", "method": "grpo", "rate": "own"}
+    data = [run | {"spread": {"uncertain": spread, "completion": {"32": 0.1}}}]
+    uncertain, completion = panel.spread_lines(data)[2:]
+    assert uncertain == f"| chains | uncertain | 8 to 64 | {spread['8']:.1e} | {spread['64']:.1e} | -0.40 |"
+    assert completion == "| chains | completion | 32 | n/a | n/a | n/a |"
 
 
 def test_figures_are_read_from_a_record(tmp_path, monkeypatch, capsys):

@@ -88,10 +88,14 @@ def eps_of(run: dict, alpha: float) -> float:
 
 
 def regime_lines(data: list[dict]) -> list[str]:
-    """Return the table of the regimes: GRPO at the environment's own learning rate."""
+    """Return the table of the regimes: GRPO at the environment's own learning rate.
+
+    The last two columns are the sizes that RL-ZVP's advantages would have in a group of right and in a group
+    of wrong completions, with the coefficient of its paper. Both are means over the tokens of trained groups.
+    """
     heads = [
         "environment", "tokens", "entropy", "top fifth", "top fifth / log V", "eps at alpha 0.02",
-        "zero variance", "RL-ZVP right", "RL-ZVP wrong",
+        "zero variance", "0.1 x entropy", "0.1 x (largest entropy - entropy)",
     ]  # fmt: skip
     lines = []
     for run in chosen(data, method="grpo", rate="own"):
@@ -127,6 +131,27 @@ def alpha_lines(data: list[dict]) -> list[str]:
         shares = [f"{share:.3f}" for share in run["cut"].values()]
         lines.append([run["environment"], *shares, f"{alpha_of(run):g}"])
     return markdown(["environment", *(f"alpha {alpha:g}" for alpha in ALPHAS), "nearest to 0.1"], lines)
+
+
+def spread_lines(data: list[dict]) -> list[str]:
+    """Return the table of the spread: the power with which the mean log-ratio of a group falls with length.
+
+    The power is the slope of log spread on log length over the bins of LENGTHS, by least squares; -0.5 if the
+    tokens of a group move independently, 0 if they move together.
+    """
+    heads = ["environment", "group", "lengths", "spread of the shortest", "spread of the longest", "power"]
+    lines = []
+    for run in chosen(data, method="grpo", rate="own"):
+        for kind, spread in run["spread"].items():
+            if len(spread) < 2:
+                lines.append([run["environment"], kind, ", ".join(spread) or "none", "n/a", "n/a", "n/a"])
+                continue
+            lengths, values = [int(length) for length in spread], list(spread.values())
+            power = float(np.polyfit(np.log(lengths), np.log(values), deg=1)[0])
+            bins = f"{lengths[0]} to {lengths[-1]}"
+            ends = [f"{values[0]:.1e}", f"{values[-1]:.1e}"]
+            lines.append([run["environment"], kind, bins, *ends, f"{power:+.2f}"])
+    return markdown(heads, lines)
 
 
 def alpha_of(run: dict) -> float:
@@ -173,7 +198,8 @@ def main() -> None:
         parser.error(str(error))
     if not data:
         parser.error(f"{args.runs}: none of {', '.join(f'{rate}.jsonl' for rate in RATES)} is there")
-    print("\n\n".join("\n".join(lines(data)) for lines in (regime_lines, clip_lines, alpha_lines)))
+    tables = (regime_lines, clip_lines, spread_lines, alpha_lines)
+    print("\n\n".join("\n".join(lines(data)) for lines in tables))
     write_json(args.json, data)
     if args.plot:
         plot(data, args.plot)

@@ -11,8 +11,9 @@ the metrics are, as means over the computed tokens of a step:
     regime/groups_KIND_N     1 / |tau| of the same groups: squared / groups is the mean of d^2 over groups
     regime/cut_A             1 for uncertain tokens with an advantage that ESPO's clip with alpha A would cut
     regime/cut_tokens        1 for all uncertain tokens with an advantage: cut_A / cut_tokens is a share
-    regime/rl_zvp_wrong      max_k H_k - H_t, the size of RL-ZVP's advantage over its coefficient in a group
-                             of wrong completions; in a group of right completions the entropy is this size
+    regime/rl_zvp_wrong      max_k H_k - H_t, the size that RL-ZVP's advantage over its coefficient has in a
+                             group of wrong completions, measured in all trained groups; in a group of right
+                             completions the entropy is this size
 """
 
 import copy
