@@ -94,6 +94,8 @@ table. Paths in the comment are relative to the document.
   <!-- report: --runs runs.jsonl --parent grpo ... -->   Options of a table, see above; its note follows.
   <!-- report: module PACKAGE.MODULE FILE.json -->       Lines returned by MODULE.table_lines(data) for the
                                                          JSON file; MODULE:NAME calls NAME instead.
+  <!-- report: module PACKAGE.MODULE FILE.jsonl -->      The same for records: MODULE.measure(rows) makes the
+                                                         data from rows with MODULE.METRIC; a note follows.
   <!-- report: none, REASON -->                          A table that no record makes.
 --check reads all *.md files that git tracks or would add. A study with a declared.json must have declared its
 runs before they were made (experiments/declaration.py), with the settings that its tuning chose
@@ -939,9 +941,15 @@ def footnotes(table: list[dict], target: float | None) -> list[str]:
 
 
 def note_of(
-    rows: dict[str, list[Run]], parents: dict[str, str], args: argparse.Namespace, family: list[Comparison]
+    rows: dict[str, list[Run]],
+    parents: dict[str, str],
+    compared: set[tuple[str, str]],
+    left_out: set[int] | None = None,
 ) -> list[str]:
-    """Return the note below a table, with an empty line above; [] if there is nothing to say."""
+    """Return the note below a table, with an empty line above; [] if there is nothing to say.
+
+    compared, left_out: see notes_of().
+    """
     records = {}
     for name, runs in rows.items():
         folders = [run.folder for run in runs]
@@ -951,10 +959,7 @@ def note_of(
         name: {Path(run.place.rpartition(", line ")[0]).parent for run in runs if run.folder is None}
         for name, runs in rows.items()
     }
-    compared = {pair for pair in parents.items() if pair[0] != pair[1]}
-    compared |= {(comparison.row, comparison.parent) for comparison in family}
-    is_corrected = {"p_holm", "paired_p_holm"} & {*args.columns}
-    note = notes_of(records, parents, studies, compared if is_corrected else set(), set(args.without_seeds))
+    note = notes_of(records, parents, studies, compared, left_out)
     return ["", NOTE + note] if note else []
 
 
@@ -1230,10 +1235,15 @@ def expected_lines(comment: str, folder: Path) -> list[str]:
     words = shlex.split(comment)
     if words[:1] == ["module"]:
         if len(words) != 3:
-            raise ValueError("expected `module PACKAGE.MODULE FILE.json`")
-        module, _, function = words[1].partition(":")
-        make = getattr(importlib.import_module(module), function or "table_lines")
-        return make(read_results(folder / words[2]))
+            raise ValueError("expected `module PACKAGE.MODULE FILE.json` or FILE.jsonl")
+        name, _, function = words[1].partition(":")
+        module = importlib.import_module(name)
+        make = getattr(module, function or "table_lines")
+        file = folder / words[2]
+        if file.suffix == ".json":
+            return make(read_results(file))
+        rows = read_rows([file], None, module.METRIC)
+        return [*make(module.measure(rows)), *note_of(rows, {row: row for row in rows}, set())]
     args = table_options(comment)
     table, rows, note = make_rows(args, folder)
     return [*markdown(table, rows, args), *note]
@@ -1470,7 +1480,11 @@ def make_rows(args: argparse.Namespace, folder: Path) -> tuple[list[dict], dict[
     in_table = comparisons_of(rows, parents, args.metric, args.block) if in_documents else []
     family = [comparison for comparison in in_documents if comparison not in in_table]
     table = make_table(rows, parents, args.target, args.columns, args.block, family)
-    return table, rows, note_of(rows, parents, args, family)
+    compared = {pair for pair in parents.items() if pair[0] != pair[1]}
+    compared |= {(comparison.row, comparison.parent) for comparison in family}
+    is_corrected = {"p_holm", "paired_p_holm"} & {*args.columns}
+    note = note_of(rows, parents, compared if is_corrected else set(), set(args.without_seeds))
+    return table, rows, note
 
 
 def main(argv: list[str]) -> int:

@@ -367,6 +367,28 @@ def test_the_slope_of_an_instance_is_over_its_mean_gains():
     assert slopes.table_lines(data)[2] == line
 
 
+def test_the_table_of_slopes_is_made_from_the_records_and_has_their_note(tmp_path):
+    """The JSON of an earlier measurement could be older than the records."""
+    with (tmp_path / "runs.jsonl").open("w") as file:
+        for share, pair in slopes.ROWS.items():
+            for row, gain in zip(pair, (0.2 * share, 0.0)):
+                for seed in range(4):
+                    value = 0.5 + gain * (1 + seed)
+                    steps = dict.fromkeys(("step", "generated_tokens", *report.STEP_KEYS), [1, 2])
+                    evaluations = {
+                        "step": [0, 2],
+                        "generated_tokens": [0, 2],
+                        "eval/additions/avg_at_8": [0.1, value],
+                    }
+                    record = {"row": row, "seed": seed, "steps": steps, "evaluations": evaluations}
+                    if (row, seed) != ("grpo", 3):
+                        file.write(json.dumps(record) + "\n")
+    comment = "module experiments.studies.elimination_tuned.slopes runs.jsonl"
+    *table, _, note = report.expected_lines(comment, tmp_path)
+    assert table[2].startswith("| 2 | +0.3150 | +0.2250 | +0.1350 | +0.450 |"), "seeds 0 to 2"
+    assert "3 of grpo" in note and note.startswith(report.NOTE)
+
+
 def finished_run(row: str, seed: int, value: float) -> Run:
     """Make a run whose final metric is a value."""
     record = {"row": row, "seed": seed}

@@ -1,7 +1,6 @@
 """Measure the clip at which a fifth of the uncertain tokens is clipped, and how this clip scales with length.
 
-    python -m experiments.studies.clip_scale.scaling runs/clip_scale/test \\
-        --json experiments/studies/clip_scale/scaling.json
+    python -m experiments.studies.clip_scale.scaling runs/clip_scale/test
 
 For each seed and each length of the chains, from the rows LENGTH_002 to LENGTH_060 (means over steps 2 to 6):
 
@@ -16,14 +15,16 @@ a group are independent (the spread of their mean falls with the root of their n
 a group move together.
 """
 
+import argparse
 import math
 from pathlib import Path
 
 import numpy as np
 
 from experiments import report
-from experiments.bench.common import make_parser, markdown, write_json
+from experiments.bench.common import markdown
 
+METRIC = "train/score"  # the short runs have no evaluation
 ALPHAS = {"002": 0.02, "006": 0.06, "020": 0.2, "060": 0.6}
 LENGTHS = ("short", "mixed", "long")
 STEPS = slice(1, 6)  # steps 2 to 6: the policies of all rows are still similar
@@ -113,18 +114,19 @@ def slope_lines(data: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    """Read the runs, print the tables, write the file."""
-    parser = make_parser(__doc__)
+    """Read the runs and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, record files")
     args = parser.parse_args()
     try:
-        data = measure(report.read_rows(args.runs, None, "train/score"))  # short runs have no evaluation
+        data = measure(report.read_rows(args.runs, None, METRIC))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not slopes_of(data):
         parser.error(f"no seed has the rows {', '.join(ALPHAS)} of two lengths")
     print("\n".join([*table_lines(data), "", *slope_lines(data)]))
-    write_json(args.json, data)
 
 
 if __name__ == "__main__":

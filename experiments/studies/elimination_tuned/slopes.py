@@ -1,7 +1,6 @@
 """Measure how the gain of zero-variance elimination changes with the share of prompts without variance.
 
-    python -m experiments.studies.elimination_tuned.slopes experiments/studies/elimination_tuned/runs.jsonl \\
-        --json experiments/studies/elimination_tuned/slopes.json
+    python -m experiments.studies.elimination_tuned.slopes experiments/studies/elimination_tuned/runs.jsonl
 
 For each task instance, with the pools of the shares 0.7 (train.jsonl), 0.5 and 0.3 (pools.py):
 
@@ -13,13 +12,14 @@ that the gain grows with the share. For example, at a slope of 0.05 the gain at 
 0.3.
 """
 
+import argparse
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 
 from experiments import report
-from experiments.bench.common import make_parser, markdown, write_json
+from experiments.bench.common import markdown
 
 METRIC = "additions/avg_at_8"
 ROWS = {  # {share: (row with elimination, row without)}
@@ -65,8 +65,10 @@ def table_lines(data: list[dict]) -> list[str]:
 
 
 def main() -> None:
-    """Read the runs, print the table, write the file."""
-    parser = make_parser(__doc__)
+    """Read the runs and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, record files")
     args = parser.parse_args()
     try:
@@ -76,7 +78,6 @@ def main() -> None:
     if not data:
         parser.error(f"no seed has all of {', '.join(name for pair in ROWS.values() for name in pair)}")
     print("\n".join(table_lines(data)))
-    write_json(args.json, data)
 
 
 if __name__ == "__main__":
