@@ -111,12 +111,18 @@ def test_the_script_can_be_repeated_after_its_export(tmp_path):
     python.chmod(0o755)
     script = ["bash", str(panel.FOLDER / "run.sh")]
     study = tmp_path / panel.FOLDER.relative_to(ROOT)
+    records = {f"chains_{rate}" for rate in panel.RATES}
     for is_failed in (False, False, True):
         settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FAILED": str(int(is_failed))}
-        done = subprocess.run(script, cwd=tmp_path, env=os.environ | settings)
+        done = subprocess.run([*script, "chains"], cwd=tmp_path, env=os.environ | settings)
         assert done.returncode == int(is_failed)
-        records = sorted(file.stem for file in study.glob("*.jsonl"))
-        assert records == sorted(panel.RATES), "a failed run removes no record"
+        assert {file.stem for file in study.glob("*.jsonl")} == records, "a failed run removes no record"
+    settings["FAILED"] = "0"
+    assert subprocess.run([*script, "sum"], cwd=tmp_path, env=os.environ | settings).returncode != 0
+    assert subprocess.run(script, cwd=tmp_path, env=os.environ | settings).returncode == 0
+    assert {file.stem for file in study.glob("*.jsonl")} == {
+        f"{environment}_{rate}" for environment in panel.ENVIRONMENTS for rate in panel.RATES
+    }
 
 
 def test_the_power_of_the_spread_is_the_slope_over_the_bins():
@@ -147,7 +153,7 @@ def test_figures_are_read_from_a_record(tmp_path, monkeypatch, capsys):
     for row in ("sums_grpo", "sums_espo"):
         record = {"row": row, "seed": 0, "commit": "c0ffee", "settings": {"train.learning_rate": 2e-5}}
         record |= {"steps": steps, "evaluations": {"step": [], "generated_tokens": []}, "offline_tokens": 0}
-        with (tmp_path / "own.jsonl").open("a") as file:
+        with (tmp_path / "sums_own.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
     picture = tmp_path / "panel.png"
     argv = ["panel", "--runs", str(tmp_path), "--plot", str(picture), "--json", str(tmp_path / "panel.json")]

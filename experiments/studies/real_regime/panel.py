@@ -3,10 +3,12 @@
     python -m experiments.studies.real_regime.panel --json experiments/studies/real_regime/panel.json \\
         --plot experiments/studies/real_regime/panel.png
 
-Reads third.jsonl, own.jsonl and triple.jsonl beside this file: the records of all rows at a third of the
-environment's learning rate, at that rate, and at three times that rate. recorded_gain.py defines the metrics.
+Reads ENVIRONMENT_RATE.jsonl beside this file, for example sums_own.jsonl: the records of an environment's
+rows at a third of its learning rate (third), at that rate (own), and at three times that rate (triple).
+recorded_gain.py defines the metrics.
 """
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -17,7 +19,7 @@ from experiments import report
 from experiments.bench.common import make_parser, markdown, pyplot, write_json
 
 FOLDER = Path(__file__).parent
-RATES = ("third", "own", "triple")  # record files
+RATES = ("third", "own", "triple")
 ENVIRONMENTS = ("instructions", "sums", "habits", "chains")
 ALPHAS = (0.02, 0.06, 0.2, 0.6)
 LENGTHS = (4, 8, 16, 32, 64, 128, 256, 512)  # largest number of tokens of a completion, per bin
@@ -68,8 +70,8 @@ def spread_of(run: report.Run, kind: str) -> dict[str, float]:
 def read_panel(folder: Path) -> list[dict]:
     """Return the figures of all runs in the record files of a folder."""
     figures = []
-    for rate in RATES:
-        file = folder / f"{rate}.jsonl"
+    for environment, rate in itertools.product(ENVIRONMENTS, RATES):
+        file = folder / f"{environment}_{rate}.jsonl"
         if file.is_file():
             rows = report.read_rows([file], None, "train/score")
             figures += [figures_of(run, rate) for runs in rows.values() for run in runs]
@@ -197,7 +199,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if not data:
-        parser.error(f"{args.runs}: none of {', '.join(f'{rate}.jsonl' for rate in RATES)} is there")
+        parser.error(f"{args.runs}: no record, for example {ENVIRONMENTS[0]}_{RATES[0]}.jsonl, is there")
     tables = (regime_lines, clip_lines, spread_lines, alpha_lines)
     print("\n\n".join("\n".join(lines(data)) for lines in tables))
     write_json(args.json, data)
