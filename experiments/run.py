@@ -19,8 +19,8 @@ use --jobs 1, because every run takes the first GPUs, as many as --ranks.
 the new figures beside the recorded figures. If this version lacks a recorded setting or value, for example a
 clip that has become a plug-in, the YAML is kept there, and a note says so. The run begins with the recorded
 start weights if the repository holds them, with the prompts beside them (experiments/starts.py). If
-data/built lacks the model or prompts of the environment, `python -m data.tiny` builds both first. The
-commands in the study's README make all other files, for example offline scores and pools of prompts. Records
+data/built lacks the model or prompts of the environment, prepare.sh of the study, experiments/prepare.sh or
+data.tiny builds both first. The commands in the study's README make all other files. Records
 of v0.1 do not hold --ranks: see the same README.
 
 A row may name committed weights, for example `model: {path: experiments/starts/habits/model}`. Before any run
@@ -61,6 +61,7 @@ from runtime.config import differences, flat_settings, with_paths_from
 
 STUDIES = ROOT / "experiments" / "studies"
 GRACE_S = 60.0  # between SIGTERM to torchrun, which ends the ranks, and SIGKILL to surviving processes
+PREPARE = ROOT / "experiments" / "prepare.sh"
 ANY_METRIC = "train/zero_variance_frac"  # a metric of every record, because reading a run requires one
 SAME_START = "This run and the recorded run begin with the weights in"
 OTHER_START = (
@@ -314,21 +315,26 @@ def is_recipe(name: str) -> bool:
         return False
 
 
-def build_start(run: Run, study: Path, dry_run: bool) -> None:
-    """Build the model and prompts of a run by data.tiny, if data/built lacks one of them.
+def build_start(run: Run, study: Path, has_start: bool, dry_run: bool) -> None:
+    """Build the model and prompts of a run, if data/built lacks one of them.
 
-    ValueError if a file is missing afterwards, for example a pool of prompts: the study's README makes it.
-    A dry run only prints the command of data.tiny.
+    By prepare.sh of the study, which also makes scores and pools; else by experiments/prepare.sh if the
+    recorded start is committed (has_start); else by data.tiny. ValueError if a file is missing afterwards:
+    the study's README makes it. A dry run only prints the command.
     """
     missing = missing_files(run)
     folders = {Path(path).parts[2] for path in missing.values() if Path(path).parts[:2] == ("data", "built")}
+    script = study / "prepare.sh"
+    has_script = script.is_file()
     is_start = all(name == "model.path" or "data." in name for name in missing)  # else, data.tiny cannot help
-    recipes = sorted(filter(is_recipe, folders)) if is_start else []
+    recipes = sorted(filter(is_recipe, folders)) if is_start or has_script else []
     for recipe in recipes:
         build = [sys.executable, "-m", "data.tiny", "--recipe", recipe]
+        if has_script or has_start:
+            build = ["bash", str(from_root(script if has_script else PREPARE)), recipe]
         if dry_run:
             print(shlex.join(build))
-        elif subprocess.run(build, cwd=ROOT).returncode:
+        elif subprocess.run(build, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}).returncode:
             raise ValueError(f"cannot build the start, `{shlex.join(build)}` failed")
     texts = [f"{name}: {path}" for name, path in missing_files(run).items()]
     if texts and not (dry_run and recipes):
@@ -522,7 +528,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run 
     todo = unfinished(runs, args.redo, args.dry_run)
     check_starts(todo)
     if recorded and todo:
-        build_start(todo[0], args.rows[0].parent, args.dry_run)
+        build_start(todo[0], args.rows[0].parent, start is not None, args.dry_run)
     return runs, todo, recorded
 
 
