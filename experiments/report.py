@@ -173,6 +173,7 @@ METRIC_LABELS = {  # labels of axes; docs/metrics.md defines the metrics
     "tokens_total": "tokens per step",
     "abs_dlogp": "trainer vs. engine, |log p difference| (nats)",
     "mismatch_k3": "trainer vs. engine, k3 KL (nats per token)",
+    "teacher_kl_k1": "distance to the teacher (k1, nats per token)",
     "mismatch_routes": "tokens with different experts (share)",
     "rollout.group_size": "completions per prompt (rollout.group_size)",
 }
