@@ -294,17 +294,18 @@ def check_checkout() -> None:
 def runs_to_launch(args: argparse.Namespace, study: Path, declared: dict) -> list[run.Run]:
     """List the next unfinished runs of the command line, without the runs that have failed twice.
 
-    ValueError if a committed start has changed, or if the records of the runs would be refused.
+    ValueError if a committed start has changed, if a file is missing, or if the records of the runs would be
+    refused.
     """
     runs = unrecorded(planned(args, study, declared), study, declared, args.stage)
     unfinished = run.unfinished(runs, redo=False, dry_run=args.dry_run)
-    check_files(unfinished, study)
     failed = [one for one in unfinished if has_failed_twice(one.folder)]
     for one in failed:
         print(f"failed twice, not repeated: {one.folder}", file=sys.stderr)
     todo = [one for one in unfinished if one not in failed][: args.runs]
     run.check_starts(todo)
     if todo and not args.dry_run:
+        check_files(todo, study)
         check_checkout()
     return todo
 
