@@ -152,7 +152,10 @@ def train(*settings, ranks=2, start=preloaded.run, **options) -> subprocess.Comp
 
 @pytest.fixture(scope="session")
 def demo_model():
-    """Provide the demo's model with the committed weights, and a copy with a second end token, digit 7."""
+    """Provide the demo's model with the committed weights, and a copy with a second end token, digit 7.
+
+    No test may train this model anew: on another processor the weights would differ from one test to the next.
+    """
     start = ROOT / "experiments" / "starts" / "tiny"
     files = ("model/model-00001-of-00001.safetensors", "train.jsonl", "test.jsonl")
     equal, _, _ = filecmp.cmpfiles(start, ROOT / "data" / "built" / "tiny", files, shallow=False)

@@ -61,9 +61,8 @@ def score(*arguments) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def prompts_file(tmp_path_factory):
+def prompts_file(demo_model, tmp_path_factory):
     """Write additions, the first addition again, and a prompt whose reference answer is no number."""
-    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True, timeout=600)
     rows = [json.loads(line) for line in (TINY / "test.jsonl").read_text().splitlines()[:NUM_PROMPTS]]
     broken = {"prompt": "1    +2    =", "answer": "three", "kind": "numeric", "difficulty": 1}
     return write(tmp_path_factory.mktemp("score") / "prompts.jsonl", [*rows, rows[0], broken])
