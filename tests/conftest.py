@@ -154,7 +154,7 @@ def train(*settings, ranks=2, start=preloaded.run, **options) -> subprocess.Comp
 def demo_model():
     """Provide the demo's model with the committed weights, and a copy with a second end token, digit 7.
 
-    No test may train this model anew: on another processor the weights would differ from one test to the next.
+    No test may train this model anew: on another processor its weights would change between tests.
     """
     start = ROOT / "experiments" / "starts" / "tiny"
     files = ("model/model-00001-of-00001.safetensors", "train.jsonl", "test.jsonl")

@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 
 import huggingface_hub
 import pytest
