@@ -55,6 +55,7 @@ def small_recipe(tmp_path_factory) -> Path:
 
 # ---- experiments/bench/ ------------------------------------------------------------------------------------
 @pytest.mark.slow
+@pytest.mark.usefixtures("demo_model")
 def test_mismatch_writes_the_table_it_prints(tmp_path):
     options = ("--models", "tiny", "--prompts", 6, "--repeats", 2)
     files = ("--json", tmp_path / "mismatch.json", "--plot", tmp_path / "mismatch.png")
@@ -133,7 +134,7 @@ def test_turns_splits_the_seconds_of_a_rollout(monkeypatch):
     assert turns.table_lines({"slots": 2, "rounds": rounds})[2:] == expected
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
 def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, small_recipe):
     files = ("--json", tmp_path / "rollout.json", "--plot", tmp_path / "rollout.png")

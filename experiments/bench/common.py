@@ -62,9 +62,14 @@ def load_trainer(script: Path) -> ModuleType:
 # Models
 # ------------------------------------------------------------------------------------------------------------
 def model_folder(recipe: str) -> Path:
-    """Build one of data.tiny's recipes if it is missing, and return its folder."""
-    subprocess.run([sys.executable, "-m", "data.tiny", "--recipe", recipe], cwd=ROOT, check=True)
-    return ROOT / "data" / "built" / recipe
+    """Build one of data.tiny's recipes if it is missing, and return its folder.
+
+    A folder with a committed start (experiments/starts) stays as it is.
+    """
+    folder = ROOT / "data" / "built" / recipe
+    if not (folder / "model").is_dir():
+        subprocess.run([sys.executable, "-m", "data.tiny", "--recipe", recipe], cwd=ROOT, check=True)
+    return folder
 
 
 def endless_model(folder: Path, model: Path = TINY) -> Path:
