@@ -64,7 +64,7 @@ def load_trainer(script: Path) -> ModuleType:
 def model_folder(recipe: str) -> Path:
     """Build one of data.tiny's recipes if it is missing, and return its folder.
 
-    A folder with a committed start (experiments/starts) stays as it is.
+    An existing folder stays as it is, for example with the weights of experiments/starts.
     """
     folder = ROOT / "data" / "built" / recipe
     if not (folder / "model").is_dir():
