@@ -4,8 +4,9 @@
     PYTHONPATH=. python tests/test_golden.py demo everything --anew  # after an intended change of numbers:
                                                                      # replace all records and the spread
 
-`demo` is the first 20 steps of `make demo`. `everything` adds all stages of zero-variance elimination, ESPO,
-two updates per step, router replay R3, and rollouts of a bfloat16 engine with simulated FP8.
+`demo` is the first 20 steps of `make demo`, from the committed start. `everything` adds all stages of
+zero-variance elimination, ESPO, two updates per step, router replay R3, and rollouts of a bfloat16 engine
+with simulated FP8.
 
 If a record of the same processor and library versions exists, every metric is compared bitwise, except
 measurements of time and memory. Other machines round sums differently: soon a sampled token differs, and the
@@ -217,7 +218,8 @@ def add_record(name: str, anew: bool) -> None:
 
 
 if __name__ == "__main__":
-    subprocess.run([sys.executable, "-m", "data.tiny"], cwd=ROOT, check=True)
+    start = "experiments/starts/tiny/model"  # as in the fixture demo_model
+    subprocess.run([sys.executable, "-m", "data.tiny", "--model", start], cwd=ROOT, check=True)
     for name in sys.argv[1:]:
         if name != "--anew":
             add_record(name, "--anew" in sys.argv)
