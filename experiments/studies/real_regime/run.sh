@@ -14,7 +14,9 @@ for environment in ${@:-habits chains sums instructions}; do
         python experiments/run.py --rows $study/${environment}_{grpo,gspo,espo}.yaml --seeds 0 --jobs 2 \
             --out runs/real_regime/$rate train.learning_rate=${!rate}
     done
-    for rate in third own triple; do  # set -e: only after all runs of the environment have finished
+done
+for environment in ${@:-habits chains sums instructions}; do  # after all runs, because a record makes the checkout dirty
+    for rate in third own triple; do
         rm -f $study/${environment}_$rate.jsonl  # --export refuses an existing file
         python experiments/report.py --runs runs/real_regime/$rate --parent ${environment}_grpo \
             --rows ${environment}_{grpo,gspo,espo} --metric train/score --export $study/${environment}_$rate.jsonl
