@@ -136,7 +136,8 @@ def test_the_next_runs_need_a_committed_entry(runs, monkeypatch):
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
-    [("false", "true", "uncommitted"), ('"x"', '"y"', "machine"), ("c0ffee", "beef", "commit"),
+    [("false", "true", "uncommitted"), ('"commit"', '"earlier": [{"dirty": true}], "commit"', "uncommitted"),
+     ('"x"', '"y"', "machine"), ("c0ffee", "beef", "commit"),
      ('"aa"', '"bb"', "weights"), ("", "", "missing")],
 )  # fmt: skip
 def test_runs_that_break_a_rule_do_not_enter_the_file(old, new, message, runs, monkeypatch):
