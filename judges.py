@@ -27,6 +27,7 @@ import torch
 from batch import ZERO_VARIANCE
 from data.chat import load_tokenizer
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
+from runtime.metrics import warn_once
 from verifiers.verdict import SIGNS, last_verdict
 
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
@@ -155,10 +156,10 @@ class GenerativeJudge:
 def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[list[str]], list[str]]:
     """Start a second vLLM engine in this process; return a function from questions to greedy answers.
 
-    Questions and answers get half of the context each; a longer question loses its beginning. Equal questions
-    are asked once: in a group of short completions most pairs occur several times. With vLLM 0.30
-    on 1 and 2 CPU ranks, after the policy's engine, the answers equal transformers' answers; a MoE judge next
-    to a dense policy fails.
+    Questions and answers get half of the context each; a longer question loses its beginning, and a warning
+    says so. Equal questions are asked once: in a group of short completions most pairs occur several times.
+    With vLLM 0.30 on 1 and 2 CPU ranks, after the policy's engine, the answers equal transformers' answers; a
+    MoE judge next to a dense policy fails.
     """
     on_gpu = torch.cuda.is_available()
     set_vllm_environment(on_gpu)
@@ -189,8 +190,14 @@ def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[l
     def generate(questions: list[str]) -> list[str]:
         distinct = list(dict.fromkeys(questions))
         chats = [[{"role": "user", "content": question}] for question in distinct]
-        answers = [output.outputs[0].text for output in llm.chat(chats, **options)]
-        answer_of = dict(zip(distinct, answers))
+        outputs = llm.chat(chats, **options)
+        if any(len(output.prompt_token_ids) >= half_context for output in outputs):
+            warn_once(
+                f"reward.judge_path {path}: a question reaches {half_context} tokens, half of the judge's "
+                "context; longer questions lose their beginning, so use a judge with a longer context or a "
+                "smaller rollout.max_new_tokens"
+            )
+        answer_of = {question: output.outputs[0].text for question, output in zip(distinct, outputs)}
         return [answer_of[question] for question in questions]
 
     return generate

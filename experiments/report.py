@@ -51,8 +51,8 @@ COLUMNS. By default, `row` to `seconds`.
   paired_interval   95 % t-interval of this mean; n/a for fewer than two pairs.
   paired_p          Two-sided t-test of the differences; n/a if all differences are equal.
   paired_p_holm     The same after Holm's correction over all rows of the table that have a paired p.
-  detectable        Smallest true difference that the paired test finds with 80 % power at the 5 % level, if
-                    differences vary as in these pairs.
+  detectable        Smallest true difference that the paired test finds with 80 % power at the 5 % level,
+                    without Holm's correction, if differences vary as in these pairs.
                     With --block N, N consecutive seeds (0 to N - 1, and so on) share something else that
                     varies, for example a judge. The paired columns then take the mean difference of each
                     block as one pair, because the runs of a block are not independent of each other.

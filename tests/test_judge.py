@@ -362,6 +362,7 @@ def test_a_generative_folder_beside_the_policys_engine_gives_the_text_of_transfo
     (tmp_path / "ranks.py").write_text(SECOND_ENGINE)
     result = preloaded.run(2, tmp_path / "ranks.py", tmp_path)
     assert result.returncode == 0 and result.stdout.count("exact") == 2, result.stderr[-3000:]
+    assert result.stdout.count("reaches 128 tokens, half of the judge's") == 2  # once on each rank
 
 
 # ---- verdicts of judges to rewards -------------------------------------------------------------------------
