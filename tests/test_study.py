@@ -21,7 +21,7 @@ from experiments.bench.common import write_json
 from experiments.declaration import read_declaration
 from experiments.report import Run, make_run
 from experiments.studies.clip_scale import scaling
-from experiments.studies.elimination_tuned import pools, slopes
+from experiments.studies.elimination_tuned import charged, pools, slopes
 from experiments.studies.order_of_prompts import parts
 from train_rl import load_config
 
@@ -387,6 +387,20 @@ def test_the_table_of_slopes_is_made_from_the_records_and_has_their_note(tmp_pat
     *table, _, note = report.expected_lines(comment, tmp_path)
     assert table[2].startswith("| 2 | +0.3150 | +0.2250 | +0.1350 | +0.450 |"), "seeds 0 to 2"
     assert "3 of grpo" in note and note.startswith(report.NOTE)
+
+
+def test_tokens_of_a_scoring_come_out_of_the_budget():
+    """Curves from 0 to 1 over 100,000 tokens, so that pass@1 is the share of the budget that training has."""
+    tokens = np.array([0.0, 50_000.0, 100_000.0])
+    runs = [
+        Run({"row": "grpo_skip", "seed": seed}, "made", None, {}, tokens, tokens, tokens / 1e5, scoring)
+        for seed, scoring in enumerate((40_000, 20_000, 70_000, None))
+    ]
+    parents = [finished_run("grpo", seed, 0.5) for seed in (0, 1, 2, 3)]
+    data = charged.measure({"grpo_skip": runs, "grpo": parents})
+    assert [figures["value"] for figures in data] == pytest.approx([0.6, 0.8, 0.3])
+    assert charged.differences_of(data) == pytest.approx([0.2, -0.2]), "the mean of two seeds, and of one"
+    assert charged.table_lines(data)[2].startswith("| 2 | 56,667 | 0.5667 | 0.5000 | +0.0000 |")
 
 
 def finished_run(row: str, seed: int, value: float) -> Run:
