@@ -486,7 +486,7 @@ def load_data(
         digests = {
             name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
         }
-        record_data(Path(config.run.dir), digests)
+        record_data(Path(config.run.dir), digests, config.model.dtype)
     windows = [
         Window(c.zero_variance.offline_scores, c.zero_variance.offline_pass_rate, c.reward.binary)
         for c in configs

@@ -81,7 +81,8 @@ their parents; then p_holm and paired_p_holm are corrected over seven comparison
 RECORDS. --export writes one JSON line per finished run, and --runs reads such a file. Metrics are rounded to
 seven digits, the precision of float32:
   {"row", "seed", "commit", "versions": {package: version},  # also "weights": digest of the initial weights;
-                                                     # "machine", "date", "data": digests of the prompts;
+                                                     # "machine", "date", "data": digests of the prompts,
+                                                     # "dtype": of the policy;
                                                      # "earlier": versions of earlier launches, if different
    "settings": {dotted name: value},                  # settings that differ from the defaults
    "steps": {metric: [value of step 1, 2, ...]},      # includes step and generated_tokens; null: no value

@@ -223,21 +223,25 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
 def earlier_starts(file: Path, versions: dict) -> list[dict]:
     """List the environments (versions, commit, weights) of earlier launches that differ from `versions`.
 
-    Dates may differ. The digest of the data is written later, see record_data().
+    Dates may differ. The digest of the data and the dtype are written later, see record_data().
     """
     try:
         previous = json.loads(file.read_text())
     except (OSError, ValueError):  # a kill may have cut the file off
         return []
     earlier = previous.pop("earlier", [])
-    variable = {name: previous[name] for name in ("date", "data") if name in previous}
+    variable = {name: previous[name] for name in ("date", "data", "dtype") if name in previous}
     return earlier + [previous] if previous != versions | variable else earlier
 
 
-def record_data(run_dir: Path, digests: dict[str, str]) -> None:
-    """Add the digests of the loaded prompts to versions.json, {name of the set: digest}."""
+def record_data(run_dir: Path, digests: dict[str, str], dtype: str) -> None:
+    """Add to versions.json the digests of the loaded prompts, {name of the set: digest}, and the dtype.
+
+    dtype: of the policy; config.yaml may say auto.
+    """
     file = run_dir / "versions.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"data": digests}, indent=1))
+    facts = {"data": digests, "dtype": dtype}
+    file.write_text(json.dumps(json.loads(file.read_text()) | facts, indent=1))
 
 
 def step_row(line: str) -> dict | None:

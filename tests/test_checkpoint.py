@@ -427,7 +427,7 @@ def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
 
     def versions_after_start(record: dict | None) -> dict:
         prepare_run_dir(folder, run.config, record)
-        checkpoint.record_data(folder, {"train": "aa"})
+        checkpoint.record_data(folder, {"train": "aa"}, "float32")
         versions = json.loads((folder / "versions.json").read_text())
         assert int(versions.pop("date")) >= 0 and versions["machine"]["cores"] >= 1
         for earlier in versions.get("earlier", []):

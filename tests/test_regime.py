@@ -161,7 +161,7 @@ def test_figures_are_read_from_a_record(tmp_path, monkeypatch, capsys):
     panel.main()
     printed = capsys.readouterr().out
     assert "| sums | 20.0 | 0.200 | 1.000 | 0.093 | 1.9e-03 | 0.50 | 0.020 | 0.100 |" in printed
-    row = "| sums | espo | 2.0e-05 | 0.000 to 0.500 | 0.1000 | n/a | 0.2000 | n/a |"
+    row = "| sums | espo | 2.0e-05 | 0.000 to 0.500 | 0.1000 | 0.0000 | n/a | 0.2000 | n/a |"
     assert row in printed, "no row of updates 2 and 4 had a gradient"
     assert "| sums | 1.000 | 0.333 | 0.100 | 0.033 | 0.2 |" in printed
     data = json.loads((tmp_path / "panel.json").read_text())

@@ -49,7 +49,7 @@ def test_a_run_writes_the_files_and_figures_that_the_readme_promises(undisturbed
         assert (undisturbed / name).stat().st_size > 0
     assert (undisturbed / "source" / "train_rl.py").read_text() == (ROOT / "train_rl.py").read_text()
     versions = json.loads((undisturbed / "versions.json").read_text())
-    assert len(bytes.fromhex(versions["weights"])) == 8
+    assert len(bytes.fromhex(versions["weights"])) == 8 and versions["dtype"] == "float32"
     assert versions["script"] == "train_rl.py" and {"commit", "dirty", "torch", "python"} <= versions.keys()
     assert names_in(undisturbed / "checkpoints") == ["step_000004", "step_000006"]
 
