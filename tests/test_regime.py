@@ -168,3 +168,11 @@ def test_figures_are_read_from_a_record(tmp_path, monkeypatch, capsys):
     assert data[0]["clipped_by_update"] == {"1": 0, "3": pytest.approx(0.2)}
     assert data[0]["spread"] == {kind: {"32": pytest.approx(0.02)} for kind in ("uncertain", "completion")}
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_committed_figures_are_those_of_the_records():
+    recorded = json.loads((panel.FOLDER / "panel.json").read_text())
+    data = panel.read_panel(panel.FOLDER)
+    assert len(data) == len(recorded) > 0
+    for figures, written in zip(data, recorded):
+        assert json.loads(json.dumps(figures)) == written
