@@ -15,11 +15,10 @@ import numpy as np
 
 from experiments import report
 from experiments.bench.common import markdown
+from experiments.studies.elimination_tuned.slopes import METRIC, SEEDS_EACH
 
-METRIC = "additions/avg_at_8"
 BUDGET = 100_000  # generated tokens, as in declared.json
 ROW, PARENT = "grpo_skip", "grpo"
-SEEDS_EACH = 2  # of a task instance
 
 
 def measure(rows: dict[str, list[report.Run]]) -> list[dict]:
