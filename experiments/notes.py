@@ -105,8 +105,8 @@ def start_notes(rows: Records, parents: dict[str, str]) -> list[str]:
             by_seed[seed].add(start)
     split = ranges(seed for seed, of_seed in by_seed.items() if len(of_seed) > 1)
     if not differing:
-        users = f"the same for a row and its parent; seeds {split} have several" if split else "one for all runs of a seed"
-        return [f"{len(starts)} start weights, {users}{unknown}."]
+        by_row = f"the same for a row and its parent; seeds {split} have several"
+        return [f"{len(starts)} start weights, {by_row if split else 'one for all runs of a seed'}{unknown}."]
     return [
         f"Other start weights than the parent's: {', '.join(differing)}{unknown}; their differences include "
         "the effect of the start."
