@@ -13,9 +13,8 @@ from judges import has_places
 from runtime.config import explain, read_config, refuse_contradictions
 from runtime.learning_rate import learning_rate
 from runtime.other_names import NAMES_ELSEWHERE
-from runtime.plugin_files import HOOKS
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
-from settings import STAGE_SETTINGS, Config, RewardSettings, ZeroVarianceSettings
+from settings import HOOKS, STAGE_SETTINGS, Config, RewardSettings, ZeroVarianceSettings
 from verifiers.kinds import functions_of, is_kind
 
 DEFAULTS = ZeroVarianceSettings()

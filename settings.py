@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from data.formats import stem_of
 from runtime.config import Section, Switch, setting
-from verifiers.kinds import KINDS, parts_of
+from verifiers.kinds import KINDS, functions_of, parts_of
 
 Positive = Annotated[float, Field(gt=0)]
 FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
@@ -25,6 +25,7 @@ FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 # The method
 # ============================================================================================================
 MAX_ENTROPY_GROUPS = 16  # the paper uses 2
+HOOKS = ("gain", "advantage", "select")  # settings of section algorithm that name plug-ins
 TeacherGroups = Literal["all_wrong", "zero_variance", "every"]
 
 
@@ -920,6 +921,15 @@ class Config(Section):
     def has_turns(self) -> bool:
         """Tell whether completions are episodes of several turns."""
         return bool(self.data.tools) or self.data.environment is not None
+
+    @property
+    def functions(self) -> list[str]:
+        """List the functions of the user's own that are named here: hooks, verifiers, tools, environment."""
+        hooks = [getattr(self.algorithm, hook) for hook in HOOKS]
+        kinds = [source.kind for source in (*self.data.train, *self.data.eval) if source.kind]
+        verifiers = [name for kind in kinds for name in functions_of(kind)]
+        names = [*hooks, *self.reward.functions, *verifiers, *self.data.tools, self.data.environment]
+        return list(dict.fromkeys(name for name in names if name))
 
 
 # Sections and settings that a stage may change, because every step reads them. The other settings configure

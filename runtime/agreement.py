@@ -18,8 +18,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from runtime.config import differences
-from runtime.plugin_files import plugin_digests
 from runtime.provenance import versions_of
+from runtime.user_files import user_file_digests
 
 # A module whose path contains one of these belongs to Python or a library, not to the project.
 INSTALLED = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
@@ -88,10 +88,10 @@ def agent_store() -> dist.Store | None:
 def check_ranks_agree(config) -> None:
     """Raise ValueError on all ranks if any rank differs from rank 0. Collective.
 
-    Compares all settings except run.dir, the loaded source files of the project, plug-ins, and the versions
-    of Python and of the libraries that affect results.
+    Compares all settings except run.dir, the loaded source files of the project, the user's files
+    (runtime/user_files.py), and the versions of Python and of the libraries that affect results.
     """
-    code = code_of() | plugin_digests(config)
+    code = code_of() | user_file_digests(config)
     record = {"settings": config.model_dump(mode="json"), "code": code, "versions": versions_of()}
     record_of_rank_0 = [record]
     dist.broadcast_object_list(record_of_rank_0)

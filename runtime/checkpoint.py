@@ -35,10 +35,10 @@ from torch import Tensor
 from runtime.config import complete, differences, free_on_resume, with_paths_to
 from runtime.launch import one_line
 from runtime.memory import GIB
-from runtime.plugin_files import file_of, plugin_digests
 from runtime.provenance import commit_of, git, machine_of, now, versions_of
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
+from runtime.user_files import digest_of_file, file_of, user_file_digests
 
 
 @dataclass
@@ -193,16 +193,16 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
     if backup:
         print(f"run.dir: an earlier launch ended before its first checkpoint; its logs are kept in {backup}")
     settings = with_paths_to(run_dir, config.model_dump(mode="json"), type(config))
-    plugins = plugin_digests(config)
+    user_files = user_file_digests(config)
     with writing(run_dir / "config.yaml"):
         (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     with writing(run_dir / "source"):
-        versions = versions_of() | save_source(run_dir / "source", [file_of(name) for name in plugins])
+        versions = versions_of() | save_source(run_dir / "source", map(file_of, user_files))
         versions |= {"date": now(), "machine": machine_of()}
         versions["weights"] = digest_of_weights(Path(config.model.path))
         models = {"judge_weights": config.reward.judge_path, "teacher_weights": config.zero_variance.teacher}
         versions |= {name: digest_of_weights(Path(folder)) for name, folder in models.items() if folder}
-        versions |= {"plugins": plugins} if plugins else {}
+        versions |= {"plugins": user_files} if user_files else {}
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
@@ -279,19 +279,21 @@ def digest_of_files(files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def save_source(folder: Path, plugins: Iterable[Path] = ()) -> dict[str, str | bool | None]:
-    """Copy the script, the plug-ins and all uncommitted changes (changes.diff, tracked files) into a folder.
+def save_source(folder: Path, user_files: Iterable[Path] = ()) -> dict[str, str | bool | None]:
+    """Copy the script, the user's files and uncommitted changes (changes.diff, tracked files) into a folder.
 
+    If two files have one name, the second gets its digest in front, for example 3f2a91c0d4e5b687_mine.py.
     Returns {"commit", "dirty", "script"}. dirty: True also if the checkout has untracked Python files. If git
-    is missing, commit and dirty are None, and the folder gets the script alone.
+    is missing, commit and dirty are None, and the folder gets the copies alone.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     script = Path(sys.argv[0]).resolve()
     if script.is_file():
         shutil.copy(script, folder / script.name)
-    for plugin in plugins:
-        shutil.copy(plugin, folder / plugin.name)
+    for file in dict.fromkeys(file for file in user_files if file.is_file()):
+        is_taken = (folder / file.name).exists()
+        shutil.copy(file, folder / (f"{digest_of_file(file)}_{file.name}" if is_taken else file.name))
     if changes := git("diff", "HEAD"):
         (folder / "changes.diff").write_text(changes)
     return {**commit_of(), "script": script.name}
@@ -418,7 +420,7 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str]
     def write_record() -> None:
         if rank == 0:
             record = {"topology": topology(config), "config": config.model_dump(mode="json"), "state": state}
-            record["plugins"] = plugin_digests(config)
+            record["plugins"] = user_file_digests(config)
             record["files"] = digests
             record["sha256"] = digest_of_record(record)
             (partial / "state.json").write_text(json.dumps(record, indent=1))
@@ -635,10 +637,10 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
             f"{checkpoint} was written with other settings ({'; '.join(sorted(changed))}): choose another "
             "run.dir, or set checkpoint.resume=weights to continue from the weights of this checkpoint"
         )
-    digests = plugin_digests(config)
+    digests = user_file_digests(config)
     changed = [name for name, digest in record.get("plugins", digests).items() if digests.get(name) != digest]
     if changed:
         raise ValueError(
-            f"{checkpoint} was written with another version of the plug-in {changed[0]}: restore the file, "
+            f"{checkpoint} was written with another version of {changed[0]}: restore the file, "
             "choose another run.dir, or set checkpoint.resume=weights"
         )

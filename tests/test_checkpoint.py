@@ -40,7 +40,7 @@ from runtime.checkpoint import (
 )
 from runtime.memory import GIB, NodeMemory
 from runtime.metrics import log_metrics, log_samples
-from runtime.plugin_files import digest_of_plugin, plugin_digests
+from runtime.user_files import digest_of_file, file_of, user_file_digests
 
 
 @pytest.fixture
@@ -579,17 +579,32 @@ def test_a_resume_with_a_changed_plugin_is_refused(run, tmp_path):
     assert list(record["plugins"]) == [f"{file}:gain"]
     check_fits(run.config, checkpoint, record)
     file.write_text("def gain(inputs): return inputs.ratio * inputs.advantages * 2, {}\n")
-    digest_of_plugin.cache_clear()  # as in a new process
+    digest_of_file.cache_clear()  # as in a new process
     with pytest.raises(ValueError, match="mine.py"):
         check_fits(run.config, checkpoint, record)
     check_fits(make_config(*settings, "checkpoint.resume=weights"), checkpoint, record)
 
 
-def test_plugins_of_stages_are_recorded_as_well(tmp_path):
+def test_every_file_of_the_user_is_recorded(tmp_path, monkeypatch):
+    """Plug-ins, reward functions, tools and environments, of stages as well; but no modules."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def gain(inputs): return inputs.ratio * inputs.advantages, {}\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.py").write_text("def short(completion): return 1.0\n")
     (tmp_path / "exp.yaml").write_text(
-        "data: {train: [{path: x.jsonl}]}\n"
+        "data: {train: [{path: x.jsonl, kind: {math: 0.5, more/mine.py:short: 0.5}}], environment: g.py:Go, "
+        "tools: [verifiers.tools:python, t.py:add]}\nreward: {functions: [other.py:score, mine.py:gain]}\n"
         "stages: [{name: a, until: {steps: 1}}, {name: b, algorithm: {gain: 'mine.py:gain'}}]\n"
     )
-    config = load_config(["--config", str(tmp_path / "exp.yaml")])
-    assert list(plugin_digests(config)) == [f"{tmp_path}/mine.py:gain"]
+    digests = user_file_digests(load_config(["--config", "exp.yaml"]))
+    own = "more/mine.py:short"
+    assert digests.keys() == {own, "other.py:score", "mine.py:gain", "t.py:add", "g.py:Go"}
+    expected = hashlib.sha256((tmp_path / "more" / "mine.py").read_bytes()).hexdigest()[:16]
+    assert (digests[own], digests["t.py:add"]) == (
+        expected,
+        None,
+    )  # no such file
+    checkpoint.save_source(tmp_path / "source", map(file_of, digests))
+    copies = {file.name: file.read_text() for file in (tmp_path / "source").glob("*mine.py")}
+    assert copies.keys() == {"mine.py", f"{expected}_mine.py"}
+    assert "short" in copies[f"{expected}_mine.py"] and "gain" in copies["mine.py"]

@@ -7,8 +7,7 @@ import pytest
 from conftest import ROOT
 
 from configure import load_config
-from runtime.plugin_files import HOOKS
-from settings import Config, ZeroVarianceSettings
+from settings import HOOKS, Config, ZeroVarianceSettings
 
 METHODS = ROOT / "experiments" / "methods"
 FILES = sorted((ROOT / "experiments").rglob("*.yaml"))

@@ -1,0 +1,35 @@
+"""The Python files of the user that a run names: plug-ins, reward functions, tools and the environment.
+
+Records and checkpoints hold a digest of each file. Functions of modules (module:function) and the modules
+that a file imports have no digest.
+"""
+
+import functools
+import hashlib
+from pathlib import Path
+
+from runtime.config import merge
+
+
+def function_names(config) -> list[str]:
+    """List path/file.py:function of all functions that the settings of a run and of its stages name."""
+    run = config.model_dump(mode="json")
+    stages = [type(config).model_validate(merge(run, stage.model_extra or {})) for stage in config.stages]
+    names = [name for of_stage in stages or [config] for name in of_stage.functions]
+    return list(dict.fromkeys(name for name in names if file_of(name).suffix == ".py"))
+
+
+def file_of(name: str) -> Path:
+    """Return the file of path/file.py:function."""
+    return Path(name.rpartition(":")[0]).expanduser()
+
+
+@functools.cache
+def digest_of_file(file: Path) -> str | None:
+    """Return the digest of a file as it was at the first call in this process; None without the file."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else None
+
+
+def user_file_digests(config) -> dict[str, str | None]:
+    """Return {path/file.py:function: digest of the file} of all functions that the settings name."""
+    return {name: digest_of_file(file_of(name)) for name in function_names(config)}
