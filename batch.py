@@ -39,6 +39,7 @@ class Request:
     max_new_tokens: int
     min_new_tokens: int = 0  # suppress the end of sequence before this length
     group: int = 0  # number shared by the completions of one prompt
+    group_seed: int = 0  # shared by the completions of one prompt, for an environment's random games
     expected_tokens: float = 0.0  # expected length of the completion
     guessed: bool = False  # expected_tokens is a guess, because this prompt was never sampled
     latency_tokens: float = 0.0  # time of the verdict, in tokens of one completion (verdict_tokens())
@@ -81,6 +82,7 @@ class Completion:
     texts: tuple[str, ...] = ()  # of each turn, for verifiers
     num_calls: int = 0  # calls of tools
     num_call_errors: int = 0  # calls that were malformed, raised an error or exceeded the time limit
+    has_open_call: bool = False  # the last turn calls a tool and has no result: no turn or budget is left
     verdict: Verdict | None = None  # by the environment; None: a verifier scores the completion
 
     @property
@@ -109,7 +111,7 @@ class Completion:
         """Return the tokens to score: the last turn of the policy, or no tokens if its call has no result."""
         if not self.turns:
             return self.token_ids
-        if self.finish_reason in ("turns", "context"):
+        if self.has_open_call:
             return []
         return self.token_ids[len(self.token_ids) - self.turns[-1].num_tokens :]
 
@@ -195,13 +197,7 @@ class RolloutBatch:
     confidence: Tensor | None = None  # [B] factor of the teacher's advantages, in [0, 1]
     advantages: Tensor | None = None  # [B, T]
     turns: list[tuple[Turn, ...]] | None = None  # [B]; None: no completion has inserted tokens
-
-    def answer_ids(self) -> list[list[int]]:
-        """Return the tokens of each completion that are scored, [B] ragged; see Completion.answer_ids."""
-        if self.turns is None:
-            return self.completion_ids
-        rows = zip(self.completion_ids, self.finish_reason, self.turns)
-        return [Completion(ids, [], reason, 0.0, turns=turns).answer_ids for ids, reason, turns in rows]
+    answer_ids: list[list[int]] = field(default_factory=list)  # [B] ragged, the scored tokens of completions
 
     def sampled_targets(self, rows: list[int]) -> Tensor | None:
         """Mark the sampled ones among all completion tokens of some rows, [N] bool; None: all are sampled."""
@@ -242,6 +238,7 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
         topk_ids=[c.topk_ids for c in completions] if has_topk else None,
         topk_logprobs=[c.topk_logprobs for c in completions] if has_topk else None,
         turns=[c.turns for c in completions] if has_turns else None,
+        answer_ids=[c.answer_ids for c in completions],
     )
 
 

@@ -286,8 +286,11 @@ class Interaction:
 
 
 def row_of(prompt: Prompt, seed: int) -> dict:
-    """Return the row that an environment's reset() gets; seed: the same after a resume, for random games."""
-    return {**prompt.fields, "answer": prompt.answer, "seed": seed}
+    """Return the row that an environment's reset() gets. A column named seed takes precedence.
+
+    seed: for random games, the same in all episodes of a group and after a resume.
+    """
+    return {"seed": seed, **prompt.fields, "answer": prompt.answer}
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -309,6 +312,7 @@ class Episode:
     num_turns: int = 0  # of the policy
     num_calls: int = 0
     num_call_errors: int = 0
+    has_open_call: bool = False  # calls of the last turn have no result in the episode yet
     reward: float = 0.0  # sum of the environment's rewards
     verdict: Verdict | None = None
     seconds: float = 0.0  # until the end of the last turn
@@ -334,7 +338,7 @@ class Episode:
         return Completion(
             self.token_ids, self.logprobs, finish_reason, self.seconds, turns=tuple(self.turns),
             texts=tuple(self.texts), num_calls=self.num_calls, num_call_errors=self.num_call_errors,
-            verdict=self.verdict,
+            has_open_call=self.has_open_call, verdict=self.verdict,
         )  # fmt: skip
 
 
@@ -361,6 +365,7 @@ class Episodes:
             self.end(row, turn.finish_reason)
             return
         calls = calls_of(text, self.interaction.call_format) if self.interaction.tools else []
+        episode.has_open_call = bool(calls)
         is_last = episode.num_turns == self.interaction.max_turns
         if calls and is_last:
             self.end(row, "turns")
@@ -395,7 +400,7 @@ class Episodes:
         episode = self.episodes[row]
         texts = [text for text, turn in zip(episode.texts, episode.turns) if turn.sampled]
         request = {"texts": texts, "messages": episode.messages}
-        self.submit_step(row, request | {"row": row_of(episode.prompt, episode.request.seed)})
+        self.submit_step(row, request | {"row": row_of(episode.prompt, episode.request.group_seed)})
         self.num_waiting += 1
 
     def submit_step(self, row: int, request: dict) -> None:
@@ -452,7 +457,7 @@ class Episodes:
             return
         message, done, reward = json.loads(verdict.detail)
         episode.reward += reward
-        if message is None or done:
+        if done:
             self.end(row, "stop")
         elif episode.num_turns == self.interaction.max_turns:
             self.end(row, "turns")
@@ -471,6 +476,7 @@ class Episodes:
         if rest < 1:
             self.end(row, "context")
             return
+        episode.has_open_call = False
         episode.token_ids += ids
         episode.logprobs += [0.0] * len(ids)
         episode.turns.append(Turn(messages[0]["role"], len(ids)))

@@ -760,7 +760,10 @@ def evaluation_requests(eval_sets: EvalSets, config: Config) -> tuple[list[Reque
         for i in range(rank, len(prompts), world_size):
             for sample, temperature in enumerate(temperatures):
                 seed = seed_of(config.train.seed, "eval", name, i, sample)
-                requests.append(Request(prompt_ids[i], seed, temperature, max_new_tokens))
+                group_seed = seed_of(config.train.seed, "eval", name, i)
+                requests.append(
+                    Request(prompt_ids[i], seed, temperature, max_new_tokens, group_seed=group_seed)
+                )
                 request_prompts.append(prompts[i])
     return requests, request_prompts
 

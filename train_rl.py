@@ -328,6 +328,7 @@ def requests_of(run: Run, jobs: Jobs, costs: dict) -> tuple[list[Request], list[
         Request(
             prompt_ids=run.prompt_ids[group.prompt_index],
             seed=seed_of(run.config.train.seed, run.state.step, group.slot, sample),
+            group_seed=seed_of(run.config.train.seed, run.state.step, group.slot),
             temperature=rollout.temperature,
             max_new_tokens=rollout.max_new_tokens,
             group=group.slot,
@@ -1573,7 +1574,7 @@ def main(config: Config) -> None:
         # Log, checkpoint
         metrics |= batch_metrics(batch, groups, config.rollout.group_size)
         reduced = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
-        state.add_step(reduced, run.rule)
+        state.add_step(reduced, run.rule, config.zero_variance.teacher_token_cost)
         log_step(run, batch, reduced, report, step_start)
         save_if_due(run, reduced)
     evaluate_if_due(run)
@@ -1642,7 +1643,7 @@ def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
 
 def add_rewards(run: Run, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
     """Add the rewards [B] and their validity, [B] bool; return metrics of the judge. Collective."""
-    ids = batch.answer_ids() if run.judge else []
+    ids = batch.answer_ids if run.judge else []
     # batch_decode([]) would return one empty text
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
     batch.valid = has_verdict(batch.verdicts)

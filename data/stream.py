@@ -69,8 +69,15 @@ def foreign_kinds(prompts: list[Prompt], path: str | None) -> str:
 
 
 def digest_of(prompts: list[Prompt]) -> str:
-    """Hash the prompts and answers in order. A resumed run uses the saved record if the digest is equal."""
-    return hashlib.sha256("".join(prompt_sha(prompt) for prompt in prompts).encode()).hexdigest()
+    """Hash prompts, answers, verifiers and other columns in order.
+
+    A resumed run uses the saved record if the digest is equal.
+    """
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        columns = json.dumps(prompt.columns, sort_keys=True)
+        digest.update(f"{prompt_sha(prompt)}{prompt.kind}\0{columns}\0".encode())
+    return digest.hexdigest()
 
 
 def tokenize(prompts: list[Prompt], tokenizer) -> list[list[int]]:

@@ -27,7 +27,7 @@ class Adapter:
         raise NotImplementedError
 
     def reset(self, row: dict) -> None:
-        """Begin an episode; the seed is the same after a resume."""
+        """Begin an episode; the seed is the same in all episodes of a group and after a resume."""
         self.environment = self.make(row)
         self.environment.reset(seed=row["seed"] % 2**31)
 

@@ -341,6 +341,7 @@ def sample(
         Request(
             task.prompt_ids, seed_of(args.seed, "eval", task.prompt.source, task.place, number), temperature,
             settings.rollout.max_new_tokens, group=task.prompt_index,
+            group_seed=seed_of(args.seed, "eval", task.prompt.source, task.place),
         )
         for task, number, temperature in jobs
     ]  # fmt: skip

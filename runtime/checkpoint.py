@@ -48,6 +48,7 @@ class TrainState:
     step: int = 0  # finished steps, which is also the version of the policy
     consumed_prompts: int = 0  # prompts offered so far, sampled or skipped: the position in the dataset
     generated_tokens: int = 0  # over all ranks, training rollouts only
+    charged_for_teacher: float = 0.0  # tokens that the teacher scored, each at the price of its step
     gradient_tokens: int = 0  # generated tokens with a non-zero advantage
     trained_tokens: int = 0  # tokens of groups that were not dropped, in steps that measured abs_dlogp
     abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
@@ -70,10 +71,10 @@ class TrainState:
         """Tell whether the run has reached train.num_steps or train.max_generated_tokens.
 
         Tokens that a teacher scores are part of the budget, at the price of zero_variance.teacher_token_cost.
+        The answer is the same for the settings of each stage.
         """
         budget = config.train.max_generated_tokens or math.inf
-        teacher_tokens = self.account.get("teacher_tokens", 0)
-        charged = self.generated_tokens + config.zero_variance.teacher_token_cost * teacher_tokens
+        charged = self.generated_tokens + self.charged_for_teacher
         return self.step >= config.train.num_steps or charged >= budget
 
     def add_evaluation(self, metrics: dict[str, float], rule: HandOver) -> None:
@@ -84,11 +85,15 @@ class TrainState:
         self.last_eval = metrics
         self.evaluated_step = self.step
 
-    def add_step(self, metrics: dict[str, float], rule: HandOver) -> None:
-        """Add the tokens and the account/ metrics of a finished step; rule: the current stage's hand-over."""
+    def add_step(self, metrics: dict[str, float], rule: HandOver, teacher_token_cost: float = 0.0) -> None:
+        """Add the tokens and the account/ metrics of a finished step.
+
+        rule: the current stage's hand-over. teacher_token_cost: of the current stage.
+        """
         self.stage = after_step(self.stage, rule, int(metrics["tokens_total"]), metrics)
         trained = metrics["tokens_total"] - metrics["account/wasted_dropped_tokens"]
         self.generated_tokens += int(metrics["tokens_total"])
+        self.charged_for_teacher += teacher_token_cost * metrics.get("account/teacher_tokens_total", 0)
         self.gradient_tokens += int(metrics["gradient_tokens_total"])
         if math.isfinite(metrics.get("abs_dlogp", math.nan)):
             self.trained_tokens += int(trained)
@@ -637,8 +642,9 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
             f"{checkpoint} was written with other settings ({'; '.join(sorted(changed))}): choose another "
             "run.dir, or set checkpoint.resume=weights to continue from the weights of this checkpoint"
         )
-    digests = user_file_digests(config)
-    changed = [name for name, digest in record.get("plugins", digests).items() if digests.get(name) != digest]
+    recorded = record.get("plugins", {})  # a file that is named no longer has passed the comparison above
+    digests = user_file_digests(config).items()
+    changed = [name for name, digest in digests if recorded.get(name, digest) != digest]
     if changed:
         raise ValueError(
             f"{checkpoint} was written with another version of {changed[0]}: restore the file, "

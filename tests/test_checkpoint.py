@@ -585,6 +585,18 @@ def test_a_resume_with_a_changed_plugin_is_refused(run, tmp_path):
     check_fits(make_config(*settings, "checkpoint.resume=weights"), checkpoint, record)
 
 
+def test_a_resume_without_the_reward_function_of_an_evaluation_is_accepted(run, tmp_path):
+    """data.eval is free on resume; the functions of data.train are not."""
+    file = tmp_path / "mine.py"
+    file.write_text("def score(completion): return 1.0\n")
+    own = f"data.eval=[{{path: y.jsonl, kind: {file}:score}}]"
+    run.config = make_config(f"run.dir={tmp_path / 'run'}", own)
+    save(run, 1)
+    record = json.loads((run.folder / "step_000001" / "state.json").read_text())
+    assert list(record["plugins"]) == [f"{file}:score"]
+    check_fits(make_config(f"run.dir={tmp_path / 'run'}"), run.folder / "step_000001", record)
+
+
 def test_every_file_of_the_user_is_recorded(tmp_path, monkeypatch):
     """Plug-ins, reward functions, tools and environments, of stages as well; but no modules."""
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ from conftest import SHARED_DATA as SHARED
 from data import gsm8k, math_sets, random_model
 from data.formats import load_tables
 from data.prompts import DataSettings, Prompt, PromptSource, check_disjoint, load_prompts, save_prompts
-from data.stream import load_sets, mixture_of, prompts_of_step, tokenize
+from data.stream import digest_of, load_sets, mixture_of, prompts_of_step, tokenize
 from verifiers.math import last_boxed
 
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real sets are not in {SHARED}")
@@ -1199,3 +1199,15 @@ def test_math_real_files(tmp_path, name, count, first, graded):
     if name == "math500":
         for row in map(json.loads, (SHARED / "math500.jsonl").read_text(encoding="utf-8").splitlines()):
             assert last_boxed(row["solution"]) == row["answer"]
+
+
+def test_the_digest_of_prompts_sees_everything_that_a_verifier_sees():
+    """A changed verifier or column is another task; the name of the set is not."""
+    prompt = Prompt("say so", "1", "instructions", "a", columns={"max_words": 3})
+    changes = [
+        {"text": "say"}, {"answer": "2"}, {"kind": "math"}, {"columns": {"max_words": 4}},
+        {"columns": {}}, {"columns": {"max_words": "3"}},
+    ]  # fmt: skip
+    digests = {digest_of([replace(prompt, **change)]) for change in changes}
+    assert len(digests | {digest_of([prompt]), digest_of([prompt, prompt]), digest_of([])}) == 9
+    assert digest_of([replace(prompt, source="b", difficulty=2.0)]) == digest_of([prompt])

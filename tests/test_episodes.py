@@ -80,7 +80,7 @@ def play(interaction, prompts: list, turns: list[list[str]], budget: int = 400) 
     """
     tokenizer = interaction.extension.tokenizer
     prompt_ids = [tokenizer(prompt.text)["input_ids"] for prompt in prompts]
-    requests = [Request(ids, seed, 1.0, budget) for seed, ids in enumerate(prompt_ids)]
+    requests = [Request(ids, seed, 1.0, budget, group_seed=90) for seed, ids in enumerate(prompt_ids)]
     episodes = interaction.episodes(requests, prompts)
     events = list(enumerate(requests))
     said = [iter(texts) for texts in turns]
@@ -257,16 +257,35 @@ def test_an_environment_answers_turns_and_gives_the_score(countdown):
     assert long.finish_reason == "turns" and long.verdict == Verdict(0.5, "wrong")
 
 
+def test_a_verifier_scores_the_last_turn_if_the_environment_has_the_last_word(countdown, tokenizer):
+    """Whether turns are used up or the environment's message does not fit, the turn before is complete."""
+    prompts = [make_prompt(tokenizer, "count", "9", "characters")] * 2
+    long = "a" * 398
+    full, tight = play(countdown, prompts, [list("abcd"), [long]])
+    assert (full.finish_reason, tight.finish_reason) == ("turns", "context")
+    assert [tokenizer.decode(episode.answer_ids) for episode in (full, tight)] == ["d<eos>", f"{long}<eos>"]
+
+
 def test_a_broken_environment_is_a_verdict_and_spares_the_others(countdown):
     """Rows with an even number share a worker. Killing it must not change the episodes beside it."""
-    kinds = ["hang", "die", "raise", "much", "form"]
+    kinds = ["hang", "die", "raise", "much", "form", "mute"]
     turns = [["a", kind] for kind in kinds for _ in range(2)]
     turns += [["a", "b", "c"]] * 6
     episodes = counted(countdown, [3] * len(turns), turns)
     statuses = [episode.verdict.status for episode in episodes]
-    assert statuses == ["timeout"] * 2 + ["error"] * 8 + ["ok"] * 6
-    assert all(episode.texts == ("a", "2", "b", "1", "c") for episode in episodes[10:])
+    assert statuses == ["timeout"] * 2 + ["error"] * 10 + ["ok"] * 6
+    assert all(episode.texts == ("a", "2", "b", "1", "c") for episode in episodes[12:])
     assert "outside of [0, 1]" in episodes[6].verdict.detail and "no such move" in episodes[4].verdict.detail
+
+
+def test_the_episodes_of_a_group_play_one_game(tools, tokenizer):
+    """The engine's seeds differ within a group; a column of the row named seed fixes the game."""
+    prompt = make_prompt(tokenizer, "roll", "9", "environment")
+    prompts = [prompt, prompt, replace(prompt, columns={"seed": 5})]
+    interaction = make_interaction(tools, prompts, "rollout.max_turns=2", environment="Dice")
+    rolls = [episode.texts[1] for episode in play(interaction, prompts, [["a", "b"]] * 3)]
+    interaction.close()
+    assert rolls == ["90", "90", "5"]
 
 
 def test_an_environment_that_cannot_be_rebuilt_is_an_error(tools, tokenizer):
@@ -388,8 +407,8 @@ def test_penalties_and_accounts_tell_sampled_and_inserted_tokens_apart(one_rank)
     rewards = train_rl.compute_rewards(batch, None, [], config)
     repeated = 1 - 2 / 5  # pairs of sampled tokens: 11 11, 21 11 11
     assert rewards[0].item() == pytest.approx(1 - (9 - 5) / 8 - repeated)
-    assert [len(answer) for answer in batch.answer_ids()] == [4, 5, 3, 2]
-    cut = replace(episode_of([5], 1, "turns"), num_calls=2, num_call_errors=1)
+    assert [len(answer) for answer in batch.answer_ids] == [4, 5, 3, 2]
+    cut = replace(episode_of([5], 1, "turns"), num_calls=2, num_call_errors=1, has_open_call=True)
     completions = [episode_of([3, 2, 4], 0), cut]
     group = Group(0, 0, completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")])
     outcome = group.outcome(False)

@@ -86,7 +86,7 @@ def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, ranks):
 
 
 def test_a_request_holds_everything_that_its_completion_depends_on():
-    """The seed depends on run, step, slot and sample; temperature and limit are settings of the rollout."""
+    """Seeds depend on run, step, slot and sample; temperature and limit are settings of the rollout."""
     config = make_config(
         "rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3", "rollout.topk_logprobs=5",
         "algorithm.score_centering=true", "algorithm.clip_mode=none",
@@ -102,6 +102,7 @@ def test_a_request_holds_everything_that_its_completion_depends_on():
         assert prompt.text == f"prompt {group.slot}"
         assert request == Request(
             [group.slot], seed_of(3, 6, group.slot, sample), 0.7, 9, group=group.slot,
+            group_seed=seed_of(3, 6, group.slot),
             expected_tokens=7.0 if group.slot == 3 else 0.0, guessed=group.slot == 3,
             latency_tokens=2.0, work_tokens=3.0, topk=5,
         )  # fmt: skip

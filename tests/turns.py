@@ -76,8 +76,18 @@ class Countdown:
         if text == "raise": raise RuntimeError("no such move")
         if text == "much": return None, True, 2.0
         if text == "form": return "no tuple"
+        if text == "mute": return None, False, 0.0
         self.now -= 1
         return str(self.now), self.now == 0, 1 / self.start
+
+class Dice(Countdown):
+    """A game of chance."""
+
+    def reset(self, row):
+        self.seed = row["seed"]
+
+    def step(self, text):
+        return str(self.seed), False, 0.0
 
 class Clock(Countdown):
     """An environment that does not depend on the row and the texts only."""

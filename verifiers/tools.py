@@ -139,6 +139,8 @@ def checked_answer(answer, max_chars: int) -> tuple[str | None, bool, float]:
     message, done, reward = answer
     if not (message is None or isinstance(message, str)):
         raise ValueError(f"step() returned a message of type {type(message).__name__}, not text or None")
+    if message is None and not done:
+        raise ValueError("step() returned no message and done False: the policy needs a message to go on")
     if isinstance(reward, str) or not math.isfinite(float(reward)):
         raise ValueError(f"step() returned the reward {reward!r}, not a finite number")
     return message if message is None else cut(text_of(message), max_chars), bool(done), float(reward)
