@@ -207,7 +207,9 @@ class AlgorithmSettings(Section):
         0.0, "treat rewards that are this close to the group's mean as ties with advantage 0; 0: off", ge=0
     )
     correctness_guard: bool = setting(
-        False, "wrong completions get no positive advantage and right completions no negative one"
+        False,
+        "wrong completions get no positive advantage and right completions no negative one, except of "
+        "the teacher",
     )
     rollout_correction: Correction = setting(
         "none",

@@ -610,9 +610,9 @@ def compute_advantages(
 def guard_correctness(advantages: Tensor, correct: Tensor) -> Tensor:
     """Remove positive advantages of wrong completions and negative advantages of right ones [ours].
 
-    advantages [B]; correct [B] bool, by the verifier. Returns [B].
+    advantages [B, T]; correct [B] bool, by the verifier. Returns [B, T].
     """
-    return torch.where(correct, advantages.clamp(min=0), advantages.clamp(max=0))
+    return torch.where(correct.unsqueeze(1), advantages.clamp(min=0), advantages.clamp(max=0))
 
 
 def zero_variance_rows(batch: RolloutBatch, binary: bool) -> Tensor:
@@ -698,7 +698,7 @@ def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> 
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
-    """Return token advantages [B, T] from rewards, after the correctness guard, RL-ZVP and the teacher.
+    """Return token advantages [B, T] from rewards, after RL-ZVP, the correctness guard and the teacher.
 
     Collective if an algorithm.advantage plug-in calls collectives.
     """
@@ -707,15 +707,15 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
     advantages = completion_advantages(batch, algorithm)  # [B] or [B, T]
     if advantages.dim() == 1:
         advantages = advantages.unsqueeze(1)  # [B, 1]
-    if algorithm.correctness_guard:
-        advantages = guard_correctness(advantages, correct.unsqueeze(1))
     advantages = advantages * batch.response_mask  # [B, T]
-    if config.zero_variance.rl_zvp and batch.entropy is not None:  # None: no rank has a group to train on
+    if config.zero_variance.rl_zvp and batch.prompts:
         rows = zero_variance_rows(batch, config.reward.binary)  # [B]
         scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in batch.verdicts])  # [B]
         advantages[rows] = rl_zvp_advantages(
             batch.entropy[rows], batch.response_mask[rows], scores[rows] > 0, config.zero_variance.rl_zvp_coef
         )
+    if algorithm.correctness_guard:
+        advantages = guard_correctness(advantages, correct)
     if batch.is_taught is not None:
         rows = batch.is_taught  # [B]
         advantages[rows] = teacher_advantages(
@@ -1145,6 +1145,25 @@ def routes_to_replay(batch: RolloutBatch, router_replay: Replay) -> list[Tensor]
             return batch.routed_experts
 
 
+def share_prompt_routes(batch: RolloutBatch, config: Config) -> None:
+    """Give the rows of a prompt the prompt routes of the first row, if r3 replays routes of shared prompts.
+
+    The engine may compute the end of a prompt once per completion and route it differently. A micro-batch
+    computes a prompt once, and its first row is another one in the update than in the old-logprob pass if
+    rows without gradient are skipped.
+    """
+    routes = batch.routed_experts
+    is_replayed = routes_to_replay(batch, config.algorithm.router_replay) is routes
+    if routes is None or not is_replayed or not config.train.share_prompts:
+        return
+    of_prompt: dict[tuple[int, ...], Tensor] = {}
+    for row, (prompt, ids) in enumerate(zip(map(tuple, batch.prompt_ids), routes)):
+        num_shared = len(prompt) - 1
+        first = of_prompt.setdefault(prompt, ids[:num_shared])
+        if not torch.equal(first, ids[:num_shared]):
+            routes[row] = torch.cat([first, ids[num_shared:]])
+
+
 def routes_of_tokens(routes: list[Tensor], rows: list[int], packed: PackedSequences) -> Tensor:
     """Return the expert ids [P, L, K] of the packed tokens; a shared prompt uses its first row's routes."""
     ids = torch.cat([routes[i] for i in rows]).to(packed.input_ids.device)
@@ -1442,11 +1461,10 @@ def loss_of_rows(
         logprobs, outputs.entropy, batch, rows, counts, log_vocab, config, work.num_updates > 0,
         outputs.topk_logprobs,
     )  # fmt: skip
-    if outputs.route_mismatch is not None:
-        old_mismatch = batch.route_mismatch
-        statistics["mismatch_routes"] = (
-            outputs.route_mismatch if old_mismatch is None else old_mismatch[rows].to(logprobs.device)
-        )
+    if batch.route_mismatch is not None:
+        statistics["mismatch_routes"] = batch.route_mismatch[rows].to(logprobs.device)
+    elif outputs.route_mismatch is not None and not (batch.old_logprobs is None and work.num_updates):
+        statistics["mismatch_routes"] = outputs.route_mismatch
     work.statistics.append((rows, statistics))
     work.updates.append(work.num_updates)
     if not torch.isfinite(loss):
@@ -1546,6 +1564,7 @@ def main(config: Config) -> None:
         with run.clock("deal"):
             groups, trained = drop_and_deal(sampled, outcomes, config)
         batch = collate(groups, run.prompts, run.prompt_ids)
+        share_prompt_routes(batch, config)
         update_history(run, list(outcomes.values()))
 
         # Old and reference log-probabilities, if the update needs them

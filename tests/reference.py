@@ -178,13 +178,13 @@ def token_advantages(rewards, scores, correct, valid, entropies, settings: dict)
     advantages = group_advantages(
         rewards, valid, settings["adv_norm"], settings["tie_band"], std_of_batch=std_of_batch
     )
-    if settings["correctness_guard"]:
-        advantages = [correctness_guard(a, ok) for a, ok in zip(advantages, correct)]
     rows = [[a for _ in row] for a, row in zip(advantages, entropies)]
     if settings["rl_zvp"] and has_zero_variance([score for score, ok in zip(scores, valid) if ok]):
         for i in range(len(rewards)):
             if valid[i]:
                 rows[i] = rl_zvp_advantages(entropies[i], scores[i], settings["rl_zvp_coef"])
+    if settings["correctness_guard"]:
+        rows = [[correctness_guard(a, ok) for a in row] for row, ok in zip(rows, correct)]
     return rows
 
 

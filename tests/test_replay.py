@@ -394,6 +394,53 @@ def test_r3_over_several_turns_equals_transformers_with_forced_routers(share, fo
     assert all(gradient.abs().max() > WRONG_EXPERTS for gradient in gradients.values())
 
 
+def test_r3_of_a_shared_prompt_does_not_depend_on_the_rows_of_the_micro_batch(folder, one_rank):
+    """An update may leave out the first row of a prompt, and the engine may route the prompt row by row."""
+    rng = random.Random(5)
+    prompt, ids = [5, 6, 7, 8], [[1, 2, 3], [4, 5]]
+    config = settings("algorithm.router_replay=r3", "model.dtype=float32")
+    policy = moe_model.build_policy(config.model, folder / "mixed", None, torch.device("cpu"))
+
+    def logprobs_of_row_1(with_rows: list[int], batch) -> torch.Tensor:
+        outputs = train_rl.forward_rows(policy, batch, with_rows, config)
+        return outputs.logprobs[with_rows.index(1)].detach()
+
+    distances = []
+    completions = []
+    for row in ids:
+        routes = random_routes("mixed", len(prompt) + len(row) - 1, rng)
+        completions.append(Completion(row, [-1.0] * len(row), "stop", 0.0, routes))
+    groups = [Group(0, 0, completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")])]
+    for share in (False, True):
+        batch = train_rl.collate(groups, make_prompts(1), [prompt])
+        if share:
+            train_rl.share_prompt_routes(batch, config)
+        distances.append((logprobs_of_row_1([0, 1], batch) - logprobs_of_row_1([1], batch)).abs().max())
+    assert distances[0] > WRONG_EXPERTS and distances[1] < ROUNDING
+    assert torch.equal(batch.routed_experts[1][3:], completions[1].routed_experts[3:])
+    apart = settings("algorithm.router_replay=r3", "train.share_prompts=false")
+    batch = train_rl.collate(groups, make_prompts(1), [prompt])
+    train_rl.share_prompt_routes(batch, apart)
+    assert all(a is c.routed_experts for a, c in zip(batch.routed_experts, completions))
+
+
+@pytest.mark.parametrize("num_updates", [0, 1])
+def test_in_bypass_the_mismatch_is_that_of_the_first_update(num_updates, folder, one_rank):
+    """Without an old-logprob pass, later updates know the distance of a moved policy only."""
+    config = settings("algorithm.old_policy=rollout", "model.dtype=float32")
+    policy = moe_model.build_policy(config.model, folder / "mixed", None, torch.device("cpu"))
+    batch = batch_of_rows(make_completions(), EVERYTHING)
+    batch.routed_experts = [c["routes"]["mixed"] for c in make_completions()]
+    batch.advantages = torch.ones(batch.response_mask.shape) * batch.response_mask
+    batch.old_logprobs = None
+    work = train_rl.UpdateWork(num_updates=num_updates)
+    counts = torch.tensor([2, batch.response_mask[:2].sum()])
+    train_rl.loss_of_rows(policy, batch, [0, 1], counts, config, work)
+    ((_, statistics),) = work.statistics
+    names = {name for name in statistics if "mismatch" in name or "dlogp" in name}
+    assert ("mismatch_routes" in names and len(names) > 1) if num_updates == 0 else names == set()
+
+
 # ---- the old-logprob pass, route mismatch ------------------------------------------------------------------
 
 
