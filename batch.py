@@ -303,7 +303,7 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class SelectInputs:
-    """Inputs of an `algorithm.select` plug-in: the completions of one minibatch on this rank."""
+    """Inputs of an `algorithm.select` plug-in: all completions of this rank, masked to one minibatch."""
 
     advantages: Tensor  # [B, T]
     old_logprobs: Tensor  # [B, T]

@@ -9,7 +9,7 @@
 | hook | receives | returns | called |
 |---|---|---|---|
 | gain | batch.LossInputs | gain [b, T] with gradient, {name: statistic [b, T]} | once per micro-batch |
-| advantage | batch.AdvantageInputs | advantages [B] or [B, T] | once per step |
+| advantage | batch.AdvantageInputs | advantages [B] | once per step |
 | select | batch.SelectInputs | advantages [B, T] | once per minibatch of a step |
 
 A plug-in is named in YAML or on the command line only, never by data. At the start it is imported, its
@@ -80,6 +80,10 @@ ONE_RANK = Collectives(
 )
 
 
+SUFFIXES = ("p99", "hist", "max", "total")  # of metrics that reduce_metrics() does not average
+OUR_STATISTICS = ("abs_log_ratio", "entropy", "entropy_group", "abs_dlogp", "ref_kl_k3", "mismatch")
+
+
 def small_loss_inputs(algorithm: AlgorithmSettings, advantage: float) -> LossInputs:
     """Return the inputs of a loss for the small batch, with advantages +-advantage."""
     old_logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-1.5, -0.25, 0.0]])
@@ -125,6 +129,11 @@ def check_gain(gain: Callable, config: Config) -> str | None:
     for name, value in statistics.items():
         if not isinstance(value, Tensor) or value.shape != MASK.shape:
             return f"must return statistics [b, T] = [2, 3], {name!r} is {describe(value)}"
+        if name in OUR_STATISTICS or name.startswith("mismatch_") or name.rpartition("_")[2] in SUFFIXES:
+            return (
+                f"must give the statistic {name!r} another name: {', '.join(OUR_STATISTICS)} and mismatch_* "
+                f"are ours, and {', '.join(SUFFIXES)} at the end mark metrics that are no mean over tokens"
+            )
     if config.train.skip_zero_gradient and config.algorithm.kl_coef == 0:
         inputs = small_loss_inputs(config.algorithm, 0.0)
         values, _ = gain(inputs)
@@ -147,20 +156,29 @@ def check_advantage(advantage: Callable, config: Config) -> str | None:
     has_penalties = reward.overlong_buffer > 0 or reward.repetition_coef > 0
     can_be_negative = has_penalties or reward.judge_mode == "pairwise_reference"
     is_changed = can_be_negative or reward.judge != "none" or reward.binary
-    rewards = torch.tensor([0.75, -0.25 if can_be_negative else 0.25] if is_changed else [1.0, 0.0])
-    for num_completions in (2, 0):  # a rank may have no completion
+    right, wrong = (0.75, -0.25 if can_be_negative else 0.25) if is_changed else (1.0, 0.0)
+    is_right = torch.tensor([True, False, False, False, True, False, False])
+    valid = torch.tensor([True, True, True, True, True, True, False])
+    group_index = torch.tensor([0, 0, 1, 1, 2, 3, 3])  # two rewards, a tie, one completion, one verdict
+    for num_completions in (len(valid), 0):  # a rank may have no completion
+        rows = slice(num_completions)
         inputs = AdvantageInputs(
-            rewards=rewards[:num_completions],
-            parts=[{"exact": (1.0, 1.0)}, {"exact": (1.0, 0.0)}][:num_completions],
-            valid=torch.ones(num_completions, dtype=torch.bool),
-            group_index=torch.zeros(num_completions, dtype=torch.int64),
+            rewards=torch.where(is_right, right, wrong)[rows],
+            parts=[{"exact": (1.0, float(score))} for score in is_right[rows]],
+            valid=valid[rows],
+            group_index=group_index[rows],
             ranks=ONE_RANK,
         )
         result = advantage(inputs)
-        is_floats = isinstance(result, Tensor) and result.is_floating_point()
-        if not is_floats or result.dim() not in (1, 2) or len(result) != num_completions:
-            expected = f"advantages of floats [B] = [{num_completions}] or [B, T]"
-            return f"must return {expected}, it returned {describe(result)}"
+        if not is_tensor(result, [inputs.valid.shape]):
+            return (
+                f"must return advantages of floats [B] = [{num_completions}], it returned {describe(result)}"
+            )
+        if not result.isfinite().all():
+            return (
+                "must return finite advantages, also for a tie, for a single completion and for a completion "
+                f"without a verdict: groups {group_index.tolist()} got {result.tolist()}"
+            )
     return None
 
 

@@ -603,7 +603,13 @@ def compute_advantages(
             mean[members] = group_rewards.mean()
             std[members] = group_rewards.std()
     centred = torch.where(has_variance, rewards - mean, 0.0)  # [B]
-    normed = centred / (std + eps) if adv_norm == "group_std" else centred
+    match adv_norm:
+        case "group_std":
+            normed = centred / (std + eps)
+        case "mean_only":
+            normed = centred
+        case _:
+            raise ValueError(f"unknown algorithm.adv_norm {adv_norm!r}")
     return torch.where(centred.abs() > tie_band, normed, 0.0)
 
 
@@ -680,7 +686,7 @@ def teacher_advantages(
 
 
 def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> Tensor:
-    """Return the advantages by algorithm.advantage, [B] or [B, T], or by compute_advantages(), [B]."""
+    """Return the advantages [B] by algorithm.advantage or else by compute_advantages()."""
     if algorithm.advantage is None:
         return compute_advantages(
             batch.rewards, batch.valid, batch.group_index, algorithm.adv_norm, algorithm.tie_band
@@ -691,10 +697,12 @@ def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> 
     ]
     inputs = AdvantageInputs(batch.rewards, parts, batch.valid, batch.group_index, ALL_RANKS)
     advantages = load_plugin(algorithm, "advantage")(inputs).to(batch.rewards.dtype)
-    if advantages.shape not in (batch.valid.shape, batch.response_mask.shape):
-        expected = f"[B] = {list(batch.valid.shape)} or [B, T] = {list(batch.response_mask.shape)}"
-        raise RuntimeError(f"algorithm.advantage: expected {expected}, got {list(advantages.shape)}")
-    return advantages * (batch.valid if advantages.dim() == 1 else batch.valid.unsqueeze(1))
+    if advantages.shape != batch.valid.shape or not advantages[batch.valid].isfinite().all():
+        raise RuntimeError(
+            f"{algorithm.advantage} must return finite advantages [B] = [{len(batch.valid)}], and returned "
+            f"{advantages.tolist()} for the rewards {batch.rewards.tolist()}"
+        )
+    return torch.where(batch.valid, advantages, 0.0)
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
@@ -704,10 +712,7 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
     """
     algorithm = config.algorithm
     correct = torch.tensor([verdict.status == "ok" for verdict in batch.verdicts], dtype=torch.bool)  # [B]
-    advantages = completion_advantages(batch, algorithm)  # [B] or [B, T]
-    if advantages.dim() == 1:
-        advantages = advantages.unsqueeze(1)  # [B, 1]
-    advantages = advantages * batch.response_mask  # [B, T]
+    advantages = completion_advantages(batch, algorithm).unsqueeze(1) * batch.response_mask  # [B, T]
     if config.zero_variance.rl_zvp and batch.prompts:
         rows = zero_variance_rows(batch, config.reward.binary)  # [B]
         scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in batch.verdicts])  # [B]

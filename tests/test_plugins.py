@@ -159,6 +159,36 @@ def test_a_broken_plugin_is_refused_with_file_function_and_expectation(case, tmp
         assert word in str(error.value)
 
 
+STATISTIC = "def plugin(inputs): return inputs.ratio * inputs.advantages, {'%s': inputs.entropy}"
+BROKEN |= {
+    f"names a statistic {name}": (STATISTIC % name, (f"'{name}'", "another name"))
+    for name in ("entropy", "mismatch_mine", "w_p99", "w_max", "w_total")
+}
+BASELINES = {  # group means without a guard for a tie, one completion or a missing verdict
+    "divides by the spread": "advantages[members] = (rewards - rewards.mean()) / rewards.std()",
+    "divides by the rest": "advantages[members] = (rewards - rewards.mean()) / (len(rewards) - 1)",
+    "passes on what has no verdict": "advantages[members] = rewards; advantages[~inputs.valid] = math.nan",
+    "returns a column": "advantages = inputs.rewards.unsqueeze(1)",
+}
+
+
+@pytest.mark.parametrize("case", BASELINES)
+def test_advantages_are_tried_with_ties_and_single_completions(case, tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text(
+        "import math, torch\n"
+        "def plugin(inputs):\n"
+        "    advantages = torch.zeros_like(inputs.rewards)\n"
+        "    for group in inputs.group_index.unique():\n"
+        "        members = (inputs.group_index == group) & inputs.valid\n"
+        "        rewards = inputs.rewards[members]\n"
+        f"        {BASELINES[case]}\n"
+        "    return advantages\n"
+    )
+    with pytest.raises(ValueError, match="algorithm.advantage.* must return"):
+        train_rl.load_config(["data.train=[{path: x.jsonl}]", f"algorithm.advantage={file}:plugin"])
+
+
 @pytest.mark.parametrize("hook", ["advantage", "select"])
 def test_a_hook_refuses_a_wrong_shape(hook, tmp_path):
     file = tmp_path / "broken.py"
