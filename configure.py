@@ -116,6 +116,12 @@ def zero_variance_contradictions(config: Config) -> dict[str, bool]:
                 zero.teacher is None and getattr(zero, name) != getattr(DEFAULTS, name)
             for name in ("teacher_groups", "teacher_coef", "teacher_scores", "teacher_token_cost")
         },
+        **{
+            f"{{zero_variance.{name}}} holds pass rates of single turns, but completions have turns with "
+            "data.tools or data.environment: set it to null":
+                config.has_turns and getattr(zero, name) is not None
+            for name in ("offline_scores", "teacher_scores")
+        },
         "{zero_variance.explore_solved}, {zero_variance.explore_unsolved} and {zero_variance.retest_steps} "
         "would skip some prompts for ever: set one of them above 0": zero.history and loses_prompts,
         "{zero_variance.probe_size} must be below {rollout.group_size}":

@@ -480,7 +480,7 @@ def load_data(
     rows = [(prompt.kind, prompt.answer, prompt.fields) for prompt in loaded.everyone()]
     sources = [source for of_stage in data for source in (*of_stage.train, *of_stage.eval)]
     kinds = [source.kind for source in sources if source.kind]
-    check_functions([*functions, *kinds], rows, config.reward)
+    loaded.notes += check_functions([*functions, *kinds], rows, config.reward)
     drop_impossible(loaded, pool, config, checkpoint)
     if dist.get_rank() == 0:
         digests = {

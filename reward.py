@@ -918,12 +918,12 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
     return dict(sorted(reasons.items()))
 
 
-def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardSettings) -> None:
+def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardSettings) -> list[str]:
     """Call each custom function of the kinds and rows once in a worker; ValueError names a broken function.
 
     A function is called with the first row of its kind, or else with the first row of all, and with the
-    reference answer as the completion. All rows of its kind must have the columns that it requires. If a kind
-    runs programs, the sandbox is started as well.
+    reference answer as the completion. All rows of its kind must have the columns that it requires. Returns a
+    line with the score of each function, for the console. If a kind runs programs, the sandbox is started.
     """
     kinds = dict.fromkeys([*kinds, *(kind for kind, _, _ in rows)])
     first_row = {kind: row for kind, *row in reversed(rows)}
@@ -933,7 +933,7 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardS
 
         check_sandbox(settings.sandbox)
     if not kind_of:
-        return
+        return []
     if not rows:
         raise ValueError("there are no prompts to try the reward functions on: are the datasets empty?")
     with start_pool(settings, None, num_workers=1) as pool:
@@ -956,6 +956,7 @@ def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardS
                     f"reward function {name}: its parameter {min(missing)} is not a column of prompt "
                     f"{index + 1} of {len(rows)}, {str(fields.get('prompt'))[:80]!r}"
                 )
+    return [f"{name} gives the first reference answer {v.reward:.2f}" for name, v in verdicts.items()]
 
 
 if __name__ == "__main__":

@@ -28,15 +28,29 @@ SHOWN = ("endpoint", "contrasts", "test", "correction", "stop", "prediction")
 
 
 def read_declaration(file: Path) -> dict:
-    """Read a declaration; ValueError names a missing key, or a contrast of an undeclared row."""
+    """Read a declaration; ValueError names a missing or wrong key, or a contrast of an undeclared row."""
     declared = json.loads(file.read_text())
     missing = [key for key in KEYS if key not in declared]
     if missing:
         raise ValueError(f"{file}: {', '.join(missing)} is missing")
+    for key, form, has_form in (
+        ("rows", "a list of names", is_list_of(declared["rows"], str)),
+        ("seeds", "a list of whole numbers", is_list_of(declared["seeds"], int)),
+        ("contrasts", "a list of [row, parent]", is_list_of(declared["contrasts"], list, length=2)),
+    ):
+        if not has_form:
+            raise ValueError(f"{file}: {key} must be {form}, not {json.dumps(declared[key])[:80]}")
     unknown = {row for pair in declared["contrasts"] for row in pair} - set(declared["rows"])
     if unknown:
         raise ValueError(f"{file}: contrasts name {', '.join(sorted(unknown))}, which is not among the rows")
     return declared
+
+
+def is_list_of(values: object, kind: type, length: int | None = None) -> bool:
+    """Tell whether a value is a list of values of a type, each of this length if there is one."""
+    if not isinstance(values, list):
+        return False
+    return all(type(value) is kind and (length is None or len(value) == length) for value in values)
 
 
 def digest_of(declared: dict) -> str:
@@ -120,9 +134,19 @@ def problems_of(file: Path, records: list[dict]) -> list[str]:
 
 
 def records_of(folder: Path) -> list[dict]:
-    """Return the records of all *.jsonl files of a study."""
+    """Return the records of all *.jsonl files of a study; ValueError for a line that is no record."""
     files = sorted(folder.glob("*.jsonl"))
-    return [json.loads(line) for runs in files for line in runs.read_text().splitlines()]
+    records = []
+    for file in files:
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            record = json.loads(line)
+            if not isinstance(record, dict) or not {"row", "seed"} <= record.keys():
+                raise ValueError(
+                    f"{file}, line {number}: no record of a run, as all *.jsonl files of a study are; keep "
+                    "data in a subfolder"
+                )
+            records.append(record)
+    return records
 
 
 def check_study(folder: Path) -> list[str]:
@@ -131,10 +155,28 @@ def check_study(folder: Path) -> list[str]:
     if not file.is_file():
         return []
     try:
+        rows = read_declaration(file)["rows"]
         records = records_of(folder)
-        return problems_of(file, records) if records else read_declaration(file) and []
+        problems = [f"row {row} has no {row}.yaml" for row in rows if not (folder / f"{row}.yaml").is_file()]
+        return problems + (problems_of(file, records) if records else [])
     except ValueError as error:
         return [str(error)]
+
+
+def warnings_of_launch(rows: list[Path], seeds: list[int], is_clean: bool) -> list[str]:
+    """Return why report.py --check would refuse runs of these rows (YAML files), if studies declare them."""
+    warnings = []
+    for folder in sorted({row.parent for row in rows}):
+        file = folder / "declared.json"
+        if not file.is_file():
+            continue
+        declared = read_declaration(file)
+        names = [row.stem for row in rows if row.parent == folder and row.stem not in declared["rows"]]
+        names += [f"seed {seed}" for seed in seeds if seed not in declared["seeds"]]
+        warnings += [f"{file} does not declare {', '.join(names)}"] if names else []
+        if not is_clean:
+            warnings.append(f"{file} is a declaration, and the checkout has uncommitted changes")
+    return warnings
 
 
 def table_lines(declared: dict) -> list[str]:

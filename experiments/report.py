@@ -143,7 +143,7 @@ RECORDED = (  # patterns of the optional training metrics that a record keeps
     "clip_eps", "grad_norm", "clipped/update_*",
     "entropy/entropy_group_*", "clipped/entropy_group_*", "cut_at_limit_frac", "rollout_bubble", "seconds/*",
     "zero_variance/*", "account/prompts_skipped", "account/prompts_stopped", "regime/*", "teacher_*",
-    "account/teacher_tokens_total",
+    "account/teacher_tokens_total", "masked", "part/*", "turns", "tool_calls", "tool_errors_frac",
 )  # fmt: skip
 SMOOTHING_STEPS = 10  # width of moving sums and means
 TRAINING = "train/"  # prefix of a metric of the training steps in --metric
@@ -1354,7 +1354,8 @@ def check_documents(root: Path, fix: bool) -> int:
     num_tables = 0
     num_figures = 0
     documents = list_documents(root)
-    folders = sorted({(root / name).parent for name in documents})
+    studies = {file.parent for file in root.glob("experiments/studies/*/*.json*")}
+    folders = sorted(studies | {(root / name).parent for name in documents})
     problems = [
         f"{folder}/declared.json: {text}"
         for folder in folders

@@ -57,7 +57,9 @@ if __name__ == "__main__":
 from data.tiny import recipe_of
 from experiments import report, starts
 from experiments.bench.common import markdown
+from experiments.declaration import warnings_of_launch
 from runtime.config import differences, flat_settings, with_paths_from
+from runtime.provenance import commit_of
 
 STUDIES = ROOT / "experiments" / "studies"
 GRACE_S = 60.0  # between SIGTERM to torchrun, which ends the ranks, and SIGKILL to surviving processes
@@ -491,7 +493,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of --row (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="processes per run, and model.ep_size (default: %(default)s)"
+        "--ranks",
+        type=int,
+        default=1,
+        help="processes per run, and model.ep_size; end the line with "
+        "model.ep_size=1 for a dense model (default: %(default)s)",
     )
     parser.add_argument(
         "--script", type=Path, default=ROOT / "train_rl.py",
@@ -537,6 +543,8 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
         runs, todo, recorded = prepare(args)
+        is_clean = commit_of()["dirty"] is False
+        warnings = [] if recorded else warnings_of_launch(args.rows, args.seeds, is_clean)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -545,6 +553,8 @@ def main(argv: list[str]) -> int:
             path = "" if run.script.parent == Path() else "PYTHONPATH=. "  # as start() sets it
             print(path + shlex.join(command(run, args.ranks)))
         return 0
+    for warning in warnings if todo else ():
+        print(f"warning: {warning}: `report.py --check` will refuse these runs", file=sys.stderr)
     print(f"{len(runs) - len(todo)} of {len(runs)} runs are already finished", flush=True)
     try:
         failed = run_all(todo, args.jobs, args.ranks)

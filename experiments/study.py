@@ -10,16 +10,17 @@
 Repeat a command to continue: runs that have finished here or are in the records of the study are skipped.
 `keep` writes finished tuning runs to tuning_runs.json, and test runs to runs.jsonl if all rows of their seed
 have finished here, on one machine and at one commit. Commit both files; another machine continues
-from there. The test needs a committed tuning.json. Two keys of declared.json describe the runs:
+from there. The test needs a committed tuning.json. Two optional keys of declared.json describe the runs:
 
     "instances": {"recipe": "chains", "seeds_each": 2}
         Seed S uses task instance S // seeds_each, so that seeds 6 and 7 use data/built/chains_3, which
         `python -m data.tiny --recipe chains_3` builds. Instance 0 is data/built/chains, as in the YAML files.
+        Without "instances" all seeds use the files that the YAML files name.
     "tuning": {"seeds": [200, 201], "metric": "chains/avg_at_4", "rates": [2.5e-4, 5e-4],
                "clips": {"grpo": ["algorithm.clip_eps_high=0.1", "algorithm.clip_eps_high=0.2"]}}
         Each row is run at each rate with each of its clips. The candidate with the highest mean of the metric
-        after the last step wins; of equal candidates the first wins. Without "tuning" the rows are tested as
-        their YAML files are.
+        after the last step wins; of equal candidates the first wins. Without "tuning", or with a text in its
+        place, the rows are tested as their YAML files are.
 
 A run that ends with an error is repeated once, by the next `tune` or `test`. If the run fails again, a tuning
 run counts as 0, and the seed of a test run is left out of all rows.
@@ -43,7 +44,7 @@ from pathlib import Path
 from experiments import report, run, starts
 from experiments.bench.common import markdown, write_json
 from experiments.declaration import git, read_declaration
-from experiments.tuning import candidates, choice_of, recorded_tuning
+from experiments.tuning import candidates, choice_of, is_tuned, recorded_tuning
 from runtime.checkpoint import digest_of_weights
 from runtime.provenance import commit_of
 
@@ -54,8 +55,10 @@ FIRST = "first_"  # prefix of the error files of a run's first failure
 def instance_settings(row: Path, declared: dict, seed: int) -> list[str]:
     """Return the settings that move a row to the task instance of a seed: every path below data/built/RECIPE.
 
-    For example ["model.path=\"data/built/chains_3/model\"", ...]; [] for instance 0.
+    For example ["model.path=\"data/built/chains_3/model\"", ...]; [] for instance 0, and without instances.
     """
+    if "instances" not in declared:
+        return []
     recipe = declared["instances"]["recipe"]
     number = seed // declared["instances"]["seeds_each"]
     config = run.load_script(Path("train_rl.py")).load_config(["--config", str(row)])
@@ -95,7 +98,7 @@ def runs_of_tuning(study: Path, declared: dict, rows: list[str], seeds: list[int
 def runs_of_test(study: Path, declared: dict, rows: list[str], seeds: list[int]) -> list[run.Run]:
     """List the test runs in launch order: for each seed, all rows with the chosen settings."""
     chosen = dict.fromkeys(declared["rows"], "")
-    if "tuning" in declared:
+    if is_tuned(declared):
         file = study / "tuning.json"
         if not file.is_file():
             raise ValueError(f"{file} is missing: run `tune` and `choose` first, and commit the file")
@@ -248,8 +251,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def planned(args: argparse.Namespace, study: Path, declared: dict) -> list[run.Run]:
     """List the runs of the command line; ValueError for a row or a seed that is not declared."""
     is_tuning = args.stage == "tune"
-    if is_tuning and "tuning" not in declared:
-        raise ValueError(f"{study.name}: declared.json has no tuning, run `test`")
+    if is_tuning and not is_tuned(declared):
+        raise ValueError(f"{study.name}: `tuning` of declared.json is no mapping with seeds; run `test`")
     declared_seeds = declared["tuning"]["seeds"] if is_tuning else declared["seeds"]
     rows = args.rows or declared["rows"]
     seeds = args.seeds or declared_seeds
@@ -318,7 +321,7 @@ def main(argv: list[str]) -> int:
     try:
         declared = read_declaration(study / "declared.json")
         if args.stage == "keep":
-            if "tuning" in declared:
+            if is_tuned(declared):
                 write_json(study / "tuning_runs.json", list(finished_tuning(study, declared).values()))
             if (Path("runs") / study.name / "test").is_dir():
                 return 1 if keep_tests(study, declared) else 0

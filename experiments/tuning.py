@@ -1,7 +1,7 @@
 """Choose the settings of a tuned study, and check the choice and the settings of the test runs.
 
 experiments/study.py writes tuning_runs.json (a record per tuning run) and tuning.json (the choice) beside
-declared.json. For a study whose declaration has `instances`, `python experiments/report.py --check` refuses
+declared.json. If the declaration has `tuning` or `instances`, `python experiments/report.py --check` refuses
 
     a tuning.json that differs from the choice by the recorded tuning runs,
     a tuning run of a commit without this declaration, or of a checkout with uncommitted changes,
@@ -21,9 +21,23 @@ from settings import Config
 Key = tuple[str, str, int]  # row, settings, seed
 
 
+def is_tuned(declared: dict) -> bool:
+    """Tell whether study.py tunes a study; a text under `tuning` only describes an earlier choice."""
+    return isinstance(declared.get("tuning"), dict)
+
+
 def candidates(tuning: dict, row: str) -> list[str]:
-    """List the settings that tuning tries for a row, for example "train.learning_rate=0.0005"."""
+    """List the settings that tuning tries for a row, for example "train.learning_rate=0.0005".
+
+    ValueError for a setting with a space: spaces separate settings.
+    """
     clips = tuning.get("clips", {}).get(row, [""])
+    for word in " ".join(clips).split():
+        if "=" not in word:
+            raise ValueError(
+                f"tuning.clips of {row}: {word!r} is not section.key=value; write an argument "
+                "of a plug-in as algorithm.gain_args.NAME=VALUE"
+            )
     return [f"train.learning_rate={rate} {clip}".strip() for rate in tuning["rates"] for clip in clips]
 
 
@@ -60,9 +74,22 @@ def chosen_problems(record: dict, settings: str) -> list[str]:
     for text in settings.split():
         ((name, value),) = flat_settings(read_override(text)).items()
         recorded = record.get("settings", {}).get(name, defaults.get(name))
-        if str(recorded) != str(value):  # as text, because YAML reads 5e-05 as a string
+        if not agrees(recorded, value):
             problems.append(f"{name} is {recorded}, and {value} was chosen")
     return problems
+
+
+def agrees(recorded: object, chosen: object) -> bool:
+    """Tell whether a recorded value is the chosen one, or contains the chosen arguments of a plug-in.
+
+    Numbers are compared as numbers, because YAML reads 5e-05 as text, and a setting may read 3 as 3.0.
+    """
+    if isinstance(recorded, dict) and isinstance(chosen, dict):
+        return all(name in recorded and agrees(recorded[name], value) for name, value in chosen.items())
+    try:
+        return float(recorded) == float(chosen)
+    except (TypeError, ValueError):
+        return recorded == chosen
 
 
 def instance_problems(record: dict, instances: dict) -> list[str]:
@@ -75,15 +102,19 @@ def instance_problems(record: dict, instances: dict) -> list[str]:
 
 
 def check_tuning(folder: Path) -> list[str]:
-    """Return the problems of a study's tuning, choice and test; none if its declaration has no instances."""
+    """Return the problems of a study's tuning, choice and test; none without tuning and instances.
+
+    check_study() reports a declaration or records that cannot be read.
+    """
     file = folder / "declared.json"
-    declared = read_declaration(file) if file.is_file() else {}
-    if "instances" not in declared:
+    try:
+        declared = read_declaration(file) if file.is_file() else {}
+        records = records_of(folder) if is_tuned(declared) or "instances" in declared else []
+    except ValueError:
         return []
-    records = records_of(folder)
     problems = []
     choice = {}
-    if "tuning" in declared:
+    if is_tuned(declared):
         problems = choice_problems(folder, declared)
         tuned = folder / "tuning.json"
         choice = (
@@ -95,7 +126,7 @@ def check_tuning(folder: Path) -> list[str]:
             problems.append("test runs without tuning.json: commit the choice, then test")
     for record in records:
         texts = chosen_problems(record, choice.get(record["row"], ""))
-        texts += instance_problems(record, declared["instances"])
+        texts += instance_problems(record, declared["instances"]) if "instances" in declared else []
         problems += [f"row {record['row']}, seed {record['seed']}: {text}" for text in texts]
     return problems
 

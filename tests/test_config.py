@@ -331,6 +331,14 @@ REFUSED = [
     ("zero_variance.teacher_scores=x", "zero_variance.teacher_scores 'x'", "zero_variance.teacher None"),
     ("zero_variance.teacher_token_cost=1", "zero_variance.teacher_token_cost", "zero_variance.teacher None"),
     (
+        "zero_variance.offline_scores=x data.environment=g.py:G",
+        "zero_variance.offline_scores 'x'", "data.environment",
+    ),
+    (
+        "zero_variance.teacher=x zero_variance.teacher_scores=y data.environment=g.py:G",
+        "zero_variance.teacher_scores 'y'", "data.environment",
+    ),
+    (
         "zero_variance.history=true zero_variance.explore_unsolved=0 zero_variance.retest_steps=0",
         "zero_variance.explore_unsolved 0", "retest_steps 0",
     ),

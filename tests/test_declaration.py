@@ -29,7 +29,9 @@ def study(tmp_path):
     git("commit", "-q", "--allow-empty", "-m", "before")
     before = git("rev-parse", "HEAD")
     (tmp_path / "declared.json").write_text(json.dumps(DECLARED))
-    git("add", "declared.json")
+    for row in DECLARED["rows"]:
+        (tmp_path / f"{row}.yaml").touch()
+    git("add", "--all")
     git("commit", "-q", "-m", "declared")
     return tmp_path, before, git("rev-parse", "HEAD")
 
@@ -105,7 +107,62 @@ def test_runs_descend_from_the_commit_that_the_declaration_names(study):
     assert f"| commit | {declared} |" in declaration.table_lines(DECLARED | {"commit": declared})
 
 
+def test_a_mistake_is_found_before_the_first_run(study):
+    folder, _, _ = study
+    file = folder / "declared.json"
+    for changes, keyword in (
+        ({"seeds": 5}, "seeds must be a list of whole numbers, not 5"),
+        ({"seeds": ["0"]}, "seeds"),
+        ({"rows": "on"}, "rows must be a list of names"),
+        ({"contrasts": ["on - off"]}, "contrasts"),
+        ({"contrasts": [["on"]]}, "contrasts"),
+        ({"contrasts": [["on", "of"]]}, "of, which is not among the rows"),
+        ({"rows": ["off", "on", "max"]}, "max has no max.yaml"),
+    ):
+        file.write_text(json.dumps(DECLARED | changes))
+        (problem,) = declaration.check_study(folder)
+        assert keyword in problem
+    file.write_text(json.dumps(DECLARED))
+    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    assert "train.jsonl, line 1: no record" in declaration.check_study(folder)[0]
+
+
+def test_a_launch_warns_of_runs_that_no_table_would_take(study):
+    folder, _, _ = study
+    rows = [folder / "on.yaml", folder / "more.yaml"]
+    assert declaration.warnings_of_launch(rows[:1], [0, 1], is_clean=True) == []
+    (undeclared,) = declaration.warnings_of_launch(rows, [1, 2], is_clean=True)
+    assert "does not declare more, seed 2" in undeclared
+    (unclean,) = declaration.warnings_of_launch(rows[:1], [1], is_clean=False)
+    assert "uncommitted" in unclean
+    (folder / "declared.json").unlink()
+    assert declaration.warnings_of_launch(rows, [2], is_clean=False) == []
+
+
 # ---- tuning, choice and test -------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "chosen, recorded, is_chosen",
+    [
+        ("algorithm.clip_cap=3", {"algorithm.clip_cap": 3.0}, True),
+        ("algorithm.clip_cap=3", {"algorithm.clip_cap": 3.5}, False),
+        ("train.learning_rate=5e-05", {"train.learning_rate": 5e-05}, True),
+        ("algorithm.clip_mode=none", {"algorithm.clip_mode": "none"}, True),
+        ("algorithm.clip_mode=none", {}, False),
+        ("algorithm.gain_args.tau=0.5", {"algorithm.gain_args": {"tau": 0.5, "cap": 2}}, True),
+        ("algorithm.gain_args.tau=0.5", {"algorithm.gain_args": {"tau": 0.25, "cap": 2}}, False),
+        ("algorithm.gain_args.tau=0.5", {"algorithm.gain_args": {"cap": 2}}, False),
+    ],
+)
+def test_a_chosen_value_is_compared_by_its_meaning(chosen, recorded, is_chosen):
+    assert (tuning.chosen_problems({"settings": recorded}, chosen) == []) == is_chosen
+
+
+def test_a_candidate_with_a_space_is_refused():
+    clips = {"on": ["algorithm.clip_mode=none algorithm.clip_cap=3", "algorithm.gain_args={tau: 1}"]}
+    with pytest.raises(ValueError, match="'1}'.*algorithm.gain_args.NAME"):
+        tuning.candidates({"rates": [0.5], "clips": clips}, "on")
+
+
 TUNED = DECLARED | {
     "instances": {"recipe": "chains", "seeds_each": 1},
     "tuning": {"seeds": [9], "metric": "accuracy", "rates": [0.25, 5e-05]},

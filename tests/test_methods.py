@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -181,3 +182,11 @@ def test_every_stage_is_on_in_one_file_and_off_in_another(name):
     off = getattr(ZeroVarianceSettings(), name)
     is_on = {getattr(resolved(path).zero_variance, name) != off for path in FILES}
     assert is_on == {False, True} and not off
+
+
+def test_every_plugin_has_a_method_file_and_a_test():
+    plugins = {file.stem for file in (ROOT / "experiments" / "plugins").glob("*.py")}
+    algorithms = [resolved(path).algorithm for path in METHODS.glob("*.yaml")]
+    named = {Path(name.partition(":")[0]).stem for a in algorithms for h in HOOKS if (name := getattr(a, h))}
+    tests = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    assert plugins - named == set() and [name for name in plugins if f"{name}.py:" not in tests] == []

@@ -195,6 +195,8 @@ def test_a_function_gets_the_columns_that_its_parameters_name(own):
         ("my-module:f", "module:function"),
         ("-1*math + 1*exact", "unknown kind"),
         ("", "unknown kind"),
+        ("enviroment", "did you mean 'environment'"),
+        ("0.5*environment + 0.5*math", "cannot be part of a sum"),
     ],
 )
 def test_kinds_and_sums_of_kinds(kind, parts):
@@ -465,10 +467,11 @@ def test_functions_that_work_pass_the_check(own, monkeypatch):
         (f"{own}:with_default", "1", {"level": 0.5}),
         (f"0.5*math + 0.5*{own}:given", "1", {}),
     ]
-    check_functions([f"{own}:waits", f"1*{own}:prints + 2*{own}:waits_for"], rows, RewardSettings())
-    check_functions(["math", "0.5*exact + 0.5*gsm8k"], [], RewardSettings())
-    names = ("waits", "prints", "waits_for", "with_default", "given")
-    assert sorted(calls) == sorted(f"{own}:{name}" for name in names)
+    notes = check_functions([f"{own}:waits", f"1*{own}:prints + 2*{own}:waits_for"], rows, RewardSettings())
+    assert check_functions(["math", "0.5*exact + 0.5*gsm8k"], [], RewardSettings()) == []
+    names = sorted(f"{own}:{name}" for name in ("waits", "prints", "waits_for", "with_default", "given"))
+    assert sorted(calls) == sorted(note.split()[0] for note in notes) == names
+    assert f"{own}:given gives the first reference answer 1.00" in notes
 
 
 @pytest.mark.parametrize(

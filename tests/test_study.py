@@ -63,6 +63,16 @@ def test_a_command_for_a_table_has_its_runs_and_its_parent(page):
         assert args.check or (args.runs and args.parent is not None), command
 
 
+@each_declared_study
+def test_the_runs_of_every_declared_study_can_be_planned(folder):
+    """Also without task instances, and with a sentence about tuning in place of a plan."""
+    declared = read_declaration(folder / "declared.json")
+    declared = declared if (folder / "tuning.json").is_file() else declared | {"tuning": "none"}
+    planned = study.runs_of_test(folder, declared, declared["rows"], declared["seeds"])
+    assert len(planned) == len(declared["rows"]) * len(declared["seeds"])
+    assert load_config(list(planned[-1].arguments)).train.seed == declared["seeds"][-1]
+
+
 # ---- task instances ----------------------------------------------------------------------------------------
 
 

@@ -50,9 +50,12 @@ def refuse_unknown_kind(name: str, kind: str) -> None:
     place = "" if name == kind else f" in {kind[:MAX_SHOWN]!r}"
     if " + " in name:
         place += ": each part of a sum has a weight, as in 0.8*math + 0.2*exact"
+    if name == ENVIRONMENT:
+        raise ValueError(f"kind {kind!r}: the rewards of data.environment cannot be part of a sum")
     if ":" in name or name.endswith(".py"):
         raise ValueError(f"unknown kind {shown!r}{place}: no module:function or path/file.py:function")
-    nearest, *alternatives = difflib.get_close_matches(name, KINDS, n=len(KINDS), cutoff=0.0)
+    names = (*KINDS, ENVIRONMENT)
+    nearest, *alternatives = difflib.get_close_matches(name, names, n=len(names), cutoff=0.0)
     raise ValueError(
         f"unknown kind {shown!r}{place}: did you mean {nearest!r}? Others: {', '.join(alternatives)}"
     )
