@@ -295,7 +295,7 @@ class AdvantageInputs:
     """Inputs of an `algorithm.advantage` plug-in: the rewards of this rank's completions."""
 
     rewards: Tensor  # [B] verifier, judge and penalties together
-    parts: list[dict[str, tuple[float, float]]]  # [B] {kind: (weight, reward)} of a weighted sum of kinds
+    parts: list[dict[str, tuple[float, float]]]  # [B] {kind: (weight, score)} of a weighted sum of kinds
     valid: Tensor  # [B] bool, False without a verdict
     group_index: Tensor  # [B] int64, completions of a prompt have the same number; groups are never split
     ranks: Collectives
