@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batch import Completion, Request, Turn
-from data.chat import ChatTemplate
+from data.chat import ChatTemplate, without_special_tokens
 from data.prompts import Prompt
 from data.stream import seed_of
 from reward import RewardPool, Verdict
@@ -128,12 +128,6 @@ class Extension:
         """Return the token ids of the text after a turn that ended with the token last_id."""
         ids = self.tokenizer(self.text(messages), add_special_tokens=False)["input_ids"]
         return ids[1:] if ids[0] == last_id else ids
-
-    def plain(self, text: str) -> str:
-        """Return a text without special tokens: a space keeps, for example, <|im_end|> from ending a turn."""
-        for token in self.tokenizer.all_special_tokens:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-        return text
 
     def turn_text(self, token_ids: list[int]) -> str:
         """Return the text of a sampled turn without the token that ended the turn."""
@@ -469,7 +463,8 @@ class Episodes:
         """Insert messages after a turn and ask for the next turn; end the episode if there is no room."""
         episode = self.episodes[row]
         extension = self.interaction.extension
-        messages = [message | {"content": extension.plain(message["content"])} for message in messages]
+        plain = [without_special_tokens(message["content"], extension.tokenizer) for message in messages]
+        messages = [message | {"content": text} for message, text in zip(messages, plain)]
         ids = extension.ids(messages, last_id=episode.token_ids[-1])
         request = episode.request
         rest = request.max_new_tokens - len(episode.token_ids) - len(ids)

@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from batch import ZERO_VARIANCE
-from data.chat import load_tokenizer
+from data.chat import load_tokenizer, without_special_tokens
+from data.prompts import Prompt
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
 from runtime.metrics import warn_once
 from verifiers.verdict import SIGNS, last_verdict
@@ -75,6 +76,8 @@ class ScalarJudge:
         text_config = model.config.get_text_config()
         text_config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token before padding
         text_config.use_cache = False  # keys and values would fill gigabytes, although each text is read once
+        # A prompt rendered by a chat template may begin with the token that the tokenizer adds to every text.
+        self.added = "".join(tokenizer.convert_ids_to_tokens(tokenizer("")["input_ids"][:1]))
         self.batch_size = batch_size
         self.margin = margin
         self.tokenize = functools.partial(
@@ -97,7 +100,10 @@ class ScalarJudge:
 
     def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
         """Return the score of each completion, which may be NaN or infinite; equal texts get equal scores."""
-        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        texts = [
+            prompt.removeprefix(self.added) + completion
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         score_of_text = {}
         for batch, inputs in self._batches(texts):
             score_of_text |= zip(batch, self.model(**inputs).logits[:, 0].tolist())
@@ -156,9 +162,10 @@ class GenerativeJudge:
 def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[list[str]], list[str]]:
     """Start a second vLLM engine in this process; return a function from questions to greedy answers.
 
-    Questions and answers get half of the context each; a longer question loses its beginning, and a warning
-    says so. Equal questions are asked once: in a group of short completions most pairs occur several times.
-    With vLLM 0.30 on 1 and 2 CPU ranks, after the policy's engine, the answers equal transformers' answers; a
+    A space breaks special tokens that a completion spells, because they would end the question. Questions and
+    answers get half of the context each; a longer question loses its beginning, and a warning says so. Equal
+    questions are asked once: in a group of short completions most pairs occur several times. With vLLM 0.30
+    on 1 and 2 CPU ranks, after the policy's engine, the answers equal transformers' answers; a
     MoE judge next to a dense policy fails.
     """
     on_gpu = torch.cuda.is_available()
@@ -189,7 +196,8 @@ def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[l
 
     def generate(questions: list[str]) -> list[str]:
         distinct = list(dict.fromkeys(questions))
-        chats = [[{"role": "user", "content": question}] for question in distinct]
+        plain = [without_special_tokens(question, llm.get_tokenizer()) for question in distinct]
+        chats = [[{"role": "user", "content": question}] for question in plain]
         outputs = llm.chat(chats, **options)
         if any(len(output.prompt_token_ids) >= half_context for output in outputs):
             warn_once(
@@ -294,12 +302,28 @@ def groups_of(prompts, completions, group_index: list[int]) -> list[list[tuple]]
 
 
 def compare_pairs(judge, pairs: list[tuple[tuple, tuple]]) -> list[int]:
-    """Return the verdict of the judge on each pair of rows of groups_of(): 1, 0 or -1 for the first."""
-    return judge.compare(
-        [prompt for (_, _, prompt, _), _ in pairs],
-        [completion for (_, _, _, completion), _ in pairs],
-        [completion for _, (_, _, _, completion) in pairs],
+    """Return the verdict of the judge on each pair of rows of groups_of(): 1, 0 or -1 for the first.
+
+    Equal texts tie without a question, because a judge may prefer a position.
+    """
+    different = [pair for pair in pairs if pair[0][3] != pair[1][3]]
+    signs = iter(
+        judge.compare(
+            [prompt for (_, _, prompt, _), _ in different],
+            [completion for (_, _, _, completion), _ in different],
+            [completion for _, (_, _, _, completion) in different],
+        )
     )
+    return [next(signs) if first[3] != second[3] else 0 for first, second in pairs]
+
+
+def prompts_for(judge, prompts: list[Prompt]) -> list[str]:
+    """Return the prompts as the judge reads them.
+
+    A scalar judge scores the text that the policy continued. A generative judge has a chat template of its
+    own, so the prompt in its question is the conversation without special tokens.
+    """
+    return [prompt.text if isinstance(judge, ScalarJudge) else prompt.conversation for prompt in prompts]
 
 
 def round_robin(judge, prompts, completions, group_index: list[int]) -> list[float]:

@@ -187,11 +187,12 @@ def _characters(completion: str, answer: str) -> Verdict:
 # Digits are ASCII. Exponents have at most the 17 digits that Decimal can hold. Matching takes linear time,
 # because the pattern cannot backtrack.
 _NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z.)\]}])[-+\u2212])?\$?"
+    r"(?:(?<![0-9A-Za-z.)\]}])[-+\u2212\u2013])?\$?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,17}(?![0-9]))?"
 )
-_TO_PLAIN = str.maketrans("\u2212", "-", "$,")
+_TO_PLAIN = str.maketrans("\u2212\u2013", "--", "$,")
+_GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\!,|,\\!|\\,)(?=[0-9]{3})")  # LaTeX: 70{,}000
 _DECIMAL = Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 
 
@@ -208,14 +209,28 @@ def _compare_numbers(match: re.Match | None, answer: str) -> Verdict:
     return _equality(_DECIMAL.abs(_DECIMAL.subtract(number, gold)) <= tolerance)
 
 
+def _is_half_a_fraction(match: re.Match, text: str) -> bool:
+    """Tell whether a slash joins a number to another one: 7 and 2 in 7/2."""
+    before = text[: match.start()].rstrip()
+    after = text[match.end() :].lstrip()
+    return before[-1:] == "/" and before[-2:-1].isdigit() or after[:1] == "/" and after[1:2].isdigit()
+
+
 def _numeric(completion: str, answer: str) -> Verdict:
-    last = deque(_NUMBER.finditer(completion), maxlen=1)
+    text = _GROUPED.sub(",", completion)
+    last = deque(_NUMBER.finditer(text), maxlen=1)
+    if last and _is_half_a_fraction(last[0], text):
+        return Verdict(0.0, "wrong")
     return _compare_numbers(last[0] if last else None, answer)
 
 
 def _gsm8k(completion: str, answer: str) -> Verdict:
     _, marker, tail = completion.rpartition("####")
-    return _compare_numbers(_NUMBER.search(tail) if marker else None, answer.rpartition("####")[2])
+    tail = _GROUPED.sub(",", tail)
+    match = _NUMBER.search(tail) if marker else None
+    if match and _is_half_a_fraction(match, tail):
+        return Verdict(0.0, "wrong")
+    return _compare_numbers(match, answer.rpartition("####")[2])
 
 
 def _math(completion: str, answer: str) -> Verdict:

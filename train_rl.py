@@ -70,7 +70,7 @@ from data.history import PromptHistory
 from data.prompts import Prompt, prompt_sha
 from data.stages import Offers
 from data.stream import seed_of
-from judges import judge_metrics, pairwise_reference, round_robin, tournament
+from judges import judge_metrics, pairwise_reference, prompts_for, round_robin, tournament
 from lifecycle import (
     Run,
     evaluation_is_due,
@@ -522,7 +522,7 @@ def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: JudgeMode)
     pairwise_reference  better / tie / worse than the reference answer as 1 / 0 / -1
     round_robin         mean over the group's other completions of better 1, tie 1/2, worse 0
     """
-    prompts = [prompt.text for prompt in batch.prompts]
+    prompts = prompts_for(judge, batch.prompts)
     match mode:
         case "score":
             return torch.tensor(judge.scores(prompts, texts), dtype=torch.float64).sigmoid().tolist()
@@ -543,7 +543,7 @@ def with_tournaments(
     the one that wins all comparisons gets 1, and after group normalisation the largest advantage.
     """
     rows = zero_variance_rows(batch, binary).nonzero().flatten().tolist()
-    prompts = [batch.prompts[row].text for row in rows]
+    prompts = prompts_for(judge, [batch.prompts[row] for row in rows])
     groups = batch.group_index[rows].tolist()
     judged = dict(zip(rows, tournament(judge, prompts, [texts[row] for row in rows], groups)))
     return [judged.get(row, reward) for row, reward in enumerate(rewards)]

@@ -31,6 +31,13 @@ def load_tokenizer(folder, setting: str = ""):
     return tokenizer
 
 
+def without_special_tokens(text: str, tokenizer) -> str:
+    """Return a text without special tokens: a space keeps, for example, <|im_end|> from ending a turn."""
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
 def is_messages(value) -> bool:
     """Tell whether a field holds messages: a list, or a list of messages written as JSON text."""
     starts = r"""\s*\[\s*\{\s*["'](role|content)["']"""

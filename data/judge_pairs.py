@@ -85,7 +85,7 @@ def pair_row(prompt: Prompt, first: Answer, second: Answer, question: str, ratio
         answer=prompt.answer, first_score=f"{first[1]:g}", second_score=f"{second[1]:g}"
     )
     return {
-        "prompt": question.format(prompt=prompt.text, first=first[0], second=second[0]),
+        "prompt": question.format(prompt=prompt.conversation, first=first[0], second=second[0]),
         "answer": label,
         "kind": "verdict",
         "rationale": worked + label,

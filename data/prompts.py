@@ -97,11 +97,21 @@ class Prompt:
     messages: list[dict] | None = field(default=None, hash=False)  # {role, content} each; None for plain text
     columns: dict = field(default_factory=dict, hash=False)  # other columns of the row, for custom verifiers
     is_chat: bool = False  # rendered by the chat template, so the text already contains the special tokens
+    question: str = field(default="", compare=False)  # without template and system prompt: names the task
 
     @property
     def fields(self) -> dict:
         """Return the values that a verifier can request besides completion and answer."""
         return {**self.columns, "prompt": self.text, "messages": self.messages}
+
+    @property
+    def conversation(self) -> str:
+        """Return the prompt for a reader with another chat template: the messages without special tokens."""
+        if self.messages is None:
+            return self.text
+        if len(self.messages) == 1:
+            return self.messages[0]["content"]
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self.messages)
 
 
 class Row(NamedTuple):
@@ -109,7 +119,6 @@ class Row(NamedTuple):
 
     file: str
     number: int  # row in the file, from 1
-    question: str  # the prompt without template and system prompt; equal questions are the same task
     prompt: Prompt
 
     @property
@@ -151,14 +160,18 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     for file, fields in tables:
         for number, row in enumerate(fields, start=1):
             try:
-                rows.append(Row(file, number, *maker.make(row, f"{file}: row {number}")))
+                rows.append(Row(file, number, maker.make(row, f"{file}: row {number}")))
             except BadRow as error:
                 drop_or_stop(error, data, source, file, number, dropped)
+    ungraded = ""
     if rows:
         refuse_unused_kind(source, maker.columns, rows)
+        num_ungraded = sum(row.prompt.difficulty is None for row in rows) if source.difficulty else 0
+        ungraded = f", {num_ungraded:,} rows without a difficulty left out" if num_ungraded else ""
         rows = in_difficulty_range(rows, source)[: source.limit]
     files = f"{len(tables)} files, " if len(tables) > 1 else ""
-    return PromptSet(source, rows, files + maker.describe([row.prompt for row in rows]), dropped)
+    description = files + maker.describe([row.prompt for row in rows]) + ungraded
+    return PromptSet(source, rows, description, dropped)
 
 
 def drop_or_stop(
@@ -228,8 +241,8 @@ class PromptMaker:
         allowed = {function for kind in allowed - {None} for function in functions_of(kind)}
         return cls(source, data.chat, renderer, columns, kind, allowed)
 
-    def make(self, row: dict, where: str) -> tuple[str, Prompt]:
-        """Return the question and the prompt of a row; BadRow if the row cannot become a prompt."""
+    def make(self, row: dict, where: str) -> Prompt:
+        """Return the prompt of a row; BadRow if the row cannot become a prompt."""
         kind = self.kind_of(row, where)
         question, text, messages = self.text_of(row, where)
         answer = self.answer_of(row, kind, where)
@@ -238,7 +251,7 @@ class PromptMaker:
         not_passed_on = {*NOT_PASSED_ON, self.columns["prompt"]}
         columns = {name: json_value(value) for name, value in row.items() if name not in not_passed_on}
         is_chat = messages is not None
-        return question, Prompt(text, answer, kind, self.source.label, difficulty, messages, columns, is_chat)
+        return Prompt(text, answer, kind, self.source.label, difficulty, messages, columns, is_chat, question)
 
     def kind_of(self, row: dict, where: str) -> str:
         """Return the verifier of a row; ValueError if the row names a function outside of the settings."""
@@ -270,6 +283,8 @@ class PromptMaker:
                 )
             messages = read_messages(value, where)
             question = json.dumps(messages, ensure_ascii=False)
+            if len(messages) == 1:
+                question = messages[0]["content"]
             last = {"role": "user", "content": template.replace("{prompt}", messages[-1]["content"])}
             messages = [*messages[:-1], last]
             self.renderer.check(where)
@@ -376,9 +391,13 @@ def unknown_kind(kind: str, where: str) -> str:
 
 
 def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
-    """Raise ValueError if a prompt text (with template) is in both `evaluation` and `train`."""
-    train_texts = {prompt.text for prompt in train}
-    shared = [prompt for prompt in evaluation if prompt.text in train_texts]
+    """Raise ValueError if a question is in both `evaluation` and `train`, in any template and spacing."""
+
+    def task_of(prompt: Prompt) -> str:
+        return " ".join((prompt.question or prompt.text).split())
+
+    train_tasks = set(map(task_of, train))
+    shared = [prompt for prompt in evaluation if task_of(prompt) in train_tasks]
     if shared:
         example = shared[0]
         raise ValueError(

@@ -240,7 +240,7 @@ def split_holdout(rows: list[Row], source: PromptSource, seed: int) -> list[bool
     if not source.holdout:
         return [False] * len(rows)
     target = round(source.holdout * len(rows)) if source.holdout < 1 else int(source.holdout)
-    questions = [" ".join(row.question.split()) for row in rows]
+    questions = [" ".join(row.prompt.question.split()) for row in rows]
     copies = Counter(questions)
     held_out = set()
     num_held_out = 0

@@ -183,6 +183,9 @@ def test_difficulty_range_is_closed_and_limit_comes_after_it(tmp_path):
     path = write_lines(tmp_path / "set.jsonl", rows)
     assert texts_of(load_prompts(path, difficulty=(2, 4))) == ["2", "4", "5", "6"]
     assert texts_of(load_prompts(path, difficulty=[2, 4], limit=3)) == ["2", "4", "5"]
+    (note,) = load_plain(DataSettings(train=[{"path": str(path), "difficulty": (2, 4)}])).notes
+    num_ungraded = levels.count(None)
+    assert num_ungraded > 0 and f"{num_ungraded} rows without a difficulty left out" in note
     assert texts_of(load_prompts(path, limit=2)) == ["0", "1"]
     assert texts_of(load_prompts(path, limit=99)) == list("0123456")
 
@@ -985,13 +988,17 @@ def test_wrong_options_of_a_random_model(tmp_path, options, words):
 
 def test_a_prompt_of_training_and_evaluation_is_refused_with_count_and_example(tmp_path):
     train = [make_prompt("a"), make_prompt("b"), make_prompt("c")]
-    check_disjoint(train, [make_prompt("d"), make_prompt("a ")])
+    check_disjoint(train, [make_prompt("d"), make_prompt("a b")])
+    with pytest.raises(ValueError, match="1 evaluation"):
+        check_disjoint(train, [make_prompt(" a ")])
     with refuses("2 evaluation prompts", "'c' of 'set'"):
         check_disjoint(train, [make_prompt("d"), make_prompt("c", answer="2"), make_prompt("a")])
     train_file = numbered(tmp_path / "a.jsonl", 9, "q")
     eval_file = numbered(tmp_path / "b.jsonl", 2, "q")
-    with refuses("2 evaluation prompts"):
-        load_plain(DataSettings(train=[{"path": str(train_file)}], eval=[{"path": str(eval_file)}]))
+    for template in ("{prompt}", "Question: {prompt}"):
+        held_out = {"path": str(eval_file), "template": template}
+        with refuses("2 evaluation prompts"):
+            load_plain(DataSettings(train=[{"path": str(train_file)}], eval=[held_out]))
 
 
 def test_saved_prompts_are_loaded_back(tmp_path):

@@ -38,7 +38,7 @@ CASES = {
     "length_constraints:nth_paragraph_first_word": (
         {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"},
         ["First.\n\nThen, more.", "a\n\n\"THEN\" b"],
-        ["Then.\n\nFirst.", "Then.", "a\n\nthen\n\nb", "a\n\nthenceforth"]),
+        ["Then.\n\nFirst.", "Then.", "a\n\nthen\n\nb", "a\n\nthenceforth", "a\n\n\n\nthen b"]),
     "detectable_content:number_placeholders": (
         {"num_placeholders": 2}, ["[name] of [town]", "[a][b][c]"], ["[name", "[name] (town)"]),
     "detectable_content:postscript": (
@@ -128,8 +128,13 @@ WORDS = {"id": "length_constraints:number_words", "num_words": 3}
         (json.dumps([WORDS]), "'relation'"),
         ('[{"id": "punctuation:no_comma", "num_words": 3}]', "'num_words'"),
         (json.dumps([WORDS | {"relation": "over"}]), "less than, at least"),
-        (json.dumps([WORDS | {"num_words": "3", "relation": "at least"}]), "not supported"),
+        (json.dumps([WORDS | {"num_words": "3", "relation": "at least"}]), "whole number"),
         ('[{"id": "keywords:existence", "keywords": "word"}]', "list"),
+        ('[{"id": "keywords:existence", "keywords": []}]', "list"),
+        ('[{"id": "keywords:existence", "keywords": [""]}]', "list"),
+        ('[{"id": "detectable_format:number_bullet_lists", "num_bullets": "2"}]', "num_bullets"),
+        ('[{"id": "language:response_language", "language": "english"}]', "for example en"),
+        ('[{"id": "keywords:letter_frequency", "letter": "", "let_frequency": 1}]', "letter"),
     ],
 )
 def test_an_unreadable_constraint_is_an_error_for_every_text(answer, word):

@@ -20,7 +20,7 @@ import train_rl
 from batch import Completion, Group, collate
 from data import tiny, tiny_judge
 from data.chains import Chains, habits, sample_sets
-from judges import GenerativeJudge, ScalarJudge, build_judge, pairwise_reference, round_robin
+from judges import GenerativeJudge, ScalarJudge, build_judge, pairwise_reference, prompts_for, round_robin
 from reward import Verdict, verify
 from tests import preloaded
 
@@ -147,6 +147,35 @@ def test_padding_of_other_tokenizers_does_not_change_a_score(judge_folder, texts
     (tmp_path / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
     scores = ScalarJudge(tmp_path, batch_size=16).scores(*texts)
     assert scores == pytest.approx(one_by_one(tmp_path, *texts), abs=2e-5)
+
+
+def test_a_rendered_prompt_has_one_token_of_the_beginning(judge_folder, texts, tmp_path):
+    """The chat template writes this token, and the tokenizer would add a second one."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    shutil.copytree(judge_folder, tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(judge_folder)
+    begin = tokenizer.pad_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.pad_token_id)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    prompts, completions = texts
+    plain = ScalarJudge(tmp_path, batch_size=16).scores(prompts, completions)
+    rendered = ScalarJudge(tmp_path, batch_size=16).scores([begin + text for text in prompts], completions)
+    assert rendered == plain != ScalarJudge(judge_folder, batch_size=16).scores(prompts, completions)
+
+
+def test_a_judge_with_a_template_of_its_own_reads_the_conversation():
+    """A scalar judge scores the text that the policy continued; special tokens stay out of questions."""
+    messages = [{"role": "user", "content": "2+2?"}]
+    chat = replace(make_prompts(1)[0], text="<|user|>2+2?<|end|>", messages=messages)
+    several = replace(chat, messages=[{"role": "system", "content": "Be brief."}, *messages])
+    prompts = [make_prompts(1)[0], chat, several]
+    expected = [prompts[0].text, "2+2?", "system: Be brief.\n\nuser: 2+2?"]
+    assert prompts_for(GenerativeJudge(list), prompts) == expected
+    assert prompts_for(object.__new__(ScalarJudge), prompts) == [prompt.text for prompt in prompts]
 
 
 def test_a_long_text_is_cut_at_the_beginning(judge_folder, texts):
@@ -326,9 +355,10 @@ def greedy(name, texts, num):
     ids = [tokenizer(text)["input_ids"] for text in texts]
     options = {"max_new_tokens": num, "do_sample": False}
     return [model.generate(torch.tensor([row]), **options)[0, len(row):].tolist() for row in ids]
-prompts = ["21   +43   =", "9    +9    =", "123  +456  =", "x", "99999+99999="]
+prompts = ["21   +43   =", "9    +9    =", "123  +456  =", "x<eos>1", "99999+99999="]
 expected = greedy("policy", prompts, 12)
-wanted = tokenizer.batch_decode(greedy("judge", [f"<{p}>" for p in prompts], 20), skip_special_tokens=True)
+questions = [f"<{prompt.replace('<eos>', '< eos>')}>" for prompt in prompts]  # no question ends itself
+wanted = tokenizer.batch_decode(greedy("judge", questions, 20), skip_special_tokens=True)
 requests = [Request(tokenizer(prompt)["input_ids"], 0, 0.0, 12) for prompt in prompts]
 for step in range(4):
     engine.sync(hf_tensors(policy), step)
@@ -401,15 +431,16 @@ def test_round_robin_equals_a_double_loop(seed):
             if j == i or group_index[j] != group_index[i]:
                 continue
             first, second = min(i, j), max(i, j)
-            sign = fixed_opinion(completions[first], completions[second])
+            is_tie = completions[first] == completions[second]
+            sign = 0 if is_tie else fixed_opinion(completions[first], completions[second])
             total += {1: 1.0, 0: 0.5, -1: 0.0}[sign if first == i else -sign]
             count += 1
-            if i < j:
+            if i < j and not is_tie:
                 pairs.append((prompts[i], completions[i], completions[j]))
         expected.append(total / count if count else 0.5)
     judge = FixedJudge()
     assert round_robin(judge, prompts, completions, group_index) == pytest.approx(expected, rel=1e-12)
-    assert sorted(judge.pairs) == sorted(pairs), "each pair once"
+    assert sorted(judge.pairs) == sorted(pairs), "each pair of different texts once"
     assert round_robin(judge, [], [], []) == []
 
 

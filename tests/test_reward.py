@@ -97,6 +97,13 @@ CASES = [
     ("numeric", "0.0000001", "0", WRONG),
     ("numeric", "-0", "0", OK),
     ("numeric", "none", "5", NO_ANSWER),
+    ("numeric", "it is 70{,}000", "70000", OK),
+    ("numeric", r"it is $1,\!234\,567$", "1234567", OK),
+    ("numeric", "x = \u20135", "-5", OK),
+    ("numeric", "pages 3\u20135", "5", OK),
+    ("numeric", "7/2", "2", WRONG),
+    ("numeric", "7/2 = 3.5", "3.5", OK),
+    ("numeric", "5 km/h", "5", OK),
     ("numeric", "\u0665", "5", NO_ANSWER),
     ("numeric", "\x005\x00", "5", OK),
     ("numeric", "1e999999999", "1e999999999", OK),
@@ -105,6 +112,9 @@ CASES = [
     ("gsm8k", "#### 7 no, #### 8", "7", WRONG),
     ("gsm8k", "#### $70,000.00", "70000", OK),
     ("gsm8k", "7 ####", "7", NO_ANSWER),
+    ("gsm8k", "#### 70{,}000", "70000", OK),
+    ("gsm8k", "#### 70{,}000", "70", WRONG),
+    ("gsm8k", "#### 7/2", "7", WRONG),
     ("math", r"first \boxed{4}, finally \boxed{3}", "4", WRONG),
     ("math", r"\boxed{4} and then \boxed{\frac{1}{", "4", OK),
     ("math", r"\boxed{4}, or rather \boxed{\left\{ 5 \right.}", "4", WRONG),
@@ -303,6 +313,24 @@ def test_an_answer_that_math_verify_cannot_read_is_compared_as_text(answer, same
     for text in (*different, "1", r"\text{unknown}", ""):
         verdict = verify("math", rf"so \boxed{{{text}}}", answer)
         assert (verdict.reward, verdict.status) == (0.0, "wrong" if text else "no_answer"), text
+
+
+@pytest.mark.parametrize(
+    "answer, content, expected",
+    [
+        ("46", "12+34", WRONG), ("46", "12+34=46", OK), ("46", r"\frac{92}{2}", OK),
+        ("5050", r"101 \cdot 50", OK), ("5050", r"\sum_{k=1}^{100} k", WRONG),
+        (r"\frac13", r"\int_0^1 x^2 dx", WRONG), ("3", r"\log_2 8", WRONG), ("1", r"\sin 90^\circ", WRONG),
+        ("1024", "2^{10}", OK), (r"\frac72", r"3\frac12", OK), ("50", r"50\%", OK),
+        ("35000", r"3.5 \times 10^4", OK), (r"1+\sqrt2", r"\sqrt2+1", OK), ("2k+2", "(4-k)+(3k-2)", OK),
+        ("3:30", "3:30", OK), ("3:30", "1:10", WRONG), ("2:05", "4:10", WRONG), ("8:00", "8:00", OK),
+        (r"6:00 \text{ p.m.}", r"6:00\text{ p.m.}", OK), (r"6:00 \text{ p.m.}", "6:00", WRONG),
+        ("5:17", "10:34", OK), ("ABCD", r"\text{ABCD}", OK), ("ABCD", "DBCA", WRONG), ("HTT", "TTH", WRONG),
+        ("AB", "BA", OK),
+    ],
+)  # fmt: skip
+def test_an_unfinished_calculation_a_time_and_an_order_are_not_evaluated(answer, content, expected):
+    assert verify("math", rf"so \boxed{{{content}}}", answer) == expected
 
 
 REFERENCES = [  # from OlympiadBench and from collections of college mathematics

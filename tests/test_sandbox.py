@@ -58,6 +58,16 @@ ESCAPES = {
     "ask a name server": (
         P, P, "from socket import *; socket(AF_INET, SOCK_DGRAM).sendto(b'?', ('127.0.0.1', 53))"),
     "open a socket of Unix": (P, P, "import socket; socket.socket(socket.AF_UNIX)"),
+    "write to a socket of Unix": (
+        P, P, "from socket import *; socketpair(AF_UNIX, SOCK_DGRAM)[1].sendto(b'x', '{run}/a')"),
+    "a pipe that kills another process": (
+        P, P,
+        "import fcntl\nr, w = os.pipe()\nfcntl.fcntl(r, 10, 9)\nfcntl.fcntl(r, fcntl.F_SETOWN, {other})\n"
+        "fcntl.fcntl(r, fcntl.F_SETFL, fcntl.fcntl(r, fcntl.F_GETFL) | os.O_ASYNC)\nos.write(w, b'x')"),
+    "own another process's signals": (
+        P, P, "import fcntl; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {other})"),
+    "tie another process to a core": (P, P, "os.sched_setaffinity({other}, [0])"),
+    "slow another process down": (P, P, "os.setpriority(os.PRIO_PROCESS, {other}, 19)"),
     "fork bomb": (P, P, "while True: os.fork()"),
     "fork by clone": (P, P, "check(libc.syscall(56, 17, 0, 0, 0, 0))"),
     "fork by clone3": ("OSError", "OSError", "check(libc.syscall(435, 0, 0))"),
@@ -447,6 +457,9 @@ SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b
         ("def add(a, b): return a", SETUP, 1 / 3, "1 of 3"),
         ("def f(n): return list(range(n))", LISTS, 1.0, ""),
         ("def f(n): return [1] * n", LISTS, 0.6, "3 of 5"),
+        ("def f(n): return dict.fromkeys(range(n)).keys()", ["assert f(2) == {0, 1}"], 1.0, ""),
+        ("def f(n): return bytearray(n)", ["assert f(2) == b'\\0\\0'"], 1.0, ""),
+        ("def add(a, b): return a", SETUP | {"setup": ["a = 0", "zero = a"]}, 1 / 3, "1 of 3"),
         (SOLUTION, CALL, 1.0, ""),
         *((program, CALL, 1.0, "") for program in TYPED),
         ("size = len", SEPARATED, 1.0, ""),

@@ -106,7 +106,11 @@ def read_tests(answer: str, program: str) -> tuple[str, list[Test]]:
         raise ValueError(f"the answer of a code row must be JSON ({error}): {answer[:60]!r}") from error
     spec = {"asserts": spec} if isinstance(spec, list) else spec
     if isinstance(spec, dict) and "asserts" in spec:
-        return spec.get("setup") or "", [_assert_test(text) for text in _list(spec, "asserts")]
+        setup = spec.get("setup") or ""
+        setup = "\n".join(map(str, setup)) if isinstance(setup, list) else setup
+        if not isinstance(setup, str):
+            raise ValueError(f"setup of a code row must be text or a list of lines, not {str(setup)[:60]!r}")
+        return setup, [_assert_test(text) for text in _list(spec, "asserts")]
     if not isinstance(spec, dict) or not {"inputs", "outputs"} <= spec.keys():
         raise ValueError('the answer of a code row needs "inputs" and "outputs", or "asserts"')
     inputs = _list(spec, "inputs")

@@ -97,14 +97,32 @@ def _read_constraint(row: dict) -> tuple[str, Callable[[str], bool]]:
         raise ValueError(f"unknown constraint {name!r}: did you mean {nearest!r}?")
     # In IFEval's dataset every row has the arguments of all checks; the irrelevant arguments are null.
     arguments = {key: value for key, value in row.items() if key != "id" and value is not None}
-    if any(isinstance(arguments.get(key), str) for key in ("keywords", "forbidden_words")):
-        raise ValueError(f"constraint {name!r}: the words must be a list")
+    for key, value in arguments.items():
+        refuse_argument(name, key, value)
     try:
         inspect.signature(check).bind("", **arguments)
         check("Some text.", **arguments)  # raises for arguments of wrong types and for unknown relations
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(f"constraint {name!r}: {error}") from error
     return name, lambda text: check(text, **arguments)
+
+
+def refuse_argument(name: str, key: str, value: object) -> None:
+    """Raise ValueError for an argument that no text could meet, or every text, because of its type."""
+    if key in ("keywords", "forbidden_words"):
+        is_valid = isinstance(value, list) and value and all(isinstance(w, str) and w.strip() for w in value)
+        form = "a list of words"
+    elif key.startswith(("num_", "nth_")) or key.endswith("frequency"):
+        is_valid = type(value) in (int, float) and value == int(value)
+        form = "a whole number"
+    elif key == "language":
+        is_valid = isinstance(value, str) and re.fullmatch(r"[a-z]{2,3}(-[A-Za-z]+)?", value)
+        form = "a code, for example en"
+    else:
+        is_valid = isinstance(value, str) and value.strip()
+        form = "a text"
+    if not is_valid:
+        raise ValueError(f"constraint {name!r}: {key} must be {form}, not {value!r}")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -141,10 +159,13 @@ def _sentences(text: str) -> int:
 
 
 def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    paragraphs = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
-    if len(paragraphs) != num_paragraphs or not 0 < nth_paragraph <= num_paragraphs:
+    paragraphs = [paragraph.strip() for paragraph in text.split("\n\n")]
+    if sum(map(bool, paragraphs)) != num_paragraphs or not 0 < nth_paragraph <= num_paragraphs:
         return False
-    word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'\"")
+    words = paragraphs[nth_paragraph - 1].split()  # blank paragraphs are counted here, as in IFEval
+    if not words:
+        return False
+    word = words[0].lstrip("'\"")
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
 
 

@@ -9,6 +9,7 @@ Reading order: boxes() extracts the answer; _matches_math() and _matches_text() 
 import dataclasses
 import functools
 import logging
+import math
 import re
 
 MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
@@ -19,12 +20,12 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
 
     The last \boxed{...} is compared. Boxes that are separated only by "and", "or", punctuation or spaces form
     a list, for example \boxed{1} and \boxed{2} for "1, 2", or repeat an answer, in which case all must be
-    right. If a completion has no box, the last expression that math-verify extracts from the last
-    MAX_PARSED_CHARS characters is compared. Answers that math-verify cannot parse are compared as text, and
-    require a box.
+    right. If a completion has no box, the expression that math-verify extracts from the last MAX_PARSED_CHARS
+    characters is compared: the one after "the answer is", else the last. Answers that math-verify cannot
+    parse are compared as text, and require a box.
     """
     gold = _parse_box(answer, whole=True)
-    is_math = _is_math(gold)
+    is_math = _is_math(gold) and not _is_verbatim(answer)
     if not is_math and not _is_text(answer):
         return (
             0.0,
@@ -41,6 +42,8 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
         return 0.0, "no_answer", ""
 
     def matches(content: str) -> bool:
+        if _is_verbatim(answer):
+            return normal_text(content) == normal_text(answer)
         return _matches_math(content, gold) if is_math else _matches_text(content, answer)
 
     is_right = matches(joined) or (len(contents) > 1 and all(map(matches, contents)))
@@ -139,12 +142,45 @@ def _is_math(parsed: list) -> bool:
     return bool(parsed) and not isinstance(parsed[0], str)
 
 
+def _is_verbatim(answer: str) -> bool:
+    """Tell whether a reference answer is a time of day or an order of three or more letters [ours].
+
+    math-verify reads 3:30 as 1/10, which 2:20 equals, and ABCD as a product, which DBCA equals. A reduced
+    ratio, for example 5:17, stays mathematics.
+    """
+    text = answer.strip().strip("$").strip()
+    if time := re.fullmatch(r"(\d{1,2}):([0-5]\d)(\s*(?:\\text\{)?\s*[apAP]\.?[mM]\.?\s*\}?)?", text):
+        hour, minute, half = time.groups()
+        return bool(half) or minute[0] == "0" or math.gcd(int(hour), int(minute)) > 1
+    return re.fullmatch(r"[A-Z]{3,}", text) is not None
+
+
 def _matches_math(content: str, gold: list) -> bool:
     return _equal(gold, _parse_box(content))
 
 
 def _equal(gold: list, answer: list) -> bool:
-    return load_library().verify(gold, answer, timeout_seconds=None, raise_on_error=True)
+    is_equal = load_library().verify(gold, answer, timeout_seconds=None, raise_on_error=True)
+    return is_equal and not _is_unfinished(gold[0], answer[0])
+
+
+def _is_unfinished(gold, answer) -> bool:
+    """Tell whether an answer to a number is still a sum, an integral, ... to work out [ours].
+
+    math-verify evaluates the answer, so a policy could copy the question's formula into the box. Powers,
+    roots, products and fractions count as numbers, and answers with letters are not checked.
+    """
+    import sympy
+
+    if isinstance(answer, sympy.Equality):  # 2 + 3 = 5
+        answer = answer.rhs
+    if not isinstance(gold, sympy.Number) or not isinstance(answer, sympy.Basic):
+        return False
+    open_forms = (
+        sympy.Add, sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.log,
+        sympy.functions.elementary.trigonometric.TrigonometricFunction,
+    )  # fmt: skip
+    return answer.has(*open_forms)
 
 
 def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:

@@ -35,6 +35,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from socket import SOCK_STREAM
 from typing import Literal
 
 Isolation = Literal["bubblewrap", "rlimits"]
@@ -267,6 +268,8 @@ REFUSED = {  # system call -> (number on x86_64, number on aarch64); None: does 
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434),
     "pidfd_getfd": (438, 438), "setsid": (112, 157), "setpgid": (109, 154), "ptrace": (101, 117),
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
     # network, and memory outside of all limits
     "socket": (41, 198), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427), "memfd_create": (319, 279), "memfd_secret": (447, 447),
@@ -288,6 +291,9 @@ REFUSED = {  # system call -> (number on x86_64, number on aarch64); None: does 
 }  # fmt: skip
 CLONE = (56, 220)  # allowed with restrictions: numbers as in REFUSED
 PRLIMIT = (302, 261)
+SOCKETPAIR = (53, 199)
+FCNTL = (72, 25)
+SENDS_SIGNALS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a pipe would send a signal to any process
 CLONE3 = (435, 435)
 CLONE_THREAD = 0x10000
 
@@ -296,8 +302,9 @@ CLONE_THREAD = 0x10000
 def system_call_filter() -> bytes:
     """Return the kernel's filter program (classic BPF), which fails every call in REFUSED with EPERM.
 
-    clone is allowed for threads only, and prlimit64 for the calling process only. ValueError on a processor
-    outside of ARCHITECTURES.
+    clone is allowed for threads only, prlimit64 for the calling process only, socketpair for streams only
+    (asyncio needs one; a pair of datagram sockets could write to other sockets), and fcntl without the
+    commands in SENDS_SIGNALS. ValueError on a processor outside of ARCHITECTURES.
     """
     machine = platform.machine()
     if machine not in ARCHITECTURES:
@@ -306,6 +313,7 @@ def system_call_filter() -> bytes:
     load = 0x20  # LD W ABS
     equal = 0x15  # JEQ K
     bits = 0x45  # JSET K
+    keep = 0x54  # AND K
     at_least = 0x35  # JGE K
     give = 0x06  # RET K
     allow = 0x7FFF0000
@@ -325,6 +333,11 @@ def system_call_filter() -> bytes:
         (give, 0, 0, allow), (give, 0, 0, refuse),
         (equal, 0, 4, PRLIMIT[column]), (load, 0, 0, 16), (equal, 0, 1, 0),
         (give, 0, 0, allow), (give, 0, 0, refuse),
+        (equal, 0, 5, SOCKETPAIR[column]), (load, 0, 0, 24), (keep, 0, 0, 0xF), (equal, 0, 1, SOCK_STREAM),
+        (give, 0, 0, allow), (give, 0, 0, refuse),
+        (equal, 0, 2 + 2 * len(SENDS_SIGNALS), FCNTL[column]), (load, 0, 0, 24),
+        *(step for command in SENDS_SIGNALS for step in ((equal, 0, 1, command), (give, 0, 0, refuse))),
+        (give, 0, 0, allow),
         (give, 0, 0, allow),
     ]  # fmt: skip
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

@@ -214,6 +214,10 @@ def literal(value: object) -> str:
     for kind in (int, str, bytes):
         if isinstance(value, kind):
             return ascii(kind(value))
+    if isinstance(value, bytearray):
+        return ascii(bytes(value))
+    if isinstance(value, (type({}.keys()), type({}.items()))):  # views of a dict equal sets
+        value = set(value)
     if isinstance(value, dict):
         return "{" + ",".join(f"{literal(key)}:{literal(item)}" for key, item in value.items()) + "}"
     for kinds, start, end, empty in (
