@@ -106,7 +106,8 @@ def commit_problems(file: Path, records: list[dict], with_choice: bool) -> list[
         if not record.get("commit") or any(launch.get("dirty") is not False for launch in launches):
             run = f"row {record['row']}, seed {record['seed']}"
             problems.append(f"{run}: no commit, or uncommitted changes; repeat the run from a clean checkout")
-    for commit in sorted({record["commit"] for record in records if record.get("commit")}):
+    launches = [launch for r in records for launch in (r, *r.get("versions", {}).get("earlier", []))]
+    for commit in sorted({launch["commit"] for launch in launches if launch.get("commit")}):
         if not descends("HEAD", commit, file.parent):
             if is_complete(file.parent):  # a shallow clone cannot check this commit
                 problems.append(f"commit {commit} of a run is unknown or of another branch; push or merge it")

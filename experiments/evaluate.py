@@ -614,9 +614,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if (args.model is None) == (args.run is None):
         raise ValueError("expected either --model MODEL with --data FILE, or --run RUN_DIR with --html FILE")
-    if args.run is not None and (args.html is None or args.data):
+    if args.run is not None and (args.html is None or args.data or args.json or args.completions):
         raise ValueError(
-            "--run RUN_DIR needs --html FILE and takes no --data: the page shows samples of the training"
+            "--run RUN_DIR needs --html FILE and takes no --data, --json or --completions: the page shows "
+            "samples of the training"
         )
     if args.model is not None and not args.data:
         raise ValueError("--model needs --data FILE with the prompts")

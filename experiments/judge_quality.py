@@ -155,7 +155,9 @@ def grouped(records: list[dict]) -> dict[tuple[str, str], list[dict]]:
 
 
 def mean_and_range(values: list[float]) -> str:
-    """Return the mean over judges, and the range in brackets."""
+    """Return the mean over judges, and the range in brackets; n/a if a judge lacks the figure."""
+    if None in values:
+        return "n/a"
     return f"{statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
@@ -167,7 +169,7 @@ def table_lines(records: list[dict]) -> list[str]:
     }  # fmt: skip
     lines = [f"| judge | reward | n | {' | '.join(columns)} |", "|" + "---|" * (3 + len(columns))]
     for (name, mapping), rows in grouped(records).items():
-        figures = [mean_and_range([row[key] for row in rows]) for key in columns.values()]
+        figures = [mean_and_range([row.get(key) for row in rows]) for key in columns.values()]
         lines.append(f"| {name} | {mapping} | {len(rows)} | {' | '.join(figures)} |")
     return lines
 

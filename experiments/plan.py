@@ -146,13 +146,14 @@ class Machine:
     host_gbs: float  # PCIe
     gpus_per_node: int = 8
     host_gib: float | None = None  # host memory of a node; None: HOST_GIB_PER_GPU for each GPU
+    has_fp8: bool = True  # a Hopper GPU, on which rollout.fp8 on runs (runtime/machine.py)
 
 
 MACHINES = {
     "h100": Machine(79.6, 989, 3350, 450, 50, 64),
     "h200": Machine(139.8, 989, 4800, 450, 50, 64),
-    "a100": Machine(79.3, 312, 2039, 300, 25, 32),
-    "b200": Machine(178.0, 2250, 8000, 900, 50, 64),
+    "a100": Machine(79.3, 312, 2039, 300, 25, 32, has_fp8=False),
+    "b200": Machine(178.0, 2250, 8000, 900, 50, 64, has_fp8=False),
 }
 # Achieved shares of the peaks [ours: chosen once against the measurements in docs/gpu.md]
 PRODUCT_SHARE = 0.50  # dense layers, attention and head
@@ -354,6 +355,10 @@ def contradiction(task: Task) -> str | None:
             kv_heads % parallel and parallel % kv_heads,
         f"rollout.prompts_per_step {per_step} must be a multiple of GPUs x train.minibatches_per_step, "
         f"{num_gpus} x {minibatches}": per_step % (num_gpus * minibatches),
+        "rollout.expert_parallel true needs rollout.tensor_parallel above 1":
+            config.rollout.expert_parallel and parallel == 1,
+        "rollout.fp8 on runs on Hopper GPUs only: choose another --machine, or rollout.fp8=off":
+            config.rollout.fp8 == "on" and not task.machine.has_fp8,
         f"rollout.fp8 on with rollout.tensor_parallel {parallel} splits experts within blocks of 128 values; "
         "set rollout.expert_parallel=true or a smaller tensor_parallel": not fits_fp8_blocks,
     }  # fmt: skip
@@ -740,7 +745,7 @@ def single_changes(task: Task) -> Iterator[dict]:
     if not config.train.offload_optimizer:
         offloaded = {"train.zero_stage": 2, "train.offload_optimizer": True}
         yield {name: value for name, value in offloaded.items() if task.setting(name) != value}
-    if config.rollout.fp8 != "on":
+    if config.rollout.fp8 != "on" and task.machine.has_fp8:
         yield {"rollout.fp8": "on"}
     yield from dealt_prompts(task)
 

@@ -42,6 +42,7 @@ from experiments.page.build import build_page, group_rows, token_details
 from experiments.text_quality import LABELS, read_rows, text_quality
 from runtime.launch import leave, run
 from runtime.memory import free_memory
+from verifiers.instructions import instruction_verdicts
 
 CONFIG = ROOT / "experiments" / "environments" / "real.yaml"
 DENSE = smollm2.FOLDER / "dense"
@@ -212,10 +213,9 @@ def kept_by_check(rows: list[dict]) -> dict[str, list[int]]:
     """Return {check: [texts that keep the instruction, texts that should]}, by the names of IFEval."""
     counts = {}
     for row in rows:
-        broken = row["detail"].removeprefix("not met: ").split(", ")
-        for constraint in json.loads(row["answer"]):
-            count = counts.setdefault(constraint["id"], [0, 0])
-            count[0] += constraint["id"] not in broken
+        for name, is_kept in instruction_verdicts(row["completion"], row["answer"], {}):
+            count = counts.setdefault(name, [0, 0])
+            count[0] += is_kept
             count[1] += 1
     return counts
 

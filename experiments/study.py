@@ -320,6 +320,8 @@ def main(argv: list[str]) -> int:
     os.chdir(run.ROOT)  # the working directory of train_rl.py, for relative paths in settings
     try:
         declared = read_declaration(study / "declared.json")
+        if args.stage in ("keep", "choose") and (args.rows or args.seeds or args.runs or args.dry_run):
+            raise ValueError(f"`{args.stage}` takes all rows and seeds: leave out the options")
         if args.stage == "keep":
             if is_tuned(declared):
                 write_json(study / "tuning_runs.json", list(finished_tuning(study, declared).values()))

@@ -119,8 +119,9 @@ def completion_logprobs(model, prompt_ids: list[int], token_ids: list[int]) -> I
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]  # [T, H]
     hidden = hidden[len(prompt_ids) - 1 : -1]  # row t predicts token t + 1
     head = model.get_output_embeddings()
+    scale = getattr(model.config, "logits_scaling", None) or 1.0  # Granite divides its logits
     for piece in hidden.split(POSITIONS_PER_CHUNK):
-        yield head(piece).float().log_softmax(-1)
+        yield (head(piece).float() / scale).log_softmax(-1)
 
 
 def nll_and_kl(model, start, prompt_ids: list[int], token_ids: list[int]) -> tuple[float, float]:

@@ -50,7 +50,7 @@ class TrainState:
     generated_tokens: int = 0  # over all ranks, training rollouts only
     charged_for_teacher: float = 0.0  # tokens that the teacher scored, each at the price of its step
     gradient_tokens: int = 0  # generated tokens with a non-zero advantage
-    trained_tokens: int = 0  # tokens of groups that were not dropped, in steps that measured abs_dlogp
+    trained_tokens: int = 0  # tokens over which the steps measured abs_dlogp
     abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
     evaluated_step: int = -1  # step of the latest evaluation
     micro_batch_tokens: int | None = None  # chosen at the first launch, if train.micro_batch_tokens is null
@@ -85,19 +85,20 @@ class TrainState:
         self.last_eval = metrics
         self.evaluated_step = self.step
 
-    def add_step(self, metrics: dict[str, float], rule: HandOver, teacher_token_cost: float = 0.0) -> None:
+    def add_step(
+        self, metrics: dict[str, float], rule: HandOver, num_measured: int, teacher_token_cost: float
+    ) -> None:
         """Add the tokens and the account/ metrics of a finished step.
 
-        rule: the current stage's hand-over. teacher_token_cost: of the current stage.
+        rule, teacher_token_cost: of the current stage. num_measured: tokens over which abs_dlogp is the mean.
         """
         self.stage = after_step(self.stage, rule, int(metrics["tokens_total"]), metrics)
-        trained = metrics["tokens_total"] - metrics["account/wasted_dropped_tokens"]
         self.generated_tokens += int(metrics["tokens_total"])
         self.charged_for_teacher += teacher_token_cost * metrics.get("account/teacher_tokens_total", 0)
         self.gradient_tokens += int(metrics["gradient_tokens_total"])
         if math.isfinite(metrics.get("abs_dlogp", math.nan)):
-            self.trained_tokens += int(trained)
-            self.abs_dlogp_sum += metrics["abs_dlogp"] * trained
+            self.trained_tokens += num_measured
+            self.abs_dlogp_sum += metrics["abs_dlogp"] * num_measured
         for name, value in metrics.items():
             if name.startswith("account/"):
                 name = name.removeprefix("account/").removesuffix("_total")

@@ -234,6 +234,7 @@ def token_metrics(
 
         skew_positive, skew_negative    mean of -(w - 1) A over the tokens with A > 0, or with A < 0
 
+    measured_tokens_total is the number of tokens with abs_dlogp, for the mean over a run; it is not logged.
     (VeXact, arXiv 2605.14220) [secondary; ours: w is the trainer before the update over the engine, and A is
     without rollout correction].
     """
@@ -265,7 +266,8 @@ def token_metrics(
                 maxima[f"{name}_max"] = max(maxima[f"{name}_max"], value.max().item())
         bins.update(histogram(values["abs_dlogp"]) if "abs_dlogp" in values else ())
     means = {name: (sums[name], counts[name]) for name in sums}
-    return means | {name: (value, 1) for name, value in maxima.items()} | {"abs_dlogp_p99": (bins, 1)}
+    means |= {name: (value, 1) for name, value in maxima.items()}
+    return means | {"abs_dlogp_p99": (bins, 1), "measured_tokens_total": (counts["abs_dlogp"], 1)}
 
 
 def clipped_by_update(

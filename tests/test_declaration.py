@@ -51,6 +51,7 @@ def problems(folder, **changes) -> list[str]:
 
 def test_runs_must_be_younger_than_the_declaration(study):
     folder, before, declared = study
+    resumed = {"dirty": False, "earlier": [{"dirty": False, "commit": before}]}
     assert declaration.check_study(folder) == [], "no runs yet"
     assert problems(folder, commit=declared) == []
     for changes, keyword in (
@@ -60,6 +61,7 @@ def test_runs_must_be_younger_than_the_declaration(study):
         ({"commit": declared, "versions": {}}, "uncommitted"),
         ({"commit": declared, "versions": {"dirty": False, "earlier": [{"dirty": True}]}}, "uncommitted"),
         ({"commit": None}, "uncommitted"),
+        ({"commit": declared, "versions": resumed}, "has no declaration"),
         ({"commit": "0" * 40}, "unknown"),
         ({"commit": dangling(folder)}, "of another branch"),
     ):

@@ -742,6 +742,23 @@ def test_settings_that_contradict_each_other_are_named(settings, gpus, words):
     assert words in plan.contradiction(make_task(*settings, gpus=gpus))
 
 
+def test_advice_does_not_split_an_expert_parallel_engine_into_one():
+    """The configuration of a run refuses these settings, and a search reaches them by changing one."""
+    task = make_task("rollout.expert_parallel=true", "rollout.tensor_parallel=2")
+    assert "rollout.expert_parallel" in plan.contradiction(task.with_settings({"rollout.tensor_parallel": 1}))
+
+
+ON_HOPPER = [("h100", True), ("h200", True), ("a100", False), ("b200", False)]
+
+
+@pytest.mark.parametrize("machine, has_fp8", ON_HOPPER)
+def test_fp8_is_planned_on_the_machines_that_run_it(machine, has_fp8):
+    """On the others runtime/machine.py refuses the start."""
+    problem = plan.contradiction(make_task("rollout.fp8=on", machine=machine))
+    assert (problem is None) == has_fp8 and (has_fp8 or "Hopper" in problem)
+    assert ({"rollout.fp8": "on"} in list(plan.single_changes(make_task(machine=machine)))) == has_fp8
+
+
 def test_advice_for_prompts_that_do_not_divide_among_ranks():
     task = make_task(*FITTING, "rollout.prompts_per_step=60", machine="h200")
     assert plan.advice(task) == ["rollout.prompts_per_step=64"]

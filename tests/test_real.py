@@ -111,3 +111,10 @@ def test_the_converted_model_has_the_tokens_of_its_file_and_the_text_of_transfor
     real.call(real.sys.executable, *command, *moe)
     printed = capfd.readouterr().out
     assert "tokens of 20 prompts: equal" in printed and "transformers and vLLM agree" in printed
+
+
+def test_a_text_without_words_keeps_no_instruction():
+    """Its verdict names no instruction, because there is nothing to judge."""
+    empty = ROW | {"completion": "", "reward": 0.0, "status": "no_answer", "detail": ""}
+    expected = {"startend:quotation": [2, 3], "punctuation:no_comma": [1, 3]}
+    assert real.kept_by_check([BEFORE, AFTER, empty]) == expected

@@ -297,7 +297,7 @@ def test_the_budget_of_tokens_charges_the_teacher(cost, is_last):
     state = TrainState()
     step = {"tokens_total": 40, "gradient_tokens_total": 0, "account/wasted_dropped_tokens": 0, "score": 0.0}
     for _ in range(2):
-        state.add_step(step | {"account/teacher_tokens_total": 10}, lifecycle.HandOver(), cost)
+        state.add_step(step | {"account/teacher_tokens_total": 10}, lifecycle.HandOver(), 0, cost)
     assert state.generated_tokens == 80 and state.account["teacher_tokens"] == 20
     assert state.is_last(config) == is_last
     without_teacher = make_config("train.max_generated_tokens=100")  # as in a later stage

@@ -64,6 +64,24 @@ def test_perplexity_and_kl_equal_a_computation_by_brute_force(folders, monkeypat
     assert quality.text_quality([row("a", [7, 8])], start, start)["kl_to_start"] == 0
 
 
+def test_scaled_logits_of_granite_are_those_of_transformers(tmp_path):
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    config = GraniteConfig(
+        vocab_size=24, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, logits_scaling=6.0, initializer_range=0.5,
+    )  # fmt: skip
+    for seed, name in enumerate(("start", "trained")):
+        torch.manual_seed(seed)
+        GraniteForCausalLM(config).save_pretrained(tmp_path / name)
+    ids = [7, 8, 9, 10, 1]
+    p, q = (all_logprobs(tmp_path / name, ids) for name in ("trained", "start"))
+    figures = quality.text_quality([row("a word", ids)], tmp_path / "trained", tmp_path / "start")
+    nll = -q[range(len(ids)), ids].mean().item()
+    assert figures["perplexity_start"] == pytest.approx(math.exp(nll), rel=1e-5)
+    assert figures["kl_to_start"] == pytest.approx((p.exp() * (p - q)).sum(1).mean().item(), rel=1e-4)
+
+
 def test_words_and_repetition_of_hand_made_texts():
     assert quality.words_of("It's well-known, 3 times: ÉTÉ!") == ["it's", "well-known", "3", "times", "été"]
     texts = [text.split() for text in ("a b a b", "a b c", "", "d")]

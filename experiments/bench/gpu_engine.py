@@ -405,7 +405,7 @@ def mismatch_deep(out: Path, dry: bool) -> Report:
 # Between GPUs
 # ------------------------------------------------------------------------------------------------------------
 def exchange(out: Path, dry: bool) -> Report:
-    """Measure collectives between all GPUs of this machine, in bytes per second that a rank sends."""
+    """Measure collectives between all GPUs of this machine: bytes per second that a rank of a ring sends."""
     num_ranks = 1 if dry else torch.cuda.device_count()
     path = out / "exchange_ranks.json"
     command = [*torchrun(num_ranks), "-m", "experiments.bench.gpu_engine", path]
@@ -436,7 +436,15 @@ def exchange_rank(path: Path, dry: bool) -> None:
         "all gather": lambda: dist.all_gather_into_tensor(target, shard),
         "all reduce": lambda: dist.all_reduce(target),
     }
-    rates = {name: 2 * num / min([timed(call) for _ in range(6)][1:]) for name, call in calls.items()}
+    size = dist.get_world_size()
+    sent = {"all to all": 1, "all gather": 1, "all reduce": 2}  # times (n - 1) / n of the bytes, in a ring
+    rates = {}
+    for name, call in calls.items():
+        times = []
+        for _ in range(6):
+            dist.barrier()
+            times.append(timed(call))
+        rates[name] = sent[name] * (size - 1) / size * 2 * num / min(times[1:])
     if dist.get_rank() == 0:
         path.write_text(json.dumps(rates))
     dist.destroy_process_group()

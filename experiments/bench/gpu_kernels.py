@@ -286,9 +286,11 @@ def update(out: Path, dry: bool) -> Report:
     of_experts = max(value for name, value in spread.items() if last in name)
     report.figures |= {"gradients over repeats, largest": max(spread.values())}
     report.figures |= {"gradients over repeats, last experts": of_experts}
+    work.policy.zero_grad(set_to_none=True)  # the memory before the call is that of the weights
+    for parameter in work.policy.parameters():  # the plan counts gradients apart from activations
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     for checkpointing in (False, True):
         work.policy.activation_checkpointing = checkpointing
-        work.policy.zero_grad(set_to_none=True)  # the memory before the call is that of the weights
         gib = (peak_bytes(work.update, work.device) or 0) / 2**30
         planned = planned_activations(moe_model, work, checkpointing)
         name = "with checkpointing" if checkpointing else "without"

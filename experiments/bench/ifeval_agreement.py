@@ -85,12 +85,13 @@ def prompt_level(rows: list[dict]) -> dict:
 
 def table_lines(data: dict) -> list[str]:
     """Return the table of agreement; kinds of instructions without a disagreement share one row."""
-    exact = [row for row in data["table"] if row["agreement"] == 1]
+    exact = [row for row in data["table"][:-1] if row["agreement"] == 1]
     same = {
         "kind": f"{len(exact)} other kinds", "verdicts": sum(row["verdicts"] for row in exact),
         "agreement": 1.0, "published_only": 0, "own_only": 0,
     }  # fmt: skip
-    *kinds, total = [row for row in data["table"] if row["agreement"] < 1]
+    *kinds, total = data["table"]
+    kinds = [row for row in kinds if row["agreement"] < 1]
     cells = [
         [
             row["kind"],

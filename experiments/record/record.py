@@ -142,7 +142,8 @@ def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
         problems.append(f"seeds {', '.join(map(str, sorted(missing)))} are missing; repeat the command")
     versions = [one.record["versions"] for one in runs]
     launches = [launch for v in versions for launch in (v, *v.get("earlier", []))]
-    if len({one.record["commit"] for one in runs}) > 1 or any(v.get("dirty") is not False for v in launches):
+    commits = {launch.get("commit") for launch in launches}
+    if len(commits) > 1 or any(v.get("dirty") is not False for v in launches):
         problems.append("the runs need one commit without uncommitted changes; commit, and run all again")
     starts = {v.get("weights") for v in versions} | ({holder["weights"]} if holder else set())
     if len(starts) > 1:
