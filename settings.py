@@ -638,6 +638,9 @@ class PromptSource(Section):
     template: Annotated[Text, AfterValidator(with_place_of_prompt)] = setting(
         "{prompt}", "text around each prompt, or around the last user message of a chat"
     )
+    distinct: bool = setting(
+        False, "drop rows that repeat question and answer of an earlier row of this set, before the limit"
+    )
     limit: int | None = setting(
         None, "use only the first N rows, counted after the difficulty range; null: all", ge=1
     )

@@ -163,14 +163,19 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
                 rows.append(Row(file, number, maker.make(row, f"{file}: row {number}")))
             except BadRow as error:
                 drop_or_stop(error, data, source, file, number, dropped)
-    ungraded = ""
+    remarks = ""
     if rows:
         refuse_unused_kind(source, maker.columns, rows)
         num_ungraded = sum(row.prompt.difficulty is None for row in rows) if source.difficulty else 0
-        ungraded = f", {num_ungraded:,} rows without a difficulty left out" if num_ungraded else ""
-        rows = in_difficulty_range(rows, source)[: source.limit]
+        remarks += f", {num_ungraded:,} rows without a difficulty left out" if num_ungraded else ""
+        rows = in_difficulty_range(rows, source)
+        distinct = distinct_rows(rows)
+        if num_copies := len(rows) - len(distinct):
+            effect = "left out" if source.distinct else "kept as prompts of their own, see distinct"
+            remarks += f", {num_copies:,} copies of earlier rows {effect}"
+        rows = (distinct if source.distinct else rows)[: source.limit]
     files = f"{len(tables)} files, " if len(tables) > 1 else ""
-    description = files + maker.describe([row.prompt for row in rows]) + ungraded
+    description = files + maker.describe([row.prompt for row in rows]) + remarks
     return PromptSet(source, rows, description, dropped)
 
 
@@ -198,6 +203,14 @@ def in_difficulty_range(rows: list[Row], source: PromptSource) -> list[Row]:
             f"{source.path}: no prompt has difficulty {low:g} to {high:g}; available: {available}"
         )
     return matching
+
+
+def distinct_rows(rows: list[Row]) -> list[Row]:
+    """Return the first row of each question and answer, in file order."""
+    first_rows: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        first_rows.setdefault((task_of(row.prompt), row.prompt.answer), row)
+    return list(first_rows.values())
 
 
 def refuse_unused_kind(source: PromptSource, columns: dict, rows: list[Row]) -> None:
@@ -390,12 +403,13 @@ def unknown_kind(kind: str, where: str) -> str:
     )
 
 
+def task_of(prompt: Prompt) -> str:
+    """Return the question of a prompt with single spaces; equal questions are one task."""
+    return " ".join((prompt.question or prompt.text).split())
+
+
 def check_disjoint(train: list[Prompt], evaluation: list[Prompt]) -> None:
     """Raise ValueError if a question is in both `evaluation` and `train`, in any template and spacing."""
-
-    def task_of(prompt: Prompt) -> str:
-        return " ".join((prompt.question or prompt.text).split())
-
     train_tasks = set(map(task_of, train))
     shared = [prompt for prompt in evaluation if task_of(prompt) in train_tasks]
     if shared:

@@ -3,7 +3,8 @@
 #
 #   git clone REPOSITORY winnow && cd winnow && bash examples/gsm8k_8gpu.sh
 #
-# Needs: Python 3.11+, pip, git, make, a CUDA 13 driver, and the Hugging Face hub for the model and the questions.
+# Needs: Python 3.11+ with venv and headers (python3-venv, python3-dev), pip, git, make, a C compiler, NVIDIA's
+# driver 580 or later, and the Hugging Face hub for the model and the questions.
 # Arguments are settings of train_rl.py, for example: bash examples/gsm8k_8gpu.sh train.learning_rate=2e-6
 # Started again after an interruption, the script resumes from the newest checkpoint.
 # Environment variables replace parts of the job (in brackets: default):
@@ -25,12 +26,16 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ -z "${PYTHON:-}" ]; then
     make install
     PYTHON=.venv/bin/python
+    if [ -x .venv-gpu/bin/python ]; then PYTHON=.venv-gpu/bin/python; fi  # .venv holds the CPU stack
 fi
-torchrun() { "$PYTHON" -m torch.distributed.run --nproc-per-node="$RANKS" "$@"; }
+torchrun() {  # a signal ends the run after its step and a checkpoint, within ten minutes
+    "$PYTHON" -m torch.distributed.run --nproc-per-node="$RANKS" --shutdown-timeout=600 "$@"
+}
 evaluate() {  # evaluate MODEL NAME: accuracy on the test questions, greedy and sampled, and a page of completions
     # shellcheck disable=SC2086  # EVAL is a list of options
     torchrun experiments/evaluate.py --model "$1" --data "$DATA/test.jsonl" --kind gsm8k --chat always \
-        --max-new-tokens 1024 --json "$RUN/$2.json" --html "$RUN/$2.html" ${EVAL:-}
+        --max-new-tokens 1024 --json "$RUN/$2.json" --html "$RUN/$2.html" ${EVAL:-} \
+        "data.chat_template_args={enable_thinking: false}"
 }
 
 echo "== 1 of 4: questions of GSM8K"

@@ -1006,11 +1006,21 @@ def header(file: Path) -> list[str]:
     nodes = f" --nnodes={count} --node-rank=R --master-addr=HOST" if count > 1 else ""
     return [
         *itertools.takewhile(lambda line: not is_generated(line), comment),
-        f"#   torchrun{nodes} --nproc-per-node={min(task.num_gpus, per_node)} train_rl.py \\",
-        f"#       --config {file.resolve().relative_to(ROOT)}",
+        f"#   torchrun{nodes} --nproc-per-node={min(task.num_gpus, per_node)} "
+        f"--shutdown-timeout={shutdown_seconds(task)} \\",
+        f"#       train_rl.py --config {file.resolve().relative_to(ROOT)}",
         machine_line,
         *textwrap.wrap(expected_figures(task), 106, initial_indent="# ", subsequent_indent="# "),
     ]
+
+
+def shutdown_seconds(task: Task) -> int:
+    """Return torchrun's --shutdown-timeout: a run ends after its step and a checkpoint, in whole minutes.
+
+    Twice the expected step, because a step may take longer.
+    """
+    plan = plan_run(task)
+    return 60 * math.ceil((2 * plan["seconds"]["step"] + plan["checkpoint"]["seconds"]) / 60)
 
 
 def expected_figures(task: Task) -> str:

@@ -983,6 +983,18 @@ def test_wrong_options_of_a_random_model(tmp_path, options, words):
     assert not (tmp_path / "x").exists()
 
 
+def test_copies_of_a_row_are_counted_and_dropped_on_request(tmp_path):
+    """Copies differ in white space at most; another answer makes another task."""
+    pairs = [("a b", "1"), ("c", "2"), ("a  b", "1"), ("a b", "2"), ("c", "2"), ("d", "3")]
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in pairs]
+    path = write_lines(tmp_path / "set.jsonl", rows)
+    for distinct, num_rows in ((False, 6), (True, 4)):
+        sets = load_plain(DataSettings(train=[{"path": str(path), "distinct": distinct}]))
+        assert len(sets.train) == num_rows and "2 copies of earlier rows" in sets.notes[0]
+    assert [prompt.text for prompt in sets.train] == ["a b", "c", "a b", "d"]
+    assert texts_of(load_prompts(path, distinct=True, limit=2)) == ["a b", "c"]
+
+
 # ---- check_disjoint, save_prompts --------------------------------------------------------------------------
 
 
