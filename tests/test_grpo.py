@@ -451,7 +451,8 @@ def plain_metrics(tokens: list[dict]) -> dict[str, float]:
         excess = [-(t["mismatch_weight"] - 1) * t["advantage"] for t in tokens if sign * t["advantage"] > 0]
         metrics[name] = sum(excess) / len(excess)
     ascending = sorted(token["abs_dlogp"] for token in tokens)
-    return metrics | {"abs_dlogp_p99": ascending[math.ceil(0.99 * len(ascending)) - 1]}
+    p99 = ascending[math.ceil(0.99 * len(ascending)) - 1]
+    return metrics | {"abs_dlogp_p99": p99, "measured_tokens_total": len(tokens)}
 
 
 @pytest.fixture(scope="module")
