@@ -1598,7 +1598,7 @@ def main(config: Config) -> None:
         # Log, checkpoint
         metrics |= batch_metrics(batch, groups, config.rollout.group_size)
         reduced = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
-        num_measured = reduced.pop("measured_tokens_total", 0)
+        num_measured = int(reduced.pop("measured_tokens_total", 0))
         state.add_step(reduced, run.rule, num_measured, config.zero_variance.teacher_token_cost)
         log_step(run, batch, reduced, report, step_start)
         save_if_due(run, reduced)

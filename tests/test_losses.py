@@ -978,7 +978,7 @@ def advantages_of_ranks(monkeypatch, deals: list[list[dict]], config: Config) ->
         batch.verdicts = [
             Verdict(next(iter(p.values())), "wrong", parts=p if len(p) > 1 else {}) for p in parts
         ]
-        batch.valid = torch.tensor([group["valid"][i] for _, group, i in rows])
+        batch.valid = torch.tensor([group["valid"][i] for _, group, i in rows], dtype=torch.bool)
         batch.rewards = torch.tensor([verdict.reward for verdict in batch.verdicts])
         if "gdpo" in config.algorithm.advantage:  # refuses rewards that are not the sums of their parts
             weights = [group["weights"] for _, group, _ in rows]

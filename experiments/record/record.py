@@ -141,16 +141,16 @@ def problems_of(runs: list[report.Run], holder: dict | None) -> list[str]:
     if missing:
         problems.append(f"seeds {', '.join(map(str, sorted(missing)))} are missing; repeat the command")
     versions = [one.record["versions"] for one in runs]
-    launches = [launch for v in versions for launch in (v, *v.get("earlier", []))]
-    commits = {launch.get("commit") for launch in launches}
-    if len(commits) > 1 or any(v.get("dirty") is not False for v in launches):
+    earlier = [launch for v in versions for launch in v.get("earlier", [])]
+    commits = {one.record["commit"] for one in runs} | {launch.get("commit") for launch in earlier}
+    if len(commits) > 1 or any(launch.get("dirty") is not False for launch in versions + earlier):
         problems.append("the runs need one commit without uncommitted changes; commit, and run all again")
     starts = {v.get("weights") for v in versions} | ({holder["weights"]} if holder else set())
     if len(starts) > 1:
         problems.append(
             f"start weights differ: {', '.join(map(str, starts))}; restore experiments/starts/habits with git"
         )
-    if len({json.dumps(v.get("machine")) for v in launches if v.get("machine")}) > 1:
+    if len({json.dumps(v.get("machine")) for v in versions + earlier if v.get("machine")}) > 1:
         problems.append("the runs need one machine, because rounding differs between processors")
     if any(one.offline_tokens is None for one in runs):
         problems.append("offline_tokens: the file of scores is missing, so its tokens cannot be counted")
