@@ -208,8 +208,8 @@ class AlgorithmSettings(Section):
     )
     correctness_guard: bool = setting(
         False,
-        "wrong completions get no positive advantage and right completions no negative one, except of "
-        "the teacher",
+        "wrong completions get no positive advantage and right completions no negative one; advantages of "
+        "the teacher are exempt",
     )
     rollout_correction: Correction = setting(
         "none",
