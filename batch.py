@@ -5,8 +5,9 @@
 rollout.py makes completions of requests. train_rl.py collects them in groups, one per prompt, makes the
 batch of a rank, and takes the inputs of the loss from it, one micro-batch at a time.
 
-Shapes: B completions on this rank, b rows of a micro-batch, T tokens of the longest completion (padded
-right), L layers, K experts per token. Log-probabilities and entropies are in nats.
+Shapes: B completions on a rank, b in a micro-batch, T tokens of the longest (padded right), p and c of a
+prompt and its completion, L layers, K experts per token, k top tokens. Log-probabilities and entropies are
+in nats.
 """
 
 from collections.abc import Callable
@@ -75,9 +76,9 @@ class Completion:
     # used up; "context": the text to insert exceeds max_new_tokens
     finish_reason: str
     seconds: float  # from the start of generate() to the last token
-    routed_experts: Tensor | None = None  # [prompt + completion - 1, L, K] on the CPU, see validate_routes()
-    topk_ids: Tensor | None = None  # [T, k] int32, the engine's most likely tokens, the likeliest first
-    topk_logprobs: Tensor | None = None  # [T, k] float32, of these tokens, at the request's temperature
+    routed_experts: Tensor | None = None  # [p + c - 1, L, K] on the CPU, see validate_routes()
+    topk_ids: Tensor | None = None  # [c, k] int32, the engine's most likely tokens, the likeliest first
+    topk_logprobs: Tensor | None = None  # [c, k] float32, of these tokens, at the request's temperature
     turns: tuple[Turn, ...] = ()  # in their order; (): all tokens are sampled
     texts: tuple[str, ...] = ()  # of each turn, for verifiers
     num_calls: int = 0  # calls of tools
@@ -179,7 +180,7 @@ class RolloutBatch:
     verdicts: list[Verdict]  # [B]
     response_mask: Tensor  # [B, T] bool, sampled tokens of completions, on which the loss is computed
     rollout_logprobs: Tensor  # [B, T] by the engine
-    group_index: Tensor  # [B] int64, number of the prompt on this rank
+    group_index: Tensor  # [B] int64, number of the group on this rank
     minibatch: Tensor  # [B] int64, update of the step
     routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids by the engine
     topk_ids: list[Tensor] | None = None  # [B] of [c, k] the engine's most likely tokens (score centering)

@@ -150,6 +150,8 @@ def reward_contradictions(config: Config) -> dict[str, bool]:
             reward.judge == "generative" and not in_pairs,
         "{reward.judge_template} is a question to a generative judge, not to {reward.judge}":
             reward.judge_template is not None and reward.judge != "generative",
+        "{reward.judge_chat_template_args} are for the folder of a generative judge, not for {reward.judge}":
+            bool(reward.judge_chat_template_args) and reward.judge != "generative",
         "{reward.judge_template} must have the places of prompt, first and second, each in braces":
             reward.judge_template is not None and not has_places(reward.judge_template),
     }  # fmt: skip
@@ -260,6 +262,14 @@ def config_warnings(config: Config) -> list[str]:
             "uses the routes of the old policy anyway"
         )
     is_shared = algo.ratio_level != "token" and algo.ratio_form == "geometric" and algo.clip_mode != "weight"
+    zero = config.zero_variance
+    if is_shared and (zero.teacher is not None or zero.rl_zvp):
+        source = "zero_variance.teacher" if zero.teacher is not None else "zero_variance.rl_zvp"
+        warnings.append(
+            f"algorithm.ratio_form 'geometric' at algorithm.ratio_level {algo.ratio_level!r} averages the "
+            f"advantages of the tokens of a ratio, but {source} has an advantage for each token: take "
+            "algorithm.ratio_form stop_gradient to keep them"
+        )
     if is_shared and (algo.select is not None or algo.rollout_correction == "token_mask"):
         warnings.append(
             f"algorithm.ratio_form 'geometric' at algorithm.ratio_level {algo.ratio_level!r} spreads the "
@@ -272,6 +282,12 @@ def config_warnings(config: Config) -> list[str]:
             f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "
             "acts at train.minibatches_per_step 1, because every ratio of the only update is 1; GSPO takes 4"
         )
-    if config.rollout.group_size == 1:
+    by_scores = [name for name in ("rl_zvp", "history", "probe_size", "drop") if getattr(zero, name)]
+    if config.reward.judge != "none" and by_scores:
+        warnings.append(
+            f"reward.judge with zero_variance.{', '.join(by_scores)}: the verifier's scores alone decide "
+            "whether a group has variance, so differences that only the judge sees do not count"
+        )
+    if config.rollout.group_size == 1 and zero.teacher_groups != "every":
         warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
     return warnings

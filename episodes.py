@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from batch import Completion, Request, Turn
-from data.chat import ChatTemplate, without_special_tokens
+from data.chat import ChatTemplate, special_tokens, without_special_tokens
 from data.prompts import Prompt
 from data.stream import seed_of
 from reward import RewardPool, Verdict
+from runtime.metrics import warn_once
 from settings import Config
 from verifiers.kinds import ENVIRONMENT
 from verifiers.own import check_score, load_function
@@ -170,7 +171,7 @@ class Extension:
         except Exception as error:  # a template can raise errors of any type
             raise ValueError(f"data.tools: the chat template cannot render a call: {error}") from error
         turn = whole[len(os.path.commonprefix([whole, self.prompt])) :]
-        for token in self.tokenizer.all_special_tokens:
+        for token in special_tokens(self.tokenizer):
             turn = turn.partition(token)[0]
         for name in FORMATS:
             if calls_of(turn, name) == [Call(tool, {"x": "y"})]:
@@ -215,7 +216,7 @@ def extension_of(config: Config, tokenizer, stop_ids: Sequence[int], prompts: li
 # One per run
 # ------------------------------------------------------------------------------------------------------------
 class Interaction:
-    """The tools and the environment of a run, with their workers. RewardPool describes the arguments.
+    """The tools and the environment of a run, with their workers. log_path: see RewardPool.
 
     Tools share the workers of one pool. An environment's episodes are spread over pools of one worker, so
     that the steps of an episode meet the worker that holds the episode's environment.
@@ -230,6 +231,7 @@ class Interaction:
         self.max_turns = config.rollout.max_turns
         self.timeout_s = config.rollout.tool_timeout_s
         self.log_note = f"; see {log_path}"
+        self.has_warned = False  # of a call that failed in a worker
         self.num_rollouts = 0
         if self.environment:
             check_environment(self.environment, row_of(prompts[0], 0))
@@ -302,6 +304,7 @@ class Episode:
     texts: list[str] = field(default_factory=list)  # of each turn
     routes: list[np.ndarray] = field(default_factory=list)  # of consecutive tokens, from the prompt on
     results: dict[int, str | None] = field(default_factory=dict)  # of the calls of the last turn; None: runs
+    actions: list[str] = field(default_factory=list)  # turns that went to the environment, not to tools
     messages: list[str] = field(default_factory=list)  # of the environment
     num_turns: int = 0  # of the policy
     num_calls: int = 0
@@ -355,11 +358,11 @@ class Episodes:
         episode = self.episodes[row]
         text = self.interaction.extension.turn_text(turn.token_ids)
         episode.add_turn(turn, text, routes)
+        calls = calls_of(text, self.interaction.call_format) if self.interaction.tools else []
+        episode.has_open_call = bool(calls)
         if turn.finish_reason != "stop":
             self.end(row, turn.finish_reason)
             return
-        calls = calls_of(text, self.interaction.call_format) if self.interaction.tools else []
-        episode.has_open_call = bool(calls)
         is_last = episode.num_turns == self.interaction.max_turns
         if calls and is_last:
             self.end(row, "turns")
@@ -390,10 +393,10 @@ class Episodes:
         self.insert_if_complete(row)
 
     def start_step(self, row: int) -> None:
-        """Send the policy's texts to the environment."""
+        """Send the last turn to the environment, with the earlier ones in case it has to be rebuilt."""
         episode = self.episodes[row]
-        texts = [text for text, turn in zip(episode.texts, episode.turns) if turn.sampled]
-        request = {"texts": texts, "messages": episode.messages}
+        episode.actions.append(episode.texts[-1])
+        request = {"texts": episode.actions, "messages": episode.messages}
         self.submit_step(row, request | {"row": row_of(episode.prompt, episode.request.group_seed)})
         self.num_waiting += 1
 
@@ -402,7 +405,10 @@ class Episodes:
         pools = self.interaction.environment_pools
         request["episode"] = f"{self.number}.{row}"
         key = (self.number, row, CLOSE if "close" in request else self.episodes[row].num_turns, 0)
-        pools[row % len(pools)].submit(key, self.interaction.environment, json.dumps(request), "")
+        num_limits = 1 + len(self.episodes[row].actions)  # for reset and every step, if all run again
+        pools[row % len(pools)].submit(
+            key, self.interaction.environment, json.dumps(request), "", num_limits=num_limits
+        )
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Return the next turns and the ended episodes since the last call.
@@ -431,6 +437,9 @@ class Episodes:
         episode = self.episodes[row]
         episode.num_call_errors += verdict.failed
         text = self.interaction.error_text(verdict) if verdict.failed else verdict.detail
+        if verdict.failed and not self.interaction.has_warned:
+            self.interaction.has_warned = True
+            warn_once(f"the policy reads the error of a tool, here of the first one that failed: {text}")
         episode.results[number] = text
         self.insert_if_complete(row)
 

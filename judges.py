@@ -8,7 +8,7 @@
 
 A scalar judge is a model with a score head, for example a Bradley-Terry reward model. A generative judge is a
 language model that compares two completions and writes a verdict; it runs in a second vLLM engine, or is a
-function, for example a client of a server (`reward.judge_path=my_module:ask`). train_rl.py trains such a
+function, for example a client of a server (`reward.judge_path=my_judge.py:ask`). train_rl.py trains such a
 model on the pairs of data/judge_pairs.py.
 """
 
@@ -18,17 +18,17 @@ import json
 import math
 import operator
 import os
-import pkgutil
 import string
 from collections.abc import Callable, Iterator
 
 import torch
 
 from batch import ZERO_VARIANCE
-from data.chat import load_tokenizer, without_special_tokens
+from data.chat import ChatTemplate, load_tokenizer, without_special_tokens
 from data.prompts import Prompt
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
 from runtime.metrics import warn_once
+from verifiers.own import load_function
 from verifiers.verdict import SIGNS, last_verdict
 
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
@@ -79,6 +79,7 @@ class ScalarJudge:
         # A prompt rendered by a chat template may begin with the token that the tokenizer adds to every text.
         self.added = "".join(tokenizer.convert_ids_to_tokens(tokenizer("")["input_ids"][:1]))
         self.batch_size = batch_size
+        self.max_tokens = max_tokens
         self.margin = margin
         self.tokenize = functools.partial(
             tokenizer,
@@ -96,7 +97,10 @@ class ScalarJudge:
         sorted_texts = sorted(set(texts), key=lambda text: (len(text), text))
         for start in range(0, len(sorted_texts), self.batch_size):
             batch = sorted_texts[start : start + self.batch_size]
-            yield batch, self.tokenize(batch).to(self.model.device)
+            inputs = self.tokenize(batch).to(self.model.device)
+            if inputs["input_ids"].shape[1] >= self.max_tokens:
+                warn_once(f"reward.judge: texts of more than {self.max_tokens} tokens lose their beginning")
+            yield batch, inputs
 
     def scores(self, prompts: list[str], completions: list[str]) -> list[float]:
         """Return the score of each completion, which may be NaN or infinite; equal texts get equal scores."""
@@ -159,14 +163,16 @@ class GenerativeJudge:
         return [SIGNS[verdict] if verdict else 0 for verdict in verdicts]
 
 
-def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[list[str]], list[str]]:
+def load_greedy_chat(
+    path: str, batch_size: int, max_tokens: int, template_args: dict
+) -> Callable[[list[str]], list[str]]:
     """Start a second vLLM engine in this process; return a function from questions to greedy answers.
 
     A space breaks special tokens that a completion spells, because they would end the question. Questions and
     answers get half of the context each; a longer question loses its beginning, and a warning says so. Equal
-    questions are asked once: in a group of short completions most pairs occur several times. With vLLM 0.30
-    on 1 and 2 CPU ranks, after the policy's engine, the answers equal transformers' answers; a
-    MoE judge next to a dense policy fails.
+    questions are asked once: in a group of short completions most pairs occur several times. Tested with vLLM
+    0.30 on 1 and 2 CPU ranks beside the policy's engine: answers equal transformers'; a MoE judge fails
+    beside a dense policy. template_args: of the chat template.
     """
     on_gpu = torch.cuda.is_available()
     set_vllm_environment(on_gpu)
@@ -191,6 +197,7 @@ def load_greedy_chat(path: str, batch_size: int, max_tokens: int) -> Callable[[l
         "sampling_params": SamplingParams(temperature=0.0, max_tokens=min(max_tokens, half_context)),
         "tokenization_kwargs": {"truncate_prompt_tokens": half_context, "truncation_side": "left"},
         "chat_template": None if llm.get_tokenizer().chat_template else "{{ messages[0].content }}",
+        "chat_template_kwargs": template_args,
         "use_tqdm": False,
     }
 
@@ -223,15 +230,18 @@ def has_places(template: str) -> bool:
     return names == {"prompt", "first", "second"}
 
 
-def refuse_mute_judge(kind: str, path: str | None) -> None:
+def refuse_mute_judge(kind: str, path: str | None, template_args: dict | None = None) -> None:
     """Raise ValueError for the folder of a generative judge that cannot write Better, Tie and Worse.
 
-    The vocabulary of a small model may lack letters. The check reads two files of the folder, so that the
-    error comes before any engine starts.
+    The vocabulary of a small model may lack letters. The chat template has to read template_args. The check
+    reads the tokenizer and the configuration, so that the error comes before any engine starts.
     """
     if kind != "generative" or not os.path.isfile(config_file := os.path.join(path, "config.json")):
         return  # build_judge() explains paths that are no folder
     tokenizer = load_tokenizer(path, "reward.judge_path")
+    if template_args:
+        template = ChatTemplate(tokenizer, args=template_args, setting="reward.judge_chat_template_args")
+        template.check(f"reward.judge_path {path}")
     with open(config_file) as file:
         num_rows = json.load(file).get("vocab_size", len(tokenizer))
     missing = []
@@ -253,28 +263,30 @@ def build_judge(
     max_tokens: int = 4096,
     margin: float = 0.0,
     template: str | None = None,
+    template_args: dict | None = None,
 ) -> ScalarJudge | GenerativeJudge | None:
     """Load a judge; ValueError explains why a path cannot be loaded.
 
     kind: "scalar", "generative", or "none", which returns None. path: folder of a Hugging Face model, or for
-    a generative judge also "module:function". max_tokens: limit of a text (scalar) or an answer (generative).
-    margin: see ScalarJudge. template: see GenerativeJudge.
+    a generative judge also module:function or path/file.py:function. max_tokens: limit of a text (scalar) or
+    an answer (generative). margin: see ScalarJudge. template: see GenerativeJudge. template_args: arguments
+    of the chat template in the folder.
     """
     if kind == "none":
         return None
-    refuse_mute_judge(kind, path)
+    refuse_mute_judge(kind, path, template_args)
     if os.path.isfile(os.path.join(path, "config.json")):
         if kind == "scalar":
             return ScalarJudge(path, batch_size, max_tokens, margin)
-        return GenerativeJudge(load_greedy_chat(path, batch_size, max_tokens), template)
+        return GenerativeJudge(load_greedy_chat(path, batch_size, max_tokens, template_args or {}), template)
     if kind == "scalar" or ":" not in path:
-        hint = "" if kind == "scalar" else " or a function, for example my_module:ask"
+        hint = "" if kind == "scalar" else " or a function, for example my_judge.py:ask"
         raise ValueError(
             f"reward.judge_path {path!r} is no folder with the config.json of a Hugging Face model; a "
             f"{kind} judge needs such a folder{hint}"
         )
     try:
-        return GenerativeJudge(pkgutil.resolve_name(path), template)
+        return GenerativeJudge(load_function(path).call, template)
     except Exception as error:  # an import can raise anything
         raise ValueError(
             f"reward.judge_path: cannot import the judge {path!r}: {type(error).__name__}: {error}"
@@ -302,7 +314,7 @@ def groups_of(prompts, completions, group_index: list[int]) -> list[list[tuple]]
 
 
 def compare_pairs(judge, pairs: list[tuple[tuple, tuple]]) -> list[int]:
-    """Return the verdict of the judge on each pair of rows of groups_of(): 1, 0 or -1 for the first.
+    """Return the judge's verdict on each pair of rows of groups_of(): 1 (the first is better), 0 or -1.
 
     Equal texts tie without a question, because a judge may prefer a position.
     """
@@ -330,11 +342,16 @@ def round_robin(judge, prompts, completions, group_index: list[int]) -> list[flo
     """Return the mean points of each completion against the other completions of its group [ours].
 
     better 1, tie 0.5, worse 0; a group of one gets 0.5. Example: in a group of three, a completion that is
-    better than the second and ties with the third gets 0.75. The judge compares each pair once, the earlier
-    completion first. group_index: group of each completion, in any order.
+    better than the second and ties with the third gets 0.75. The judge compares each pair once. Every
+    completion comes first in half of its comparisons, up to one, because a judge may prefer a position.
+    group_index: group of each completion, in any order.
     """
     groups = groups_of(prompts, completions, group_index)
-    pairs = [pair for group in groups for pair in itertools.combinations(group, 2)]
+    pairs = [
+        (first, second) if (i + j) % 2 else (second, first)
+        for group in groups
+        for (i, first), (j, second) in itertools.combinations(enumerate(group), 2)
+    ]
     signs = compare_pairs(judge, pairs)
     points = [[] for _ in prompts]
     for ((_, first, _, _), (_, second, _, _)), sign in zip(pairs, signs):

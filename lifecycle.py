@@ -14,6 +14,7 @@ A function marked Collective must be called by all ranks.
 
 import contextlib
 import json
+import math
 import os
 import resource
 import signal
@@ -80,6 +81,7 @@ from runtime.checkpoint import (
     lock_run_dir,
     prepare_run_dir,
     record_data,
+    resumes_exactly,
     save_checkpoint,
     state_of,
     with_saved_dtype,
@@ -193,7 +195,7 @@ def set_up(config: Config) -> Run | None:
     pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
-    refuse_mute_judge(config.reward.judge, config.reward.judge_path)
+    refuse_mute_judge(config.reward.judge, config.reward.judge_path, config.reward.judge_chat_template_args)
     check_teacher(largest, hf_config, tokenizer, state)
     confidences = load_confidences(configs, loaded, offers)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
@@ -331,8 +333,14 @@ def check_sizes(largest: Config, configs: list[Config], hf_config, node: NodeMem
         check_model(stage_config, hf_config)
     memory_line = check_memory(largest, hf_config, dist.get_world_size(), node)
     num_bytes = checkpoint_bytes(hf_config, largest.model.dtype)
-    check_free_disk(Path(largest.run.dir), num_bytes, largest.checkpoint.every)
+    check_free_disk(Path(largest.run.dir), num_bytes, max_checkpoints(largest))
     return memory_line
+
+
+def max_checkpoints(config: Config) -> int:
+    """Return how many checkpoints a run holds at a time: a new one, and checkpoint.keep older ones."""
+    every = config.checkpoint.every or config.train.num_steps  # 0: only at the end
+    return min(config.checkpoint.keep + 1, math.ceil(config.train.num_steps / every))
 
 
 def checkpoint_bytes(hf_config, dtype: str) -> int:
@@ -614,13 +622,14 @@ def resume(
     """
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
     same_prompts = saved.pop("prompts") == digest_of(prompts)
-    is_exact = config.checkpoint.resume == "auto"
-    if is_exact and not same_prompts:
+    is_exact = resumes_exactly(config, checkpoint)
+    if is_exact and not same_prompts and config.checkpoint.resume == "auto":
         raise ValueError(
             f"{checkpoint} was trained on other prompts than the settings select: a file of data.train, "
             "zero_variance.offline_scores or dropped_rows.jsonl of run.dir has changed. Restore it, or "
             "resume from the weights alone with checkpoint.resume=weights"
         )
+    is_exact &= same_prompts
     dropped = "" if same_prompts else "; the record of other prompts is dropped"
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
     say(f"resumed from {checkpoint}{dropped}{fresh}")
@@ -648,8 +657,9 @@ def load_shard(file: Path, trainer) -> None:
 def load_judge(settings: RewardSettings):
     """Load the judge; None without one. A generative judge is a second engine, built after the first."""
     return build_judge(
-        settings.judge, settings.judge_path, margin=settings.judge_margin, template=settings.judge_template
-    )
+        settings.judge, settings.judge_path, margin=settings.judge_margin, template=settings.judge_template,
+        template_args=settings.judge_chat_template_args,
+    )  # fmt: skip
 
 
 def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:

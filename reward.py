@@ -297,6 +297,7 @@ class _Item:
     completion: str | list[int]
     answer: str
     fields: dict
+    num_limits: int = 1  # see RewardPool.submit
     submitted_at: float = field(default_factory=time.monotonic)
     # Replies must repeat this number, so that output of a custom function cannot pass as a verdict.
     number: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -398,13 +399,19 @@ class RewardPool(contextlib.AbstractContextManager):
         return len(self._workers) * (ASYNC_CALLS if is_async else 1)
 
     def submit(
-        self, key: Hashable, kind: str, completion: str | list[int], answer: str, fields: dict | None = None
+        self,
+        key: Hashable,
+        kind: str,
+        completion: str | list[int],
+        answer: str,
+        fields: dict | None = None,
+        num_limits: int = 1,
     ) -> None:
         """Queue one item; blocks only if the backlog is full. `key` must be new since the last collect().
 
         A completion may be a list of token ids if the pool has a tokenizer; special tokens are dropped.
         fields: {name: JSON value} of prompt, messages and columns; a worker gets the fields that its kind
-        takes.
+        takes. num_limits: how often the worker may start the time limit anew, for steps of an environment.
         """
         _check(kind, completion, answer, (str, list))
         if not self._workers:
@@ -417,7 +424,7 @@ class RewardPool(contextlib.AbstractContextManager):
             self._ready(1000)
         self._verdicts[key] = None
         queue = self._rules if _is_rule(kind) else self._slow
-        queue.append(_Item(key, kind, completion, answer, fields or {}))
+        queue.append(_Item(key, kind, completion, answer, fields or {}, num_limits))
         self._send()
 
     def poll(self) -> int:
@@ -587,7 +594,7 @@ class RewardPool(contextlib.AbstractContextManager):
         if item is None:
             return False
         grace = GRACE_S if item.kind in worker.imported_kinds else START_GRACE_S
-        limit = self._limit_s(worker.lines[0].values())
+        limit = self._limit_s(worker.lines[0].values()) * item.num_limits
         return time.monotonic() > worker.last_activity + limit + grace
 
     def _book(self, worker: _Worker, reply: list) -> bool:

@@ -1,17 +1,16 @@
-"""Sample from a vLLM engine inside the trainer's process, which receives new weights after every update.
+"""Sample from a vLLM engine inside the trainer's process, which receives new weights after every step.
 
 Every rank has its own engine, or tensor_parallel consecutive ranks share one; vLLM's external launcher builds
 the engine under torchrun's environment. generate() drives the engine by add_request() and step(), so that a
 completion can be scored as soon as it ends. This file contains no rewards and no algorithm: token ids go in,
 and token ids with their log-probabilities and experts come out.
 
-Every weight sync has three proofs: coverage (each parameter received data), checksum (the engine holds the
-bits that were sent, check_weights()) and parity (trainer and engine compute the same log-probabilities,
-runtime/checks.py).
+Coverage (each parameter received data) is checked at every sync; checksum (the engine holds the sent bits,
+check_weights()) and parity (equal log-probabilities, runtime/checks.py) at the first and every check_every
+steps.
 
 Reading order: RolloutEngine (generate, sync, check_weights), options and checks of an engine, its memory,
-routed experts, FP8, environment variables, the engine of a generative judge. vllm_worker.py contains the code
-that runs inside vLLM's worker.
+routed experts, FP8, environment variables. vllm_worker.py contains the code that runs inside vLLM's worker.
 """
 
 import dataclasses
@@ -116,7 +115,7 @@ class RolloutEngine:
         self.stop_ids, self.stop_texts = stops_of(model_path, self.llm.get_tokenizer(), settings.stop)
         self.seconds_per_step = float("inf")  # mean of the last rollout
         self.tokens_per_second = 0.0  # mean of the last rollout, over all sequences
-        self.policy_version: int | None = None  # number of updates behind the engine's weights; None: unknown
+        self.policy_version: int | None = None  # finished steps at the last sync; None: unknown
         self.previous_rollout = (0, 0)  # total tokens and number of the last rollout's completions
         self.is_capturing = self.captures_routes
         self.sleep()
@@ -162,7 +161,7 @@ class RolloutEngine:
         """
         if policy_version != self.policy_version:
             raise RuntimeError(
-                f"the engine holds the weights after update {self.policy_version}, the policy is at "
+                f"the engine holds the weights after step {self.policy_version}, the policy is at "
                 f"{policy_version}: a weight sync was skipped"
             )
         engine_requests, first = self.gather_requests(requests)
@@ -375,11 +374,11 @@ class RolloutEngine:
 
 
 Event = Request | Completion  # of an episode between two turns: its next turn, or its end
-EVENT_WAIT_S = 0.05  # an idle engine looks after its ranks this often while tools run
+EVENT_WAIT_S = 0.05  # wait of an idle engine for the next turn, while tools run
 
 
 class Turns(Protocol):
-    """What a rollout needs to know about episodes of several turns (episodes.Episodes)."""
+    """Interface of the episodes of several turns (episodes.Episodes)."""
 
     def end_turn(self, row: int, turn: Completion, routes: np.ndarray | None) -> None:
         """Take a turn of the policy."""
@@ -482,7 +481,7 @@ class TensorCounter:
 # ------------------------------------------------------------------------------------------------------------
 # Options and checks of an engine
 # ------------------------------------------------------------------------------------------------------------
-# Completions in a CUDA graph at most: vLLM's default on Hopper, and on Blackwell. Larger batches run without.
+# Largest batches of a CUDA graph, by vLLM's default on Hopper and on Blackwell; larger ones run without.
 GRAPH_SIZES = (512, 1024)
 
 
@@ -654,21 +653,21 @@ def check_fp8(settings: RolloutSettings, hf_config) -> None:
     problem = fp8_problem() if torch.cuda.is_available() else None
     if problem:
         raise ValueError(problem)
-    is_dense = num_experts_of(hf_config) == 0
-    size = 1 if settings.expert_parallel and not is_dense else settings.tensor_parallel
-    if size > 1 and not splits_into_blocks(hf_config, size):
-        width = mlp_width(hf_config)
-        name = "the MLP" if is_dense else "experts"
+    size = settings.tensor_parallel
+    if not splits_into_blocks(hf_config, size, settings.expert_parallel):
+        widths = split_widths(hf_config, settings.expert_parallel)
+        name, width = next((name, width) for name, width in widths.items() if width % (size * BLOCK))
+        is_expert = name == "an expert"
         effect = (
-            "vLLM multiplies such parts with another kernel"
-            if is_dense
-            else "vLLM pads such parts, and a sync would hold the model twice"
+            "vLLM pads such parts, and a sync would hold the model twice"
+            if is_expert
+            else "vLLM multiplies such parts with another kernel, or not at all"
         )
         raise ValueError(
             f"rollout.tensor_parallel {size} with rollout.fp8 on splits {name} of width {width} into parts "
             f"of {width / size:g}, which are no whole blocks of {BLOCK}: {effect}. Set "
-            f"{'' if is_dense else 'rollout.expert_parallel=true or '}a tensor_parallel that divides the "
-            f"{width / BLOCK:g} blocks of {'the MLP' if is_dense else 'an expert'}"
+            f"{'rollout.expert_parallel=true or ' if is_expert else ''}a tensor_parallel that divides the "
+            f"{width / BLOCK:g} blocks of {name}"
         )
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
@@ -857,14 +856,24 @@ def fitting_settings(hf_config, settings: RolloutSettings, max_model_len: int, r
     return changes
 
 
-def mlp_width(hf_config) -> int:
-    """Return the width of an expert, or of the MLP of a dense model."""
-    return expert_width(hf_config) if num_experts_of(hf_config) else hf_config.intermediate_size
+def split_widths(hf_config, expert_parallel: bool) -> dict[str, int]:
+    """Return {part: width} of the parts of a layer whose width tensor parallelism splits."""
+    is_moe = [is_moe_layer(hf_config, layer) for layer in range(hf_config.num_hidden_layers)]
+    num_shared = getattr(hf_config, "n_shared_experts", 0) or 0
+    widths = {}
+    if any(is_moe) and not expert_parallel:
+        widths["an expert"] = expert_width(hf_config)
+    if any(is_moe) and num_shared:
+        widths["the shared experts"] = num_shared * expert_width(hf_config)
+    if not all(is_moe):
+        widths["the MLP"] = hf_config.intermediate_size
+    return widths
 
 
-def splits_into_blocks(hf_config, tensor_parallel: int) -> bool:
-    """Tell whether tensor parallelism splits each expert, or a dense MLP, into whole FP8 blocks."""
-    return mlp_width(hf_config) % (tensor_parallel * BLOCK) == 0
+def splits_into_blocks(hf_config, tensor_parallel: int, expert_parallel: bool = False) -> bool:
+    """Tell whether tensor parallelism splits experts and MLPs into whole FP8 blocks, or splits nothing."""
+    widths = split_widths(hf_config, expert_parallel).values()
+    return tensor_parallel == 1 or all(width % (tensor_parallel * BLOCK) == 0 for width in widths)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -986,7 +995,11 @@ def quantise_for_engine(
         case "simulate":
             return simulate_rounding(named_tensors, ROUNDINGS[simulate_format])
         case "on":  # vLLM quantises the bfloat16 weights that the trainer computes with
-            return ((name, tensor.bfloat16()) for name, tensor in named_tensors)
+            # and takes the bias of GLM's router in float32: its differences are small against its mean
+            return (
+                (name, tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16())
+                for name, tensor in named_tensors
+            )
         case "off":
             return named_tensors
 

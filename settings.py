@@ -8,6 +8,7 @@ AlgorithmSettings. configure.py reads the command line and checks settings again
 setting at its default a run is plain GRPO.
 """
 
+import os
 import re
 from typing import Annotated, Any, Literal
 
@@ -430,7 +431,7 @@ class RolloutSettings(Section):
     temperature: float = setting(
         1.0, "temperature of sampling and of the trainer's log-probabilities", ge=0.01, le=2
     )
-    max_prompt_tokens: int = setting(1024, "longest prompt; a longer one raises an error at the start", ge=1)
+    max_prompt_tokens: int = setting(1024, "longest prompt; data.on_bad_row decides on longer ones", ge=1)
     max_new_tokens: int = setting(
         16384,
         "cut completions at this length; for episodes, of all turns together, results of tools included",
@@ -441,13 +442,13 @@ class RolloutSettings(Section):
     )
     tool_timeout_s: float = setting(
         10.0,
-        "seconds after which a call of a tool or a step of the environment is stopped, and the policy reads "
-        "an error",
+        "limit of a tool's call (the policy then reads an error) and of each step of an environment (the "
+        "episode then ends with the verdict timeout), in seconds",
         gt=0,
         le=86400,
     )
     tool_workers: int = setting(
-        4, "processes per rank that run tools and environments; an async tool runs 64 times in each", True,
+        4, "processes per rank that run tools and environments; at most 64 async calls in each", True,
         ge=1,
     )  # fmt: skip
     max_tool_chars: int = setting(
@@ -776,7 +777,8 @@ class RewardSettings(Section):
     )
     judge_path: str | None = setting(
         None,
-        "folder of the judge, or module:function that maps a list of questions to answers; null: no judge",
+        "folder of the judge, or path/file.py:function that maps a list of questions to answers; null: no "
+        "judge",
     )
     judge_weight: float = setting(0.5, "w in reward = (1 - w) verifier + w judge", gt=0, le=1)
     judge_margin: float = setting(
@@ -794,6 +796,11 @@ class RewardSettings(Section):
         "question to a generative judge, with {prompt}, {first} and {second}, for example the --question of "
         "data.judge_pairs with which the judge was trained; null: an instruction in English (judges.py)",
     )
+    judge_chat_template_args: dict[str, Any] = setting(
+        {},
+        "arguments of a generative judge's chat template, for example {enable_thinking: false} if the judge "
+        "was trained so",
+    )
 
 
 # ============================================================================================================
@@ -809,7 +816,8 @@ class CheckpointSettings(Section):
     resume: Literal["auto", "weights", "never"] = setting(
         "auto",
         "use of the newest checkpoint in run.dir. auto: resume exactly. weights: resume with a fresh "
-        "optimizer, for example on another number of ranks. never: raise an error if there is a checkpoint.",
+        "optimizer, for example on another number of ranks; later launches of the same command then resume "
+        "exactly. never: raise an error if there is a checkpoint.",
         True,
     )
     on_damage: Literal["stop", "older"] = setting(
@@ -930,11 +938,13 @@ class Config(Section):
 
     @property
     def functions(self) -> list[str]:
-        """List the functions of the user's own that are named here: hooks, verifiers, tools, environment."""
+        """List the functions of the user's own that are named here, from the hooks to the judge."""
         hooks = [getattr(self.algorithm, hook) for hook in HOOKS]
         kinds = [source.kind for source in (*self.data.train, *self.data.eval) if source.kind]
         verifiers = [name for kind in kinds for name in functions_of(kind)]
-        names = [*hooks, *self.reward.functions, *verifiers, *self.data.tools, self.data.environment]
+        judge = self.reward.judge_path or ""
+        judges = [judge] if ":" in judge and not os.path.isdir(judge) else []
+        names = [*hooks, *self.reward.functions, *verifiers, *self.data.tools, self.data.environment, *judges]
         return list(dict.fromkeys(name for name in names if name))
 
 

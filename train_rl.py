@@ -214,8 +214,8 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
 
     - Probing (stage 1c): sample probe_size completions of each group first. If the group is likely to end
       without variance, stop it and spend the saved completions on new prompts. Example: with G = 8 and
-      probe_size = 4, four wrong answers to a prompt that was never solved before stop the group after half of
-      its budget.
+      probe_size = 4, four wrong answers stop the group after half of its budget if the last visit gave eight
+      wrong ones.
     - Refill (DAPO, arXiv 2503.14476, eq. 11): keep sampling new prompts until prompts_per_step groups have
       variance.
 
@@ -1153,9 +1153,9 @@ def routes_to_replay(batch: RolloutBatch, router_replay: Replay) -> list[Tensor]
 def share_prompt_routes(batch: RolloutBatch, config: Config) -> None:
     """Give the rows of a prompt the prompt routes of the first row, if r3 replays routes of shared prompts.
 
-    The engine may compute the end of a prompt once per completion and route it differently. A micro-batch
-    computes a prompt once, and its first row is another one in the update than in the old-logprob pass if
-    rows without gradient are skipped.
+    The engine may route the end of a prompt differently for each completion; a micro-batch uses the routes
+    of its first row. If the update skips rows without gradient, this is another row than in the old-logprob
+    pass.
     """
     routes = batch.routed_experts
     is_replayed = routes_to_replay(batch, config.algorithm.router_replay) is routes
@@ -1383,9 +1383,9 @@ def expected_gain(
 ) -> Tensor | None:
     """Return A times score_centre() of each token, [b, T]; None if algorithm.score_centering is off.
 
-    topk_logprobs: [b] of [c, k], of the engine's most likely tokens by the policy, with gradient. The policy
-    before the update is the current one if there was no old-logprob pass, and the engine with
-    algorithm.old_policy rollout.
+    topk_logprobs: [b] of [c, k], the policy's, of the engine's most likely tokens, with gradient. The old
+    ones are the engine's with algorithm.old_policy rollout, else from the old-logprob pass, else the current
+    ones.
     """
     if topk_logprobs is None or not algorithm.score_centering:
         return None

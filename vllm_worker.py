@@ -251,6 +251,11 @@ def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]
     model = worker.model_runner.get_model()
     dtype = worker.model_runner.model_config.dtype
     engine_names = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    expert_maps = {  # {module: [E], -1 for the experts of other ranks}, with expert parallelism in the engine
+        plain_name(f"{name}.").rstrip("."): module._expert_map
+        for name, module in model.named_modules()
+        if getattr(module, "_expert_map", None) is not None
+    }
     sent: dict[str, Tensor] = {}  # {engine's name: checksum of all tensors sent to the parameter}
     sources: dict[str, list[str]] = {}  # {engine's name: names of these tensors}
     homeless = []
@@ -262,6 +267,9 @@ def compare_weights_in_worker(worker, named_tensors: Iterable[tuple[str, Tensor]
             sources.setdefault(target, []).append(name)
             if target not in engine_names and tensor.any():
                 homeless.append(f"nothing (from {name})")
+            expert_map = expert_maps.get(target.rpartition(".")[0])
+            if expert_map is not None and tensor.ndim == 3:  # the experts of all ranks
+                tensor = tensor[expert_map.to(tensor.device) >= 0]
             if target in held:
                 addend = checksum(tensor, held[target][0])
                 sent[target] = sent[target] + addend if target in sent else addend

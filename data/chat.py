@@ -1,5 +1,6 @@
 """Render lists of messages with the tokenizer's chat template, as the text that the policy continues."""
 
+import functools
 import json
 import re
 from dataclasses import dataclass, field
@@ -33,9 +34,16 @@ def load_tokenizer(folder, setting: str = ""):
 
 def without_special_tokens(text: str, tokenizer) -> str:
     """Return a text without special tokens: a space keeps, for example, <|im_end|> from ending a turn."""
-    for token in tokenizer.all_special_tokens:
+    for token in special_tokens(tokenizer):
         text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
+
+
+@functools.lru_cache(maxsize=8)
+def special_tokens(tokenizer) -> list[str]:
+    """List the special tokens, longest first, also those without a name (Llama 3: <|start_header_id|>)."""
+    added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted({*tokenizer.all_special_tokens, *added}, key=lambda token: (-len(token), token))
 
 
 def is_messages(value) -> bool:
@@ -109,12 +117,13 @@ def wrong_order(roles: list[str]) -> str | None:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The tokenizer's chat template with the settings data.system_prompt and data.chat_template_args."""
+    """The tokenizer's chat template, for example with data.system_prompt and data.chat_template_args."""
 
     tokenizer: object
     system_prompt: str | None = None  # inserted if the messages have no system message
     args: dict = field(default_factory=dict)  # arguments of the template, for example enable_thinking
     tools: list[dict] = field(default_factory=list)  # JSON schemas of data.tools
+    setting: str = "data.chat_template_args"  # that gave args, for errors
 
     @property
     def exists(self) -> bool:
@@ -134,9 +143,7 @@ class ChatTemplate:
             if name in LOADER_ARGUMENTS or not re.search(rf"\b{re.escape(name)}\b", text):
                 is_loaders = name in LOADER_ARGUMENTS
                 why = "is set by the loader" if is_loaders else "is not read by the chat template"
-                raise ValueError(
-                    f"data.chat_template_args.{name} {why}; check the spelling or remove the argument"
-                )
+                raise ValueError(f"{self.setting}.{name} {why}; check the spelling or remove the argument")
 
     def render(self, messages: list[dict], where: str) -> tuple[list[dict], str]:
         """Return the messages with the system prompt, and the rendered text that the policy continues."""

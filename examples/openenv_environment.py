@@ -19,7 +19,7 @@ class Adapter:
         raise NotImplementedError
 
     def action(self, text: str) -> Any:
-        """Return the action that a turn of the policy stands for."""
+        """Return the action that a turn of the policy stands for; any text has to give one."""
         raise NotImplementedError
 
     def message(self, observation: Any) -> str | None:
@@ -66,8 +66,9 @@ class GuessingGame(Adapter):
         return Game()
 
     def action(self, text: str) -> SimpleNamespace:
-        """Read the last number; text without a number raises, and the episode gets the verdict error."""
-        return SimpleNamespace(guess=int("".join(c if c.isdigit() else " " for c in text).split()[-1]))
+        """Read the last number; text without a number is the guess 0, which is the policy's mistake."""
+        numbers = "".join(c if c in "0123456789" else " " for c in text).split()
+        return SimpleNamespace(guess=int(numbers[-1][-18:]) if numbers else 0)
 
     def message(self, observation) -> str:
         """Return the hint."""

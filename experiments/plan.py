@@ -342,8 +342,9 @@ def contradiction(task: Task) -> str | None:
     kv_heads = task.model.num_key_value_heads
     per_step = config.rollout.prompts_per_step
     minibatches = config.train.minibatches_per_step
-    num_slices = 1 if config.rollout.expert_parallel else parallel
-    fits_fp8_blocks = config.rollout.fp8 != "on" or rollout.splits_into_blocks(task.model, num_slices)
+    fits_fp8_blocks = config.rollout.fp8 != "on" or rollout.splits_into_blocks(
+        task.model, parallel, config.rollout.expert_parallel
+    )
     checks = {
         f"model.ep_size {ep_size} must divide the number of GPUs, {num_gpus}": num_gpus % ep_size,
         f"model.ep_size {ep_size} must divide the {num_experts} experts":

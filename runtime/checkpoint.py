@@ -8,6 +8,7 @@ This file is independent of the model. To save, pass a function that writes one 
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -119,7 +120,10 @@ def lock_run_dir(run_dir: Path) -> IO:
     except BlockingIOError as error:
         raise ValueError(f"run.dir: another run is writing to {run_dir}; choose another folder") from error
     except OSError as error:
-        raise ValueError(f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another") from error
+        problem = f"run.dir: cannot write to {run_dir} ({error.strerror}); choose another"
+        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            problem += ", because its file system has no flock() (on Lustre: mount -o flock)"
+        raise ValueError(problem) from error
 
 
 def refuse_links(run_dir: Path) -> None:
@@ -314,20 +318,20 @@ def is_redone(row: dict, state: dict) -> bool:
 # ------------------------------------------------------------------------------------------------------------
 # Checkpoints
 # ------------------------------------------------------------------------------------------------------------
-def check_free_disk(run_dir: Path, checkpoint_bytes: int, every: int) -> None:
+def check_free_disk(run_dir: Path, checkpoint_bytes: int, num_checkpoints: int) -> None:
     """Raise ValueError on all ranks if the disk of run.dir has no room for checkpoints. Collective.
 
-    A new checkpoint is complete before an older one is deleted, so that a run holds two at a time. A resumed
-    run holds one of the two already. With checkpoint.every = 0 a run writes only one, at its end.
+    num_checkpoints: that the run holds at a time; those of earlier launches are among them.
     """
-    num_missing = 1 if not every or list_checkpoints(run_dir / "checkpoints") else 2
+    num_missing = max(1, num_checkpoints - len(list_checkpoints(run_dir / "checkpoints")))
     needed = num_missing * checkpoint_bytes
     free, needed = from_rank_0((shutil.disk_usage(run_dir).free, needed))
     if free < needed:
         raise ValueError(
             f"run.dir: the disk of {run_dir} has {free / GIB:.3g} GiB free, but checkpoints need another "
-            f"{needed / GIB:.3g} GiB ({checkpoint_bytes / GIB:.3g} GiB each; a new one is complete before an "
-            "older one is deleted): free disk space, or choose a run.dir on another disk"
+            f"{needed / GIB:.3g} GiB ({num_missing} of {checkpoint_bytes / GIB:.3g} GiB; a new one is "
+            "complete before an older one is deleted): free disk space, lower checkpoint.keep, or choose a "
+            "run.dir on another disk"
         )
 
 
@@ -432,17 +436,22 @@ def save_checkpoint(config, state: dict, write: Callable[[Path], dict[Path, str]
             (partial / "state.json").write_text(json.dumps(record, indent=1))
         os.sync()  # the files have to be on the disk before the folder gets its final name
 
+    def publish() -> None:
+        if rank == 0:
+            shutil.rmtree(checkpoints / name, ignore_errors=True)
+            partial.rename(checkpoints / name)
+
     digests = {}
     known: dict[Path, str] = {}
     problems = problems_of(write_files)
     if not problems:
         digests, problems = digests_of(partial, known)
-    problems = problems or problems_of(write_record)
+    problems = problems or problems_of(write_record) or problems_of(publish)
     if rank == 0 and not problems:
-        shutil.rmtree(checkpoints / name, ignore_errors=True)
-        partial.rename(checkpoints / name)
         for old in list_checkpoints(checkpoints)[: -config.checkpoint.keep]:
-            shutil.rmtree(old.rename(f"{old}.tmp"))  # after a kill, the next checkpoint deletes the .tmp
+            # If a reader on NFS keeps a file, or after a kill, the next checkpoint deletes the .tmp.
+            with contextlib.suppress(OSError):
+                shutil.rmtree(old.rename(f"{old}.tmp"))
     elif rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     dist.barrier()
@@ -620,6 +629,25 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
                 "restore the list of stages, or start a new run from these weights (model.path)"
             )
         return
+    if problem := misfit(config, checkpoint, record):
+        raise ValueError(problem)
+
+
+def resumes_exactly(config, checkpoint: Path) -> bool:
+    """Tell whether a run continues with the optimizer of a checkpoint.
+
+    With checkpoint.resume=weights the first launch starts a fresh optimizer. The checkpoints that it writes
+    hold the setting, so that later launches of the same command continue exactly.
+    """
+    if config.checkpoint.resume == "auto":
+        return True
+    record, _ = read_state(checkpoint)
+    was_fresh = record["config"]["checkpoint"]["resume"] == "weights"
+    return was_fresh and misfit(config, checkpoint, record) is None
+
+
+def misfit(config, checkpoint: Path, record: dict) -> str | None:
+    """Return why a run with these settings cannot resume exactly from a checkpoint, or None."""
     config = with_saved_dtype(config, record)
     saved_topology = record["topology"]
     changed = [
@@ -628,7 +656,7 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
         if saved_topology[name] != value
     ]
     if changed:
-        raise ValueError(
+        return (
             f"{checkpoint} was written by another topology ({', '.join(changed)}): restore it, or set "
             "checkpoint.resume=weights to continue with these weights and a fresh optimizer"
         )
@@ -639,7 +667,7 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
         if change.split(" ", 1)[0] not in changeable
     ]
     if changed:
-        raise ValueError(
+        return (
             f"{checkpoint} was written with other settings ({'; '.join(sorted(changed))}): choose another "
             "run.dir, or set checkpoint.resume=weights to continue from the weights of this checkpoint"
         )
@@ -647,7 +675,8 @@ def check_fits(config, checkpoint: Path, record: dict) -> None:
     digests = user_file_digests(config).items()
     changed = [name for name, digest in digests if recorded.get(name, digest) != digest]
     if changed:
-        raise ValueError(
+        return (
             f"{checkpoint} was written with another version of {changed[0]}: restore the file, "
             "choose another run.dir, or set checkpoint.resume=weights"
         )
+    return None

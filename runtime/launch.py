@@ -46,8 +46,9 @@ class Stopped(Exception):
 class Signals:
     """Remember a first SIGTERM or SIGINT; end the process at the second.
 
-    Ctrl-C on a terminal reaches every rank twice, from the terminal and from torchrun, so a repetition within
-    one second counts as the same signal.
+    One request to stop can reach a rank twice, from torchrun and from a scheduler that signals all processes
+    of a job, so a repetition within one second counts as the same signal. A thread notes when signals
+    arrive, because Python's handlers wait for the end of a long call in C, for example of a collective.
     """
 
     def __init__(self):
@@ -55,11 +56,22 @@ class Signals:
         self.received_at = 0.0
 
     def listen(self) -> None:
-        """Install the handler of both signals."""
+        """Receive both signals from now on."""
+        arrivals, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # gets the number of each signal as a byte
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.handle)
+            signal.signal(number, lambda number, frame: None)
+        threading.Thread(target=self.watch, args=(arrivals,), name="signals", daemon=True).start()
 
-    def handle(self, number: int, frame: object) -> None:
+    def watch(self, arrivals: int) -> None:
+        """Handle the signals whose numbers arrive at a pipe."""
+        while numbers := os.read(arrivals, 64):
+            for number in numbers:
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    self.handle(number)
+
+    def handle(self, number: int) -> None:
         """Remember the first signal, end the process at the second."""
         if self.received and time.monotonic() > self.received_at + 1:
             os._exit(128 + number)
@@ -103,6 +115,13 @@ def tell_others(line: str) -> None:
         from runtime.agreement import tell_ranks  # imports torch
 
         tell_ranks(line)
+
+
+def end_others(line: str) -> None:
+    """End the other ranks of a run, also those of other nodes, through their watchdogs."""
+    watchdog = sys.modules.get("runtime.watchdog")  # imported by a run only
+    if watchdog and watchdog.Watchdog.running:
+        watchdog.Watchdog.running.tell_failure(line)
 
 
 def in_words(error: Exception) -> str:
@@ -185,6 +204,7 @@ def run(
         if rank > 0:
             time.sleep(5)  # most errors occur on all ranks alike: rank 0 prints, then torchrun ends the ranks
         print(f"\n{line}\n", file=sys.stderr, flush=True)
+        end_others(line)
         return 2
 
 

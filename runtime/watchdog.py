@@ -99,6 +99,14 @@ class Watchdog:
         self.state = state
         self.folder = folder
 
+    def tell_failure(self, line: str) -> None:
+        """End the other ranks at their next heartbeat, with the error of this rank as their report.
+
+        torchrun ends the ranks of its own node only; the others would wait for this rank until timeout_s.
+        """
+        with contextlib.suppress(RuntimeError):  # node 0 may have ended
+            self.store.set("failed", line)
+
     def stop(self) -> None:
         """Stop watching."""
         self.stopped.set()
@@ -128,6 +136,8 @@ class Watchdog:
         try:
             if not self.store_is_gone:
                 self.store.set(str(self.rank), json.dumps(beat))
+                if self.store.check(["failed"]):
+                    self._leave(error=self.store.get("failed").decode())
                 if self.store.check(["end"]):
                     self._send_stacks()
         except RuntimeError:  # the connection is lost for good; _judge() reports this once the rank is idle
@@ -264,7 +274,7 @@ class Watchdog:
         def write() -> None:
             if error:
                 report_to_torchrun(error)
-            if error and self.folder is not None:
+            if text and self.folder is not None:
                 (self.folder / f"error_rank_{self.rank}.txt").write_text(text)
             self._remove_stacks_file()
 

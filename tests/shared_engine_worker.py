@@ -2,8 +2,8 @@
 
 MODE tensor: the engine splits every matrix; rank 0 samples 4 requests, rank 1 samples 5.
 MODE expert: the engine of each rank holds half of the experts and takes them from the policy of the same
-rank. vLLM's CPU kernel cannot compute with half of the experts, so this mode compares weights by checksum and
-samples nothing.
+rank, then once more from gathered tensors. vLLM's CPU kernel cannot compute with half of the experts, so
+this mode compares weights by checksum and samples nothing.
 """
 
 import dataclasses
@@ -95,6 +95,8 @@ def main(folder: str, mode: str) -> None:
     result = {"rank": dist.get_rank(), "num_bytes": report.num_bytes}
     result["parameter_bytes"] = sum(p.numel() * p.element_size() for p in policy.parameters())
     if whole_experts:
+        engine.sync(moe_model.hf_tensors(policy), 1)  # all experts, as with another size of model.ep_size
+        engine.check_weights(moe_model.hf_tensors(policy))
         with torch.no_grad():
             policy.model.layers[1].mlp.experts.down_proj[0, 0, 0] += 1
         try:

@@ -35,6 +35,7 @@ from runtime.checkpoint import (
     keep_earlier_record,
     lock_run_dir,
     prepare_run_dir,
+    resumes_exactly,
     save_checkpoint,
     writing,
 )
@@ -186,28 +187,33 @@ def test_a_resume_maps_the_file_of_a_rank_and_releases_the_file(run, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "num_saved, every, free_gib, is_refused",
+    "num_saved, settings, free_gib, is_refused",
     [
-        (0, 10, 5, True),
-        (0, 10, 7, False),
-        (1, 10, 2.9, True),
-        (1, 10, 3.1, False),
-        (0, 0, 2.9, True),
-        (0, 0, 3.1, False),
+        (0, "every=10", 8.9, True),
+        (0, "every=10", 9.1, False),
+        (1, "every=10", 5.9, True),
+        (2, "every=10", 2.9, True),
+        (2, "every=10", 3.1, False),
+        (0, "keep=1", 5.9, True),
+        (0, "every=50", 5.9, True),
+        (0, "every=50", 6.1, False),
+        (0, "every=0", 2.9, True),
+        (0, "every=0", 3.1, False),
     ],
 )
 def test_a_disk_without_room_for_its_checkpoints_is_refused_at_the_start(
-    num_saved, every, free_gib, is_refused, run, tmp_path, monkeypatch
+    num_saved, settings, free_gib, is_refused, run, tmp_path, monkeypatch
 ):
-    """A checkpoint has 3 GiB. That of an earlier launch counts as one of two; every=0 writes one."""
+    """A checkpoint has 3 GiB. A run of 100 steps holds keep + 1 = 3, and at most those it writes."""
     (tmp_path / "run").mkdir(exist_ok=True)
     for step in range(num_saved):
         save(run, step)
     usage = SimpleNamespace(free=int(free_gib * GIB))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    config = make_config("train.num_steps=100", "checkpoint.every=10", f"checkpoint.{settings}")
     expectation = pytest.raises(ValueError, match="run.dir") if is_refused else contextlib.nullcontext()
     with expectation:
-        checkpoint.check_free_disk(tmp_path / "run", 3 * GIB, every)
+        checkpoint.check_free_disk(tmp_path / "run", 3 * GIB, lifecycle.max_checkpoints(config))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -565,6 +571,34 @@ def test_the_digest_of_weights_depends_on_first_and_last_bytes_size_and_name(tmp
     assert digests[0] == digests[1] and len(set(digests)) == 5
     file.rename(tmp_path / "b.safetensors")
     assert checkpoint.digest_of_weights(tmp_path) not in digests
+
+
+def test_a_run_that_went_on_with_weights_alone_then_resumes_exactly(run, tmp_path):
+    """A job script keeps checkpoint.resume=weights, but only the first launch has another topology."""
+    folder = f"run.dir={tmp_path / 'run'}"
+    run.config = make_config(folder)
+    save(run, 1)
+    with_weights = make_config(folder, "checkpoint.resume=weights")
+    assert not resumes_exactly(with_weights, run.folder / "step_000001")
+    run.config = with_weights
+    save(run, 2)
+    assert resumes_exactly(with_weights, run.folder / "step_000002")
+    other = make_config(folder, "checkpoint.resume=weights", "algorithm.clip_eps_high=0.3")
+    assert not resumes_exactly(other, run.folder / "step_000002")
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(run, tmp_path, monkeypatch):
+    """For example on NFS, where a file that is read cannot be deleted."""
+    run.config = make_config(f"run.dir={tmp_path / 'run'}", "checkpoint.keep=1")
+    save(run, 1)
+
+    def fail(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", fail)
+    save(run, 2)
+    assert (run.folder / "step_000002" / "state.json").is_file()
 
 
 def test_a_resume_with_a_changed_plugin_is_refused(run, tmp_path):

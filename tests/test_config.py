@@ -391,6 +391,10 @@ REFUSED = [
         "reward.judge_template='{prompt}'",
         "reward.judge_template '{prompt}'", "places of prompt, first and second",
     ),
+    (
+        'reward.judge=scalar reward.judge_path=x reward.judge_chat_template_args={"thinks":false}',
+        "reward.judge_chat_template_args", "reward.judge 'scalar'",
+    ),
     ("zero_variance.tournament=true", "zero_variance.tournament True", "reward.judge 'none'"),
     (
         "zero_variance.tournament=true reward.judge=scalar reward.judge_path=x zero_variance.drop=true",
@@ -541,7 +545,19 @@ def test_unusual_settings_are_warned_about_with_both_names():
         assert "algorithm.ratio_form 'geometric'" in warning and "algorithm.ratio_level" in warning
         for remedy in ("algorithm.ratio_form=stop_gradient", "algorithm.clip_mode=weight"):
             assert config_warnings(load(*masked, remedy)) == []
+    for source in ("teacher=x", "rl_zvp=true"):
+        per_token = (gspo, *narrow, several, f"zero_variance.{source}")
+        assert f"zero_variance.{source.partition('=')[0]} has" in warning_of(*per_token)
+        assert config_warnings(load(*per_token, "algorithm.ratio_form=stop_gradient")) == []
+    judge = ("reward.judge=scalar", "reward.judge_path=x")
+    assert config_warnings(load(*judge)) == []
+    assert "zero_variance.rl_zvp, history:" in warning_of(
+        *judge, "zero_variance.rl_zvp=true", "zero_variance.history=true"
+    )
     assert "rollout.group_size 1" in warning_of("rollout.group_size=1")
+    taught = ("rollout.group_size=1", "zero_variance.teacher=x")
+    assert "rollout.group_size 1" in warning_of(*taught)
+    assert config_warnings(load(*taught, "zero_variance.teacher_groups=every")) == []
 
 
 def test_a_function_is_a_module_and_a_name():

@@ -253,7 +253,7 @@ def test_the_evaluation_for_eight_gpus_repeats_the_settings_of_the_run(tmp_path,
 # ---- several nodes -----------------------------------------------------------------------------------------
 STANDS_FOR_SLURM = r"""
 scontrol() { printf 'node1\nnode2\n'; }
-srun() { shift; for node in 0 1; do SLURM_NODEID=$node "$@"; done; }
+srun() { shift 2; for node in 0 1; do SLURM_NODEID=$node "$@"; done; }
 """
 
 

@@ -11,10 +11,12 @@ import reference
 import torch
 from conftest import ROOT
 from helpers import make_batch, make_config, make_prompts
+from tokenizers import AddedToken
 from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
 import train_rl
 from batch import Completion, Group, Request, RolloutBatch, Turn
+from data.chat import without_special_tokens
 from data.prompts import check_data, load_prompts
 from data.tiny import Recipe, build_policy
 from episodes import Call, Interaction, calls_of
@@ -193,12 +195,28 @@ def test_a_wrong_call_is_counted_and_explained(turn, words, calculator):
     assert words in episode.texts[1] and (episode.num_calls, episode.num_call_errors) == (1, 1)
 
 
+def test_special_tokens_without_a_name_are_broken_too():
+    """Llama 3's tokenizer names <|eot_id|> only."""
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|header|>", special=True), AddedToken("<tool>", special=False)])
+    text = without_special_tokens("a<|header|>b<eos><tool>", tokenizer)
+    assert text == "a< |header|>b< eos><tool>"
+    assert tokenizer.convert_tokens_to_ids("<|header|>") not in tokenizer(text)["input_ids"]
+
+
 def test_a_result_is_neither_a_call_nor_the_end_of_a_turn(calculator):
     episode = played(calculator, call("odd", what="call"), "end")
     assert "<tool_call>" in episode.texts[1] and episode.num_calls == 1
     eos = calculator.extension.tokenizer.eos_token_id
     inserted = [i for i, own in zip(episode.token_ids, episode.sampled_mask) if not own]
     assert eos not in inserted and "< eos>" in episode.texts[1]
+
+
+def test_a_cut_call_is_an_open_call(calculator):
+    """The verifier must not read the number in the call as the answer."""
+    cut = played(calculator, call("add", a=2, b=2)[:-16] + "~")
+    assert cut.finish_reason == "length" and cut.has_open_call
+    assert not played(calculator, "4~").has_open_call
 
 
 def test_limits_end_an_episode_with_a_reason_of_their_own(calculator):
@@ -273,9 +291,30 @@ def test_a_broken_environment_is_a_verdict_and_spares_the_others(countdown):
     turns += [["a", "b", "c"]] * 6
     episodes = counted(countdown, [3] * len(turns), turns)
     statuses = [episode.verdict.status for episode in episodes]
-    assert statuses == ["timeout"] * 2 + ["error"] * 10 + ["ok"] * 6
+    assert statuses == ["timeout"] * 2 + ["error"] * 10 + ["ok"] * 6, [e.verdict for e in episodes]
     assert all(episode.texts == ("a", "2", "b", "1", "c") for episode in episodes[12:])
     assert "outside of [0, 1]" in episodes[6].verdict.detail and "no such move" in episodes[4].verdict.detail
+
+
+def test_calls_go_to_the_tools_and_other_turns_to_the_environment(tools, tokenizer):
+    prompts = [make_prompt(tokenizer, "count", "3", "environment")] * 3
+    interaction = make_interaction(tools, prompts, tools=("add",), environment="Countdown")
+    sum_ = call("add", a=2, b=2)
+    turns = [["a", "b", "c"], [sum_, "a", "b", "c"], ["a", sum_, sum_, "b", "c"]]
+    episodes = play(interaction, prompts, turns)
+    interaction.close()
+    assert [episode.verdict for episode in episodes] == [Verdict(1.0, "ok")] * 3
+    assert episodes[2].texts == ("a", "2", sum_, "4", sum_, "4", "b", "1", "c")
+
+
+def test_an_environment_is_rebuilt_in_more_than_the_time_of_one_step(tools, tokenizer):
+    """Three steps of 0.2 s run again within a limit of 0.5 s per step; both episodes share a worker."""
+    prompts = [make_prompt(tokenizer, "count", "4", "environment")] * 2
+    settings = ("rollout.tool_timeout_s=0.5", "rollout.tool_workers=1")
+    interaction = make_interaction(tools, prompts, *settings, environment="Slow")
+    hanging, other = play(interaction, prompts, [["a", "b", "c", "hang"], list("abcd")])
+    interaction.close()
+    assert hanging.verdict.status == "timeout" and other.verdict == Verdict(1.0, "ok")
 
 
 def test_the_episodes_of_a_group_play_one_game(tools, tokenizer):

@@ -324,11 +324,13 @@ def test_answers_and_columns_must_have_equal_lengths():
         round_robin(judge, ["p", "p"], ["a", "b"], [0])
 
 
-def test_a_function_is_imported_by_name(monkeypatch):
+def test_a_function_is_imported_by_name(monkeypatch, tmp_path):
     module = ModuleType("my_judges")
     module.ask = lambda prompts: ["Verdict: Worse"] * len(prompts)
     monkeypatch.setitem(sys.modules, "my_judges", module)
     assert build_judge("generative", "my_judges:ask").compare(["p"], ["a"], ["b"]) == [-1]
+    (tmp_path / "mine.py").write_text("def ask(questions): return ['Verdict: Tie'] * len(questions)")
+    assert build_judge("generative", f"{tmp_path}/mine.py:ask").compare(["p"], ["a"], ["b"]) == [0]
     for path in ("my_judges:tell", "no_judges:ask", "a b:c", "nowhere", "my_judges"):
         with pytest.raises(ValueError, match=f"'{path}'"):
             build_judge("generative", path)
@@ -349,7 +351,8 @@ tokenizer = build_tokenizer()
 policy = build_policy(Recipe(initializer_range=0.2), len(tokenizer))
 settings = RolloutSettings(max_num_seqs=64, dtype="float32", kv_cache_gib=0.25, capture_routes="off")
 engine = RolloutEngine(folder + "/policy", 64, settings)
-judge = build_judge("generative", folder + "/judge", batch_size=4, max_tokens=20)
+args = {"left": "<"}
+judge = build_judge("generative", folder + "/judge", batch_size=4, max_tokens=20, template_args=args)
 def greedy(name, texts, num):
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
     ids = [tokenizer(text)["input_ids"] for text in texts]
@@ -380,7 +383,7 @@ def test_a_generative_folder_beside_the_policys_engine_gives_the_text_of_transfo
     tokenizer = tiny.build_tokenizer()
     save_hf(tiny.build_policy(tiny.Recipe(initializer_range=0.2), len(tokenizer)), tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "policy")
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ left }}{{ m.content }}>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "judge")
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -430,18 +433,26 @@ def test_round_robin_equals_a_double_loop(seed):
         for j in range(num):
             if j == i or group_index[j] != group_index[i]:
                 continue
-            first, second = min(i, j), max(i, j)
+            places = [group_index[:row].count(group_index[i]) for row in (i, j)]
+            first, second = sorted((i, j), reverse=sum(places) % 2 == 0)
             is_tie = completions[first] == completions[second]
             sign = 0 if is_tie else fixed_opinion(completions[first], completions[second])
             total += {1: 1.0, 0: 0.5, -1: 0.0}[sign if first == i else -sign]
             count += 1
             if i < j and not is_tie:
-                pairs.append((prompts[i], completions[i], completions[j]))
+                pairs.append((prompts[i], completions[first], completions[second]))
         expected.append(total / count if count else 0.5)
     judge = FixedJudge()
     assert round_robin(judge, prompts, completions, group_index) == pytest.approx(expected, rel=1e-12)
     assert sorted(judge.pairs) == sorted(pairs), "each pair of different texts once"
     assert round_robin(judge, [], [], []) == []
+
+
+def test_a_judge_that_prefers_the_first_place_hardly_ranks_a_group():
+    always = GenerativeJudge(lambda questions: ["Verdict: Better"] * len(questions))
+    odd, even = (round_robin(always, ["p"] * n, list("abcdefg"[:n]), [0] * n) for n in (5, 4))
+    assert odd == [0.5] * 5
+    assert sorted(even) == pytest.approx([1 / 3, 1 / 3, 2 / 3, 2 / 3])
 
 
 def test_pairwise_reference_is_the_sign_against_the_reference():

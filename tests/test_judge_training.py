@@ -283,6 +283,11 @@ def test_a_judge_that_cannot_write_a_verdict_is_refused_before_an_engine_starts(
         refuse_mute_judge("generative", str(tmp_path))  # the model has no row for the new tokens
     config.write_text(json.dumps({"vocab_size": len(tokenizer)}))
     refuse_mute_judge("generative", str(tmp_path))
+    tokenizer.chat_template = "{% if thinks %}1{% endif %}"
+    tokenizer.save_pretrained(tmp_path)
+    refuse_mute_judge("generative", str(tmp_path), {"thinks": False})
+    with pytest.raises(ValueError, match=r"reward.judge_chat_template_args.think is not read"):
+        refuse_mute_judge("generative", str(tmp_path), {"think": False})
 
 
 # ---- tournaments -------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from engines import (
     token_ids,
     trained,
 )
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 import rollout
 import vllm_worker
@@ -808,6 +808,15 @@ def test_the_kv_cache_wakes_up_after_the_check_of_the_weights(monkeypatch):
     assert engine.policy_version is None
 
 
+def test_the_bias_of_a_router_is_sent_in_float32_also_with_fp8():
+    tensors = [
+        ("layers.0.mlp.gate.e_score_correction_bias", torch.tensor([7.0, 7.001])),
+        ("w", torch.ones(2)),
+    ]
+    (_, bias), (_, weight) = rollout.quantise_for_engine(tensors, "on")
+    assert bias.tolist() == tensors[0][1].tolist() and weight.dtype == torch.bfloat16
+
+
 def test_vllms_fp8_is_refused_if_it_would_differ_from_the_simulation(monkeypatch):
     def check(**options):
         rollout.check_fp8(RolloutSettings(**options), QWEN3_30B)
@@ -818,6 +827,12 @@ def test_vllms_fp8_is_refused_if_it_would_differ_from_the_simulation(monkeypatch
     for size in (4, 8):
         with pytest.raises(ValueError, match="expert_parallel=true"):
             check(fp8="on", tensor_parallel=size)
+    air = Glm4MoeConfig(  # GLM-4.5-Air: parts that expert parallelism leaves to tensor parallelism
+        moe_intermediate_size=1408, intermediate_size=10944, n_shared_experts=1, first_k_dense_replace=1
+    )
+    settings = RolloutSettings(fp8="on", tensor_parallel=8, expert_parallel=True)
+    with pytest.raises(ValueError, match="the shared experts of width 1408 into parts of 176"):
+        rollout.check_fp8(settings, air)
     monkeypatch.delenv("VLLM_USE_DEEP_GEMM_E8M0", raising=False)
     rollout.set_vllm_environment(on_gpu=True)
     import vllm.envs

@@ -146,7 +146,7 @@ HANGS = {  # kind: (pattern of the report, end of the silent rank's stack)
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict:
     """Run every kind of hang at once, on two ranks each, because the ranks sleep most of the time."""
-    folders = {kind: tmp_path_factory.mktemp("hang") for kind in [*HANGS, "slow"]}
+    folders = {kind: tmp_path_factory.mktemp("hang") for kind in [*HANGS, "slow", "fails"]}
     preloaded.start_server()
 
     def start(kind: str):
@@ -177,6 +177,14 @@ def test_a_slow_rank_that_makes_progress_is_not_aborted(ended):
     """The rank takes twice run.timeout_s in all, with a collective after every sixth of run.timeout_s."""
     folder, done = ended["slow"]
     assert done.returncode == 0 and list(folder.iterdir()) == [], done.stderr
+
+
+@pytest.mark.slow
+def test_a_failure_of_one_rank_ends_the_others_before_they_time_out(ended):
+    """On another node, torchrun does not end them; their report is the error of the rank that failed."""
+    folder, done = ended["fails"]
+    assert done.returncode != 0 and "aborted" not in done.stderr
+    assert "error on rank 1: no memory" in (folder / "report_0").read_text()
 
 
 HANGING_REWARD = """

@@ -80,6 +80,13 @@ class Countdown:
         self.now -= 1
         return str(self.now), self.now == 0, 1 / self.start
 
+class Slow(Countdown):
+    """A step takes a while."""
+
+    def step(self, text):
+        time.sleep(0.2)
+        return super().step(text)
+
 class Dice(Countdown):
     """A game of chance."""
 

@@ -1,7 +1,7 @@
 """Hang on one of two watched ranks: watched_ranks.py KIND FOLDER.
 
 Rank 1 hangs in a phase of a step, as the rank of a run would; rank 0 continues to the next collective and
-waits.
+waits. KIND fails: rank 1 reports an error, but does not end.
 """
 
 import ctypes
@@ -50,6 +50,9 @@ def hang(kind: str, clock: Clock, folder: Path) -> None:
         case "interpreter":
             with clock("deal"):
                 ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the interpreter's lock
+        case "fails":
+            Watchdog.running.tell_failure("error on rank 1: no memory")
+            hangs_here()
         case "stopped":
             with clock("sync"):
                 os.kill(os.getpid(), signal.SIGSTOP)
@@ -58,6 +61,7 @@ def hang(kind: str, clock: Clock, folder: Path) -> None:
 def main(kind: str, folder: Path) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     clock, rank = Clock({}), dist.get_rank()
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"report_{rank}")
     watchdog = Watchdog(clock, WARN_S, TIMEOUT_S).start()
     watchdog.follow(SimpleNamespace(step=4), folder)
     with clock("reward"):

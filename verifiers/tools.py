@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import math
+import signal
 from typing import Any
 
 from verifiers.own import OwnFunction, explain, load_function, printable
@@ -97,7 +98,8 @@ class Episodes:
     A request is {episode, row, texts, messages}: all texts of the policy so far, and the environment's
     answers to all but the last. Usually only the last text is new. If this worker is younger than the episode
     (another episode's step has killed the worker before), the environment is rebuilt by reset(row) and the
-    earlier texts; a different answer then is an error, because the policy has read the first answer.
+    earlier texts; a different answer then is an error, because the policy has read the first answer. The
+    worker's timer starts anew for each step, so that a rebuilt episode has as much time as the first one.
     """
 
     def __init__(self):
@@ -107,6 +109,7 @@ class Episodes:
         """Give the last text to the environment; return JSON of (message or null, done, reward)."""
         request = json.loads(request)
         episode = request["episode"]
+        limit_s, _ = signal.getitimer(signal.ITIMER_REAL)  # of reset or one step; 0 without a timer
         try:
             if request.get("close"):
                 environment, _ = self.running.pop(episode, (None, 0))
@@ -119,6 +122,7 @@ class Episodes:
                 environment.reset(request["row"])
             texts = request["texts"]
             for number in range(num_steps, len(texts)):
+                signal.setitimer(signal.ITIMER_REAL, limit_s)
                 answer = checked_answer(environment.step(texts[number]), max_chars)
                 if number < len(texts) - 1 and answer[0] != request["messages"][number]:
                     raise ValueError(
