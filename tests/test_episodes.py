@@ -5,6 +5,7 @@ import os
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import reference
@@ -273,6 +274,16 @@ def test_an_environment_answers_turns_and_gives_the_score(countdown):
     assert full.verdict == Verdict(1.0, "ok") and [turn.role for turn in full.turns][1] == "user"
     assert cut.finish_reason == "length" and cut.verdict == Verdict(1 / 3, "wrong")
     assert long.finish_reason == "turns" and long.verdict == Verdict(0.5, "wrong")
+
+
+def test_every_environment_is_closed(countdown, tools):
+    file = Path(f"{tools}.closed")
+    file.unlink(missing_ok=True)
+    counted(countdown, [3, 3, 3], [["a", "b", "c"], ["a", "b~"], ["a", "raise"]])
+    deadline = time.monotonic() + 30
+    while not file.is_file() or len(file.read_text()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_verifier_scores_the_last_turn_if_the_environment_has_the_last_word(countdown, tokenizer):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ from data import random_model
 from experiments import ifeval
 from experiments.bench import ifeval_agreement
 from experiments.bench.common import read_results
+from tests import preloaded
 
 TASKS = [
     ("Say it without commas in capitals.", ["punctuation:no_comma", "change_case:english_capital"], [{}, {}]),
@@ -83,8 +85,12 @@ def test_the_estimate_is_proportional_to_the_number_of_prompts(monkeypatch):
     assert ifeval.estimate_minutes([{}] * 590, args) == pytest.approx(2 * 600 / 60)
 
 
-@pytest.mark.slow
-def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd):
+@pytest.mark.slow(process="others")
+def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd, monkeypatch):
+    started = SimpleNamespace(
+        DEVNULL=None, run=lambda command, **options: preloaded.run(0, *command[1:], timeout_s=120)
+    )
+    monkeypatch.setattr(ifeval, "subprocess", started)
     model = tmp_path / "model"
     random_model.main(["--output", str(model), "--text", str(dataset), "--layers", "1"])
     options = ["--models", model, model, "--data", dataset, "--json", tmp_path / "ifeval.json"]

@@ -1,5 +1,6 @@
 """The YAML files of methods resolve to the values that their papers state, and every stage is used."""
 
+import functools
 import itertools
 import math
 from pathlib import Path
@@ -142,6 +143,7 @@ ZERO_VARIANCE = {
 }  # fmt: skip
 
 
+@functools.cache
 def resolved(*paths) -> Config:
     """Return the configuration of some YAML files, over a training set if they name none."""
     return load_config(

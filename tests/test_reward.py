@@ -661,6 +661,6 @@ def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeyp
 def test_a_slow_import_is_no_timeout(tmp_path, monkeypatch):
     write_math_verify(tmp_path)
     module = tmp_path / "math_verify.py"
-    module.write_text("import time; time.sleep(1.0)\n" + module.read_text())
+    module.write_text("import time; time.sleep(2.0)\n" + module.read_text())
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert score([("math", r"\boxed{7}", "7")], timeout_s=0.5) == [OK]
+    assert score([("math", r"\boxed{7}", "7")], timeout_s=1.5) == [OK]

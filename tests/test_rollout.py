@@ -13,7 +13,7 @@ from batch import Completion, Request
 from data.tiny import Recipe, build_policy, build_tokenizer, problem
 from episodes import FORMATS, Call, Episodes, Extension
 from moe_model import hf_tensors, pack
-from rollout import RolloutEngine, set_vllm_environment, stops_of
+from rollout import RolloutEngine, TurnLine, set_vllm_environment, stops_of
 from settings import RolloutSettings
 from tests import preloaded
 
@@ -214,6 +214,18 @@ def test_a_skipped_sync_is_an_error(engine):
 def test_sleep_without_a_gpu_is_refused(folder):
     with pytest.raises(ValueError, match="rollout.sleep_level"):
         make_engine(folder, sleep_level=2)
+
+
+def test_the_next_turn_of_an_episode_starts_before_a_waiting_request():
+    requests = [Request([5, 6, 7], seed, 1.0, 4) for seed in range(2)]
+    settings = RolloutSettings(max_num_seqs=1)
+    line = TurnLine(requests, settings, num_blocks=100, block_size=16, previous=(0, 0))
+    ((first, request),) = line.starting()
+    line.end_turn(first, 2)
+    line.add_turn(first, request)
+    assert [index for index, _ in line.starting()] == [first]
+    line.end_turn(first, 2)
+    assert [index for index, _ in line.starting()] == [1 - first]
 
 
 def results_of_two_ranks(folder, mode) -> list[dict]:

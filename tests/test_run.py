@@ -15,12 +15,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SMALL, TWO_ENDS, torchrun, train
 from helpers import assert_same_run, assert_same_weights, rows_of, steps_of, summary_of, weights_of
 from safetensors.torch import load_file, save_file
 
+from data.calculator import TEMPLATE
 from runtime.checkpoint import digest_of_record
 from tests import preloaded
 
@@ -48,10 +50,54 @@ def test_a_run_writes_the_files_and_figures_that_the_readme_promises(undisturbed
     for name in ("curves.png", "config.yaml", "samples.jsonl"):
         assert (undisturbed / name).stat().st_size > 0
     assert (undisturbed / "source" / "train_rl.py").read_text() == (ROOT / "train_rl.py").read_text()
+    outcomes = json.loads((undisturbed / "outcomes.json").read_text())
+    assert outcomes["step"] == 6 and len(outcomes["outcomes"]["eval/additions/accuracy"]) == 20
+    for name, by_prompt in outcomes["outcomes"].items():
+        assert rows_of(undisturbed)[-1][name] == pytest.approx(np.mean(by_prompt), abs=1e-4)
     versions = json.loads((undisturbed / "versions.json").read_text())
     assert len(bytes.fromhex(versions["weights"])) == 8 and versions["dtype"] == "float32"
     assert versions["script"] == "train_rl.py" and {"commit", "dirty", "torch", "python"} <= versions.keys()
     assert names_in(undisturbed / "checkpoints") == ["step_000004", "step_000006"]
+
+
+GAME = """
+class Game:
+    def reset(self, row):
+        self.num_turns = 0
+
+    def step(self, text):  # three turns
+        self.num_turns += 1
+        return "12+34", self.num_turns == 3, (len(text) % 2) / 3
+
+def score(completion, turns=None):  # the last turn, and all of them; None at the check at the start
+    return float(turns is None or turns[-1]["content"] == completion and len(turns) == 5)
+"""
+
+
+def test_a_run_plays_an_environment_in_training_and_evaluation(tmp_path):
+    """Training takes the environment's rewards; a verifier gets the last and all turns."""
+    shutil.copytree(TINY / "model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "games.py").write_text(GAME)
+    for name, first in (("train", 100), ("test", 200)):
+        rows = [{"prompt": f"{first + i}+1", "answer": str(first + i + 1)} for i in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = train(
+        "--config", "experiments/environments/tiny.yaml", f"model.path={tmp_path}/model", "model.ep_size=1",
+        f"data.train=[{{path: {tmp_path}/train.jsonl, kind: environment}}]", "data.chat=always",
+        f"data.eval=[{{path: {tmp_path}/test.jsonl, kind: '{tmp_path}/games.py:score', name: games}}]",
+        f"data.environment={tmp_path}/games.py:Game", "rollout.prompts_per_step=4", "rollout.group_size=4",
+        "rollout.max_new_tokens=100", f"rollout.stop={[*'0123456789']}", "train.num_steps=2", "eval.every=2",
+        "eval.num_samples=1", "checkpoint.every=0", "run.log_every=1", f"run.dir={tmp_path}/run", ranks=1,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = steps_of(tmp_path / "run")
+    assert all(row["turns"] == 3.0 and row["abs_dlogp"] < 1e-4 and 0 < row["score"] < 1 for row in steps)
+    start, end = [row for row in rows_of(tmp_path / "run") if "eval/games/accuracy" in row]
+    assert start["eval/games/accuracy"] == end["eval/games/turns"] / 3 == 1.0
+    samples = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    roles = [[turn["role"] for turn in json.loads(line)["turns"]] for line in samples]
+    assert roles == [["assistant", "user", "assistant", "user", "assistant"]] * len(samples) != []
 
 
 def names_in(folder: Path) -> list[str]:

@@ -727,6 +727,12 @@ def test_options_of_an_engine_on_a_gpu(monkeypatch):
     assert options["max_num_seqs"] == 256 and "max_cudagraph_capture_size" not in options
     shared = rollout.engine_options("folder", 100, RolloutSettings(tensor_parallel=8))
     assert shared["max_num_seqs"] == shared["max_cudagraph_capture_size"] == 1024, "not 512"
+    fp8 = rollout.engine_options(
+        "folder", 100, RolloutSettings(fp8="on", kv_cache_fp8=True, dtype="bfloat16")
+    )
+    assert fp8["quantization"] == "fp8_per_block" and fp8["kv_cache_dtype"] == "fp8"
+    assert fp8["quantization_config"] == {"ignore": ["re:.*mlp\\.gate$"]}
+    assert not options.keys() & {"quantization", "quantization_config", "kv_cache_dtype"}
     eager = rollout.engine_options("folder", 100, RolloutSettings(enforce_eager=True, dtype="float32"))
     assert eager["enforce_eager"] and not eager.keys() & {"hf_overrides", "distributed_timeout_seconds"}
 

@@ -52,6 +52,7 @@ def hang(kind: str, clock: Clock, folder: Path) -> None:
                 ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the interpreter's lock
         case "fails":
             Watchdog.running.tell_failure("error on rank 1: no memory")
+            Watchdog.running.stop()
             hangs_here()
         case "stopped":
             with clock("sync"):

@@ -7,6 +7,7 @@ A call never raises: an error becomes text for the policy. The functions below r
 (0.0, "error", reason), the fields of a Verdict.
 """
 
+import contextlib
 import functools
 import inspect
 import json
@@ -110,13 +111,11 @@ class Episodes:
         request = json.loads(request)
         episode = request["episode"]
         limit_s, _ = signal.getitimer(signal.ITIMER_REAL)  # of reset or one step; 0 without a timer
+        environment, num_steps = self.running.pop(episode, (None, 0))
+        if request.get("close"):
+            close(environment)
+            return 1.0, "ok", "[]"
         try:
-            if request.get("close"):
-                environment, _ = self.running.pop(episode, (None, 0))
-                if hasattr(environment, "close"):
-                    environment.close()
-                return 1.0, "ok", "[]"
-            environment, num_steps = self.running.pop(episode, (None, 0))
             if environment is None:
                 environment = function.call()
                 environment.reset(request["row"])
@@ -131,8 +130,16 @@ class Episodes:
                     )
             self.running[episode] = (environment, len(texts))
         except Exception as error:  # environments raise anything
+            close(environment)
             return 0.0, "error", explain(error)[:200]
         return 1.0, "ok", json.dumps(answer)
+
+
+def close(environment) -> None:
+    """Call the close() of an environment, if there is one; errors do not matter any more."""
+    with contextlib.suppress(Exception):
+        if hasattr(environment, "close"):
+            environment.close()
 
 
 def checked_answer(answer, max_chars: int) -> tuple[str | None, bool, float]:
