@@ -53,6 +53,7 @@ from experiments.page.build import (
     text_pieces,
     token_details,
 )
+from tests import preloaded
 
 TINY = ROOT / "data" / "built" / "tiny"
 HOSTILE = (
@@ -473,8 +474,7 @@ def test_ranks_of_one_engine_use_the_same_context_length(rank, monkeypatch):
 
 # ---- real runs ---------------------------------------------------------------------------------------------
 def evaluate(*arguments) -> subprocess.CompletedProcess:
-    line = [sys.executable, "experiments/evaluate.py", *map(str, arguments)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = preloaded.run(0, "experiments/evaluate.py", *arguments, timeout_s=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
