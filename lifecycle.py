@@ -197,6 +197,8 @@ def set_up(config: Config) -> Run | None:
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     refuse_mute_judge(config.reward.judge, config.reward.judge_path, config.reward.judge_chat_template_args)
     check_teacher(largest, hf_config, tokenizer, state)
+    if config.reward.judge_path:
+        state.judge = same_digest(config, "reward.judge_path", Path(config.reward.judge_path), state.judge)
     confidences = load_confidences(configs, loaded, offers)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
@@ -406,13 +408,21 @@ def check_teacher(config: Config, hf_config, tokenizer, state: TrainState) -> No
             f"zero_variance.teacher: model.ep_size {config.model.ep_size} must divide the "
             f"{num_experts_of(teacher)} experts of {path}"
         )
+    state.teacher = same_digest(config, "zero_variance.teacher", folder, state.teacher)
+
+
+def same_digest(config: Config, setting: str, folder: Path, recorded: str | None) -> str | None:
+    """Return the digest of the weights that a setting names; ValueError if the recorded one differs.
+
+    None if the folder has no weights, for example if a judge is a function.
+    """
     digest = digest_of_weights(folder)
-    if config.checkpoint.resume == "auto" and state.teacher not in (None, digest):
+    if config.checkpoint.resume == "auto" and recorded not in (None, digest):
         raise ValueError(
-            f"zero_variance.teacher: the weights in {path} have changed since the first launch: restore "
-            "them, or resume from the weights alone with checkpoint.resume=weights"
+            f"{setting}: the weights in {folder} have changed since the first launch: restore them, or "
+            "resume from the weights alone with checkpoint.resume=weights"
         )
-    state.teacher = digest
+    return digest
 
 
 def load_confidences(

@@ -565,6 +565,7 @@ class MoEBlock(MoE):
             bias_E = torch.zeros(self.num_experts, dtype=torch.float32)
             self.gate.register_buffer("e_score_correction_bias", bias_E)
         self.experts = Experts(config, self.num_local_experts, self.expert_group_name)
+        self.load_E: Tensor | None = None  # tokens of this rank by expert, see take_expert_loads()
         self.shared_experts = None
         if num_shared := getattr(config, "n_shared_experts", 0):
             self.shared_experts = DenseMLP(config, num_shared * expert_width(config))
@@ -598,6 +599,7 @@ class MoEBlock(MoE):
         ids = torch.arange(self.num_experts + 1, device=x_TD.device)
         first_places = torch.searchsorted(sorted_ids_P, ids)  # of each expert's pairs; the last is P
         tokens_per_expert_E = first_places.diff()  # bincount() would make the host wait for the GPU
+        self.load_E = tokens_per_expert_E if self.load_E is None else self.load_E + tokens_per_expert_E
         places_P = torch.arange(len(order_P), device=x_TD.device)
         inverse_P = torch.empty_like(order_P).scatter_(0, order_P, places_P)  # place of each pair in the rows
         rows_PD = CopyToExperts.apply(x_TD, order_P, inverse_P)
@@ -630,6 +632,15 @@ class MoEBlock(MoE):
         out_PD = self.experts(TakeRows.apply(received_PD, order), received_re.sum(0))
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         return AllToAll.apply(TakeRows.apply(out_PD, inverse), send_rows, recv_rows, self.group)
+
+
+def take_expert_loads(policy: nn.Module) -> Tensor | None:
+    """Return [L, E], the tokens of this rank by MoE layer and expert since the last call; None if dense."""
+    blocks = [module for module in policy.modules() if isinstance(module, MoEBlock)]
+    loads = [block.load_E for block in blocks if block.load_E is not None]
+    for block in blocks:
+        block.load_E = None
+    return torch.stack(loads) if loads else None
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ from runtime.memory import return_freed_memory
 from runtime.metrics import (
     batch_metrics,
     clipped_by_update,
+    load_metrics,
     mismatch_statistics,
     prompt_account,
     token_metrics,
@@ -1540,7 +1541,7 @@ def update_policy(
         metrics["account/update_tokens_total"] = (work.num_computed, 1)
         metrics["empty_updates_max"] = (work.num_empty, 1)
         metrics |= old_pass_metrics(batch, config)
-    return metrics
+    return metrics | load_metrics(moe_model.take_expert_loads(trainer.module), config.model.ep_size)
 
 
 # ============================================================================================================

@@ -63,6 +63,7 @@ class TrainState:
     last_eval: dict[str, float] = field(default_factory=dict)  # metrics of the latest evaluation
     stage: StagePosition = field(default_factory=StagePosition)
     teacher: str | None = None  # digest of the weights of zero_variance.teacher
+    judge: str | None = None  # digest of the weights of reward.judge_path
 
     def __post_init__(self):
         if isinstance(self.stage, dict):  # as read from state.json

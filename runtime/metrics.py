@@ -374,6 +374,23 @@ class Clock:
         return {f"seconds/{phase}": seconds for phase, seconds in step.items()}
 
 
+def load_metrics(loads_LE: Tensor | None, ep_size: int) -> dict[str, tuple[float, float]]:
+    """Return how uneven the load of experts is, as (sum, count): MaxVio (arXiv 2408.15664). Collective.
+
+        MaxVio = largest load / mean load - 1, of the most uneven layer; 0: all experts have equal loads
+
+    loads: tokens of this rank by layer and expert [L, E], None for a dense model. max_vio_ranks: the same for
+    the experts of a rank together.
+    """
+    if loads_LE is None:
+        return {}
+    dist.all_reduce(loads_LE)
+    loads = {"max_vio": loads_LE.float()}
+    if ep_size > 1:
+        loads["max_vio_ranks"] = loads["max_vio"].unflatten(1, (ep_size, -1)).sum(dim=2)
+    return {name: (float((x.amax(dim=1) / x.mean(dim=1)).max()) - 1, 1) for name, x in loads.items()}
+
+
 @functools.cache
 def warn_once(text: str) -> None:
     """Print a warning once, however often it is raised."""

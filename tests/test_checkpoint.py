@@ -601,6 +601,18 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(run, tmp_
     assert (run.folder / "step_000002" / "state.json").is_file()
 
 
+def test_a_resume_with_changed_weights_of_a_judge_is_refused(tmp_path):
+    (tmp_path / "a.safetensors").write_text("old")
+    digest = lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path, None)
+    assert lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path, digest) == digest
+    (tmp_path / "a.safetensors").write_text("new")
+    with pytest.raises(ValueError, match=r"reward\.judge_path: the weights in"):
+        lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path, digest)
+    with_weights = make_config("checkpoint.resume=weights")
+    assert lifecycle.same_digest(with_weights, "reward.judge_path", tmp_path, digest) != digest
+    assert lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path / "none", None) is None
+
+
 def test_a_resume_with_a_changed_plugin_is_refused(run, tmp_path):
     """The digest of the file is in the checkpoint and in versions.json; weights alone may continue."""
     file = tmp_path / "mine.py"

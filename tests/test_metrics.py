@@ -13,6 +13,7 @@ from runtime.checks import check_routes, check_verdicts
 from runtime.metrics import (
     batch_metrics,
     clipped_by_update,
+    load_metrics,
     reduce_metrics,
     rollout_metrics,
     schedule_metrics,
@@ -35,6 +36,14 @@ def routes_of(experts: list[int]) -> torch.Tensor:
 def reduced(monkeypatch, measure) -> list[dict]:
     """Return the metrics of measure(rank) after their reduction, on each of two ranks."""
     return FakeRanks(2).install(monkeypatch).run(lambda rank: reduce_metrics(measure(rank)))
+
+
+def test_load_of_experts_counted_by_hand(monkeypatch):
+    """Over both ranks, layer 0 has loads 4, 2, 1, 1, more uneven than layer 1; a rank has two experts."""
+    loads = [[[3, 1, 0, 0], [1, 1, 1, 1]], [[1, 1, 1, 1], [1, 1, 1, 2]]]
+    for metrics in reduced(monkeypatch, lambda rank: load_metrics(torch.tensor(loads[rank]), ep_size=2)):
+        assert metrics == {"max_vio": 1.0, "max_vio_ranks": 0.5}
+    assert reduced(monkeypatch, lambda rank: load_metrics(None, ep_size=1)) == [{}, {}]
 
 
 def test_metrics_of_a_rollout_counted_by_hand(monkeypatch):

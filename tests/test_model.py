@@ -364,6 +364,9 @@ def test_moe_block_against_slow_loop(renormalise, chunk, monkeypatch):
     expected = slow_moe(x_exact, *exact.values(), top_k=3, renormalise=renormalise)
     torch.testing.assert_close(y.double(), expected, rtol=PARITY, atol=PARITY)
     assert ids.shape == (5, 3)
+    loads = moe_model.take_expert_loads(block)
+    assert loads.tolist() == [ids.flatten().bincount(minlength=block.num_experts).tolist()]
+    assert moe_model.take_expert_loads(block) is None
     (y * inputs.loss_weights[0]).sum().backward()
     (expected * inputs.loss_weights[0]).sum().backward()
     for got, want in [(x, x_exact), *((p, exact[name]) for name, p in block.named_parameters())]:
