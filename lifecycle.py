@@ -195,10 +195,8 @@ def set_up(config: Config) -> Run | None:
     pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
-    refuse_mute_judge(config.reward.judge, config.reward.judge_path, config.reward.judge_chat_template_args)
+    check_judge(config, state)
     check_teacher(largest, hf_config, tokenizer, state)
-    if config.reward.judge_path:
-        state.judge = same_digest(config, "reward.judge_path", Path(config.reward.judge_path), state.judge)
     confidences = load_confidences(configs, loaded, offers)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
@@ -375,7 +373,15 @@ def check_model(config: Config, hf_config) -> None:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense and has no router; set off")
 
 
-# ---- the teacher ----
+# ---- judge and teacher ----
+def check_judge(config: Config, state: TrainState) -> None:
+    """Raise ValueError if a generative judge cannot answer, or if a judge has changed since the checkpoint."""
+    reward = config.reward
+    refuse_mute_judge(reward.judge, reward.judge_path, reward.judge_chat_template_args)
+    if reward.judge_path:
+        state.judge = same_digest(config, "reward.judge_path", Path(reward.judge_path), state.judge)
+
+
 def check_teacher(config: Config, hf_config, tokenizer, state: TrainState) -> None:
     """Raise ValueError if zero_variance.teacher does not fit the policy or has changed since the checkpoint.
 
