@@ -375,7 +375,7 @@ def check_model(config: Config, hf_config) -> None:
 
 # ---- judge and teacher ----
 def check_judge(config: Config, state: TrainState) -> None:
-    """Raise ValueError if a generative judge cannot answer, or if a judge has changed since the checkpoint."""
+    """Raise ValueError if a generative judge cannot answer, or if its weights differ from the checkpoint."""
     reward = config.reward
     refuse_mute_judge(reward.judge, reward.judge_path, reward.judge_chat_template_args)
     if reward.judge_path:

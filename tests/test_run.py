@@ -438,7 +438,7 @@ def test_another_topology_continues_from_weights_on_request(undisturbed, tmp_pat
 
 
 CASES = """
-import contextlib, functools, json, os, resource, sys, tempfile, types
+import contextlib, functools, itertools, json, os, resource, sys, tempfile, types
 import lifecycle, moe_model, runtime.launch, train_rl
 hf_tensors, write_rank, outcomes = moe_model.hf_tensors, lifecycle.write_rank, {}
 runtime.launch.time = types.SimpleNamespace(sleep=lambda seconds: None)  # rank 1 would wait 5 s to print
@@ -451,9 +451,15 @@ def write_to_full_disk(*arguments):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
+runtime.launch.end_others = lambda line: None  # because the next case runs in the same processes
 for name, case in json.loads(sys.argv[1]).items():
-    part, factor = case.get("tampered", (None, 1))
-    tampered = lambda *arguments: ((n, t * factor if part in n else t) for n, t in hf_tensors(*arguments))
+    part, factor, *calls = case.get("tampered", (None, 1))
+    number = itertools.count()
+    tampered = lambda *arguments: (
+        hf_tensors(*arguments)
+        if next(number) not in (calls or itertools.count())
+        else ((n, t * factor if part in n else t) for n, t in hf_tensors(*arguments))
+    )
     moe_model.hf_tensors = tampered if part else hf_tensors
     lifecycle.write_rank = write_to_full_disk if case.get("full_disk") else write_rank
     error, output = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
@@ -470,8 +476,8 @@ os._exit(1)  # ends the second rank, whatever it is doing
 def outcomes_of(cases: dict[str, dict], folder: Path, ranks: int) -> dict[str, tuple[int, str, str]]:
     """Return (exit code, standard error, output) of rank 0 in every case; one process runs all cases.
 
-    A case has "argv". It may have "tampered": (weights, factor), which multiplies these weights before the
-    sync, and "full_disk". 0 ranks: without torchrun's environment.
+    A case has "argv". It may have "tampered": (weights, factor, *calls), which multiplies these weights in
+    all or in some calls of hf_tensors(), and "full_disk". 0 ranks: without torchrun's environment.
     """
     (script := folder / "cases.py").write_text(CASES)
     done = preloaded.run(ranks, script, json.dumps(cases), timeout_s=300)
@@ -591,6 +597,9 @@ def two_rank_outcomes(undisturbed, tmp_path_factory) -> dict[str, tuple[int, str
     for dtype, tampered in TAMPERED.items():
         argv = [*SMALL, f"rollout.dtype={dtype}", f"run.dir={folder / dtype}"]
         cases[dtype] = {"argv": argv, "tampered": tampered}
+    # calls 0 and 1 are the first sync and its check, calls 2 and 3 those after the first step
+    argv = [*SMALL, "rollout.check_every=1", "eval.every=0", f"run.dir={folder / 'late'}"]
+    cases["late"] = {"argv": argv, "tampered": ("layers.1.mlp.gate", 1.1, 2)}
     full = shutil.copytree(undisturbed, folder / "full")
     cases["full disk"] = {"argv": [*SMALL, "train.num_steps=7", f"run.dir={full}"], "full_disk": True}
     cases["finished"] = {"argv": [*SMALL, f"run.dir={finished}"]}
@@ -630,6 +639,11 @@ def test_a_broken_model_folder_names_the_missing_tensor(two_rank_outcomes):
     lines = [line for line in error.splitlines() if line.strip()]
     assert code != 0 and lines[0].startswith("error on rank"), lines[:3]
     assert f"1 of {len(weights_of(TINY / 'model'))} tensors" in lines[0] and LOST in lines[0]
+
+
+def test_a_late_sync_with_other_weights_is_caught_by_the_checksum(two_rank_outcomes):
+    code, error, _ = two_rank_outcomes["late"]
+    assert code != 0 and "holds other values" in error and "layers.1.mlp.gate" in error
 
 
 @pytest.mark.parametrize("dtype", TAMPERED)
