@@ -129,7 +129,8 @@ REWARDS = [  # (reward, valid): a right completion, a half-right one, a timeout,
     [(1.0, True), (0.0, True), (0.0, False)],
     [(1.0, True), (1.0, True), (1.0, True)],
 ]
-WORK = {"padding_frac", "update_tokens", "update_tokens_max"}  # metrics that depend on the split
+# metrics that depend on the split
+WORK = {"padding_frac", "update_tokens", "update_tokens_max", "max_vio", "max_vio_ranks"}
 
 
 def make_ragged_completions() -> list[dict]:

@@ -523,7 +523,8 @@ def test_an_update_equals_plain_torch_however_it_is_split(kind, name, updates, p
     # each update adds its rounding to the rounding of earlier updates
     num_updates = 4 if kind == "two passes of two" else 2 if kind.startswith("two updates") else 1
     assert parameter_distance(result["parameters"], plain[kind]["parameters"]) < num_updates * TOLERANCE
-    assert result["metrics"].keys() == plain[kind]["metrics"].keys() | WORK
+    of_ep = {"max_vio_ranks"}  # with expert parallelism only
+    assert result["metrics"].keys() | of_ep == plain[kind]["metrics"].keys() | WORK
     for metric, value in plain[kind]["metrics"].items():
         assert_same_metric(result["metrics"], metric, value)
     assert result["written"] == []
