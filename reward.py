@@ -283,7 +283,7 @@ ASYNC_CALLS = 64
 START_GRACE_S = 120.0  # grace while the worker starts or imports the libraries of a kind
 GRACE_S = 5.0
 LOOK_S = 0.1  # interval between checks of silent workers
-STOP_S = 5.0  # time for a guard to end the processes of its worker, which usually takes under 0.1 s
+STOP_S = 20.0  # time for a guard to end the processes of its worker, which usually takes under 0.1 s
 KEPT_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
 MAX_REPLY_BYTES = 1 << 20
 
