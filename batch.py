@@ -185,10 +185,10 @@ class RolloutBatch:
     routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids by the engine
     topk_ids: list[Tensor] | None = None  # [B] of [c, k] the engine's most likely tokens (score centering)
     topk_logprobs: list[Tensor] | None = None  # [B] of [c, k] by the engine, of these tokens
-    old_logprobs: Tensor | None = None  # [B, T] by the trainer before the update
-    old_topk_logprobs: list[Tensor] | None = None  # [B] of [c, k] by the trainer before the update
-    entropy: Tensor | None = None  # [B, T] full vocabulary, of the trainer's policy before the update
-    old_routes: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] by the trainer before the update
+    old_logprobs: Tensor | None = None  # [B, T] by the trainer before the updates
+    old_topk_logprobs: list[Tensor] | None = None  # [B] of [c, k] by the trainer before the updates
+    entropy: Tensor | None = None  # [B, T] full vocabulary, of the trainer's policy before the updates
+    old_routes: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] by the trainer before the updates
     route_mismatch: Tensor | None = None  # [B, T] 1 if old_routes differ from the engine's, else 0
     ref_logprobs: Tensor | None = None  # [B, T] by the initial policy; None without a KL penalty
     rewards: Tensor | None = None  # [B]
@@ -205,6 +205,23 @@ class RolloutBatch:
         if self.turns is None:
             return None
         return torch.cat([self.response_mask[i, : len(self.completion_ids[i])] for i in rows])
+
+    def verifier_signs(self, binary: bool) -> Tensor:
+        """Return [B], the sign that the verifier gives the advantage of each completion: +1, -1 or 0.
+
+        The sign of its score minus the mean score of its group's valid completions. In a group of equal
+        scores fully right completions have +1 and fully wrong ones -1. 0: the score is the mean of the group,
+        or there is no verdict. Example: scores 0.75, 0.5, 0.5, 0.25 give 1, 0, 0, -1.
+        """
+        scores = torch.tensor([score_of(verdict, binary) for verdict in self.verdicts])
+        signs = torch.zeros_like(scores)
+        for group in self.group_index.unique():
+            members = (self.group_index == group) & self.valid
+            excess = scores[members] - scores[members].mean()
+            if (excess.abs() <= ZERO_VARIANCE).all():  # 1 and 0 keep a sign, one fraction has none
+                excess = (scores[members] >= 1).to(scores) - (scores[members] <= 0).to(scores)
+            signs[members] = torch.where(excess.abs() <= ZERO_VARIANCE, 0.0, excess.sign())
+        return signs
 
 
 def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]]) -> RolloutBatch:

@@ -282,12 +282,24 @@ def config_warnings(config: Config) -> list[str]:
             f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "
             "acts at train.minibatches_per_step 1, because every ratio of the only update is 1; GSPO takes 4"
         )
-    by_scores = [name for name in ("rl_zvp", "history", "probe_size", "drop") if getattr(zero, name)]
+    by_record = [name for name in ("history", "offline_scores", "probe_size") if getattr(zero, name)]
+    by_scores = by_record + [name for name in ("rl_zvp", "drop") if getattr(zero, name)]
     if config.reward.judge != "none" and by_scores:
         warnings.append(
             f"reward.judge with zero_variance.{', '.join(by_scores)}: the verifier's scores alone decide "
             "whether a group has variance, so differences that only the judge sees do not count"
         )
-    if config.rollout.group_size == 1 and zero.teacher_groups != "every":
+    if zero.teacher is not None and by_record:
+        warnings.append(
+            f"zero_variance.teacher with zero_variance.{', '.join(by_record)}: prompts of equal scores are "
+            "skipped or stopped early, although the teacher would teach them"
+        )
+    if algo.rollout_correction == "geometric_mask" and algo.rollout_correction_cap >= 2:
+        warnings.append(
+            f"algorithm.rollout_correction 'geometric_mask' with rollout_correction_cap "
+            f"{algo.rollout_correction_cap:g} masks hardly anything: the mean is per token, "
+            "experiments/methods/mask_geometric.yaml takes 0.98 and 1.02"
+        )
+    if config.rollout.group_size == 1 and zero.teacher_groups != "every" and algo.advantage is None:
         warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
     return warnings

@@ -57,6 +57,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy, topk_logprobs
 from settings import ModelSettings
@@ -815,10 +816,8 @@ class Policy(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        width = int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        rotary_base = torch.arange(0, width, 2, dtype=torch.float64) / width
         # [R/2]. Not a buffer, because a buffer would be converted with the model and this must stay float32.
-        self.inv_freq = (rope_theta(config) ** -rotary_base).float()
+        self.inv_freq = inverse_frequencies(config)
 
     def hidden(self, packed: PackedSequences, replay_ids_TLK: Tensor | None = None) -> tuple[Tensor, list]:
         """Return final normed hidden states [T, D] and the expert ids of each layer [T, K] (dense: None)."""
@@ -898,6 +897,19 @@ def rope_theta(config: PretrainedConfig) -> float:
     return float(config.rope_parameters["rope_theta"])
 
 
+def inverse_frequencies(config: PretrainedConfig) -> Tensor:
+    """Return the angles per position of the R rotary dimensions, one per pair: [R/2] float32, in radians.
+
+    default  theta^(-2i/R)
+    llama3   the same, low frequencies divided by a factor for long contexts (Llama 3.1), by transformers
+    """
+    if config.rope_parameters["rope_type"] == "llama3":
+        return ROPE_INIT_FUNCTIONS["llama3"](config)[0]
+    width = int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
+    return (rope_theta(config) ** -exponents).float()
+
+
 def multiplier(config: PretrainedConfig, field: str) -> float | None:
     """Return a constant factor of the model from config.json, or None for a family without these factors.
 
@@ -954,17 +966,16 @@ def check_supported(config: PretrainedConfig) -> None:
         raise ValueError(
             f"model not supported: model_type is {config.model_type!r}, supported are {known_types}"
         )
-    values = {**vars(config), "rope_type": config.rope_parameters["rope_type"]}
-    fixed_fields = {
-        "rope_type": "default",
-        "hidden_act": "silu",
-        **dict(FAMILIES[config.model_type].fixed_fields),
-    }
+    rope_type = config.rope_parameters["rope_type"]
+    values = vars(config)
+    fixed_fields = {"hidden_act": "silu", **dict(FAMILIES[config.model_type].fixed_fields)}
     problems = [
         f"{field} is {values[field]!r}, supported is {supported!r}"
         for field, supported in fixed_fields.items()
         if values.get(field, supported) != supported
     ]
+    if rope_type not in ("default", "llama3"):
+        problems.append(f"rope_type is {rope_type!r}, supported are 'default' and 'llama3'")
     if problems:
         raise ValueError("model not supported: " + "; ".join(problems))
 

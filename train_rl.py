@@ -20,7 +20,7 @@ loss, 5 forward pass and update, 6 main loop. main() names one phase per line. s
 batch.py the types, lifecycle.py the work around the method: set-up, evaluation, logging, saving.
 
 Vocabulary: G = group_size completions per prompt, B completions on this rank, T tokens of the longest one.
-`logprobs` carry gradient, `old_logprobs` are the trainer's before the update, `rollout_logprobs` the
+`logprobs` carry gradient, `old_logprobs` are the trainer's before a step's updates, `rollout_logprobs` the
 engine's; all are in nats. A verifier gives a score, training uses a reward. Every rank must call a function
 marked Collective. Sources of choices: [paper] printed in the named source, [secondary] reported by others,
 [ours] the sources are silent.
@@ -250,7 +250,7 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
         jobs += [(group, first_samples) for group in new_groups]
         round_outcomes = generate_round(run, jobs, owner)
         outcomes |= {outcome.slot: outcome for outcome in round_outcomes}
-        probing = [outcome.slot for outcome in round_outcomes if is_continued(outcome, run.history, config)]
+        probing = [o.slot for o in round_outcomes if is_continued(o, run.history, run.state.step, config)]
         last_round = [outcome.slot for outcome in round_outcomes]
         is_over = account["rounds"] >= zero.max_rounds
         num_new = 0 if is_over else num_new_prompts(outcomes, last_round, probing, config)
@@ -259,13 +259,16 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     return [group for group in groups if owner[group.slot] == dist.get_rank()], outcomes, account
 
 
-def is_continued(outcome: GroupOutcome, history: PromptHistory, config: Config) -> bool:
+def is_continued(outcome: GroupOutcome, history: PromptHistory, step: int, config: Config) -> bool:
     """Tell whether a group has been probed and receives its other completions (stage 1c)."""
     zero = config.zero_variance
     group_size = config.rollout.group_size
     if outcome.completions == group_size:
         return False
-    stop_prob = history.zero_variance_after(outcome, group_size, zero.prior, config.reward.binary)
+    stop_prob = history.zero_variance_after(
+        outcome, step, group_size, binary=config.reward.binary, prior=zero.prior,
+        retest_steps=zero.retest_steps,
+    )  # fmt: skip
     return stop_prob < zero.probe_stop_prob
 
 
@@ -459,11 +462,12 @@ def drop_and_deal(
 ) -> tuple[list[Group], dict[int, GroupOutcome]]:
     """Return this rank's groups of the update, and the outcomes of all ranks' groups of it. Collective.
 
-    The groups that remain after dropping are cut, in their order, into the minibatches of the step. Each
-    minibatch is dealt to the ranks so that they train on about the same number of tokens (train.balance; else
-    the same number of completions). Groups expected to have zero gradient are balanced separately, because
-    they only need the old-logprob pass. The assignment does not depend on which rank sampled a group, so
-    scheduling cannot change the update.
+    The groups that remain after dropping are cut, in their order, into the minibatches of the step, whose
+    sizes differ by at most one group (example: 37 groups into 4 give 10, 9, 9, 9). Each minibatch is dealt
+    to the ranks so that they train on about the same number of tokens (train.balance; else the same number of
+    completions). Groups expected to have zero gradient are balanced separately, because they only need the
+    old-logprob pass. The assignment does not depend on which rank sampled a group, so scheduling cannot
+    change the update.
     """
     train = config.train
     world_size = dist.get_world_size()
@@ -471,16 +475,15 @@ def drop_and_deal(
     if config.zero_variance.round_size == "adaptive":  # GRESO may sample a surplus
         trained = dict(list(trained.items())[: config.rollout.prompts_per_step])
     slots = list(trained)
-    per_minibatch = -(-len(slots) // train.minibatches_per_step) or 1
-    minibatch = {slot: i // per_minibatch for i, slot in enumerate(slots)}
+    minibatch = {slot: i * train.minibatches_per_step // len(slots) for i, slot in enumerate(slots)}
     may_skip = train.skip_zero_gradient and only_variance_teaches(config)
     owner: dict[int, int] = {}
-    for start in range(0, len(slots), per_minibatch):
+    for number in range(train.minibatches_per_step):
         for is_skipped in (False, True):
             dealt = [
                 slot
-                for slot in slots[start : start + per_minibatch]
-                if (may_skip and not trained[slot].has_variance) == is_skipped
+                for slot in slots
+                if minibatch[slot] == number and (may_skip and not trained[slot].has_variance) == is_skipped
             ]
             sizes: list[float] = [
                 trained[s].tokens if train.balance else trained[s].completions for s in dealt
@@ -614,12 +617,13 @@ def compute_advantages(
     return torch.where(centred.abs() > tie_band, normed, 0.0)
 
 
-def guard_correctness(advantages: Tensor, correct: Tensor) -> Tensor:
-    """Remove positive advantages of wrong completions and negative advantages of right ones [ours].
+def guard_correctness(advantages: Tensor, signs: Tensor) -> Tensor:
+    """Remove advantages whose sign contradicts the verifier [ours].
 
-    advantages [B, T]; correct [B] bool, by the verifier. Returns [B, T].
+    advantages [B, T]; signs [B], see RolloutBatch.verifier_signs(). Returns [B, T].
     """
-    return torch.where(correct.unsqueeze(1), advantages.clamp(min=0), advantages.clamp(max=0))
+    signs = signs.unsqueeze(1)
+    return torch.where(advantages.sign() * signs < 0, 0.0, advantages)
 
 
 def zero_variance_rows(batch: RolloutBatch, binary: bool) -> Tensor:
@@ -680,7 +684,7 @@ def teacher_advantages(
     logprobs [B, T] in nats, without gradient; mask [B, T] bool; confidence [B]: w, the teacher's pass rate on
     the prompt (RSTG, arXiv 2608.00782) [secondary], or 1. The completions are the policy's own, so that the
     expected policy gradient is minus the gradient of the token's KL(pi, pi_teacher). The student is the
-    policy before the update, and advantages are neither centred nor normalised (as in NeMo-RL's MOPD).
+    policy before the step's updates. Advantages are neither centred nor normalised (as in NeMo-RL's MOPD).
     """
     gap = (teacher_logprobs - old_logprobs) * mask  # [B, T]
     return coef * confidence.unsqueeze(1) * gap
@@ -712,7 +716,6 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
     Collective if an algorithm.advantage plug-in calls collectives.
     """
     algorithm = config.algorithm
-    correct = torch.tensor([verdict.status == "ok" for verdict in batch.verdicts], dtype=torch.bool)  # [B]
     advantages = completion_advantages(batch, algorithm).unsqueeze(1) * batch.response_mask  # [B, T]
     if config.zero_variance.rl_zvp and batch.prompts:
         rows = zero_variance_rows(batch, config.reward.binary)  # [B]
@@ -721,7 +724,7 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
             batch.entropy[rows], batch.response_mask[rows], scores[rows] > 0, config.zero_variance.rl_zvp_coef
         )
     if algorithm.correctness_guard:
-        advantages = guard_correctness(advantages, correct)
+        advantages = guard_correctness(advantages, batch.verifier_signs(config.reward.binary))
     if batch.is_taught is not None:
         rows = batch.is_taught  # [B]
         advantages[rows] = teacher_advantages(
@@ -873,11 +876,13 @@ def entropy_clip_eps(
 ) -> Tensor:
     """Return the half-width of ESPO's clip interval, [B, T]: wider for tokens of an uncertain old policy.
 
-    Eq. 8 prints eps_t = alpha e_t / (|tau| log|V|). Three readings of it [ours]:
+    Eq. 8 prints eps_t = alpha e_t / (|tau| log|V|). Three readings of it:
 
     token_group_mean   alpha mean_{t in tau}(e_t) / log|V|   the text: groups with a higher average entropy
-    over_token_groups  alpha e_t / (K_i log|V|)              |tau| as in eq. 5: the number of groups
-    over_tokens        alpha e_t / (|tau| log|V|)            |tau| as the number of tokens of the group
+                                                             [ours]
+    over_token_groups  alpha e_t / (K_i log|V|)              the letter [paper]: |tau| counts the groups,
+                                                             as in eq. 5
+    over_tokens        alpha e_t / (|tau| log|V|)            |tau| counts the tokens of the group [ours]
 
     Example: alpha 0.02, a group of 1.2 nats and a vocabulary of 151,936 give eps = 0.0020.
     """
@@ -1243,8 +1248,9 @@ def sequence_lengths(batch: RolloutBatch) -> list[int]:
 def split_lengths(batch: RolloutBatch, config: Config) -> list[int]:
     """Return [B], the length of each row for the split into micro-batches.
 
-    With train.share_prompts all rows of a group get the length of its longest row, which keeps the group in
-    one micro-batch. This applies only if the saved prompt tokens cover the added padding of attention.
+    With train.share_prompts all rows of a group get the length of its longest row, so that they follow each
+    other and share micro-batches. This applies only if the saved prompt tokens cover the added padding of
+    attention.
     """
     lengths = sequence_lengths(batch)
     if not config.train.share_prompts:
@@ -1321,7 +1327,7 @@ def micro_batch_loss(
     counts: Tensor,
     log_vocab: float,
     config: Config,
-    has_moved: bool = False,
+    has_moved: bool = True,
     topk_logprobs: list[Tensor] | None = None,  # [b] of [c, k] with gradient, see expected_gain()
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_loss() of some rows and its per-token statistics [b, T].
@@ -1329,8 +1335,9 @@ def micro_batch_loss(
     counts: completions and tokens of the update over all ranks. has_moved: the policy was updated after it
     sampled these rows. algorithm.old_policy chooses the denominator of the ratio:
 
-        trainer  the trainer's policy before the update; without an old-logprob pass that is the current
-                 policy, and the ratio is exactly 1
+        trainer  the trainer's policy before the step's first update. In this update it is the current policy,
+                 whose ratio is exactly 1: two passes over equal weights would differ by rounding, in bfloat16
+                 by more than the narrow clips of GSPO and ESPO allow
         rollout  the engine's (bypass): the ratio pi / pi_rollout corrects the mismatch of trainer and engine
                  itself, and no old-logprob pass is needed
     """
@@ -1338,9 +1345,11 @@ def micro_batch_loss(
     algorithm = config.algorithm
     mask = batch.response_mask[rows].to(device)  # [b, T]
     rollout_logprobs = batch.rollout_logprobs[rows].to(device)
-    old = batch.old_logprobs
-    trainer_logprobs = logprobs.detach() if old is None else old[rows].to(device)
-    old_logprobs = trainer_logprobs if algorithm.old_policy == "trainer" else rollout_logprobs
+    recorded = batch.old_logprobs
+    trainer_logprobs = logprobs.detach() if recorded is None else recorded[rows].to(device)
+    old_logprobs = rollout_logprobs
+    if algorithm.old_policy == "trainer":
+        old_logprobs = trainer_logprobs if has_moved else logprobs.detach()
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
     token_groups = token_groups_of(entropy, mask, algorithm)
     correction = correction_weights(
@@ -1358,7 +1367,7 @@ def micro_batch_loss(
         mask=mask,
         log_vocab=log_vocab,
         settings=algorithm,
-        expected_gain=expected_gain(topk_logprobs, batch, rows, log_vocab, algorithm),
+        expected_gain=expected_gain(topk_logprobs, batch, rows, log_vocab, has_moved, algorithm),
     )
     num_completions, num_tokens = counts.tolist()
     weights = loss_weights(
@@ -1380,20 +1389,20 @@ def expected_gain(
     batch: RolloutBatch,
     rows: list[int],
     log_vocab: float,
+    has_moved: bool,
     algorithm: AlgorithmSettings,
 ) -> Tensor | None:
     """Return A times score_centre() of each token, [b, T]; None if algorithm.score_centering is off.
 
     topk_logprobs: [b] of [c, k], the policy's, of the engine's most likely tokens, with gradient. The old
-    ones are the engine's with algorithm.old_policy rollout, else from the old-logprob pass, else the current
-    ones.
+    ones are those of the ratio, see micro_batch_loss().
     """
-    if topk_logprobs is None or not algorithm.score_centering:
+    if topk_logprobs is None:
         return None
     current = torch.cat(topk_logprobs)  # [N, k], N completion tokens
     rollout = torch.cat([batch.topk_logprobs[i] for i in rows]).to(current)
     trainer = current.detach()
-    if batch.old_topk_logprobs is not None:
+    if has_moved and batch.old_topk_logprobs is not None:
         trainer = torch.cat([batch.old_topk_logprobs[i] for i in rows]).to(current)
     old = trainer if algorithm.old_policy == "trainer" else rollout
     covers_vocab = math.log(current.shape[1]) >= log_vocab
@@ -1500,17 +1509,16 @@ def update_policy(
 ) -> dict[str, tuple[float, float]]:
     """Take the optimizer steps of one training step; return metrics as (sum, count). Collective.
 
-    trainer: DeepSpeed's engine. There are minibatches_per_step x passes_per_rollout updates. Rows without
-    gradient are skipped (train.skip_zero_gradient). An update without any row on all ranks still takes its
-    optimizer step, because AdamW's momentum moves the weights. Every run.log_every steps the skipped rows go
-    through a forward pass without gradient, so that the metrics cover all tokens. An update whose gradient is
-    not finite leaves the weights unchanged (DeepSpeed skips it on all ranks).
+    trainer: DeepSpeed's engine. There are minibatches_per_step x passes_per_rollout updates, fewer if the
+    step has fewer groups than minibatches. Rows without gradient are skipped (train.skip_zero_gradient), and
+    metrics of the update do not cover them. An update without any row on all ranks still takes its optimizer
+    step, because AdamW's momentum moves the weights. An update whose gradient is not finite leaves the
+    weights unchanged (DeepSpeed skips it on all ranks).
     """
     train = config.train
     work = UpdateWork()
     lengths = sequence_lengths(batch)
     has_gradient = rows_with_gradient(batch, config)  # [B]
-    is_shown = (step + 1) % config.run.log_every == 0
     for number in [*range(train.minibatches_per_step)] * train.passes_per_rollout:
         in_update = batch.minibatch == number  # [B], whole groups
         rows = (in_update & has_gradient).nonzero().flatten().tolist()
@@ -1524,11 +1532,6 @@ def update_policy(
             loss = loss_of_rows(trainer, batch, micro_batch, counts[:2], config, work)
             trainer.backward(loss * dist.get_world_size(), scale_wrt_gas=False)  # DeepSpeed takes the mean
             work.add_tokens([lengths[row] for row in micro_batch])
-        if is_shown:
-            skipped_rows = (in_update & ~has_gradient).nonzero().flatten().tolist()
-            with torch.no_grad():
-                for micro_batch in micro_batches_of(batch, skipped_rows, config):
-                    loss_of_rows(trainer.module, batch, micro_batch, counts[:2], config, work)
         with threads_of_step(train):
             trainer.step()
         if trainer.optimizer.overflow:
@@ -1597,7 +1600,7 @@ def main(config: Config) -> None:
         report = sync_engine(run, check=every > 0 and state.step % every == 0)
 
         # Log, checkpoint
-        metrics |= batch_metrics(batch, groups, config.rollout.group_size)
+        metrics |= batch_metrics(batch, groups, config)
         reduced = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
         num_measured = int(reduced.pop("measured_tokens_total", 0))
         state.add_step(reduced, run.rule, num_measured, config.zero_variance.teacher_token_cost)
@@ -1642,7 +1645,7 @@ def update_history(run: Run, outcomes: list[GroupOutcome]) -> None:
 
 
 def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
-    """Add the outputs of the policy and of the reference model before the update, if needed. Collective.
+    """Add the outputs of the policy and of the reference model before the updates, if needed. Collective.
 
     If only a parity check needs the pass, its outputs are discarded, because a check must not change an
     update.

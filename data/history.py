@@ -106,14 +106,17 @@ class PromptHistory:
         retest_steps old. Stage 1b [ours, after GRESO (arXiv 2506.02177), which also explores hard prompts
         more than easy prompts].
         """
-        age = step - int(self.last_step[prompt])
-        is_expired = retest_steps > 0 and age >= retest_steps
-        if self.last_step[prompt] < 0 or is_expired:
+        if not self.has_record(prompt, step, retest_steps):
             return 0.0
         right, wrong, tried = self.counts(prompt, binary)
         all_right = prob_all(right, tried - right, group_size, prior)
         all_wrong = prob_all(wrong, tried - wrong, group_size, prior)
         return min(all_right, 1 - explore_solved) + min(all_wrong, 1 - explore_unsolved)
+
+    def has_record(self, prompt: int, step: int, retest_steps: int) -> bool:
+        """Tell whether a prompt was tried less than retest_steps steps ago; 0: a record never expires."""
+        last_step = int(self.last_step[prompt])
+        return last_step >= 0 and (retest_steps == 0 or step - last_step < retest_steps)
 
     def counts(self, prompt: int, binary: bool) -> tuple[float, float, float]:
         """Return the decayed counts (fully right, fully wrong, all); with binary, wrong = all - right."""
@@ -122,18 +125,23 @@ class PromptHistory:
         wrong = tried - right if binary else float(self.unsolved[prompt])
         return right, wrong, tried
 
-    def zero_variance_after(self, probe, group_size: int, prior: float, binary: bool) -> float:
+    def zero_variance_after(
+        self, probe, step: int, group_size: int, *, binary: bool, prior: float, retest_steps: int
+    ) -> float:
         """Return the probability that a probed group ends with zero variance. Stage 1c [ours].
 
         The remaining completions would all have to get the score of the probe. Their probability is estimated
-        from the record and the probe together. 0 if the probe has variance already, and if all scores of the
-        probe are the same fraction, for example 0.5, because the record does not count fractions.
+        from the probe and, unless it has expired as in skip_prob(), from the record. 0 if the probe has
+        variance already, and if all scores of the probe are the same fraction, for example 0.5, because the
+        record does not count fractions.
         """
         is_right = probe.solved == probe.valid
         is_wrong = probe.score_sum == 0
         if probe.has_variance or not probe.valid or not (is_right or is_wrong):
             return 0.0
-        right, wrong, tried = self.counts(probe.prompt_index, binary)
+        prompt = probe.prompt_index
+        is_known = self.has_record(prompt, step, retest_steps)
+        right, wrong, tried = self.counts(prompt, binary) if is_known else (0.0, 0.0, 0.0)
         num_same = (right if is_right else wrong) + probe.valid
         num_other = tried + probe.valid - num_same
         return prob_all(num_same, num_other, group_size - probe.completions, prior)

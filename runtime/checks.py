@@ -100,8 +100,8 @@ def mismatch_gate(metrics: dict[str, float], state: TrainState, config: Config) 
     """Count consecutive steps whose mismatch exceeds a gate; return why to stop the run, or None.
 
     Two gates share the count: mismatch_gate bounds the KL of trainer and engine (k3), skew_gate the absolute
-    values of skew_positive and skew_negative. A step without any row that has gradient measures neither: the
-    count stays as it is.
+    values of skew_positive and skew_negative. A step that measures neither, because no row has gradient and
+    there was no old-logprob pass, leaves the count as it is.
     """
     algorithm = config.algorithm
     gates = {
@@ -137,30 +137,41 @@ def mismatch_gate(metrics: dict[str, float], state: TrainState, config: Config) 
     return None
 
 
+MAX_SAVED_BATCHES = 3  # per rank, in a run folder, with run.on_nonfinite skip
+
+
 def handle_nonfinite(
     quantity: str, batch: RolloutBatch, rows: list[int], config: Config, step: int, **more: Tensor
 ) -> None:
     """Save the batch, name the prompts of the bad rows, then stop or continue (run.on_nonfinite). Collective.
 
     quantity: "reward" or "loss". rows: this rank's rows with NaN or infinity; if no rank has any, every loss
-    was finite and the gradient overflowed. more: tensors to save beside the fields of the batch.
+    was finite and the gradient overflowed. more: tensors to save beside the fields of the batch. A run that
+    continues saves MAX_SAVED_BATCHES batches at most, because every bad step has one.
     """
     texts = [prompt.text for prompt in batch.prompts]
     texts_by_rank = [None] * dist.get_world_size()
     dist.all_gather_object(texts_by_rank, [texts[row] for row in rows])
     examples = list(dict.fromkeys(sum(texts_by_rank, [])))
     quantity = quantity if examples else "gradient"
-    path = Path(config.run.dir) / "nonfinite" / f"step_{step + 1:06d}_{quantity}_rank_{dist.get_rank()}.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
-    torch.save(fields | {"prompts": texts, "rows": rows} | more, path)  # plain types: loads with weights_only
+    folder = Path(config.run.dir) / "nonfinite"
+    of_rank = f"rank_{dist.get_rank()}.pt"
+    stops = config.run.on_nonfinite == "stop"
+    is_saved = stops or len(list(folder.glob(f"*_{of_rank}"))) < MAX_SAVED_BATCHES
+    if is_saved:
+        folder.mkdir(parents=True, exist_ok=True)
+        fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
+        fields |= {"prompts": texts, "rows": rows} | more  # plain types: loads with weights_only
+        torch.save(fields, folder / f"step_{step + 1:06d}_{quantity}_{of_rank}")
     prompts = ", ".join(repr(text[:80]) for text in examples[:3]) or "none in particular"
     skipped = "reward" if quantity == "reward" else "update"
     message = (
         f"step {step + 1}: a {quantity} is NaN or infinite; prompts ({len(examples)}): {prompts}; the batch "
-        f"is saved in {path.parent}, and this {skipped} has not changed the weights"
+        f"is {'' if is_saved else 'not '}saved in {folder}"
+        f"{'' if stops else f', which keeps the first {MAX_SAVED_BATCHES}'}, and this {skipped} has not "
+        "changed the weights"
     )
-    if config.run.on_nonfinite == "stop":
+    if stops:
         raise RuntimeError(f"{message}; run.on_nonfinite=skip continues without this {skipped}")
     say(message)
 

@@ -154,22 +154,20 @@ def straggler(metrics: dict) -> dict[str, float]:
     return {"straggler_seconds": seconds, "straggler_rank": rank}
 
 
-def batch_metrics(
-    batch: RolloutBatch, groups: list[Group], group_size: int
-) -> dict[str, tuple[float, float]]:
+def batch_metrics(batch: RolloutBatch, groups: list[Group], config: Config) -> dict[str, tuple[float, float]]:
     """Measure the training batch, as (sum, count): reward, inversion, tokens with and without gradient.
 
-    inversion_frac: fraction of completions whose advantage has the wrong sign, for example a correct
-    completion with a negative advantage. Completions that a teacher teaches have no common sign of their
-    tokens and are not counted.
+    inversion_frac: fraction of completions whose advantage contradicts the verifier, for example a right
+    completion with a negative advantage (RolloutBatch.verifier_signs()). Completions that a teacher teaches
+    have no common sign of their tokens and are not counted.
     """
     taught = torch.zeros_like(batch.valid) if batch.is_taught is None else batch.is_taught  # [B]
-    correct = torch.tensor([v.status == "ok" for v in batch.verdicts], dtype=torch.bool)  # [B]
     signs = batch.advantages.sum(dim=1).sign()  # [B]; all tokens of a completion share a sign
     is_judged = batch.valid & ~taught
-    inverted = torch.where(correct, signs < 0, signs > 0) & is_judged
+    inverted = (signs * batch.verifier_signs(config.reward.binary) < 0) & is_judged
     with_gradient = (batch.advantages != 0).sum(dim=1)  # [B]
     without_gradient = batch.response_mask.sum(dim=1) - with_gradient  # [B]
+    group_size = config.rollout.group_size
     is_probe = torch.tensor([len(g.completions) < group_size for g in groups], dtype=torch.bool)  # [groups]
     of_probe = is_probe[batch.group_index]  # [B]
     return {
@@ -234,9 +232,9 @@ def token_metrics(
 
         skew_positive, skew_negative    mean of -(w - 1) A over the tokens with A > 0, or with A < 0
 
-    measured_tokens_total is the number of tokens with abs_dlogp, for the mean over a run; it is not logged.
-    (VeXact, arXiv 2605.14220) [secondary; ours: w is the trainer before the update over the engine, and A is
-    without rollout correction].
+    (VeXact, arXiv 2605.14220) [secondary; ours: w is the trainer before the step's updates over the engine,
+    and A is without rollout correction]. measured_tokens_total is the number of tokens with abs_dlogp, for
+    the mean over a run; it is not logged.
     """
     sums = Counter()
     counts = Counter()
@@ -276,8 +274,7 @@ def clipped_by_update(
     """Measure the share of clipped tokens of each update of a step: clipped/update_1, ... as (sum, count).
 
     micro_batches: as in token_metrics(); updates: the number of finished updates before each micro-batch.
-    Without off-policy data the first update has ratio 1 up to rounding: in float32 it clips nothing, in
-    bfloat16 clips as narrow as GSPO's cut tokens already.
+    With algorithm.old_policy trainer the first update clips nothing, because its ratio is 1.
     """
     sums: Counter = Counter()
     counts: Counter = Counter()
@@ -421,7 +418,10 @@ def log_metrics(accelerator, config: Config, state: TrainState, metrics: dict) -
 
 
 def log_samples(config: Config, state: TrainState, batch: RolloutBatch, tokenizer) -> None:
-    """Write the first group of a step to samples.jsonl; `experiments/evaluate.py --run` renders the file."""
+    """Write the first group of a step to samples.jsonl; `experiments/evaluate.py --run` renders the file.
+
+    Log-probabilities and entropies are rounded to 4 decimals, which saves more than half of their text.
+    """
     path = Path(config.run.dir) / "samples.jsonl"
     with writing(path), path.open("a") as file:
         for i in (batch.group_index == 0).nonzero().flatten().tolist():
@@ -435,7 +435,7 @@ def log_samples(config: Config, state: TrainState, batch: RolloutBatch, tokenize
             nats = {"rollout_logprobs": batch.rollout_logprobs, "trainer_logprobs": batch.old_logprobs}
             for name, values in (nats | {"entropy": batch.entropy}).items():
                 if values is not None:  # old_logprobs and entropy exist only if the update needs them
-                    row[name] = values[i, :num].tolist()
+                    row[name] = [round(value, 4) for value in values[i, :num].tolist()]
             if batch.turns is not None:
                 row |= turns_of_row(row, batch.turns[i], batch.response_mask[i, :num].tolist())
             file.write(json.dumps(row) + "\n")

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
     GraniteMoeConfig,
+    LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
     Qwen3Config,
@@ -64,6 +65,10 @@ def tiny_config(kind: str):
             scales = dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4)
             fixed = dict(num_local_experts=8, logits_scaling=0.6, tie_word_embeddings=True)
             return GraniteMoeConfig(**default_head | all_sparse | scales | fixed)
+        case "llama":  # the wavelengths of its 4 frequencies lie on both sides of 16 and 4 tokens
+            llama3 = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0)
+            context = dict(rope_theta=500.0, original_max_position_embeddings=16)
+            return LlamaConfig(**default_head | dict(rope_parameters=llama3 | context))
         case "dense":
             return Qwen3Config(**sizes)
         case "dense_tied":

@@ -73,6 +73,7 @@ def run_update(case: dict, completions: list[dict], folder: Path, group, losses:
         batch.old_logprobs, batch.entropy, batch.old_routes, batch.route_mismatch, _ = outputs
     elif case["old"] == "none":
         batch.old_logprobs = None
+    batch.is_off_policy = case["old"] == "given"  # by another policy than this one, read by updates()
     tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
     copies = {name: value.clone() for name, value in tensors.items()}
     losses.clear()
@@ -93,8 +94,11 @@ def updates(folder: Path) -> dict:
     micro_batch_loss = train_rl.micro_batch_loss
     losses = []
 
-    def recording(logprobs, entropy, batch, rows, *arguments):
-        loss, statistics = micro_batch_loss(logprobs, entropy, batch, rows, *arguments)
+    def recording(logprobs, entropy, batch, rows, counts, log_vocab, config, has_moved, topk):
+        has_moved |= batch.is_off_policy
+        loss, statistics = micro_batch_loss(
+            logprobs, entropy, batch, rows, counts, log_vocab, config, has_moved, topk
+        )
         losses.append((rows, logprobs.detach().clone(), statistics["ratio"].clone(), loss.item()))
         return loss, statistics
 
@@ -288,7 +292,7 @@ def run_update_of_groups(case: dict, model: Path, group) -> dict:
         batch.rewards = train_rl.compute_rewards(batch, None, [], config)
         batch.valid = train_rl.has_verdict(batch.verdicts)
         batch.advantages = train_rl.token_advantages(batch, config)
-        trained = batch_metrics(batch, groups, config.rollout.group_size)
+        trained = batch_metrics(batch, groups, config)
         metrics = reduce_metrics(trained | train_rl.update_policy(engine, batch, config))
     return {"before": before, "after": weights_of(policy), "metrics": metrics, "num_groups": len(groups)}
 

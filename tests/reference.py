@@ -148,11 +148,27 @@ def gdpo_advantages(groups: list[dict], eps: float = 1e-6) -> list[list[float]]:
     return [[a / (std + eps) for a in row] for row in sums]
 
 
-def correctness_guard(advantage: float, correct: bool) -> float:
-    """Return the advantage, or 0 if its sign contradicts the verifier."""
-    if correct and advantage < 0.0 or not correct and advantage > 0.0:
-        return 0.0
-    return advantage
+def verifier_signs(scores: list[float], valid: list[bool]) -> list[int]:
+    """Return the side of its group's mean on which each score lies: +1, -1 or 0.
+
+    Among equal scores, a score of 1 has +1, a score of 0 has -1 and a fraction 0. Without a verdict: 0.
+    """
+    counted = [Fraction(score) for score, ok in zip(scores, valid) if ok]
+    signs = []
+    for score, ok in zip(scores, valid):
+        if not ok:
+            signs.append(0)
+        elif max(counted) - min(counted) <= ZERO_VARIANCE:
+            signs.append({1.0: 1, 0.0: -1}.get(score, 0))
+        else:
+            excess = len(counted) * Fraction(score) - sum(counted)
+            signs.append((excess > 0) - (excess < 0))
+    return signs
+
+
+def correctness_guard(advantage: float, sign: int) -> float:
+    """Return the advantage, or 0 if its sign contradicts the verifier's."""
+    return 0.0 if advantage * sign < 0 else advantage
 
 
 def rl_zvp_advantages(entropies: list[float], reward: float, alpha: float) -> list[float]:
@@ -168,7 +184,7 @@ def rl_zvp_advantages(entropies: list[float], reward: float, alpha: float) -> li
     return [-alpha * (max(entropies) - entropy) for entropy in entropies]
 
 
-def token_advantages(rewards, scores, correct, valid, entropies, settings: dict) -> list[list[float]]:
+def token_advantages(rewards, scores, valid, entropies, settings: dict) -> list[list[float]]:
     """Return the advantage of each token of the completions of one group.
 
     scores: the verifier's part of the rewards, which decides about zero variance. settings: adv_norm,
@@ -184,7 +200,8 @@ def token_advantages(rewards, scores, correct, valid, entropies, settings: dict)
             if valid[i]:
                 rows[i] = rl_zvp_advantages(entropies[i], scores[i], settings["rl_zvp_coef"])
     if settings["correctness_guard"]:
-        rows = [[correctness_guard(a, ok) for a in row] for row, ok in zip(rows, correct)]
+        signs = verifier_signs(scores, valid)
+        rows = [[correctness_guard(a, sign) for a in row] for row, sign in zip(rows, signs)]
     return rows
 
 

@@ -92,9 +92,14 @@ def test_an_engine_follows_a_dense_policy_through_a_sync(family, tmp_path):
     has experts."""
     grouped = SIZES | {"num_key_value_heads": 1}
     del grouped["num_experts_per_tok"]
-    config_class = {"llama": LlamaConfig, "qwen2": Qwen2Config}[family]
-    architecture = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}[family]
-    policy = Policy(config_class(**grouped, intermediate_size=128, architectures=[architecture]))
+    grouped |= {"intermediate_size": 128}
+    if family == "llama":
+        rope = {"rope_type": "llama3", "rope_theta": 500.0, "original_max_position_embeddings": 16}
+        rope |= {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        config = LlamaConfig(**grouped, architectures=["LlamaForCausalLM"], rope_parameters=rope)
+    else:
+        config = Qwen2Config(**grouped, architectures=["Qwen2ForCausalLM"])
+    policy = Policy(config)
     random_weights(policy, 0)
     move(policy, (".bias",), 0.3)
     settings = RolloutSettings(dtype="float32", kv_cache_gib=0.02, max_num_seqs=8)

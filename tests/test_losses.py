@@ -651,6 +651,21 @@ def test_the_distance_to_the_engine_is_unknown_after_an_update_without_an_old_pa
         assert_close(statistics["abs_dlogp"][batch.response_mask], [0.25] * 8)
 
 
+def test_the_first_update_of_a_step_has_ratio_one_whatever_the_old_pass_rounded(float64):
+    """The recorded log-probabilities are off by 0.01, as in bfloat16; ESPO's clip is narrower. They still
+    measure the distance to the engine."""
+    batch, _ = batch_of(random_case(1, 0.3, [3, 5]))
+    logprobs = (batch.old_logprobs + 0.01).requires_grad_()
+    config = config_of(ratio_level="entropy_group", clip_mode="entropy_adaptive")
+    arguments = logprobs, batch.entropy, batch, [0, 1], torch.tensor([2, 8]), LOG_VOCAB, config
+    _, statistics = train_rl.micro_batch_loss(*arguments, has_moved=False)
+    assert (statistics["ratio"] == 1).all() and not statistics["clipped"].any()
+    distance = (batch.old_logprobs - batch.rollout_logprobs).abs()
+    assert torch.equal(statistics["abs_dlogp"], distance)
+    _, statistics = train_rl.micro_batch_loss(*arguments, has_moved=True)
+    assert (statistics["ratio"] != 1)[batch.response_mask].all() and statistics["clipped"].any()
+
+
 # GRPO without any axis, which the defaults have to equal bit by bit
 def grpo_advantages(rewards, valid, group_index, eps=1e-6):
     advantages = torch.zeros_like(rewards)
@@ -821,14 +836,13 @@ def test_advantages_of_tokens(advantage, tie_band, correctness_guard, rl_zvp, bi
         actual = train_rl.token_advantages(batch, config)
         assert actual.shape == batch.response_mask.shape and not actual[~batch.response_mask].any()
         start = 0
-        for number, group in enumerate(groups):
-            rows = slice(start, start + sizes[number])
+        for number, size in enumerate(sizes):
+            rows = slice(start, start + size)
             start = rows.stop
             entropies = [
                 row[mask].tolist() for row, mask in zip(batch.entropy[rows], batch.response_mask[rows])
             ]
-            correct = [v.status == "ok" for v in group.verdicts]
-            lists = rewards[number], scores[rows], correct, valid[number], entropies
+            lists = rewards[number], scores[rows], valid[number], entropies
             expected = reference.token_advantages(*lists, settings)
             assert_close(actual[rows][batch.response_mask[rows]], sum(expected, []))
             num_reshaped += any(len(set(row)) > 1 for row in expected)
@@ -947,6 +961,21 @@ def check_selection(completions: list[dict], advantages: list[list[float]], algo
     limit = max(1, int(arguments["fraction"] * len(tokens)))
     num_dropped = sum(result == 0 for _, _, result in tokens)
     assert num_dropped == sum(result == 0 for _, _, result in eligible) == min(limit, len(eligible))
+
+
+def test_clip_cov_draws_among_all_sampled_tokens_of_an_episode(float64):
+    """Of 2 sampled, 3 inserted and 2 sampled tokens, which covary alike, each sampled one is drawn."""
+    sampled = [True, True, False, False, False, True, True]
+    drawn = set()
+    for step in range(40):
+        batch = make_batch([[0] * 7] * 2, old_logprobs=[[-0.5] * 7, [-1.5] * 7], entropy=[[0.0] * 7] * 2)
+        batch.response_mask = torch.tensor([sampled] * 2)
+        batch.finish_reason = ["stop"] * 2
+        advantages = torch.tensor([[1.0], [-1.0]]) * batch.response_mask
+        config = config_of(**plugin("select", CLIP_COV, fraction=0.1, low=-9.0, high=9.0))
+        kept = train_rl.select_tokens(advantages, batch, config, step) != 0
+        drawn |= {tuple(place) for place in (batch.response_mask & ~kept).nonzero().tolist()}
+    assert drawn == {(row, t) for row in (0, 1) for t in (0, 1, 5, 6)}
 
 
 def test_clip_cov_draws_other_tokens_at_another_step(float64):

@@ -103,23 +103,42 @@ def test_the_time_of_a_rollout_counted_by_hand(monkeypatch):
 
 
 def test_metrics_of_a_batch_counted_by_hand():
-    """An advantage that contradicts its verdict is an inversion; a row without a verdict counts nowhere."""
-    statuses = ["ok", "ok", "wrong", "wrong", "timeout"]
-    batch = SimpleNamespace(
-        verdicts=[Verdict(0.0, status) for status in statuses],
-        advantages=torch.tensor([[0.5, 0.5], [-1.0, 0.0], [0.25, 0.25], [0.0, 0.0], [0.0, 0.0]]),
-        response_mask=torch.tensor([[True, True], [True, False], [True, True], [True, True], [True, True]]),
-        rewards=torch.tensor([1.0, 0.5, 0.25, 0.25, 7.0]),
-        valid=torch.tensor([True, True, True, True, False]),
-        group_index=torch.tensor([0, 0, 0, 1, 0]),
-        is_taught=None,
-    )
+    """An advantage that contradicts its score is an inversion; a row without a verdict counts nowhere."""
+    batch = make_batch([[0] * length for length in (2, 1, 2, 2, 2)], group_index=[0, 0, 0, 1, 0])
+    batch.verdicts = [Verdict(score, "wrong") for score in (1.0, 0.9, 0.3, 0.0)] + [Verdict(0.0, "timeout")]
+    batch.advantages = torch.tensor([[0.5, 0.5], [-1.0, 0.0], [0.25, 0.25], [0.0, 0.0], [0.0, 0.0]])
+    batch.rewards = torch.tensor([1.0, 0.5, 0.25, 0.25, 7.0])
+    batch.valid = torch.tensor([True, True, True, True, False])
     groups = [Group(0, 0, [completion(2)] * 4), Group(1, 1, [completion(2)])]
-    metrics = {name: total / count for name, (total, count) in batch_metrics(batch, groups, 4).items()}
+    config = make_config("rollout.group_size=4")
+    metrics = {name: total / count for name, (total, count) in batch_metrics(batch, groups, config).items()}
     assert metrics == {
         "reward": 0.5, "inversion_frac": 0.5, "gradient_tokens_total": 5,
         "account/wasted_stopped_tokens_total": 2, "account/wasted_kept_tokens_total": 2,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "scores, signs",
+    [
+        ([1.0, 0.0, 0.0, 1.0], [1, -1, -1, 1]),
+        ([0.75, 0.5, 0.5, 0.25], [1, 0, 0, -1]),
+        ([0.0, 0.1, None, 0.2], [-1, 0, 0, 1]),
+        ([1.0, 1.0, None, 1.0], [1, 1, 0, 1]),
+        ([0.0, 0.0, 0.0, None], [-1, -1, -1, 0]),
+        ([0.5, 0.5, 0.5, 0.5], [0, 0, 0, 0]),
+        ([None, None, None, None], [0, 0, 0, 0]),
+    ],
+)
+def test_the_signs_of_a_verifier_worked_out_by_hand(scores, signs):
+    """None: no verdict. With binary, fractions are wrong."""
+    batch = make_batch([[0]] * 8, group_index=[0] * 4 + [1] * 4)
+    batch.verdicts = [
+        Verdict(score or 0.0, "timeout" if score is None else "wrong") for score in [*scores, 1.0, 0.9, 0, 0]
+    ]
+    batch.valid = torch.tensor([not verdict.failed for verdict in batch.verdicts])
+    assert batch.verifier_signs(binary=False).tolist() == [*signs, 1, 1, -1, -1]
+    assert batch.verifier_signs(binary=True)[4:].tolist() == [1, -1, -1, -1]
 
 
 def test_the_clipped_share_of_each_update_counted_by_hand(monkeypatch):

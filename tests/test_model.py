@@ -47,7 +47,7 @@ from runtime.memory import trainer_bytes
 from settings import ModelSettings
 
 MOE_KINDS = ["moe", "moe_other", "olmoe", "mixtral", "glm", "glm_plain", "granite"]
-KINDS = [*MOE_KINDS, "dense", "dense_tied"]
+KINDS = [*MOE_KINDS, "dense", "dense_tied", "llama"]
 PARITY = 1e-5  # explained above
 
 

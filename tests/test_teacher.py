@@ -281,14 +281,14 @@ def test_metrics_by_hand():
     taught = batch.response_mask & torch.tensor([[True], [True], [False], [False], [True], [True]])
     batch.advantages[taught] = 1.0  # wrong completions, pushed up
     batch.advantages[2:4, 0] = torch.tensor([-1.0, -1.0])  # a right completion, pushed down
-    metrics = reduce_metrics(batch_metrics(batch, groups, 2))
+    metrics = reduce_metrics(batch_metrics(batch, groups, config))
     assert metrics["teacher_frac"] == pytest.approx(2 / 3)
     assert metrics["account/teacher_tokens_total"] == 7
     gap = (batch.old_logprobs - batch.teacher_logprobs)[taught]
     assert metrics["teacher_kl_k1"] == pytest.approx(gap.mean().item(), rel=1e-5)
     assert metrics["inversion_frac"] == 1 / 2
     plain = taught_batch(groups, config_of(teacher="null"), random.Random(0))
-    assert not [name for name in batch_metrics(plain, groups, 2) if "teacher" in name]
+    assert not [name for name in batch_metrics(plain, groups, config) if "teacher" in name]
 
 
 @pytest.mark.parametrize("cost, is_last", [(0, False), (0.5, False), (1, True)])

@@ -26,10 +26,9 @@ def clip_cov(inputs: SelectInputs, fraction: float = 0.0002, low: float = 1.0, h
     covariance = (inputs.advantages - mean_advantage) * (inputs.old_logprobs - mean_logprob)  # [B, T]
     eligible = mask & (covariance > low) & (covariance < high)
     keys = torch.zeros(mask.shape, dtype=torch.float64)
-    lengths = mask.sum(dim=1).tolist()
     for row in eligible.any(dim=1).nonzero().flatten().tolist():
-        draws = [inputs.generators[row].random() for _ in range(lengths[row])]
-        keys[row, : lengths[row]] = torch.tensor(draws, dtype=torch.float64)
+        draws = [inputs.generators[row].random() for _ in range(int(mask[row].sum()))]
+        keys[row, mask[row]] = torch.tensor(draws, dtype=torch.float64)
     num_drawn = max(1, int(fraction * num_tokens))
     is_drawn = eligible & (keys >= inputs.ranks.kth_largest(keys[eligible], num_drawn))
     return inputs.advantages.masked_fill(is_drawn, 0.0)
