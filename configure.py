@@ -241,6 +241,11 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
 
 def config_warnings(config: Config) -> list[str]:
     """List legitimate but unusual combinations, to be printed once at the start."""
+    return [*loss_warnings(config), *elimination_warnings(config)]
+
+
+def loss_warnings(config: Config) -> list[str]:
+    """List unusual combinations of ratio, clip and correction."""
     algo = config.algorithm
     warnings = []
     has_built_in_clip = algo.gain is None
@@ -282,6 +287,19 @@ def config_warnings(config: Config) -> list[str]:
             f"algorithm.ratio_level {algo.ratio_level!r}, algorithm.clip_mode {algo.clip_mode!r}: no clip "
             "acts at train.minibatches_per_step 1, because every ratio of the only update is 1; GSPO takes 4"
         )
+    if algo.rollout_correction == "geometric_mask" and algo.rollout_correction_cap >= 2:
+        warnings.append(
+            "algorithm.rollout_correction 'geometric_mask' with algorithm.rollout_correction_cap "
+            f"{algo.rollout_correction_cap:g} masks hardly anything: the mean is per token, "
+            "experiments/methods/mask_geometric.yaml takes 0.98 and 1.02"
+        )
+    return warnings
+
+
+def elimination_warnings(config: Config) -> list[str]:
+    """List unusual combinations of zero-variance elimination with a judge, a teacher and small groups."""
+    zero = config.zero_variance
+    warnings = []
     by_record = [name for name in ("history", "offline_scores", "probe_size") if getattr(zero, name)]
     by_scores = by_record + [name for name in ("rl_zvp", "drop") if getattr(zero, name)]
     if config.reward.judge != "none" and by_scores:
@@ -294,12 +312,7 @@ def config_warnings(config: Config) -> list[str]:
             f"zero_variance.teacher with zero_variance.{', '.join(by_record)}: prompts of equal scores are "
             "skipped or stopped early, although the teacher would teach them"
         )
-    if algo.rollout_correction == "geometric_mask" and algo.rollout_correction_cap >= 2:
-        warnings.append(
-            f"algorithm.rollout_correction 'geometric_mask' with rollout_correction_cap "
-            f"{algo.rollout_correction_cap:g} masks hardly anything: the mean is per token, "
-            "experiments/methods/mask_geometric.yaml takes 0.98 and 1.02"
-        )
-    if config.rollout.group_size == 1 and zero.teacher_groups != "every" and algo.advantage is None:
+    has_baseline = zero.teacher_groups == "every" or config.algorithm.advantage is not None
+    if config.rollout.group_size == 1 and not has_baseline:
         warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
     return warnings

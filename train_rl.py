@@ -1335,9 +1335,8 @@ def micro_batch_loss(
     counts: completions and tokens of the update over all ranks. has_moved: the policy was updated after it
     sampled these rows. algorithm.old_policy chooses the denominator of the ratio:
 
-        trainer  the trainer's policy before the step's first update. In this update it is the current policy,
-                 whose ratio is exactly 1: two passes over equal weights would differ by rounding, in bfloat16
-                 by more than the narrow clips of GSPO and ESPO allow
+        trainer  the trainer's policy before the step's first update, in which the ratio is exactly 1: a
+                 second pass rounds differently, in bfloat16 by more than the clips of GSPO and ESPO allow
         rollout  the engine's (bypass): the ratio pi / pi_rollout corrects the mismatch of trainer and engine
                  itself, and no old-logprob pass is needed
     """
@@ -1347,9 +1346,8 @@ def micro_batch_loss(
     rollout_logprobs = batch.rollout_logprobs[rows].to(device)
     recorded = batch.old_logprobs
     trainer_logprobs = logprobs.detach() if recorded is None else recorded[rows].to(device)
-    old_logprobs = rollout_logprobs
-    if algorithm.old_policy == "trainer":
-        old_logprobs = trainer_logprobs if has_moved else logprobs.detach()
+    old_logprobs = trainer_logprobs if has_moved else logprobs.detach()
+    old_logprobs = old_logprobs if algorithm.old_policy == "trainer" else rollout_logprobs
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
     token_groups = token_groups_of(entropy, mask, algorithm)
     correction = correction_weights(
@@ -1370,9 +1368,8 @@ def micro_batch_loss(
         expected_gain=expected_gain(topk_logprobs, batch, rows, log_vocab, has_moved, algorithm),
     )
     num_completions, num_tokens = counts.tolist()
-    weights = loss_weights(
-        mask, token_groups, num_completions, num_tokens, config.rollout.max_new_tokens, algorithm.loss_agg
-    )
+    longest = config.rollout.max_new_tokens
+    weights = loss_weights(mask, token_groups, num_completions, num_tokens, longest, algorithm.loss_agg)
     loss, statistics = policy_loss(inputs, weights)
     if "mask" in algorithm.rollout_correction:
         masked = (correction == 0).to(logprobs.dtype)

@@ -134,6 +134,7 @@ WORDS = {"id": "length_constraints:number_words", "num_words": 3}
         ('[{"id": "keywords:existence", "keywords": [""]}]', "list"),
         ('[{"id": "detectable_format:number_bullet_lists", "num_bullets": "2"}]', "num_bullets"),
         ('[{"id": "language:response_language", "language": "english"}]', "for example en"),
+        ('[{"id": "language:response_language", "language": "xx-US"}]', "'xx'"),
         ('[{"id": "keywords:letter_frequency", "letter": "", "let_frequency": 1}]', "letter"),
     ],
 )
@@ -155,6 +156,14 @@ def test_languages_are_recognised_by_script_or_by_a_library(monkeypatch):
     monkeypatch.undo()
     assert verify("Das ist ein guter Tag für uns alle.", answer)[1] == "ok"
     assert verify("This is a good day for all of us.", answer)[1] == "wrong"
+
+
+@pytest.mark.parametrize("language", ["en-US", "EN", "zh-cn", "ZH-Hant-TW"])
+def test_the_region_and_the_case_of_a_language_code_have_no_effect(language):
+    texts = {"en": "This is a good day for all of us.", "zh": "\u6211\u662f\u5b66\u751f"}
+    for code, text in texts.items():
+        expected = float(language[:2].lower() == code)
+        assert reward(text, "language:response_language", {"language": language}) == expected
 
 
 @pytest.mark.parametrize("num", ["-1", "0"])

@@ -401,6 +401,8 @@ def test_the_program_of_a_completion(completion, program):
     [
         ("1 2\n3\n", "1 2\n3", True),
         ("1  2 \n3\n\n", "1 2\n3", True),
+        ("\n \n1 2\n3", "1 2\n3", True),
+        ("1 2\n\n3", "1 2\n3", False),
         ("1\n2\n3", "1 2\n3", False),
         ("", "1", False),
         ("0.3333333", "0.33333333333", True),
@@ -440,6 +442,12 @@ TYPED = [  # the names of typing exist, whether or not the program imports them
     "from __future__ import (\n    annotations)\ndef join(a: List[int], b): return (*a, *b)\nList[int]",
     "class List: pass\ndef join(a, b): return (*a, *b) if List() else 0",
 ]
+FLOATS = {  # the expected values are 0.3, and a list with floats in a list and in a dict
+    "fn_name": "f",
+    "inputs": ["0", "1", "2"],
+    "outputs": ["0.3", '[[0.3], {"a": 1.0}]', "[3]"],
+}
+RESULTS = "f = lambda n: [{}, [({},), {{'a': {}}}], {}][n]"  # one value per expected float, and one for the 3
 SEPARATED = {"fn_name": "len", "inputs": ['"a\u2028b"\n'], "outputs": ["3"]}
 SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b)"
 
@@ -463,6 +471,10 @@ SOLUTION = "class Solution:\n    def join(self, a: List[int], b): return (*a, *b
         (SOLUTION, CALL, 1.0, ""),
         *((program, CALL, 1.0, "") for program in TYPED),
         ("size = len", SEPARATED, 1.0, ""),
+        (RESULTS.format("0.1 + 0.2", "0.3000001", "1", "3.0"), FLOATS, 1.0, ""),
+        (RESULTS.format("0.30001", "0.30001", "1.0", "3.0000001"), FLOATS, 0.0, "0 of 3"),
+        (RESULTS.format("'0.3'", "0.3", "0.9999", "True"), FLOATS, 0.0, "0 of 3"),
+        ("f = lambda: True", {"fn_name": "f", "inputs": [[]], "outputs": [0.9999999]}, 0.0, "0 of 1"),
         ("def join(a, b): return a", CALL, 0.5, "1 of 2"),
         ("def", ADD, 0.0, "0 of 2"),
         ("import math\nimport numpy as np\ndef half(x): return x / 2 + 1e-7", NEAR, 0.75, "3 of 4"),
@@ -530,7 +542,8 @@ def test_all_tests_of_a_program_share_a_limit_of_time():
         ('{"inputs": ["1", "2"], "outputs": ["1"]}', "2 inputs and 1 outputs"),
         ('{"inputs": [1], "outputs": ["1"]}', "lines"),
         ('{"inputs": ["1"], "outputs": ["1"], "fn_name": "a b"}', "fn_name"),
-        ('{"inputs": ["x"], "outputs": ["1"], "fn_name": "a"}', "Expecting value"),
+        ('{"inputs": ["x"], "outputs": ["1"], "fn_name": "a"}', "inputs of a function"),
+        ('{"inputs": ["1"], "outputs": ["x"], "fn_name": "a"}', "outputs of a function"),
         ('["assert add(1"]', "not Python"),
         ("[3]", "text"),
     ],

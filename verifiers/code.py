@@ -30,7 +30,7 @@ from verifiers.sandbox import Isolation, Limits, Result, Sandbox
 
 TOTAL_LIMITS = 3  # time limit of all tests of a program together, as a multiple of the limit per test [ours]
 MAX_VALUE_CHARS = 1 << 18  # a longer result of a function is wrong; parsing this length takes 0.7 s
-FLOAT_TOLERANCE = 1e-6  # relative or absolute, for expected outputs with a decimal point or an exponent
+FLOAT_TOLERANCE = 1e-6  # relative or absolute, for expected numbers with a decimal point or an exponent
 CONSTRUCTORS = {kind.__name__: kind for kind in (set, frozenset, list, tuple, dict, sorted, float, int, str)}
 FENCE = re.compile(  # the fences of a block marked as Python may share a line with other text
     r"(?:^[ \t]*```[ \t]*(\w*)|```[ \t]*(python3?|py)\b)[^\n`]*\n"
@@ -158,12 +158,12 @@ def _script_test(script_input: str | list, expected: str | list) -> Test:
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Compare two outputs word by word and line by line, ignoring blank lines at the end.
+    """Compare two outputs word by word and line by line, ignoring blank lines at the start and at the end.
 
     FLOAT_TOLERANCE applies to expected words that are numbers with a point or an exponent, for example 0.50.
     """
     output_lines, expected_lines = (
-        [line.split() for line in text.rstrip().splitlines()] for text in (output, expected)
+        [line.split() for line in text.strip().splitlines()] for text in (output, expected)
     )
     return len(output_lines) == len(expected_lines) and all(
         len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
@@ -183,21 +183,50 @@ def _same_word(word: str, expected: str) -> bool:
 def _function_test(function: str, function_input: str | list, expected: object) -> Test:
     arguments = function_input
     if isinstance(function_input, str):
-        arguments = [json.loads(line) for line in function_input.split("\n") if line.strip()]
-    expected = json.loads(expected) if isinstance(expected, str) else expected
+        arguments = [_from_json("inputs", line) for line in function_input.split("\n") if line.strip()]
+    expected = _from_json("outputs", expected) if isinstance(expected, str) else expected
     if not isinstance(arguments, list):
         raise ValueError(
             f"the inputs of a function must be a list of arguments, not {str(function_input)[:60]!r}"
         )
     # APPS wraps a result into a list of length 1, so that both [3] and 3 are accepted.
     results = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
+
+    def passes(result: Result) -> bool:
+        value = json.loads(json.dumps(_value(result)))  # as JSON: tuples become lists, keys text
+        return any(_same_value(value, expected_value) for expected_value in results)
+
     return Test(
-        lambda result: (
-            json.loads(json.dumps(_value(result))) in results
-        ),  # as JSON: tuples become lists, keys text
+        passes,
         # The arguments are passed as JSON, which is parsed ten times as fast as Python literals.
         expression=f"{function}(*__import__('json').loads({json.dumps(arguments)!r}))",
     )
+
+
+def _from_json(field: str, text: str) -> object:
+    """Parse a value of "inputs" or "outputs" of a function; ValueError names the field."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{field} of a function (fn_name) must be JSON, for example [1, 2] or, for text, "
+            f'"abc" in double quotes, not {text[:60]!r} ({error})'
+        ) from error
+
+
+def _same_value(value: object, expected: object) -> bool:
+    """Compare JSON values; FLOAT_TOLERANCE applies to expected floats, also inside lists and dicts.
+
+    1 equals 1.0 and True, as in Python, but a bool has no tolerance: True is not close to 0.9999999.
+    """
+    if isinstance(value, list) and isinstance(expected, list):
+        return len(value) == len(expected) and all(map(_same_value, value, expected))
+    if isinstance(value, dict) and isinstance(expected, dict):
+        same_keys = value.keys() == expected.keys()
+        return same_keys and all(_same_value(value[key], expected[key]) for key in expected)
+    if isinstance(expected, float) and type(value) in (int, float):
+        return math.isclose(value, expected, rel_tol=FLOAT_TOLERANCE, abs_tol=FLOAT_TOLERANCE)
+    return value == expected
 
 
 def _assert_test(text: str) -> Test:

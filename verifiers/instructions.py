@@ -116,8 +116,8 @@ def refuse_argument(name: str, key: str, value: object) -> None:
         is_valid = type(value) is int or (type(value) is float and value.is_integer())
         form = "a whole number"
     elif key == "language":
-        is_valid = isinstance(value, str) and re.fullmatch(r"[a-z]{2,3}(-[A-Za-z]+)?", value)
-        form = "a code, for example en"
+        is_valid = isinstance(value, str) and re.fullmatch(r"[A-Za-z]{2,3}(-[A-Za-z0-9]+)*", value)
+        form = "a code, for example en or zh-cn"
     else:
         is_valid = isinstance(value, str) and value.strip()
         form = "a text"
@@ -202,7 +202,12 @@ def _postscript(text: str, postscript_marker: str) -> bool:
 
 
 def _is_language(text: str, language: str) -> bool:
-    """Tell whether a text is in a language: by the script of most letters if possible, else by py3langid."""
+    """Tell whether a text is in a language: by the script of most letters if possible, else by py3langid.
+
+    A region has no effect: zh-cn and zh-TW are zh. ValueError for a code that py3langid does not know; it is
+    raised when the constraint is read, because every check is tried on a text then.
+    """
+    language = language.partition("-")[0].lower()
     scripts = Counter(
         unicodedata.name(letter, "").split(" ")[0].split("-")[0] for letter in text if letter.isalpha()
     )
@@ -218,7 +223,13 @@ def _is_language(text: str, language: str) -> bool:
             f"recognising the language {language!r} requires py3langid, which requirements.txt names: run "
             "`make install`"
         ) from error
-    return py3langid.classify(text)[0] == language
+    codes = [code for code, _ in py3langid.rank(text)]  # all languages, most likely first
+    if language not in codes:
+        raise ValueError(
+            f"py3langid does not know the language {language!r}; it knows {len(codes)} codes, for example "
+            "de, en, es, fr, hi, pt and ru"
+        )
+    return codes[0] == language
 
 
 def _is_english_case(text: str, is_case: Callable[[str], bool]) -> bool:

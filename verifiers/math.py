@@ -2,8 +2,9 @@ r"""Compare the boxed answer of a completion with the reference answer, as mathe
 
     verify(r"so $\boxed{(2, 2)}$ and $\boxed{(6, 2)}$", "(6, 2), (2, 2)")  # (1.0, "ok", "")
     verify(r"\boxed{k \in \mathbb{Z}}", r"$k\in\mathbb Z$")             # text: math-verify cannot parse \in Z
+    verify(r"\boxed{\text{Heavy rain}}", "heavy rain")                  # words: text, without case
 
-Reading order: boxes() extracts the answer; _matches_math() and _matches_text() compare the answer.
+Reading order: boxes() extracts the answer; _comparison() chooses how the answer is compared.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import functools
 import logging
 import math
 import re
+from collections.abc import Callable
 
 MAX_PARSED_CHARS = 4096  # math-verify takes quadratic time or worse; answers of MATH-500 have at most 53
 
@@ -21,11 +23,12 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
     The last \boxed{...} is compared. Boxes that are separated only by "and", "or", punctuation or spaces form
     a list, for example \boxed{1} and \boxed{2} for "1, 2", or repeat an answer, in which case all must be
     right. If a completion has no box, the expression that math-verify extracts from the last MAX_PARSED_CHARS
-    characters is compared: the one after "the answer is", else the last. Answers that math-verify cannot
-    parse are compared as text, and require a box.
+    characters is compared: the one after "the answer is", else the last. Words, times of day, and answers
+    that math-verify cannot parse are compared as text, and require a box.
     """
     gold = _parse_box(answer, whole=True)
-    is_math = _is_math(gold) and not _is_verbatim(answer)
+    matches = _comparison(answer, gold)
+    is_math = matches is _matches_math
     if not is_math and not _is_text(answer):
         return (
             0.0,
@@ -40,14 +43,19 @@ def verify(completion: str, answer: str) -> tuple[float, str, str]:
         return 0.0, "wrong", ""
     if not any(content.strip(" .") for content in contents):
         return 0.0, "no_answer", ""
-
-    def matches(content: str) -> bool:
-        if _is_verbatim(answer):
-            return normal_text(content) == normal_text(answer)
-        return _matches_math(content, gold) if is_math else _matches_text(content, answer)
-
-    is_right = matches(joined) or (len(contents) > 1 and all(map(matches, contents)))
+    is_right = matches(joined, answer)
+    if not is_right and len(contents) > 1:  # one answer, repeated
+        is_right = all(matches(content, answer) for content in contents)
     return (1.0, "ok", "") if is_right else (0.0, "wrong", "")
+
+
+def _comparison(answer: str, gold: list) -> Callable[[str, str], bool]:
+    """Choose the function (content of a box, reference answer) -> bool; gold: the parsed reference answer."""
+    if _is_time(answer):
+        return _matches_time
+    if _is_words(answer, gold):
+        return _matches_words
+    return _matches_math if _is_math(gold) else _matches_text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -142,45 +150,45 @@ def _is_math(parsed: list) -> bool:
     return bool(parsed) and not isinstance(parsed[0], str)
 
 
-def _is_verbatim(answer: str) -> bool:
-    """Tell whether a reference answer is a time of day or an order of three or more letters [ours].
-
-    math-verify reads 3:30 as 1/10, which 2:20 equals, and ABCD as a product, which DBCA equals. A reduced
-    ratio, for example 5:17, stays mathematics.
-    """
-    text = answer.strip().strip("$").strip()
-    if time := re.fullmatch(r"(\d{1,2}):([0-5]\d)(\s*(?:\\text\{)?\s*[apAP]\.?[mM]\.?\s*\}?)?", text):
-        hour, minute, half = time.groups()
-        return bool(half) or minute[0] == "0" or math.gcd(int(hour), int(minute)) > 1
-    return re.fullmatch(r"[A-Z]{3,}", text) is not None
-
-
-def _matches_math(content: str, gold: list) -> bool:
-    return _equal(gold, _parse_box(content))
+def _matches_math(content: str, answer: str) -> bool:
+    return _equal(_parse_box(answer, whole=True), _parse_box(content))
 
 
 def _equal(gold: list, answer: list) -> bool:
     is_equal = load_library().verify(gold, answer, timeout_seconds=None, raise_on_error=True)
-    return is_equal and not _is_unfinished(gold[0], answer[0])
+    return is_equal and not _is_unfinished(gold, answer)
 
 
-def _is_unfinished(gold, answer) -> bool:
-    """Tell whether an answer to a number is still a sum, an integral, ... to work out [ours].
+# Formulas that only the text shows: math-verify evaluates determinants during parsing, and reads only the
+# first number of an unboxed 2^{10} \bmod 7.
+_EVALUATED = re.compile(r"\\(?:operatorname\*?\s*\{\s*)?(?:gcd|lcm|det|b?mod)(?![A-Za-z])|\\begin\{vmatrix\}")
+
+
+def _is_unfinished(gold: list, answer: list) -> bool:
+    r"""Tell whether an answer to a number is still a sum, an integral, a maximum, ... to work out [ours].
 
     math-verify evaluates the answer, so a policy could copy the question's formula into the box. Powers,
-    roots, products and fractions count as numbers, and answers with letters are not checked.
+    roots, products, fractions, 10! and \binom{10}{3} count as numbers, and answers with letters are not
+    checked. gold and answer: the values of _parse_box().
     """
     import sympy
 
-    if isinstance(answer, sympy.Equality):  # 2 + 3 = 5
-        answer = answer.rhs
-    if not isinstance(gold, sympy.Number) or not isinstance(answer, sympy.Basic):
+    expression = answer[0]
+    if isinstance(expression, sympy.Equality):  # 2 + 3 = 5
+        expression = expression.rhs
+    if not isinstance(gold[0], sympy.Number) or not isinstance(expression, sympy.Basic):
         return False
+    elementary = sympy.functions.elementary
     open_forms = (
-        sympy.Add, sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit, sympy.log,
-        sympy.functions.elementary.trigonometric.TrigonometricFunction,
+        sympy.Add, sympy.Sum, sympy.Product, sympy.Integral, sympy.Derivative, sympy.Limit, sympy.log,
+        sympy.Max, sympy.Min, sympy.floor, sympy.ceiling,
+        elementary.trigonometric.TrigonometricFunction,
+        elementary.trigonometric.InverseTrigonometricFunction,
+        elementary.hyperbolic.HyperbolicFunction,
     )  # fmt: skip
-    return answer.has(*open_forms)
+    right_side = str(answer[-1]).rpartition("=")[2]
+    is_evaluated = _EVALUATED.search(right_side) and not _EVALUATED.search(str(gold[-1]))
+    return expression.has(*open_forms) or bool(is_evaluated)
 
 
 def _unboxed(completion: str, gold: list) -> tuple[float, str, str]:
@@ -260,6 +268,65 @@ def _is_text(answer: str) -> bool:
     all_boxes = boxes(rf"\boxed{{{answer}}}")
     is_whole = len(all_boxes) == 1 and all_boxes[0][2] == answer
     return is_whole and re.search(r"\w", normal_text(answer)) is not None
+
+
+def _is_time(answer: str) -> bool:
+    """Tell whether a reference answer is a time of day; math-verify reads 3:30 as 1/10, which 2:20 equals.
+
+    A reduced ratio, for example 5:17, stays mathematics [ours].
+    """
+    text = answer.strip().strip("$").strip()
+    time = re.fullmatch(r"(\d{1,2}):([0-5]\d)(\s*(?:\\text\{)?\s*[apAP]\.?[mM]\.?\s*\}?)?", text)
+    if time is None:
+        return False
+    hour, minute, half = time.groups()
+    return bool(half) or minute[0] == "0" or math.gcd(int(hour), int(minute)) > 1
+
+
+def _matches_time(content: str, answer: str) -> bool:
+    return normal_text(content) == normal_text(answer)
+
+
+_NOT_IN_WORDS = re.compile(  # text commands, braces, spaces, quotes and signs of products
+    rf"{_TEXT}(?=\{{)|(?<!\\)[{{}}]|\\(?:cdot|times)(?![A-Za-z])|\\[,;:! ]"
+    "|[\\s$~*\"'`\u2018\u2019\u201c\u201d\u00b7\u00d7\u22c5]"
+)
+
+
+def _in_words(text: str) -> str:
+    r"""Reduce a text to its words and punctuation: \text{Heavy}\ rain. becomes "Heavy rain"."""
+    return " ".join(_NOT_IN_WORDS.sub(" ", text).split()).rstrip(" .")
+
+
+def _is_word(text: str) -> bool:
+    has_vowel = re.search("[aeiou]", text, re.IGNORECASE) is not None
+    return len(text) > 2 and text != "and" and (has_vowel or text.isupper())
+
+
+def _has_only_words(text: str) -> bool:
+    text = _in_words(text)
+    is_plain = re.fullmatch("[A-Za-z ,;]+", text) is not None
+    return is_plain and any(map(_is_word, re.split("[ ,;]+", text)))
+
+
+def _is_words(answer: str, gold: list) -> bool:
+    """Tell whether a reference answer is words, for example "Tom" or "heavy rain" [ours].
+
+    math-verify reads a word as a product of variables, so that "cat" would equal "tac". One word must have
+    three letters, and a vowel or only capitals (the order HTT): mgh and xyz stay products. So do two letters,
+    because AB = BA, and no compass point is another one backwards. gold: the parsed answer, without units
+    ("x meters" is x) and with "infinity" as a number: both stay mathematics.
+    """
+    if not _has_only_words(answer):
+        return False
+    if not _is_math(gold):
+        return True
+    return bool(gold[0].free_symbols) and _has_only_words(str(gold[-1]).replace(r"\infty", "inf"))
+
+
+def _matches_words(content: str, answer: str) -> bool:
+    """Compare words without case, and lists in any order, for example "cats and dogs"."""
+    return _matches_text(_in_words(content).lower(), _in_words(answer).lower())
 
 
 _OPEN = ("begin", "langle", "(", "{", "[")
