@@ -93,10 +93,13 @@ bench: $(STAMP)
 
 HABITS = data/built/habits
 
+SCORE  = $(BIN)/python -m data.score --model $(HABITS)/model --prompts $(HABITS)/train.jsonl \
+    --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25
+
 table: $(STAMP)
-	$(BIN)/python -m data.tiny --recipe habits
-	$(BIN)/python -m data.score --model $(HABITS)/model --prompts $(HABITS)/train.jsonl \
-	    --output $(HABITS)/scores.jsonl --samples 8 --max-new-tokens 16 --dtype float32 --kv-cache-gib 0.25
+	PYTHON=$(BIN)/python bash experiments/prepare.sh habits
+	$(SCORE) --output $(HABITS)/scores.jsonl
+	$(SCORE) --output $(HABITS)/scores_characters.jsonl --kind characters --columns kind=null
 	$(BIN)/python experiments/run.py --rows experiments/studies/zero_variance/*.yaml --seeds 0 1 2 3 4 5 6 7 8 9 \
 	    --out runs/zero_variance --jobs 2
 	$(BIN)/python experiments/report.py --runs runs/zero_variance --parent grpo \

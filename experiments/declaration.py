@@ -1,4 +1,4 @@
-"""Check that the runs of a study are younger than the study's declaration, and show the declaration.
+"""Check that the runs of a study are as declared and younger than the declaration, and show the declaration.
 
 A study declares in declared.json, before its first run that counts: question, rows, seeds, endpoint,
 contrasts ([[row, parent], ...]), test, correction, stop and prediction, and may name the commit of its code.
@@ -9,19 +9,38 @@ study
     with a run of a row or a seed that is not declared,
     with a run whose record lacks the commit, or whose checkout had uncommitted changes,
     with a run of a commit that is no ancestor of the present commit (a shallow clone skips this check), or
-        that does not descend from the declared `commit`.
+        that does not descend from the declared `commit`,
+    with a run whose settings differ from the present YAML file of its row; checkpoints, the settings of
+        tuning.json and the number of the task instance may differ,
+    with a run of a commit that lacks the YAML file of a row, or at which this file, its bases, or the code
+        that its settings name (a reward, a tool, a plug-in) is not as it was when the study was declared.
+
+deviations.json beside the declaration admits the last two, for example
+[{"names": ["checkpoint.keep", "data/calculator.py"], "reason": "..."}]: names of settings, or of files, from
+the folder of the study or from the root. A file counts as changed if its YAML values or its Python statements
+differ, docstrings aside. The check does not see code that no setting names, for example data/tiny.py; records
+hold digests of its prompts.
 
 Declared seeds may lack a run, because studies run in portions: the note below a table names these seeds.
 Runs of commits before v0.1 need no declaration; a table of any other undeclared run is refused (notes.py).
 A comment `<!-- report: module experiments.declaration declared.json -->` makes the table of table_lines().
 """
 
+import ast
+import contextlib
 import functools
 import json
+import re
 import subprocess
 from hashlib import sha256
 from pathlib import Path
 
+import yaml
+
+from runtime.config import flat_settings, read_config
+from settings import Config
+
+ROOT = Path(__file__).resolve().parents[1]
 KEYS = ("question", "rows", "seeds", "endpoint", "contrasts", "test", "correction", "stop", "prediction")
 BEFORE = "c144752728363ce7c9ec10e54b50d489af68f345"  # v0.1: runs of its ancestors need no declaration
 SHOWN = ("endpoint", "contrasts", "test", "correction", "stop", "prediction")
@@ -125,13 +144,133 @@ def commit_problems(file: Path, records: list[dict], with_choice: bool) -> list[
     return problems
 
 
+def admitted_deviations(study: Path) -> set[str]:
+    """Return the names in deviations.json of a study; ValueError for an entry without names or a reason."""
+    file = study / "deviations.json"
+    entries = json.loads(file.read_text()) if file.is_file() else []
+    if not all(is_list_of(entry.get("names"), str) and entry.get("reason") for entry in entries):
+        raise ValueError(f"{file}: each entry needs names, a list, and a reason")
+    return {name for entry in entries for name in entry["names"]}
+
+
+def may_differ(name: str) -> bool:
+    """Tell whether runs of a row may have different values of a setting."""
+    return name in ("run.dir", "train.seed") or name.startswith("checkpoint.")
+
+
+def settings_of_rows(study: Path, declared: dict) -> dict[str, dict[str, object]]:
+    """Return {row: its settings that are not defaults}, from the YAML files and tuning.json.
+
+    A row without prompts is left out, because its YAML file cannot be run as it is.
+    """
+    tuned = study / "tuning.json"
+    choices = json.loads(tuned.read_text()) if tuned.is_file() else []
+    chosen = {choice["row"]: choice["settings"].split() for choice in choices}
+    rows = {}
+    with contextlib.chdir(ROOT):  # as in a run, so that paths of plug-ins are relative to the root
+        for row in declared["rows"]:
+            argv = ["--config", str(study / f"{row}.yaml"), *chosen.get(row, [])]
+            config = read_config(Config, argv, prog="")
+            if config.data.train:
+                rows[row] = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
+    return rows
+
+
+def setting_problems(study: Path, declared: dict, records: list[dict], settings_by_row: dict) -> list[str]:
+    """Return a sentence for each setting in which runs differ from their row (settings_of_rows)."""
+    admitted = admitted_deviations(study)
+    recipe = declared.get("instances", {}).get("recipe", "")
+    seeds_by_text: dict[str, list[int]] = {}
+    for record in records:
+        row = record["row"]
+        expected = settings_by_row.get(row)
+        text = json.dumps(record.get("settings", {}))
+        recorded = json.loads(re.sub(rf"/{recipe}_\d+/", f"/{recipe}/", text) if recipe else text)
+        for name in sorted(recorded.keys() | expected.keys()) if expected else ():
+            if recorded.get(name) != expected.get(name) and not may_differ(name) and name not in admitted:
+                old, new = (json.dumps(s.get(name, "the default"))[:200] for s in (recorded, expected))
+                text = f"row {row}: the run has {name} {old}, and {row}.yaml has {new}"
+                seeds_by_text.setdefault(text, []).append(record["seed"])
+    return [f"{text}; seeds {', '.join(map(str, seeds))}" for text, seeds in seeds_by_text.items()]
+
+
+def yaml_files(rows: list[Path]) -> set[Path]:
+    """Return the YAML files of rows and all their bases."""
+    files: set[Path] = set()
+    waiting = list(rows)
+    while waiting:
+        file = waiting.pop().resolve()
+        if file not in files:
+            files.add(file)
+            base = (yaml.safe_load(file.read_text()) or {}).get("base", [])
+            waiting += [file.parent / name for name in (base if isinstance(base, list) else [base])]
+    return files
+
+
+def code_files(settings: dict[str, object]) -> set[Path]:
+    """Return the Python files that settings name, such as data/calculator.py for data.calculator:score."""
+    names = re.findall(r'"([\w./-]+):\w+"', json.dumps(settings))
+    files = {ROOT / (name if name.endswith(".py") else name.replace(".", "/") + ".py") for name in names}
+    return {file for file in files if file.is_file()}
+
+
+def content_at(commit: str, file: Path) -> str | None:
+    """Return values or statements of a YAML or Python file at a commit; None if it did not exist."""
+    shown = git(file.parent, "show", f"{commit}:./{file.name}")
+    if shown.returncode:
+        return None
+    if file.suffix == ".yaml":
+        return json.dumps(yaml.safe_load(shown.stdout))
+    tree = ast.parse(shown.stdout)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):  # without docstrings
+            node.body = [
+                e for e in body if not (isinstance(e, ast.Expr) and isinstance(e.value, ast.Constant))
+            ]
+    return ast.dump(tree)
+
+
+def file_problems(file: Path, declared: dict, commit: str, files: set[Path]) -> list[str]:
+    """Return a sentence for each file that a run's commit lacks or has in another version.
+
+    The other version is that of the first commit with this declaration.
+    """
+    study = file.parent.resolve()
+    root = Path(git(study, "rev-parse", "--show-toplevel").stdout.strip())
+    log = git(study, "log", "--format=%H", "--reverse", commit, "--", file.name).stdout.split()
+    first = next((each for each in log if declaration_at(each, file) == declared), commit)
+    names = sorted(str(path.relative_to(root)) for path in files if path.is_relative_to(root))
+    tracked = git(root, "ls-tree", "-r", "--name-only", commit, "--", *names).stdout.splitlines()
+    changed = git(root, "diff", "--name-only", first, commit, "--", *names).stdout.splitlines()
+    admitted = admitted_deviations(study)
+    problems = []
+    for name in names:
+        path = root / name
+        if {name, path.name if path.parent == study else name} & admitted:
+            continue
+        if name not in tracked:
+            problems.append(f"commit {commit} of a run lacks {name}; commit the file, then run")
+        elif name in changed and content_at(first, path) != content_at(commit, path):
+            problems.append(f"{name} was changed after the declaration and before commit {commit} of a run")
+    return problems
+
+
 def problems_of(file: Path, records: list[dict]) -> list[str]:
     """Return a sentence for each disagreement of a declaration with the records of its study."""
+    study = file.parent
     declared = read_declaration(file)
     problems = commit_problems(file, records, with_choice=True)
     expected = {(row, seed) for row in declared["rows"] for seed in declared["seeds"]}
     found = {(record["row"], record["seed"]) for record in records}
-    return problems + [f"row {row}, seed {seed} is not declared" for row, seed in sorted(found - expected)]
+    problems += [f"row {row}, seed {seed} is not declared" for row, seed in sorted(found - expected)]
+    settings_by_row = settings_of_rows(study.resolve(), declared)
+    problems += setting_problems(study, declared, records, settings_by_row)
+    files = yaml_files([study / f"{row}.yaml" for row in declared["rows"]])
+    files = files.union(*map(code_files, settings_by_row.values()))
+    for commit in sorted({record["commit"] for record in records if record.get("commit")}):
+        if descends("HEAD", commit, study) and declaration_at(commit, file) == declared:
+            problems += file_problems(file, declared, commit, files)
+    return problems
 
 
 def records_of(folder: Path) -> list[dict]:
@@ -159,13 +298,19 @@ def check_study(folder: Path) -> list[str]:
         rows = read_declaration(file)["rows"]
         records = records_of(folder)
         problems = [f"row {row} has no {row}.yaml" for row in rows if not (folder / f"{row}.yaml").is_file()]
-        return problems + (problems_of(file, records) if records else [])
+        return problems or (problems_of(file, records) if records else [])
     except ValueError as error:
         return [str(error)]
 
 
-def warnings_of_launch(rows: list[Path], seeds: list[int], is_clean: bool) -> list[str]:
-    """Return why report.py --check would refuse runs of these rows (YAML files), if studies declare them."""
+def warnings_of_launch(
+    rows: list[Path], seeds: list[int], is_clean: bool, settings: list[str] | None = None
+) -> list[str]:
+    """Return why report.py --check would refuse runs of these rows (YAML files), if studies declare them.
+
+    settings: of the command line, for example ["train.num_steps=5"].
+    """
+    set_names = [setting.partition("=")[0] for setting in settings or ()]
     warnings = []
     for folder in sorted({row.parent for row in rows}):
         file = folder / "declared.json"
@@ -174,6 +319,8 @@ def warnings_of_launch(rows: list[Path], seeds: list[int], is_clean: bool) -> li
         declared = read_declaration(file)
         names = [row.stem for row in rows if row.parent == folder and row.stem not in declared["rows"]]
         names += [f"seed {seed}" for seed in seeds if seed not in declared["seeds"]]
+        admitted = admitted_deviations(folder)
+        names += [name for name in set_names if not may_differ(name) and name not in admitted]
         warnings += [f"{file} does not declare {', '.join(names)}"] if names else []
         if not is_clean:
             warnings.append(f"{file} is a declaration, and the checkout has uncommitted changes")
@@ -181,11 +328,12 @@ def warnings_of_launch(rows: list[Path], seeds: list[int], is_clean: bool) -> li
 
 
 def table_lines(declared: dict) -> list[str]:
-    """Return a declaration as a table, with its digest."""
+    """Return a declaration as a table, with its digest; pipes, as in "log |tau|", are escaped."""
     values = {key: declared[key] for key in SHOWN}
     values["contrasts"] = ", ".join(f"{row} - {parent}" for row, parent in declared["contrasts"])
     seeds = ", ".join(map(str, declared["seeds"]))
     rows = [("rows", ", ".join(declared["rows"])), ("seeds", seeds), *values.items()]
     rows += [("commit", declared["commit"])] if "commit" in declared else []
-    lines = ["| declared before the runs | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows)]
+    cells = [(key, str(value).replace("|", "\\|")) for key, value in rows]
+    lines = ["| declared before the runs | |", "|---|---|", *(f"| {key} | {text} |" for key, text in cells)]
     return [*lines, f"| digest | `{digest_of(declared)}` |"]

@@ -1,17 +1,30 @@
-"""Write the note below a table: its declaration, seeds without a run, start weights, undeclared contrasts.
+"""Write the note below a table: its declaration, another metric than the declared endpoint, seeds without a
+run, start weights, undeclared contrasts.
 
 report.py prints the note with the table, and compares both with the documents. Example:
 
-    > Note: Declared: `0e11a5be0a51`. Seeds without a run: 3 to 9 of grpo.
+    > Note: Declared: `0e11a5be0a51`. Secondary metric: `train/score`. Seeds without a run: 3 to 9 of grpo.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from experiments.declaration import digest_of, is_before_declarations, read_declaration
 
 Records = dict[str, list[dict]]  # {row: records of its runs, by seed}
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The parts of a table on which its note depends."""
+
+    metric: str = ""  # --metric; "": the table of a module, which computes figures of its own
+    compared: set[tuple[str, str]] = field(default_factory=set)  # (row, parent) of the shown differences
+    corrected: set[tuple[str, str]] = field(default_factory=set)  # (row, parent) under one Holm correction
+    left_out: set[int] = field(default_factory=set)  # seeds whose runs the table leaves out on request
 
 
 def seeds_of(records: list[dict]) -> set[int]:
@@ -113,41 +126,54 @@ def start_notes(rows: Records, parents: dict[str, str]) -> list[str]:
     ]
 
 
-def contrast_notes(declared: dict[str, dict], compared: set[tuple[str, str]]) -> list[str]:
-    """Name comparisons outside of the declaration, and declared contrasts that Holm's correction lacks.
+def metric_notes(declared: dict[str, dict], metric: str) -> list[str]:
+    """Call a metric secondary or exploratory unless it is the endpoint of every declaration.
 
-    compared: (row, parent) of all comparisons that share the correction.
+    A metric is the endpoint's if its name occurs in the text of `endpoint`, and secondary if the name, also
+    without train/, occurs in `secondary`. Example: the endpoint "chains/avg_at_4 of the last evaluation".
     """
+    kinds = set()
+    for each in declared.values():
+        if metric and not has_metric(each["endpoint"], metric):
+            secondary = str(each.get("secondary", ""))
+            is_secondary = any(
+                has_metric(secondary, name) for name in (metric, metric.removeprefix("train/"))
+            )
+            kinds.add("Secondary" if is_secondary else "Exploratory")
+    return [f"{kind} metric: `{metric}`." for kind in sorted(kinds)]
+
+
+def has_metric(text: str, metric: str) -> bool:
+    """Tell whether a text has the name of a metric, also below a set: avg_at_8 in "hard/avg_at_8 of ..."."""
+    return re.search(rf"(?<!\w)(?<!train/){re.escape(metric)}(?![\w/])", text) is not None
+
+
+def contrast_notes(declared: dict[str, dict], shown: Shown) -> list[str]:
+    """Name comparisons outside of the declaration, and declared contrasts that Holm's correction lacks."""
     contrasts = {tuple(pair) for each in declared.values() for pair in each["contrasts"]}
     notes = []
     for text, pairs in (
-        ("Exploratory, not among the declared contrasts", compared - contrasts),
-        ("Declared contrasts that the correction lacks", contrasts - compared),
+        ("Exploratory, not among the declared contrasts", (shown.compared | shown.corrected) - contrasts),
+        ("Declared contrasts that the correction lacks", shown.corrected and contrasts - shown.corrected),
     ):
         if declared and pairs:
             notes.append(f"{text}: {', '.join(f'{row} - {parent}' for row, parent in sorted(pairs))}.")
     return notes
 
 
-def notes_of(
-    rows: Records,
-    parents: dict[str, str],
-    studies: dict[str, set[Path]],
-    compared: set[tuple[str, str]],
-    left_out: set[int] | None = None,
-) -> str:
-    """Return the note of a table; "" for a table without gaps, for example of run folders with equal seeds.
+def notes_of(rows: Records, parents: dict[str, str], studies: dict[str, set[Path]], shown: Shown) -> str:
+    """Return the note of a table; "" for run folders with equal seeds and starts.
 
     studies: the folders of the record files of each row; empty for run folders, which say nothing about
-    declarations. compared: as in contrast_notes(); empty without a correction. left_out: seeds whose runs the
-    table leaves out on request.
+    declarations.
     """
     recorded = {row: records for row, records in rows.items() if studies[row]}
     declared = declarations_of(recorded, studies)
     sentences = [
         *declaration_notes(recorded, studies, declared),
-        *seed_notes(rows, parents, declared, left_out or set()),
+        *metric_notes(declared, shown.metric),
+        *seed_notes(rows, parents, declared, shown.left_out),
         *start_notes(rows, parents),
-        *(contrast_notes(declared, compared) if compared else []),
+        *contrast_notes(declared, shown),
     ]
     return " ".join(sentences)

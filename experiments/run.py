@@ -16,12 +16,14 @@ again. A folder that another run is using is refused too. Ctrl-C and SIGTERM end
 use --jobs 1, because every run takes the first GPUs, as many as --ranks.
 
 --row STUDY/ROW runs experiments/studies/STUDY/ROW.yaml with one seed and the recorded settings, and prints
-the new figures beside the recorded figures. If this version lacks a recorded setting or value, for example a
+the new figures beside the recorded figures. If the study lacks ROW.yaml, the YAML of another study is taken
+that the commands in the README name. If several records of the study hold the row and seed, --record names
+one of them, for example others.jsonl. If this version lacks a recorded setting or value, for example a
 clip that has become a plug-in, the YAML is kept there, and a note says so. The run begins with the recorded
 start weights if the repository holds them, with the prompts beside them (experiments/starts.py). If
 data/built lacks the model or prompts of the environment, prepare.sh of the study, experiments/prepare.sh or
 data.tiny builds both first. The commands in the study's README make all other files. Records
-of v0.1 do not hold --ranks: see the same README.
+of v0.1 do not hold --ranks: see the same README. model.ep_size is that of the record.
 
 A row may name committed weights, for example `model: {path: experiments/starts/habits/model}`. Before any run
 their files are compared with their digests.
@@ -57,7 +59,7 @@ if __name__ == "__main__":
 from data.tiny import recipe_of
 from experiments import report, starts
 from experiments.bench.common import markdown
-from experiments.declaration import warnings_of_launch
+from experiments.declaration import records_of, warnings_of_launch
 from runtime.config import differences, flat_settings, with_paths_from
 from runtime.provenance import commit_of
 
@@ -107,7 +109,8 @@ def plan(args: argparse.Namespace) -> list[Run]:
     for seed in args.seeds:
         for path in args.rows:
             folder = from_root(args.out) / path.stem / f"seed_{seed}"
-            settings = (f"run.dir={folder}", f"train.seed={seed}", f"model.ep_size={args.ranks}")
+            settings = [f"run.dir={folder}", f"train.seed={seed}"]
+            settings += [] if args.row else [f"model.ep_size={args.ranks}"]  # recorded_settings() has it
             arguments = ("--config", str(from_root(path)), *settings, *args.settings)
             log = folder.with_name(f"seed_{seed}.log")
             runs.append(Run(path.stem, seed, folder, log, script, arguments))
@@ -280,19 +283,50 @@ def run_all(runs: list[Run], jobs: int, ranks: int) -> list[Run]:
 # ------------------------------------------------------------------------------------------------------------
 # Reproducing a row
 # ------------------------------------------------------------------------------------------------------------
-def recorded_run(row: Path, seed: int) -> report.Run:
-    """Find the record of a row with a seed in the record files of its study."""
-    if not row.is_file():
+def row_file(row: Path) -> Path:
+    """Return the YAML file of a row: in its study, or in another study that the study's README names.
+
+    For example the README of variants names experiments/studies/zero_variance/grpo.yaml for its row grpo.
+    """
+    if row.is_file():
+        return row
+    readme = row.with_name("README.md")
+    text = readme.read_text() if readme.is_file() else ""
+    named = set(re.findall(rf"experiments/studies/[\w/-]+/{re.escape(row.stem)}\.yaml", text))
+    files = [ROOT / name for name in sorted(named) if (ROOT / name).is_file()]
+    if len(files) == 1:
+        return files[0]
+    commits = {record["commit"] for record in records_of(row.parent) if record["row"] == row.stem}
+    if commits:
+        old = min(commits)
+        remedy = (
+            f"the row was removed after its runs. `git worktree add ../old {old}` checks out the commit of a "
+            f"run, and `git -C ../old ls-files '*/{row.name}'` names the file there"
+        )
+    else:
         names = ", ".join(sorted(file.stem for file in row.parent.glob("*.yaml"))) or "none"
-        raise ValueError(f"--row: {from_root(row)} does not exist; rows in this folder: {names}")
-    runs: list[report.Run] = []
-    for file in sorted(row.parent.glob("*.jsonl"), key=lambda file: file.name != "runs.jsonl"):
-        runs += report.read_records(file, [row.stem], ANY_METRIC)[0]
-    for run in runs:
-        if run.record["seed"] == seed:
-            return run
-    seeds = ", ".join(str(run.record["seed"]) for run in runs) or "none"
-    raise ValueError(f"--seed {seed}: not recorded for row {row.stem}; recorded seeds: {seeds}")
+        remedy = f"rows in this folder: {names}"
+    raise ValueError(f"--row: {from_root(row)} does not exist; {remedy}")
+
+
+def recorded_run(study: Path, row: str, seed: int, record: str | None) -> report.Run:
+    """Find the record of a row with a seed in the record files of a study, or in the file `record` alone."""
+    files = sorted(study.glob("*.jsonl"))
+    if record is not None and study / record not in files:
+        names = ", ".join(file.name for file in files) or "none"
+        raise ValueError(f"--record {record}: not in {from_root(study)}; its record files: {names}")
+    files = [study / record] if record else files
+    runs = [(file.name, run) for file in files for run in report.read_records(file, [row], ANY_METRIC)[0]]
+    matches = [(name, run) for name, run in runs if run.record["seed"] == seed]
+    if len(matches) > 1:
+        names = ", ".join(name for name, _ in matches)
+        raise ValueError(f"--seed {seed}: row {row} is recorded in {names}; name one of them by --record")
+    if not matches:
+        seeds = ", ".join(map(str, sorted({run.record["seed"] for _, run in runs}))) or "none"
+        raise ValueError(f"--seed {seed}: not recorded for row {row}; recorded seeds: {seeds}")
+    name, run = matches[0]
+    print(f"record: row {row}, seed {seed} of {from_root(study / name)}", file=sys.stderr)
+    return run
 
 
 def missing_files(run: Run) -> dict[str, str]:
@@ -421,6 +455,7 @@ def nested_stages(flat: dict[str, object]) -> list[dict]:
 def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[str]:
     """List the recorded settings that the row's YAML lacks, for example eval.every=100 of a command line.
 
+    Also model.ep_size, because plan() would set it to the number of ranks, which may have been another one.
     The YAML's value is kept, with a note, for a recorded setting or value that this version lacks. If that
     is one of the section `algorithm`, the whole section of the YAML is kept: a method of the record is a
     plug-in now, and the plug-in's arguments replace several settings.
@@ -432,12 +467,13 @@ def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[st
     past = recorded.record.get("settings", {})
     stages = nested_stages(past)
     overrides = [] if stages == nested_stages(present) else [f"stages={json.dumps(stages)}"]
+    overrides.append(f"model.ep_size={past.get('model.ep_size', defaults['model.ep_size'])}")
     names = [n for n in past | present if past.get(n) != present.get(n) and not n.startswith("stages[")]
     unknown = [name for name in names if name in past and not is_valid(script.Config, name, past[name])]
     has_other_method = any(name.startswith("algorithm.") for name in unknown)
     for name in names:
         is_kept = name in unknown or (has_other_method and name.startswith("algorithm."))
-        if name not in ("run.dir", "train.seed") and not is_kept:
+        if name not in ("run.dir", "train.seed", "model.ep_size") and not is_kept:
             overrides.append(f"{name}={json.dumps(past.get(name, defaults.get(name)))}")
     if unknown:
         texts = ", ".join(f"{name}={json.dumps(past[name])}" for name in unknown)
@@ -491,12 +527,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--row", metavar="STUDY/ROW", help="instead of --rows: reproduce a row of a study")
     parser.add_argument("--seed", type=int, default=0, help="seed of --row (default: %(default)s)")
+    parser.add_argument(
+        "--record", metavar="FILE", help="record file of --row, if several hold the row and seed"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: %(default)s)")
     parser.add_argument(
         "--ranks",
         type=int,
         default=1,
-        help="processes per run, and model.ep_size; end the line with "
+        help="processes per run, and model.ep_size unless --row takes it from a record; end the line with "
         "model.ep_size=1 for a dense model (default: %(default)s)",
     )
     parser.add_argument(
@@ -511,6 +550,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--jobs and --ranks must be at least 1")
     if args.row is None and None in (args.rows, args.seeds, args.out):
         parser.error("expected --rows, --seeds and --out; or --row STUDY/ROW")
+    if args.record is not None and args.row is None:
+        parser.error("--record belongs to --row")
     if args.row is not None:
         study, _, row = args.row.removesuffix(".yaml").rpartition("/")
         if args.rows or args.seeds or not study:
@@ -525,7 +566,9 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run 
     """Return all runs, the unfinished runs and, for --row, the recorded run. Build the start of --row."""
     recorded = None
     if args.row:
-        recorded = recorded_run(args.rows[0], args.seed)
+        study = args.rows[0].parent
+        args.rows = [row_file(args.rows[0])]
+        recorded = recorded_run(study, args.rows[0].stem, args.seed, args.record)
         start = committed_start(recorded)
         args.settings = [*recorded_settings(args, recorded), *args.settings]
         args.settings += start_settings(args, start) if start else []
@@ -534,7 +577,7 @@ def prepare(args: argparse.Namespace) -> tuple[list[Run], list[Run], report.Run 
     todo = unfinished(runs, args.redo, args.dry_run)
     check_starts(todo)
     if recorded and todo:
-        build_start(todo[0], args.rows[0].parent, start is not None, args.dry_run)
+        build_start(todo[0], study, start is not None, args.dry_run)
     return runs, todo, recorded
 
 
@@ -544,7 +587,7 @@ def main(argv: list[str]) -> int:
     try:
         runs, todo, recorded = prepare(args)
         is_clean = commit_of()["dirty"] is False
-        warnings = [] if recorded else warnings_of_launch(args.rows, args.seeds, is_clean)
+        warnings = [] if recorded else warnings_of_launch(args.rows, args.seeds, is_clean, args.settings)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

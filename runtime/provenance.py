@@ -37,11 +37,11 @@ def git(*arguments: str) -> str | None:
 def commit_of() -> dict[str, str | bool | None]:
     """Return {"commit", "dirty"} of this checkout; both are None if git is missing.
 
-    dirty: True if the checkout has uncommitted changes or untracked Python files.
+    dirty: True if the checkout has uncommitted changes, or untracked Python or YAML files.
     """
     commit = git("rev-parse", "HEAD")
     changes = git("diff", "HEAD")
-    untracked = git("ls-files", "--others", "--exclude-standard", "*.py")
+    untracked = git("ls-files", "--others", "--exclude-standard", "*.py", "*.yaml")
     dirty = None if commit is None else bool(changes or untracked)
     return {"commit": commit and commit.strip(), "dirty": dirty}
 

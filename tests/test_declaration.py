@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from experiments import declaration, tuning
-from experiments.notes import notes_of, ranges
+from experiments.notes import Shown, notes_of, ranges
 
 DECLARED = {
     "question": "?", "rows": ["off", "on"], "seeds": [0, 1], "endpoint": "accuracy",
@@ -82,6 +82,8 @@ def test_a_declaration_that_was_changed_after_the_runs_is_refused(study):
 def test_a_declaration_is_shown_with_its_digest():
     text = "\n".join(declaration.table_lines(DECLARED))
     assert "| contrasts | on - off |" in text and declaration.digest_of(DECLARED) in text
+    lines = declaration.table_lines(DECLARED | {"endpoint": "slope on log |tau|", "commit": "a|b"})
+    assert r"| endpoint | slope on log \|tau\| |" in lines and r"| commit | a\|b |" in lines
 
 
 def test_a_shallow_clone_checks_the_commits_that_it_has(study, tmp_path):
@@ -243,10 +245,13 @@ def records(row: str, seeds, commit: str = "", weights=None) -> list[dict]:
     ]
 
 
-def note(folder, compared=(), **rows: list[dict]) -> str:
+EMPTY = Shown()
+
+
+def note(folder, shown=EMPTY, **rows: list[dict]) -> str:
     """Return the note of a table whose rows have the parent off."""
     studies = {row: {folder} if folder else set() for row in rows}
-    return notes_of(rows, dict.fromkeys(rows, "off"), studies, {*compared})
+    return notes_of(rows, dict.fromkeys(rows, "off"), studies, shown)
 
 
 def test_the_note_names_the_declaration_and_the_missing_seeds(study):
@@ -254,12 +259,44 @@ def test_the_note_names_the_declaration_and_the_missing_seeds(study):
     digest = declaration.digest_of(DECLARED)
     rows = {"off": records("off", [0, 1], declared), "on": records("on", [0], declared)}
     assert note(folder, **rows) == f"Declared: `{digest}`. Seeds without a run: 1 of on."
-    assert note(folder, [("on", "off")], **rows | {"on": records("on", [0, 1], declared)}) == (
-        f"Declared: `{digest}`."
-    )
-    exploratory = note(folder, [("off", "on")], **rows)
-    assert "Exploratory, not among the declared contrasts: off - on." in exploratory
-    assert "that the correction lacks: on - off." in exploratory
+    pair = {("on", "off")}
+    complete = rows | {"on": records("on", [0, 1], declared)}
+    assert note(folder, Shown("accuracy", pair, pair), **complete) == f"Declared: `{digest}`."
+
+
+@pytest.mark.parametrize("is_corrected", [False, True])
+def test_the_note_names_undeclared_comparisons(is_corrected, study):
+    folder, _, declared = study
+    pair = {("off", "on")}
+    rows = {row: records(row, [0, 1], declared) for row in ("off", "on")}
+    text = note(folder, Shown(compared=pair, corrected=pair if is_corrected else set()), **rows)
+    assert "Exploratory, not among the declared contrasts: off - on." in text
+    assert ("that the correction lacks: on - off." in text) == is_corrected
+
+
+@pytest.mark.parametrize(
+    ("metric", "kind"),
+    [
+        ("sums/avg_at_8", ""),
+        ("avg_at_8", ""),
+        ("train/score", ""),
+        ("sums/avg_at_80", "Exploratory"),
+        ("score", "Secondary"),
+        ("sums/accuracy", "Secondary"),
+        ("train/entropy", "Secondary"),
+        ("train/clipped", "Secondary"),
+        ("train/entropy/entropy_group_0", "Exploratory"),
+        ("chains/avg_at_8", "Exploratory"),
+        ("", ""),
+    ],
+)
+def test_the_note_names_a_metric_that_is_not_the_endpoint(metric, kind, study):
+    folder, _, declared = study
+    secondary = ["score", "sums/accuracy (greedy)", "mean entropy", "train/clipped"]
+    changes = {"endpoint": "sums/avg_at_8 of the last evaluation, and train/score", "secondary": secondary}
+    (folder / "declared.json").write_text(json.dumps(DECLARED | changes))
+    text = note(folder, Shown(metric), off=records("off", [0, 1], declared))
+    assert (f"{kind} metric: `{metric}`." in text) if kind else ("metric" not in text)
 
 
 def test_a_table_of_new_undeclared_runs_is_refused(study, monkeypatch):
@@ -294,7 +331,7 @@ def test_the_note_names_seeds_and_starts_that_differ():
 
 def test_the_note_names_the_seeds_that_are_left_out():
     rows = {"off": records("off", range(2, 6)), "on": records("on", range(2, 5))}
-    text = notes_of(rows, dict.fromkeys(rows, "off"), dict.fromkeys(rows, set()), set(), {0, 1})
+    text = note(None, Shown(left_out={0, 1}), **rows)
     assert text == "Seeds left out: 0, 1. Seeds without a run: 5 of on."
 
 

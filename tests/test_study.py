@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from experiments import report, run, starts, study
 from experiments.bench.common import write_json
 from experiments.declaration import read_declaration
 from experiments.report import Run, make_run
+from experiments.studies import tables
 from experiments.studies.clip_scale import scaling
 from experiments.studies.elimination_tuned import charged, pools, slopes
 from experiments.studies.order_of_prompts import parts
@@ -436,7 +438,8 @@ def made_run(row: str, seed: int, share: float, entropy: float, mean_tokens: flo
         "step": range(1, 9), "generated_tokens": range(100, 900, 100), "tokens_total": [1] * 8,
         "gradient_tokens_total": [1] * 8, "zero_variance_frac": [0] * 8, "seconds_per_step": [1] * 8,
         "clipped/entropy_group_0": [9, *[share] * 5, 9, 9], "entropy/entropy_group_0": [entropy] * 8,
-        "completion_tokens": [mean_tokens] * 8,
+        "completion_tokens": [mean_tokens] * 8, "clipped": [9, *[share / 2] * 5, 9, 9],
+        "abs_log_ratio": [9, *[1 / mean_tokens] * 5, 9, 9],
     }  # fmt: skip
     evaluations = {"step": [0, 8], "generated_tokens": [0, 800], "eval/chains/avg_at_4": [0.1, 0.2]}
     columns = {name: [float(value) for value in values] for name, values in steps.items()}
@@ -455,8 +458,25 @@ def test_the_rows_of_a_contrast_are_evaluated_and_short_runs_are_not():
 
 def test_the_slope_is_the_power_with_which_the_spread_falls():
     """The share is a function of eps / spread, so eps* falls with the tokens as the spread does."""
-    entropy = 0.15
     powers = [-0.5, -0.3]  # of two seeds; -0.5 if tokens are independent
+    data = scaling.measure(scaled_rows(powers))
+    assert len(data) == 6
+    for figures in data:
+        spread = 0.004 * figures["tokens"] ** powers[figures["seed"]]
+        assert figures["eps"] == pytest.approx(math.e * spread), "the share is 0.2 there"
+        assert figures["abs_log_ratio"] == pytest.approx(0.2 / figures["tokens"])
+    assert list(scaling.slopes_of(data).values()) == pytest.approx(powers)
+    assert scaling.slope_lines(data)[-1].startswith("| log eps* on log tokens | 2 | 0 | -0.40 |")
+    cells = [line.strip("| ").split(" | ") for line in scaling.table_lines(data)]
+    assert cells[0][-3:] == ["at an end", "eps*", "abs_log_ratio"]
+    assert [(row[0], row[-3], row[-1]) for row in cells[2:]] == [
+        ("short", "0", "2.50e-02"), ("mixed", "0", "7.69e-03"), ("long", "0", "3.33e-03"),
+    ]  # fmt: skip
+
+
+def scaled_rows(powers: list[float]) -> dict[str, list[Run]]:
+    """Make runs of all lengths and alphas, a seed per power with which the spread falls with the tokens."""
+    entropy = 0.15
     rows = {}
     for length, mean_tokens in (("short", 40), ("mixed", 130), ("long", 300)):
         for name, alpha in scaling.ALPHAS.items():
@@ -467,15 +487,49 @@ def test_the_slope_is_the_power_with_which_the_spread_falls():
                 made_run(row, seed, 0.5 - 0.3 * math.log(eps / spread), entropy, mean_tokens)
                 for seed, spread in enumerate(spreads)
             ]
+    return rows
+
+
+@pytest.mark.parametrize(("share", "end"), [(0.1, 0.02), (0.9, 0.6)])
+def test_a_seed_whose_clip_lies_at_an_end_of_the_grid_is_censored(share, end):
+    """Less than a fifth of the tokens is clipped at every alpha, or more."""
+    rows = scaled_rows([-0.5, -0.3])
+    for name in scaling.ALPHAS:
+        rows[f"long_{name}"][1] = made_run(f"long_{name}", 1, share, 0.15, 300)
     data = scaling.measure(rows)
-    assert len(data) == 6
-    for figures in data:
-        spread = 0.004 * figures["tokens"] ** powers[figures["seed"]]
-        assert figures["eps"] == pytest.approx(math.e * spread), "the share is 0.2 there"
-    assert list(scaling.slopes_of(data).values()) == pytest.approx(powers)
-    assert scaling.slope_lines(data)[-1].startswith("| log eps* on log tokens | 2 | -0.40 |")
-    assert [line.split(" | ")[0] for line in scaling.table_lines(data)[2:]] == [
-        "| short",
-        "| mixed",
-        "| long",
-    ]
+    assert [(f["length"], f["seed"]) for f in data if scaling.is_at_an_end(f)] == [("long", 1)]
+    assert data[-1]["alpha"] == end
+    assert scaling.slope_lines(data)[-1].startswith("| log eps* on log tokens | 2 | 1 |")
+    cells = [line.strip("| ").split(" | ") for line in scaling.table_lines(data)]
+    assert [row[-3] for row in cells[2:]] == ["0", "0", "1"]
+
+
+def test_the_clipped_share_of_the_sequence_rows_is_over_the_early_steps():
+    """One row has both seeds and one row a single seed; made_run() halves the share over all tokens."""
+    rows = scaled_rows([-0.5, -0.3])
+    for row, shares in (("short_sequence_002", [0.5, 0.7]), ("long_sequence_020", [0.25])):
+        rows[row] = [made_run(row, seed, share, 0.15, 40) for seed, share in enumerate(shares)]
+    lines = scaling.sequence_lines(scaling.measure(rows))
+    assert lines[2].startswith("| short_sequence_002 | 2 | 0.300 |")
+    assert lines[3].startswith("| long_sequence_020 | 1 | 0.125 |") and len(lines) == 4
+    assert scaling.sequence_lines(scaling.measure(scaled_rows([-0.5])))[2:] == []
+
+
+@pytest.mark.parametrize("module", [scaling, slopes, charged], ids=lambda module: module.__name__)
+def test_a_measurement_without_common_seeds_is_refused(module):
+    with pytest.raises(ValueError, match="no seed"):
+        module.measure({"short_002": [made_run("short_002", 0, 0.5, 0.15, 40)]})
+
+
+def test_the_command_of_a_module_prints_its_tables(monkeypatch, capsys):
+    """As `python -m experiments.studies.clip_scale.scaling FILE`, with invented records."""
+    monkeypatch.setattr(report, "read_rows", lambda files, names, metric: scaled_rows([-0.5, -0.3]))
+    monkeypatch.setattr(sys, "argv", ["scaling", "runs.jsonl"])
+    makers = [scaling.table_lines, scaling.slope_lines, scaling.sequence_lines]
+    tables.print_tables("text", scaling.measure, scaling.METRIC, makers)
+    data = scaling.measure(scaled_rows([-0.5, -0.3]))
+    assert capsys.readouterr().out == "\n\n".join("\n".join(make(data)) for make in makers) + "\n"
+    monkeypatch.setattr(report, "read_rows", lambda files, names, metric: {})
+    with pytest.raises(SystemExit):
+        tables.print_tables("text", scaling.measure, scaling.METRIC, makers)
+    assert "no seed" in capsys.readouterr().err

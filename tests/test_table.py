@@ -22,7 +22,7 @@ import yaml
 from conftest import ROOT
 from scipy.stats import ttest_ind, ttest_rel
 
-from experiments import report, run
+from experiments import declaration, report, run
 from experiments.studies.score_centering import secondary
 from runtime.checkpoint import prepare_run_dir
 from runtime.config import flat_settings
@@ -430,6 +430,28 @@ def test_columns_by_name(tmp_path, capsys):
     assert table[0]["max:abs_dlogp"] == pytest.approx(0.14) and table[1]["max:abs_dlogp"] is None
 
 
+def test_a_figure_of_some_runs_says_of_how_many(tmp_path, capsys):
+    """Of three runs of 4 steps, the last lacks both metrics, and the second ends at step 2."""
+    for seed, num_evaluations in ((0, 3), (1, 2), (2, 3)):
+        keys = {"abs_dlogp": 0.25 + 0.5 * seed, "inversion_frac": 0.125}
+        folder = write_run(tmp_path / "runs", "grpo", seed, [0.2] * num_evaluations, **keys)
+    log = [{name: v for name, v in row.items() if name not in keys} for row in read_log(folder)]
+    write_log(folder, log)
+    columns = (
+        "mean:abs_dlogp",
+        "max:abs_dlogp",
+        "step_3:abs_dlogp",
+        "step_4:score",
+        "mean:score",
+        "inverted",
+    )
+    (row,), printed = make(tmp_path / "runs", "--parent", "grpo", "--columns", "row", *columns, capsys=capsys)
+    assert cells(printed)["grpo"][1:] == [
+        "0.5 (2 of 3)", "0.75 (2 of 3)", "0.25 (1 of 3)", "0.5 (2 of 3)", "0.5", "0.125 (2 of 3)"
+    ]  # fmt: skip
+    assert row["mean:abs_dlogp"] == 0.5 and row["runs_with"]["mean:abs_dlogp"] == 2
+
+
 def test_a_metric_that_some_steps_lack(tmp_path, capsys):
     folder = write_run(tmp_path / "runs", "grpo", 0, [0.2, 0.5, 0.6], inversion_frac=lambda step: step / 10)
     edit(folder / "metrics.jsonl", ', "inversion_frac": 0.3', "")  # of step 3: it trained on nothing
@@ -509,6 +531,55 @@ def test_each_task_instance_has_a_scoring_of_its_own(tmp_path, capsys):
     assert skip["offline_tokens"] == 75
     assert skip["speedup_whole"] == pytest.approx(400 / 275)
     assert skip["speedup_shared"] == pytest.approx(400 / (200 + 250 / 4))
+
+
+@pytest.mark.parametrize(
+    ("block", "levels", "interval"),
+    [(1, [0.4, 0.5, 0.6, 0.7], [2.0, 2.0]), (2, [0.4, 0.5, 0.6, 0.7], [2.0, 2.0]), (4, [0.4] * 4, None)],
+)
+def test_seeds_are_resampled_together(block, levels, interval, tmp_path, capsys):
+    """Every run needs half of the tokens of the parent's run of its seed, whatever level the seed reaches."""
+    for seed, level in enumerate(levels):
+        write_run(tmp_path / "runs", "grpo", seed, [0.2, 0.3, level])
+        write_run(tmp_path / "runs", "fast", seed, [0.2, 0.3, level], tokens=50)
+    options = ("--parent", "grpo", "--block", block, "--columns", "row", "speedup")
+    (_, fast), printed = make(tmp_path / "runs", *options, capsys=capsys)
+    assert fast["speedup"] == 2.0 and fast["speedup_interval"] == interval
+    assert cells(printed)["fast"][1] == ("2.00 (2.00 to 2.00)" if interval else "2.00")
+
+
+@pytest.mark.parametrize("block", [1, 2])
+def test_a_resample_draws_each_seed_for_both_rows(block):
+    def runs_of(seeds: list[int]) -> list[SimpleNamespace]:
+        return [SimpleNamespace(record={"seed": seed}) for seed in seeds]
+
+    runs = runs_of([0, 1, 2, 3, 8])
+    parents = runs_of([4, 5, 0, 1, 2, 3])
+    picks = list(report.resamples(runs, parents, block))
+    assert len(picks) == report.RESAMPLES and all(all(pick) for pick in picks)
+    for of_parent, of_row in picks:
+        drawn = [sorted(row[i].record["seed"] for i in pick)
+                 for row, pick in ((parents, of_parent), (runs, of_row))]  # fmt: skip
+        assert [seed for seed in drawn[0] if seed < 4] == [seed for seed in drawn[1] if seed < 4]
+        assert block == 1 or all(drawn[0].count(seed) == drawn[0].count(seed ^ 1) for seed in drawn[0])
+    shares = np.bincount([i for of_parent, _ in picks for i in of_parent]) / len(picks)
+    assert shares == pytest.approx(np.ones(6), abs=0.1)
+
+
+def test_resamples_that_miss_the_target_are_counted(tmp_path, capsys):
+    """Seed 1 alone, a quarter of the resamples, does not reach the parent; "never" does not at all."""
+    finals = {"grpo": (0.5, 0.5), "mixed": (0.9, 0.4), "never": (0.3, 0.3)}
+    for row, values in finals.items():
+        for seed, final in enumerate(values):
+            write_run(tmp_path / "runs", row, seed, [0.2, 0.2, final])
+    options = ("--parent", "grpo", "--columns", "row", "speedup")
+    (_, mixed, never), printed = make(tmp_path / "runs", *options, capsys=capsys)
+    assert mixed["speedup_failed"] == pytest.approx(0.25, abs=0.03)
+    # Tokens needed: 400 (parent), 200 + 200 x 0.3 / 0.45 (both seeds), 200 + 200 x 0.3 / 0.7 (seed 0).
+    assert mixed["speedup_interval"] == pytest.approx([1.2, 1.4])
+    share = f"{100 * mixed['speedup_failed']:.1f} % failed"
+    assert cells(printed)["mixed"][1] == f"1.20 (1.20 to 1.40; {share})"
+    assert cells(printed)["never"][1] == "n/a" and never["speedup_failed"] == 0
 
 
 def test_seeds_are_left_out_on_request(tmp_path, capsys):
@@ -631,6 +702,9 @@ def test_a_metric_against_a_setting_is_plotted(tmp_path, monkeypatch, capsys):
         ("--parent grpo --columns row meter", "--columns meter"),
         ("--parent grpo --columns median:score", "--columns median"),
         ("--parent grpo --columns mean:scores", "--columns mean:scores"),
+        ("--parent grpo --block 0", "--block 0"),
+        ("--parent grpo --block 2", "p, p_holm"),
+        ("--parent grpo --block 2 --columns row welch_interval paired_p", "welch_interval"),
         ("--parent grpo --check", "--check"),
         ("--parent grpo --colour", "--colour"),
     ],
@@ -738,6 +812,22 @@ def test_a_wrong_table_is_named(old, new, message, document, capsys):
     assert problems[0].startswith("table/README.md:3: ") and message in problems[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "record", "num_differences"),
+    [
+        (r"| a | log \|x\| of 1 |", r"| a | log \|x\| of 1 |", 0),
+        (r"| a | log \|x\| of 1 |", r"| a | log \|x\| of 2 |", 1),
+        ("| a | log |x| of 1 |", "| a | log |x| of 2 |", 1),
+        ("| a | log |x| of 1 |", r"| a | log \|x\| of 1 |", 2),
+    ],
+)
+def test_all_cells_of_a_line_are_compared(text, record, num_differences):
+    """Without the backslashes the line has two cells more than the header."""
+    header = ["| row | endpoint |", "|---|---|"]
+    differences, _ = report.compare_tables([*header, text], [*header, record])
+    assert len(differences) == num_differences
+
+
 def test_tables_without_a_record(document, capsys):
     """Code blocks, tables with a reason, tables away from a record, and ignored files are skipped."""
     other = TABLE.replace("2", "3")
@@ -749,6 +839,9 @@ def test_tables_without_a_record(document, capsys):
     (document.parent / "ignored.md").write_text(f"{TABLE}\n")
     code, summary, _ = check(capsys)
     assert code == 0 and summary.startswith("10 figures of 2 tables")
+    (root / "judge_0.jsonl").write_text("")  # a record of any name
+    code, _, (problem,) = check(capsys)
+    assert code == 1 and problem.startswith("README.md:1: ") and "comment" in problem
 
 
 def test_tables_of_modules(document, tmp_path, monkeypatch, capsys):
@@ -1213,6 +1306,86 @@ def test_final_metrics_are_compared_seed_by_seed(tmp_path, capsys):
     assert cells(printed)["on"][1:3] == ["3", "+0.1000"]
 
 
+BLOCKED = {"off": [0.25, 0.5, 0.75, 0.25, 0.5, 0.5], "on": [0.5, 0.5, 0.75, 0.75, 0.5, 0.75]}  # by seed
+
+
+def test_intervals_of_blocks_are_over_the_means_of_blocks(tmp_path, capsys):
+    for row, finals in BLOCKED.items():
+        for seed, final in enumerate(finals):
+            write_run(tmp_path / "runs", row, seed, [0.2, final])
+    columns = ("--columns", "row", "n", "metric", "interval", "paired_interval")
+    options = ("--parent", "off", "--block", 2, *columns)
+    (off, on), _ = make(tmp_path / "runs", *options, capsys=capsys)
+    means = {"off": [0.375, 0.5, 0.5], "on": [0.5, 0.75, 0.625]}
+    for row, interval in (("off", off["interval"]), ("on", on["interval"])):
+        half = T_975[2] * statistics.stdev(means[row]) / math.sqrt(3)
+        mean = statistics.fmean(means[row])
+        assert interval == pytest.approx([mean - half, mean + half])
+    assert on["n"] == 6 and on["minus_parent"] == pytest.approx(1 / 6) and on["p_value"] is None
+
+
+def test_bands_of_plots_are_over_the_means_of_blocks():
+    bands = []
+    axes = SimpleNamespace(
+        plot=lambda grid, values, **style: [SimpleNamespace(get_color=lambda: "C0")],
+        fill_between=lambda grid, low, high, **style: bands.append(high - low),
+    )
+    curves = [(np.array([0.0, 1.0]), np.full(2, value)) for value in (1.0, 1.0, 3.0, 3.0)]
+    for blocks, n in (([0, 1, 2, 3], 4), ([0, 0, 1, 1], 2)):
+        report.draw(axes, curves, blocks, "row")
+        error = statistics.stdev([1, 1, 3, 3] if n == 4 else [1, 3]) / math.sqrt(n)
+        assert bands.pop() == pytest.approx(np.full(200, 2 * error))
+    report.draw(axes, curves, [0, 0, 0, 0], "row")
+    assert not bands, "a single block has no error"
+
+
+def test_the_columns_of_welch(tmp_path, capsys):
+    for row, finals in BLOCKED.items():
+        for seed, final in enumerate(finals[: 6 if row == "off" else 4]):
+            write_run(tmp_path / "runs", row, seed, [0.2, final])
+    columns = ("--columns", "row", "minus_parent", "welch_interval", "welch_detectable")
+    (off, on), printed = make(tmp_path / "runs", "--parent", "off", *columns, capsys=capsys)
+    test = ttest_ind(BLOCKED["on"][:4], BLOCKED["off"], equal_var=False)
+    low, high = test.confidence_interval()
+    assert on["welch_interval"] == pytest.approx([low, high]) and on["p_value"] == pytest.approx(test.pvalue)
+    error = on["minus_parent"] / test.statistic
+    assert on["welch_detectable"] == pytest.approx(report.detectable_effect(error, test.df))
+    assert off["welch_interval"] is off["welch_detectable"] is None
+    assert cells(printed)["on"][2] == f"{low:+.4f} to {high:+.4f}"
+
+
+COMPARED = "> Note: Declared: `{}`. Exploratory, not among the declared contrasts: other - off."
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ("--columns row metric interval", "> Note: Declared: `{}`."),
+        *((f"--columns row {column}", COMPARED) for column in ("minus_parent", "p", "speedup", "paired_p")),
+        ("--columns row detectable --rows off on", "> Note: Declared: `{}`."),
+        (
+            "--columns row p_holm --rows off other",
+            COMPARED + " Declared contrasts that the correction lacks: on - off.",
+        ),
+        ("--columns row n --metric accuracy", "> Note: Declared: `{}`. Exploratory metric: `accuracy`."),
+    ],
+)
+def test_the_note_follows_columns_and_metric(options, note, tmp_path, capsys):
+    """The declaration has the contrast on - off and the endpoint avg_at_8."""
+    folders = [
+        write_run(tmp_path / "runs", row, seed, [0.2, 0.5, 0.5 + 0.125 * seed])
+        for row in ("off", "on", "other")
+        for seed in (0, 1)
+    ]
+    declared = dict.fromkeys(declaration.KEYS, "?") | {
+        "rows": ["off", "on", "other"], "seeds": [0, 1], "contrasts": [["on", "off"]], "endpoint": "avg_at_8"
+    }  # fmt: skip
+    (tmp_path / "declared.json").write_text(json.dumps(declared))
+    record = write_record(tmp_path / "record.jsonl", *folders)
+    _, printed = make(record, "--parent", "off", *options.split(), capsys=capsys)
+    assert note.format(declaration.digest_of(declared)) in printed.splitlines()
+
+
 def test_holm_over_the_tables_of_a_document(document, capsys):
     """Two tables of three and two comparisons, one of them in both: corrected over four."""
     generator = random.Random(1)
@@ -1249,13 +1422,18 @@ def test_holm_over_the_tables_of_a_document(document, capsys):
 
 
 def test_a_detectable_difference_is_found_with_80_percent_power():
-    """Samples with this true difference are found by the test in 0.8 of 20,000 draws (error of 0.003)."""
+    """Samples with this true difference are found by the tests in 0.8 of 20,000 draws (error of 0.003)."""
     pairs = np.array([0.3, -0.1, 0.2, 0.5, 0.0, 0.1])
-    difference = report.detectable_difference(pairs)
-    draws = np.random.default_rng(0).normal(difference, pairs.std(ddof=1), (20_000, 6))
+    deviation = pairs.std(ddof=1)
+    generator = np.random.default_rng(0)
+    draws = generator.normal(report.detectable_difference(pairs), deviation, (20_000, 6))
     is_found = ttest_rel(draws, np.zeros_like(draws), axis=1).pvalue < 0.05
     assert is_found.mean() == pytest.approx(0.8, abs=0.01)
     assert report.detectable_difference(np.array([0.5, 0.5])) is None
+    draws = generator.normal(report.welch_figures(pairs, pairs)["welch_detectable"], deviation, (20_000, 6))
+    parent_draws = generator.normal(0.0, deviation, draws.shape)
+    is_found = ttest_ind(draws, parent_draws, axis=1, equal_var=False).pvalue < 0.05
+    assert is_found.mean() == pytest.approx(0.8, abs=0.015)
 
 
 def test_rows_that_start_from_other_weights_are_named(tmp_path, capsys):

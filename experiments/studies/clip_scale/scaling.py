@@ -10,19 +10,27 @@ For each seed and each length of the chains, from the rows LENGTH_002 to LENGTH_
     tokens    |tau|, uncertain tokens of a completion: 0.2 x completion_tokens
     eps       alpha* x H0 / log |V|, the half-width of the clip (ESPO eq. 8)
 
+and, for the declared secondary outcomes, over the same steps:
+
+    abs_log_ratio     mean over all tokens of |log ratio|, with the ratio of the token's group: a slope of
+                      -0.5 shows independent tokens only if the spread per token is the same at all lengths
+    sequence_shares   clipped share of all tokens in the rows LENGTH_sequence_002 and _020, at each alpha
+
+An alpha* of 0.02 or 0.6 lies at an end of the grid: eps* is then only a bound, and the slope of its seed is
+censored. Both are counted.
+
 The slope of log eps on log tokens over the lengths, one per seed, is -0.5 if the log-ratios of the tokens of
 a group are independent (the spread of their mean falls with the root of their number), and 0 if all tokens of
 a group move together.
 """
 
-import argparse
 import math
-from pathlib import Path
 
 import numpy as np
 
 from experiments import report
 from experiments.bench.common import markdown
+from experiments.studies.tables import print_tables
 
 METRIC = "train/score"  # the short runs have no evaluation
 ALPHAS = {"002": 0.02, "006": 0.06, "020": 0.2, "060": 0.6}
@@ -56,21 +64,35 @@ def figures_of(runs: dict[str, report.Run], length: str, seed: int) -> dict:
     entropy = float(np.mean([mean_of(run, "entropy/entropy_group_0") for run in runs.values()]))
     tokens = UNCERTAIN_FRAC * float(np.mean([mean_of(run, "completion_tokens") for run in runs.values()]))
     eps = alpha * entropy / LOG_VOCAB
+    log_ratio = float(np.mean([mean_of(run, "abs_log_ratio") for run in runs.values()]))
     return {
         "length": length, "seed": seed, "shares": shares, "alpha": alpha, "entropy": entropy,
-        "tokens": tokens, "eps": eps,
+        "tokens": tokens, "eps": eps, "abs_log_ratio": log_ratio,
     }  # fmt: skip
 
 
 def measure(rows: dict[str, list[report.Run]]) -> list[dict]:
-    """Return the figures of every length and every seed that has a run with each alpha."""
+    """Return the figures of every length and every seed that has a run with each alpha.
+
+    ValueError if no seed has two lengths, because a slope needs both.
+    """
     by_seed = {name: {run.record["seed"]: run for run in runs} for name, runs in rows.items()}
     figures = []
     for length in LENGTHS:
         of_length = {name: by_seed.get(f"{length}_{name}", {}) for name in ALPHAS}
         for seed in sorted(set.intersection(*map(set, of_length.values()))):
-            figures.append(figures_of({name: runs[seed] for name, runs in of_length.items()}, length, seed))
+            of_seed = figures_of({name: runs[seed] for name, runs in of_length.items()}, length, seed)
+            sequence_runs = {name: by_seed.get(f"{length}_sequence_{name}", {}).get(seed) for name in ALPHAS}
+            shares = {name: mean_of(run, "clipped") for name, run in sequence_runs.items() if run}
+            figures.append(of_seed | {"sequence_shares": shares})
+    if not slopes_of(figures):
+        raise ValueError(f"no seed has the rows {', '.join(ALPHAS)} of two lengths")
     return figures
+
+
+def is_at_an_end(figures: dict) -> bool:
+    """Tell whether alpha* is the smallest or the largest alpha of the grid, and eps* only a bound."""
+    return figures["alpha"] in (min(ALPHAS.values()), max(ALPHAS.values()))
 
 
 def slopes_of(data: list[dict]) -> dict[int, float]:
@@ -93,41 +115,48 @@ def table_lines(data: list[dict]) -> list[str]:
         if not of_length:
             continue
         shares = [f"{np.mean([f['shares'][name] for f in of_length]):.3f}" for name in ALPHAS]
-        alpha, entropy, tokens, eps = (
-            np.mean([f[name] for f in of_length]) for name in ("alpha", "entropy", "tokens", "eps")
+        alpha, entropy, tokens, eps, log_ratio = (
+            np.mean([f[name] for f in of_length])
+            for name in ("alpha", "entropy", "tokens", "eps", "abs_log_ratio")
         )
-        cells = [f"{tokens:.1f}", f"{entropy:.3f}", *shares, f"{alpha:.3f}", f"{eps:.2e}"]
-        lines.append([length, str(len(of_length)), *cells])
+        num_at_an_end = sum(map(is_at_an_end, of_length))
+        cells = [f"{tokens:.1f}", f"{entropy:.3f}", *shares, f"{alpha:.3f}", num_at_an_end, f"{eps:.2e}"]
+        lines.append([length, len(of_length), *cells, f"{log_ratio:.2e}"])
     clipped = [f"clipped at {alpha}" for alpha in ALPHAS.values()]
-    return markdown(["length", "n", "uncertain tokens", "entropy", *clipped, "alpha*", "eps*"], lines)
+    heads = ["length", "n", "uncertain tokens", "entropy", *clipped, "alpha*", "at an end", "eps*"]
+    return markdown([*heads, "abs_log_ratio"], lines)
 
 
 def slope_lines(data: list[dict]) -> list[str]:
-    """Return the table of the slope: mean and interval over the seeds, and p against 0 and -0.5."""
-    slopes = np.array(list(slopes_of(data).values()))
+    """Return the table of the slope: mean and interval over the seeds, and p against 0 and -0.5.
+
+    censored: number of the seeds with an alpha* at an end of the grid at any length.
+    """
+    by_seed = slopes_of(data)
+    slopes = np.array(list(by_seed.values()))
+    censored = {figures["seed"] for figures in data if is_at_an_end(figures)} & by_seed.keys()
     p_values = [report.show_p(report.paired_p(slopes - value)) for value in (0.0, -0.5)]
     interval = report.show_interval(report.t_interval(slopes), "+.2f")
-    heads = ["slope", "n", "mean", "95 % interval", "p against 0", "p against -0.5"]
-    return markdown(
-        heads, [["log eps* on log tokens", len(slopes), f"{slopes.mean():+.2f}", interval, *p_values]]
-    )
+    heads = ["slope", "n", "censored", "mean", "95 % interval", "p against 0", "p against -0.5"]
+    cells = [len(slopes), len(censored), f"{slopes.mean():+.2f}", interval, *p_values]
+    return markdown(heads, [["log eps* on log tokens", *cells]])
 
 
-def main() -> None:
-    """Read the runs and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, record files")
-    args = parser.parse_args()
-    try:
-        data = measure(report.read_rows(args.runs, None, METRIC))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if not slopes_of(data):
-        parser.error(f"no seed has the rows {', '.join(ALPHAS)} of two lengths")
-    print("\n".join([*table_lines(data), "", *slope_lines(data)]))
+def sequence_lines(data: list[dict]) -> list[str]:
+    """Return the table of the rows with one ratio per completion: clipped share of all tokens.
+
+    Their clip holds the mean entropy of all tokens, so it is narrower than that of a group at the same alpha.
+    """
+    lines = []
+    for length in LENGTHS:
+        of_length = [figures["sequence_shares"] for figures in data if figures["length"] == length]
+        for name in ALPHAS:
+            shares = np.array([by_alpha[name] for by_alpha in of_length if name in by_alpha])
+            if len(shares):
+                interval = report.show_interval(report.t_interval(shares), ".3f")
+                lines.append([f"{length}_sequence_{name}", len(shares), f"{shares.mean():.3f}", interval])
+    return markdown(["row", "n", "clipped", "95 % interval"], lines)
 
 
 if __name__ == "__main__":
-    main()
+    print_tables(__doc__, measure, METRIC, [table_lines, slope_lines, sequence_lines])

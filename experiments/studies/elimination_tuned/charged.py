@@ -8,21 +8,22 @@ subtracts the final pass@1 of grpo with the same seed. The differences of an ins
 averaged first, as in the declared test.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 
 from experiments import report
 from experiments.bench.common import markdown
 from experiments.studies.elimination_tuned.slopes import METRIC, SEEDS_EACH
+from experiments.studies.tables import print_tables
 
 BUDGET = 100_000  # generated tokens, as in declared.json
 ROW, PARENT = "grpo_skip", "grpo"
 
 
 def measure(rows: dict[str, list[report.Run]]) -> list[dict]:
-    """Return, for each common seed, tokens of training, pass@1 there, and the final pass@1 of the parent."""
+    """Return, for each common seed, tokens of training, pass@1 there, and the final pass@1 of the parent.
+
+    ValueError without a common seed.
+    """
     parents = {run.record["seed"]: run.values[-1] for run in rows.get(PARENT, [])}
     figures = []
     for run in sorted(rows.get(ROW, []), key=lambda run: run.record["seed"]):
@@ -31,6 +32,8 @@ def measure(rows: dict[str, list[report.Run]]) -> list[dict]:
             tokens = BUDGET - run.offline_tokens
             value = float(np.interp(tokens, run.tokens, run.values))
             figures.append({"seed": seed, "tokens": tokens, "value": value, "parent": float(parents[seed])})
+    if not figures:
+        raise ValueError(f"no seed has {ROW} with the tokens of its scoring, and {PARENT}")
     return figures
 
 
@@ -64,21 +67,5 @@ def table_lines(data: list[dict]) -> list[str]:
     return markdown(heads, [cells])
 
 
-def main() -> None:
-    """Read the runs and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, record files")
-    args = parser.parse_args()
-    try:
-        data = measure(report.read_rows(args.runs, None, METRIC))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if not data:
-        parser.error(f"no seed has {ROW} with the tokens of its scoring, and {PARENT}")
-    print("\n".join(table_lines(data)))
-
-
 if __name__ == "__main__":
-    main()
+    print_tables(__doc__, measure, METRIC, [table_lines])

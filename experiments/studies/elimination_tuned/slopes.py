@@ -12,14 +12,13 @@ that the gain grows with the share. For example, at a slope of 0.05 the gain at 
 0.3.
 """
 
-import argparse
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 
 from experiments import report
 from experiments.bench.common import markdown
+from experiments.studies.tables import print_tables
 
 METRIC = "additions/avg_at_8"
 ROWS = {  # {share: (row with elimination, row without)}
@@ -31,7 +30,10 @@ SEEDS_EACH = 2  # of a task instance, as in declared.json
 
 
 def measure(rows: dict[str, list[report.Run]]) -> list[dict]:
-    """Return gains and slope of every task instance, over the seeds that have all six rows."""
+    """Return gains and slope of every task instance, over the seeds that have all six rows.
+
+    ValueError if no seed has all rows.
+    """
     finals = {name: {run.record["seed"]: run.values[-1] for run in runs} for name, runs in rows.items()}
     names = [name for pair in ROWS.values() for name in pair]
     seeds_by_instance = defaultdict(list)
@@ -45,6 +47,8 @@ def measure(rows: dict[str, list[report.Run]]) -> list[dict]:
         }
         slope = float(np.polyfit(list(ROWS), list(gains.values()), deg=1)[0])
         figures.append({"instance": instance, "seeds": seeds, "gains": gains, "slope": slope})
+    if not figures:
+        raise ValueError(f"no seed has all of {', '.join(names)}")
     return figures
 
 
@@ -64,21 +68,5 @@ def table_lines(data: list[dict]) -> list[str]:
     return markdown(heads, [cells])
 
 
-def main() -> None:
-    """Read the runs and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs, record files")
-    args = parser.parse_args()
-    try:
-        data = measure(report.read_rows(args.runs, None, METRIC))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if not data:
-        parser.error(f"no seed has all of {', '.join(name for pair in ROWS.values() for name in pair)}")
-    print("\n".join(table_lines(data)))
-
-
 if __name__ == "__main__":
-    main()
+    print_tables(__doc__, measure, METRIC, [table_lines])
