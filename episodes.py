@@ -10,9 +10,11 @@ Reading order: formats of calls, the text between two turns, Interaction (one pe
 of RolloutEngine.generate). verifiers/tools.py runs in the workers.
 """
 
+import contextlib
 import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -234,7 +236,7 @@ class Interaction:
         self.has_warned = False  # of a call that failed in a worker
         self.num_rollouts = 0
         if self.environment:
-            check_environment(self.environment, row_of(prompts[0], 0))
+            check_environment_in_time(self.environment, row_of(prompts[0], 0), self.timeout_s)
         if any(load_function(name).call is python for name in data.tools):
             check_sandbox(config.reward.sandbox)
 
@@ -279,6 +281,34 @@ class Interaction:
         if verdict.status == "timeout":
             return f"Error: no result after {self.timeout_s:g} s"
         return f"Error: {verdict.detail.removesuffix(self.log_note)}"
+
+
+def check_environment_in_time(name: str, row: dict, timeout_s: float) -> None:
+    """Raise ValueError unless check_environment() accepts an environment within rollout.tool_timeout_s.
+
+    reset() may wait for a server forever, so a thread calls it. As in the workers, the import of the file has
+    no limit.
+    """
+    errors: list[BaseException] = []
+
+    def check() -> None:
+        try:
+            check_environment(name, row)
+        except BaseException as error:  # a thread would drop for example SystemExit
+            errors.append(error)
+
+    with contextlib.suppress(Exception):  # check_environment() explains the error
+        load_function(name)
+    thread = threading.Thread(target=check, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    if thread.is_alive():
+        raise ValueError(
+            f"data.environment {name}: reset() of the first prompt did not end within {timeout_s:g} s; start "
+            "the server that the environment waits for, or raise rollout.tool_timeout_s"
+        )
 
 
 def row_of(prompt: Prompt, seed: int) -> dict:
@@ -425,6 +455,7 @@ class Episodes:
                         self.take_result(row, number, verdict)
                     else:
                         self.take_answer(row, verdict)
+                pool.latencies.clear()  # nobody reports the latencies of tools and environments
             if self.events or not self.num_waiting or time.monotonic() >= deadline:
                 break
             time.sleep(0.001)
@@ -439,7 +470,8 @@ class Episodes:
         text = self.interaction.error_text(verdict) if verdict.failed else verdict.detail
         if verdict.failed and not self.interaction.has_warned:
             self.interaction.has_warned = True
-            warn_once(f"the policy reads the error of a tool, here of the first one that failed: {text}")
+            note = self.interaction.tool_pool.memory_note(verdict)
+            warn_once(f"the policy reads the error of a tool, here of the first that failed: {text}{note}")
         episode.results[number] = text
         self.insert_if_complete(row)
 

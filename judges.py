@@ -13,6 +13,7 @@ model on the pairs of data/judge_pairs.py.
 """
 
 import functools
+import inspect
 import itertools
 import json
 import math
@@ -28,7 +29,7 @@ from data.chat import ChatTemplate, load_tokenizer, without_special_tokens
 from data.prompts import Prompt
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
 from runtime.metrics import warn_once
-from verifiers.own import load_function
+from verifiers.own import explain, load_function
 from verifiers.verdict import SIGNS, last_verdict
 
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
@@ -152,15 +153,27 @@ class GenerativeJudge:
             for prompt, first, second in zip(prompts, firsts, seconds, strict=True)
         ]
         answers = self.generate(questions) if questions else []
-        if len(answers) != len(questions):
-            raise ValueError(
-                f"reward.judge_path: the generative judge returned {len(answers)} answers to "
-                f"{len(questions)} prompts; the function must return one answer per prompt, in order"
-            )
-        verdicts = [last_verdict(answer) for answer in answers]
+        verdicts = [last_verdict(answer) for answer in checked_answers(answers, len(questions))]
         self.num_answers += len(verdicts)
         self.num_unreadable += verdicts.count(None)
         return [SIGNS[verdict] if verdict else 0 for verdict in verdicts]
+
+
+def checked_answers(answers, num_questions: int) -> list[str]:
+    """Return the answers of a generative judge; ValueError unless they are a list, one text per question."""
+    problem = ""
+    if inspect.iscoroutine(answers):
+        answers.close()  # prevents the warning "coroutine was never awaited"
+        problem = "a coroutine; define the function with def, not with async def"
+    elif not isinstance(answers, (list, tuple)):
+        problem = f"{type(answers).__name__}, not a list of texts"
+    elif len(answers) != num_questions:
+        problem = f"{len(answers)} answers to {num_questions} questions, not one per question"
+    elif others := [answer for answer in answers if not isinstance(answer, str)]:
+        problem = f"an answer of type {type(others[0]).__name__}, not text"
+    if problem:
+        raise ValueError(f"reward.judge_path: the generative judge returned {problem}")
+    return list(answers)
 
 
 def load_greedy_chat(
@@ -256,6 +269,34 @@ def refuse_mute_judge(kind: str, path: str | None, template_args: dict | None = 
         )
 
 
+def judge_of_function(path: str, template: str | None) -> GenerativeJudge:
+    """Return the judge module:function or path/file.py:function; ValueError explains a failed import."""
+    try:
+        return GenerativeJudge(load_function(path).call, template)
+    except Exception as error:  # an import can raise anything
+        raise ValueError(
+            f"reward.judge_path: cannot import the judge {path!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def refuse_failing_judge(kind: str, path: str | None, template: str | None = None) -> None:
+    """Ask a judge that is a function one question, before any engine starts; ValueError if it fails.
+
+    The question is short. A function that calls a paid service costs one question per rank and launch.
+    """
+    if kind != "generative" or ":" not in path or os.path.isfile(os.path.join(path, "config.json")):
+        return  # build_judge() explains paths that are neither a function nor a folder
+    judge = judge_of_function(path, template)
+    question = judge.template.format(prompt="What is 1 + 1?", first="2", second="3")
+    try:
+        answers = judge.generate([question])
+    except Exception as error:  # files of users raise anything
+        raise ValueError(
+            f"reward.judge_path {path}: the function failed at the first question: {explain(error)}"
+        ) from error
+    checked_answers(answers, 1)
+
+
 def build_judge(
     kind: str,
     path: str | None,
@@ -285,12 +326,7 @@ def build_judge(
             f"reward.judge_path {path!r} is no folder with the config.json of a Hugging Face model; a "
             f"{kind} judge needs such a folder{hint}"
         )
-    try:
-        return GenerativeJudge(load_function(path).call, template)
-    except Exception as error:  # an import can raise anything
-        raise ValueError(
-            f"reward.judge_path: cannot import the judge {path!r}: {type(error).__name__}: {error}"
-        ) from error
+    return judge_of_function(path, template)
 
 
 def judge_metrics(judge) -> dict[str, tuple[float, float]]:

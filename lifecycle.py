@@ -13,6 +13,7 @@ A function marked Collective must be called by all ranks.
 """
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -43,7 +44,7 @@ from data.score import model_digest
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
 from episodes import Interaction
-from judges import build_judge, refuse_mute_judge
+from judges import build_judge, refuse_failing_judge, refuse_mute_judge
 from memory_plan import (
     check_memory,
     choose_micro_batch,
@@ -110,6 +111,7 @@ from runtime.metrics import (
     schedule_metrics,
     straggler,
     turn_metrics,
+    warn_once,
 )
 from runtime.schedule import from_rank_0, host_group
 from runtime.stages import StagePosition, end_of_stage, place_of
@@ -195,11 +197,12 @@ def set_up(config: Config) -> Run | None:
     pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
-    check_judge(config, state)
-    check_teacher(largest, hf_config, tokenizer, state)
+    check_fixed_models(largest, hf_config, tokenizer, state)
     confidences = load_confidences(configs, loaded, offers)
+    check_confidences(config, confidences, state)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
+    start_trackers(accelerator, config, state.step)
 
     # ---- engine, policy ----
     with clock("setup"):
@@ -216,7 +219,6 @@ def set_up(config: Config) -> Run | None:
         history = PromptHistory.from_offline(offline_scores, configs[0].rollout.group_size)
         if checkpoint:
             history = resume(checkpoint, trainer, history, loaded.train, config)
-    start_trackers(accelerator, config, state.step)
     return Run(
         config=configs[state.stage.number], run_config=config, stage_configs=configs,
         offers=offers[state.stage.number], stage_offers=offers, lock=lock, accelerator=accelerator,
@@ -373,11 +375,21 @@ def check_model(config: Config, hf_config) -> None:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense and has no router; set off")
 
 
-# ---- judge and teacher ----
+# ---- judge, teacher and reference ----
+def check_fixed_models(config: Config, hf_config, tokenizer, state: TrainState) -> None:
+    """Raise ValueError if judge, teacher or reference are unfit, or differ from those of the checkpoint."""
+    check_judge(config, state)
+    check_teacher(config, hf_config, tokenizer, state)
+    if config.algorithm.kl_coef > 0:  # the reference is read from model.path at every launch
+        folder = moe_model.model_folder(config.model.path)
+        state.reference = same_digest(config, "model.path", folder, state.reference)
+
+
 def check_judge(config: Config, state: TrainState) -> None:
     """Raise ValueError if a generative judge cannot answer, or if its weights differ from the checkpoint."""
     reward = config.reward
     refuse_mute_judge(reward.judge, reward.judge_path, reward.judge_chat_template_args)
+    refuse_failing_judge(reward.judge, reward.judge_path, reward.judge_template)
     if reward.judge_path:
         state.judge = same_digest(config, "reward.judge_path", Path(reward.judge_path), state.judge)
 
@@ -429,6 +441,20 @@ def same_digest(config: Config, setting: str, folder: Path, recorded: str | None
             "resume from the weights alone with checkpoint.resume=weights"
         )
     return digest
+
+
+def check_confidences(config: Config, confidences: dict, state: TrainState) -> None:
+    """Raise ValueError if the pass rates of zero_variance.teacher_scores differ from the checkpoint's."""
+    if not confidences:
+        return
+    rates = sorted(sorted(of_file.items()) for of_file in confidences.values())
+    digest = hashlib.sha256(json.dumps(rates).encode()).hexdigest()[:16]
+    if config.checkpoint.resume == "auto" and state.teacher_scores not in (None, digest):
+        raise ValueError(
+            "zero_variance.teacher_scores: the pass rates have changed since the first launch: restore the "
+            "file, or resume from the weights alone with checkpoint.resume=weights"
+        )
+    state.teacher_scores = digest
 
 
 def load_confidences(
@@ -556,7 +582,8 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     is_resumed = checkpoint and config.checkpoint.resume == "auto"  # with weights alone, prompts may differ
     held_out = [prompt for prompts, _ in loaded.eval_sets.values() for prompt in prompts]
     local_prompts = (held_out if is_resumed else loaded.everyone())[rank::world_size]
-    impossible = impossible_references(pool, [(p.kind, p.answer, p.fields) for p in local_prompts])
+    references = [(prompt.kind, prompt.answer, prompt.fields) for prompt in local_prompts]
+    impossible = impossible_references(pool, references, warn=warn_once)
     reasons = {
         (prompt_sha(local_prompts[i]), local_prompts[i].kind): reason for i, reason in impossible.items()
     }

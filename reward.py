@@ -33,7 +33,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
 
 import verifiers.chain
@@ -284,8 +284,13 @@ START_GRACE_S = 120.0  # grace while the worker starts or imports the libraries 
 GRACE_S = 5.0
 LOOK_S = 0.1  # interval between checks of silent workers
 STOP_S = 20.0  # time for a guard to end the processes of its worker, which usually takes under 0.1 s
-KEPT_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH")
+# Without OMP_NUM_THREADS, BLAS or torch in a custom function would start a thread for each core.
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 MAX_REPLY_BYTES = 1 << 20
+MAX_LOG_BYTES = 64 << 20  # a larger log is renamed to NAME.1 when a pool starts
+MAX_DETAIL = 200  # characters of a Verdict's detail
+OUT_OF_MEMORY = ("MemoryError", "failed to map segment", "annot allocate memory")  # parts of a detail
+WORKER_DIED = "the worker died"
 
 
 @dataclass(eq=False)
@@ -316,6 +321,7 @@ class _Worker:
         default_factory=time.monotonic
     )  # time of the last reply, or of the last write
     imported_kinds: set = field(default_factory=set)
+    is_exhausted: bool = False  # an item ran out of memory: replace the worker after the items sent to it
 
     def current(self) -> _Item | None:
         """Return the item that the worker is busy with; the first one if several run at once."""
@@ -343,7 +349,7 @@ class RewardPool(contextlib.AbstractContextManager):
     tokenizer: JSON of a tokenizer, with which workers decode token ids. env: environment variables that
     workers get in addition to KEPT_VARIABLES. log_path: file for the output of custom functions; None
     discards the output. code_limits: isolation, timeout_s and memory_bytes of verifiers.code.verify; the time
-    limit for all tests of a program is added to timeout_s.
+    limit for all tests of a program is added to timeout_s. A log above MAX_LOG_BYTES is renamed to NAME.1.
 
     service: "tools" or "environment": the kind is a tool or an environment, the completion is a request in
     JSON (verifiers/tools.py), and the detail of the Verdict is the result, a text of at most about max_chars
@@ -383,6 +389,7 @@ class RewardPool(contextlib.AbstractContextManager):
         self.num_restarts = 0  # workers replaced
         # {kind: {"fields": names or None for all, "required": names, "async": bool}}, set at the first use
         self.signatures: dict[str, dict] = {}
+        set_aside_large_log(log_path)
         self._tokenizer = os.memfd_create("tokenizer") if tokenizer else None  # a file that ends with us
         if tokenizer:
             with open(os.dup(self._tokenizer), "w") as file:
@@ -568,13 +575,12 @@ class RewardPool(contextlib.AbstractContextManager):
         # Checked before reading: the last replies of a worker that has ended are still in the pipe.
         has_ended = _has_ended(worker.process)
         is_invalid = False
-        is_out_of_memory = False
         data = None
         try:
             while data := os.read(worker.process.stdout.fileno(), 1 << 16):
                 *replies, worker.unread = (worker.unread + data).split(b"\n")
                 for reply in replies:
-                    is_out_of_memory |= self._book(worker, json.loads(reply))
+                    worker.is_exhausted |= self._book(worker, json.loads(reply))
                 worker.last_activity = time.monotonic()
                 is_invalid = len(worker.unread) > MAX_REPLY_BYTES
                 if is_invalid:
@@ -584,7 +590,7 @@ class RewardPool(contextlib.AbstractContextManager):
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             is_invalid = True
         is_silent = self._is_silent(worker)
-        is_exhausted = is_out_of_memory and not worker.lines  # all later calls would fail as well
+        is_exhausted = worker.is_exhausted and not worker.lines  # all later calls would fail as well
         if data == b"" or has_ended or is_invalid or is_silent or is_exhausted:
             self._replace(worker, is_silent, is_invalid)
 
@@ -615,8 +621,18 @@ class RewardPool(contextlib.AbstractContextManager):
             worker.lines.popleft()
         self._add_seconds(item.kind, seconds)
         verdict = Verdict(*values)
+        note = self.memory_note(verdict)
+        is_out_of_memory = verdict.status == "error" and "MemoryError" in verdict.detail
+        if note and self.service != "tools":  # the policy reads the details of tools
+            verdict = replace(verdict, detail=verdict.detail[: MAX_DETAIL - len(note)] + note)
         self._finish(item, verdict)
-        return verdict.status == "error" and "MemoryError" in verdict.detail
+        return is_out_of_memory
+
+    def memory_note(self, verdict: Verdict) -> str:
+        """Return the end of an error that the limit of memory has caused, which names the setting, or ""."""
+        if verdict.status != "error" or not any(sign in verdict.detail for sign in OUT_OF_MEMORY):
+            return ""
+        return f"; workers have {self.memory_bytes / 2**30:g} GiB of address space (reward.memory_gib)"
 
     def _add_seconds(self, kind: str, seconds: float) -> None:
         self.seconds[kind] = 0.95 * self.seconds.get(kind, seconds) + 0.05 * seconds
@@ -665,12 +681,18 @@ class RewardPool(contextlib.AbstractContextManager):
             limit = self._limit_s([item])
             self._add_seconds(item.kind, limit)
             return Verdict(0.0, "timeout", f"killed after the limit of {limit:g} s")
-        return Verdict(0.0, "error", f"the worker died with exit status {status}{log}")
+        return Verdict(0.0, "error", f"{WORKER_DIED} with exit status {status}{log}")
 
 
 def _load(worker: _Worker) -> int:
-    """Return the number of lines that a worker is busy with; a slow item counts as a full window."""
-    return WINDOW if worker.is_slow() else len(worker.lines)
+    """Return the number of lines that a worker is busy with; WINDOW if the worker takes no further line."""
+    return WINDOW if worker.is_slow() or worker.is_exhausted else len(worker.lines)
+
+
+def set_aside_large_log(path: str | os.PathLike | None) -> None:
+    """Rename a log above MAX_LOG_BYTES to NAME.1; an earlier NAME.1 is overwritten."""
+    if path and os.path.isfile(path) and os.path.getsize(path) > MAX_LOG_BYTES:
+        os.replace(path, f"{path}.1")
 
 
 def _has_ended(process: subprocess.Popen) -> bool:
@@ -904,12 +926,18 @@ def _decoder(tokenizer_fd: int | None) -> Callable:
 Row = tuple[str, str, dict]  # kind, reference answer, fields
 
 
-def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, str]:
+def impossible_references(
+    pool: RewardPool, rows: Sequence[Row], warn: Callable[[str], object] = print
+) -> dict[int, str]:
     r"""Return {index: reason} of the rows whose reference answer cannot be right by its own rule.
 
     Every completion of such a prompt would be wrong or an error, for example if a numeric answer is "five".
     Each rule has to accept the reference answer, written as a completion would write it, for example in
     \boxed{}. Constraints and tests only have to be readable. All terms of a weighted sum are checked.
+
+    A timeout or a dead worker says nothing about an answer, for example on a busy machine. An answer that
+    ends so is checked once more, alone. If the second check fails in the same way, the rows are not in the
+    result, so that no prompt is lost, and warn() gets one line with the reason.
     """
     reasons = {}
     indices_of = {}  # {(kind, answer, fields if the kind reads fields): indices of rows}
@@ -926,18 +954,50 @@ def impossible_references(pool: RewardPool, rows: Sequence[Row]) -> dict[int, st
                 indices_of.setdefault((term, answer, ""), []).append(index)
             elif term == "instructions":
                 indices_of.setdefault((term, answer, json.dumps(fields, default=str)), []).append(index)
-    for key, indices in indices_of.items():
+    fields_of = {key: {} if key[0] in RULES else rows[of_key[0]][2] for key, of_key in indices_of.items()}
+    verdicts = _check_references(pool, fields_of)
+    undecided = {key: verdict for key, verdict in verdicts.items() if _is_undecided(verdict)}
+    if undecided:
+        (term, answer, _), verdict = next(iter(undecided.items()))
+        num_rows = sum(len(indices_of[key]) for key in undecided)
+        warn(
+            f"{num_rows} reference answers could not be checked, and their prompts stay; the first, "
+            f"{answer[:80]!r} of kind {term}, failed twice: {verdict.detail}. If their verdicts fail in the "
+            "run as well, raise reward.timeout_s or reward.memory_gib"
+        )
+    for key, verdict in verdicts.items():
         term, answer, _ = key
-        completion = {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}
-        fields = {} if term in RULES else rows[indices[0]][2]
-        pool.submit(key, term, completion.get(term, answer), answer, fields)
-    for key, verdict in pool.collect().items():
-        term, answer, _ = key
-        if verdict.failed or (verdict.status != "ok" and term in RULES):
+        if key not in undecided and (verdict.failed or (verdict.status != "ok" and term in RULES)):
             reason = verdict.detail or f"{term} does not accept the reference answer as a completion"
             reasons |= dict.fromkeys(indices_of[key], f"{answer[:80]!r}: {verdict.status}: {reason}")
     pool.latencies = []  # only latencies of training are reported
     return dict(sorted(reasons.items()))
+
+
+def _check_references(pool: RewardPool, fields_of: dict[tuple[str, str, str], dict]) -> dict:
+    """Return {(kind, answer, ...): Verdict} of reference answers as completions; see impossible_references().
+
+    fields_of: {(kind, answer, ...): fields}.
+    """
+
+    def submit(key: tuple[str, str, str]) -> None:
+        term, answer, _ = key
+        completion = {"math": rf"\boxed{{{answer}}}", "gsm8k": f"#### {answer.rpartition('####')[2]}"}
+        pool.submit(key, term, completion.get(term, answer), answer, fields_of[key])
+
+    for key in fields_of:
+        submit(key)
+    verdicts = pool.collect()
+    for key in [key for key, verdict in verdicts.items() if _is_undecided(verdict)]:
+        submit(key)
+        verdicts |= pool.collect()  # before the next one, so that each is alone
+    return verdicts
+
+
+def _is_undecided(verdict: Verdict) -> bool:
+    """Tell whether a check failed because of a worker or a limit, and may succeed at another time."""
+    died = verdict.status == "error" and any(s in verdict.detail for s in (WORKER_DIED, *OUT_OF_MEMORY))
+    return verdict.status == "timeout" or died
 
 
 def check_functions(kinds: Iterable[str], rows: Sequence[Row], settings: RewardSettings) -> list[str]:

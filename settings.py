@@ -10,6 +10,7 @@ setting at its default a run is plain GRPO.
 
 import os
 import re
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
@@ -123,7 +124,10 @@ class ZeroVarianceSettings(Section):
         "proportion to the last round's zero-variance fraction; surplus groups are dropped (GRESO).",
     )
     max_rounds: int = setting(
-        4, "sampling rounds of a step; after the last round the batch may be short", ge=1
+        4,
+        "sampling rounds of a step that take new prompts; a further round may complete probed groups, and "
+        "the batch may be short",
+        ge=1,
     )
 
 
@@ -209,8 +213,8 @@ class AlgorithmSettings(Section):
     )
     correctness_guard: bool = setting(
         False,
-        "wrong completions get no positive advantage and right completions no negative one; advantages of "
-        "the teacher are exempt",
+        "completions whose score is below the mean of their group get no positive advantage, and those above "
+        "no negative one; among equal scores, fully wrong and fully right ones. The teacher's are exempt",
     )
     rollout_correction: Correction = setting(
         "none",
@@ -228,8 +232,8 @@ class AlgorithmSettings(Section):
     )
     old_policy: Literal["trainer", "rollout"] = setting(
         "trainer",
-        "denominator of the ratio. trainer: the trainer's policy before the update. rollout: the engine's "
-        "log-probabilities, which saves a forward pass (bypass).",
+        "denominator of the ratio. trainer: the trainer's policy before the updates of the step. rollout: "
+        "the engine's log-probabilities, which saves a forward pass (bypass).",
     )
     router_replay: Switch[Replay] = setting(
         "off",
@@ -287,9 +291,7 @@ MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are
 class TrainSettings(Section):
     """Length of a run, optimizer, and the composition of an update."""
 
-    num_steps: int = setting(
-        200, "number of steps; a step is one rollout and minibatches_per_step updates", True, ge=1
-    )
+    num_steps: int = setting(200, "number of steps; a step is one rollout and its updates", True, ge=1)
     max_generated_tokens: int | None = setting(
         None,
         "stop after this many generated tokens, over all ranks, and tokens of a teacher at their price "
@@ -298,7 +300,7 @@ class TrainSettings(Section):
         ge=1,
     )
     minibatches_per_step: int = setting(
-        1, "updates per rollout; with more than 1, later updates are off-policy", ge=1
+        1, "parts of a rollout with an update each; with more than 1, later updates are off-policy", ge=1
     )
     micro_batch_tokens: int | None = setting(
         None,
@@ -423,6 +425,13 @@ class ModelSettings(Section):
     )
 
 
+def without_empty_text(stops: list[int | str]) -> list[int | str]:
+    """Return the entries of rollout.stop; ValueError for an empty text, which every completion contains."""
+    if "" in stops:
+        raise ValueError("an empty text would end every completion at once, leave it out")
+    return stops
+
+
 class RolloutSettings(Section):
     """Sampling: how much, in which order, and by which engine."""
 
@@ -455,7 +464,7 @@ class RolloutSettings(Section):
         2000, "cut the result of a call, or the message of an environment, at this many characters", ge=1,
         le=50_000,
     )  # fmt: skip
-    stop: list[int | str] = setting(
+    stop: Annotated[list[int | str], AfterValidator(without_empty_text)] = setting(
         [],
         "token ids and texts that end a completion, in addition to the model's end-of-sequence tokens, for "
         'example ["</answer>"]',
@@ -577,8 +586,14 @@ def kind_of_mapping(value):
                 f"each kind needs a weight above 0, for example {{math: 0.8, exact: 0.2}}; "
                 f"not {kind}: {weight}"
             )
-    terms = [f"{f'{weight:f}'.rstrip('0').rstrip('.')}*{kind}" for kind, weight in value.items()]
+    terms = [f"{plain_number(weight)}*{kind}" for kind, weight in value.items()]
     return " + ".join(terms) or None
+
+
+def plain_number(number: float) -> str:
+    """Write a number in full and without an exponent: 2.0 as 2, 1e-7 as 0.0000001."""
+    text = f"{Decimal(str(number)):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def with_known_kinds(kind: str | None) -> str | None:
@@ -669,11 +684,28 @@ class PromptSource(Section):
         return f"{self.name} ({self.path})" if self.name else self.path
 
 
+def list_of_sets(value):
+    """Turn a path or a mapping into a list with one set, and a path in a list into {path: ...}."""
+    value = [value] if isinstance(value, (str, dict)) else value
+    if not isinstance(value, list):
+        return value
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in value]
+
+
+PromptSources = Annotated[list[PromptSource], BeforeValidator(list_of_sets)]
+
+
 class DataSettings(Section):
     """Training sets, held-out sets, and how rows become prompts."""
 
-    train: list[PromptSource] = setting([], "prompt sets to train on, concatenated")
-    eval: list[PromptSource] = setting([], "held-out prompt sets, each with metrics of its own", True)
+    train: PromptSources = setting(
+        [],
+        "prompt sets to train on, concatenated: paths, or mappings with the settings of a set, for example "
+        "[a.jsonl, {path: b.jsonl, weight: 2}]",
+    )
+    eval: PromptSources = setting(
+        [], "held-out prompt sets, each with metrics of its own; written as those of train", True
+    )
     chat: Literal["auto", "always", "never"] = setting(
         "auto",
         "prompts that the tokenizer's chat template renders. auto: lists of messages; plain text is left as "

@@ -151,6 +151,11 @@ def read_json(path: str) -> list[dict]:
                 parsed = json.loads(document, object_pairs_hook=object_without_duplicates)
                 rows.extend(parsed if is_list else [parsed])
         except json.JSONDecodeError as error:
+            if not is_list and is_json(content):
+                raise ValueError(
+                    f"{path}: one JSON document over several lines; expected one object per line or one list "
+                    "of objects"
+                ) from None
             raise ValueError(f"{path}: line {number + error.lineno - 1} is not JSON: {error.msg}") from None
         except (ValueError, RecursionError) as error:  # a duplicate key, or thousands of digits or brackets
             raise ValueError(f"{path}: line {number} cannot be read: {error}") from None
@@ -158,6 +163,15 @@ def read_json(path: str) -> list[dict]:
         if not isinstance(row, dict):
             raise ValueError(f"{path}: row {number} must be an object with columns, found {repr(row)[:80]}")
     return rows
+
+
+def is_json(text: str) -> bool:
+    """Tell whether a text is one JSON document."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def object_without_duplicates(pairs: list[tuple[str, object]]) -> dict:
@@ -314,10 +328,10 @@ def half_a_character(text: str) -> bool:
 
 
 def field_number(row: dict, column: str, where: str) -> float | None:
-    """Return a field as a number, or None if the row lacks the field; BadRow for other values."""
+    """Return a field as a number, or None for NaN or if the row lacks the field; BadRow for other values."""
     value = field_of(row, column)
     try:
-        return None if value is None else float(value)
+        return None if value is None or math.isnan(number := float(value)) else number
     except (TypeError, ValueError):
         detail = f"column {column!r} must hold a number, found {repr(value)[:80]}; "
         detail += "set columns.difficulty to another column, or to null to load prompts without difficulties"

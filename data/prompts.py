@@ -47,7 +47,7 @@ KNOWN_COLUMNS = {
     "kind": ("kind",),
     "difficulty": ("difficulty",),
 }
-# Columns that are not passed to a verifier: the loader passes values of its own under the same names.
+# Columns that are not passed to a verifier. Except for kind, the loader passes values of its own instead.
 NOT_PASSED_ON = ("kind", "completion", "answer", "prompt", "messages")
 
 
@@ -98,11 +98,14 @@ class Prompt:
     columns: dict = field(default_factory=dict, hash=False)  # other columns of the row, for custom verifiers
     is_chat: bool = False  # rendered by the chat template, so the text already contains the special tokens
     question: str = field(default="", compare=False)  # without template and system prompt: names the task
+    # {name: value} of the prompt's own column, for custom verifiers; {} if it is called prompt or messages.
+    # `columns` lacks it, because a resume compares the digest of `columns`, and the text says the same.
+    prompt_column: dict = field(default_factory=dict, compare=False)
 
     @property
     def fields(self) -> dict:
         """Return the values that a verifier can request besides completion and answer."""
-        return {**self.columns, "prompt": self.text, "messages": self.messages}
+        return {**self.columns, **self.prompt_column, "prompt": self.text, "messages": self.messages}
 
     @property
     def conversation(self) -> str:
@@ -155,17 +158,11 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     """Load one dataset in file order: drop bad rows, then filter by difficulty, then apply the limit."""
     tables = load_tables(source.path, source.subset, source.split)
     maker = PromptMaker.of(source, data, tokenizer, {*functions, source.kind}, tables)
-    rows = []
-    dropped = []
-    for file, fields in tables:
-        for number, row in enumerate(fields, start=1):
-            try:
-                rows.append(Row(file, number, maker.make(row, f"{file}: row {number}")))
-            except BadRow as error:
-                drop_or_stop(error, data, source, file, number, dropped)
+    dropped: list[dict] = []
+    rows = make_rows(tables, maker, data, dropped)
     remarks = ""
     if rows:
-        refuse_unused_kind(source, maker.columns, rows)
+        refuse_unused_kind(source, maker.columns, rows, tables)
         num_ungraded = sum(row.prompt.difficulty is None for row in rows) if source.difficulty else 0
         remarks += f", {num_ungraded:,} rows without a difficulty left out" if num_ungraded else ""
         rows = in_difficulty_range(rows, source)
@@ -179,6 +176,31 @@ def load_set(source: PromptSource, data: DataSettings, tokenizer=None, functions
     return PromptSet(source, rows, description, dropped)
 
 
+def make_rows(
+    tables: list[Table], maker: "PromptMaker", data: DataSettings, dropped: list[dict]
+) -> list[Row]:
+    """Return the rows of a dataset in file order, without bad rows; see drop_or_stop.
+
+    Ends with the row that fills the limit, because a trial run should not wait for the rest of a large set.
+    With `distinct` all rows are made, because copies are dropped before the limit counts.
+    """
+    source = maker.source
+    rows: list[Row] = []
+    num_in_range = 0
+    for file, fields in tables:
+        for number, row in enumerate(fields, start=1):
+            if num_in_range == source.limit and not source.distinct:
+                return rows
+            try:
+                prompt = maker.make(row, f"{file}: row {number}")
+            except BadRow as error:
+                drop_or_stop(error, data, source, file, number, dropped)
+                continue
+            rows.append(Row(file, number, prompt))
+            num_in_range += is_in_range(prompt, source)
+    return rows
+
+
 def drop_or_stop(
     error: BadRow, data: DataSettings, source: PromptSource, file: str, number: int, dropped: list[dict]
 ) -> None:
@@ -189,15 +211,20 @@ def drop_or_stop(
     dropped.append({**place, "reason": error.reason, "detail": error.detail})
 
 
+def is_in_range(prompt: Prompt, source: PromptSource) -> bool:
+    """Tell whether a prompt lies in the difficulty range of the settings; True without a range."""
+    if source.difficulty is None:
+        return True
+    low, high = source.difficulty
+    return prompt.difficulty is not None and low <= prompt.difficulty <= high
+
+
 def in_difficulty_range(rows: list[Row], source: PromptSource) -> list[Row]:
     """Return the rows in the difficulty range of the settings; ValueError if the range is empty."""
-    if source.difficulty is None:
-        return rows
-    low, high = source.difficulty
-    graded = [row for row in rows if row.prompt.difficulty is not None]
-    matching = [row for row in graded if low <= row.prompt.difficulty <= high]
+    matching = [row for row in rows if is_in_range(row.prompt, source)]
     if not matching:
-        levels = [row.prompt.difficulty for row in graded]
+        low, high = source.difficulty
+        levels = [row.prompt.difficulty for row in rows if row.prompt.difficulty is not None]
         available = f"{min(levels):g} to {max(levels):g}" if levels else "none, set columns.difficulty"
         raise ValueError(
             f"{source.path}: no prompt has difficulty {low:g} to {high:g}; available: {available}"
@@ -213,10 +240,16 @@ def distinct_rows(rows: list[Row]) -> list[Row]:
     return list(first_rows.values())
 
 
-def refuse_unused_kind(source: PromptSource, columns: dict, rows: list[Row]) -> None:
-    """Raise ValueError if the setting `kind` has no effect, because every row names another verifier."""
+def refuse_unused_kind(source: PromptSource, columns: dict, rows: list[Row], tables: list[Table]) -> None:
+    """Raise ValueError if the setting `kind` has no effect, because every row names another verifier.
+
+    rows: the prompts, which may be fewer than the rows of the tables, because of the limit.
+    """
     kinds = {row.prompt.kind for row in rows}
-    if source.kind and columns["kind"] and source.kind not in kinds:
+    column = columns["kind"]
+    if not source.kind or not column or source.kind in kinds:
+        return
+    if all(field_of(row, column) not in (None, source.kind) for row in rows_of(tables)):
         raise ValueError(
             f"{source.path}: kind {source.kind!r} of the settings is not used, because the column "
             f"{columns['kind']!r} says {', '.join(sorted(kinds))}; set columns: {{kind: null}} to ignore the "
@@ -261,15 +294,19 @@ class PromptMaker:
         answer = self.answer_of(row, kind, where)
         level = self.columns["difficulty"]
         difficulty = field_number(row, level, where) if level else None
-        not_passed_on = {*NOT_PASSED_ON, self.columns["prompt"]}
-        columns = {name: json_value(value) for name, value in row.items() if name not in not_passed_on}
+        columns = {name: json_value(value) for name, value in row.items() if name not in NOT_PASSED_ON}
+        own = self.columns["prompt"]
+        prompt_column = {own: columns.pop(own)} if own in columns else {}
         is_chat = messages is not None
-        return Prompt(text, answer, kind, self.source.label, difficulty, messages, columns, is_chat, question)
+        label = self.source.label
+        return Prompt(
+            text, answer, kind, label, difficulty, messages, columns, is_chat, question, prompt_column
+        )
 
     def kind_of(self, row: dict, where: str) -> str:
         """Return the verifier of a row; ValueError if the row names a function outside of the settings."""
         column = self.columns["kind"]
-        if column and not (self.kind and field_of(row, column) is None):
+        if column and field_of(row, column) is not None:
             kind = field_text(row, column, where, "without a kind")
             if not is_kind(kind) or not self.allowed.issuperset(functions_of(kind)):
                 raise ValueError(unknown_kind(kind, where))

@@ -671,12 +671,14 @@ def read_settings(args: argparse.Namespace, context: int):
     values = {"data": {key: value for key, value in data.items() if value is not None}, "rollout": rollout}
     for override in args.settings:
         values = merge(values, read_override(override))
-    most = context - values["rollout"]["max_new_tokens"]
-    values["rollout"].setdefault("max_prompt_tokens", max(most, 1))
     try:
         settings = EvaluationSettings.model_validate(values)
     except ValidationError as error:
         raise ValueError(explain(error, EvaluationSettings)) from error
+    most = context - settings.rollout.max_new_tokens
+    if "max_prompt_tokens" not in settings.rollout.model_fields_set:
+        filled = settings.rollout.model_copy(update={"max_prompt_tokens": max(most, 1)})
+        settings = settings.model_copy(update={"rollout": filled})
     if most < 1:
         raise ValueError(
             f"--max-new-tokens {settings.rollout.max_new_tokens} leaves no room for a prompt in the model's "
@@ -854,7 +856,7 @@ def interaction_of(settings, tokenizer, folder: Path, tasks: list[Task]) -> Iter
 
 def reference_warning(pool: RewardPool, tasks: list[Task]) -> str:
     """Warn of prompts that no answer can solve, because the verifier rejects the reference answer."""
-    reasons = impossible_references(pool, verifier_rows(tasks))
+    reasons = impossible_references(pool, verifier_rows(tasks), warn=lambda line: say(f"warning: {line}"))
     if not reasons:
         return ""
     index, reason = next(iter(reasons.items()))

@@ -64,6 +64,8 @@ class TrainState:
     stage: StagePosition = field(default_factory=StagePosition)
     teacher: str | None = None  # digest of the weights of zero_variance.teacher
     judge: str | None = None  # digest of the weights of reward.judge_path
+    reference: str | None = None  # digest of the weights of model.path, if there is a KL penalty to them
+    teacher_scores: str | None = None  # digest of the pass rates of zero_variance.teacher_scores
 
     def __post_init__(self):
         if isinstance(self.stage, dict):  # as read from state.json
@@ -219,16 +221,32 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
     (run_dir / "summary.json").unlink(missing_ok=True)  # an earlier, shorter run may have written one
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
-        lines = file.read_text(errors="replace").splitlines() if file.is_file() and record else []
-        rows = [(line, step_row(line)) for line in lines]
-        for number, (line, row) in enumerate(rows, start=1):
-            if row is None and (number < len(rows) or line.endswith("}")):  # a kill may cut the last line
-                print(f"{file}: dropping line {number}, which is no row of metrics: {line[:80]!r}")
-        valid = [line for line, row in rows if row is not None and not is_redone(row, record["state"])]
-        partial = file.with_name(file.name + ".partial")
-        with writing(file):
-            partial.write_text("".join(line + "\n" for line in valid))
-            partial.replace(file)  # atomic: a kill at any time loses no row
+        drop_redone_rows(file, record["state"] if record else None)
+
+
+def drop_redone_rows(file: Path, state: dict | None) -> None:
+    """Drop the rows of metrics.jsonl or samples.jsonl that a run from `state` writes again; None: all rows.
+
+    The file is read line by line, because samples.jsonl may exceed the memory.
+    """
+    partial = file.with_name(file.name + ".partial")
+    with writing(file):
+        with partial.open("w") as rewritten:
+            for number, line in enumerate(lines_of(file) if state else [], start=1):
+                row = step_row(line)
+                if row is not None and not is_redone(row, state):
+                    rewritten.write(line.removesuffix("\n") + "\n")
+                elif row is None and line.endswith(("\n", "}")):  # a kill may cut the last line
+                    start = line[:80].rstrip("\n")
+                    print(f"{file}: dropping line {number}, which is no row of metrics: {start!r}")
+        partial.replace(file)  # atomic: a kill at any time loses no row
+
+
+def lines_of(file: Path) -> Iterator[str]:
+    """Yield the lines of a text file with their line ends; none if the file does not exist."""
+    if file.is_file():
+        with file.open(errors="replace") as lines:
+            yield from lines
 
 
 def earlier_starts(file: Path, versions: dict) -> list[dict]:
@@ -294,8 +312,8 @@ def save_source(folder: Path, user_files: Iterable[Path] = ()) -> dict[str, str 
     """Copy the script, the user's files and uncommitted changes (changes.diff, tracked files) into a folder.
 
     If two files have one name, the second gets its digest in front, for example 3f2a91c0d4e5b687_mine.py.
-    Returns {"commit", "dirty", "script"}. dirty: True also if the checkout has untracked Python files. If git
-    is missing, commit and dirty are None, and the folder gets the copies alone.
+    Returns {"commit", "dirty", "script"}. dirty: True also if the checkout has untracked Python or YAML
+    files. If git is missing, commit and dirty are None, and the folder gets the copies alone.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

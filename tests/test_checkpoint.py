@@ -9,10 +9,12 @@ import pickle
 import resource
 import shutil
 import time
+import tracemalloc
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -422,6 +424,40 @@ def test_a_broken_line_of_the_metrics_is_skipped_and_named(run, tmp_path, capsys
     assert not list(folder.glob("*.partial"))
 
 
+def test_a_resume_reads_the_samples_line_by_line(run, tmp_path):
+    """Samples of a long run exceed the memory: 20 MB here, of which the resume may hold a few lines."""
+    rows = [json.dumps({"step": step, "completion": "x" * 100_000}) + "\n" for step in range(200)]
+    (tmp_path / "samples.jsonl").write_text("".join(rows))
+    tracemalloc.start()
+    checkpoint.drop_redone_rows(tmp_path / "samples.jsonl", {"step": 100, "evaluated_step": -1})
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 3e6 and (tmp_path / "samples.jsonl").read_text() == "".join(rows[:101])
+
+
+def test_a_tracker_that_fails_ends_the_run_before_the_engine_starts(tmp_path, one_rank, monkeypatch):
+    """For example wandb without a login; the engine of a large model takes minutes."""
+    functions = MagicMock()
+    names = """
+    announce check_confidences check_fixed_models check_ranks check_sizes connect_ranks is_finished
+    load_confidences load_data load_judge load_tokenizer moe_model node_memory num_experts_of open_run_dir
+    refuse_nonfinite_weights refuse_unknown_tokens start_engine start_interaction start_pool start_trackers
+    with_micro_batches
+    """
+    for name in names.split():
+        monkeypatch.setattr(lifecycle, name, getattr(functions, name))
+    config = make_config(f"run.dir={tmp_path}")
+    functions.connect_ranks.return_value = (MagicMock(), MagicMock(), MagicMock())
+    functions.open_run_dir.return_value = (None, None, TrainState(step=3), config)
+    functions.is_finished.return_value = False
+    functions.with_micro_batches.return_value = [config]
+    functions.load_data.return_value = (MagicMock(), [], [])
+    functions.start_trackers.side_effect = ValueError("no login")
+    with pytest.raises(ValueError, match="no login"):
+        lifecycle.set_up(config)
+    assert functions.start_trackers.call_args.args[2] == 3 and not functions.start_engine.called
+
+
 def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
     """Three starts with the same weights, then two starts with other weights: the record holds both."""
     folder = tmp_path / "run"
@@ -611,6 +647,36 @@ def test_a_resume_with_changed_weights_of_a_judge_is_refused(tmp_path):
     with_weights = make_config("checkpoint.resume=weights")
     assert lifecycle.same_digest(with_weights, "reward.judge_path", tmp_path, digest) != digest
     assert lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path / "none", None) is None
+
+
+def test_a_resume_with_a_changed_reference_is_refused(run, tmp_path):
+    """The reference of the KL penalty is loaded from model.path at every launch."""
+    settings = [f"model.path={tmp_path / 'model'}", "algorithm.kl_coef=0.1"]
+    state = TrainState()
+    for _ in range(2):
+        lifecycle.check_fixed_models(make_config(*settings), None, None, state)
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    with pytest.raises(ValueError, match=r"model\.path: the weights in"):
+        lifecycle.check_fixed_models(make_config(*settings), None, None, state)
+    for other in ("algorithm.kl_coef=0", "checkpoint.resume=weights"):
+        lifecycle.check_fixed_models(make_config(*settings, other), None, None, state)
+    saved = asdict(state)
+    del saved["reference"]  # a checkpoint of an earlier version
+    lifecycle.check_fixed_models(make_config(*settings), None, None, TrainState(**saved))
+
+
+def test_a_resume_with_changed_pass_rates_of_a_teacher_is_refused():
+    state = TrainState()
+    rates = {"scores.jsonl": {"a": 0.25, "b": 1.0}}
+    lifecycle.check_confidences(make_config(), rates, state)
+    moved = {"moved.jsonl": {"b": 1.0, "a": 0.25}}
+    lifecycle.check_confidences(make_config(), moved, state)
+    changed = {"scores.jsonl": {"a": 0.5, "b": 1.0}}
+    with pytest.raises(ValueError, match="zero_variance.teacher_scores"):
+        lifecycle.check_confidences(make_config(), changed, state)
+    lifecycle.check_confidences(make_config("checkpoint.resume=weights"), changed, state)
+    lifecycle.check_confidences(make_config(), {}, state)
 
 
 def test_a_resume_with_a_changed_plugin_is_refused(run, tmp_path):

@@ -25,6 +25,7 @@ from data.prompts import PromptSource
 from runtime.config import complete, differences, free_on_resume, setting_fields
 from runtime.learning_rate import learning_rate
 from train_rl import Config, load_config
+from verifiers.kinds import parts_of
 
 TRAIN = "data.train=[{path: a.jsonl}]"  # the only setting without a usable default
 SETTINGS = setting_fields(Config)
@@ -105,6 +106,18 @@ def test_notations_of_numbers(text, value, write):
     file = write(f"train: {{learning_rate: {text}}}")
     for config in (load(f"train.learning_rate={text}"), load(file=file)):
         assert config.train.learning_rate == value and type(config.train.learning_rate) is float
+
+
+@pytest.mark.parametrize("value", ["a.jsonl", "[a.jsonl]", "{path: a.jsonl}", "[{path: a.jsonl}]"])
+def test_notations_of_prompt_sets(value, write):
+    for config in (load(f"data.eval={value}"), load(file=write(f"data: {{eval: {value}}}"))):
+        assert config.data.eval == [PromptSource(path="a.jsonl")]
+
+
+@pytest.mark.parametrize("weight, text", [(20, "20"), (2.0, "2"), (0.25, "0.25"), (1e-7, "0.0000001")])
+def test_a_weight_of_a_kind_is_written_in_full(weight, text):
+    source = PromptSource(path="x", kind={"math": weight, "exact": 1})
+    assert source.kind == f"{text}*math + 1*exact" and parts_of(source.kind)[0] == (weight, "math")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "null\n"])
@@ -238,7 +251,8 @@ def test_all_wrong_settings_are_named_at_once():
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_value_of_the_wrong_type_is_refused_by_name(name):
-    value = "5" if name.endswith(("columns", "_args")) else "{a: {b: 1}}"
+    takes_mappings = name.endswith(("columns", "_args")) or name in ("data.train", "data.eval")
+    value = "5" if takes_mappings else "{a: {b: 1}}"
     source, _, leaf = name.rpartition("[].")
     if source == "stages":
         entry = f"{leaf}: {value}"
@@ -262,7 +276,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_name(name):
         "train.num_steps=many", "train.num_steps=1.5", "train.num_steps=", "train.seed=[1]", "train.seed.x=1",
         "train.learning_rate=fast", "model.activation_checkpointing=perhaps", "run.dir=5", "run.dir=",
         "train.betas=[0.9]", "train.betas=0.9", "train=5", "train=", "model.dtype=fp16", "train.zero_stage=3",
-        "checkpoint.resume=always", "data.eval=x", "data.eval={path: x}", "data.eval=[5]",
+        "checkpoint.resume=always", "data.eval=5", "data.eval={pth: x}", "data.eval=[5]", "rollout.stop=['']",
         "rollout.temperature=.inf", "train.learning_rate=.nan", "train.num_steps=true",
         "train.max_generated_tokens=false", "train.betas=[1.5, 0.9]", "train.seed=4294967296", "run.dir=''",
         'run.dir="a\\0b"', "data.train=[{path: x, kind: maths}]", "data.eval=[{path: x, kind: maths}]",
@@ -551,13 +565,19 @@ def test_unusual_settings_are_warned_about_with_both_names():
         assert config_warnings(load(*per_token, "algorithm.ratio_form=stop_gradient")) == []
     judge = ("reward.judge=scalar", "reward.judge_path=x")
     assert config_warnings(load(*judge)) == []
-    assert "zero_variance.rl_zvp, history:" in warning_of(
+    assert "zero_variance.history, rl_zvp:" in warning_of(
         *judge, "zero_variance.rl_zvp=true", "zero_variance.history=true"
     )
     assert "rollout.group_size 1" in warning_of("rollout.group_size=1")
     taught = ("rollout.group_size=1", "zero_variance.teacher=x")
     assert "rollout.group_size 1" in warning_of(*taught)
     assert config_warnings(load(*taught, "zero_variance.teacher_groups=every")) == []
+    assert config_warnings(load("rollout.group_size=1", f"algorithm.advantage={RLOO}")) == []
+    taught = ("zero_variance.teacher=x", "zero_variance.history=true", "zero_variance.probe_size=4")
+    assert "zero_variance.history, probe_size:" in warning_of(*taught)
+    mask = ("algorithm.rollout_correction=geometric_mask", several)
+    assert "masks hardly anything" in warning_of(*mask)
+    assert config_warnings(load(*mask, "algorithm.rollout_correction_cap=1.02")) == []
 
 
 def test_a_function_is_a_module_and_a_name():

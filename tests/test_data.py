@@ -2,7 +2,9 @@
 
 import csv
 import gzip
+import itertools
 import json
+import math
 import os
 import random
 import socket
@@ -167,8 +169,7 @@ def test_a_row_without_a_kind_takes_the_kind_of_the_settings_or_math(tmp_path):
     assert kinds_of(load_prompts(path)) == ["math", "math"]
     write_lines(path, [ROWS[0], rows[0], rows[1] | {"kind": None}])
     assert kinds_of(load_prompts(path, kind="numeric")) == ["exact", "numeric", "numeric"]
-    with refuses("set.jsonl", "row 2", "'kind'"):
-        load_prompts(path)
+    assert kinds_of(load_prompts(path)) == ["exact", "math", "math"]
 
 
 def test_template_keeps_every_other_brace(tmp_path):
@@ -178,16 +179,37 @@ def test_template_keeps_every_other_brace(tmp_path):
 
 
 def test_difficulty_range_is_closed_and_limit_comes_after_it(tmp_path):
-    levels = [5, 1, 3, None, 2, 3, 4]
+    levels = [5, 1, 3, None, 2, 3, 4, math.nan]
     rows = [{"prompt": str(index), "answer": "a", "difficulty": level} for index, level in enumerate(levels)]
     path = write_lines(tmp_path / "set.jsonl", rows)
     assert texts_of(load_prompts(path, difficulty=(2, 4))) == ["2", "4", "5", "6"]
     assert texts_of(load_prompts(path, difficulty=[2, 4], limit=3)) == ["2", "4", "5"]
     (note,) = load_plain(DataSettings(train=[{"path": str(path), "difficulty": (2, 4)}])).notes
-    num_ungraded = levels.count(None)
-    assert num_ungraded > 0 and f"{num_ungraded} rows without a difficulty left out" in note
+    assert "2 rows without a difficulty left out" in note
     assert texts_of(load_prompts(path, limit=2)) == ["0", "1"]
-    assert texts_of(load_prompts(path, limit=99)) == list("0123456")
+    assert texts_of(load_prompts(path, limit=99)) == list("01234567")
+
+
+def test_rows_after_the_limit_are_not_made(tmp_path):
+    """A trial run with `limit` should not wait for a large set; only copies need all rows."""
+    rows = [{"prompt": f"q{i}", "answer": 1, "difficulty": i, "kind": "exact"} for i in range(4)]
+    bad = {"prompt": "", "answer": 1, "difficulty": 3, "kind": None}
+    path = write_lines(tmp_path / "set.jsonl", [*rows, bad])
+    assert texts_of(load_prompts(path, limit=2, difficulty=(1, 3))) == ["q1", "q2"]
+    for options in ({"limit": 4, "distinct": True}, {"limit": 4, "difficulty": (1, 3)}, {}):
+        with refuses("set.jsonl: row 5", "'prompt'"):
+            load_prompts(path, **options)
+    assert kinds_of(load_prompts(path, limit=1, kind="numeric")) == ["exact"], "a later row takes the setting"
+
+
+@pytest.mark.parametrize("question", ["1+1", [{"role": "user", "content": "1+1"}]])
+def test_a_function_gets_the_column_of_the_prompt_as_it_is(tmp_path, tokenizer, question):
+    """The digest of the prompts stays as it was, so that earlier checkpoints resume."""
+    path = write_lines(tmp_path / "set.jsonl", [{"task": question, "answer": 2, "level": 3}])
+    columns = {"prompt": "task"}
+    (prompt,) = load_prompts(path, template="Q: {prompt}", columns=columns, tokenizer=tokenizer)
+    assert prompt.fields["task"] == question and "Q: 1+1" in prompt.fields["prompt"]
+    assert digest_of([prompt]) == digest_of([replace(prompt, prompt_column={})])
 
 
 # ---- load_prompts: the hub and the network -----------------------------------------------------------------
@@ -280,6 +302,10 @@ ANSWER = '{"prompt": "a", "answer": %s}'
             ["row 1", "'answer'", "half a character"],
         ),
         ("set.jsonl", '[{"prompt": "a", "answer": 1},\n{"prompt" "b"}]', ["line 2", "not JSON"]),
+        *(
+            ("set.json", json.dumps(document, indent=1), ["one object per line"])
+            for document in ({"data": [json.loads(ROW)]}, json.loads(ROW))
+        ),
         ("set.jsonl", ROW + "[1, 2]\n", ["row 2", "object", "[1, 2]"]),
         ("set.jsonl", '["a"]', ["row 1", "object", "'a'"]),
         ("set.jsonl", '{"prompt": "é", "answer": "a"}\n'.encode("latin-1"), ["not UTF-8"]),
@@ -334,8 +360,16 @@ def test_wrong_columns(tmp_path, columns, words):
         load_prompts(write_lines(tmp_path / "set.jsonl", rows), columns=columns)
 
 
-@pytest.mark.parametrize("column", ["prompt", "answer", "kind"])
-@pytest.mark.parametrize("value", [None, "", " \n\t", float("nan"), [], ["a", "b"], {"a": 1}, "absent"])
+NO_TEXTS = ["", " \n\t", float("nan"), [], ["a", "b"], {"a": 1}]
+
+
+@pytest.mark.parametrize(
+    "column, value",
+    [
+        *itertools.product(["prompt", "answer"], [None, "absent"]),  # a missing kind is the default kind
+        *itertools.product(["prompt", "answer", "kind"], NO_TEXTS),
+    ],
+)
 def test_a_row_without_text_is_refused_or_dropped(tmp_path, column, value):
     good = {"prompt": "q", "answer": "a", "kind": "exact"}
     bad = good | {column: value}

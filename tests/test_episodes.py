@@ -276,6 +276,13 @@ def test_an_environment_answers_turns_and_gives_the_score(countdown):
     assert long.finish_reason == "turns" and long.verdict == Verdict(0.5, "wrong")
 
 
+def test_pools_of_tools_and_environments_keep_no_latencies(calculator, countdown):
+    """A run reports the latencies of rewards only, so nobody else empties these lists."""
+    played(calculator, call("add", a=2, b=2), "4")
+    counted(countdown, [2], [["a", "b"]])
+    assert [pool.latencies for pool in (*calculator.pools, *countdown.pools)] == [[]] * 3
+
+
 def test_every_environment_is_closed(countdown, tools):
     file = Path(f"{tools}.closed")
     file.unlink(missing_ok=True)
@@ -283,6 +290,8 @@ def test_every_environment_is_closed(countdown, tools):
     deadline = time.monotonic() + 30
     while not file.is_file() or len(file.read_text()) < 3:
         assert time.monotonic() < deadline
+        for pool in countdown.pools:
+            pool.poll()  # sends a request that waits for a busy worker, as the next rollout does
         time.sleep(0.01)
 
 
@@ -507,13 +516,14 @@ def test_the_example_plays_an_environment_of_openenv(tools, tokenizer):
 
 
 # ---- refused at the start ----------------------------------------------------------------------------------
-def refused(tools, tokenizer, prompts=None, named=("add",), environment="", stops=(1,)) -> str:
+def refused(tools, tokenizer, prompts=None, named=("add",), environment="", stops=(1,), settings=()) -> str:
     """Return the error of a start."""
     prompts = prompts or [make_prompt(tokenizer, "2+2")]
     names = [f"{tools}:{name}" for name in named]
     config = make_config(
         f"data.tools=[{', '.join(names)}]",
         *([f"data.environment={tools}:{environment}"] if environment else []),
+        *settings,
     )
     with pytest.raises(ValueError) as error:
         Interaction(config, tokenizer, stops, prompts, "unused.log")
@@ -546,6 +556,8 @@ class Half:
 class Picky(Half):
     def reset(self, row): raise KeyError("board")
     def step(self, text): pass
+class Waiting(Picky):
+    def reset(self, row): __import__("time").sleep(600)
 '''
 
 
@@ -559,6 +571,9 @@ def test_a_tool_or_environment_that_cannot_work_is_refused_by_name(tools, tokeni
     for name, word in (("Half", "step"), ("Picky", "board"), ("Absent", "Absent")):
         message = refused(bad, tokenizer, named=(), environment=name)
         assert word in message and f"data.environment {bad}:{name}" in message
+    settings = ("rollout.tool_timeout_s=0.2",)
+    message = refused(bad, tokenizer, named=(), environment="Waiting", settings=settings)
+    assert f"data.environment {bad}:Waiting" in message and "rollout.tool_timeout_s" in message
 
 
 @pytest.mark.parametrize(
@@ -598,7 +613,7 @@ def test_the_prompt_shows_the_tools(tools, tokenizer, tmp_path):
 # ---- shown -------------------------------------------------------------------------------------------------
 def test_samples_and_page_tell_who_wrote_a_token(tmp_path, tokenizer):
     batch = episode_batch()
-    batch.entropy = batch.rollout_logprobs.abs()
+    batch.entropy = batch.rollout_logprobs.abs() * 0.123456
     config = make_config(f"run.dir={tmp_path}")
     log_samples(config, TrainState(step=1), batch, tokenizer)
     row = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
@@ -609,6 +624,7 @@ def test_samples_and_page_tell_who_wrote_a_token(tmp_path, tokenizer):
     ]
     expected = [-1.0] * 3 + [None] * 2 + [-1.0] * 4
     assert row["rollout_logprobs"] == expected and len(row["token_ids"]) == 9
+    assert set(row["entropy"]) == {0.1235, None}, "rounded, because long numbers would fill the file"
     detail = token_details(row, ["x"] * 9)
     assert detail["turns"] == [["assistant", 3], ["tool", 2], ["assistant", 4]]
     assert detail["high"] == [0, 1]  # two of seven sampled tokens; equal entropies go to the first

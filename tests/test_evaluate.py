@@ -400,6 +400,10 @@ def settings_of(*options, context=512):
         ("--model m --data a.jsonl --temperature 0", "rollout.temperature"),
         ("--model m --data a.jsonl", "--max-new-tokens"),
         ("--model m --data a --max-new-tokens 99 rollout.max_prompt_tokens=500", "rollout.max_prompt_tokens"),
+        *(
+            (f"--model m --data a --seed 0 rollout{value}", f"rollout{value.partition('=')[0]}: ")
+            for value in ("=5", "=null", ".max_new_tokens=1e3", ".max_new_tokens=null")
+        ),
     ],
 )
 def test_invalid_options_are_named(options, message, tmp_path, monkeypatch):

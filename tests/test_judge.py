@@ -16,12 +16,14 @@ import torch
 from conftest import ROOT
 from helpers import FakeRanks, make_config, make_prompts
 
+import lifecycle
 import train_rl
 from batch import Completion, Group, collate
 from data import tiny, tiny_judge
 from data.chains import Chains, habits, sample_sets
 from judges import GenerativeJudge, ScalarJudge, build_judge, pairwise_reference, prompts_for, round_robin
 from reward import Verdict, verify
+from runtime.checkpoint import TrainState
 from tests import preloaded
 
 RECIPE = tiny_judge.Recipe()
@@ -334,6 +336,35 @@ def test_a_function_is_imported_by_name(monkeypatch, tmp_path):
     for path in ("my_judges:tell", "no_judges:ask", "a b:c", "nowhere", "my_judges"):
         with pytest.raises(ValueError, match=f"'{path}'"):
             build_judge("generative", path)
+
+
+ASKED = """
+def good(questions):
+    open(__file__ + ".asked", "a").write("x" * len(questions))
+    return ["Verdict: Tie" for question in questions]
+async def later(questions): return good(questions)
+def one(questions): return "Verdict: Tie"
+def nothing(questions): pass
+def two(questions): return ["Verdict: Tie"] * 2
+def scores(questions): return [0.5]
+def broken(questions): return questions[7]
+"""
+
+
+@pytest.mark.parametrize(
+    "name, word",
+    [("later", "async def"), ("one", "str"), ("nothing", "NoneType"), ("two", "2 answers"),
+     ("scores", "float"), ("broken", "IndexError")],
+)  # fmt: skip
+def test_a_function_that_is_no_judge_is_refused_at_the_start(name, word, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(ASKED)
+    settings = ("reward.judge=generative", "reward.judge_mode=round_robin")
+    with pytest.raises(ValueError, match="reward.judge_path") as error:
+        lifecycle.check_judge(make_config(*settings, f"reward.judge_path={file}:{name}"), TrainState())
+    assert word in str(error.value)
+    lifecycle.check_judge(make_config(*settings, f"reward.judge_path={file}:good"), TrainState())
+    assert Path(f"{file}.asked").read_text() == "x", "one question, because a question may cost money"
 
 
 # Two ranks, each with the policy's engine and a judge of another size; the judge's load differs by rank.

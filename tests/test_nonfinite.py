@@ -3,10 +3,10 @@
 import pytest
 import torch
 from conftest import ROOT, save_small_moe, train
-from helpers import FakeRanks, RankSuite, make_ragged_completions, steps_of
+from helpers import FakeRanks, RankSuite, make_batch, make_config, make_ragged_completions, steps_of
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
-from runtime.checks import refuse_nonfinite_weights
+from runtime.checks import MAX_SAVED_BATCHES, handle_nonfinite, refuse_nonfinite_weights
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +85,23 @@ def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_pat
         assert "run.on_nonfinite=skip" in done.stderr
         prompts = done.stderr.split("prompts (")[1].split("; the batch")[0]
         assert "+" in prompts, "the error names the additions"
+
+
+def test_a_run_that_skips_bad_steps_saves_the_first_batches_only(tmp_path, one_rank, capsys):
+    def save(step: int, on_nonfinite: str) -> None:
+        config = make_config(f"run.dir={tmp_path}", f"run.on_nonfinite={on_nonfinite}")
+        handle_nonfinite("loss", make_batch([[1, 2]]), [0], config, step)
+
+    for step in range(MAX_SAVED_BATCHES + 1):
+        save(step, "skip")
+    names = sorted(path.name for path in (tmp_path / "nonfinite").iterdir())
+    assert names == [f"step_{step:06d}_loss_rank_0.pt" for step in range(1, MAX_SAVED_BATCHES + 1)]
+    lines = capsys.readouterr().out.splitlines()
+    assert ["not saved" in line for line in lines] == [False] * MAX_SAVED_BATCHES + [True]
+    assert all(f"the first {MAX_SAVED_BATCHES}" in line for line in lines)
+    with pytest.raises(RuntimeError, match="batch is saved"):
+        save(9, "stop")
+    assert (tmp_path / "nonfinite" / "step_000010_loss_rank_0.pt").is_file()
 
 
 def test_an_update_that_breaks_the_weights_ends_the_run_before_a_checkpoint(demo_model, tmp_path):

@@ -1,12 +1,15 @@
 """The reward pool: custom functions, workers that misbehave, order, backlog, decoding."""
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,7 +17,15 @@ from conftest import ROOT
 
 import reward
 from data.tiny import build_tokenizer
-from reward import ASYNC_CALLS, RewardPool, Verdict, check_functions, decoder_json, verify
+from reward import (
+    ASYNC_CALLS,
+    RewardPool,
+    Verdict,
+    check_functions,
+    decoder_json,
+    impossible_references,
+    verify,
+)
 from settings import RewardSettings
 from verifiers.kinds import KINDS, functions_of, is_kind, parts_of
 
@@ -310,6 +321,49 @@ def test_a_worker_that_leaks_memory_is_replaced(own):
     assert statuses[first + 1 : 2 * first + 1] == ["ok"] * min(first, 23 - first), "the next worker is empty"
 
 
+def test_an_exhausted_worker_finishes_its_queue_and_is_replaced(monkeypatch):
+    """A busy worker never has an empty queue, unless the pool stops to fill the queue."""
+    monkeypatch.setattr(reward, "_has_ended", lambda process: False)
+    replaced = []
+    monkeypatch.setattr(RewardPool, "_replace", lambda self, worker, *why: replaced.append(worker))
+    replies, write = os.pipe()
+    os.set_blocking(replies, False)
+    items = [reward._Item(key, "exact", "a", "a", {}) for key in range(2)]
+    lines = deque({item.number: item} for item in items)
+    with RewardPool(1) as pool, os.fdopen(replies, "rb", 0) as stdout:
+        worker = reward._Worker(SimpleNamespace(stdout=stdout), lines)
+        for item, fields in zip(items, [(0.0, "error", "MemoryError: "), (1.0, "ok", "")]):
+            assert not replaced and reward._load(worker) == (reward.WINDOW if len(lines) == 1 else 2)
+            os.write(write, json.dumps([item.number, *fields, {}, 0.1]).encode() + b"\n")
+            pool._receive(worker)
+    os.close(write)
+    assert replaced == [worker]
+
+
+THROW = "(_ for _ in ()).throw"
+
+
+@pytest.mark.parametrize(
+    "answer, is_noted",
+    [
+        ("bytearray(1 << 50)", True),
+        (f"{THROW}(ImportError('libtorch.so: failed to map segment from shared object' + 'x' * 300))", True),
+        (f"{THROW}(OSError(12, 'Cannot allocate memory'))", True),
+        ("{}['MemoryEror']", False),
+    ],
+)
+def test_an_error_of_memory_names_the_setting(answer, is_noted, own):
+    """The detail of a tool is the text that the policy reads: there the note is for the console only."""
+    (verdict,) = scored(("own_rewards:given", "x", answer), memory_bytes=1 << 29)
+    assert verdict.status == "error" and len(verdict.detail) <= 200
+    assert ("0.5 GiB" in verdict.detail and "reward.memory_gib" in verdict.detail) == is_noted
+    with RewardPool(1, memory_bytes=1 << 29, service="tools", max_chars=500) as pool:
+        pool.submit(0, "own_rewards:given", json.dumps({"completion": "x", "answer": answer}), "")
+        (verdict,) = pool.collect().values()
+        assert "memory_gib" not in verdict.detail
+        assert ("reward.memory_gib" in pool.memory_note(verdict)) == is_noted
+
+
 @pytest.mark.parametrize(
     "text",
     ["garbage\n", '["x", 1.0, "ok", "", {}, 0.1]\n', '["x", {"fields": []}]\n', "half a line", "[]\n",
@@ -426,8 +480,19 @@ def test_output_of_functions_goes_to_the_log(own, tmp_path):
     assert verdicts[0] == OK and str(log) in verdicts[1].detail
 
 
+@pytest.mark.parametrize("num_bytes, name", [(10, "rewards.log"), (11, "rewards.log.1")])
+def test_a_large_log_is_renamed_when_a_pool_starts(num_bytes, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward, "MAX_LOG_BYTES", 10)
+    log = tmp_path / "rewards.log"
+    log.write_text("x" * num_bytes)
+    RewardPool(1, log_path=log).close()
+    assert (tmp_path / name).read_text() == "x" * num_bytes and log.is_file()
+
+
 def test_workers_get_the_environment_variables_of_reward_env(own, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert scored(("own_rewards:environment", "OMP_NUM_THREADS", "3")) == [OK]
     item = ("own_rewards:environment", "MY_KEY", "secret")
     assert scored(item) == [WRONG]
     assert scored(item, env=["MY_KEY"]) == [OK]
@@ -452,6 +517,49 @@ def test_columns_of_a_row_do_not_change_the_limits_of_a_program():
 
 
 # ---- checks before a run -----------------------------------------------------------------------------------
+NOT_READY = Verdict(0.0, "timeout", "the worker was not ready after 120 s")
+DEAD = Verdict(0.0, "error", "the worker died with exit status -9")
+FULL = Verdict(0.0, "error", "MemoryError: ")
+
+
+class BusyMachine:
+    """Stands in for a pool that gives the answers "b" and "c" other verdicts in the first checks."""
+
+    def __init__(self, verdicts: list[Verdict]):
+        self.verdicts = {answer: list(verdicts) for answer in "bc"}
+        self.batches = []
+        self.submitted = {}
+
+    def submit(self, key, kind, completion, answer, fields):
+        verdicts = self.verdicts.get(answer)
+        self.submitted[key] = verdicts.pop(0) if verdicts else OK
+
+    def collect(self):
+        self.batches.append([answer for _, answer, _ in self.submitted])
+        verdicts = self.submitted
+        self.submitted = {}
+        return verdicts
+
+
+@pytest.mark.parametrize(
+    "verdicts, impossible, is_warned",
+    [
+        ([NOT_READY], [], False),
+        ([DEAD, WRONG], [1, 2, 3], False),
+        ([FULL, NOT_READY], [], True),
+        ([DEAD, FULL], [], True),
+    ],
+)
+def test_a_machine_that_fails_does_not_make_a_reference_impossible(verdicts, impossible, is_warned):
+    """Each answer is checked again alone. Rows 1 and 3 have the same answer."""
+    pool = BusyMachine(verdicts)
+    warnings = []
+    rows = [("exact", answer, {}) for answer in "abcb"]
+    assert list(impossible_references(pool, rows, warnings.append)) == impossible
+    assert pool.batches == [["a", "b", "c"], ["b"], ["c"]]
+    assert len(warnings) == is_warned
+    words = ("3 reference answers", "'b'", verdicts[-1].detail, "reward.timeout_s", "reward.memory_gib")
+    assert all(word in line for line in warnings for word in words)
 
 
 def test_functions_that_work_pass_the_check(own, monkeypatch):
