@@ -515,6 +515,27 @@ def test_the_clipped_share_of_the_sequence_rows_is_over_the_early_steps():
     assert scaling.sequence_lines(scaling.measure(scaled_rows([-0.5])))[2:] == []
 
 
+def test_the_clip_follows_the_entropy_over_a_run():
+    """The entropy halves in the last steps. Slope 1: eps* halves, because alpha* stays. Slope 2: alpha* halves.
+
+    alpha* is 0.1 early: the share falls from 0.3 at 0.02 to 0.2 - 0.1 x log(2) / log(5) at 0.2.
+    """
+    for late, slope in ((0.1, "1.00"), (0.05, "2.00"), (0.01, "n/a")):
+        rows = scaled_rows([-0.5])
+        for name in scaling.TRAINED_ON:
+            run = rows[f"long_{name}"][0]
+            logs = [math.log(scaling.ALPHAS[name] / alpha) / math.log(5) for alpha in (0.1, late)]
+            run.steps["clipped/entropy_group_0"] = np.array(
+                [9] + [0.2 - 0.1 * logs[0]] * 5 + [0.2 - 0.1 * logs[1]] * 5
+            )
+            run.steps["entropy/entropy_group_0"] = np.array([9] + [0.2] * 5 + [0.1] * 5)
+        line = scaling.entropy_lines(scaling.measure(rows))[-1]
+        num_at_an_end = int(slope == "n/a")
+        assert line.startswith("| long | 1 | 0.200 | 0.100 | 0.100 |") and line.endswith(
+            f"| {num_at_an_end} | {slope} |"
+        )
+
+
 @pytest.mark.parametrize("module", [scaling, slopes, charged], ids=lambda module: module.__name__)
 def test_a_measurement_without_common_seeds_is_refused(module):
     with pytest.raises(ValueError, match="no seed"):
