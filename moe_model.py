@@ -57,7 +57,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kernels.linear_logprob_entropy import choose_backend, linear_logprob_entropy, topk_logprobs
 from settings import ModelSettings
@@ -904,6 +903,8 @@ def inverse_frequencies(config: PretrainedConfig) -> Tensor:
     llama3   the same, low frequencies divided by a factor for long contexts (Llama 3.1), by transformers
     """
     if config.rope_parameters["rope_type"] == "llama3":
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
         return ROPE_INIT_FUNCTIONS["llama3"](config)[0]
     width = int(head_dim(config) * config.rope_parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, width, 2, dtype=torch.float64) / width

@@ -1516,6 +1516,7 @@ def update_policy(
     work = UpdateWork()
     lengths = sequence_lengths(batch)
     has_gradient = rows_with_gradient(batch, config)  # [B]
+    moe_model.take_expert_loads(trainer.module)  # drops those of passes before the updates
     for number in [*range(train.minibatches_per_step)] * train.passes_per_rollout:
         in_update = batch.minibatch == number  # [B], whole groups
         rows = (in_update & has_gradient).nonzero().flatten().tolist()

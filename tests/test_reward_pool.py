@@ -336,6 +336,7 @@ def test_an_exhausted_worker_finishes_its_queue_and_is_replaced(monkeypatch):
             assert not replaced and reward._load(worker) == (reward.WINDOW if len(lines) == 1 else 2)
             os.write(write, json.dumps([item.number, *fields, {}, 0.1]).encode() + b"\n")
             pool._receive(worker)
+        monkeypatch.undo()  # so that the pool sees its own workers end
     os.close(write)
     assert replaced == [worker]
 

@@ -305,8 +305,8 @@ def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
         {"q": [{"role": "user", "content": "many"}], "info": {"gold": "1"}, "level": 2},
         {"q": [{"role": "user", "content": "clips " * 50}], "info": {"gold": "1"}, "level": 2},
         {"q": [{"role": "user", "content": "easy"}], "info": {"gold": "1"}, "level": 1},
-        {"q": "no messages", "info": {"gold": "2"}, "level": 3},
         {"q": [], "info": {"gold": "2"}, "level": 3},
+        {"q": "no messages", "info": {"gold": "2"}, "level": 3},
         {"q": "beyond the limit", "info": {"gold": "2"}, "level": 3},
     ]
     path = write(tmp_path / "set.jsonl", rows)
