@@ -516,7 +516,7 @@ def test_the_clipped_share_of_the_sequence_rows_is_over_the_early_steps():
 
 
 def test_the_clip_follows_the_entropy_over_a_run():
-    """The entropy halves in the last steps. Slope 1: eps* halves, because alpha* stays. Slope 2: alpha* halves.
+    """The entropy halves in the last steps. Slope 1: alpha* stays, so eps* halves. Slope 2: alpha* halves.
 
     alpha* is 0.1 early: the share falls from 0.3 at 0.02 to 0.2 - 0.1 x log(2) / log(5) at 0.2.
     """
