@@ -267,7 +267,9 @@ class Interaction:
         return sum(seconds) / max(1, len(seconds))
 
     def close(self) -> None:
-        """End the workers."""
+        """Wait until the environments of the last episodes are closed, then end the workers."""
+        for pool in self.environment_pools:
+            pool.collect()  # the pool's time limits bound the wait
         for pool in self.pools:
             pool.close()
 

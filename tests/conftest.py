@@ -50,9 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Distribute the slow tests over the two processes of `make test`.
 
     The process of the mark `ranks` runs tests that use the demo's model, and files that start ranks, because
-    several files share runs and starts. The other process runs the remaining tests. A slow test that shares
-    nothing says `slow(process="others")`. Only one process makes the demo's model, so the process `ranks`
-    begins with tests that need the model and the other process begins without.
+    several files share runs, starts and the server of tests/preloaded.py. The other process runs the
+    remaining tests. A slow test that shares nothing says `slow(process="others")`. Only one process makes the
+    demo's model, so the process `ranks` begins with tests that need the model and the other process begins
+    without.
     """
     for item in items:
         skip_without_programs(item)

@@ -29,7 +29,7 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 @pytest.mark.parametrize("settings, words", [
     (["algorithm.score_centering=true", "algorithm.clip_mode=none", "rollout.topk_logprobs=99"],
      ["rollout.topk_logprobs 99", "98"]),

@@ -181,7 +181,7 @@ def test_the_limits_of_an_environment_have_room_for_its_answers(name):
     assert max(longest.values()) + max(map(len, prompts)) <= RECIPES[name].max_positions
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_the_recipe_makes_all_that_its_settings_name(tmp_path):
     output = tmp_path / "data/built/chains"
     done = preloaded.run(0, "-m", "data.tiny", "--recipe", "chains", "--steps", 2, "--output", output)

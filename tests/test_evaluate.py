@@ -499,7 +499,7 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_the_figures_agree_with_a_recount(evaluated):
     from reward import verify
 
@@ -522,7 +522,7 @@ def test_the_figures_agree_with_a_recount(evaluated):
     assert {float(level) for level in figures["difficulty"]} == levels and len(levels) > 1
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_greedy_text_and_log_probabilities_equal_transformers(evaluated):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -543,7 +543,7 @@ def test_greedy_text_and_log_probabilities_equal_transformers(evaluated):
         assert np.allclose(r["entropy"], -(logp.exp() * logp).sum(-1), atol=1e-4, rtol=0)
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_the_page_shows_the_completions(evaluated):
     from transformers import AutoConfig
 

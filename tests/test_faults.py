@@ -95,6 +95,7 @@ trainer, leaks, folder = sys.argv[1:]
 folder = Path(folder)
 leaked = []
 last_look = step = 0
+num_leaks = 24
 make = {
     "MiB": lambda: bytearray(b"x" * (3 << 20)),
     "descriptors": lambda: os.open("/dev/null", os.O_RDONLY),
@@ -102,7 +103,7 @@ make = {
     "processes": lambda: subprocess.Popen(["sleep", "100"]),
 }
 (folder / "run" / "metrics.jsonl").write_text('{"step": 0}')
-while last_look < 24:
+while num_leaks:
     step += 1
     with (folder / "run" / "metrics.jsonl").open("a") as rows:
         rows.write("\\n" + json.dumps({"step": step}))
@@ -110,6 +111,7 @@ while last_look < 24:
     if looks > last_look:
         leaked += [make[name]() for name in leaks.split()]
         last_look = looks
+        num_leaks -= 1
     time.sleep(0.005)
 os._exit(0)
 """

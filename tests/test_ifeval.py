@@ -85,7 +85,7 @@ def test_the_estimate_is_proportional_to_the_number_of_prompts(monkeypatch):
     assert ifeval.estimate_minutes([{}] * 590, args) == pytest.approx(2 * 600 / 60)
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd, monkeypatch):
     started = SimpleNamespace(
         DEVNULL=None, run=lambda command, **options: preloaded.run(0, *command[1:], timeout_s=120)

@@ -220,7 +220,7 @@ def test_pairs_are_made_anew_for_another_verifier(tmp_path):
     assert judge_pairs.key_of({"binary": False}, make_prompts(2), args) not in keys
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_from_a_policy_to_a_judge_that_was_trained_by_rl(tmp_path):
     """data.judge_pairs, data.judge_start, and two steps of train_rl.py, as docs/data_and_rewards.md says."""
     start = ROOT / "experiments" / "starts" / "tiny"

@@ -962,7 +962,7 @@ def test_the_rows_of_espo_differ_only_in_the_method():
 
 
 # ---- measured ----------------------------------------------------------------------------------------------
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_memory_of_updates_on_cpus_is_within_a_tenth_of_measurements(tmp_path):
     result_file = tmp_path / "result.json"
     case = "dtype=float32,tokens=1024,layers=2"

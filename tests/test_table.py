@@ -1211,7 +1211,7 @@ def test_a_row_from_training_to_the_table(demo_model, tmp_path):
     text = f"base: {ROOT}/experiments/environments/tiny.yaml\nrollout: {{group_size: 4}}\n"
     (tmp_path / "small.yaml").write_text(text)
     out = tmp_path / "out"
-    rows = ["--rows", tmp_path / "small.yaml", "--seeds", 0, "--out", out]
+    rows = ["--rows", tmp_path / "small.yaml", "--seeds", 0, "--out", out, "--ranks", 1]
     sets = "[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]"
     small = ["train.num_steps=2", "rollout.prompts_per_step=8", "eval.every=1", f"data.eval={sets}"]
     trained = script("run.py", *rows, "--script", copy, *small)
