@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -1167,26 +1168,26 @@ def test_a_locked_folder_is_refused(table, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path):
+def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path, monkeypatch):
+    """The scheduler is a fork of this process, because a new one would import torch first."""
     pids = tmp_path / "pids"
     rows = [str(tmp_path / f"{name}.yaml") for name in ("a", "b", "bad")]
     argv = ["--rows", *rows, "--seeds", "0", "--out", str(tmp_path / "out"), "--jobs", "2"]
-    code = (
-        "import sys; from experiments import run; run.GRACE_S = 1.0\n"
-        f"run.command = lambda one, ranks: [sys.executable, '-c', {STUBBORN!r}, {str(pids)!r}]\n"
-        f"sys.exit(run.main({argv!r}))"
-    )
+    monkeypatch.setattr(run, "GRACE_S", 1.0)
+    monkeypatch.setattr(run, "command", lambda one, ranks: [sys.executable, "-c", STUBBORN, str(pids)])
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    scheduler = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    scheduler = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(run.main(argv)))
+    scheduler.start()
     try:
         deadline = time.monotonic() + 90
         while not pids.is_file() or pids.read_text().count("\n") < 2:
-            assert scheduler.poll() is None and time.monotonic() < deadline
+            assert scheduler.is_alive() and time.monotonic() < deadline
             time.sleep(0.1)
         started = [int(pid) for pid in pids.read_text().split()]
         assert len(started) == 4 and all(alive(pid) for pid in started)
-        scheduler.send_signal(number)
-        assert scheduler.wait(timeout=30) == 130
+        os.kill(scheduler.pid, number)
+        scheduler.join(30)
+        assert scheduler.exitcode == 130
         assert not any(alive(pid) for pid in started)
         assert bystander.poll() is None and len(pids.read_text().split()) == 4, "the third run never started"
     finally:
