@@ -90,6 +90,7 @@ def pair_row(prompt: Prompt, first: Answer, second: Answer, question: str, ratio
         "kind": "verdict",
         "rationale": worked + label,
         "task": prompt.text,
+        "conversation": prompt.conversation,
         "first": first[0],
         "second": second[0],
         "first_score": first[1],
@@ -187,7 +188,12 @@ def write_folder(prompts: list[Prompt], prompt_ids, tokenizer, record: dict, arg
         write_rows(folder / f"{name}.jsonl", rows)
         record[f"num_{name}"] = len(rows)
     groups = [
-        {"task": prompt.text, "completions": [text for text, _ in row], "scores": [score for _, score in row]}
+        {
+            "task": prompt.text,
+            "conversation": prompt.conversation,
+            "completions": [text for text, _ in row],
+            "scores": [score for _, score in row],
+        }
         for prompt, row in zip(prompts[num_train:], answers[num_train:])
     ]
     write_rows(folder / "groups.jsonl", groups)

@@ -77,11 +77,19 @@ def build_model(recipe: Recipe, tokenizer):
 
 
 def imitation_loss(model, tokenizer, rows: list[dict], column: str):
-    """Return the cross-entropy of a column and the end token after the prompts, mean over tokens in nats."""
+    """Return the cross-entropy of a column and the end token after the prompts, mean over tokens in nats.
+
+    The prompts are rendered by the chat template of the tokenizer, if it has one, as a judge is asked.
+    """
     import torch
 
-    prompt_ids = tokenizer([row["prompt"] for row in rows])["input_ids"]
-    target_ids = [[*ids, tokenizer.eos_token_id] for ids in tokenizer([r[column] for r in rows])["input_ids"]]
+    prompts = [row["prompt"] for row in rows]
+    if tokenizer.chat_template:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    prompt_ids = tokenizer(prompts, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    targets = tokenizer([row[column] for row in rows], add_special_tokens=False)["input_ids"]
+    target_ids = [[*ids, tokenizer.eos_token_id] for ids in targets]
     length = max(len(p) + len(t) for p, t in zip(prompt_ids, target_ids))
     ids = torch.full((len(rows), length), tokenizer.pad_token_id)  # [B, T]
     labels = torch.full((len(rows), length), -100)  # [B, T], -100 is left out of the mean

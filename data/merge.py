@@ -193,8 +193,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--method", choices=["linear", "ties"], default="linear", help="default: %(default)s")
     add("--weights", type=float, nargs="+", help="one weight per model (default: all 1)")
     add("--base", type=Path, help="ties: checkpoint that the models were trained from")
-    add("--density", type=float, default=0.2, help="ties: fraction of changes to keep (default: %(default)s)")
-    add("--scale", type=float, default=1.0, help="ties: the factor lambda (default: %(default)s)")
+    add("--density", type=float, help="ties: fraction of changes to keep (default: 0.2)")
+    add("--scale", type=float, help="ties: the factor lambda (default: 1)")
     add(
         "--tokenizer-from", type=Path, help="folder of tokenizer and generation config (default: first model)"
     )
@@ -206,6 +206,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError(f"--weights: pass {len(args.models)} numbers above 0, one for each of --models")
     if (args.method == "ties") != (args.base is not None):
         raise ValueError("--base and --method ties: pass both or neither")
+    if args.method == "linear" and (args.density, args.scale) != (None, None):
+        raise ValueError("--density and --scale need --method ties")
+    args.density = 0.2 if args.density is None else args.density
+    args.scale = 1.0 if args.scale is None else args.scale
     if not 0 < args.density <= 1:
         raise ValueError(f"--density {args.density:g} must be above 0 and at most 1")
     refuse_to_overwrite(args.output)

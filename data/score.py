@@ -18,7 +18,8 @@ with probability p^G + (1 - p)^G. Prompts that smaller models always solve can b
 [secondary: the stage, reported of arXiv 2512.07710; ours: how the pass rates are measured].
 
 The output is JSONL, read by load_scores of data/prompts.py. The first row is a header {model, samples,
-temperature, max_new_tokens, seed, dtype, kinds, stop, reward}. Then follows one row per distinct prompt, in
+temperature, max_new_tokens, seed, dtype, kinds, stop, reward}, and digests of the files of your own
+functions (functions). Then follows one row per distinct prompt, in
 the order of the dataset:
     prompt_sha   SHA-256 of the text (with template), a zero byte and the answer
     pass_rate    share of fully right completions (reward 1) among the num_samples; null if num_samples is 0
@@ -58,6 +59,8 @@ from runtime.checkpoint import digest_of_files
 from runtime.config import explain, merge, read_override
 from runtime.launch import join_ranks, leave, one_line, run
 from runtime.schedule import from_rank_0
+from runtime.user_files import digest_of_file, file_of
+from verifiers.kinds import functions_of
 
 GROUP_SIZE = 8  # G of the summary
 VERDICT_SETTINGS = ("timeout_s", "memory_gib", "sandbox", "code_timeout_s", "code_memory_gib")
@@ -164,10 +167,18 @@ def read_prompts(args) -> tuple[list[Prompt], list[list[int]], object, list[str]
         dropped = dropped_line(source.label, prompt_set.dropped)
         raise ValueError(f"{source.path}: every row was dropped; {dropped}")
     distinct = {}
+    num_other = 0
     for row, ids in rows:
-        distinct.setdefault(prompt_sha(row.prompt), (row.prompt, ids))
+        first, _ = distinct.setdefault(prompt_sha(row.prompt), (row.prompt, ids))
+        same = (first.kind, first.columns) == (row.prompt.kind, row.prompt.columns)
+        num_other += not same
     prompts, prompt_ids = map(list, zip(*distinct.values()))
     notes = set_lines(prompt_set, len(rows)) + chat_warnings(data, tokenizer, [prompts])
+    if num_other:
+        notes.append(
+            f"warning: {num_other} rows repeat prompt and answer of an earlier row, with another kind or other "
+            "columns; they are not scored, and training gives them the earlier row's score"
+        )
     return prompts, prompt_ids, tokenizer, notes
 
 
@@ -367,15 +378,24 @@ def data_settings(args: argparse.Namespace) -> DataSettings:
         source["columns"] = {role: None if column == "null" else column for role, _, column in pairs}
     try:
         if "chat_template_args" in data:
-            data["chat_template_args"] = yaml.safe_load(data["chat_template_args"])
+            data["chat_template_args"] = read_template_args(data["chat_template_args"])
         settings = DataSettings(eval=[PromptSource(path=args.prompts, **source)], **data)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--chat-template-args: {' '.join(str(error).split())}") from error
     except ValidationError as error:
         name, _, why = explain(error, PromptSource).partition(":")
         raise ValueError(f"--{name.replace('_', '-')}:{why}") from error
     check_data(settings)
     return settings
+
+
+def read_template_args(text: str | None) -> dict:
+    """Read the option --chat-template-args, for example "{enable_thinking: false}"; {} for None."""
+    try:
+        values = yaml.safe_load(text or "{}")
+    except yaml.YAMLError as error:
+        raise ValueError(f"--chat-template-args: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"--chat-template-args {text!r} must be a mapping")
+    return values
 
 
 def trailing_settings(args: argparse.Namespace) -> tuple[RewardSettings, list[str]]:
@@ -401,17 +421,25 @@ def trailing_settings(args: argparse.Namespace) -> tuple[RewardSettings, list[st
     return sections["reward"], sections["rollout"].stop
 
 
+def header_of(args: argparse.Namespace, kinds: list[str]) -> dict:
+    """Return the first row of the output: all that decides the scores, apart from the prompts."""
+    header = {"model": f"{args.model_name} {model_digest(args.model)}"}
+    settings = ("samples", "temperature", "max_new_tokens", "seed", "dtype")
+    header |= {name: getattr(args, name) for name in settings}
+    header["kinds"] = kinds
+    functions = sorted({name for kind in kinds for name in functions_of(kind)})
+    if functions:
+        header["functions"] = {name: digest_of_file(file_of(name)) for name in functions}
+    reward = {name: getattr(args.reward, name) for name in VERDICT_SETTINGS}
+    return header | {"stop": args.stop, "reward": reward}
+
+
 def main(args: argparse.Namespace) -> None:
     """Score all prompts that are missing in the output, and print a summary of the file."""
     join_ranks()
     prompts, prompt_ids, tokenizer, notes = read_prompts(args)
     shas = [prompt_sha(prompt) for prompt in prompts]
-    header = {"model": f"{args.model_name} {model_digest(args.model)}"}
-    settings = ("samples", "temperature", "max_new_tokens", "seed", "dtype")
-    header |= {name: getattr(args, name) for name in settings}
-    header["kinds"] = sorted({prompt.kind for prompt in prompts})
-    header |= {"stop": args.stop, "reward": {name: getattr(args.reward, name) for name in VERDICT_SETTINGS}}
-
+    header = header_of(args, sorted({prompt.kind for prompt in prompts}))
     rows, file = open_output(args.output, header, shas) if dist.get_rank() == 0 else ([], None)
     num_done = from_rank_0(len(rows))
     if num_done < len(prompts):

@@ -163,10 +163,13 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("--top-k must be between 1 and --experts, --reinit between 0 and 1")
         refuse_to_overwrite(args.output)
         config = moe_config(read_config(args.model), args.experts, args.top_k)
+        width = config.intermediate_size
+        if 0 < args.reinit * width < 1:
+            raise ValueError(f"--reinit {args.reinit:g} redraws none of {width} hidden units")
         weights = upcycle(read_weights(args.model), config, args.reinit, args.router_std, args.seed)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    args.output.mkdir(parents=True)
+    args.output.mkdir(parents=True, exist_ok=True)
     config.dtype = next(iter(weights.values())).dtype
     config.save_pretrained(args.output)
     save_torch_state_dict(weights, args.output)

@@ -57,7 +57,7 @@ from reward import (
     impossible_references,
     start_pool,
 )
-from runtime.config import Section, explain, merge, read_override
+from runtime.config import Section, explain, flat_settings, merge, read_override, split_settings
 from runtime.launch import leave, one_line, run
 
 NUM_RESAMPLES = 2000  # of a bootstrap
@@ -500,7 +500,11 @@ def evaluation_header(result: dict, num_experts: int, layers: list[int]) -> dict
         if kind != "all" and len(groups) > 1
     ]
     facts = [["prompts", ", ".join(figures["source"])]]
-    facts += [[name.replace("_", " "), value] for name, value in settings.items() if name != "data"]
+    named = {name: value for name, value in settings.items() if name not in ("data", "changed")}
+    facts += [[name.replace("_", " "), value] for name, value in named.items()]
+    shown = {f"rollout.{name}" for name in named} | {"data.eval", "data.chat"}
+    changed = flat_settings(settings["changed"])
+    facts += [[name, json.dumps(value)] for name, value in changed.items() if name not in shown]
     return {
         "title": result["model"], "facts": facts, "tiles": tiles, "tables": tables, "mode": "evaluation",
         "bins": min(settings["samples"] or 1, 20), "layers": layers, "num_experts": num_experts,
@@ -629,9 +633,19 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     files = [file.resolve() for file in (args.json, args.html, args.completions) if file is not None]
     if len(set(files)) < len(files):
         raise ValueError("--json, --html and --completions must be different files")
+    refuse_folders(files)
+    args.data, settings = split_settings(args.data)  # argparse counts them among the files
+    args.settings = settings + args.settings
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
     return args
+
+
+def refuse_folders(files: list[Path]) -> None:
+    """Raise ValueError if an output file is a folder, before hours of work are lost."""
+    for file in files:
+        if file.is_dir():
+            raise ValueError(f"{file} is a folder; name a file for the output")
 
 
 def refuse_overwriting(args: argparse.Namespace, sources: list[PromptSource]) -> None:

@@ -26,10 +26,11 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))  # run as a script: for the modules of the project
 
-from data.formats import load_tables
+from data.formats import load_rows
 from experiments.bench.common import markdown, torchrun, write_results
-from experiments.evaluate import write_aside
+from experiments.evaluate import open_model, refuse_folders, write_aside
 from experiments.text_quality import read_rows
+from runtime.config import split_settings
 from runtime.launch import run
 from verifiers.instructions import instruction_verdicts, read_constraints
 
@@ -46,7 +47,7 @@ def load_prompts(path: str, limit: int | None) -> list[dict]:
     ValueError if the set cannot be read, or names the row whose instructions cannot be verified.
     """
     try:
-        (_, rows), *_ = load_tables(path)
+        rows = load_rows(path)
     except (ValueError, OSError) as error:
         raise ValueError(
             f"--data {path}: cannot read IFEval ({error}); connect to the hub, or name a JSONL file with "
@@ -195,12 +196,21 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)
     if args.ranks < 1 or (args.limit is not None and args.limit < 1):
         raise ValueError("--ranks and --limit must be at least 1")
+    if args.json.suffix != ".json":
+        raise ValueError(f"--json {args.json} must end in .json: a folder of this name gets the completions")
+    refuse_folders([args.json])
+    models, settings = split_settings(map(str, args.models))  # argparse counts them among the models
+    args.models = list(map(Path, models))
+    args.settings = settings + args.settings
     return args
 
 
 def main(args: argparse.Namespace) -> None:
     """Evaluate all models, print the table and write the JSON file."""
     prompts = load_prompts(args.data, args.limit)
+    for model in args.models:  # a wrong name should not end the job after the first evaluation
+        with open_model(model):
+            pass
     if args.estimate and len(prompts) > 2 * NUM_TIMED:
         minutes = estimate_minutes(prompts, args)
         print(f"{len(prompts)} prompts, {len(args.models)} models: about {minutes:.1f} minutes", flush=True)

@@ -39,10 +39,12 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__":
     sys.path.append(str(ROOT))  # run as a script: for the modules of the project
 
+from data.score import read_template_args
 from judges import build_judge, round_robin
 from runtime.checkpoint import digest_of_weights
 from runtime.launch import leave, run
 from runtime.provenance import commit_of, machine_of, now
+from runtime.user_files import digest_of_file, file_of
 from verifiers.verdict import SIGNS
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5)  # of the distance from the mean, in standard deviations; then more
@@ -50,17 +52,26 @@ NEAR = 0.5  # standard deviations: the region of the paper's claim, near the mea
 EQUAL = 1e-6  # rewards this close to the mean of their group give no advantage
 
 
+# A judge reads the prompt as in training (judges.py: prompts_for): a scalar judge the text that the policy
+# continued, a generative judge the conversation.
+PROMPT_COLUMN = {"scalar": "task", "generative": "conversation"}
+
+
 def read_jsonl(file: Path) -> list[dict]:
-    """Read the rows of a file; ValueError if it is missing."""
+    """Read the rows of a file; ValueError if it is missing or of an earlier version."""
     if not file.is_file():
         raise ValueError(f"{file}: no such file; `python -m data.judge_pairs` makes it")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    if any("conversation" not in row for row in rows):
+        raise ValueError(f"{file}: a row lacks the column conversation; repeat `python -m data.judge_pairs`")
+    return rows
 
 
-def pair_figures(judge, pairs: list[dict]) -> dict:
+def pair_figures(judge, kind: str, pairs: list[dict]) -> dict:
     """Return agreement, accuracy by label, and the share of answers without a verdict."""
     num_before = getattr(judge, "num_unreadable", 0)
-    signs = judge.compare(*([row[name] for row in pairs] for name in ("task", "first", "second")))
+    columns = (PROMPT_COLUMN[kind], "first", "second")
+    signs = judge.compare(*([row[name] for row in pairs] for name in columns))
     right = [sign == SIGNS[row["answer"]] for sign, row in zip(signs, pairs)]
     of_label = {label: [ok for ok, row in zip(right, pairs) if row["answer"] == label] for label in SIGNS}
     different = [
@@ -76,8 +87,15 @@ def pair_figures(judge, pairs: list[dict]) -> dict:
 
 
 def mixed_groups(groups: list[dict], limit: int) -> list[dict]:
-    """Return the first groups with right and wrong completions."""
-    mixed = [group for group in groups if max(group["scores"]) - min(group["scores"]) > EQUAL]
+    """Return the first groups with right and wrong completions; ValueError if there is none."""
+    mixed = [
+        group for group in groups if group["scores"] and max(group["scores"]) - min(group["scores"]) > EQUAL
+    ]
+    if not mixed or limit < 1:
+        raise ValueError(
+            f"nothing to measure: {len(mixed)} of {len(groups)} groups have right and wrong completions, and "
+            f"--groups is {limit}"
+        )
     return mixed[:limit]
 
 
@@ -114,13 +132,15 @@ def inversion_figures(groups: list[dict], rewards: list[list[float]]) -> dict:
     }
 
 
-def flat(groups: list[dict]) -> tuple[list[str], list[str], list[int]]:
-    """Return task, completion and group number of each completion."""
+def flat(groups: list[dict], kind: str) -> tuple[list[str], list[str], list[int]]:
+    """Return prompt, completion and group number of each completion."""
     rows = [
-        (group["task"], text, number) for number, group in enumerate(groups) for text in group["completions"]
+        (group[PROMPT_COLUMN[kind]], text, number)
+        for number, group in enumerate(groups)
+        for text in group["completions"]
     ]
-    tasks, texts, numbers = zip(*rows)
-    return list(tasks), list(texts), list(numbers)
+    prompts, texts, numbers = zip(*rows)
+    return list(prompts), list(texts), list(numbers)
 
 
 def by_group(groups: list[dict], values: list[float]) -> list[list[float]]:
@@ -131,11 +151,11 @@ def by_group(groups: list[dict], values: list[float]) -> list[list[float]]:
 
 def measure(judge, kind: str, pairs: list[dict], groups: list[dict]) -> list[dict]:
     """Return the records of a judge, one per mapping to rewards."""
-    figures = pair_figures(judge, pairs)
-    tasks, texts, numbers = flat(groups)
-    rewards = {"round_robin": round_robin(judge, tasks, texts, numbers)}
+    figures = pair_figures(judge, kind, pairs)
+    prompts, texts, numbers = flat(groups, kind)
+    rewards = {"round_robin": round_robin(judge, prompts, texts, numbers)}
     if kind == "scalar":
-        scores = torch.tensor(judge.scores(tasks, texts), dtype=torch.float64)
+        scores = torch.tensor(judge.scores(prompts, texts), dtype=torch.float64)
         rewards = {"score": scores.sigmoid().tolist()} | rewards  # as train_rl.py: judge_rewards
     return [
         {"mapping": mapping, **figures, **inversion_figures(groups, by_group(groups, values))}
@@ -249,8 +269,9 @@ def origin_of(args: argparse.Namespace, margin: float) -> dict:
     files = [args.pairs / name for name in ("test.jsonl", "groups.jsonl")]
     return {
         "judge_weights": digest_of_weights(Path(args.judge)),
+        "function": None if Path(args.judge).is_dir() else [args.judge, digest_of_file(file_of(args.judge))],
         "pairs": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16],
-        "options": [args.kind, args.question, margin, args.groups],
+        "options": [args.kind, args.question, margin, args.groups, args.chat_template_args],
     }
 
 
@@ -275,10 +296,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--kind", choices=("scalar", "generative"), required=True, help="as reward.judge")
     add("--judge", required=True, help="as reward.judge_path")
     add("--question", help="as reward.judge_template (default: an instruction in English)")
+    add("--chat-template-args", metavar="YAML", help="as reward.judge_chat_template_args, for example "
+        '"{enable_thinking: false}"')  # fmt: skip
     add("--margin", type=float, help="as reward.judge_margin (default: the margin of recipe.json, or 0)")
     add("--groups", type=int, default=200, help="mixed groups to measure (default: %(default)s)")
     add("--out", type=Path, required=True, help="JSON file of the records")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.chat_template_args = read_template_args(args.chat_template_args)
+    return args
 
 
 def main(args: argparse.Namespace) -> None:
@@ -293,7 +318,10 @@ def main(args: argparse.Namespace) -> None:
     if is_measured(args.out, args, origin):
         print(f"{args.out}: {args.name}, seed {args.seed}, is already measured")
         return
-    judge = build_judge(args.kind, args.judge, batch_size=128, margin=margin, template=args.question)
+    judge = build_judge(
+        args.kind, args.judge, batch_size=128, margin=margin, template=args.question,
+        template_args=args.chat_template_args,
+    )  # fmt: skip
     records = measure(judge, args.kind, pairs, groups)
     made = {"origin": origin, "made": {**commit_of(), "date": now(), "machine": machine_of()}}
     add_records(args.out, [{"name": args.name, "seed": args.seed, **record, **made} for record in records])

@@ -17,7 +17,7 @@ import operator
 import os
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -464,6 +464,13 @@ def complete(schema: type[BaseModel], saved: dict) -> dict:
         else:
             completed[name] = json.loads(to_json(info.get_default(call_default_factory=True)))
     return completed
+
+
+def split_settings(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split words of a command line into (others, settings); a setting is section.key=value."""
+    words = list(words)
+    settings = [word for word in words if re.match(r"[a-z_]+(\.\w+)+=", word)]
+    return [word for word in words if word not in settings], settings
 
 
 def flat_settings(dump: dict, prefix: str = "") -> dict[str, object]:

@@ -425,6 +425,31 @@ def test_options_become_settings_and_settings_override_them():
     assert (settings.rollout.temperature, settings.rollout.max_prompt_tokens) == (0.5, 412)
 
 
+def test_settings_may_follow_the_prompt_sets():
+    args = parse_args(["--model", "m", "--data", "a.jsonl", "{path: b.jsonl}", "reward.timeout_s=3"])
+    assert (args.data, args.settings) == (["a.jsonl", "{path: b.jsonl}"], ["reward.timeout_s=3"])
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--completions"])
+def test_an_output_that_is_a_folder_is_refused_at_once(option, tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} is a folder"):
+        parse_args(["--model", "m", "--data", "a.jsonl", option, str(tmp_path)])
+
+
+def test_the_header_of_the_page_names_changed_settings_one_by_one():
+    options = ("--data", "a.jsonl", "--max-new-tokens", "9", "--dtype", "float32")
+    settings = settings_of(*options, "reward.timeout_s=3", 'rollout.stop=["."]')
+    rows = [row(0, 0, source="a", reward=1.0)]
+    result = {
+        "model": "m", "mismatch": None, "figures": all_figures(rows, seed=0),
+        "settings": evaluate_py.settings_of(parse_args(["--model", "m", *options]), settings),
+    }  # fmt: skip
+    facts = dict(evaluate_py.evaluation_header(result, num_experts=0, layers=[])["facts"])
+    assert (facts["reward.timeout_s"], facts["rollout.stop"], facts["dtype"]) == ("3.0", '["."]', "float32")
+    assert "rollout.dtype" not in facts, "its fact is dtype"
+    assert all(isinstance(value, str | int | float) for value in facts.values())
+
+
 def test_settings_that_differ_from_the_training_are_reported(tmp_path):
     from train_rl import load_config
 

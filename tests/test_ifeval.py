@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,10 @@ def test_rows_of_ifeval_become_prompts_and_bad_rows_are_named(dataset):
     prompts = ifeval.load_prompts(str(dataset), limit=2)
     assert [row["prompt"] for row in prompts] == [TASKS[0][0], TASKS[1][0]]
     assert json.loads(prompts[1]["answer"]) == {"instruction_id_list": TASKS[1][1], "kwargs": TASKS[1][2]}
+    (dataset.parent / "twice").mkdir()
+    for name in ("a", "b"):
+        shutil.copy(dataset, dataset.parent / "twice" / f"{name}.jsonl")
+    assert len(ifeval.load_prompts(str(dataset.parent / "twice"), None)) == 2 * len(TASKS)
     with pytest.raises(ValueError, match="--data"):
         ifeval.load_prompts(str(dataset.parent / "absent.jsonl"), None)
     text = dataset.read_text()
@@ -83,6 +88,21 @@ def test_the_estimate_is_proportional_to_the_number_of_prompts(monkeypatch):
     args = ifeval.parse_args(["--models", "a", "b"])
     # two models, each with a start of 10 s and a second per prompt
     assert ifeval.estimate_minutes([{}] * 590, args) == pytest.approx(2 * 600 / 60)
+
+
+def test_a_wrong_command_ends_before_the_first_evaluation(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(ifeval, "complete", None)
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "config.json").write_text("{}")
+    argv = ["--models", str(tmp_path / "start"), str(tmp_path), 'rollout.stop=["."]', "--data", str(dataset)]
+    args = ifeval.parse_args(argv)
+    assert (args.models, args.settings) == ([tmp_path / "start", tmp_path], ['rollout.stop=["."]'])
+    with pytest.raises(ValueError, match="not a model"):
+        ifeval.main(args)
+    for name in ("figures", "figures.json"):
+        (tmp_path / "figures.json").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=name):
+            ifeval.parse_args([*argv, "--json", str(tmp_path / name)])
 
 
 @pytest.mark.slow

@@ -133,7 +133,8 @@ def small_recipe(kind: str) -> judge_start.Recipe:
 
 
 @pytest.mark.parametrize("kind, column", [("reasoning", "rationale"), ("direct", "answer")])
-def test_the_start_of_a_judge_imitates_a_column(kind, column, pairs_folder, tmp_path):
+@pytest.mark.parametrize("opening, closing", [("", ""), ("+", "=")], ids=["plain", "chat"])
+def test_the_start_of_a_judge_imitates_a_column(kind, column, opening, closing, pairs_folder, tmp_path):
     """The loss of a padded batch equals the mean over tokens, computed one text at a time."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -147,10 +148,13 @@ def test_the_start_of_a_judge_imitates_a_column(kind, column, pairs_folder, tmp_
     refuse_mute_judge("generative", str(output))
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float64)
     rows = judge_start.read_pairs(pairs_folder)[:5]
+    if opening:
+        end = "{% if add_generation_prompt %}" + closing + "{% endif %}"
+        tokenizer.chat_template = opening + "{{ messages[0].content }}" + end
     total = 0.0
     count = 0
     for row in rows:
-        prompt = tokenizer(row["prompt"])["input_ids"]
+        prompt = tokenizer(opening + row["prompt"] + closing)["input_ids"]
         target = [*tokenizer(row[column])["input_ids"], tokenizer.eos_token_id]
         with torch.no_grad():
             logprobs = model(torch.tensor([prompt + target])).logits[0].log_softmax(dim=-1)
@@ -404,7 +408,7 @@ def test_inversion_by_distance_equals_a_loop(seed):
     rewards = []
     for _ in range(30):
         scores = [rng.choice([0.0, 0.5, 1.0]) for _ in range(6)]  # fractions may equal the mean of the group
-        groups.append({"task": "p", "completions": list("abcdef"), "scores": scores})
+        groups.append({"completions": list("abcdef"), "scores": scores})
         rewards.append([round(rng.gauss(score, 1), 1) for score in scores])
     rewards[0] = [0.5] * 6
     groups = [group | {"number": number} for number, group in enumerate(groups)]
@@ -427,21 +431,24 @@ def test_inversion_by_distance_equals_a_loop(seed):
 
 
 def test_a_perfect_judge_inverts_nothing_and_its_opposite_everything(tmp_path):
-    groups = [{"task": "p", "completions": ["a", "aa", "aaa", "aaa"], "scores": [0.0, 0.0, 1.0, 1.0]}]
+    prompt = {"task": "<user>p", "conversation": "p"}
+    groups = [prompt | {"completions": ["a", "aa", "aaa", "aaa"], "scores": [0.0, 0.0, 1.0, 1.0]}]
     pairs = [
-        {"task": "p", "first": "aaa", "second": "a", "answer": "Better"},
-        {"task": "p", "first": "a", "second": "aaa", "answer": "Worse"},
-        {"task": "p", "first": "aa", "second": "bb", "answer": "Tie"},
-        {"task": "p", "first": "a", "second": "a", "answer": "Tie"},
+        prompt | {"first": "aaa", "second": "a", "answer": "Better"},
+        prompt | {"first": "a", "second": "aaa", "answer": "Worse"},
+        prompt | {"first": "aa", "second": "bb", "answer": "Tie"},
+        prompt | {"first": "a", "second": "a", "answer": "Tie"},
     ]
+    questions = []
     opposite = {"Better": "Worse", "Tie": "Tie", "Worse": "Better"}
-    right = GenerativeJudge(longer_is_better, QUESTION)
+    right = GenerativeJudge(lambda asked: questions.extend(asked) or longer_is_better(asked), QUESTION)
     wrong = GenerativeJudge(lambda asked: [opposite[word] for word in longer_is_better(asked)], QUESTION)
     mute = GenerativeJudge(lambda asked: ["?"] * len(asked), QUESTION)
     (best,) = judge_quality.measure(right, "generative", pairs, groups)
     (worst,) = judge_quality.measure(wrong, "generative", pairs, groups)
     (silent,) = judge_quality.measure(mute, "generative", pairs, groups)
     assert (best["agreement"], best["Tie"], best["tie_different"], best["inverted"]) == (1, 1, 1, 0)
+    assert questions and not any("<user>" in question for question in questions), "asked as in training"
     assert (worst["agreement"], worst["Better"], worst["inverted"]) == (0.5, 0, 1)
     assert (silent["agreement"], silent["unreadable"], silent["silent"]) == (0.5, 1, 1)
     for name, record in (("best", best), ("worst", worst), ("best", best)):
@@ -450,6 +457,14 @@ def test_a_perfect_judge_inverts_nothing_and_its_opposite_everything(tmp_path):
     assert [record["name"] for record in records] == ["best", "worst"], "a repeated record replaces the old"
     assert any("worst" in line and "1.000" in line for line in judge_quality.table_lines(records))
     assert len(judge_quality.curve_lines(records)) == 4
+
+
+def test_groups_without_right_and_wrong_completions_are_left_out():
+    mixed = {"scores": [0.0, 1.0]}
+    groups = [{"scores": []}, {"scores": [1.0, 1.0]}, mixed]  # the first: every verdict failed
+    assert judge_quality.mixed_groups(groups, 5) == [mixed]
+    with pytest.raises(ValueError, match="0 of 2 groups"):
+        judge_quality.mixed_groups(groups[:2], 5)
 
 
 class ScoredByLength:
@@ -517,6 +532,12 @@ def test_a_judge_is_measured_once(tmp_path):
     assert not judge_quality.is_measured(out, args, judge_quality.origin_of(args, 0.5))
     (pairs / "test.jsonl").write_text("{'other': 1}\n")
     assert not judge_quality.is_measured(out, args, judge_quality.origin_of(args, 0.0))
+    origins = []
+    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):  # functions of two texts, in three files
+        (tmp_path / f"{name}.py").write_text(text)
+        args = judge_quality.parse_args([*argv[:7], f"{tmp_path}/{name}.py:ask", *argv[8:]])
+        origins.append(judge_quality.origin_of(args, 0.0))
+    assert origins[0]["judge_weights"] is None and origins[0] != origins[1] != origins[2]
 
 
 # ---- plug-ins ----------------------------------------------------------------------------------------------

@@ -402,6 +402,7 @@ REFERENCES = [  # from OlympiadBench and from collections of college mathematics
         ("6.67e-11", "0", False), ("10000", r"10\,000", True), ("10000", "10~000", True),
         (r"1\ 000\ 000", "1000000", True), ("12", r"1\ 2", False), (r"(1, 234)", r"(1,\,234)", True),
         ("2e^3", "2e^3", True), ("2000", "2e^3", False),
+        ("2516_8", "2516_{8}", True), ("2516_8", "2516", True), ("2516_8", "2516_7", False),
     ],
 )  # fmt: skip
 def test_numbers_as_programs_and_books_write_them(answer, completion, same):

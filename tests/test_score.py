@@ -13,6 +13,7 @@ from data import random_model
 from data.prompts import DataSettings, OfflineScore, Prompt, load_prompts, load_scores, prompt_sha
 from data.score import (
     finished_rows,
+    header_of,
     model_digest,
     open_output,
     parse_args,
@@ -24,6 +25,7 @@ from data.score import (
 )
 from data.stream import load_sets
 from reward import Verdict
+from runtime.user_files import digest_of_file
 from tests import preloaded
 
 TINY = ROOT / "data" / "built" / "tiny"
@@ -336,6 +338,25 @@ def test_prompts_are_read_and_rendered_as_in_training(chat_model, tmp_path):
     assert {prompt_sha(p) for p in trained} == {prompt_sha(p) for p in prompts}, (
         "load_scores() finds the scores again"
     )
+
+
+def test_the_header_tells_two_versions_of_a_function_apart(chat_model, tmp_path):
+    args = options_for(chat_model[0], tmp_path / "set.jsonl")
+    file = tmp_path / "mine.py"
+    headers = []
+    for text in ("a = 1", "a = 2"):
+        file.write_text(text)
+        digest_of_file.cache_clear()  # a run keeps the digest of its start
+        headers.append(header_of(args, ["exact", f"{file}:score"]))
+    assert headers[0] != headers[1] and "functions" not in header_of(args, ["exact"])
+
+
+def test_a_row_that_repeats_a_prompt_with_other_columns_is_reported(chat_model, tmp_path):
+    """Scores are found by prompt and answer, so that the second row would get the score of the first."""
+    rows = [{"prompt": "Be brief.", "answer": "1", "words": number} for number in (5, 5, 9)]
+    path = write(tmp_path / "set.jsonl", rows)
+    prompts, _, _, notes = read_prompts(options_for(chat_model[0], path, "--kind", "numeric"))
+    assert len(prompts) == 1 and any("1 rows repeat" in note for note in notes)
 
 
 def test_a_model_may_be_a_name_on_the_hub(chat_model, tmp_path, monkeypatch):

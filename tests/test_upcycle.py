@@ -129,6 +129,7 @@ def test_reinitialised_units_are_a_fraction_of_each_expert_with_the_same_spread(
     [
         (["--top-k", "5"], "--top-k"),
         (["--reinit", "2"], "--reinit"),
+        (["--reinit", "0.001"], "--reinit"),  # less than one hidden unit
         (["--output", "."], "--output"),
     ],
 )

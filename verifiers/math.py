@@ -156,7 +156,16 @@ def _matches_math(content: str, answer: str) -> bool:
 
 def _equal(gold: list, answer: list) -> bool:
     is_equal = load_library().verify(gold, answer, timeout_seconds=None, raise_on_error=True)
-    return is_equal and not _is_unfinished(gold, answer)
+    return is_equal and not _is_unfinished(gold, answer) and not _has_other_base(gold, answer)
+
+
+_BASE = re.compile(r"(?<!\w)[0-9A-Za-z]+_\{?(\d+)\}?$")
+
+
+def _has_other_base(gold: list, answer: list) -> bool:
+    """Tell whether both texts are numbers with a base, such as 101_2, and the bases differ."""
+    bases = [_BASE.search(str(parsed[-1])) for parsed in (gold, answer)]
+    return None not in bases and bases[0][1] != bases[1][1]
 
 
 # Formulas that only the text shows: math-verify evaluates determinants during parsing, and reads only the

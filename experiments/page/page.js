@@ -128,10 +128,12 @@ function tile({ name, mean: value, low, high, unit, note }) {
   return el("div", { class: "tile", title: note ?? "95 % interval, bootstrap over prompts" }, ...parts);
 }
 
-/** Return the bin of the chart that a prompt belongs to: its pass rate, or its step. */
+/** Return the bin of the chart that a prompt belongs to: its pass rate, or its step. The outer bins hold 0 and 1 alone. */
 function binOf(prompt) {
   if (index.header.mode === "samples") return prompt.step;
-  return prompt.rate === null ? null : Math.round(prompt.rate * index.header.bins);
+  const { bins } = index.header;
+  if (prompt.rate === null || prompt.rate === 0 || prompt.rate === 1) return prompt.rate && bins;
+  return Math.min(Math.max(Math.round(prompt.rate * bins), 1), bins - 1);
 }
 
 /** Draw the bars: prompts by pass rate, or mean reward by step. */
