@@ -31,8 +31,8 @@ ZERO_VARIANCE = 1e-6
 # ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Request:
-    """One completion to sample. Four fields decide the order (runtime.schedule.WaitingLine): expected_tokens,
-    guessed, latency_tokens and work_tokens."""
+    """One completion to sample. Five fields decide the order (runtime.schedule.WaitingLine): group,
+    expected_tokens, guessed, latency_tokens and work_tokens."""
 
     prompt_ids: list[int]
     seed: int  # of this request's own random numbers, so that other requests do not change the sample

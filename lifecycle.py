@@ -86,6 +86,7 @@ from runtime.checkpoint import (
     save_checkpoint,
     state_of,
     with_saved_dtype,
+    write_text,
     writing,
 )
 from runtime.checks import (
@@ -169,18 +170,16 @@ class Run:
 # Set-up
 # ============================================================================================================
 def set_up(config: Config) -> Run | None:
-    """Build everything a run needs, from the start or from its newest checkpoint. Collective.
-
-    Returns None if the run in run.dir is finished; then its summary has been printed.
-    """
+    """Build a run from the start or from its newest checkpoint; None for a finished run. Collective."""
     accelerator, clock, watchdog = connect_ranks(config)
     for stage_config in stage_configs(config):
         check_ranks(stage_config, dist.get_world_size())
-    lock, checkpoint, state, config = open_run_dir(config)
+    lock, checkpoint, record = open_run_dir(config)
+    state = state_of(record, config) if record else TrainState()
+    given = config
+    config = with_sleep(with_dtype(config, record))
     if is_finished(config, checkpoint, state):
-        say(f"{checkpoint}: this run is finished; raise train.num_steps to resume, or choose another run.dir")
-        if dist.get_rank() == 0:
-            print_summary(Path(config.run.dir))
+        report_finished(config, checkpoint, state)
         return None
     clock.total = state.seconds
     watchdog.follow(state, Path(config.run.dir))
@@ -197,11 +196,13 @@ def set_up(config: Config) -> Run | None:
     pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
+    refuse_other_prompts(checkpoint, loaded.train, config)
     check_fixed_models(largest, hf_config, tokenizer, state)
     confidences = load_confidences(configs, loaded, offers)
     check_confidences(config, confidences, state)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
+    record_launch(given, record, loaded, config.model.dtype, evaluation_is_due(state, config))
     start_trackers(accelerator, config, state.step)
 
     # ---- engine, policy ----
@@ -532,11 +533,6 @@ def load_data(
     kinds = [source.kind for source in sources if source.kind]
     loaded.notes += check_functions([*functions, *kinds], rows, config.reward)
     drop_impossible(loaded, pool, config, checkpoint)
-    if dist.get_rank() == 0:
-        digests = {
-            name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
-        }
-        record_data(Path(config.run.dir), digests, config.model.dtype)
     windows = [
         Window(c.zero_variance.offline_scores, c.zero_variance.offline_pass_rate, c.reward.binary)
         for c in configs
@@ -591,29 +587,40 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     dist.all_gather_object(gathered, reasons)
     leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
     if rank == 0:
-        file.unlink(missing_ok=True)
-        if loaded.dropped:
-            file.write_text("".join(json.dumps(row) + "\n" for row in loaded.dropped))
+        if loaded.dropped:  # at once: an exact resume needs the list
+            write_text(file, "".join(json.dumps(row) + "\n" for row in loaded.dropped))
             loaded.notes.append(f"{file} lists the rows left out")
+        else:
+            file.unlink(missing_ok=True)
 
 
 # ---- the folder of the run ----
-def open_run_dir(config: Config) -> tuple[IO | None, Path | None, TrainState, Config]:
-    """Lock run.dir and prepare it for a new or a resumed run. Collective.
+def open_run_dir(config: Config) -> tuple[IO | None, Path | None, dict | None]:
+    """Lock run.dir. Collective.
 
-    Returns the lock (on rank 0), the folder of the newest checkpoint, the counters to start from, and the
-    settings with the dtype of the policy in place of auto and the level of sleep in place of null.
+    Returns the lock (on rank 0), and the folder and the state.json of the newest checkpoint.
     """
     run_dir = Path(config.run.dir)
-    rank = dist.get_rank()
-    lock = lock_run_dir(run_dir) if rank == 0 else None
+    lock = lock_run_dir(run_dir) if dist.get_rank() == 0 else None
     dist.barrier()
     check_run_dir_is_shared(run_dir)
-    checkpoint, record = find_checkpoint(config) or (None, None)
-    state = state_of(record, config) if record else TrainState()
-    if rank == 0 and not is_finished(config, checkpoint, state):
-        prepare_run_dir(run_dir, config, record)
-    return lock, checkpoint, state, with_sleep(with_dtype(config, record))
+    return lock, *(find_checkpoint(config) or (None, None))
+
+
+def record_launch(
+    config: Config, record: dict | None, loaded: LoadedSets, dtype: str, evaluates: bool
+) -> None:
+    """Write the record of a launch that has passed all checks; a refused launch leaves the earlier one.
+
+    The arguments are those of prepare_run_dir() and record_data().
+    """
+    if dist.get_rank() == 0:
+        run_dir = Path(config.run.dir)
+        prepare_run_dir(run_dir, config, record, evaluates)
+        digests = {
+            name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
+        }
+        record_data(run_dir, digests, dtype)
 
 
 def with_dtype(config: Config, record: dict | None) -> Config:
@@ -656,23 +663,35 @@ def is_finished(config: Config, checkpoint: Path | None, state: TrainState) -> b
     return checkpoint is not None and state.is_last(config) and has_summary
 
 
-def resume(
-    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
-) -> PromptHistory:
-    """Load the parts of a checkpoint besides the weights; return the record of the prompts.
-
-    ValueError if an exact resume (checkpoint.resume=auto) would train on other prompts.
-    """
+def refuse_other_prompts(checkpoint: Path | None, prompts: list[Prompt], config: Config) -> None:
+    """Raise ValueError if an exact resume (checkpoint.resume=auto) would train on other prompts."""
+    if checkpoint is None:
+        return
     saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
-    same_prompts = saved.pop("prompts") == digest_of(prompts)
-    is_exact = resumes_exactly(config, checkpoint)
-    if is_exact and not same_prompts and config.checkpoint.resume == "auto":
+    is_exact = resumes_exactly(config, checkpoint) and config.checkpoint.resume == "auto"
+    if is_exact and saved["prompts"] != digest_of(prompts):
         raise ValueError(
             f"{checkpoint} was trained on other prompts than the settings select: a file of data.train, "
             "zero_variance.offline_scores or dropped_rows.jsonl of run.dir has changed. Restore it, or "
             "resume from the weights alone with checkpoint.resume=weights"
         )
-    is_exact &= same_prompts
+
+
+def report_finished(config: Config, checkpoint: Path, state: TrainState) -> None:
+    """Say that a run is finished and how to get further steps, and print its summary."""
+    limit = "num_steps" if state.step >= config.train.num_steps else "max_generated_tokens"
+    say(f"{checkpoint}: this run is finished; raise train.{limit} to resume, or choose another run.dir")
+    if dist.get_rank() == 0:
+        print_summary(Path(config.run.dir))
+
+
+def resume(
+    checkpoint: Path, trainer, history: PromptHistory, prompts: list[Prompt], config: Config
+) -> PromptHistory:
+    """Load the parts of a checkpoint besides the weights; return the record of the prompts."""
+    saved = torch.load(checkpoint / "history.pt", map_location="cpu", weights_only=True)
+    same_prompts = saved.pop("prompts") == digest_of(prompts)
+    is_exact = resumes_exactly(config, checkpoint) and same_prompts
     dropped = "" if same_prompts else "; the record of other prompts is dropped"
     fresh = "" if is_exact else "; the optimizer is fresh (checkpoint.resume=weights)"
     say(f"resumed from {checkpoint}{dropped}{fresh}")
@@ -757,6 +776,7 @@ def start_trackers(accelerator: Accelerator, config: Config, step: int) -> None:
     started = []
     for name in config.run.trackers:  # one by one: TensorBoard uses the project's name as its folder
         accelerator.log_with = [name]
+        accelerator.trackers = []  # init_trackers() appends, and starts all that are in the list
         if name == "tensorboard":
             accelerator.init_trackers(name, init_kwargs={name: {"purge_step": step + 1}})
         else:
@@ -1035,6 +1055,7 @@ def save_if_due(run: Run, metrics: dict[str, float]) -> None:
     if mismatch_problem:
         raise RuntimeError(mismatch_problem)
     if signal_number and not state.is_last(run.config):
+        run.accelerator.end_training()  # some trackers send their last rows now
         name = signal.Signals(signal_number).name
         checkpoint = f"{run.config.run.dir}/checkpoints/step_{state.step:06d}"
         raise Stopped(

@@ -977,6 +977,10 @@ def check_supported(config: PretrainedConfig) -> None:
     ]
     if rope_type not in ("default", "llama3"):
         problems.append(f"rope_type is {rope_type!r}, supported are 'default' and 'llama3'")
+    if getattr(config, "quantization_config", None):
+        problems.append(
+            "the weights are quantised (quantization_config); take the folder with bfloat16 weights"
+        )
     if problems:
         raise ValueError("model not supported: " + "; ".join(problems))
 
@@ -1168,6 +1172,10 @@ def load_hf(policy: Policy, folder: str | Path) -> None:
     ep_rank = dist.get_rank(policy.group) if policy.group else 0
     for name, view, owner in tensors:
         in_file = files[name].get_slice(name)
+        if in_file.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(
+                f"{folder}: {name} has dtype {in_file.get_dtype()}; take a checkpoint in bfloat16"
+            )
         shape = tuple(in_file.get_shape())
         expected = shape_in_file(policy, view, owner)
         if shape != expected:

@@ -116,7 +116,10 @@ class RolloutEngine:
         self.seconds_per_step = float("inf")  # mean of the last rollout
         self.tokens_per_second = 0.0  # mean of the last rollout, over all sequences
         self.policy_version: int | None = None  # finished steps at the last sync; None: unknown
-        self.previous_rollout = (0, 0)  # total tokens and number of the last rollout's completions
+        self.previous_rollout = (
+            0,
+            0,
+        )  # tokens and number of the last rollout's completions, of episodes: turns
         self.is_capturing = self.captures_routes
         self.sleep()
 
@@ -937,17 +940,19 @@ def simulate_rounding(
 
     vLLM fuses some projections (queries, keys and values; gate and up of a dense layer) and quantises each
     fused matrix as a whole, so that blocks can span two projections. Therefore fused projections are
-    collected, rounded as one matrix and yielded together.
+    collected, rounded as one matrix in vLLM's order and yielded together. Granite's experts are fused in
+    files, too (input_linear, output_linear).
     """
     pending: dict[str, dict[str, Tensor]] = {}  # {fused parameter: {name: projection}}
     for name, tensor in named_tensors:
-        if not name.removesuffix(".weight").endswith(("_proj", ".w1", ".w2", ".w3")):
+        if not name.removesuffix(".weight").endswith(("_proj", ".w1", ".w2", ".w3", *GRANITE_EXPERTS)):
             yield name, tensor
             continue
-        if name.endswith("experts.gate_up_proj"):  # [E, 2I, D]; vLLM pads both halves to whole blocks
+        # [E, 2I, D]; vLLM pads both halves to whole blocks
+        if name.endswith(("experts.gate_up_proj", f"{GRANITE_EXPERTS[0]}.weight")):
             yield name, round_experts(tensor.unflatten(1, (2, -1)), round_weight).flatten(1, 2)
             continue
-        if name.endswith("experts.down_proj"):  # [E, D, I]
+        if name.endswith(("experts.down_proj", f"{GRANITE_EXPERTS[1]}.weight")):  # [E, D, I]
             yield name, round_experts(tensor, round_weight)
             continue
         target = engine_name(name)
@@ -955,11 +960,22 @@ def simulate_rounding(
         projections[name] = tensor
         if len(projections) == num_projections(target):
             del pending[target]
+            projections = dict(sorted(projections.items(), key=place_in_fused))
             rounded = round_weight(torch.cat(list(projections.values()), dim=-2))
             yield from zip(projections, rounded.split([len(weight) for weight in projections.values()]))
     if pending:
         names = [name for projections in pending.values() for name in projections]
         raise ValueError(f"no partner of {', '.join(names)}: vLLM fuses these projections with others")
+
+
+GRANITE_EXPERTS = (".input_linear", ".output_linear")
+FUSED_ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # a file may hold another order
+
+
+def place_in_fused(item: tuple[str, Tensor]) -> int:
+    """Return the place of a named projection in the matrix that vLLM fuses; 0 for one that is not fused."""
+    names = [name in item[0] for name in FUSED_ORDER]
+    return names.index(True) if any(names) else 0
 
 
 EXPERTS_PER_ROUNDING = 8  # a rounding holds several float32 copies of the experts that it gets at once

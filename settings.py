@@ -478,7 +478,7 @@ class RolloutSettings(Section):
         "(tensor_parallel), at most 1024",
         True,
         ge=1,
-        le=2**16,
+        le=4096,  # the smallest limit of vLLM's tokens per step, on CPUs (engine/arg_utils.py)
     )
     schedule: Literal["arrival", "longest_first"] = setting(
         "longest_first",
@@ -527,8 +527,8 @@ class RolloutSettings(Section):
     kv_cache_fp8: bool = setting(False, "store the KV cache in FP8 with scale 1 (GPUs)")
     capture_routes: Switch[Literal["auto", "on", "off"]] = setting(
         "auto",
-        "return the experts of each token from the engine. auto: for router_replay r3, else at the steps "
-        "whose weights are checked. on: at every step. off: never.",
+        "return the experts of each token from the engine. auto: for router_replay r3, else at steps 0, N, "
+        "2N, ... of check_every N. on: at every step. off: never.",
     )
     topk_logprobs: int = setting(
         0,

@@ -1430,6 +1430,13 @@ class UpdateWork:
     num_empty: int = 0  # updates in which no rank had a row with gradient
     num_computed: int = 0  # tokens of the sequences
     num_padded: int = 0  # tokens of the padded grids that attention computes
+    loads_LE: Tensor | None = None  # tokens by MoE layer and expert; None for a dense model
+
+    def add_loads(self, loads_LE: Tensor | None, num_rows: int) -> None:
+        """Count the tokens of the experts in a micro-batch; a pass without rows, of one token, adds none."""
+        if loads_LE is not None:
+            counted = loads_LE * (num_rows > 0)
+            self.loads_LE = counted if self.loads_LE is None else self.loads_LE + counted
 
     def add_tokens(self, lengths: list[int]) -> None:
         """Count the tokens of a micro-batch with sequences of these lengths."""
@@ -1529,6 +1536,7 @@ def update_policy(
         for micro_batch in micro_batches_of(batch, rows, config) or [[]]:
             loss = loss_of_rows(trainer, batch, micro_batch, counts[:2], config, work)
             trainer.backward(loss * dist.get_world_size(), scale_wrt_gas=False)  # DeepSpeed takes the mean
+            work.add_loads(moe_model.take_expert_loads(trainer.module), len(micro_batch))
             work.add_tokens([lengths[row] for row in micro_batch])
         with threads_of_step(train):
             trainer.step()
@@ -1542,7 +1550,7 @@ def update_policy(
         metrics["account/update_tokens_total"] = (work.num_computed, 1)
         metrics["empty_updates_max"] = (work.num_empty, 1)
         metrics |= old_pass_metrics(batch, config)
-    return metrics | load_metrics(moe_model.take_expert_loads(trainer.module), config.model.ep_size)
+    return metrics | load_metrics(work.loads_LE, config.model.ep_size)
 
 
 # ============================================================================================================
@@ -1604,6 +1612,7 @@ def main(config: Config) -> None:
         state.add_step(reduced, run.rule, num_measured, config.zero_variance.teacher_token_cost)
         log_step(run, batch, reduced, report, step_start)
         save_if_due(run, reduced)
+        del sampled, groups, batch  # or their routes would stay in memory during the next rollout
     evaluate_if_due(run)
     finish(run)
 

@@ -47,12 +47,11 @@ import yaml
 from pydantic import ValidationError
 from safetensors import safe_open
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from data.chat import load_tokenizer
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
 from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set_lines
-from moe_model import checkpoint_shards, model_folder
+from moe_model import checkpoint_shards, load_config, model_folder
 from reward import RewardSettings, Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.checkpoint import digest_of_files
@@ -158,8 +157,7 @@ def read_prompts(args) -> tuple[list[Prompt], list[list[int]], object, list[str]
     data = args.data
     (source,) = data.eval
     tokenizer = load_tokenizer(args.model)
-    model_config = AutoConfig.from_pretrained(args.model, local_files_only=True, trust_remote_code=False)
-    context = model_config.max_position_embeddings
+    context = load_config(args.model).max_position_embeddings
     prompt_set = load_set(source, data, tokenizer, args.reward.functions)
     limit = f"the model's context of {context} less --max-new-tokens"
     rows = drop_overlong(prompt_set, data, tokenizer, context - args.max_new_tokens, limit)
@@ -176,8 +174,8 @@ def read_prompts(args) -> tuple[list[Prompt], list[list[int]], object, list[str]
     notes = set_lines(prompt_set, len(rows)) + chat_warnings(data, tokenizer, [prompts])
     if num_other:
         notes.append(
-            f"warning: {num_other} rows repeat prompt and answer of an earlier row, with another kind or other "
-            "columns; they are not scored, and training gives them the earlier row's score"
+            f"warning: {num_other} rows repeat prompt and answer of an earlier row, with another kind or "
+            "other columns; they are not scored, and training gives them the earlier row's score"
         )
     return prompts, prompt_ids, tokenizer, notes
 

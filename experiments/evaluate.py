@@ -57,7 +57,7 @@ from reward import (
     impossible_references,
     start_pool,
 )
-from runtime.config import Section, explain, flat_settings, merge, read_override, split_settings
+from runtime.config import Section, explain, flat_settings, merge, read_override, with_settings_apart
 from runtime.launch import leave, one_line, run
 
 NUM_RESAMPLES = 2000  # of a bootstrap
@@ -615,7 +615,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="also compute entropies and log-probabilities by the trainer's policy")  # fmt: skip
     add("--micro-batch-tokens", type=int, default=16384, help="padded tokens per forward pass of the trainer")
     add("settings", nargs="*", metavar="section.key=value", help="settings of data, rollout and reward")
-    args = parser.parse_intermixed_args(argv)
+    args = with_settings_apart(parser.parse_intermixed_args(argv), "data")
     if (args.model is None) == (args.run is None):
         raise ValueError("expected either --model MODEL with --data FILE, or --run RUN_DIR with --html FILE")
     if args.run is not None and (args.html is None or args.data or args.json or args.completions):
@@ -633,19 +633,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     files = [file.resolve() for file in (args.json, args.html, args.completions) if file is not None]
     if len(set(files)) < len(files):
         raise ValueError("--json, --html and --completions must be different files")
-    refuse_folders(files)
-    args.data, settings = split_settings(args.data)  # argparse counts them among the files
-    args.settings = settings + args.settings
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
+    prepare_outputs(files)
     return args
 
 
-def refuse_folders(files: list[Path]) -> None:
-    """Raise ValueError if an output file is a folder, before hours of work are lost."""
+def prepare_outputs(files: list[Path]) -> None:
+    """Make the folders of output files; ValueError for an output that is a folder, before work is lost."""
     for file in files:
         if file.is_dir():
             raise ValueError(f"{file} is a folder; name a file for the output")
+        file.parent.mkdir(parents=True, exist_ok=True)
 
 
 def refuse_overwriting(args: argparse.Namespace, sources: list[PromptSource]) -> None:

@@ -28,9 +28,9 @@ if __name__ == "__main__":
 
 from data.formats import load_rows
 from experiments.bench.common import markdown, torchrun, write_results
-from experiments.evaluate import open_model, refuse_folders, write_aside
+from experiments.evaluate import open_model, prepare_outputs, write_aside
 from experiments.text_quality import read_rows
-from runtime.config import split_settings
+from runtime.config import with_settings_apart
 from runtime.launch import run
 from verifiers.instructions import instruction_verdicts, read_constraints
 
@@ -198,11 +198,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise ValueError("--ranks and --limit must be at least 1")
     if args.json.suffix != ".json":
         raise ValueError(f"--json {args.json} must end in .json: a folder of this name gets the completions")
-    refuse_folders([args.json])
-    models, settings = split_settings(map(str, args.models))  # argparse counts them among the models
-    args.models = list(map(Path, models))
-    args.settings = settings + args.settings
-    return args
+    prepare_outputs([args.json])
+    return with_settings_apart(args, "models")
 
 
 def main(args: argparse.Namespace) -> None:

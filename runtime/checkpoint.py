@@ -117,6 +117,8 @@ def lock_run_dir(run_dir: Path) -> IO:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         refuse_links(run_dir)
+        if (run_dir / "source").exists() and not (run_dir / "config.yaml").exists():
+            raise ValueError(f"run.dir: {run_dir}/source is of no run and would be replaced; choose another")
         lock = (run_dir / "lock").open("w")
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return lock
@@ -149,6 +151,14 @@ def writing(path: Path) -> Iterator[None]:
             f"{path} could not be written ({one_line(str(error))[:300]}); checkpoints are intact. Free disk "
             "space, then start the same command again"
         ) from error
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file at once, so that a kill leaves the earlier content or the new one."""
+    partial = file.with_name(file.name + ".partial")
+    with writing(file):
+        partial.write_text(text)
+        partial.replace(file)
 
 
 def check_run_dir_is_shared(run_dir: Path, patience_s: float = 10.0) -> None:
@@ -189,26 +199,26 @@ def keep_earlier_record(run_dir: Path) -> Path | None:
     backup = next(folder for folder in folders if not folder.exists())
     backup.mkdir()
     logs = ("metrics.jsonl", "samples.jsonl", "outcomes.json", "tensorboard")
-    for name in (*logs, "config.yaml", "versions.json", "source"):
+    for name in (*logs, "versions.json", "source", "config.yaml"):
         if (run_dir / name).exists():
             (run_dir / name).rename(backup / name)
     return backup
 
 
-def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
+def prepare_run_dir(run_dir: Path, config, record: dict | None, evaluates: bool = True) -> None:
     """Write settings, source code and versions, and drop metrics of steps after the checkpoint.
 
     record: the state.json of the checkpoint to resume from; None for a start from step 0, which moves the
-    files of an earlier launch to earlier_N. If the environment changed between launches, for
-    example the version of torch or the commit, versions.json lists the earlier ones under `earlier`.
+    files of an earlier launch to earlier_N. evaluates: the launch begins with an evaluation. If the
+    environment changed between launches, for example the version of torch or the commit, versions.json lists
+    the earlier ones under `earlier`.
     """
     backup = None if record else keep_earlier_record(run_dir)
     if backup:
         print(f"run.dir: an earlier launch ended before its first checkpoint; its logs are kept in {backup}")
     settings = with_paths_to(run_dir, config.model_dump(mode="json"), type(config))
     user_files = user_file_digests(config)
-    with writing(run_dir / "config.yaml"):
-        (run_dir / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    write_text(run_dir / "config.yaml", yaml.safe_dump(settings, sort_keys=False))
     with writing(run_dir / "source"):
         versions = versions_of() | save_source(run_dir / "source", map(file_of, user_files))
         versions |= {"date": now(), "machine": machine_of()}
@@ -218,13 +228,13 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None) -> None:
         versions |= {"plugins": user_files} if user_files else {}
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
         versions |= {"earlier": earlier} if earlier else {}
-        (run_dir / "versions.json").write_text(json.dumps(versions, indent=1))
+        write_text(run_dir / "versions.json", json.dumps(versions, indent=1))
     (run_dir / "summary.json").unlink(missing_ok=True)  # an earlier, shorter run may have written one
     for file in (run_dir / "metrics.jsonl", run_dir / "samples.jsonl"):
-        drop_redone_rows(file, record["state"] if record else None)
+        drop_redone_rows(file, record["state"] if record else None, evaluates)
 
 
-def drop_redone_rows(file: Path, state: dict | None) -> None:
+def drop_redone_rows(file: Path, state: dict | None, evaluates: bool = True) -> None:
     """Drop the rows of metrics.jsonl or samples.jsonl that a run from `state` writes again; None: all rows.
 
     The file is read line by line, because samples.jsonl may exceed the memory.
@@ -234,7 +244,7 @@ def drop_redone_rows(file: Path, state: dict | None) -> None:
         with partial.open("w") as rewritten:
             for number, line in enumerate(lines_of(file) if state else [], start=1):
                 row = step_row(line)
-                if row is not None and not is_redone(row, state):
+                if row is not None and not is_redone(row, state, evaluates):
                     rewritten.write(line.removesuffix("\n") + "\n")
                 elif row is None and line.endswith(("\n", "}")):  # a kill may cut the last line
                     start = line[:80].rstrip("\n")
@@ -270,7 +280,7 @@ def record_data(run_dir: Path, digests: dict[str, str], dtype: str) -> None:
     """
     file = run_dir / "versions.json"
     facts = {"data": digests, "dtype": dtype}
-    file.write_text(json.dumps(json.loads(file.read_text()) | facts, indent=1))
+    write_text(file, json.dumps(json.loads(file.read_text()) | facts, indent=1))
 
 
 def step_row(line: str) -> dict | None:
@@ -328,10 +338,14 @@ def save_source(folder: Path, user_files: Iterable[Path] = ()) -> dict[str, str 
     return {**commit_of(), "script": script.name}
 
 
-def is_redone(row: dict, state: dict) -> bool:
-    """Tell whether a run that resumes from `state` will write this row of metrics again."""
+def is_redone(row: dict, state: dict, evaluates: bool) -> bool:
+    """Tell whether a run that resumes from `state` will write this row of metrics again.
+
+    evaluates: the run begins with an evaluation. Without one, the last evaluation of a run that now gets more
+    steps stays, although its step is not among the evaluated ones of the longer run.
+    """
     is_evaluation = any(name.startswith("eval/") for name in row)
-    return row["step"] > (state["evaluated_step"] if is_evaluation else state["step"])
+    return row["step"] > (state["evaluated_step"] if is_evaluation and evaluates else state["step"])
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -504,17 +518,24 @@ def digests_of(folder: Path, known: dict[Path, str] | None = None) -> tuple[dict
     """
     known = known or {}
     digests = union_of_ranks({str(path.relative_to(folder)): digest for path, digest in known.items()})
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "state.json")
-    unread = [path for path in files if str(path.relative_to(folder)) not in digests]
-    owners = longest_first([path.stat().st_size for path in unread], dist.get_world_size())
-    read = {}
+    sizes: dict[str, int] = {}
+    read: dict[str, str] = {}
+
+    def list_files() -> None:  # by rank 0 for all: another node may see new files late
+        for path in sorted(folder.rglob("*")) if dist.get_rank() == 0 else ():
+            if path.is_file() and path.name != "state.json":
+                sizes[str(path.relative_to(folder))] = path.stat().st_size
 
     def read_files() -> None:
-        for path in (path for path, rank in zip(unread, owners) if rank == dist.get_rank()):
-            with open(path, "rb") as file:
-                read[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
+        unread = [name for name in sizes if name not in digests]
+        owners = longest_first([sizes[name] for name in unread], dist.get_world_size())
+        for name in (name for name, rank in zip(unread, owners) if rank == dist.get_rank()):
+            with open(folder / name, "rb") as file:
+                read[name] = hashlib.file_digest(file, "sha256").hexdigest()
 
-    problems = problems_of(read_files)
+    problems = problems_of(list_files)
+    sizes = from_rank_0(sizes)
+    problems = problems or problems_of(read_files)
     return dict(sorted((digests | union_of_ranks(read)).items())), problems
 
 
@@ -543,8 +564,10 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
     ValueError if the checkpoint is damaged or does not match the settings. With checkpoint.on_damage=older, a
     damaged checkpoint is renamed to damaged_step_N and the next older one is tried.
     """
-    # Rank 0 lists for all ranks, because a late rank could miss a checkpoint that is renamed below.
-    checkpoints = from_rank_0(list_checkpoints(Path(config.run.dir) / "checkpoints"))
+    # Rank 0 lists for all ranks, because a late rank could miss a checkpoint that is renamed below; the ranks
+    # get names, because another node may mount run.dir elsewhere.
+    folder = Path(config.run.dir) / "checkpoints"
+    checkpoints = [folder / name for name in from_rank_0([path.name for path in list_checkpoints(folder)])]
     if not checkpoints:
         return None
     if config.checkpoint.resume == "never":
@@ -570,9 +593,16 @@ def find_checkpoint(config) -> tuple[Path, dict] | None:
                 "checkpoint.on_damage=older to resume from an older checkpoint"
             )
         if dist.get_rank() == 0:
-            damaged.rename(damaged.with_name(f"damaged_{damaged.name}"))
-            print(f"{damaged} is damaged ({problems[0]}); renamed to damaged_{damaged.name}")
+            aside = unused_name(damaged.with_name(f"damaged_{damaged.name}"))
+            damaged.rename(aside)
+            print(f"{damaged} is damaged ({problems[0]}); renamed to {aside.name}")
         dist.barrier()
+
+
+def unused_name(path: Path) -> Path:
+    """Return the path, with _2, _3, ... behind it if it exists."""
+    candidates = itertools.chain([path], (path.with_name(f"{path.name}_{n}") for n in itertools.count(2)))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 OTHER_VERSION = "state.json was written by another version of this program"

@@ -17,7 +17,7 @@ import operator
 import os
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -189,7 +189,8 @@ def with_paths_from(folder: Path, values: dict, schema: type[BaseModel]) -> dict
 
 def with_paths_to(folder: Path, values: dict, schema: type[BaseModel]) -> dict:
     """Return settings whose paths are relative to a folder, the reverse of with_paths_from()."""
-    return with_paths(values, schema, lambda path: os.path.relpath(path, folder))
+    real = folder.resolve()  # ../ leads out of the folder that a link names
+    return with_paths(values, schema, lambda path: os.path.relpath(path, real))
 
 
 def merge(below: dict, above: dict) -> dict:
@@ -466,11 +467,13 @@ def complete(schema: type[BaseModel], saved: dict) -> dict:
     return completed
 
 
-def split_settings(words: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Split words of a command line into (others, settings); a setting is section.key=value."""
-    words = list(words)
+def with_settings_apart(args: argparse.Namespace, option: str) -> argparse.Namespace:
+    """Move section.key=value from a list option, where argparse leaves them, to args.settings."""
+    words = list(map(str, getattr(args, option)))
     settings = [word for word in words if re.match(r"[a-z_]+(\.\w+)+=", word)]
-    return [word for word in words if word not in settings], settings
+    others = [value for value in getattr(args, option) if str(value) not in settings]
+    vars(args).update({option: others, "settings": settings + args.settings})
+    return args
 
 
 def flat_settings(dump: dict, prefix: str = "") -> dict[str, object]:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -65,15 +66,22 @@ class Signals:
         threading.Thread(target=self.watch, args=(arrivals,), name="signals", daemon=True).start()
 
     def watch(self, arrivals: int) -> None:
-        """Handle the signals whose numbers arrive at a pipe."""
-        while numbers := os.read(arrivals, 64):
-            for number in numbers:
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    self.handle(number)
+        """Handle the signals whose numbers arrive at a pipe.
 
-    def handle(self, number: int) -> None:
+        A call in C that holds the interpreter delays this thread. A signal is then taken to have arrived just
+        after the thread's last look at the pipe.
+        """
+        looked_at = time.monotonic()
+        while True:
+            ready, _, _ = select.select([arrivals], [], [], 0.1)
+            for number in os.read(arrivals, 64) if ready else ():
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    self.handle(number, looked_at)
+            looked_at = time.monotonic()
+
+    def handle(self, number: int, arrived_at: float) -> None:
         """Remember the first signal, end the process at the second."""
-        if self.received and time.monotonic() > self.received_at + 1:
+        if self.received and arrived_at > self.received_at + 1:
             os._exit(128 + number)
         if not self.received:
             self.received = number
@@ -187,6 +195,10 @@ def run(
         if rank == 0:
             print("\ninterrupted\n", file=sys.stderr, flush=True)
         return 128 + signal.SIGINT
+    except SystemExit as leaving:
+        if leaving.code:  # argparse has printed the error of this rank's command
+            tell_others(f"error on rank {rank}: its command is wrong; see the message on its node")
+        raise
     except Exception as error:
         expected = isinstance(error, (ValueError, RuntimeError, OSError))
         message = one_line(("" if expected else f"{type(error).__name__}: ") + in_words(error))

@@ -376,12 +376,14 @@ def load_metrics(loads_LE: Tensor | None, ep_size: int) -> dict[str, tuple[float
 
         MaxVio = largest load / mean load - 1, of the most uneven layer; 0: all experts have equal loads
 
-    loads: tokens of this rank by layer and expert [L, E], None for a dense model. max_vio_ranks: the same for
-    the experts of a rank together.
+    loads: tokens of this rank by layer and expert [L, E], None for a dense model or without updates.
+    max_vio_ranks: the same for the experts of a rank together. {} if no rank computed a token.
     """
     if loads_LE is None:
         return {}
     dist.all_reduce(loads_LE)
+    if not loads_LE.any():
+        return {}
     loads = {"max_vio": loads_LE.float()}
     if ep_size > 1:
         loads["max_vio_ranks"] = loads["max_vio"].unflatten(1, (ep_size, -1)).sum(dim=2)

@@ -19,7 +19,8 @@ DIFFICULTY = "accuracy_difficulty_"  # a metric's name ends in this and the leve
 def write_summary(run_dir: Path, state: "TrainState") -> None:
     """Write run_dir/summary.json. Evaluation figures are means over the held-out sets."""
     summary = {"num_steps": state.step}
-    sampled = {key.split("/")[-1] for key in state.last_eval if "_at_" in key}  # for example, pass_at_8
+    names = {key.split("/")[-1] for key in state.last_eval}
+    sampled = {name for name in names if re.fullmatch(r"(avg|pass)_at_\d+", name)}
     for name in ("accuracy", "mean_tokens", *sorted(sampled | {"avg_at_8", "pass_at_8"})):
         for when, evaluation in (("before", state.first_eval), ("after", state.last_eval)):
             values = [value for key, value in evaluation.items() if key.split("/")[-1] == name]

@@ -263,7 +263,9 @@ def test_the_record_of_other_prompts_is_dropped_on_resume(run, capsys):
     folder = run.folder / "step_000003"
 
     def solved_after_resume(prompts, *settings: str) -> list[float]:
-        history = lifecycle.resume(folder, None, no_history(2), prompts, make_config(*settings))
+        config = make_config(*settings)
+        lifecycle.refuse_other_prompts(folder, prompts, config)
+        history = lifecycle.resume(folder, None, no_history(2), prompts, config)
         return history.solved.tolist()
 
     assert solved_after_resume(make_prompts(2), "checkpoint.resume=weights") == [1.0, 2.0]
@@ -327,7 +329,17 @@ def test_the_next_checkpoint_removes_the_remains_of_a_kill(run, monkeypatch):
 )
 def test_a_row_is_dropped_if_the_resumed_run_writes_it_again(row, step, evaluated_step, redone):
     """A step is evaluated after the checkpoint, so the checkpoint may lack the evaluation."""
-    assert is_redone(row, {"step": step, "evaluated_step": evaluated_step}) == redone
+    assert is_redone(row, {"step": step, "evaluated_step": evaluated_step}, True) == redone
+
+
+@pytest.mark.parametrize("every, kept", [(50, True), (41, False)])
+def test_the_last_evaluation_of_a_run_that_gets_more_steps_is_lost_only_if_it_is_made_again(every, kept):
+    row = {"step": 205, "eval/a/accuracy": 1.0}
+    state = {"step": 205, "evaluated_step": 200}
+    config = make_config("train.num_steps=300", f"eval.every={every}")
+    evaluates = lifecycle.evaluation_is_due(TrainState(**state), config)
+    assert is_redone(row, state, evaluates) != kept
+    assert is_redone(row | {"step": 206}, state, evaluates)
 
 
 # ---- damage ------------------------------------------------------------------------------------------------
@@ -392,6 +404,26 @@ def test_ranks_agree_on_the_checkpoint_before_a_damaged_one(run, late, ranks):
     assert ranks(2).run(find) == ["step_000001", "step_000001"]
 
 
+def test_a_checkpoint_is_set_aside_under_an_unused_name(run):
+    tolerant = with_checkpoint_settings(run.config, on_damage="older")
+    save(run, 1)
+    for _ in range(2):
+        save(run, 2)
+        (run.folder / "step_000002" / "history.pt").write_bytes(b"")
+        assert find_checkpoint(tolerant)[0].name == "step_000001"
+    assert names_in(run.folder) == ["damaged_step_000002", "damaged_step_000002_2", "step_000001"]
+
+
+def test_every_node_reads_a_checkpoint_where_it_mounts_the_folder(run, ranks, tmp_path):
+    save(run, 1)
+    (tmp_path / "mounted_elsewhere").symlink_to(tmp_path / "run")
+    dirs = ("run", "mounted_elsewhere")
+    configs = [with_setting(run.config, "run.dir", str(tmp_path / name)) for name in dirs]
+    configs = [with_checkpoint_settings(config, resume="weights") for config in configs]
+    found = ranks(2).run(lambda rank: find_checkpoint(configs[rank])[0])
+    assert found == [tmp_path / name / "checkpoints" / "step_000001" for name in dirs]
+
+
 def test_a_malformed_state_is_refused_by_name(run):
     save(run, 1)
     for text in ("[]", "{}", "17", '{"topology": {}, "config": {}, "state": {"unknown": 1}}', "{"):
@@ -441,14 +473,16 @@ def test_a_tracker_that_fails_ends_the_run_before_the_engine_starts(tmp_path, on
     names = """
     announce check_confidences check_fixed_models check_ranks check_sizes connect_ranks is_finished
     load_confidences load_data load_judge load_tokenizer moe_model node_memory num_experts_of open_run_dir
-    refuse_nonfinite_weights refuse_unknown_tokens start_engine start_interaction start_pool start_trackers
-    with_micro_batches
+    record_launch refuse_nonfinite_weights refuse_unknown_tokens start_engine start_interaction start_pool
+    start_trackers state_of with_dtype with_micro_batches
     """
     for name in names.split():
         monkeypatch.setattr(lifecycle, name, getattr(functions, name))
     config = make_config(f"run.dir={tmp_path}")
     functions.connect_ranks.return_value = (MagicMock(), MagicMock(), MagicMock())
-    functions.open_run_dir.return_value = (None, None, TrainState(step=3), config)
+    functions.open_run_dir.return_value = (None, None, {"state": {}})
+    functions.state_of.return_value = TrainState(step=3)
+    functions.with_dtype.return_value = config
     functions.is_finished.return_value = False
     functions.with_micro_batches.return_value = [config]
     functions.load_data.return_value = (MagicMock(), [], [])
@@ -532,6 +566,23 @@ def test_a_write_that_fails_inside_torch_save_raises_the_error_of_the_system(tmp
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_each_of_several_trackers_is_started_once(run):
+    """A stand-in for accelerate's init_trackers(), which starts all trackers of the list again."""
+    started = []
+    accelerator = SimpleNamespace(trackers=[], log_with=None)
+
+    def init_trackers(*arguments, **options):
+        accelerator.trackers += accelerator.log_with
+        started.extend(accelerator.trackers)
+
+    accelerator.init_trackers = init_trackers
+    config = run.config.model_copy(
+        update={"run": run.config.run.model_copy(update={"trackers": ["tensorboard", "wandb"]})}
+    )
+    lifecycle.start_trackers(accelerator, config, 0)
+    assert started == accelerator.trackers == ["tensorboard", "wandb"]
+
+
 def test_a_failing_tracker_is_named_once_and_costs_no_step(run, tmp_path, capsys):
     """The other tracker and metrics.jsonl get every step."""
     (tmp_path / "run").mkdir()
@@ -550,7 +601,8 @@ def test_a_failing_tracker_is_named_once_and_costs_no_step(run, tmp_path, capsys
 def test_a_full_disk_is_an_error_that_names_the_file(name, run, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    (folder / name).symlink_to("/dev/full")
+    partial = ".partial" if name == "config.yaml" else ""  # written beside the file, then renamed
+    (folder / f"{name}{partial}").symlink_to("/dev/full")
     accelerator = SimpleNamespace(is_main_process=True, trackers=[])
     batch, state = make_batch([[1, 2]]), TrainState()
     writers = {
@@ -587,6 +639,31 @@ def test_a_run_refuses_symbolic_links_in_its_folder(name, tmp_path):
     (folder / name).unlink()
     (tmp_path / "link").symlink_to(folder)
     lock_run_dir(tmp_path / "link").close()
+
+
+def test_a_folder_source_of_another_program_is_not_replaced(tmp_path):
+    (tmp_path / "source").mkdir()
+    with pytest.raises(ValueError, match="source is of no run"):
+        lock_run_dir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["versions.json", "dropped_rows.jsonl"])
+def test_a_file_that_a_resume_needs_is_replaced_at_once(name, tmp_path, one_rank, monkeypatch):
+    file = tmp_path / name
+    file.write_text("{}")
+    (tmp_path / f"{name}.partial").symlink_to("/dev/full")
+    monkeypatch.setattr(lifecycle, "impossible_references", lambda *arguments, **options: {})
+    loaded = SimpleNamespace(
+        dropped=[{"row": 1}], eval_sets={}, notes=[], everyone=lambda: [], by_name=lambda: {}
+    )
+    config = make_config(f"run.dir={tmp_path}")
+    writers = {
+        "versions.json": lambda: checkpoint.record_data(tmp_path, {}, "float32"),
+        "dropped_rows.jsonl": lambda: lifecycle.drop_impossible(loaded, None, config, None),
+    }
+    with pytest.raises(RuntimeError, match=name):
+        writers[name]()
+    assert file.read_text() == "{}"
 
 
 def test_the_record_of_an_earlier_start_gets_an_unused_name(tmp_path):

@@ -22,7 +22,14 @@ import train_rl
 from configure import config_warnings
 from data import tiny
 from data.prompts import PromptSource
-from runtime.config import complete, differences, free_on_resume, setting_fields
+from runtime.config import (
+    complete,
+    differences,
+    free_on_resume,
+    setting_fields,
+    with_paths_from,
+    with_paths_to,
+)
 from runtime.learning_rate import learning_rate
 from train_rl import Config, load_config
 from verifiers.kinds import parts_of
@@ -797,6 +804,15 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_installed_ones():
     for name in ("wandbb", "swanlab"):
         with pytest.raises(ValueError, match=f"run.trackers: {name}.*tensorboard"):
             lifecycle.check_trackers(load(f"run.trackers=[tensorboard, {name}]"))
+
+
+def test_a_record_behind_a_link_names_the_same_files(tmp_path):
+    folder = tmp_path / "disk" / "deep" / "run"
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    values = {"algorithm": {"gain": f"{tmp_path}/mine.py:gain"}}
+    written = with_paths_to(tmp_path / "link", values, Config)
+    assert with_paths_from(tmp_path / "link", written, Config) == values != written
 
 
 def test_a_model_is_a_folder_or_a_name_of_the_hub(tmp_path, monkeypatch):

@@ -409,11 +409,12 @@ def test_a_summary_lists_difficulties_of_sets_of_any_name(tmp_path, capsys):
     kinds = ("offered", "skipped", "sampled", "probed", "stopped", "dropped", "refilled")
     account = {f"prompts_{kind}": 0 for kind in kinds}
     account |= {f"wasted_{kind}_tokens": 0 for kind in ("stopped", "dropped", "kept")}
-    figures = {"accuracy": 0.5, "avg_at_8": 0.25, "accuracy_difficulty_2.5": 0.75}
+    figures = {"accuracy": 0.5, "avg_at_8": 0.25, "accuracy_difficulty_2.5": 0.75, "cut_at_turns_frac": 0.1}
     names = ("difficulty", "high-difficulty_8")
     found = {f"eval/{name}/{leaf}": value for name in names for leaf, value in figures.items()}
     (tmp_path / "metrics.jsonl").write_text("")
     summary.write_summary(tmp_path, TrainState(account=account, first_eval=found, last_eval=found))
+    assert "cut_at_turns_frac_after" not in json.loads((tmp_path / "summary.json").read_text())
     summary.print_summary(tmp_path)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     expected = ["difficulty", "2.5", "0.750", "->", "0.750"]

@@ -9,8 +9,9 @@ import torch
 from engines import VOCAB, assert_samples_are_the_trainers, random_requests, save_model
 from transformers import Glm4MoeConfig, GraniteMoeConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2Config
 
+from data.score import weights_of
 from kernels.fp8_block import fp8_round
-from moe_model import Policy, hf_tensors, random_weights
+from moe_model import Policy, file_name, hf_tensors, random_weights
 from rollout import RolloutEngine, simulate_rounding
 from settings import RolloutSettings
 
@@ -112,6 +113,18 @@ def test_an_engine_follows_a_dense_policy_through_a_sync(family, tmp_path):
         move(policy, ("proj.weight", "lm_head.weight"), 0.1)
         with pytest.raises(RuntimeError, match="parameters"):
             engine.check_weights(hf_tensors(policy))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_simulated_fp8_rounds_the_tensors_of_a_file_as_those_of_the_policy(family, tmp_path):
+    """Files are sorted by name: keys before queries. Blocks of 128 rows would hold other rows."""
+    policy = make_policy(family)
+    save_model(policy, tmp_path)
+    sent = dict(simulate_rounding(hf_tensors(policy, own_experts=family != "granite")))
+    read = dict(simulate_rounding(weights_of(tmp_path)))
+    assert read.keys() == {file_name(policy.config, name) for name in sent}
+    for name, tensor in sent.items():
+        assert torch.equal(read[file_name(policy.config, name)], tensor), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,6 +1,8 @@
 """Signals, and errors as one line that names the file with the stack."""
 
+import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from runtime.launch import Stopped, forget_errors, report_thread, run
+from runtime import launch
+from runtime.launch import Signals, Stopped, forget_errors, report_thread, run
 
 WAITS = """
 import sys, time
@@ -72,6 +75,29 @@ def test_a_signal_gives_its_exit_code_and_one_line(error, code, line, monkeypatc
     monkeypatch.setenv("RANK", "0")
     assert run(raising(error), list, []) == code
     assert capsys.readouterr().err.strip() == line
+
+
+def test_a_signal_during_a_long_call_counts_as_arrived_at_its_start(monkeypatch):
+    """A copy of the first signal may be read late, because a call in C held the interpreter."""
+    exits = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    signals = Signals()
+    signals.received, signals.received_at = signal.SIGTERM, 100.0
+    signals.handle(signal.SIGTERM, arrived_at=100.9)
+    assert exits == []
+    signals.handle(signal.SIGTERM, arrived_at=101.1)
+    assert exits == [128 + signal.SIGTERM]
+
+
+def test_a_mistyped_command_ends_the_ranks_that_wait_on_other_nodes(monkeypatch, capsys):
+    told = []
+    monkeypatch.setattr(launch, "tell_others", told.append)
+    monkeypatch.setenv("RANK", "1")
+    parser = argparse.ArgumentParser()
+    for argv in (["--confg"], ["--help"]):
+        with pytest.raises(SystemExit):
+            run(print, parser.parse_args, argv)
+    assert [line.partition(":")[0] for line in told] == ["error on rank 1"]
 
 
 def raising(error: BaseException):

@@ -7,6 +7,7 @@ import torch
 from helpers import FakeRanks, make_batch, make_config, make_prompts
 
 import lifecycle
+import train_rl
 from batch import Completion, Group
 from reward import Verdict
 from runtime.checks import check_routes, check_verdicts
@@ -44,6 +45,15 @@ def test_load_of_experts_counted_by_hand(monkeypatch):
     for metrics in reduced(monkeypatch, lambda rank: load_metrics(torch.tensor(loads[rank]), ep_size=2)):
         assert metrics == {"max_vio": 1.0, "max_vio_ranks": 0.5}
     assert reduced(monkeypatch, lambda rank: load_metrics(None, ep_size=1)) == [{}, {}]
+    assert reduced(monkeypatch, lambda rank: load_metrics(torch.zeros(1, 4), ep_size=1)) == [{}, {}]
+
+
+def test_the_token_of_a_pass_without_rows_is_no_load():
+    work = train_rl.UpdateWork()
+    for loads, num_rows in (([[3, 1]], 2), ([[1, 0]], 0), ([[0, 2]], 1)):
+        work.add_loads(torch.tensor(loads), num_rows)
+    assert work.loads_LE.tolist() == [[3, 3]]
+    work.add_loads(None, 1)  # a dense model
 
 
 def test_metrics_of_a_rollout_counted_by_hand(monkeypatch):

@@ -478,6 +478,9 @@ def test_errors_of_a_load_name_the_file_or_the_tensor(tmp_path):
     save_file(tensors | {name: torch.zeros(24, 31)}, shard)
     with pytest.raises(ValueError, match=rf"{name}.*\(24, 31\)"):
         load_hf(policy, tmp_path)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, shard)  # its scales would be missing
+    with pytest.raises(ValueError, match=f"{name} has dtype F8_E4M3"):
+        load_hf(policy, tmp_path)
 
 
 def test_other_model_types_are_refused(tmp_path):
@@ -496,6 +499,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}
     ("olmoe", "norm_topk_prob", True), ("olmoe", "clip_qkv", 8.0), ("olmoe", "rms_norm_eps", 1e-6),
     ("mixtral", "sliding_window", 4096), ("mixtral", "router_jitter_noise", 0.1), ("glm", "n_group", 4),
     ("granite", "attention_bias", True), ("granite", "head_dim", 16),
+    ("moe", "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}),
 ])  # fmt: skip
 def test_variants_of_a_family_that_are_not_computed_are_refused(kind, field, value, tmp_path):
     config = tiny_config(kind)
