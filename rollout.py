@@ -116,10 +116,8 @@ class RolloutEngine:
         self.seconds_per_step = float("inf")  # mean of the last rollout
         self.tokens_per_second = 0.0  # mean of the last rollout, over all sequences
         self.policy_version: int | None = None  # finished steps at the last sync; None: unknown
-        self.previous_rollout = (
-            0,
-            0,
-        )  # tokens and number of the last rollout's completions, of episodes: turns
+        # tokens and number of the last rollout's completions; each turn of an episode is one
+        self.previous_rollout = (0, 0)
         self.is_capturing = self.captures_routes
         self.sleep()
 
