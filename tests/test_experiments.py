@@ -164,7 +164,7 @@ def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, smal
     assert re.search(r"largest error: [+-]\d", fitted.stdout)
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_the_default_recipe_makes_the_recorded_work_on_any_machine(tmp_path):
     """The digest is that of the lengths of the first round of results/rollout.json."""
     record = read_results(ROOT / "experiments" / "bench" / "results" / "rollout.json")

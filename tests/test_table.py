@@ -1206,7 +1206,7 @@ def script(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.
 
 
 @pytest.mark.slow(process="others")
-def test_a_row_from_training_to_the_table(demo_model, tmp_path):
+def test_a_row_from_training_to_the_table(demo_model, tmp_path, capsys):
     """A changed copy of train_rl.py, in another folder, trains the row."""
     copy = write_copy(tmp_path / "mine.py")
     text = f"base: {ROOT}/experiments/environments/tiny.yaml\nrollout: {{group_size: 4}}\n"
@@ -1221,8 +1221,8 @@ def test_a_row_from_training_to_the_table(demo_model, tmp_path):
     assert "a changed copy" in folder.with_name("seed_0.log").read_text()
     assert (folder / "source" / "mine.py").read_text() == copy.read_text()
     assert json.loads((folder / "versions.json").read_text())["script"] == "mine.py"
-    again = script("run.py", *rows, "--script", copy, *small)
-    assert again.returncode == 0 and "1 of 1 runs" in again.stdout, again.stderr
+    assert run.main([str(word) for word in (*rows, "--script", copy, *small)]) == 0
+    assert "1 of 1 runs" in capsys.readouterr().out
     table = script("report.py", "--runs", out, "--parent", "small")
     assert table.returncode == 0, table.stderr
     line = cells(table.stdout)["small"]
