@@ -587,7 +587,7 @@ def drop_impossible(loaded: LoadedSets, pool: RewardPool, config: Config, checkp
     dist.all_gather_object(gathered, reasons)
     leave_out(loaded, {name: reason for of_rank in gathered for name, reason in of_rank.items()})
     if rank == 0:
-        if loaded.dropped:  # at once: an exact resume needs the list
+        if loaded.dropped:  # written atomically, because an exact resume needs the list
             write_text(file, "".join(json.dumps(row) + "\n" for row in loaded.dropped))
             loaded.notes.append(f"{file} lists the rows left out")
         else:

@@ -154,7 +154,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write a text file at once, so that a kill leaves the earlier content or the new one."""
+    """Write a text file atomically: a kill leaves the earlier content or the new one."""
     partial = file.with_name(file.name + ".partial")
     with writing(file):
         partial.write_text(text)

@@ -71,10 +71,11 @@ class Signals:
         A call in C that holds the interpreter delays this thread. A signal is then taken to have arrived just
         after the thread's last look at the pipe.
         """
+        pipe = select.poll()  # select.select() refuses file descriptors above 1023
+        pipe.register(arrivals, select.POLLIN)
         looked_at = time.monotonic()
         while True:
-            ready, _, _ = select.select([arrivals], [], [], 0.1)
-            for number in os.read(arrivals, 64) if ready else ():
+            for number in os.read(arrivals, 64) if pipe.poll(100) else ():
                 if number in (signal.SIGTERM, signal.SIGINT):
                     self.handle(number, looked_at)
             looked_at = time.monotonic()

@@ -648,7 +648,7 @@ def test_a_folder_source_of_another_program_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["versions.json", "dropped_rows.jsonl"])
-def test_a_file_that_a_resume_needs_is_replaced_at_once(name, tmp_path, one_rank, monkeypatch):
+def test_a_file_that_a_resume_needs_is_replaced_atomically(name, tmp_path, one_rank, monkeypatch):
     file = tmp_path / name
     file.write_text("{}")
     (tmp_path / f"{name}.partial").symlink_to("/dev/full")

@@ -17,12 +17,17 @@ from runtime import launch
 from runtime.launch import Signals, Stopped, forget_errors, report_thread, run
 
 WAITS = """
-import sys, time
+import os, resource, sys, time
 from runtime.launch import Signals
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+many = min(1100, most - 50)  # as in a large run; select.select() refuses descriptors above 1023
+files = [os.open("/dev/null", os.O_RDONLY) for _ in range(many)]
 signals = Signals()
 signals.listen()
 print("ready", flush=True)
-while not signals.received:
+deadline = time.monotonic() + 10
+while not signals.received and time.monotonic() < deadline:
     time.sleep(0.01)
 print("heard", signals.received, flush=True)
 time.sleep(30)
