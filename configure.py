@@ -148,6 +148,10 @@ def reward_contradictions(config: Config) -> dict[str, bool]:
             reward.judge_margin > 0 and not (is_scalar and in_pairs),
         "{reward.judge} compares pairs only: choose another mode than {reward.judge_mode}":
             reward.judge == "generative" and not in_pairs,
+        "{reward.judge} in a folder is an engine of one rank, beside one of {rollout.tensor_parallel} ranks: "
+        "ask a server with a function, {reward.judge_path}":
+            reward.judge == "generative" and ":" not in (reward.judge_path or ":")
+            and rollout.tensor_parallel > 1,
         "{reward.judge_template} is a question to a generative judge, not to {reward.judge}":
             reward.judge_template is not None and reward.judge != "generative",
         "{reward.judge_chat_template_args} are for the folder of a generative judge, not for {reward.judge}":

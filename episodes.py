@@ -436,11 +436,12 @@ class Episodes:
         """Queue a request to the environment of an episode."""
         pools = self.interaction.environment_pools
         request["episode"] = f"{self.number}.{row}"
-        key = (self.number, row, CLOSE if "close" in request else self.episodes[row].num_turns, 0)
+        is_step = "close" not in request
+        key = (self.number, row, self.episodes[row].num_turns if is_step else CLOSE, 0)
         num_limits = 1 + len(self.episodes[row].actions)  # for reset and every step, if all run again
-        pools[row % len(pools)].submit(
-            key, self.interaction.environment, json.dumps(request), "", num_limits=num_limits
-        )
+        environment = self.interaction.environment
+        pool = pools[row % len(pools)]
+        pool.submit(key, environment, json.dumps(request), "", num_limits=num_limits, is_timed=is_step)
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Return the next turns and the ended episodes since the last call.

@@ -202,7 +202,8 @@ def set_up(config: Config) -> Run | None:
     check_confidences(config, confidences, state)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
-    record_launch(given, record, loaded, config.model.dtype, evaluation_is_due(state, config))
+    evaluates = bool(loaded.eval_sets) and evaluation_is_due(state, configs[state.stage.number])
+    record_launch(given, record, loaded, config.model.dtype, evaluates)
     start_trackers(accelerator, config, state.step)
 
     # ---- engine, policy ----
@@ -436,12 +437,19 @@ def same_digest(config: Config, setting: str, folder: Path, recorded: str | None
     None if the folder has no weights, for example if a judge is a function.
     """
     digest = digest_of_weights(folder)
-    if config.checkpoint.resume == "auto" and recorded not in (None, digest):
-        raise ValueError(
-            f"{setting}: the weights in {folder} have changed since the first launch: restore them, or "
-            "resume from the weights alone with checkpoint.resume=weights"
-        )
+    if recorded not in (None, digest):
+        refuse_or_say(config, setting, f"the weights in {folder} have", "them")
     return digest
+
+
+def refuse_or_say(config: Config, setting: str, subject: str, pronoun: str) -> None:
+    """Raise ValueError for a file that changed since the checkpoint; with resume=weights only report it."""
+    if config.checkpoint.resume == "auto":
+        raise ValueError(
+            f"{setting}: {subject} changed since the checkpoint: restore {pronoun}, or resume from the "
+            "weights alone with checkpoint.resume=weights"
+        )
+    say(f"{setting}: {subject} changed since the checkpoint")
 
 
 def check_confidences(config: Config, confidences: dict, state: TrainState) -> None:
@@ -450,11 +458,8 @@ def check_confidences(config: Config, confidences: dict, state: TrainState) -> N
         return
     rates = sorted(sorted(of_file.items()) for of_file in confidences.values())
     digest = hashlib.sha256(json.dumps(rates).encode()).hexdigest()[:16]
-    if config.checkpoint.resume == "auto" and state.teacher_scores not in (None, digest):
-        raise ValueError(
-            "zero_variance.teacher_scores: the pass rates have changed since the first launch: restore the "
-            "file, or resume from the weights alone with checkpoint.resume=weights"
-        )
+    if state.teacher_scores not in (None, digest):
+        refuse_or_say(config, "zero_variance.teacher_scores", "the pass rates have", "the file")
     state.teacher_scores = digest
 
 

@@ -303,6 +303,7 @@ class _Item:
     answer: str
     fields: dict
     num_limits: int = 1  # see RewardPool.submit
+    is_timed: bool = True  # see RewardPool.submit
     submitted_at: float = field(default_factory=time.monotonic)
     # Replies must repeat this number, so that output of a custom function cannot pass as a verdict.
     number: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -413,12 +414,14 @@ class RewardPool(contextlib.AbstractContextManager):
         answer: str,
         fields: dict | None = None,
         num_limits: int = 1,
+        is_timed: bool = True,
     ) -> None:
         """Queue one item; blocks only if the backlog is full. `key` must be new since the last collect().
 
         A completion may be a list of token ids if the pool has a tokenizer; special tokens are dropped.
         fields: {name: JSON value} of prompt, messages and columns; a worker gets the fields that its kind
         takes. num_limits: how often the worker may start the time limit anew, for steps of an environment.
+        is_timed: the item counts in `seconds`, the mean of its kind.
         """
         _check(kind, completion, answer, (str, list))
         if not self._workers:
@@ -431,7 +434,7 @@ class RewardPool(contextlib.AbstractContextManager):
             self._ready(1000)
         self._verdicts[key] = None
         queue = self._rules if _is_rule(kind) else self._slow
-        queue.append(_Item(key, kind, completion, answer, fields or {}, num_limits))
+        queue.append(_Item(key, kind, completion, answer, fields or {}, num_limits, is_timed))
         self._send()
 
     def poll(self) -> int:
@@ -619,7 +622,8 @@ class RewardPool(contextlib.AbstractContextManager):
         item = line.pop(number)
         if not line:
             worker.lines.popleft()
-        self._add_seconds(item.kind, seconds)
+        if item.is_timed:
+            self._add_seconds(item.kind, seconds)
         verdict = Verdict(*values)
         note = self.memory_note(verdict)
         is_out_of_memory = verdict.status == "error" and "MemoryError" in verdict.detail

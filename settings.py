@@ -214,7 +214,8 @@ class AlgorithmSettings(Section):
     correctness_guard: bool = setting(
         False,
         "completions whose score is below the mean of their group get no positive advantage, and those above "
-        "no negative one; among equal scores, fully wrong and fully right ones. The teacher's are exempt",
+        "no negative one. In a group of equal scores, fully wrong completions get no positive and fully "
+        "right ones no negative advantage. Advantages from a teacher are exempt",
     )
     rollout_correction: Correction = setting(
         "none",
@@ -635,7 +636,9 @@ class PromptSource(Section):
     name: str | None = setting(None, "name in logs and metrics; null: the file name")
     subset: str | None = setting(None, "configuration of a hub dataset, for example main; null: its default")
     split: str = setting(
-        "train", "split of a hub dataset or of a folder with several splits; files are read completely"
+        "train",
+        "split of a hub dataset or a saved dataset. Of a folder of files, those whose names begin with the "
+        "split; all files if no name does",
     )
     kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
         None,
@@ -752,7 +755,7 @@ class RewardSettings(Section):
     )
     memory_gib: float = setting(
         2.0,
-        "address space of a worker process and its children, in GiB",
+        "address space of a worker process, and of each of its children, in GiB",
         True,
         ge=0.125,
         le=65536,
@@ -967,6 +970,13 @@ class Config(Section):
     def has_turns(self) -> bool:
         """Tell whether completions are episodes of several turns."""
         return bool(self.data.tools) or self.data.environment is not None
+
+    @property
+    def teacher(self) -> str | None:
+        """Return zero_variance.teacher of the run or of one of its stages; all stages have the same."""
+        sections = [(stage.model_extra or {}).get("zero_variance") or {} for stage in self.stages]
+        teachers = [section["teacher"] for section in sections if section.get("teacher")]
+        return next(iter(teachers), self.zero_variance.teacher)
 
     @property
     def functions(self) -> list[str]:

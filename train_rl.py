@@ -350,11 +350,13 @@ def requests_of(run: Run, jobs: Jobs, costs: dict) -> tuple[list[Request], list[
 def wait_tokens(run: Run, group: Group) -> float:
     """Return the time that an episode is expected to wait between its turns, in tokens of one completion.
 
-    This is (turns at the prompt's last visit - 1) x mean seconds of a call / seconds of an engine step.
+    This is waits at the prompt's last visit x mean seconds of a call / seconds of an engine step. An episode
+    with tools ends with a turn without calls; an environment answers every turn.
     """
     if run.interaction is None or run.config.rollout.schedule == "arrival":
         return 0.0
-    num_waits = max(0.0, float(run.history.mean_turns[group.prompt_index]) - 1)
+    num_turns = float(run.history.mean_turns[group.prompt_index])
+    num_waits = num_turns if run.interaction.environment else max(0.0, num_turns - 1)
     return num_waits * run.interaction.mean_seconds() / run.engine.seconds_per_step
 
 
@@ -1647,7 +1649,8 @@ def update_history(run: Run, outcomes: list[GroupOutcome]) -> None:
     run.history.update(outcomes, run.state.step, zero.history_decay)
     greso.update_streaks(run.history, outcomes)
     num_offered = run.state.consumed_prompts - run.state.stage.first_prompt
-    if num_offered > run.offers.epoch_length:  # from the second epoch of the stage on, as in GRESO
+    # From the second epoch of the stage on, as in GRESO.
+    if zero.skip_rule == "consecutive" and num_offered > run.offers.epoch_length:
         greso.adjust_exploration(run.history, outcomes, zero.target_solved, zero.target_unsolved)
 
 

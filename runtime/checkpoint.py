@@ -223,7 +223,7 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None, evaluates: bool 
         versions = versions_of() | save_source(run_dir / "source", map(file_of, user_files))
         versions |= {"date": now(), "machine": machine_of()}
         versions["weights"] = digest_of_weights(Path(config.model.path))
-        models = {"judge_weights": config.reward.judge_path, "teacher_weights": config.zero_variance.teacher}
+        models = {"judge_weights": config.reward.judge_path, "teacher_weights": config.teacher}
         versions |= {name: digest_of_weights(Path(folder)) for name, folder in models.items() if folder}
         versions |= {"plugins": user_files} if user_files else {}
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []

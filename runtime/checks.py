@@ -162,6 +162,8 @@ def handle_nonfinite(
         folder.mkdir(parents=True, exist_ok=True)
         fields = {name: value for name, value in vars(batch).items() if name not in ("prompts", "verdicts")}
         fields |= {"prompts": texts, "rows": rows} | more  # plain types: loads with weights_only
+        if batch.turns is not None:
+            fields["turns"] = [[(turn.role, turn.num_tokens) for turn in turns] for turns in batch.turns]
         torch.save(fields, folder / f"step_{step + 1:06d}_{quantity}_{of_rank}")
     prompts = ", ".join(repr(text[:80]) for text in examples[:3]) or "none in particular"
     skipped = "reward" if quantity == "reward" else "update"

@@ -338,12 +338,14 @@ def explain(
 
 
 def nearest_setting(name: str, schema: type[BaseModel], names_elsewhere: dict[str, str]) -> str:
-    """Return the setting or section with the most similar name; an equal last part wins."""
-    leaf = name.rsplit(".", 1)[-1]
+    """Return the setting for a name of another library, else the nearest name; an equal last part wins."""
+    parts = name.split(".")[::-1]
+    if translated := [names_elsewhere[part] for part in parts if part in names_elsewhere]:
+        return translated[0]  # also by a group, for example filter_groups.enable
     names = [*setting_fields(schema), *schema.model_fields]
-    same_leaf = [candidate for candidate in names if candidate.rsplit(".", 1)[-1] == leaf]
+    same_leaf = [candidate for candidate in names if candidate.rsplit(".", 1)[-1] == parts[0]]
     (near,) = difflib.get_close_matches(name, same_leaf or names, n=1, cutoff=0.0)
-    return near if same_leaf else names_elsewhere.get(leaf, near)
+    return near
 
 
 def lowered(message: str) -> str:
@@ -443,7 +445,8 @@ def settings_help(schema: type[BaseModel], section: str | None = None) -> str:
     for name, info in setting_fields(schema).items():
         if section in (None, re.split(r"[.\[]", name)[0]):
             default = "required" if info.is_required() else f"default {info.default!r}"
-            lines.append(f"  {name}  ({default})\n      {info.description}")
+            free = "; may change on resume" if name in free_on_resume(schema) else ""
+            lines.append(f"  {name}  ({default}{free})\n      {info.description}")
     return "\n".join(lines)
 
 

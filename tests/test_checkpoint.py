@@ -43,6 +43,7 @@ from runtime.checkpoint import (
 )
 from runtime.memory import GIB, NodeMemory
 from runtime.metrics import log_metrics, log_samples
+from runtime.stages import StagePosition
 from runtime.user_files import digest_of_file, file_of, user_file_digests
 
 
@@ -467,8 +468,9 @@ def test_a_resume_reads_the_samples_line_by_line(run, tmp_path):
     assert peak_bytes < 3e6 and (tmp_path / "samples.jsonl").read_text() == "".join(rows[:101])
 
 
-def test_a_tracker_that_fails_ends_the_run_before_the_engine_starts(tmp_path, one_rank, monkeypatch):
-    """For example wandb without a login; the engine of a large model takes minutes."""
+@pytest.fixture
+def set_up_functions(monkeypatch) -> MagicMock:
+    """Replace the functions that lifecycle.set_up() calls before the engine starts; the trackers fail."""
     functions = MagicMock()
     names = """
     announce check_confidences check_fixed_models check_ranks check_sizes connect_ranks is_finished
@@ -478,18 +480,42 @@ def test_a_tracker_that_fails_ends_the_run_before_the_engine_starts(tmp_path, on
     """
     for name in names.split():
         monkeypatch.setattr(lifecycle, name, getattr(functions, name))
-    config = make_config(f"run.dir={tmp_path}")
     functions.connect_ranks.return_value = (MagicMock(), MagicMock(), MagicMock())
     functions.open_run_dir.return_value = (None, None, {"state": {}})
-    functions.state_of.return_value = TrainState(step=3)
-    functions.with_dtype.return_value = config
     functions.is_finished.return_value = False
-    functions.with_micro_batches.return_value = [config]
     functions.load_data.return_value = (MagicMock(), [], [])
     functions.start_trackers.side_effect = ValueError("no login")
+    return functions
+
+
+def test_a_tracker_that_fails_ends_the_run_before_the_engine_starts(tmp_path, one_rank, set_up_functions):
+    """For example wandb without a login; the engine of a large model takes minutes."""
+    config = make_config(f"run.dir={tmp_path}")
+    set_up_functions.state_of.return_value = TrainState(step=3)
+    set_up_functions.with_dtype.return_value = config
+    set_up_functions.with_micro_batches.return_value = [config]
     with pytest.raises(ValueError, match="no login"):
         lifecycle.set_up(config)
-    assert functions.start_trackers.call_args.args[2] == 3 and not functions.start_engine.called
+    assert set_up_functions.start_trackers.call_args.args[2] == 3
+    assert not set_up_functions.start_engine.called
+
+
+@pytest.mark.parametrize(
+    "number, sets, evaluates", [(0, ["test"], True), (1, ["test"], False), (0, [], False)]
+)
+def test_the_stage_decides_whether_a_launch_begins_with_an_evaluation(
+    number, sets, evaluates, tmp_path, one_rank, set_up_functions
+):
+    """Else a resumed run would log its evaluation of step 10 twice, or lose the one of an earlier launch."""
+    config = make_config(f"run.dir={tmp_path}", "eval.every=20")
+    configs = [make_config(f"run.dir={tmp_path}", f"eval.every={every}") for every in (10, 15)]
+    set_up_functions.state_of.return_value = TrainState(step=10, stage=StagePosition(number=number))
+    set_up_functions.with_dtype.return_value = config
+    set_up_functions.with_micro_batches.return_value = configs
+    set_up_functions.load_data.return_value = (MagicMock(eval_sets=sets), [], [])
+    with pytest.raises(ValueError, match="no login"):
+        lifecycle.set_up(config)
+    assert set_up_functions.record_launch.call_args.args[-1] is evaluates
 
 
 def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
@@ -714,7 +740,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_does_not_end_the_run(run, tmp_
     assert (run.folder / "step_000002" / "state.json").is_file()
 
 
-def test_a_resume_with_changed_weights_of_a_judge_is_refused(tmp_path):
+def test_a_resume_with_changed_weights_of_a_judge_is_refused(tmp_path, one_rank, capsys):
     (tmp_path / "a.safetensors").write_text("old")
     digest = lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path, None)
     assert lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path, digest) == digest
@@ -723,10 +749,11 @@ def test_a_resume_with_changed_weights_of_a_judge_is_refused(tmp_path):
         lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path, digest)
     with_weights = make_config("checkpoint.resume=weights")
     assert lifecycle.same_digest(with_weights, "reward.judge_path", tmp_path, digest) != digest
+    assert "reward.judge_path: the weights" in capsys.readouterr().out
     assert lifecycle.same_digest(make_config(), "reward.judge_path", tmp_path / "none", None) is None
 
 
-def test_a_resume_with_a_changed_reference_is_refused(run, tmp_path):
+def test_a_resume_with_a_changed_reference_is_refused(run, tmp_path, one_rank):
     """The reference of the KL penalty is loaded from model.path at every launch."""
     settings = [f"model.path={tmp_path / 'model'}", "algorithm.kl_coef=0.1"]
     state = TrainState()
@@ -743,7 +770,7 @@ def test_a_resume_with_a_changed_reference_is_refused(run, tmp_path):
     lifecycle.check_fixed_models(make_config(*settings), None, None, TrainState(**saved))
 
 
-def test_a_resume_with_changed_pass_rates_of_a_teacher_is_refused():
+def test_a_resume_with_changed_pass_rates_of_a_teacher_is_refused(one_rank):
     state = TrainState()
     rates = {"scores.jsonl": {"a": 0.25, "b": 1.0}}
     lifecycle.check_confidences(make_config(), rates, state)

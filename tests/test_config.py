@@ -416,6 +416,10 @@ REFUSED = [
         'reward.judge=scalar reward.judge_path=x reward.judge_chat_template_args={"thinks":false}',
         "reward.judge_chat_template_args", "reward.judge 'scalar'",
     ),
+    (
+        "reward.judge=generative reward.judge_path=x reward.judge_mode=round_robin rollout.tensor_parallel=2",
+        "reward.judge_path 'x'", "rollout.tensor_parallel 2",
+    ),
     ("zero_variance.tournament=true", "zero_variance.tournament True", "reward.judge 'none'"),
     (
         "zero_variance.tournament=true reward.judge=scalar reward.judge_path=x zero_variance.drop=true",

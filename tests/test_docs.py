@@ -195,7 +195,7 @@ def test_foreign_names_lead_to_settings_and_are_no_settings():
 
 @pytest.mark.parametrize("name, setting", NAMES_ELSEWHERE.items())
 def test_an_error_names_our_setting(name, setting):
-    for written in (name, f"train.{name}"):
+    for written in (name, f"train.{name}", f"{name}.enable", f"algorithm.{name}.path"):
         with pytest.raises(ValueError, match=re.escape(f"{setting}?")):
             train_rl.load_config([f"{written}=1"])
 

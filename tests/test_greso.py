@@ -117,6 +117,9 @@ def test_exploration_adapts_after_one_epoch_of_the_stage(offers, length):
     state.consumed_prompts += 1
     train_rl.update_history(run, [outcome])
     assert run.history.explore.tolist() == pytest.approx([0.51, 0.51])
+    run.config = make_config()
+    train_rl.update_history(run, [outcome])
+    assert run.history.explore.tolist() == pytest.approx([0.51, 0.51]), "a stage without GRESO adapts nothing"
 
 
 def zero_variance_share(config: Config, rates: list[float], num_steps: int) -> float:

@@ -6,6 +6,7 @@ from conftest import ROOT, save_small_moe, train
 from helpers import FakeRanks, RankSuite, make_batch, make_config, make_ragged_completions, steps_of
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
+from batch import Turn
 from runtime.checks import MAX_SAVED_BATCHES, handle_nonfinite, refuse_nonfinite_weights
 
 pytestmark = pytest.mark.slow
@@ -88,9 +89,12 @@ def test_a_run_with_a_judge_that_returns_nan(on_nonfinite, broken_judge, tmp_pat
 
 
 def test_a_run_that_skips_bad_steps_saves_the_first_batches_only(tmp_path, one_rank, capsys):
+    batch = make_batch([[1, 2]])
+    batch.turns = [(Turn("assistant", 1), Turn("tool", 1))]
+
     def save(step: int, on_nonfinite: str) -> None:
         config = make_config(f"run.dir={tmp_path}", f"run.on_nonfinite={on_nonfinite}")
-        handle_nonfinite("loss", make_batch([[1, 2]]), [0], config, step)
+        handle_nonfinite("loss", batch, [0], config, step)
 
     for step in range(MAX_SAVED_BATCHES + 1):
         save(step, "skip")
@@ -101,7 +105,8 @@ def test_a_run_that_skips_bad_steps_saves_the_first_batches_only(tmp_path, one_r
     assert all(f"the first {MAX_SAVED_BATCHES}" in line for line in lines)
     with pytest.raises(RuntimeError, match="batch is saved"):
         save(9, "stop")
-    assert (tmp_path / "nonfinite" / "step_000010_loss_rank_0.pt").is_file()
+    saved = torch.load(tmp_path / "nonfinite" / "step_000010_loss_rank_0.pt", weights_only=True)
+    assert saved["turns"] == [[("assistant", 1), ("tool", 1)]] and saved["prompts"] == ["prompt 0"]
 
 
 def test_an_update_that_breaks_the_weights_ends_the_run_before_a_checkpoint(demo_model, tmp_path):

@@ -89,12 +89,14 @@ def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, ranks):
 def test_an_episode_waits_for_its_tools_between_its_turns(schedule, tokens):
     """(3 turns - 1) x 0.3 s are 60 steps of 0.01 s; a prompt without a record is not expected to wait."""
     run = make_run(make_config(f"rollout.schedule={schedule}"), None, 5)
-    run.interaction = SimpleNamespace(mean_seconds=lambda: 0.3)
+    run.interaction = SimpleNamespace(mean_seconds=lambda: 0.3, environment=None)
     run.engine = SimpleNamespace(seconds_per_step=0.01)
     outcome = make_group(0, 3, [5] * 4, [True] * 4).outcome(False)
     run.history.update([replace(outcome, turns=12)], 0, 0.5)
     assert train_rl.wait_tokens(run, train_rl.Group(0, 3)) == pytest.approx(tokens)
     assert train_rl.wait_tokens(run, train_rl.Group(1, 1)) == 0.0
+    run.interaction.environment = "game.py:Game"  # which answers the last turn, too
+    assert train_rl.wait_tokens(run, train_rl.Group(0, 3)) == pytest.approx(1.5 * tokens)
 
 
 def test_a_request_holds_everything_that_its_completion_depends_on():

@@ -116,6 +116,13 @@ def test_scores_that_are_equal_up_to_rounding_never_split_a_group():
         assert len(set(batch.is_taught.tolist())) == 1, rule
 
 
+def test_a_teacher_of_one_stage_is_the_teacher_of_the_run():
+    """versions.json records the digest of its weights."""
+    stages = [{"name": "a", "until": {"steps": 1}}, {"name": "b", "zero_variance": {"teacher": "large"}}]
+    assert make_config(f"stages={json.dumps(stages)}").teacher == "large"
+    assert (config_of().teacher, make_config().teacher) == ("unused", None)
+
+
 def test_rl_zvp_keeps_the_right_groups_if_the_teacher_has_the_wrong_ones():
     groups = [make_group(i, i, [3, 3], [right] * 2) for i, right in enumerate([True, False])]
     batch = taught_batch(groups, config_of(rl_zvp=True), random.Random(0))
