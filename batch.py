@@ -162,7 +162,7 @@ class GroupOutcome:
     tokens: int  # of all completions together
     completions: int
     has_variance: bool
-    inserted_tokens: int = 0  # of `tokens`, those of tools and environments
+    inserted_tokens: int = 0  # part of `tokens`: inserted by tools and environments
     turns: int = 0  # of the policy, in all completions together; 0: completions have a single turn
 
 
@@ -201,7 +201,7 @@ class RolloutBatch:
     answer_ids: list[list[int]] = field(default_factory=list)  # [B] ragged, the scored tokens of completions
 
     def sampled_targets(self, rows: list[int]) -> Tensor | None:
-        """Mark the sampled ones among all completion tokens of some rows, [N] bool; None: all are sampled."""
+        """Mark the sampled tokens among all completion tokens of some rows, [N] bool; None: all tokens."""
         if self.turns is None:
             return None
         return torch.cat([self.response_mask[i, : len(self.completion_ids[i])] for i in rows])
@@ -209,16 +209,16 @@ class RolloutBatch:
     def verifier_signs(self, binary: bool) -> Tensor:
         """Return [B], the sign that the verifier gives the advantage of each completion: +1, -1 or 0.
 
-        The sign of its score minus the mean score of its group's valid completions. In a group of equal
-        scores fully right completions have +1 and fully wrong ones -1. 0: the score is the mean of the group,
-        or there is no verdict. Example: scores 0.75, 0.5, 0.5, 0.25 give 1, 0, 0, -1.
+        This is the sign of the score minus the mean score of the group's valid completions. In a group of
+        equal scores, completions with score 1 have +1 and completions with score 0 have -1. 0: the score is
+        the mean of the group, or there is no verdict. Example: scores 0.75, 0.5, 0.5, 0.25 give 1, 0, 0, -1.
         """
         scores = torch.tensor([score_of(verdict, binary) for verdict in self.verdicts])
         signs = torch.zeros_like(scores)
         for group in self.group_index.unique():
             members = (self.group_index == group) & self.valid
             excess = scores[members] - scores[members].mean()
-            if (excess.abs() <= ZERO_VARIANCE).all():  # 1 and 0 keep a sign, one fraction has none
+            if (excess.abs() <= ZERO_VARIANCE).all():  # a fraction gets 0
                 excess = (scores[members] >= 1).to(scores) - (scores[members] <= 0).to(scores)
             signs[members] = torch.where(excess.abs() <= ZERO_VARIANCE, 0.0, excess.sign())
         return signs
@@ -266,7 +266,7 @@ class PolicyOutputs(NamedTuple):
     logprobs: Tensor  # [b, T]
     entropy: Tensor  # [b, T] detached
     routes: list[Tensor] | None  # [b] of [p + c - 1, L, K] ids of the experts used; None: a dense model
-    route_mismatch: Tensor | None  # [b, T] 1 if these differ from the engine's; None: the engine gave none
+    route_mismatch: Tensor | None  # [b, T] 1 if routes differ from the engine's; None: no engine routes
     topk_logprobs: list[Tensor] | None = None  # [b] of [c, k] of the engine's most likely tokens
 
 
@@ -328,5 +328,5 @@ class SelectInputs:
     entropy: Tensor  # [B, T] of the old policy
     mask: Tensor  # [B, T] bool, tokens of this minibatch
     group_index: Tensor  # [B] int64
-    generators: list[Random]  # [B] seeded by the row's tokens and the step: the same on whichever rank
+    generators: list[Random]  # [B] seeded by the row's tokens and the step, not by the rank
     ranks: Collectives

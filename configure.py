@@ -201,9 +201,9 @@ def loss_contradictions(config: Config) -> dict[str, bool]:
             algo.advantage is not None and algo.adv_norm != "group_std",
         "{algorithm.advantage} replaces {algorithm.tie_band}: pass a band by advantage_args":
             algo.advantage is not None and algo.tie_band > 0,
-        "{algorithm.old_policy}: the ratio is the correction already, {algorithm.rollout_correction}":
+        "{algorithm.old_policy} corrects the mismatch by the ratio, without {algorithm.rollout_correction}":
             algo.old_policy == "rollout" and algo.rollout_correction != "none",
-        "{algorithm.old_policy} makes no old-logprob pass, {algorithm.router_replay} replays one":
+        "{algorithm.old_policy} has no old-logprob pass whose routes {algorithm.router_replay} could replay":
             algo.old_policy == "rollout" and algo.router_replay == "r2",
         "{algorithm.rollout_correction_floor} has no effect with {algorithm.rollout_correction}":
             algo.rollout_correction_floor > 0 and algo.rollout_correction == "none",
@@ -224,7 +224,7 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
     return {
         "{train.minibatches_per_step} must divide {rollout.prompts_per_step}":
             rollout.prompts_per_step % train.minibatches_per_step != 0,
-        "{train.offload_optimizer} needs 2, not {train.zero_stage}: at 1 gradients stay on the GPU":
+        "{train.offload_optimizer} needs stage 2, not {train.zero_stage}: at 1 gradients stay on the GPU":
             train.offload_optimizer and train.zero_stage == 1,
         "{train.lr_schedule_args} belong to another schedule than {train.lr_schedule}, which takes none":
             len(train.lr_schedule_args) > 0 and train.lr_schedule == "constant_with_warmup",
@@ -232,7 +232,7 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
             config.algorithm.router_replay == "r3" and rollout.capture_routes == "off",
         "{rollout.max_turns} needs tools or an environment: {data.tools}, {data.environment}":
             rollout.max_turns != type(rollout)().max_turns and not config.has_turns,
-        "{rollout.expert_parallel} needs more than {rollout.tensor_parallel}":
+        "{rollout.expert_parallel} needs an engine of several ranks, not {rollout.tensor_parallel}":
             rollout.expert_parallel and rollout.tensor_parallel == 1,
         "{rollout.simulate_format} is the format of rollout.fp8 simulate, not of {rollout.fp8}":
             rollout.simulate_format != "fp8" and rollout.fp8 != "simulate",

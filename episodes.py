@@ -335,7 +335,7 @@ class Episode:
     turns: list[Turn] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # of each turn
     routes: list[np.ndarray] = field(default_factory=list)  # of consecutive tokens, from the prompt on
-    results: dict[int, str | None] = field(default_factory=dict)  # of the calls of the last turn; None: runs
+    results: dict[int, str | None] = field(default_factory=dict)  # by call of the last turn; None: running
     actions: list[str] = field(default_factory=list)  # turns that went to the environment, not to tools
     messages: list[str] = field(default_factory=list)  # of the environment
     num_turns: int = 0  # of the policy
@@ -376,7 +376,7 @@ Event = tuple[int, Request | Completion]  # a row, and its next turn or its end
 
 
 class Episodes:
-    """The episodes of one rollout. The engine gives the turns; poll() returns what follows."""
+    """The episodes of one rollout. end_turn() takes a turn; poll() returns next turns and ended episodes."""
 
     def __init__(self, interaction: Interaction, number: int, requests: list[Request], prompts: list[Prompt]):
         self.interaction = interaction
@@ -406,7 +406,7 @@ class Episodes:
             self.end(row, "stop")
 
     def start_calls(self, row: int, calls: list[Call]) -> None:
-        """Send calls to the workers; a malformed call and an unknown tool have their result at once."""
+        """Send calls to the workers; malformed calls and unknown tools get an error at once."""
         episode = self.episodes[row]
         episode.results = {}
         for number, call in enumerate(calls):
@@ -425,7 +425,7 @@ class Episodes:
         self.insert_if_complete(row)
 
     def start_step(self, row: int) -> None:
-        """Send the last turn to the environment, with the earlier ones in case it has to be rebuilt."""
+        """Send the last turn to the environment, and all earlier turns in case it is rebuilt."""
         episode = self.episodes[row]
         episode.actions.append(episode.texts[-1])
         request = {"texts": episode.actions, "messages": episode.messages}
@@ -438,7 +438,7 @@ class Episodes:
         request["episode"] = f"{self.number}.{row}"
         is_step = "close" not in request
         key = (self.number, row, self.episodes[row].num_turns if is_step else CLOSE, 0)
-        num_limits = 1 + len(self.episodes[row].actions)  # for reset and every step, if all run again
+        num_limits = 1 + len(self.episodes[row].actions)  # reset and all steps, in case of a rebuild
         environment = self.interaction.environment
         pool = pools[row % len(pools)]
         pool.submit(key, environment, json.dumps(request), "", num_limits=num_limits, is_timed=is_step)

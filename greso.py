@@ -53,9 +53,9 @@ def next_round_size(num_missing: int, num_useful: int, num_sampled: int, prompts
 
 
 def update_streaks(history: PromptHistory, outcomes: list[GroupOutcome]) -> None:
-    """Extend or reset the streak of each visited prompt; groups without a valid verdict change nothing."""
+    """Extend or reset the streak of each visited prompt; a group with one or no verdict changes nothing."""
     for outcome in outcomes:
-        if not outcome.valid:
+        if outcome.valid < 2:  # no baseline, so neither variance nor its absence
             continue
         sign = 0 if outcome.has_variance else 1 if 2 * outcome.score_sum > outcome.valid else -1
         streak = int(history.streak[outcome.prompt_index])
@@ -72,7 +72,7 @@ def adjust_exploration(
     """
     if not outcomes:
         return
-    uniform = [outcome for outcome in outcomes if outcome.valid and not outcome.has_variance]
+    uniform = [outcome for outcome in outcomes if outcome.valid >= 2 and not outcome.has_variance]
     num_solved = sum(2 * outcome.score_sum > outcome.valid for outcome in uniform)
     shares = (num_solved / len(outcomes), (len(uniform) - num_solved) / len(outcomes))
     for kind, (share, target) in enumerate(zip(shares, (target_solved, target_unsolved))):

@@ -41,6 +41,11 @@ NEWTON_STEPS = 30  # of bradley_terry(); 8 reach the rounding of float64 for gro
 # ------------------------------------------------------------------------------------------------------------
 # Scalar judges
 # ------------------------------------------------------------------------------------------------------------
+def beginning_of_texts(tokenizer) -> str:
+    """Return the token that a tokenizer adds before every text, for example "<s>"; "" if there is none."""
+    return "".join(tokenizer.convert_ids_to_tokens(tokenizer("")["input_ids"][:1]))
+
+
 class ScalarJudge:
     """Score prompt + completion with a Hugging Face sequence classifier that has one label.
 
@@ -78,7 +83,7 @@ class ScalarJudge:
         text_config.pad_token_id = tokenizer.pad_token_id  # the model scores the last token before padding
         text_config.use_cache = False  # keys and values would fill gigabytes, although each text is read once
         # A prompt rendered by a chat template may begin with the token that the tokenizer adds to every text.
-        self.added = "".join(tokenizer.convert_ids_to_tokens(tokenizer("")["input_ids"][:1]))
+        self.added = beginning_of_texts(tokenizer)
         self.batch_size = batch_size
         self.max_tokens = max_tokens
         self.margin = margin
@@ -181,11 +186,11 @@ def load_greedy_chat(
 ) -> Callable[[list[str]], list[str]]:
     """Start a second vLLM engine in this process; return a function from questions to greedy answers.
 
-    A space breaks special tokens that a completion spells, because they would end the question. Questions and
-    answers get half of the context each; a longer question loses its beginning, and a warning says so. Equal
-    questions are asked once: in a group of short completions most pairs occur several times. Tested with vLLM
-    0.30 on 1 and 2 CPU ranks beside the policy's engine: answers equal transformers'; a MoE judge fails
-    beside a dense policy. template_args: of the chat template.
+    Special tokens that a completion spells out are broken by a space, because they would end the question.
+    Questions and answers get half of the context each; a longer question loses its beginning, and a warning
+    says so. Equal questions are asked once: in a group of short completions most pairs occur several times.
+    Tested with vLLM 0.30 on 1 and 2 CPU ranks beside the policy's engine: answers equal transformers'; a MoE
+    judge fails beside a dense policy. template_args: of the chat template.
     """
     on_gpu = torch.cuda.is_available()
     set_vllm_environment(on_gpu)

@@ -722,7 +722,7 @@ def load_shard(file: Path, trainer) -> None:
 
 # ---- judge, engine, trackers, signals ----
 def load_judge(settings: RewardSettings):
-    """Load the judge; None without one. A generative judge is a second engine, built after the first."""
+    """Load the judge, or None if reward.judge is none. A generative judge runs in a second engine."""
     return build_judge(
         settings.judge, settings.judge_path, margin=settings.judge_margin, template=settings.judge_template,
         template_args=settings.judge_chat_template_args,

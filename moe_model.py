@@ -187,7 +187,7 @@ def select_targets(packed: PackedSequences, is_target: Tensor) -> PackedSequence
 def share(
     packed: PackedSequences, prompt_ids: list[list[int]], completion_ids: list[list[int]]
 ) -> PackedSequences:
-    """Drop the prompt tokens that an earlier sequence has, and record the grid places that also need them.
+    """Drop prompt tokens that repeat an earlier sequence; record the grid places that reuse the kept tokens.
 
     Example: twice the prompt [5, 6, 7] with a completion of one token has the rows 5 6 7 5 6 7 in the
     unshared layout. The second 5 and 6 are dropped and take their values from rows 0 and 1.
@@ -515,8 +515,8 @@ def grouped_linear(x_PD: Tensor, weight_eOD: Tensor, tokens_per_expert: Tensor) 
     if len(x_PD) and x_PD.dtype in grouped_dtypes:
         weight_eDO = weight_eOD.mT
         is_empty = (tokens_per_expert == 0)[:, None, None]
-        # Kernels may leave the gradient of an expert without rows uninitialised. Only GPUs save the question
-        # whether there is such an expert, because its answer would stop the host.
+        # Kernels may leave the gradient of an expert without rows uninitialised. On GPUs the hook is always
+        # registered, because looking for an expert without rows would make the host wait.
         if weight_eDO.requires_grad and (x_PD.is_cuda or is_empty.any()):
             weight_eDO.register_hook(lambda grad: grad.masked_fill_(is_empty, 0))
         return F.grouped_mm(x_PD, weight_eDO, offs=tokens_per_expert.cumsum(0).to(torch.int32))

@@ -81,7 +81,15 @@ ONE_RANK = Collectives(
 
 
 SUFFIXES = ("p99", "hist", "max", "total")  # of metrics that reduce_metrics() does not average
-OUR_STATISTICS = ("abs_log_ratio", "entropy", "entropy_group", "abs_dlogp", "ref_kl_k3", "mismatch")
+OUR_METRICS = """
+    abs_dlogp abs_log_ratio completion_seconds completion_tokens cut_at_context_frac cut_at_limit_frac
+    cut_at_turns_frac entropy entropy_group generated_tokens grad_norm invalid_routes_frac inversion_frac
+    learning_rate length_error length_known_frac max_vio max_vio_ranks mismatch padding_frac ref_kl_k3
+    reward reward_latency rollout_bubble rollout_tail_frac score seconds_per_step skew_negative skew_positive
+    stage step straggler_rank straggler_seconds sync_bytes sync_tensors teacher_frac teacher_kl_k1 tool_calls
+    tool_errors_frac tool_tokens turns update_tokens zero_variance_frac
+""".split()  # docs/metrics.md, except ratio, clipped, clip_eps and masked, which a plug-in may replace
+OUR_GROUPS = "account clip_eps clipped eval judge part seconds verdict zero_variance".split()
 
 
 def small_loss_inputs(algorithm: AlgorithmSettings, advantage: float) -> LossInputs:
@@ -116,6 +124,13 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def is_reserved(name: str) -> bool:
+    """Tell whether a plug-in's statistic would replace a metric of ours, or be reduced like another kind."""
+    group, slash, _ = name.partition("/")
+    is_ours = group in OUR_METRICS or group.startswith("mismatch_") or bool(slash) and group in OUR_GROUPS
+    return is_ours or name.rpartition("_")[2] in SUFFIXES
+
+
 def check_gain(gain: Callable, config: Config) -> str | None:
     """Return the problem of a gain plug-in's result, None if there is none."""
     result = gain(small_loss_inputs(config.algorithm, 1.0))
@@ -129,10 +144,10 @@ def check_gain(gain: Callable, config: Config) -> str | None:
     for name, value in statistics.items():
         if not isinstance(value, Tensor) or value.shape != MASK.shape:
             return f"must return statistics [b, T] = [2, 3], {name!r} is {describe(value)}"
-        if name in OUR_STATISTICS or name.startswith("mismatch_") or name.rpartition("_")[2] in SUFFIXES:
+        if is_reserved(name):
             return (
-                f"must give the statistic {name!r} another name: {', '.join(OUR_STATISTICS)} and mismatch_* "
-                f"are ours, and {', '.join(SUFFIXES)} at the end mark metrics that are no mean over tokens"
+                f"must give the statistic {name!r} another name: docs/metrics.md lists our names, and "
+                f"{', '.join(SUFFIXES)} at the end mark metrics that are no mean over tokens"
             )
     if config.train.skip_zero_gradient and config.algorithm.kl_coef == 0:
         inputs = small_loss_inputs(config.algorithm, 0.0)

@@ -115,7 +115,7 @@ async def _verify(kind: str, completion: str, answer: str, fields: dict) -> Verd
     return Verdict(mean, first.status, first.detail, rewards)
 
 
-service = None  # of this worker: "tools" and "environment" call functions for their text, not for a score
+service = None  # this worker's: "tools" and "environment" return a text instead of a score
 max_chars = 0  # of that text
 _environments = verifiers.tools.Episodes()
 
@@ -391,7 +391,7 @@ class RewardPool(contextlib.AbstractContextManager):
         # {kind: {"fields": names or None for all, "required": names, "async": bool}}, set at the first use
         self.signatures: dict[str, dict] = {}
         set_aside_large_log(log_path)
-        self._tokenizer = os.memfd_create("tokenizer") if tokenizer else None  # a file that ends with us
+        self._tokenizer = os.memfd_create("tokenizer") if tokenizer else None  # freed when this process ends
         if tokenizer:
             with open(os.dup(self._tokenizer), "w") as file:
                 file.write(tokenizer)
@@ -648,7 +648,7 @@ class RewardPool(contextlib.AbstractContextManager):
         self.num_errors += verdict.status == "error"
 
     def _replace(self, worker: _Worker, is_silent: bool, is_invalid: bool) -> None:
-        """Start a new worker. The item that the old one was busy with gets a verdict, the rest are requeued.
+        """Replace a worker. The item that it was scoring gets a verdict, all other items are requeued.
 
         If the old worker was busy with several async calls, the culprit is unknown, so each call is retried
         alone.

@@ -116,7 +116,7 @@ class RolloutEngine:
         self.seconds_per_step = float("inf")  # mean of the last rollout
         self.tokens_per_second = 0.0  # mean of the last rollout, over all sequences
         self.policy_version: int | None = None  # finished steps at the last sync; None: unknown
-        # tokens and number of the last rollout's completions; each turn of an episode is one
+        # tokens and number of the last rollout's completions; a turn of an episode counts as a completion
         self.previous_rollout = (0, 0)
         self.is_capturing = self.captures_routes
         self.sleep()
@@ -976,7 +976,7 @@ def place_in_fused(item: tuple[str, Tensor]) -> int:
     return names.index(True) if any(names) else 0
 
 
-EXPERTS_PER_ROUNDING = 8  # a rounding holds several float32 copies of the experts that it gets at once
+EXPERTS_PER_ROUNDING = 8  # per call, because rounding makes several float32 copies of its input
 
 
 def round_experts(experts: Tensor, round_weight: Callable[[Tensor], Tensor]) -> Tensor:
@@ -1009,7 +1009,7 @@ def quantise_for_engine(
         case "simulate":
             return simulate_rounding(named_tensors, ROUNDINGS[simulate_format])
         case "on":  # vLLM quantises the bfloat16 weights that the trainer computes with
-            # and takes the bias of GLM's router in float32: its differences are small against its mean
+            # The bias of GLM's router stays float32, because its values differ by little beside their mean.
             return (
                 (name, tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16())
                 for name, tensor in named_tensors

@@ -41,10 +41,14 @@ class ZeroVarianceSettings(Section):
         (0.0, 0.9), "stage 1: keep the prompts whose offline pass rate lies in this closed range"
     )
     history: bool = setting(
-        False, "stage 1b: skip prompts whose record makes a group without variance likely"
+        False, "stage 1b: skip prompts whose record predicts a group without variance, see skip_rule"
     )
     history_decay: float = setting(
-        0.1, "weight of a prompt's earlier verdicts after a new visit; 0: remember the last visit", ge=0, le=1
+        0.1,
+        "factor of a prompt's earlier counts at each new visit; 0: only the last visit counts; 1: all count "
+        "alike",
+        ge=0,
+        le=1,
     )
     prior: float = setting(
         0.2,
@@ -70,10 +74,18 @@ class ZeroVarianceSettings(Section):
         "variance. consecutive: by the number of consecutive visits with zero variance (GRESO).",
     )
     target_solved: float = setting(
-        1 / 12, "GRESO: target fraction of groups in which all completions are right", ge=0, le=1
+        1 / 12,
+        "GRESO: explore solved prompts less after a step with at least this fraction of all-right groups, "
+        "else more",
+        ge=0,
+        le=1,
     )
     target_unsolved: float = setting(
-        1 / 6, "GRESO: target fraction of groups in which all completions are wrong", ge=0, le=1
+        1 / 6,
+        "GRESO: explore unsolved prompts less after a step with at least this fraction of all-wrong groups, "
+        "else more",
+        ge=0,
+        le=1,
     )
     probe_size: int = setting(
         0, "stage 1c: completions of each group that are sampled first, for example 4 of 8; 0: no probe", ge=0
@@ -82,16 +94,19 @@ class ZeroVarianceSettings(Section):
         0.9, "stage 1c: stop a group after its probe if zero variance is at least this probable", gt=0
     )
     rl_zvp: bool = setting(False, "stage 3: give groups without variance RL-ZVP advantages")
-    rl_zvp_coef: float = setting(0.1, "stage 3: alpha of RL-ZVP", gt=0)
+    rl_zvp_coef: float = setting(
+        0.1, "stage 3: alpha of RL-ZVP, the factor of the tokens' entropies in the advantages", gt=0
+    )
     tournament: bool = setting(
         False,
-        "stage 3, instead of rl_zvp: the judge compares the completions of a group without variance, and the "
-        "strengths are the rewards (Reasoning Arena); the verifier alone rewards every other group",
+        "stage 3, instead of rl_zvp: the judge compares the completions of each group without variance, and "
+        "their Bradley-Terry strengths become the rewards (Reasoning Arena); other groups keep the "
+        "verifier's scores",
     )
     teacher: str | None = setting(
         None,
-        "stage 3b: folder of a Hugging Face checkpoint with the tokenizer of the policy, which scores the "
-        "completions of the policy (on-policy distillation); null: no teacher",
+        "stage 3b: model that scores the policy's completions (on-policy distillation), as the folder of a "
+        "Hugging Face checkpoint with the policy's tokenizer; null: no teacher",
     )
     teacher_groups: TeacherGroups = setting(
         "all_wrong",
@@ -108,8 +123,8 @@ class ZeroVarianceSettings(Section):
     )
     teacher_token_cost: float = setting(
         0.0,
-        "stage 3b: price of a token that the teacher scores, in generated tokens, for example 1 if it is as "
-        "large as the policy; train.max_generated_tokens counts the price; 0: the teacher is free",
+        "stage 3b: price of a token that the teacher scores, in generated tokens, for example 1 for a "
+        "teacher of the policy's size; train.max_generated_tokens counts the price; 0: the teacher is free",
         ge=0,
     )
     drop: bool = setting(
@@ -125,8 +140,8 @@ class ZeroVarianceSettings(Section):
     )
     max_rounds: int = setting(
         4,
-        "sampling rounds of a step that take new prompts; a further round may complete probed groups, and "
-        "the batch may be short",
+        "most sampling rounds of a step that take new prompts; afterwards one round may complete probed "
+        "groups, and the batch may stay short",
         ge=1,
     )
 
@@ -163,8 +178,9 @@ class AlgorithmSettings(Section):
     )
     ratio_form: Literal["geometric", "stop_gradient", "literal"] = setting(
         "geometric",
-        "gradient of a shared ratio. geometric: through the mean over the tokens. stop_gradient: each token "
-        "has its own gradient. literal: ESPO eq. 9 as printed.",
+        "gradient of a shared ratio. geometric: through the mean over the tokens (GSPO). stop_gradient: each "
+        "token gets only the gradient of its own log-probability (GSPO-token). literal: ESPO eq. 9 as "
+        "printed.",
     )
     entropy_groups: tuple[float, ...] = setting(
         (0.2, 0.8),
@@ -213,9 +229,9 @@ class AlgorithmSettings(Section):
     )
     correctness_guard: bool = setting(
         False,
-        "completions whose score is below the mean of their group get no positive advantage, and those above "
-        "no negative one. In a group of equal scores, fully wrong completions get no positive and fully "
-        "right ones no negative advantage. Advantages from a teacher are exempt",
+        "set an advantage to 0 if its sign contradicts the verifier: positive although the score is below "
+        "the mean of the group, or negative although it is above. In a group of equal scores: positive with "
+        "score 0, or negative with score 1. Advantages from a teacher are exempt.",
     )
     rollout_correction: Correction = setting(
         "none",
@@ -223,8 +239,12 @@ class AlgorithmSettings(Section):
         "product over the completion, truncated. token_mask, sequence_mask: the weight is 0 outside of "
         "[floor, cap]. geometric_mask: 0 if the completion's geometric mean lies outside, else 1.",
     )  # fmt: skip
-    rollout_correction_cap: float = setting(2.0, "upper bound of the importance weight", gt=0)
-    rollout_correction_floor: float = setting(0.0, "lower bound of the importance weight", ge=0)
+    rollout_correction_cap: float = setting(
+        2.0, "upper bound of the importance weight: tis truncates to it, a mask excludes above it", gt=0
+    )
+    rollout_correction_floor: float = setting(
+        0.0, "lower bound of the importance weight, used like the upper one; 0: no bound", ge=0
+    )
     score_centering: bool = setting(
         False,
         "subtract the expected gradient under the engine's distribution from the gradient of each token, so "
@@ -255,8 +275,8 @@ class AlgorithmSettings(Section):
     )
     skew_gate: float = setting(
         0.0,
-        "warn if skew_positive or skew_negative, without its sign, exceeds this threshold, for example 0.01; "
-        "0: no gate",
+        "warn if the absolute value of the metric skew_positive or skew_negative exceeds this threshold, for "
+        "example 0.01; 0: no gate",
         True,
         ge=0,
     )
@@ -276,14 +296,18 @@ class AlgorithmSettings(Section):
         "plugins/rloo.py:rloo; null: adv_norm",
         is_path=True,
     )
-    advantage_args: PluginArgs = setting({}, "keyword arguments of the advantage function")
+    advantage_args: PluginArgs = setting(
+        {}, "keyword arguments of the advantage function, for example {share: 0.9}"
+    )
     select: str | None = setting(
         None,
         "path/file.py:function that changes token advantages before an update, for example "
         "plugins/top_entropy.py:top_entropy; null: all tokens keep their advantages",
         is_path=True,
     )
-    select_args: PluginArgs = setting({}, "keyword arguments of the select function")
+    select_args: PluginArgs = setting(
+        {}, "keyword arguments of the select function, for example {fraction: 0.2}"
+    )
 
 
 MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are slower there
@@ -295,13 +319,16 @@ class TrainSettings(Section):
     num_steps: int = setting(200, "number of steps; a step is one rollout and its updates", True, ge=1)
     max_generated_tokens: int | None = setting(
         None,
-        "stop after this many generated tokens, over all ranks, and tokens of a teacher at their price "
-        "(zero_variance.teacher_token_cost); null: no limit",
+        "stop after this many tokens over all ranks: generated tokens, plus tokens that a teacher scores "
+        "times zero_variance.teacher_token_cost; null: no limit",
         True,
         ge=1,
     )
     minibatches_per_step: int = setting(
-        1, "parts of a rollout with an update each; with more than 1, later updates are off-policy", ge=1
+        1,
+        "split each rollout into this many minibatches of whole groups, with one update each; above 1, later "
+        "updates are off-policy",
+        ge=1,
     )
     micro_batch_tokens: int | None = setting(
         None,
@@ -329,7 +356,9 @@ class TrainSettings(Section):
         "false: every completion repeats its prompt.",
         True,
     )
-    passes_per_rollout: int = setting(1, "epochs: passes of a step's updates over its completions", ge=1)
+    passes_per_rollout: int = setting(
+        1, "epochs: passes over a step's completions, each with minibatches_per_step updates", ge=1
+    )
     learning_rate: float = setting(1e-6, "highest learning rate of AdamW", True, gt=0)
     lr_schedule: Literal[
         "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
@@ -413,7 +442,9 @@ class ModelSettings(Section):
         "that multiply bfloat16 at least 1.5 times as fast, else float32; chosen at the first launch, and a "
         "resume keeps it.",
     )
-    freeze_router: bool = setting(False, "keep the initial weights of the MoE's routers")
+    freeze_router: bool = setting(
+        False, "true: the routers of a MoE keep their initial weights. false: routers are trained."
+    )
     activation_checkpointing: bool = setting(
         False, "recompute layers in the backward pass to save memory", True
     )
@@ -444,16 +475,19 @@ class RolloutSettings(Section):
     max_prompt_tokens: int = setting(1024, "longest prompt; data.on_bad_row decides on longer ones", ge=1)
     max_new_tokens: int = setting(
         16384,
-        "cut completions at this length; for episodes, of all turns together, results of tools included",
+        "cut completions at this many tokens; all turns of an episode share them, tool results included",
         ge=1,
     )
     max_turns: int = setting(
-        8, "turns of the policy in an episode with data.tools or data.environment", ge=1, le=1000
+        8,
+        "end an episode after this many turns of the policy (data.tools, data.environment)",
+        ge=1,
+        le=1000,
     )
     tool_timeout_s: float = setting(
         10.0,
-        "limit of a tool's call (the policy then reads an error) and of each step of an environment (the "
-        "episode then ends with the verdict timeout), in seconds",
+        "seconds for a tool call or a step of an environment; afterwards the policy reads an error (tool), "
+        "or the episode ends with the verdict timeout (environment)",
         gt=0,
         le=86400,
     )
@@ -483,8 +517,8 @@ class RolloutSettings(Section):
     )
     schedule: Literal["arrival", "longest_first"] = setting(
         "longest_first",
-        "order of prompts across and within engines. arrival: the order of the data. longest_first: by "
-        "expected length.",
+        "order of prompts across and within engines. arrival: the order of the data. longest_first: "
+        "longest expected completions first.",
         True,
     )
     count_reward_time: bool = setting(
@@ -533,8 +567,8 @@ class RolloutSettings(Section):
     )
     topk_logprobs: int = setting(
         0,
-        "k: return the log-probabilities of the engine's k most likely tokens beside each sampled token, for "
-        "algorithm.score_centering, for example 128; with the size of the vocabulary centering is exact; "
+        "k: also return the log-probabilities of the engine's k most likely tokens at each position, for "
+        "algorithm.score_centering, for example 128; centering is exact if k is the size of the vocabulary; "
         "0: none",
         ge=0,
     )
@@ -549,11 +583,15 @@ class RolloutSettings(Section):
         ge=0,
     )
     parity_mean: float = setting(
-        0.1, "threshold of a check: stop the run if mean |dlogp| exceeds this, in nats", True, gt=0
+        0.1,
+        "stop the run if a parity check finds a mean difference between the log-probabilities of trainer and "
+        "engine above this, in nats",
+        True,
+        gt=0,
     )
     parity_p99: float = setting(
         1e-3,
-        "threshold of a check if policy and engine are float32: 99th percentile of |dlogp|, in nats",
+        "the same for the 99th percentile, in nats; checked only if policy and engine are float32",
         True,
         gt=0,
     )
@@ -637,8 +675,8 @@ class PromptSource(Section):
     subset: str | None = setting(None, "configuration of a hub dataset, for example main; null: its default")
     split: str = setting(
         "train",
-        "split of a hub dataset or a saved dataset. Of a folder of files, those whose names begin with the "
-        "split; all files if no name does",
+        "split of a hub dataset or a saved dataset. In a folder, read the files whose names begin with the "
+        "split, or all files if no name does.",
     )
     kind: Annotated[str | None, BeforeValidator(kind_of_mapping), AfterValidator(with_known_kinds)] = setting(
         None,
@@ -655,7 +693,9 @@ class PromptSource(Section):
         "for functions that need no reference)",
     )
     template: Annotated[Text, AfterValidator(with_place_of_prompt)] = setting(
-        "{prompt}", "text around each prompt, or around the last user message of a chat"
+        "{prompt}",
+        "text around each prompt, or around the last user message of a chat, for example {prompt} Think "
+        "step by step.",
     )
     distinct: bool = setting(
         False, "drop rows that repeat question and answer of an earlier row of this set, before the limit"
@@ -667,12 +707,14 @@ class PromptSource(Section):
         None, "keep rows whose difficulty lies in this closed range, for example [2, 4]; null: all"
     )
     weight: float = setting(
-        1.0, "how often a prompt of this training set is offered, relative to sets of weight 1", gt=0
+        1.0,
+        "how often a prompt of this training set is offered; 2: twice as often as a prompt of weight 1",
+        gt=0,
     )
     holdout: float = setting(
         0,
-        "rows split off this training set as an evaluation set with the same name: a fraction below 1, or a "
-        "number of rows",
+        "rows split off this training set as an evaluation set with the same name: a fraction below 1 or a "
+        "number of rows, for example 0.05 or 20; 0: none",
         ge=0,
     )
 
@@ -707,7 +749,10 @@ class DataSettings(Section):
         "[a.jsonl, {path: b.jsonl, weight: 2}]",
     )
     eval: PromptSources = setting(
-        [], "held-out prompt sets, each with metrics of its own; written as those of train", True
+        [],
+        "held-out prompt sets, in the notation of train; each has its own metrics, for example "
+        "eval/test/accuracy",
+        True,
     )
     chat: Literal["auto", "always", "never"] = setting(
         "auto",
@@ -742,14 +787,14 @@ class RewardSettings(Section):
 
     functions: list[str] = setting(
         [],
-        "kinds with functions of your own that rows may name, for example rewards.py:brevity, "
+        "functions of your own that rows may name in the column kind, for example rewards.py:brevity, "
         "my_module:score or 0.8*math + 0.2*rewards.py:brevity",
         True,
     )
     env: list[str] = setting(
         [], "environment variables that worker processes receive, for example [JUDGE_API_KEY]", True
     )
-    num_workers: int = setting(1, "worker processes per rank", True, ge=1)
+    num_workers: int = setting(1, "processes per rank that score completions", True, ge=1)
     timeout_s: float = setting(
         10.0, "seconds after which a verdict counts as a timeout", True, gt=0, le=86400
     )
@@ -798,17 +843,20 @@ class RewardSettings(Section):
         le=65536,
     )
     overlong_buffer: int = setting(
-        0, "length of the range before max_new_tokens in which the soft overlong penalty grows; 0: off", ge=0
+        0,
+        "tokens before max_new_tokens over which the overlong penalty grows from 0 to overlong_coef (DAPO); "
+        "0: off",
+        ge=0,
     )
     overlong_coef: float = setting(1.0, "penalty of a completion that is max_new_tokens long", ge=0)
     repetition_coef: float = setting(
-        0.0, "penalty of a completion that consists of repetitions only; 0: off", ge=0
+        0.0, "factor of the fraction of repeated n-grams, subtracted from the reward; 0: off", ge=0
     )
     repetition_ngram: int = setting(4, "length of the n-grams whose repetitions are counted, in tokens", ge=1)
     judge: Literal["none", "scalar", "generative"] = setting(
         "none",
-        "reward model that is mixed with the verifier. scalar: a model with a score head. generative: a "
-        "language model that writes a verdict.",
+        "reward model that is mixed with the verifier. none: the verifier alone. scalar: a model with a "
+        "score head. generative: a language model that writes a verdict.",
     )
     judge_path: str | None = setting(
         None,
@@ -823,8 +871,9 @@ class RewardSettings(Section):
     )
     judge_mode: JudgeMode = setting(
         "score",
-        "question to the judge. score: score of the completion by itself. pairwise_reference: comparison "
-        "with the reference answer. round_robin: comparison with every other completion of the group.",
+        "question to the judge. score: each completion alone, for scalar judges. pairwise_reference: "
+        "comparison with the reference answer. round_robin: comparison with every other completion of the "
+        "group.",
     )
     judge_template: Text | None = setting(
         None,
@@ -834,7 +883,7 @@ class RewardSettings(Section):
     judge_chat_template_args: dict[str, Any] = setting(
         {},
         "arguments of a generative judge's chat template, for example {enable_thinking: false} if the judge "
-        "was trained so",
+        "was trained without thinking",
     )
 
 
@@ -875,7 +924,9 @@ class RunSettings(Section):
         gt=0,
         le=2**20,
     )
-    log_every: int = setting(10, "steps between two lines on the console and in samples.jsonl", True, ge=1)
+    log_every: int = setting(
+        10, "print a line on the console and write a group to samples.jsonl every N steps", True, ge=1
+    )
     trackers: list[str] = setting(
         ["tensorboard"],
         "trackers that receive the metrics in addition to metrics.jsonl, by accelerate's names, for example "
@@ -892,7 +943,7 @@ class RunSettings(Section):
     )
     timeout_s: float = setting(
         1800.0,
-        "abort after a rank has waited this many seconds, printing the stack of the rank it waits for",
+        "abort after a rank has waited this many seconds for another rank, and print the other rank's stacks",
         True,
         gt=0,
         le=2e6,
@@ -933,7 +984,7 @@ class HandOver(Section):
     )
 
     def measurements(self) -> list[int]:
-        """List the smallest numbers of measurements after which accuracy and plateau, if set, can end it."""
+        """List the smallest numbers of measurements after which accuracy or plateau can end the stage."""
         by_accuracy = [1] if self.accuracy is not None else []
         by_plateau = [1 + self.plateau] if self.plateau is not None else []
         return by_plateau + by_accuracy

@@ -462,7 +462,7 @@ def only_variance_teaches(config: Config) -> bool:
 def drop_and_deal(
     groups: list[Group], outcomes: dict[int, GroupOutcome], config: Config
 ) -> tuple[list[Group], dict[int, GroupOutcome]]:
-    """Return this rank's groups of the update, and the outcomes of all ranks' groups of it. Collective.
+    """Return the groups that this rank trains on, and the outcomes of all ranks' trained groups. Collective.
 
     The groups that remain after dropping are cut, in their order, into the minibatches of the step, whose
     sizes differ by at most one group (example: 37 groups into 4 give 10, 9, 9, 9). Each minibatch is dealt
@@ -541,7 +541,7 @@ def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: JudgeMode)
 def with_tournaments(
     rewards: list[float], judge, batch: RolloutBatch, texts: list[str], binary: bool
 ) -> list[float]:
-    """Return the rewards with judged ones in groups of equal scores (Reasoning Arena, arXiv 2606.09380).
+    """Return the rewards, in groups of equal scores the judge's (Reasoning Arena, arXiv 2606.09380).
 
     A group without variance has no advantages. The judge compares its completions, which differ in quality
     even if all are right or all are wrong, and the results of the tournament replace the equal scores
@@ -827,7 +827,7 @@ class TokenGroupSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient by the values: the same sum over the token group."""
+        """Return the gradient with respect to the values: its sum over the token group."""
         (token_groups,) = ctx.saved_tensors
         return TokenGroupSum.forward(gradient.double(), token_groups).to(gradient.dtype), None
 
@@ -864,6 +864,9 @@ def importance_ratio(log_ratio: Tensor, token_groups: Tensor, mask: Tensor, form
     stop_gradient  sg[s] r / sg[r]      the value s, each token its own gradient (GSPO-token, eq. 14;
                                         ESPO, eq. 9 in our reading [ours: as printed the value is not s])
     literal        sg[s] r              ESPO, eq. 9 as printed: pi_old in the denominator [paper]
+
+    log_ratio [B, T]: log pi - log pi_old in nats, with gradient; r = exp(log_ratio). token_groups [B, T]:
+    int64; mask [B, T]: bool.
     """
     log_s = token_group_mean(log_ratio, token_groups, mask)
     if form == "stop_gradient":
@@ -941,14 +944,14 @@ def correction_weights(
 ) -> Tensor:
     """Return the importance weight of trainer over engine, [B, T].
 
-    The engine that sampled differs slightly from the trainer's policy, for example by FP8 weights. With
+    The engine differs slightly from the trainer's policy, for example by FP8 weights. With
     r = pi_old / pi_rollout of a token, C = cap and c = floor:
 
     token_tis       max(c, min(r, C))                             (arXiv 2510.11370 and verl: C = 2, c = 0)
-    sequence_tis    the same of the product of r over the completion
+    sequence_tis    max(c, min(R, C)), R: the product of r over the completion
     token_mask      r if c <= r <= C, else 0                      (IcePop, arXiv 2510.18855) [secondary]
-    sequence_mask   the product of r if it is in [c, C], else 0   (TRL: sequence_mask)
-    geometric_mask  1 if the product to the power 1/T_i is in [c, C], else 0     (verl's docs) [secondary]
+    sequence_mask   R if c <= R <= C, else 0                      (TRL: sequence_mask)
+    geometric_mask  1 if R to the power 1/T_i is in [c, C], else 0     (verl's docs) [secondary]
     """
     log_ratio = ((old_logprobs - rollout_logprobs) * mask).clamp(max=MAX_LOG_RATIO)  # [B, T]
     log_product = log_ratio.sum(dim=1, keepdim=True)  # [B, 1]
@@ -970,7 +973,7 @@ def correction_weights(
             return ((mean >= floor) & (mean <= cap)).to(log_ratio.dtype).expand(mask.shape)
 
 
-SMALLEST_TAIL = 1e-6  # 1 - sum of probabilities is rounding below it [secondary: as in torchtitan]
+SMALLEST_TAIL = 1e-6  # a smaller tail probability is rounding error [secondary: as in torchtitan]
 
 
 def weight_of_tokens(
@@ -991,7 +994,7 @@ def weight_of_tokens(
 
 
 def tail_of(probabilities: Tensor) -> Tensor:
-    """Return the probability of all tokens but the k given ones, [n, k] to [n, 1], at least SMALLEST_TAIL."""
+    """Return the probability outside of the k given tokens, [n, k] -> [n, 1], at least SMALLEST_TAIL."""
     return (1 - probabilities.sum(dim=1, keepdim=True)).clamp(min=SMALLEST_TAIL)
 
 
@@ -1394,7 +1397,7 @@ def expected_gain(
     """Return A times score_centre() of each token, [b, T]; None if algorithm.score_centering is off.
 
     topk_logprobs: [b] of [c, k], the policy's, of the engine's most likely tokens, with gradient. The old
-    ones are those of the ratio, see micro_batch_loss().
+    log-probabilities follow algorithm.old_policy, see micro_batch_loss().
     """
     if topk_logprobs is None:
         return None
@@ -1525,7 +1528,7 @@ def update_policy(
     work = UpdateWork()
     lengths = sequence_lengths(batch)
     has_gradient = rows_with_gradient(batch, config)  # [B]
-    moe_model.take_expert_loads(trainer.module)  # drops those of passes before the updates
+    moe_model.take_expert_loads(trainer.module)  # discards the loads of earlier passes
     for number in [*range(train.minibatches_per_step)] * train.passes_per_rollout:
         in_update = batch.minibatch == number  # [B], whole groups
         rows = (in_update & has_gradient).nonzero().flatten().tolist()

@@ -104,9 +104,13 @@ def bradley_terry_loss(model, tokenizer, rows: list[dict]):
     """Return -log sigmoid(score of the better - score of the worse) of pairs without ties, mean in nats."""
     import torch.nn.functional as F
 
+    from judges import beginning_of_texts
+
     is_better = [row["answer"] == "Better" for row in rows]
-    chosen = [row["task"] + row["first" if better else "second"] for row, better in zip(rows, is_better)]
-    rejected = [row["task"] + row["second" if better else "first"] for row, better in zip(rows, is_better)]
+    added = beginning_of_texts(tokenizer)  # a judge in use adds it once, too
+    tasks = [row["task"].removeprefix(added) for row in rows]
+    chosen = [task + row["first" if yes else "second"] for task, row, yes in zip(tasks, rows, is_better)]
+    rejected = [task + row["second" if yes else "first"] for task, row, yes in zip(tasks, rows, is_better)]
     inputs = tokenizer([*chosen, *rejected], padding=True, padding_side="right", return_tensors="pt")
     scores = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, 0]
     chosen_scores, rejected_scores = scores.chunk(2)  # [B] each

@@ -212,6 +212,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.scale = 1.0 if args.scale is None else args.scale
     if not 0 < args.density <= 1:
         raise ValueError(f"--density {args.density:g} must be above 0 and at most 1")
+    names = [name for name in SIDE_FILES if name.startswith(("tokenizer.", "vocab"))]
+    if args.tokenizer_from and not any((args.tokenizer_from / name).is_file() for name in names):
+        raise ValueError(f"--tokenizer-from {args.tokenizer_from}: none of {', '.join(names)} is there")
     refuse_to_overwrite(args.output)
     return args
 

@@ -115,12 +115,16 @@ def sample_sets(seed: int) -> dict[str, list[dict]]:
 
 
 def with_tools(model: Path, output: Path) -> None:
-    """Make a folder with the files of a model and TEMPLATE as its chat template."""
+    """Make a folder with the files of a model and TEMPLATE; ValueError if it holds files of another model."""
     output.mkdir(parents=True, exist_ok=True)
-    for file in model.iterdir():
-        target = output / file.name
-        if file.name != "chat_template.jinja" and not target.exists():
-            os.link(file, target)
+    files = {file.name: file for file in model.iterdir() if file.name != "chat_template.jinja"}
+    for target in output.iterdir():
+        is_ours = target.name in files and target.samefile(files[target.name])
+        if not is_ours and target.name != "chat_template.jinja":
+            raise ValueError(f"{output} holds files of another model than {model}: delete {output}")
+    for name, file in files.items():
+        if not (output / name).exists():
+            os.link(file, output / name)
     (output / "chat_template.jinja").write_text(TEMPLATE)
 
 
@@ -140,7 +144,10 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(
             f"error: {args.model} is no model folder; run `python -m data.smollm2` first, or pass --model"
         )
-    with_tools(args.model, args.model.with_name("tools"))
+    try:
+        with_tools(args.model, args.model.with_name("tools"))
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     args.output.mkdir(parents=True, exist_ok=True)
     for name, rows in sample_sets(args.seed).items():
         (args.output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

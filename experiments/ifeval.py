@@ -214,6 +214,11 @@ def main(args: argparse.Namespace) -> None:
     models = []
     for number, model in enumerate(args.models, start=1):
         evaluation, rows = complete(model, prompts, f"model_{number}", args)
+        if len(rows) < len(prompts):
+            raise ValueError(
+                f"{model}: {len(prompts) - len(rows)} of {len(prompts)} prompts were dropped, so its figures "
+                "belong to other prompts; lower --max-new-tokens, or leave data.on_bad_row at its default"
+            )
         models.append({"model": evaluation["model"], "weights": evaluation["weights"]} | strict_figures(rows))
     change = difference(models[0]["solved"], models[-1]["solved"]) if len(models) > 1 else None
     for model in models:

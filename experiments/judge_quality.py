@@ -28,6 +28,7 @@ experiments/studies/judge/README.md.
 import argparse
 import hashlib
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -108,6 +109,8 @@ def inversion_figures(groups: list[dict], rewards: list[list[float]]) -> dict:
     num_bins = len(EDGES)
     counts = [[0, 0, 0] for _ in range(num_bins)]  # completions, inverted, silent
     for group, row in zip(groups, rewards):
+        if not all(map(math.isfinite, row)):
+            raise ValueError("a score of the judge is NaN or infinite: look for NaN in its weights")
         mean = statistics.fmean(row)
         std = statistics.stdev(row)
         true_mean = statistics.fmean(group["scores"])

@@ -345,6 +345,7 @@ def contradiction(task: Task) -> str | None:
     fits_fp8_blocks = config.rollout.fp8 != "on" or rollout.splits_into_blocks(
         task.model, parallel, config.rollout.expert_parallel
     )
+    per_node = task.machine.gpus_per_node
     checks = {
         f"model.ep_size {ep_size} must divide the number of GPUs, {num_gpus}": num_gpus % ep_size,
         f"model.ep_size {ep_size} must divide the {num_experts} experts":
@@ -356,6 +357,8 @@ def contradiction(task: Task) -> str | None:
             kv_heads % parallel and parallel % kv_heads,
         f"rollout.prompts_per_step {per_step} must be a multiple of GPUs x train.minibatches_per_step, "
         f"{num_gpus} x {minibatches}": per_step % (num_gpus * minibatches),
+        f"{num_gpus} GPUs do not fill nodes of {per_node} (--gpus-per-node)":
+            num_gpus > per_node and num_gpus % per_node,
         "rollout.expert_parallel true needs rollout.tensor_parallel above 1":
             config.rollout.expert_parallel and parallel == 1,
         "rollout.fp8 on runs on Hopper GPUs only: choose another --machine, or rollout.fp8=off":

@@ -125,6 +125,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -590,9 +591,14 @@ def paired_differences(runs: list[Run], parents: list[Run], block: int = 1) -> n
     return block_means(np.array(differences), blocks_of(common, block))
 
 
+def are_equal(differences: np.ndarray) -> bool:
+    """Tell whether differences are equal up to the rounding of records, which have seven digits."""
+    return bool(np.ptp(differences) <= 1e-4 * np.abs(differences).max())
+
+
 def paired_p(differences: np.ndarray) -> float | None:
     """Return p of a two-sided t-test of mean 0; None for fewer than two values or without variance."""
-    if len(differences) < 2 or np.ptp(differences) == 0:
+    if len(differences) < 2 or are_equal(differences):
         return None
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
@@ -611,7 +617,7 @@ def detectable_effect(error: float, freedom: float, level: float = 0.05, power: 
 def detectable_difference(differences: np.ndarray) -> float | None:
     """Return detectable_effect() of the paired t-test; None for fewer than two pairs or without variance."""
     n = len(differences)
-    if n < 2 or np.ptp(differences) == 0:
+    if n < 2 or are_equal(differences):
         return None
     return detectable_effect(differences.std(ddof=1) / math.sqrt(n), n - 1)
 
@@ -1249,10 +1255,13 @@ def plot_against(rows: dict[str, list[Run]], setting: str, metric: str, file: Pa
     means = [np.mean([value for x, value in points if x == tick]) for tick in ticks]
     label = axis_label(metric)
     figure, axes = plt.subplots(figsize=(5, 4), layout="constrained")
-    axes.plot(ticks, means, marker="o", label=f"mean (n = {len(points) // len(ticks)})")
+    counts = Counter(x for x, _ in points).values()
+    n = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    axes.plot(ticks, means, marker="o", label=f"mean (n = {n})")
     axes.plot(*zip(*points), ".", alpha=0.5, label="each run")
     finish_axes(axes, METRIC_LABELS.get(setting, setting), f"{label}, mean over steps", title_of(label))
-    axes.set_xscale("log", base=2)
+    if min(ticks) > 0:  # a setting of 0, for example no penalty, has no place on a logarithmic axis
+        axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.legend()
     figure.savefig(file, dpi=110)
@@ -1388,8 +1397,8 @@ def read_family(documents: list[Path]) -> list[Comparison]:
     family: dict[Comparison, None] = {}
     for document in documents:
         for table in find_tables(document.read_text().splitlines()):
-            if "--family" in (table.comment or "").split():
-                args = table_options(table.comment)
+            args = table_options(table.comment) if "--family" in (table.comment or "") else None
+            if args and args.family:
                 rows, parents = read_table(args, document.parent)
                 family |= dict.fromkeys(comparisons_of(rows, parents, args.metric, args.block))
     return list(family)
@@ -1637,6 +1646,10 @@ def main(argv: list[str]) -> int:
     add_output_options(parser)
     try:
         args = parser.parse_args(argv)
+        if args.plot and args.plot.stem == "cost":
+            raise ValueError(
+                f"--plot {args.plot}: choose another name, cost{args.plot.suffix} is its second plot"
+            )
         if args.check or args.fix:
             if len(argv) > 1:
                 raise ValueError(

@@ -200,6 +200,11 @@ def text_quality(rows: list[dict], model_folder: str | Path, start_folder: str |
     """
     if not rows:
         raise ValueError("no completions: the file has no rows")
+    if any(not turn["sampled"] for row in rows for turn in row.get("turns", ())):
+        raise ValueError(
+            "episodes hold text of tools or an environment, which is not the model's: measure "
+            "completions of a single turn"
+        )
     rows = [row for row in rows if row["temperature"] > 0] or rows
     texts = [words_of(row["completion"]) for row in rows]
     repetition = [share for share in map(repeated_4grams, texts) if share is not None]

@@ -7,7 +7,7 @@
 reciprocals (torch on a GPU), activations are divided (vLLM's CUDA kernel). The result is equal on CPU and
 GPU, so that a simulation on a CPU agrees with an engine on a GPU. vLLM itself may differ in two ways: on a
 CPU in the last bit of a weight scale, and on a GPU, because vLLM compiles the function for weights, in the
-last bit of 1 / s. A weight right between two codes may then get the other code; `formats` of
+last bit of 1 / s. A weight halfway between two codes may then get the other code; `formats` of
 experiments/bench/gpu.py counts the affected weights.
 
 Blocks at the edges may be smaller than 128. Infinite values get the largest code and are excluded from the

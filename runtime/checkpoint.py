@@ -341,8 +341,8 @@ def save_source(folder: Path, user_files: Iterable[Path] = ()) -> dict[str, str 
 def is_redone(row: dict, state: dict, evaluates: bool) -> bool:
     """Tell whether a run that resumes from `state` will write this row of metrics again.
 
-    evaluates: the run begins with an evaluation. Without one, the last evaluation of a run that now gets more
-    steps stays, although its step is not among the evaluated ones of the longer run.
+    evaluates: the run begins with an evaluation. If not, the last evaluation is kept. Example: a finished run
+    gets more steps, and the longer run does not evaluate at the old last step.
     """
     is_evaluation = any(name.startswith("eval/") for name in row)
     return row["step"] > (state["evaluated_step"] if is_evaluation and evaluates else state["step"])
@@ -354,7 +354,7 @@ def is_redone(row: dict, state: dict, evaluates: bool) -> bool:
 def check_free_disk(run_dir: Path, checkpoint_bytes: int, num_checkpoints: int) -> None:
     """Raise ValueError on all ranks if the disk of run.dir has no room for checkpoints. Collective.
 
-    num_checkpoints: that the run holds at a time; those of earlier launches are among them.
+    num_checkpoints: checkpoints that the run holds at a time, including checkpoints of earlier launches.
     """
     num_missing = max(1, num_checkpoints - len(list_checkpoints(run_dir / "checkpoints")))
     needed = num_missing * checkpoint_bytes
@@ -720,7 +720,7 @@ def misfit(config, checkpoint: Path, record: dict) -> str | None:
             f"{checkpoint} was written with other settings ({'; '.join(sorted(changed))}): choose another "
             "run.dir, or set checkpoint.resume=weights to continue from the weights of this checkpoint"
         )
-    recorded = record.get("plugins", {})  # a file that is named no longer has passed the comparison above
+    recorded = record.get("plugins", {})  # only files that the settings still name are compared
     digests = user_file_digests(config).items()
     changed = [name for name, digest in digests if recorded.get(name, digest) != digest]
     if changed:

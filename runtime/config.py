@@ -180,7 +180,7 @@ def with_paths_from(folder: Path, values: dict, schema: type[BaseModel]) -> dict
     def resolve(path: str) -> str:
         try:
             file = (folder / Path(path).expanduser()).resolve()
-        except (ValueError, OSError, RuntimeError):  # no path at all, which the reader of the setting refuses
+        except (ValueError, OSError, RuntimeError):  # not a path; the code that reads it raises
             return path
         return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 

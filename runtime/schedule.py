@@ -74,7 +74,7 @@ def verdict_tokens(
     return 2 * seconds / seconds_per_step, seconds * tokens_per_second / at_once
 
 
-AHEAD = (0, 0.0)  # the place of a request that measures the length of its group first
+AHEAD = (0, 0.0)  # place of a scout, which starts first to measure its group's length
 
 
 class WaitingLine:

@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if slow and slow.kwargs.get("process") != "others" and (starts_ranks or needs_demo(item)):
             item.add_marker("ranks")
     late = {item.module for item in items if needs_demo(item)}
-    items.sort(key=lambda item: (item.module in late) == (item.get_closest_marker("ranks") is not None))
+    items.sort(key=lambda item: (item.module in late) != (item.get_closest_marker("ranks") is not None))
 
 
 def skip_without_programs(item: pytest.Item) -> None:
@@ -142,6 +142,7 @@ SMALL = [  # six quick steps with two checkpoints before the last one
     "--config", "experiments/environments/tiny.yaml", f"model.path={TWO_ENDS}", "train.num_steps=6",
     "rollout.prompts_per_step=8", "rollout.group_size=4", "checkpoint.every=2", "eval.every=2",
     "eval.num_samples=2", "run.log_every=1",
+    "data.train=[{path: data/built/tiny/train.jsonl, limit: 400}]",
     "data.eval=[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]",
 ]  # fmt: skip
 

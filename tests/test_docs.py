@@ -59,8 +59,11 @@ def settings_in(text: str) -> list[str]:
 
 def run_command(text: str, folder: Path) -> subprocess.CompletedProcess:
     """Run one command of a block as a reader would, except that Python starts from the preloaded server."""
+    if script := re.match(r"python - <<'END'\n(.*)^END$", text, re.DOTALL | re.MULTILINE):
+        (folder / "script.py").write_text(script[1])
+        return preloaded.run(0, "script.py", cwd=folder)
     program, *arguments = shlex.split(text.replace("\\\n", " "))
-    if "<<" in text or program not in ("python", "torchrun"):
+    if program not in ("python", "torchrun"):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         options = {"cwd": folder, "env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
         return subprocess.run(["bash", "-ec", text], timeout=120, **options)
@@ -285,7 +288,7 @@ CODE_PAGES = [
     ROOT / "runtime" / "README.md",
 ]
 OWN_PAGES = [page for page in CODE_PAGES if page not in (FROM_OTHERS, GPU)]  # these two quote libraries
-SOURCES = [path for path in ROOT.rglob("*.py") if not {".venv", "runs"} & set(path.relative_to(ROOT).parts)]
+SOURCES = [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))]
 
 
 @cache

@@ -1,6 +1,7 @@
 """The benchmarks of experiments/bench/ and data/tiny.py, run by the commands of the READMEs."""
 
 import hashlib
+import importlib
 import json
 import re
 import statistics
@@ -195,10 +196,12 @@ def test_results_hold_their_origin_and_the_rounds(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rollout", "update"])
-def test_a_missing_model_is_an_error_of_one_line(name, tmp_path):
-    done = run("-m", f"experiments.bench.{name}", "--model", tmp_path)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert str(tmp_path) in done.stderr and "data.tiny" in done.stderr
+def test_a_missing_model_is_an_error_of_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [name, "--model", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"experiments.bench.{name}").main()
+    message = str(ended.value)
+    assert "\n" not in message and str(tmp_path) in message and "data.tiny" in message
 
 
 # ---- data/tiny.py ------------------------------------------------------------------------------------------

@@ -50,17 +50,18 @@ def test_skipping_and_exploration_agree_with_the_lists_of_visits(seed):
     for step in range(150):
         groups = []
         for slot, prompt in enumerate(rng.sample(range(6), 3)):
-            rights = rng.choice([[True] * 4, [False] * 4, [True, False, False, True], [None] * 4])
+            failed = [[None] * 4, [True, None, None, None]]  # a single verdict has no baseline
+            rights = rng.choice([[True] * 4, [False] * 4, [True, False, False, True], *failed])
             groups.append(make_group(slot, prompt, [3] * 4, rights))
-            if rights[0] is not None:
+            if rights not in failed:
                 visits[prompt].append(sum(rights) / 4)
         outcomes = [group.outcome(False) for group in groups]
         history.update(outcomes, step, config.zero_variance.history_decay)
         greso.update_streaks(history, outcomes)
         greso.adjust_exploration(history, outcomes, 0.3, 0.2)
         rights = [[v.status == "ok" for v in group.verdicts if v.status != "timeout"] for group in groups]
-        easy = sum(bool(r) and all(r) for r in rights) / 3
-        hard = sum(bool(r) and not any(r) for r in rights) / 3
+        easy = sum(len(r) > 1 and all(r) for r in rights) / 3
+        hard = sum(len(r) > 1 and not any(r) for r in rights) / 3
         p_easy = max(p_easy - 0.01, 0.05) if easy >= 0.3 else min(p_easy + 0.01, 0.95)
         p_hard = max(p_hard - 0.01, 0.05) if hard >= 0.2 else min(p_hard + 0.01, 0.95)
         for prompt in range(6):

@@ -105,6 +105,15 @@ def test_a_wrong_command_ends_before_the_first_evaluation(dataset, tmp_path, mon
             ifeval.parse_args([*argv, "--json", str(tmp_path / name)])
 
 
+def test_a_model_that_drops_prompts_has_no_figures(dataset, tmp_path, monkeypatch):
+    """Pairs of two models would belong to different prompts."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(ifeval, "complete", lambda model, prompts, *_: ({"model": "", "weights": ""}, [{}]))
+    args = ifeval.parse_args(["--models", str(tmp_path), "--data", str(dataset), "--no-estimate"])
+    with pytest.raises(ValueError, match="2 of 3 prompts were dropped"):
+        ifeval.main(args)
+
+
 @pytest.mark.slow
 def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd, monkeypatch):
     started = SimpleNamespace(

@@ -531,15 +531,19 @@ def test_the_tiny_judge_errs_as_often_as_reward_models(tiny_judge_folder, proble
     assert 0.05 < record["inverted_frac"] < 0.40  # measured 0.28 to 0.29, three seeds
     assert record["pairwise_agreement"] == tiny_judge.pairwise_agreement(judge, held_out, RECIPE)
     rng = np.random.default_rng(9)
-    inverted = []
-    near_mean = []
+    groups = []
     for problem in held_out[:400]:
         right = [rng.random() < 0.5 for _ in range(8)]
         completions = [problem["answer"] if ok else tiny_judge.mistake(problem, RECIPE, rng) for ok in right]
-        if len(set(right)) == 1:
-            continue
-        scores = np.array(judge.scores([problem["prompt"]] * 8, completions))
-        for ok, score in zip(right, scores):
+        if len(set(right)) == 2:
+            groups.append(([problem["prompt"]] * 8, completions, right))
+    prompts, texts, rights = (sum(parts, []) for parts in zip(*groups))
+    inverted = []
+    near_mean = []
+    scores_of_all = np.array(judge.scores(prompts, texts))
+    for first in range(0, len(texts), 8):
+        scores = scores_of_all[first : first + 8]
+        for ok, score in zip(rights[first : first + 8], scores):
             inverted.append(score < scores.mean() if ok else score > scores.mean())
             near_mean.append(abs(score - scores.mean()) < scores.std(ddof=1) / 4)
     assert abs(np.mean(inverted) - record["inverted_frac"]) < 0.08

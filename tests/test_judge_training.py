@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -428,6 +429,8 @@ def test_inversion_by_distance_equals_a_loop(seed):
     assert figures["curve"][0]["inverted"] == num_near
     assert sum(part["completions"] for part in figures["curve"]) == 6 * len(groups)
     assert sum(part["inverted"] for part in figures["curve"]) == num_inverted > 0
+    with pytest.raises(ValueError, match="NaN"):
+        judge_quality.inversion_figures(groups, [[math.nan, *rewards[0][1:]], *rewards[1:]])
 
 
 def test_a_perfect_judge_inverts_nothing_and_its_opposite_everything(tmp_path):
@@ -549,17 +552,16 @@ def test_the_filter_keeps_the_shortest_list_of_groups_that_holds_the_share(share
     valid = torch.ones(48, dtype=torch.bool)
     valid[5] = False
     inputs = AdvantageInputs(rewards, [{}] * 48, valid, group_index, ONE_RANK)
-    variances = {}
-    for group in range(12):
-        values = [rewards[i].item() for i in range(4 * group, 4 * group + 4) if i != 5]
-        mean = sum(values) / len(values)
-        variances[group] = sum((value - mean) ** 2 for value in values) / len(values)
+    deviations = {
+        group: statistics.stdev(rewards[i].item() for i in range(4 * group, 4 * group + 4) if i != 5)
+        for group in range(12)
+    }
     kept = []
-    for group in sorted(variances, key=lambda group: -variances[group]):
-        is_tied = kept and variances[group] == pytest.approx(variances[kept[-1]])
-        if sum(variances[g] for g in kept) >= share * sum(variances.values()) - 1e-6 and not is_tied:
+    for group in sorted(deviations, key=lambda group: -deviations[group]):
+        is_tied = kept and deviations[group] == pytest.approx(deviations[kept[-1]])
+        if sum(deviations[g] for g in kept) >= share * sum(deviations.values()) - 1e-6 and not is_tied:
             break
-        kept += [group] if variances[group] > 0 else []
+        kept += [group] if deviations[group] > 0 else []
     algorithm = AlgorithmSettings(
         advantage=f"{PLUGINS}/variance_filter.py:variance_filter", advantage_args={"share": share}
     )
@@ -568,7 +570,7 @@ def test_the_filter_keeps_the_shortest_list_of_groups_that_holds_the_share(share
     expected = [a if g in kept else 0.0 for a, g in zip(unfiltered.tolist(), group_index.tolist())]
     assert advantages.tolist() == pytest.approx(expected)
     assert 0 < len(kept) < 12
-    assert share == 1.0 or len(kept) < sum(variance > 0 for variance in variances.values())
+    assert share == 1.0 or len(kept) < sum(deviation > 0 for deviation in deviations.values())
 
 
 def test_the_ipo_mask_drops_both_signs(float64):

@@ -1054,12 +1054,12 @@ def test_the_standard_deviation_of_a_batch_is_over_all_ranks(monkeypatch, float6
 
 @pytest.mark.parametrize("split", [0, 1, 3, 5])
 def test_the_variance_filter_is_over_all_ranks(split, monkeypatch, float64):
-    """Groups that hold 0.7 of the variance of all ranks keep their advantages. A rank may have no group."""
+    """Groups that hold 0.7 of the spread of all ranks keep their advantages. A rank may have no group."""
     groups = gdpo_groups()
     rewards = [(next(iter(group["rewards"].values())), group["valid"]) for group in groups]
-    variances = [statistics.pvariance([r for r, ok in zip(*group) if ok]) for group in rewards]
-    order = sorted(range(len(groups)), key=lambda i: -variances[i])
-    shares = list(itertools.accumulate(variances[i] / sum(variances) for i in order))
+    deviations = [statistics.stdev([r for r, ok in zip(*group) if ok]) for group in rewards]
+    order = sorted(range(len(groups)), key=lambda i: -deviations[i])
+    shares = list(itertools.accumulate(deviations[i] / sum(deviations) for i in order))
     kept = order[: 1 + sum(share < 0.7 for share in shares)]
     assert 1 < len(kept) < 4
     expected = [

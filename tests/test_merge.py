@@ -166,6 +166,7 @@ def test_incompatible_checkpoints_are_refused_and_write_no_folder(case, folders,
         (["--models", "a", "b", "--density", "0.3"], "--method ties"),
         (["--models", "a", "b", "--scale", "2"], "--method ties"),
         (["--models", "a", "b", "--base", "c"], "--base"),
+        (["--models", "a", "b", "--tokenizer-from", "c"], "--tokenizer-from"),
         (["--models", "a", "b", "--method", "ties", "--base", "c", "--density", "0"], "--density"),
     ],
 )

@@ -6,6 +6,7 @@ the outputs by built-in losses, for example by `clip_mode: soft`, which equals e
 
 import json
 import random
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import train_rl
 from batch import AdvantageInputs, LossInputs, SelectInputs
 from configure import stage_configs
 from data.stream import seed_of
-from plugins import ONE_RANK, load_plugin
+from plugins import ONE_RANK, is_reserved, load_plugin
 from runtime.checkpoint import prepare_run_dir
 from settings import AlgorithmSettings
 from verifiers.kinds import parts_of
@@ -150,7 +151,7 @@ BROKEN = {  # a plug-in's source and the words that its refusal contains
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_broken_plugin_is_refused_with_file_function_and_expectation(case, tmp_path):
     source, words = BROKEN[case]
-    file = tmp_path / case.replace(" ", "_") / "broken.py"
+    file = tmp_path / re.sub(r"\W", "_", case) / "broken.py"
     file.parent.mkdir()
     file.write_text(source + "\n")
     with pytest.raises(ValueError, match="algorithm.gain") as error:
@@ -162,7 +163,7 @@ def test_a_broken_plugin_is_refused_with_file_function_and_expectation(case, tmp
 STATISTIC = "def plugin(inputs): return inputs.ratio * inputs.advantages, {'%s': inputs.entropy}"
 BROKEN |= {
     f"names a statistic {name}": (STATISTIC % name, (f"'{name}'", "another name"))
-    for name in ("entropy", "mismatch_mine", "w_p99", "w_max", "w_total")
+    for name in ("entropy", "score", "mismatch_mine", "account/n", "w_p99", "w_max", "w_total")
 }
 BASELINES = {  # group means without a guard for a tie, one completion or a missing verdict
     "divides by the spread": "advantages[members] = (rewards - rewards.mean()) / rewards.std()",
@@ -170,6 +171,15 @@ BASELINES = {  # group means without a guard for a tie, one completion or a miss
     "passes on what has no verdict": "advantages[members] = rewards; advantages[~inputs.valid] = math.nan",
     "returns a column": "advantages = inputs.rewards.unsqueeze(1)",
 }
+
+
+def test_a_statistic_cannot_replace_a_metric():
+    """A plug-in's score would decide about the end of a stage. test_golden.py compares the page with runs."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    names = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
+    assert len(names) > 60
+    assert {name for name in names if not is_reserved(name)} == {"ratio", "clipped", "clip_eps"}
 
 
 @pytest.mark.parametrize("case", BASELINES)

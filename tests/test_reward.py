@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -212,34 +213,46 @@ SETS = ["aime24", "amc23", SLOW_SET]
 MATCHED_ANYWAY = {".0000672", r"864 \mbox{ inches}^2", r"15\mbox{ cm}^2"}
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_math_reference_answers(name):
-    answers = [str(row["answer"]) for row in rows(name)]
-    verdicts = score([("math", rf"so it is $\boxed{{{answer}}}$.", answer) for answer in answers])
-    assert set(verdicts) == {OK}
-
-
 def last_digit_up(answer: str) -> str:
     return re.sub(r"[0-9](?=[^0-9]*$)", lambda digit: str((int(digit[0]) + 1) % 10), answer)
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_math_corrupted_answers(name):
-    answers = [answer for row in rows(name) if last_digit_up(answer := str(row["answer"])) != answer]
-    assert len(answers) == {"math500": 489, "aime24": 30, "amc23": 40}[name]
-    verdicts = score([("math", rf"\boxed{{{last_digit_up(answer)}}}", answer) for answer in answers])
-    accepted = {answer for answer, verdict in zip(answers, verdicts) if verdict != WRONG}
-    assert accepted == (MATCHED_ANYWAY if name == "math500" else set())
+class TestReferences:
+    """Answers and solutions of benchmarks; the workers, which import math-verify, serve all tests."""
 
+    @pytest.fixture(scope="class")
+    def verdicts(self):
+        """Return the function from pairs (completion, answer) to verdicts."""
+        with RewardPool(2) as pool:
 
-@pytest.mark.parametrize("name", [SLOW_SET, "aime24"])
-def test_math_reference_solutions(name):
-    """The last box is the answer, except for \\textbf{(073)}, which math-verify reads as text."""
-    solved = [row for row in rows(name) if r"\boxed" in row["solution"]]
-    assert len(solved) == {"math500": 500, "aime24": 29}[name]
-    verdicts = score([("math", row["solution"], row["answer"]) for row in solved])
-    rejected = {row["answer"] for row, verdict in zip(solved, verdicts) if verdict != OK}
-    assert rejected == ({"073"} if name == "aime24" else set())
+            def verdicts(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
+                for index, (completion, answer) in enumerate(pairs):
+                    pool.submit(index, "math", completion, answer)
+                return list(pool.collect().values())
+
+            yield verdicts
+
+    @pytest.mark.parametrize("name", SETS)
+    def test_math_reference_answers(self, name, verdicts):
+        answers = [str(row["answer"]) for row in rows(name)]
+        assert set(verdicts((rf"so it is $\boxed{{{answer}}}$.", answer) for answer in answers)) == {OK}
+
+    @pytest.mark.parametrize("name", SETS)
+    def test_math_corrupted_answers(self, name, verdicts):
+        answers = [answer for row in rows(name) if last_digit_up(answer := str(row["answer"])) != answer]
+        assert len(answers) == {"math500": 489, "aime24": 30, "amc23": 40}[name]
+        results = verdicts((rf"\boxed{{{last_digit_up(answer)}}}", answer) for answer in answers)
+        accepted = {answer for answer, verdict in zip(answers, results) if verdict != WRONG}
+        assert accepted == (MATCHED_ANYWAY if name == "math500" else set())
+
+    @pytest.mark.parametrize("name", [SLOW_SET, "aime24"])
+    def test_math_reference_solutions(self, name, verdicts):
+        """The last box is the answer, except for \\textbf{(073)}, which math-verify reads as text."""
+        solved = [row for row in rows(name) if r"\boxed" in row["solution"]]
+        assert len(solved) == {"math500": 500, "aime24": 29}[name]
+        results = verdicts((row["solution"], row["answer"]) for row in solved)
+        rejected = {row["answer"] for row, verdict in zip(solved, results) if verdict != OK}
+        assert rejected == ({"073"} if name == "aime24" else set())
 
 
 # ---- several boxes, and answers that math-verify cannot read -----------------------------------------------

@@ -17,7 +17,7 @@ from rollout import RolloutEngine, TurnLine, set_vllm_environment, stops_of
 from settings import RolloutSettings
 from tests import preloaded
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow(process="others")
 NUMBERS = ((1, 2), (123, 456), (999, 1), (507, 893), (40, 4), (77, 700))
 PROMPTS = [problem(a, b, 3, 5)["prompt"] for a, b in NUMBERS]
 
@@ -236,6 +236,7 @@ def results_of_two_ranks(folder, mode) -> list[dict]:
     return sorted(map(json.loads, lines), key=lambda result: result["rank"])
 
 
+@pytest.mark.slow  # the server of libraries belongs to the process `ranks`
 def test_two_ranks_share_an_engine_and_each_gets_its_own_completions(folder):
     first, second = results_of_two_ranks(folder, "tensor")
     assert (first["reported"], second["reported"]) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
@@ -243,6 +244,7 @@ def test_two_ranks_share_an_engine_and_each_gets_its_own_completions(folder):
     assert (first["turns"], second["turns"]) == ([3] * 3, [3] * 4), "episodes, with tools of different speed"
 
 
+@pytest.mark.slow
 def test_a_rank_feeds_its_own_experts_to_its_part_of_the_engine(folder):
     """Each rank sends its own parameters, without a gather, and its engine holds exactly these."""
     for rank, result in enumerate(results_of_two_ranks(folder, "expert")):

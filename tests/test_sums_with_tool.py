@@ -70,6 +70,17 @@ def test_the_last_number_of_the_last_turn_is_scored():
         assert sums_with_tool.score(text, "785") == value, text
 
 
+def test_the_files_of_two_models_do_not_mix(tmp_path):
+    for name in ("dense", "moe"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    for _ in range(2):
+        sums_with_tool.with_tools(tmp_path / "dense", tmp_path / "tools")
+    assert (tmp_path / "tools" / "config.json").read_text() == "dense"
+    with pytest.raises(ValueError, match="another model"):
+        sums_with_tool.with_tools(tmp_path / "moe", tmp_path / "tools")
+
+
 def test_a_missing_model_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match=r"data\.smollm2"):
         sums_with_tool.main(["--model", str(tmp_path)])

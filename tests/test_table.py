@@ -1307,6 +1307,14 @@ def test_final_metrics_are_compared_seed_by_seed(tmp_path, capsys):
     assert cells(printed)["on"][1:3] == ["3", "+0.1000"]
 
 
+@pytest.mark.parametrize("noise, is_constant", [(0, True), (1e-7, True), (1e-5, False)])
+def test_differences_that_rounding_alone_separates_have_no_p(noise, is_constant):
+    """Records have seven digits: 5/512 between two shares becomes 0.0097656 or 0.0097657."""
+    differences = np.array([5 / 512, 5 / 512, 5 / 512 + noise])
+    values = (report.paired_p(differences), report.detectable_difference(differences))
+    assert (values == (None, None)) == is_constant
+
+
 BLOCKED = {"off": [0.25, 0.5, 0.75, 0.25, 0.5, 0.5], "on": [0.5, 0.5, 0.75, 0.75, 0.5, 0.75]}  # by seed
 
 

@@ -119,6 +119,11 @@ def test_a_set_that_cannot_be_measured_is_explained(folders, tmp_path):
         quality.text_quality([{k: v for k, v in rows[0].items() if k != "prompt_ids"}], trained, start)
     with pytest.raises(ValueError, match="config.json"):
         quality.text_quality(rows, trained, tmp_path)
+    turns = [{"role": "assistant", "num_tokens": 1, "sampled": True}]
+    with pytest.raises(ValueError, match="tools"):
+        inserted = {"role": "tool", "num_tokens": 1, "sampled": False}
+        quality.text_quality([rows[0] | {"turns": [*turns, inserted]}], trained, start)
+    assert quality.text_quality([rows[0] | {"turns": turns}], trained, start)["num_completions"] == 1
 
 
 def test_the_command_prints_both_columns(folders, tmp_path, capsys):

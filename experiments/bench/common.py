@@ -151,16 +151,23 @@ def markdown(names: list[str], rows: list[list]) -> list[str]:
 def write_json(path: Path | None, data: dict | list) -> None:
     """Write results to a file, if a path is set; each row of a list gets its own line."""
     if path is not None and isinstance(data, list):
-        path.write_text("[\n" + ",\n".join(map(json.dumps, data)) + "\n]\n")
+        replace_text(path, "[\n" + ",\n".join(map(json.dumps, data)) + "\n]\n")
     elif path is not None:
-        path.write_text(json.dumps(data, indent=1) + "\n")
+        replace_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file atomically: a kill leaves the earlier content or the new one."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def write_results(path: Path | None, results: dict | list) -> None:
     """Write the results of a benchmark to a file, if a path is set, with their origin under `made`."""
     made = {**commit_of(), "date": now(), "machine": machine_of(), "versions": versions_of()}
     if path is not None:
-        path.write_text(json.dumps({"made": made, "results": results}, indent=1) + "\n")
+        replace_text(path, json.dumps({"made": made, "results": results}, indent=1) + "\n")
 
 
 def read_results(path: Path) -> Any:

@@ -456,13 +456,13 @@ def aliases(of_each: str, num: int, first: str) -> str:
 
 
 YAMLS = {  # name: (text of a file, text that the refusal must contain; "": the file's name)
-    "aliases of aliases": (aliases("[" + ", ".join("*" * 10) + "]", 9, "[1, 1, 1, 1]"), "values"),
+    "aliases of aliases": (aliases("[" + ", ".join("*" * 10) + "]", 9, "[1, 1, 1, 1]"), "100,000"),
     "aliases of mappings": (aliases("{x: *, y: *}", 30, "{x: 1, y: 2}"), "values"),
     "an alias of itself": ("train: &a {betas: [*a]}", ""),
     "merge keys": ("a: &a {x: 1}\ntrain: {<<: *a, seed: 1}", "train.x"),
     "deep nesting": ("train: {betas: " + "[" * 3000 + "]" * 3000 + "}", "nested too deeply"),
     "20,000 unknown names": (
-        "train:\n" + "".join(f"  k{i}: 1\n" for i in range(20_000)), "unknown setting"),
+        "train:\n" + "".join(f"  k{i}: 1\n" for i in range(20_000)), "; and 19,990 more"),
     "long name": (f"train: {{{'k' * 1000}: 1}}", "unknown setting"),
     "doubled name": ("train: {seed: 1, seed: 2}", "given twice"),
     "a tag": ("train: !!python/object/apply:os.getcwd []", "tag"),
