@@ -232,7 +232,7 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
             config.algorithm.router_replay == "r3" and rollout.capture_routes == "off",
         "{rollout.max_turns} needs tools or an environment: {data.tools}, {data.environment}":
             rollout.max_turns != type(rollout)().max_turns and not config.has_turns,
-        "{rollout.expert_parallel} needs an engine of several ranks, not {rollout.tensor_parallel}":
+        "{rollout.expert_parallel} needs an engine of several ranks, more than {rollout.tensor_parallel}":
             rollout.expert_parallel and rollout.tensor_parallel == 1,
         "{rollout.simulate_format} is the format of rollout.fp8 simulate, not of {rollout.fp8}":
             rollout.simulate_format != "fp8" and rollout.fp8 != "simulate",
