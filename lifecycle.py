@@ -202,8 +202,7 @@ def set_up(config: Config) -> Run | None:
     check_confidences(config, confidences, state)
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
-    evaluates = bool(loaded.eval_sets) and evaluation_is_due(state, configs[state.stage.number])
-    record_launch(given, record, loaded, config.model.dtype, evaluates)
+    record_launch(given, record, loaded, config.model.dtype, begins_with_evaluation(state, configs, loaded))
     start_trackers(accelerator, config, state.step)
 
     # ---- engine, policy ----
@@ -820,6 +819,11 @@ def evaluation_is_due(state: TrainState, config: Config) -> bool:
     every = config.eval.every
     is_scheduled = state.step == 0 or (every > 0 and state.step % every == 0)
     return state.evaluated_step < state.step and (is_scheduled or state.is_last(config))
+
+
+def begins_with_evaluation(state: TrainState, configs: list[Config], loaded: LoadedSets) -> bool:
+    """Tell whether a launch evaluates before its first step, by the settings of the current stage."""
+    return bool(loaded.eval_sets) and evaluation_is_due(state, configs[state.stage.number])
 
 
 def evaluation_requests(eval_sets: EvalSets, config: Config) -> tuple[list[Request], list[Prompt]]:

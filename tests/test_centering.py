@@ -348,7 +348,7 @@ def test_a_run_on_two_ranks_centers(demo_model, tmp_path):
     done = train(
         *SMALL, "--config", "experiments/methods/score_centering.yaml",
         "train.minibatches_per_step=2", "train.num_steps=2", "rollout.fp8=simulate",
-        "rollout.simulate_format=mxfp4", f"run.dir={tmp_path}/run",
+        "rollout.simulate_format=mxfp4", "rollout.parity_mean=0.2", f"run.dir={tmp_path}/run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     steps = [row for row in rows_of(tmp_path / "run") if "topk_mass" in row]

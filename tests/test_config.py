@@ -700,7 +700,8 @@ def test_help_prints_every_setting_with_its_default_and_meaning(capsys):
     for name, info in SETTINGS.items():
         assert len(info.description.split()) >= 2, name
         default = "required" if info.is_required() else f"default {info.default!r}"
-        assert f" {name} ({default}) {' '.join(info.description.split())} " in text + " ", name
+        free = "; may change on resume" if info.json_schema_extra["free_on_resume"] else ""
+        assert f" {name} ({default}{free}) {' '.join(info.description.split())} " in text + " ", name
 
     sections = printed.partition("sections (")[2].partition("settings (")[0]
     assert [line.split()[0] for line in sections.splitlines()[1:] if line] == list(Config.model_fields)

@@ -334,7 +334,7 @@ print(update(Path("."), dry=True).figures["R3 / live routes"])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(process="others")
 def test_pieces_of_kernels_need_torch_and_triton_alone():
     command = [sys.executable, "-c", WITHOUT_LIBRARIES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -517,7 +517,7 @@ def test_sums_with_all_carries_are_right_and_mistakes_are_wrong(problems):
     assert 300 < num_without_carry < 500
 
 
-@pytest.mark.slow
+@pytest.mark.slow(process="others")
 def test_the_tiny_judge_errs_as_often_as_reward_models(tiny_judge_folder, problems):
     """Check the record of the judge, and repeat the measurement by a loop over new groups."""
     import numpy as np
@@ -666,7 +666,7 @@ def test_missing_files_are_named(tiny_folder, tmp_path):
         tiny_judge.build(RECIPE, tmp_path / "nothing", tiny_folder / "train.jsonl", tmp_path / "other")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(process="others")
 def test_the_command_accepts_wider_operands(tiny_folder, tmp_path):
     train, _ = tiny.sample_problems(tiny.Recipe(max_digits=7, train_per_difficulty=60, test_per_difficulty=5))
     write_rows(tmp_path / "wide.jsonl", train)

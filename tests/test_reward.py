@@ -217,20 +217,21 @@ def last_digit_up(answer: str) -> str:
     return re.sub(r"[0-9](?=[^0-9]*$)", lambda digit: str((int(digit[0]) + 1) % 10), answer)
 
 
+@pytest.fixture(scope="class")
+def verdicts():
+    """Return the function from pairs (completion, answer) to verdicts."""
+    with RewardPool(2) as pool:
+
+        def verdicts(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
+            for index, (completion, answer) in enumerate(pairs):
+                pool.submit(index, "math", completion, answer)
+            return list(pool.collect().values())
+
+        yield verdicts
+
+
 class TestReferences:
     """Answers and solutions of benchmarks; the workers, which import math-verify, serve all tests."""
-
-    @pytest.fixture(scope="class")
-    def verdicts(self):
-        """Return the function from pairs (completion, answer) to verdicts."""
-        with RewardPool(2) as pool:
-
-            def verdicts(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
-                for index, (completion, answer) in enumerate(pairs):
-                    pool.submit(index, "math", completion, answer)
-                return list(pool.collect().values())
-
-            yield verdicts
 
     @pytest.mark.parametrize("name", SETS)
     def test_math_reference_answers(self, name, verdicts):
