@@ -798,7 +798,7 @@ def progress_bar(config: Config, state: TrainState) -> tqdm:
 
 
 def read_generation_config(model_dir: Path) -> str | None:
-    """Return the text of generation_config.json; None if the folder has none."""
+    """Return the text of generation_config.json, or None if the file is missing."""
     file = model_dir / "generation_config.json"
     return file.read_text() if file.is_file() else None
 

@@ -374,7 +374,7 @@ class RolloutEngine:
             self.llm.sleep(level=self.settings.sleep_level)
 
 
-Event = Request | Completion  # of an episode between two turns: its next turn, or its end
+Event = Request | Completion  # the next turn of an episode, or the end of the episode
 EVENT_WAIT_S = 0.05  # wait of an idle engine for the next turn, while tools run
 
 
@@ -1008,8 +1008,9 @@ def quantise_for_engine(
     match fp8:
         case "simulate":
             return simulate_rounding(named_tensors, ROUNDINGS[simulate_format])
-        case "on":  # vLLM quantises the bfloat16 weights that the trainer computes with
-            # The bias of GLM's router stays float32, because its values differ by little beside their mean.
+        case "on":
+            # vLLM quantises the bfloat16 weights that the trainer computes with. The bias of GLM's router
+            # stays float32, because its values differ by little compared with their mean.
             return (
                 (name, tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16())
                 for name, tensor in named_tensors

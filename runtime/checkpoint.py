@@ -296,7 +296,7 @@ DIGESTED_BYTES = 2**20
 
 
 def digest_of_weights(folder: Path) -> str | None:
-    """Hash name, size, first and last mebibyte of each *.safetensors file; None for a folder without any.
+    """Hash name, size, first and last mebibyte of each *.safetensors file; None if there is no file.
 
     The last mebibyte consists of weights, so two trained models differ in it. Reading all files would take
     minutes for a model of hundreds of gigabytes.

@@ -192,7 +192,7 @@ def test_with_the_exact_weight_the_expected_gradient_is_the_policy_gradient(floa
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_an_advantage_of_the_prefix_alone_moves_nothing(correction, float64):
-    """What remains is a covariance. RL-ZVP gives such advantages: without centering they are pure drift."""
+    """What remains is a covariance. RL-ZVP gives such advantages, which are pure drift without centering."""
     constant = dict.fromkeys(COMPLETIONS, 0.7)
     config = config_of(rollout_correction=correction)
     assert_close(expected_gradient(config, old=None, advantages=constant), [[0.0] * VOCAB] * (1 + VOCAB))

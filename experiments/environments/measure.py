@@ -25,8 +25,8 @@ def describe(rows: list[dict]) -> dict[str, float]:
     if not rows:
         raise ValueError("no sampled completions; run evaluate.py with --samples above 0")
     tokens = np.array([row["num_tokens"] for row in rows])
-    nats = [nats for row in rows for nats in row["entropy"]]
-    entropy = np.array([value for value in nats if value is not None])  # of sampled tokens
+    of_tokens = [nats for row in rows for nats in row["entropy"]]  # None: a token that a tool inserted
+    entropy = np.array([nats for nats in of_tokens if nats is not None])
     of_prompt = defaultdict(list)
     for row in rows:
         of_prompt[row["source"], row["prompt_index"]].append(row["status"] == "ok")
