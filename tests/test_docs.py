@@ -27,6 +27,7 @@ ROAD = DOCS / "data_and_rewards.md"
 EIGHT_GPUS = "## The same job on eight GPUs"  # the blocks above this heading run on two CPU ranks
 FROM_OTHERS = DOCS / "from_trl_or_verl.md"
 GPU = DOCS / "gpu.md"
+FINDINGS = DOCS / "findings.md"
 SETTINGS = setting_fields(train_rl.Config)
 LEAVES = {name.rsplit(".", 1)[-1] for name in SETTINGS}
 
@@ -166,6 +167,33 @@ def test_links_of_a_page_lead_to_existing_files_and_headings(page):
 def test_the_index_names_every_page():
     index = (DOCS / "README.md").read_text()
     assert not [page.name for page in DOCS.glob("[a-z]*.md") if f"]({page.name})" not in index]
+
+
+# ---- findings ----------------------------------------------------------------------------------------------
+
+
+def findings_of(page: Path) -> list[str]:
+    """List the rows of the section or page of findings whose last cell links a page with the evidence."""
+    text = page.read_text()
+    lines = text[text.index("# Findings") :].splitlines()
+    return [line for line in lines if re.match(r"\| .*\]\([^)]*\.md\) \|$", line)]
+
+
+def test_a_figure_of_a_finding_is_on_the_linked_page():
+    for row in findings_of(FINDINGS):
+        cells = row.strip("|").split("|")
+        evidence = (DOCS / re.search(r"\]\((.*)\)", cells[-1])[1]).read_text()
+        figures = re.findall(r"[+-]?\d+\.\d+", " ".join(cells[1:-1]))
+        missing = [figure for figure in figures if figure.lstrip("+") not in evidence]
+        assert not missing, f"{cells[0]}: {missing}"
+
+
+def test_the_findings_of_the_readme_are_rows_of_the_page():
+    rows = findings_of(ROOT / "README.md")
+    as_on_the_page = [
+        row.replace("](docs/", "](").replace("](experiments/", "](../experiments/") for row in rows
+    ]
+    assert rows and not set(as_on_the_page) - set(findings_of(FINDINGS))
 
 
 # ---- from TRL or verl --------------------------------------------------------------------------------------
