@@ -492,9 +492,11 @@ class RolloutSettings(Section):
         le=86400,
     )
     tool_workers: int = setting(
-        4, "processes per rank that run tools and environments; at most 64 async calls in each", True,
+        4,
+        "processes per rank for tools, and as many again for environments; each runs at most 64 async calls",
+        True,
         ge=1,
-    )  # fmt: skip
+    )
     max_tool_chars: int = setting(
         2000, "cut the result of a call, or the message of an environment, at this many characters", ge=1,
         le=50_000,

@@ -23,7 +23,8 @@ Vocabulary: G = group_size completions per prompt, B completions on this rank, T
 `logprobs` carry gradient, `old_logprobs` are the trainer's before a step's updates, `rollout_logprobs` the
 engine's; all are in nats. A verifier gives a score, training uses a reward. Every rank must call a function
 marked Collective. Sources of choices: [paper] printed in the named source, [secondary] reported by others,
-[ours] the sources are silent.
+[ours] the sources are silent. In sections 5 and 6 suffixes name the shape, as in moe_model.py: x_TLK is
+[T, L, K] with T *packed tokens*, N predicted tokens, L layers, E experts, K experts per token, k top tokens.
 """
 
 import math
@@ -302,7 +303,7 @@ def generate_round(run: Run, jobs: Jobs, owner: list[int]) -> list[GroupOutcome]
     for group, samples in jobs:
         _, work_tokens = costs[run.prompts[group.prompt_index].kind]
         work.append(len(samples) * work_tokens)
-    load = [[0.0, 0.0] for _ in range(world_size)]
+    load = [[0.0, 0.0] for _ in range(world_size)]  # [tokens, verdict work] of each rank
     num_started = sum(group.slot < len(owner) for group, _ in jobs)
     for number, (group, _) in enumerate(jobs[:num_started]):
         load[owner[group.slot]][0] += tokens[number]
@@ -363,8 +364,9 @@ def wait_tokens(run: Run, group: Group) -> float:
 def verdict_costs(run: Run) -> dict[str, tuple[float, float]]:
     """Return latency_tokens and work_tokens of a verdict for each kind of verifier. Collective.
 
-    The mean is over the ranks that have scored this kind. The cost is 0 if no rank has, or if
-    rollout.count_reward_time is off.
+    latency_tokens: tokens that one completion generates in the time until a verdict. work_tokens: tokens that
+    the whole engine generates in a worker's time for it. The mean is over the ranks that have scored this
+    kind. The cost is 0 if no rank has, or if rollout.count_reward_time is off.
     """
     rollout = run.config.rollout
     costs: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
@@ -541,7 +543,7 @@ def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: JudgeMode)
 def with_tournaments(
     rewards: list[float], judge, batch: RolloutBatch, texts: list[str], binary: bool
 ) -> list[float]:
-    """Return the rewards, in groups of equal scores the judge's (Reasoning Arena, arXiv 2606.09380).
+    """Return the rewards; a tournament replaces those of equal scores (Reasoning Arena, arXiv 2606.09380).
 
     A group without variance has no advantages. The judge compares its completions, which differ in quality
     even if all are right or all are wrong, and the results of the tournament replace the equal scores
@@ -749,7 +751,7 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step:
         reasons = batch.finish_reason
         was_cut = torch.tensor([reason in ("length", "context") for reason in reasons], dtype=torch.bool)
         advantages = advantages.masked_fill(was_cut.unsqueeze(1), 0.0)
-    if algorithm.select is None or batch.entropy is None:  # None: no rank has a group to train on
+    if algorithm.select is None or batch.entropy is None:  # no entropy: every group was dropped
         return advantages
     rows = zip(batch.prompt_ids, batch.completion_ids)
     seeds = [seed_of(config.train.seed, "select", step, *prompt, *ids) for prompt, ids in rows]
@@ -893,12 +895,12 @@ def entropy_clip_eps(
     """
     match algorithm.entropy_clip_form:
         case "token_group_mean":
-            mean_entropy = token_group_mean(entropy, token_groups, mask)
+            scaled_entropy = token_group_mean(entropy, token_groups, mask)
         case "over_token_groups":
-            mean_entropy = entropy / num_token_groups(token_groups, mask)
+            scaled_entropy = entropy / num_token_groups(token_groups, mask)
         case "over_tokens":
-            mean_entropy = entropy / token_group_size(token_groups, mask)
-    return algorithm.entropy_clip_coef * mean_entropy / log_vocab
+            scaled_entropy = entropy / token_group_size(token_groups, mask)
+    return algorithm.entropy_clip_coef * scaled_entropy / log_vocab
 
 
 def loss_weights(
@@ -1036,29 +1038,34 @@ def score_centre(
     if not covers_vocab:
         p_tail = tail_of(p)
         q_tail = tail_of(q)
-        weight = weight_of_tokens(p_tail.log(), tail_of(old_logprobs.exp()).log(), q_tail.log(), algorithm)
-        expected = expected - q_tail / p_tail * weight * p
+        # The tail counts as one token: its weight W comes from the total probabilities of the tail.
+        tail_weight = weight_of_tokens(
+            p_tail.log(), tail_of(old_logprobs.exp()).log(), q_tail.log(), algorithm
+        )
+        expected = expected - q_tail / p_tail * tail_weight * p
     return (expected * logprobs).sum(dim=1)
 
 
 def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None) -> tuple[Tensor, Tensor]:
     """Return min( min(s, cap) A, clip(s, low, high) A ), and the tokens without gradient, both [B, T].
 
-    On an edge of the interval the gradient is the unclipped one. cap bounds the cost of a token with A < 0:
+    A > 0: no gradient above `high`. A < 0: no gradient below `low`, and none above `cap`. On an edge of the
+    interval the gradient is the unclipped one. cap bounds the cost of a token with A < 0:
     dual clip (arXiv 1912.09729) with c = cap, which equals the two-sided clip of INTELLECT-2 (arXiv
     2505.07291, delta = cap) for cap > high.
     """
     clipped = ratio.clamp(low, high)
-    unclipped = ratio.clamp(max=cap or math.inf)
-    is_capped = (unclipped < ratio) & (advantages < 0)
-    gain = torch.minimum(unclipped * advantages, clipped * advantages)
-    return gain, (clipped * advantages < unclipped * advantages) | is_capped
+    capped = ratio.clamp(max=cap or math.inf)
+    is_capped = (capped < ratio) & (advantages < 0)
+    gain = torch.minimum(capped * advantages, clipped * advantages)
+    return gain, (clipped * advantages < capped * advantages) | is_capped
 
 
 def clip_before_mean(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     """Return the gain of GMPO (arXiv 2507.20673, eq. 4) and the clipped tokens, [B, T].
 
-    Each token's log-ratio is clipped to its pessimistic side, then averaged over the token group.
+    Each token's log-ratio is clipped to its pessimistic side, then averaged over the token group: with A > 0
+    from above at log(1 + eps_high), with A < 0 from below at log(1 - eps_low).
     """
     settings = inputs.settings
     low = 1 - settings.clip_eps_low
@@ -1069,9 +1076,9 @@ def clip_before_mean(inputs: LossInputs) -> tuple[Tensor, Tensor]:
     group_advantage = token_group_sum(inputs.advantages, inputs.token_groups, inputs.mask)
     # A masked token (advantage 0) is clipped like the unmasked tokens of its group.
     is_good = torch.where(inputs.advantages == 0, group_advantage, inputs.advantages) > 0
-    worse = torch.where(is_good, lower, upper)
-    ratio = importance_ratio(worse, inputs.token_groups, inputs.mask, settings.ratio_form)
-    return ratio * inputs.advantages, worse != inputs.log_ratio
+    clipped_log_ratio = torch.where(is_good, lower, upper)
+    ratio = importance_ratio(clipped_log_ratio, inputs.token_groups, inputs.mask, settings.ratio_form)
+    return ratio * inputs.advantages, clipped_log_ratio != inputs.log_ratio
 
 
 def token_gain(inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -1164,9 +1171,9 @@ def routes_to_replay(batch: RolloutBatch, router_replay: Replay) -> list[Tensor]
 def share_prompt_routes(batch: RolloutBatch, config: Config) -> None:
     """Give the rows of a prompt the prompt routes of the first row, if r3 replays routes of shared prompts.
 
-    The engine may route the end of a prompt differently for each completion; a micro-batch uses the routes
-    of its first row. If the update skips rows without gradient, this is another row than in the old-logprob
-    pass.
+    The engine may route the end of a prompt differently for each completion, and a micro-batch takes the
+    prompt routes of its first row. An update skips rows without gradient, so its first row may differ from
+    that of the old-logprob pass; equal prompt routes in all rows remove this difference.
     """
     routes = batch.routed_experts
     is_replayed = routes_to_replay(batch, config.algorithm.router_replay) is routes
@@ -1181,9 +1188,9 @@ def share_prompt_routes(batch: RolloutBatch, config: Config) -> None:
 
 
 def routes_of_tokens(routes: list[Tensor], rows: list[int], packed: PackedSequences) -> Tensor:
-    """Return the expert ids [P, L, K] of the packed tokens; a shared prompt uses its first row's routes."""
+    """Return the expert ids [T, L, K] of the packed tokens; a shared prompt uses its first row's routes."""
     ids = torch.cat([routes[i] for i in rows]).to(packed.input_ids.device)
-    return ids if packed.kept is None else ids[packed.kept]
+    return ids if packed.kept is None else ids[packed.kept]  # kept: without repeated prompts
 
 
 def routes_differ(used_TLK: Tensor, sampled_TLK: Tensor, num_experts: int) -> Tensor:
@@ -1241,6 +1248,7 @@ def forward_rows(
         differs_N = routes_differ(used_TLK, sampled_TLK, num_experts)[packed.predictor_index]
         mismatch = zeros.detach().masked_scatter(mask, differs_N.to(zeros.dtype))
     lengths = [len(batch.prompt_ids[i]) + len(batch.completion_ids[i]) - 1 for i in rows]
+    # spread: from shared prompts back to one row for each token of each sequence
     used_TLK = used_TLK if packed.spread is None else used_TLK[packed.spread]
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch, topk)
 
@@ -1337,13 +1345,12 @@ def micro_batch_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_loss() of some rows and its per-token statistics [b, T].
 
-    counts: completions and tokens of the update over all ranks. has_moved: the policy was updated after it
-    sampled these rows. algorithm.old_policy chooses the denominator of the ratio:
+    counts: completions and tokens of the update over all ranks. has_moved: False in the first update of a
+    step, whose policy has sampled these rows. algorithm.old_policy chooses the denominator of the ratio:
 
         trainer  the trainer's policy before the step's first update, in which the ratio is exactly 1: a
                  second pass rounds differently, in bfloat16 by more than the clips of GSPO and ESPO allow
-        rollout  the engine's (bypass): the ratio pi / pi_rollout corrects the mismatch of trainer and engine
-                 itself, and no old-logprob pass is needed
+        rollout  the engine's (bypass), without an old-logprob pass: the ratio also corrects the mismatch
     """
     device = logprobs.device
     algorithm = config.algorithm
@@ -1351,8 +1358,9 @@ def micro_batch_loss(
     rollout_logprobs = batch.rollout_logprobs[rows].to(device)
     recorded = batch.old_logprobs
     trainer_logprobs = logprobs.detach() if recorded is None else recorded[rows].to(device)
-    old_logprobs = trainer_logprobs if has_moved else logprobs.detach()
-    old_logprobs = old_logprobs if algorithm.old_policy == "trainer" else rollout_logprobs
+    old_logprobs = rollout_logprobs
+    if algorithm.old_policy == "trainer":
+        old_logprobs = trainer_logprobs if has_moved else logprobs.detach()
     entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
     token_groups = token_groups_of(entropy, mask, algorithm)
     correction = correction_weights(
@@ -1433,8 +1441,8 @@ class UpdateWork:
     num_updates: int = 0
     num_nonfinite: int = 0  # updates skipped because their gradient was not finite
     num_empty: int = 0  # updates in which no rank had a row with gradient
-    num_computed: int = 0  # tokens of the sequences
-    num_padded: int = 0  # tokens of the padded grids that attention computes
+    num_tokens: int = 0  # of the sequences
+    num_grid_tokens: int = 0  # of the padded grids that attention computes
     loads_LE: Tensor | None = None  # tokens by MoE layer and expert; None for a dense model
 
     def add_loads(self, loads_LE: Tensor | None, num_rows: int) -> None:
@@ -1445,8 +1453,8 @@ class UpdateWork:
 
     def add_tokens(self, lengths: list[int]) -> None:
         """Count the tokens of a micro-batch with sequences of these lengths."""
-        self.num_computed += sum(lengths)
-        self.num_padded += len(lengths) * max(lengths, default=0)
+        self.num_tokens += sum(lengths)
+        self.num_grid_tokens += len(lengths) * max(lengths, default=0)
 
     def end_update(self, trainer) -> None:
         """Record the result of an optimizer step."""
@@ -1462,9 +1470,9 @@ class UpdateWork:
         return {
             "grad_norm": (sum(self.grad_norms), len(self.grad_norms)),
             "nonfinite_updates_max": (self.num_nonfinite, 1),
-            "padding_frac": (self.num_padded - self.num_computed, self.num_padded),
-            "update_tokens": (self.num_computed, 1),
-            "update_tokens_max": (self.num_computed, 1),
+            "padding_frac": (self.num_grid_tokens - self.num_tokens, self.num_grid_tokens),
+            "update_tokens": (self.num_tokens, 1),
+            "update_tokens_max": (self.num_tokens, 1),
         }
 
 
@@ -1533,7 +1541,7 @@ def update_policy(
         in_update = batch.minibatch == number  # [B], whole groups
         rows = (in_update & has_gradient).nonzero().flatten().tolist()
         sums = [int(in_update.sum()), int(batch.response_mask[in_update].sum()), len(rows)]
-        counts = torch.tensor(sums, device=trainer.device)
+        counts = torch.tensor(sums, device=trainer.device)  # completions, tokens, rows with gradient
         dist.all_reduce(counts)  # before the first backward pass: the loss must not depend on the split
         if counts[0] == 0:  # all groups of this update were dropped, on all ranks
             continue
@@ -1552,7 +1560,7 @@ def update_policy(
     metrics |= token_metrics(batch, work.statistics, len(config.algorithm.entropy_groups))
     metrics |= clipped_by_update(batch, work.statistics, work.updates)
     if train.skip_zero_gradient:
-        metrics["account/update_tokens_total"] = (work.num_computed, 1)
+        metrics["account/update_tokens_total"] = (work.num_tokens, 1)
         metrics["empty_updates_max"] = (work.num_empty, 1)
         metrics |= old_pass_metrics(batch, config)
     return metrics | load_metrics(work.loads_LE, config.model.ep_size)
@@ -1613,8 +1621,8 @@ def main(config: Config) -> None:
         # Log, checkpoint
         metrics |= batch_metrics(batch, groups, config)
         reduced = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
-        num_measured = int(reduced.pop("measured_tokens_total", 0))
-        state.add_step(reduced, run.rule, num_measured, config.zero_variance.teacher_token_cost)
+        num_dlogp_tokens = int(reduced.pop("measured_tokens_total", 0))  # weight of this step's abs_dlogp
+        state.add_step(reduced, run.rule, num_dlogp_tokens, config.zero_variance.teacher_token_cost)
         log_step(run, batch, reduced, report, step_start)
         save_if_due(run, reduced)
         del sampled, groups, batch  # or their routes would stay in memory during the next rollout
@@ -1703,7 +1711,7 @@ def add_teacher_outputs(run: Run, batch: RolloutBatch) -> None:
     never replays the student's routes.
     """
     if run.config.zero_variance.teacher is None or batch.old_logprobs is None:
-        return  # None: no rank has a group to train on
+        return  # without old log-probabilities every group was dropped
     with run.clock("logprobs"):
         batch.is_taught = teacher_rows(batch, run.config)
         rows = batch.is_taught.nonzero().flatten().tolist()

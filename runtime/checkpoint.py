@@ -90,19 +90,19 @@ class TrainState:
         self.evaluated_step = self.step
 
     def add_step(
-        self, metrics: dict[str, float], rule: HandOver, num_measured: int, teacher_token_cost: float
+        self, metrics: dict[str, float], rule: HandOver, num_dlogp_tokens: int, teacher_token_cost: float
     ) -> None:
         """Add the tokens and the account/ metrics of a finished step.
 
-        rule, teacher_token_cost: of the current stage. num_measured: tokens over which abs_dlogp is the mean.
+        rule, teacher_token_cost: of the current stage. num_dlogp_tokens: tokens behind the mean abs_dlogp.
         """
         self.stage = after_step(self.stage, rule, int(metrics["tokens_total"]), metrics)
         self.generated_tokens += int(metrics["tokens_total"])
         self.charged_for_teacher += teacher_token_cost * metrics.get("account/teacher_tokens_total", 0)
         self.gradient_tokens += int(metrics["gradient_tokens_total"])
         if math.isfinite(metrics.get("abs_dlogp", math.nan)):
-            self.trained_tokens += num_measured
-            self.abs_dlogp_sum += metrics["abs_dlogp"] * num_measured
+            self.trained_tokens += num_dlogp_tokens
+            self.abs_dlogp_sum += metrics["abs_dlogp"] * num_dlogp_tokens
         for name, value in metrics.items():
             if name.startswith("account/"):
                 name = name.removeprefix("account/").removesuffix("_total")
