@@ -19,7 +19,9 @@
 PYTHON ?= python3
 STACK  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 REQUIREMENTS = $(if $(filter cpu,$(STACK)),requirements-cpu.txt,requirements.txt)
-RANKS  ?= $(if $(filter gpu,$(STACK)),$(shell nvidia-smi -L | head -n 2 | wc -l),2)
+# GPUs that the demo may use: those of CUDA_VISIBLE_DEVICES, else all (a line that begins with GPU; MIG slices do not).
+VISIBLE = if [ -n "$$CUDA_VISIBLE_DEVICES" ]; then echo "$$CUDA_VISIBLE_DEVICES" | tr , '\n'; else nvidia-smi -L | grep ^GPU; fi
+RANKS  ?= $(if $(filter gpu,$(STACK)),$(shell $(VISIBLE) | head -n 2 | wc -l),2)
 # The two stacks overwrite parts of each other, so the one that is installed second has a folder of its own.
 OTHER  = $(if $(filter cpu,$(STACK)),gpu,cpu)
 VENV   = .venv$(if $(wildcard .venv/installed-$(OTHER)),-$(STACK))

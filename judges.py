@@ -211,10 +211,15 @@ def load_greedy_chat(
         use_tqdm_on_load=False,
     )
     half_context = llm.model_config.max_model_len // 2
+    has_template = bool(llm.get_tokenizer().chat_template)
     options = {
         "sampling_params": SamplingParams(temperature=0.0, max_tokens=min(max_tokens, half_context)),
-        "tokenization_kwargs": {"truncate_prompt_tokens": half_context, "truncation_side": "left"},
-        "chat_template": None if llm.get_tokenizer().chat_template else "{{ messages[0].content }}",
+        "tokenization_kwargs": {
+            "truncate_prompt_tokens": half_context,
+            "truncation_side": "left",
+            "add_special_tokens": not has_template,  # BOS, as in the training of a judge on plain text
+        },
+        "chat_template": None if has_template else "{{ messages[0].content }}",
         "chat_template_kwargs": template_args,
         "use_tqdm": False,
     }

@@ -99,7 +99,7 @@ from runtime.checks import (
 )
 from runtime.config import flat_settings
 from runtime.launch import Signals, Stopped
-from runtime.machine import check_machine
+from runtime.machine import check_address, check_machine
 from runtime.memory import NodeMemory, node_memory, trainer_bytes
 from runtime.metrics import (
     Clock,
@@ -240,6 +240,7 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     dtypes = (config.model.dtype, config.rollout.dtype)
     check_machine(bfloat16="bfloat16" in dtypes or "auto" in dtypes, fp8=config.rollout.fp8 == "on")
     check_driver()
+    check_address()
     wait_for_ranks(config.run.warn_s, config.run.timeout_s)
     wait_s = setup_timeout_s(config)
     accelerator = Accelerator(

@@ -97,7 +97,7 @@ class RolloutEngine:
         self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
         check_fp8(settings, self.hf_config)
         check_topk(settings, self.hf_config)
-        options = engine_options(model_path, max_model_len, settings, timeout_s)
+        options = engine_options(model_path, max_model_len, settings, self.captures_routes, timeout_s)
         check_kv_cache(self.hf_config, settings, max_model_len, block_size_of(options))
         if self.on_gpu and settings.kv_cache_gib is None:
             free, total = torch.cuda.mem_get_info()
@@ -487,9 +487,16 @@ GRAPH_SIZES = (512, 1024)
 
 
 def engine_options(
-    model_path: str | Path, max_model_len: int, settings: RolloutSettings, timeout_s: float | None = None
+    model_path: str | Path,
+    max_model_len: int,
+    settings: RolloutSettings,
+    captures_routes: bool,
+    timeout_s: float | None = None,
 ) -> dict:
-    """Translate the section `rollout` into keyword arguments of vllm.LLM."""
+    """Translate the section `rollout` into keyword arguments of vllm.LLM.
+
+    captures_routes: False for a dense model, whatever rollout.capture_routes says.
+    """
     on_gpu = torch.cuda.is_available()
     options = {
         "model": str(model_path),
@@ -520,7 +527,7 @@ def engine_options(
     if on_gpu and settings.sequences_at_once > GRAPH_SIZES[0] and not settings.enforce_eager:
         size = math.ceil(settings.sequences_at_once / 16) * 16  # vLLM captures multiples of 16
         options["max_cudagraph_capture_size"] = min(size, GRAPH_SIZES[1])
-    if on_gpu and settings.capture_routes != "off":
+    if on_gpu and captures_routes:
         options["block_size"] = 64  # larger blocks: with capture, each step lists all blocks in use
     if timeout_s is not None:
         options["distributed_timeout_seconds"] = math.ceil(timeout_s)
@@ -868,11 +875,12 @@ def split_widths(hf_config, expert_parallel: bool) -> dict[str, int]:
         widths["the shared experts"] = num_shared * expert_width(hf_config)
     if not all(is_moe):
         widths["the MLP"] = hf_config.intermediate_size
+    widths["the input of the attention's output"] = hf_config.num_attention_heads * head_dim(hf_config)
     return widths
 
 
 def splits_into_blocks(hf_config, tensor_parallel: int, expert_parallel: bool = False) -> bool:
-    """Tell whether tensor parallelism splits experts and MLPs into whole FP8 blocks, or splits nothing."""
+    """Tell whether tensor parallelism splits a layer into whole FP8 blocks, or splits nothing."""
     widths = split_widths(hf_config, expert_parallel).values()
     return tensor_parallel == 1 or all(width % (tensor_parallel * BLOCK) == 0 for width in widths)
 

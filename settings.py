@@ -57,10 +57,16 @@ class ZeroVarianceSettings(Section):
         gt=0,
     )
     explore_solved: float = setting(
-        0.1, "smallest probability of sampling a prompt whose record has right verdicts only", ge=0, le=1
+        0.1,
+        "about the smallest probability of sampling a prompt whose record has right verdicts only",
+        ge=0,
+        le=1,
     )
     explore_unsolved: float = setting(
-        0.1, "smallest probability of sampling a prompt whose record has wrong verdicts only", ge=0, le=1
+        0.1,
+        "about the smallest probability of sampling a prompt whose record has wrong verdicts only",
+        ge=0,
+        le=1,
     )
     retest_steps: int = setting(
         200,

@@ -665,7 +665,7 @@ def teacher_rows(batch: RolloutBatch, config: Config) -> Tensor:
     every          all groups
 
     A group never mixes both signals: its completions with a verdict are all taught, or all keep the
-    advantages of their rewards. Completions without a verdict have no loss in either case [ours].
+    advantages of their rewards. Completions without a verdict have no policy loss in either case [ours].
     """
     rule = config.zero_variance.teacher_groups
     if rule == "every":
@@ -753,8 +753,11 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step:
         advantages = advantages.masked_fill(was_cut.unsqueeze(1), 0.0)
     if algorithm.select is None or batch.entropy is None:  # no entropy: every group was dropped
         return advantages
-    rows = zip(batch.prompt_ids, batch.completion_ids)
-    seeds = [seed_of(config.train.seed, "select", step, *prompt, *ids) for prompt, ids in rows]
+    places: Counter[int] = Counter()  # of a row in its group: equal completions draw different numbers
+    seeds = []
+    for group, prompt, ids in zip(batch.group_index.tolist(), batch.prompt_ids, batch.completion_ids):
+        seeds.append(seed_of(config.train.seed, "select", step, places[group], *prompt, *ids))
+        places[group] += 1
     for number in range(config.train.minibatches_per_step):
         inputs = SelectInputs(
             advantages=advantages,
@@ -1139,7 +1142,7 @@ def policy_loss(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, 
         gain = gain - inputs.expected_gain
     if settings.kl_coef > 0:
         log_ref_ratio = (inputs.ref_logprobs - inputs.logprobs).clamp(max=MAX_LOG_RATIO)
-        statistics["ref_kl_k3"] = log_ref_ratio.expm1() - log_ref_ratio  # >= 0, unbiased under pi
+        statistics["ref_kl_k3"] = log_ref_ratio.expm1() - log_ref_ratio  # k3, >= 0
         gain = gain - settings.kl_coef * statistics["ref_kl_k3"]
     loss = -(weights * gain).sum()
     return loss, {name: value.detach() for name, value in statistics.items()}

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 import shutil
+import socket
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,26 @@ def unusable_fp8(
     return None
 
 
+def unreachable_address(address: str | None, environment: Mapping[str, str]) -> str | None:
+    """Explain that gloo would tell ranks on other nodes an address of this node that only this node knows.
+
+    gloo publishes the address of the hostname, which is 127.0.1.1 on a freshly installed Debian or Ubuntu,
+    and 127.0.0.1 if the hostname has no address (createDefaultDevice() in torch's ProcessGroupGloo). address:
+    of this node's hostname; None if it has none. Nodes on one machine (MASTER_ADDR 127.0.0.1) pass.
+    """
+    num_ranks = environment.get("WORLD_SIZE", "1")
+    is_one_node = environment.get("LOCAL_WORLD_SIZE", num_ranks) == num_ranks
+    is_one_machine = environment.get("MASTER_ADDR", "127.0.0.1").startswith(("127.", "localhost"))
+    is_reachable = address is not None and not address.startswith("127.")
+    if is_one_node or is_one_machine or is_reachable or "GLOO_SOCKET_IFNAME" in environment:
+        return None
+    return (
+        f"the hostname of this node has {address or 'no address'}, where other nodes cannot reach the node: "
+        "set GLOO_SOCKET_IFNAME on every node to the network interface between the nodes, for example eth0 "
+        f"(`ip -4 route get {environment['MASTER_ADDR']}` names it after dev)"
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------
 # Collect facts
 # ------------------------------------------------------------------------------------------------------------
@@ -192,6 +213,16 @@ def check_gpus() -> None:
             f"torchrun --nproc-per-node must be at most {torch.cuda.device_count()}, the number of GPUs of "
             "this machine: each rank needs one"
         )
+
+
+def check_address() -> None:
+    """Raise ValueError if ranks on other nodes could not connect to this node."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = None
+    if line := unreachable_address(address, os.environ):
+        raise ValueError(line)
 
 
 def check_machine(bfloat16: bool = False, fp8: bool = False) -> None:

@@ -384,8 +384,10 @@ settings = RolloutSettings(max_num_seqs=64, dtype="float32", kv_cache_gib=0.25, 
 engine = RolloutEngine(folder + "/policy", 64, settings)
 args = {"left": "<"}
 judge = build_judge("generative", folder + "/judge", batch_size=4, max_tokens=20, template_args=args)
+plain_judge = build_judge("generative", folder + "/plain", batch_size=4, max_tokens=20)
 def greedy(name, texts, num):
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(f"{folder}/{name}")
     ids = [tokenizer(text)["input_ids"] for text in texts]
     options = {"max_new_tokens": num, "do_sample": False}
     return [model.generate(torch.tensor([row]), **options)[0, len(row):].tolist() for row in ids]
@@ -399,6 +401,8 @@ for step in range(4):
     assert [completion.token_ids for completion in engine.generate(requests, step)] == expected
     num = (step + 3 * rank) % 5
     assert judge.generate(prompts[:num]) == wanted[:num]
+plain = tokenizer.batch_decode(greedy("plain", prompts[:2], 20), skip_special_tokens=True)
+assert plain_judge.generate(prompts[:2]) == plain
 long = judge.generate(["0" * 5000 + "1+1"])  # more than the context
 assert len(long) == 1 and len(set(wanted)) > 2
 os.write(1, b"exact\\n")
@@ -407,6 +411,7 @@ os.write(1, b"exact\\n")
 
 @pytest.mark.slow
 def test_a_generative_folder_beside_the_policys_engine_gives_the_text_of_transformers(tmp_path):
+    from tokenizers.processors import TemplateProcessing
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from moe_model import save_hf
@@ -423,6 +428,11 @@ def test_a_generative_folder_beside_the_policys_engine_gives_the_text_of_transfo
         initializer_range=0.2, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(tmp_path / "judge")
+    plain = tiny.build_tokenizer()  # without a chat template, a text begins with a special token (BOS)
+    begins = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", plain.unk_token_id)])
+    plain.backend_tokenizer.post_processor = begins
+    plain.save_pretrained(tmp_path / "plain")
+    Qwen3ForCausalLM(config).save_pretrained(tmp_path / "plain")
     (tmp_path / "ranks.py").write_text(SECOND_ENGINE)
     result = preloaded.run(2, tmp_path / "ranks.py", tmp_path)
     assert result.returncode == 0 and result.stdout.count("exact") == 2, result.stderr[-3000:]

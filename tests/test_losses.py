@@ -963,6 +963,18 @@ def check_selection(completions: list[dict], advantages: list[list[float]], algo
     assert num_dropped == sum(result == 0 for _, _, result in eligible) == min(limit, len(eligible))
 
 
+def test_clip_cov_draws_as_many_tokens_if_completions_are_equal(float64):
+    """Of four equal right and four equal wrong answers one token is drawn, a different one at each step."""
+    batch = make_batch([[0]] * 8, old_logprobs=[[-0.2]] * 4 + [[-1.6]] * 4, entropy=[[0.0]] * 8)
+    advantages = torch.tensor([[1.0]] * 4 + [[-1.0]] * 4)
+    config = config_of(**plugin("select", CLIP_COV, fraction=0.01, low=0.0, high=9.0))
+    drawn = []
+    for step in range(60):
+        (row,) = (train_rl.select_tokens(advantages, batch, config, step) == 0).flatten().nonzero().tolist()
+        drawn += row
+    assert set(drawn) == set(range(8))
+
+
 def test_clip_cov_draws_among_all_sampled_tokens_of_an_episode(float64):
     """Of 2 sampled, 3 inserted and 2 sampled tokens, which covary alike, each sampled one is drawn."""
     sampled = [True, True, False, False, False, True, True]

@@ -190,14 +190,32 @@ def test_a_driver_that_hides_the_gpu_is_an_error_unless_the_user_hides_it(bare_g
     assert machine.check_machine() is None
 
 
+@pytest.mark.parametrize(
+    ("address", "changed", "is_refused"),
+    [("127.0.1.1", {}, True), (None, {}, True), ("10.0.0.7", {}, False),
+     ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False), ("127.0.1.1", {"LOCAL_WORLD_SIZE": "16"}, False),
+     ("127.0.1.1", {"MASTER_ADDR": "127.0.0.1"}, False)],
+)  # fmt: skip
+def test_a_hostname_that_only_its_own_node_can_reach_is_refused_on_several_nodes(
+    address, changed, is_refused
+):
+    environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "node1"} | changed
+    line = machine.unreachable_address(address, environment)
+    assert (line is not None) == is_refused
+    assert line is None or ("GLOO_SOCKET_IFNAME" in line and "node1" in line and "\n" not in line)
+
+
 # ---- settings and models -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("model", "size", "is_whole"),
     [("Qwen/Qwen3-4B", 4, True), ("Qwen/Qwen3-4B", 8, False), ("Qwen/Qwen3-8B", 8, True),
-     ("Qwen/Qwen3-30B-A3B", 2, True), ("Qwen/Qwen3-30B-A3B", 8, False)],
+     ("Qwen/Qwen3-30B-A3B", 2, True), ("Qwen/Qwen3-30B-A3B", 8, False), ("Qwen/Qwen2.5-0.5B", 2, False)],
 )  # fmt: skip
-def test_fp8_needs_whole_blocks_of_experts_and_of_a_dense_mlp(model, size, is_whole):
-    """9,728 / 8 = 1,216 is 9.5 blocks of 128; 12,288 / 8 is 12 blocks. DeepGEMM takes whole blocks."""
+def test_fp8_needs_whole_blocks_of_experts_of_a_dense_mlp_and_of_the_attention_output(model, size, is_whole):
+    """9,728 / 8 = 1,216 is 9.5 blocks of 128; 12,288 / 8 is 12 blocks. DeepGEMM takes whole blocks.
+
+    Qwen2.5-0.5B has 14 heads of 64: half of them are 3.5 blocks, and half of its MLP is 19 blocks.
+    """
     config = model_config(model)
     assert rollout.splits_into_blocks(config, size) == is_whole
     settings = RolloutSettings(fp8="on", tensor_parallel=size)

@@ -720,20 +720,21 @@ def test_a_float32_head_brings_a_bfloat16_engine_closer_to_the_trainer(engine_of
 
 def test_options_of_an_engine_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    options = rollout.engine_options("folder", 100, RolloutSettings(sleep_level=2), 7200.5)
+    options = rollout.engine_options("folder", 100, RolloutSettings(sleep_level=2), True, 7200.5)
     assert options["hf_overrides"] == {"head_dtype": "float32"} and options["enable_sleep_mode"]
     assert not options["enforce_eager"] and options["block_size"] == 64
     assert options["distributed_timeout_seconds"] == options["cpu_distributed_timeout_seconds"] == 7201
     assert options["max_num_seqs"] == 256 and "max_cudagraph_capture_size" not in options
-    shared = rollout.engine_options("folder", 100, RolloutSettings(tensor_parallel=8))
+    shared = rollout.engine_options("folder", 100, RolloutSettings(tensor_parallel=8), False)
+    assert "block_size" not in shared, "a dense model shares more of its prompts in small blocks"
     assert shared["max_num_seqs"] == shared["max_cudagraph_capture_size"] == 1024, "not 512"
     fp8 = rollout.engine_options(
-        "folder", 100, RolloutSettings(fp8="on", kv_cache_fp8=True, dtype="bfloat16")
+        "folder", 100, RolloutSettings(fp8="on", kv_cache_fp8=True, dtype="bfloat16"), True
     )
     assert fp8["quantization"] == "fp8_per_block" and fp8["kv_cache_dtype"] == "fp8"
     assert fp8["quantization_config"] == {"ignore": ["re:.*mlp\\.gate$"]}
     assert not options.keys() & {"quantization", "quantization_config", "kv_cache_dtype"}
-    eager = rollout.engine_options("folder", 100, RolloutSettings(enforce_eager=True, dtype="float32"))
+    eager = rollout.engine_options("folder", 100, RolloutSettings(enforce_eager=True, dtype="float32"), True)
     assert eager["enforce_eager"] and not eager.keys() & {"hf_overrides", "distributed_timeout_seconds"}
 
 
