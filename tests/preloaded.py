@@ -22,7 +22,11 @@ from pathlib import Path
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
-LIBRARIES = ["pytest", "train_rl", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "tensorboard.compat"]
+LIBRARIES = [
+    "pytest", "train_rl", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3_moe", "compressed_tensors", "torch.utils.tensorboard",
+    "tensorboard.compat", "matplotlib.pyplot", "tests.frozen",
+]  # fmt: skip
 
 
 def start_server() -> multiprocessing.context.ForkServerContext:
