@@ -901,7 +901,8 @@ def completions_to_select_from(num: int, share_of_zeros: float, num_minibatches:
             "old_logprobs": [-rng.expovariate(1.0) for _ in range(length)],
             "advantages": [rng.gauss(0, 1) * (rng.random() >= share_of_zeros)] * length,
             "entropy": [rng.choice([0.0, 0.7, rng.uniform(0, 3)]) for _ in range(length)],
-            "prompt_ids": [i], "completion_ids": [rng.randrange(9) for _ in range(length)],
+            "group": i // 2, "prompt_ids": [i // 2],
+            "completion_ids": [rng.randrange(9) for _ in range(length)],
             "finish_reason": rng.choice(["stop", "length"]), "minibatch": i % num_minibatches,
         })  # fmt: skip
     return completions
@@ -912,6 +913,7 @@ def selected(completions: list[dict], config: Config, step: int = 0) -> list[lis
     batch = make_batch(
         [c["completion_ids"] for c in completions],
         [c["prompt_ids"] for c in completions],
+        [c["group"] for c in completions],
         padding=1,
         **{name: [c[name] for c in completions] for name in ("old_logprobs", "advantages", "entropy")},
     )
@@ -925,8 +927,7 @@ def selected(completions: list[dict], config: Config, step: int = 0) -> list[lis
 @pytest.mark.parametrize("name", SELECTIONS)
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_tokens_are_selected_over_the_ranks_of_an_update(name, num_minibatches, monkeypatch, float64):
-    """The selection follows the equations, however completions are dealt to 1, 2 or 3 ranks, one of them
-    empty."""
+    """The selection follows the equations, however groups are dealt to 1, 2 or 3 ranks, one of them empty."""
     is_drawn = name.startswith("clip_cov")
     completions = completions_to_select_from(
         60 if is_drawn else 13, 0.0 if is_drawn else 0.5, num_minibatches
@@ -934,7 +935,7 @@ def test_tokens_are_selected_over_the_ranks_of_an_update(name, num_minibatches, 
     algorithm = {f"algorithm__{key}": value for key, value in SELECTIONS[name].items()}
     config = settings_of(train__minibatches_per_step=num_minibatches, **algorithm)
     results = []
-    for deal in ([completions], [completions[:4], completions[4:]], [completions[5:], [], completions[:5]]):
+    for deal in ([completions], [completions[:4], completions[4:]], [completions[6:], [], completions[:6]]):
         ranks = FakeRanks(len(deal)).install(monkeypatch)
         rows = sum(ranks.run(lambda rank, deal=deal: selected(deal[rank], config)), [])
         order = [completions.index(c) for of_rank in deal for c in of_rank]
