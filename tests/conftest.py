@@ -2,6 +2,7 @@
 
 import atexit
 import filecmp
+import gc
 import json
 import os
 import re
@@ -51,9 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The process of the mark `ranks` runs tests that use the demo's model, and files that start ranks, because
     several files share runs, starts and the server of tests/preloaded.py. The other process runs the
-    remaining tests. A slow test that shares nothing says `slow(process="others")`. Only one process makes the
-    demo's model, so the process `ranks` begins with tests that need the model and the other process begins
-    without.
+    remaining tests. A slow test that shares nothing may name its process, `slow(process="others")` or
+    `slow(process="ranks")`, so that both processes take equally long. Only one process makes the demo's
+    model, so the process `ranks` begins with tests that need the model and the other process begins without.
     """
     for item in items:
         skip_without_programs(item)
@@ -61,10 +62,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         starts_ranks = any(
             hasattr(item.module, name) for name in ("preloaded", "torchrun", "train", "RankSuite")
         )
-        if slow and slow.kwargs.get("process") != "others" and (starts_ranks or needs_demo(item)):
+        chosen = slow.kwargs.get("process") if slow else "others"
+        if chosen == "ranks" or (chosen is None and (starts_ranks or needs_demo(item))):
             item.add_marker("ranks")
     late = {item.module for item in items if needs_demo(item)}
     items.sort(key=lambda item: (item.module in late) != (item.get_closest_marker("ranks") is not None))
+
+
+def pytest_collection_finish() -> None:
+    """Exempt libraries and collected tests from garbage collection: a tenth of the time of quick tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def skip_without_programs(item: pytest.Item) -> None:

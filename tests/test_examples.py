@@ -13,7 +13,7 @@ from data import random_model
 REVISION = "0" * 40  # of a model in the cache of the hub
 
 
-@pytest.mark.slow
+@pytest.mark.slow(process="ranks")
 def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
     rows = [
         {"question": f"What is {i} + {i}?", "answer": f"<<{i}+{i}={2 * i}>> #### {2 * i}"} for i in range(80)

@@ -1205,7 +1205,7 @@ def script(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
-@pytest.mark.slow(process="others")
+@pytest.mark.slow
 def test_a_row_from_training_to_the_table(demo_model, tmp_path, capsys):
     """A changed copy of train_rl.py, in another folder, trains the row."""
     copy = write_copy(tmp_path / "mine.py")
