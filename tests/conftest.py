@@ -193,6 +193,13 @@ def undisturbed(demo_model, tmp_path_factory) -> Path:
     return run_dir
 
 
+@pytest.fixture(scope="session")
+def python_stand_in():
+    """Provide a program that scripts start in place of Python, without its slow imports."""
+    with preloaded.python_stand_in() as file:
+        yield file
+
+
 @pytest.fixture
 def ranks(monkeypatch):
     """Return ranks(N), which makes torch.distributed consist of N threads of this process."""

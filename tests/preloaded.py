@@ -6,6 +6,8 @@ server imports them once for all runs of a session. A rank is then a fork of it 
 is killed is tried with the real one.
 """
 
+import contextlib
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -15,11 +17,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from unittest import mock
+
+import huggingface_hub.constants
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = [
@@ -53,6 +59,9 @@ def run_rank(arguments: list[str], environment: dict[str, str], folder: str, cwd
         stream.reconfigure(line_buffering=True)
     os.environ.clear()
     os.environ.update(environment)
+    if "HF_HUB_CACHE" in os.environ:
+        huggingface_hub.constants.HF_HUB_CACHE = os.environ["HF_HUB_CACHE"]  # libraries read it at import
+    sys.executable = os.environ.pop("PYTHON_STAND_IN", sys.executable)
     os.chdir(cwd)
     sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if arguments[0] == "-m":
@@ -122,3 +131,56 @@ def run(
         raise subprocess.TimeoutExpired(arguments, timeout_s, *texts)
     code = next((rank.exitcode for rank in ranks if rank.exitcode), 0)
     return subprocess.CompletedProcess(arguments, code, *texts)
+
+
+STAND_IN = """\
+#!{python} -SE
+import os, sys
+if sys.argv[1] in ("-", "-c"):
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+from multiprocessing.connection import Client
+with Client({address!r}) as server:
+    server.send((sys.argv[1:], dict(os.environ), os.getcwd()))
+    code, stdout, stderr = server.recv()
+sys.stdout.write(stdout)
+sys.stderr.write(stderr)
+sys.exit(code)
+"""
+
+
+@contextlib.contextmanager
+def python_stand_in() -> Iterator[Path]:
+    """Provide a program that scripts start in place of Python; its runs are those of run().
+
+    It knows `SCRIPT ...`, `-m MODULE ...` and `-m torch.distributed.run --nproc-per-node=N ...`. A script in
+    Python that is run with PYTHON_STAND_IN=FILE finds the program in sys.executable. Output comes at the end.
+    """
+    with tempfile.TemporaryDirectory() as folder, Listener(family="AF_UNIX") as listener:
+        file = Path(folder) / "python"
+        file.write_text(STAND_IN.format(python=sys.executable, address=listener.address))
+        file.chmod(0o755)
+        server = threading.Thread(target=answer_clients, args=(listener,))
+        server.start()
+        yield file
+        with Client(listener.address) as client:
+            client.send(None)
+        server.join()
+
+
+def answer_clients(listener: Listener) -> None:
+    """Answer each client in a thread of its own, because a program may start another; None ends the loop."""
+    while True:
+        client = listener.accept()
+        if (request := client.recv()) is None:
+            return
+        threading.Thread(target=answer, args=(client, *request)).start()
+
+
+def answer(client: Connection, arguments: list[str], environment: dict[str, str], cwd: str) -> None:
+    num_ranks = 0
+    if arguments[:2] == ["-m", "torch.distributed.run"]:
+        options = list(itertools.takewhile(lambda word: word.startswith("--"), arguments[2:]))
+        arguments = arguments[2 + len(options) :]
+        (num_ranks,) = (int(word.split("=")[1]) for word in options if word.startswith("--nproc-per-node="))
+    done = run(num_ranks, *arguments, env=environment, cwd=Path(cwd))
+    client.send((done.returncode, done.stdout, done.stderr))

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 from conftest import ROOT
@@ -14,7 +13,7 @@ REVISION = "0" * 40  # of a model in the cache of the hub
 
 
 @pytest.mark.slow(process="ranks")
-def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
+def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(python_stand_in, tmp_path):
     rows = [
         {"question": f"What is {i} + {i}?", "answer": f"<<{i}+{i}={2 * i}>> #### {2 * i}"} for i in range(80)
     ]
@@ -27,7 +26,7 @@ def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(tmp_path):
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text(REVISION)
     environment = os.environ | {
-        "RANKS": "1", "MODEL": "owner/tiny", "RUN": f"{tmp_path}/run", "PYTHON": sys.executable,
+        "RANKS": "1", "MODEL": "owner/tiny", "RUN": f"{tmp_path}/run", "PYTHON": str(python_stand_in),
         "HF_HUB_CACHE": f"{tmp_path}/hub", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
         "TRAIN": f"{tmp_path}/train.jsonl", "TEST": f"{tmp_path}/test.jsonl",
         "EVAL": "--max-new-tokens 8 --samples 2 --dtype float32 --kv-cache-gib 0.05",

@@ -35,9 +35,12 @@ def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProce
     return preloaded.run(0, *arguments, timeout_s=timeout_s)
 
 
-def bench(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
-    """Run a benchmark, which must end well."""
-    done = run("-m", f"experiments.bench.{name}", *arguments, timeout_s=timeout_s)
+def bench(
+    name: str, *arguments: object, timeout_s: float = 300, python: Path | None = None
+) -> subprocess.CompletedProcess:
+    """Run a benchmark, which must end well. It starts its ranks by `python`, or by the real Python."""
+    env = {"PYTHON_STAND_IN": str(python)} if python else {}
+    done = preloaded.run(0, "-m", f"experiments.bench.{name}", *arguments, timeout_s=timeout_s, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done
 
@@ -137,10 +140,10 @@ def test_turns_splits_the_seconds_of_a_rollout(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
-def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, small_recipe):
+def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, small_recipe, python_stand_in):
     files = ("--json", tmp_path / "rollout.json", "--plot", tmp_path / "rollout.png")
     small = ("--repeats", 1, "--slots", 2, "--workers", 2, "--ratios", 0, 2)
-    done = bench("rollout", "--workload", small_recipe, *small, *files)
+    done = bench("rollout", "--workload", small_recipe, *small, *files, python=python_stand_in)
     assert "all rows of a ratio gave the same completions and rewards" in done.stdout
     record = read_results(tmp_path / "rollout.json")
     slow_share = WorkRecipe.load(small_recipe).slow_share

@@ -437,17 +437,25 @@ def test_entropy_groups_worked_out_by_hand():
 @each_ratio
 def test_a_ratio_beyond_float32_gives_no_nan(ratio_level, ratio_form, clip):
     shapes = [[200.0], [-200.0], [200.0, -200.0, 0.0, 90.0], [500.0] * 3]
-    for log_ratios, advantage in itertools.product(shapes, [1.5, -1.5, 0.0]):
-        case = equal_tokens(0.0, advantage, entropy=0.7, num=len(log_ratios))
-        case |= {"logprobs": [log_ratios], "rollout_logprobs": [log_ratios]}
-        for mode in AXES["rollout_correction"]:
-            ratio = {"ratio_level": ratio_level, "ratio_form": ratio_form}
-            loss, gradient, statistics = run_loss(
-                case, config_of(rollout_correction=mode, **ratio, **CLIPS[clip])
-            )
-            assert torch.isfinite(loss) and torch.isfinite(gradient).all()
-            assert all(torch.isfinite(value).all() for value in statistics.values())
-            assert advantage or not gradient.any()
+    rows = list(itertools.product(shapes, [1.5, -1.5, 0.0]))  # of one batch
+    log_ratios = [row for row, _ in rows]
+    advantages = [[advantage] * len(row) for row, advantage in rows]
+    zeros = [[0.0] * len(row) for row in log_ratios]
+    case = {
+        "logprobs": log_ratios,
+        "rollout_logprobs": log_ratios,
+        "old_logprobs": zeros,
+        "ref_logprobs": zeros,
+    }
+    case |= {"advantages": advantages, "entropy": [[0.7] * len(row) for row in log_ratios]}
+    for mode in AXES["rollout_correction"]:
+        ratio = {"ratio_level": ratio_level, "ratio_form": ratio_form}
+        loss, gradient, statistics = run_loss(
+            case, config_of(rollout_correction=mode, **ratio, **CLIPS[clip])
+        )
+        assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+        assert all(torch.isfinite(value).all() for value in statistics.values())
+        assert not gradient[torch.tensor(sum(advantages, [])) == 0].any()
 
 
 @each_clip

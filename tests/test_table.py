@@ -27,6 +27,7 @@ from experiments import declaration, report, run
 from experiments.studies.score_centering import secondary
 from runtime.checkpoint import prepare_run_dir
 from runtime.config import flat_settings
+from tests import preloaded
 from train_rl import load_config
 
 T_975 = {1: 12.7062047364, 2: 4.3026527297, 4: 2.7764451052}  # 97.5 % quantiles of Student's t, from tables
@@ -1166,7 +1167,7 @@ def test_a_locked_folder_is_refused(table, tmp_path, capsys):
     run.refuse_locked(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(process="others")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path, monkeypatch):
     """The scheduler is a fork of this process, because a new one would import torch first."""
@@ -1200,13 +1201,8 @@ def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path, monk
 
 
 # ---- for real ----------------------------------------------------------------------------------------------
-def script(name: str, *arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
-    command = [sys.executable, f"experiments/{name}", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
-
-
 @pytest.mark.slow
-def test_a_row_from_training_to_the_table(demo_model, tmp_path, capsys):
+def test_a_row_from_training_to_the_table(demo_model, python_stand_in, tmp_path, capsys):
     """A changed copy of train_rl.py, in another folder, trains the row."""
     copy = write_copy(tmp_path / "mine.py")
     text = f"base: {ROOT}/experiments/environments/tiny.yaml\nrollout: {{group_size: 4}}\n"
@@ -1215,7 +1211,8 @@ def test_a_row_from_training_to_the_table(demo_model, tmp_path, capsys):
     rows = ["--rows", tmp_path / "small.yaml", "--seeds", 0, "--out", out, "--ranks", 1]
     sets = "[{path: data/built/tiny/test.jsonl, name: additions, limit: 20}]"
     small = ["train.num_steps=2", "rollout.prompts_per_step=8", "eval.every=1", f"data.eval={sets}"]
-    trained = script("run.py", *rows, "--script", copy, *small)
+    command = ["experiments/run.py", *rows, "--script", copy, *small]
+    trained = preloaded.run(0, *command, env={"PYTHON_STAND_IN": str(python_stand_in)})
     assert trained.returncode == 0, trained.stdout + trained.stderr
     folder = out / "small" / "seed_0"
     assert "a changed copy" in folder.with_name("seed_0.log").read_text()
@@ -1223,7 +1220,7 @@ def test_a_row_from_training_to_the_table(demo_model, tmp_path, capsys):
     assert json.loads((folder / "versions.json").read_text())["script"] == "mine.py"
     assert run.main([str(word) for word in (*rows, "--script", copy, *small)]) == 0
     assert "1 of 1 runs" in capsys.readouterr().out
-    table = script("report.py", "--runs", out, "--parent", "small")
+    table = preloaded.run(0, "experiments/report.py", "--runs", out, "--parent", "small")
     assert table.returncode == 0, table.stderr
     line = cells(table.stdout)["small"]
     summary = json.loads((folder / "summary.json").read_text())
