@@ -245,7 +245,7 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
 
 def config_warnings(config: Config) -> list[str]:
     """List legitimate but unusual combinations, to be printed once at the start."""
-    return [*loss_warnings(config), *elimination_warnings(config)]
+    return [*loss_warnings(config), *elimination_warnings(config), *timeout_warnings(config)]
 
 
 def loss_warnings(config: Config) -> list[str]:
@@ -320,3 +320,16 @@ def elimination_warnings(config: Config) -> list[str]:
     if config.rollout.group_size == 1 and not has_baseline:
         warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
     return warnings
+
+
+def timeout_warnings(config: Config) -> list[str]:
+    """List the waits that the watchdog would end before their own limit."""
+    limits = {"reward.timeout_s": config.reward.timeout_s}
+    if config.has_turns:
+        limits["rollout.tool_timeout_s"] = config.rollout.tool_timeout_s
+    return [
+        f"{name} {seconds:g} with run.timeout_s {config.run.timeout_s:g}: a call that takes this long aborts "
+        "the run, because its rank counts as one that hangs; raise run.timeout_s"
+        for name, seconds in limits.items()
+        if seconds >= config.run.timeout_s
+    ]

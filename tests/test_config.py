@@ -575,6 +575,14 @@ def test_unusual_settings_are_warned_about_with_both_names():
         assert config_warnings(load(*per_token, "algorithm.ratio_form=stop_gradient")) == []
     judge = ("reward.judge=scalar", "reward.judge_path=x")
     assert config_warnings(load(*judge)) == []
+    with_tools = ("data.tools=[verifiers.tools:python]", "data.chat=always", "run.timeout_s=60")
+    for name, settings in (
+        ("reward.timeout_s", ("run.timeout_s=60",)),
+        ("rollout.tool_timeout_s", with_tools),
+    ):
+        assert f"{name} 60 with run.timeout_s 60" in warning_of(*settings, f"{name}=60")
+        assert config_warnings(load(*settings, f"{name}=59")) == []
+    assert config_warnings(load("run.timeout_s=60", "rollout.tool_timeout_s=60")) == [], "no tools, no calls"
     assert "zero_variance.history, rl_zvp:" in warning_of(
         *judge, "zero_variance.rl_zvp=true", "zero_variance.history=true"
     )
