@@ -188,7 +188,7 @@ def undisturbed(demo_model, tmp_path_factory) -> Path:
     Tests compare this run with runs on one node, because the number of nodes changes no bit.
     """
     run_dir = tmp_path_factory.mktemp("run") / "undisturbed"
-    done = train(*SMALL, f"run.dir={run_dir}", start=two_agents)
+    done = train(*SMALL, f"run.dir={run_dir}", num_nodes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     return run_dir
 

@@ -73,14 +73,15 @@ def run_rank(arguments: list[str], environment: dict[str, str], folder: str, cwd
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def rank_environments(num_ranks: int) -> list[dict[str, str]]:
+def rank_environments(num_ranks: int, num_nodes: int) -> list[dict[str, str]]:
     """Return what torchrun adds to the environment of each rank; without ranks one process gets nothing."""
+    per_node = num_ranks // num_nodes
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1"}
+    shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": per_node, "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(num_ranks)] or [{}]
+    own = [shared | {"RANK": rank, "LOCAL_RANK": rank % per_node} for rank in range(num_ranks)] or [{}]
     return [{name: str(value) for name, value in of_rank.items()} for of_rank in own]
 
 
@@ -99,16 +100,18 @@ def run(
     env: dict[str, str] | None = None,
     cwd: Path = ROOT,
     kill_when: Callable[[], bool] | None = None,
+    num_nodes: int = 1,
 ) -> subprocess.CompletedProcess:
     """Run a script with its arguments on num_ranks processes. If a rank fails, end all ranks.
 
     0 ranks: one process without torchrun's environment. subprocess.TimeoutExpired after timeout_s.
-    kill_when: polled while the ranks run; if True, all ranks are killed (SIGKILL).
+    kill_when: polled while the ranks run; if True, all ranks are killed (SIGKILL). num_nodes: the nodes that
+    the ranks believe to be on.
     """
     context, arguments = start_server(), [str(argument) for argument in arguments]
     common, ranks = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}, []
     with tempfile.TemporaryDirectory() as folder:
-        for own in rank_environments(num_ranks):
+        for own in rank_environments(num_ranks, num_nodes):
             ranks.append(context.Process(target=run_rank, args=(arguments, common | own, folder, str(cwd))))
             ranks[-1].start()
         deadline, waiting = time.monotonic() + timeout_s, {rank.sentinel: rank for rank in ranks}

@@ -90,7 +90,7 @@ def expert_of(name: str) -> int | None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "ep_size", "ranks"),
-    [("30B-A3B", 1, [0]), ("30B-A3B", 8, range(8)), ("235B-A22B", 8, [0, 5])],
+    [("30B-A3B", 1, [0]), ("30B-A3B", 8, [0, 7]), ("235B-A22B", 8, [0, 5])],
 )
 def test_a_rank_reads_its_share_and_exports_it(
     size, ep_size, ranks, checkpoint, reads, tmp_path, monkeypatch

@@ -1,8 +1,11 @@
 """Settings: their sources (defaults, YAML files, command line), and the refusal of wrong ones."""
 
+import contextlib
 import itertools
 import re
 import shlex
+from functools import cache
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import huggingface_hub
@@ -173,12 +176,17 @@ def command_of(file) -> list[str]:
     return shlex.split(command)
 
 
+@cache
+def config_of(file: Path) -> Config:
+    """Load an experiment by its command."""
+    with contextlib.chdir(ROOT):
+        return load_config(command_of(file))
+
+
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: str(file.relative_to(ROOT / "experiments")))
-def test_every_experiment_begins_with_its_command_and_the_command_loads(file, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    arguments = command_of(file)
-    assert str(file.relative_to(ROOT)) in arguments
-    assert load_config(arguments).data.train
+def test_every_experiment_begins_with_its_command_and_the_command_loads(file):
+    assert str(file.relative_to(ROOT)) in command_of(file)
+    assert config_of(file).data.train
 
 
 NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML makes}
@@ -209,7 +217,7 @@ def value_of(config: Config, name: str) -> object:
 
 def test_each_choice_is_a_default_or_in_a_yaml_or_has_a_reason():
     """A choice that nobody makes is not worth its branch."""
-    configs = [Config(), *(load_config([TRAIN, "--config", str(file)]) for file in EXPERIMENTS)]
+    configs = [Config(), *map(config_of, EXPERIMENTS)]
     assert {file.parent.name for file in EXPERIMENTS} >= {"environments", "methods", "zero_variance"}
     used = {(name, value_of(config, name)) for name in CHOICES for config in configs}
     unused = {(name, value) for name, values in CHOICES.items() for value in values} - used

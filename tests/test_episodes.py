@@ -326,9 +326,9 @@ def test_calls_go_to_the_tools_and_other_turns_to_the_environment(tools, tokeniz
 
 
 def test_an_environment_is_rebuilt_in_more_than_the_time_of_one_step(tools, tokenizer):
-    """Three steps of 0.4 s run again within a limit of 1 s per step; both episodes share a worker."""
+    """Three steps of 0.2 s run again within a limit of 0.5 s per step; both episodes share a worker."""
     prompts = [make_prompt(tokenizer, "count", "4", "environment")] * 2
-    settings = ("rollout.tool_timeout_s=1", "rollout.tool_workers=1")
+    settings = ("rollout.tool_timeout_s=0.5", "rollout.tool_workers=1")
     interaction = make_interaction(tools, prompts, *settings, environment="Slow")
     hanging, other = play(interaction, prompts, [["a", "b", "c", "hang"], list("abcd")])
     interaction.close()

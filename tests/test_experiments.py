@@ -96,7 +96,13 @@ def test_sync_writes_the_table_it_prints(tmp_path):
 
 @pytest.mark.slow
 def test_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
-    done = bench("routes", "--models", "tiny", "--pairs", 1, "--json", tmp_path / "r.json")
+    script = tmp_path / "few_tokens.py"
+    script.write_text(
+        "from experiments.bench import routes\n"
+        'routes.WORKLOADS = {"16 new tokens": (8, 16), "32 new tokens": (8, 32)}\n'
+        "routes.main()\n"
+    )
+    done = run(script, "--models", "tiny", "--pairs", 1, "--json", tmp_path / "r.json")
     rows = read_results(tmp_path / "r.json")
     assert [row["bytes_per_token"] for row in rows] == [row["layers_times_top_k"] for row in rows] == [4, 4]
     for row in rows:

@@ -123,7 +123,7 @@ def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd, monke
     model = tmp_path / "model"
     random_model.main(["--output", str(model), "--text", str(dataset), "--layers", "1"])
     options = ["--models", model, model, "--data", dataset, "--json", tmp_path / "ifeval.json"]
-    options += ["--max-new-tokens", 8, "--dtype", "float32", "--kv-cache-gib", 0.25]
+    options += ["--max-new-tokens", 8, "--dtype", "float32", "--kv-cache-gib", 0.25, "--no-estimate"]
     ifeval.main(ifeval.parse_args([str(option) for option in options]))
     result = read_results(tmp_path / "ifeval.json")
     first, last = result["models"]

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +12,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers import FakeRanks, make_config, make_prompts
 
 import lifecycle
@@ -676,14 +674,12 @@ def test_missing_files_are_named(tiny_folder, tmp_path):
         tiny_judge.build(RECIPE, tmp_path / "nothing", tiny_folder / "train.jsonl", tmp_path / "other")
 
 
-@pytest.mark.slow(process="others")
-def test_the_command_accepts_wider_operands(tiny_folder, tmp_path):
+def test_the_command_accepts_wider_operands(tiny_folder, tmp_path, monkeypatch):
     train, _ = tiny.sample_problems(tiny.Recipe(max_digits=7, train_per_difficulty=60, test_per_difficulty=5))
     write_rows(tmp_path / "wide.jsonl", train)
-    command = [sys.executable, "-m", "data.tiny_judge", "--steps", "3", "--pairs", "64"]
-    command += ["--model", tiny_folder / "model", "--train", tmp_path / "wide.jsonl"]
-    command += ["--output", tmp_path / "judge"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = ["tiny_judge", "--steps", 3, "--pairs", 64, "--model", tiny_folder / "model"]
+    command += ["--train", tmp_path / "wide.jsonl", "--output", tmp_path / "judge"]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
+    tiny_judge.main()
     judge = build_judge("scalar", str(tmp_path / "judge"))
     assert len(judge.scores(["1234567+7654321="], ["88888880"])) == 1

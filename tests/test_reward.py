@@ -525,7 +525,7 @@ def hostile_items(count: int) -> list[tuple[str, str, str]]:
     items = []
     for index in range(count):
         kind = rng.choice(3 * ("exact", "characters", "numeric", "gsm8k") + ("math",))  # math is slow
-        make = rng.choice(rare if index % 400 == 0 else templates)
+        make = rng.choice(rare if index % (count // 25) == 0 else templates)
         items.append((kind, make(), answers.get(kind, "5")))
     for index, content in enumerate(SLOW):
         items[(2 * index + 1) * count // 8] = ("math", rf"\boxed{{{content}}}", "5")
@@ -533,19 +533,19 @@ def hostile_items(count: int) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_completions():
-    items = hostile_items(10_000)
+def test_four_thousand_hostile_completions():
+    items = hostile_items(4_000)
     with RewardPool(2, timeout_s=1.0) as pool:
         for key, item in enumerate(items):
             pool.submit(key, *item)
         verdicts = pool.collect()
-        assert list(verdicts) == list(range(10_000))
+        assert list(verdicts) == list(range(4_000))
         statuses = {verdict.status for verdict in verdicts.values()}
         assert statuses <= {"ok", "wrong", "no_answer", "timeout", "error"}
         for verdict in verdicts.values():
             assert (verdict.reward == 1) == (verdict.status == "ok") and 0 <= verdict.reward <= 1
         late = [key for key, verdict in verdicts.items() if verdict.status == "timeout"]
-        assert {1250, 3750, 6250, 8750} <= set(late)
+        assert {500, 1500, 2500, 3500} <= set(late)
         assert len(late) == pool.num_timeouts == pool.num_restarts < 50, "only timeouts end a worker"
         assert pool.num_errors == sum(verdict.status == "error" for verdict in verdicts.values())
         assert len(children(os.getpid())) <= 2, "killed workers are gone; a new worker may be about to start"
@@ -640,11 +640,11 @@ def test_stopped_worker_is_replaced(monkeypatch):
 def test_workers_are_not_late_while_the_caller_is_busy(monkeypatch):
     monkeypatch.setattr(reward, "START_GRACE_S", 0.0)
     monkeypatch.setattr(reward, "GRACE_S", 0.0)
-    with RewardPool(1, timeout_s=1.0) as pool:
+    with RewardPool(1, timeout_s=0.5) as pool:
         big = "7" * 1_000_000  # does not fit the pipe, so most of the text waits for the next poll
         for n in range(3):
             pool.submit(n, "exact", big, big)
-        time.sleep(1.5)
+        time.sleep(0.7)
         assert pool.collect() == dict.fromkeys(range(3), OK)
 
 
@@ -681,7 +681,7 @@ def test_no_worker_outlives_a_killed_parent():
         assert wait_until(lambda: len(children(parent.pid)) == 2)
         workers = children(parent.pid)
         assert wait_until(lambda: all(ignores_interrupts(pid) for pid in workers))
-        time.sleep(1.0)  # one worker is idle, the other worker computes
+        time.sleep(0.2)  # one worker is idle, the other worker computes
         assert all(alive(pid) for pid in workers)
         parent.kill()
     assert wait_until(lambda: not any(alive(pid) for pid in workers), 10.0)
@@ -725,6 +725,6 @@ def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeyp
 def test_a_slow_import_is_no_timeout(tmp_path, monkeypatch):
     write_math_verify(tmp_path)
     module = tmp_path / "math_verify.py"
-    module.write_text("import time; time.sleep(2.0)\n" + module.read_text())
+    module.write_text("import time; time.sleep(1.0)\n" + module.read_text())
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert score([("math", r"\boxed{7}", "7")], timeout_s=1.5) == [OK]
+    assert score([("math", r"\boxed{7}", "7")], timeout_s=0.5) == [OK]

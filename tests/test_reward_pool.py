@@ -259,7 +259,7 @@ def test_a_sum_of_code_and_an_async_function_is_scored_alone(own):
 
 def test_each_call_of_an_async_function_has_a_separate_limit(own):
     seconds = ["0", "0", "30", "0.1", "0", "30"]
-    with RewardPool(1, timeout_s=1.5) as pool:
+    with RewardPool(1, timeout_s=0.8) as pool:
         for key, sleep in enumerate(seconds):
             pool.submit(key, "own_rewards:waits", sleep, "")
         statuses = [verdict.status for verdict in pool.collect().values()]
@@ -270,8 +270,8 @@ def test_each_call_of_an_async_function_has_a_separate_limit(own):
 @pytest.mark.slow
 @pytest.mark.parametrize("name, restarts", [("blocks", 2), ("stubborn", 1)])
 def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, monkeypatch):
-    monkeypatch.setattr(reward, "GRACE_S", 1.0)
-    with RewardPool(1, timeout_s=2.0) as pool:
+    monkeypatch.setattr(reward, "GRACE_S", 0.5)
+    with RewardPool(1, timeout_s=1.0) as pool:
         pool.submit("first", "own_rewards:blocks", "good", "")
         pool.collect()
         for key in range(6):
@@ -289,13 +289,13 @@ def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, mon
 
 @pytest.mark.parametrize(
     "name, status, restarts",
-    [("hangs", "timeout", 1), ("deaf", "timeout", 1), ("aborts", "error", 1), ("leaves", "error", 1),
-     ("eats", "error", 1), ("floods", "ok", 0)],
+    [("deaf", "timeout", 1), ("aborts", "error", 1), ("leaves", "error", 1), ("eats", "error", 1),
+     ("floods", "ok", 0)],
 )  # fmt: skip
 def test_a_function_that_misbehaves_costs_only_one_item(name, status, restarts, own, monkeypatch):
     """`deaf` ignores the alarm, so the pool kills the worker after the grace period."""
-    monkeypatch.setattr(reward, "GRACE_S", 1.0)
-    timeout_s = 2.0 if status == "timeout" else 20.0  # filling 512 MiB may take more than 2 s
+    monkeypatch.setattr(reward, "GRACE_S", 0.5)
+    timeout_s = 1.0 if status == "timeout" else 20.0  # filling 512 MiB may take more than 2 s
     start = time.monotonic()
     with RewardPool(1, timeout_s=timeout_s, memory_bytes=1 << 29) as pool:
         pool.submit("before", "exact", "a", "a")
@@ -366,21 +366,21 @@ def test_an_error_of_memory_names_the_setting(answer, is_noted, own):
         assert ("reward.memory_gib" in pool.memory_note(verdict)) == is_noted
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["garbage\n", '["x", 1.0, "ok", "", {}, 0.1]\n', '["x", {"fields": []}]\n', "half a line", "[]\n",
-     "[" * 9999 + "\n", "\n"],
-)  # fmt: skip
-def test_text_that_a_function_writes_into_the_pipe_is_no_verdict(text, own):
+def test_text_that_a_function_writes_into_the_pipe_is_no_verdict(own):
+    texts = [
+        "garbage\n", '["x", 1.0, "ok", "", {}, 0.1]\n', '["x", {"fields": []}]\n', "half a line", "[]\n",
+        "[" * 9999 + "\n", "\n",
+    ]  # fmt: skip
     with RewardPool(1) as pool:
-        pool.submit("bad", "own_rewards:writes", text, "")
-        for key in range(3):
-            pool.submit(key, "exact", "a", "a")
-        verdicts = pool.collect()
-        assert pool.num_restarts == 1
-    verdict = verdicts.pop("bad")
-    assert (verdict.reward, verdict.status) == (0.0, "error") and "pipe" in verdict.detail
-    assert list(verdicts.values()) == [OK] * 3
+        for number, text in enumerate(texts, start=1):
+            pool.submit("bad", "own_rewards:writes", text, "")
+            for key in range(3):
+                pool.submit(key, "exact", "a", "a")
+            verdicts = pool.collect()
+            assert pool.num_restarts == number, text
+            verdict = verdicts.pop("bad")
+            assert (verdict.reward, verdict.status) == (0.0, "error") and "pipe" in verdict.detail, text
+            assert list(verdicts.values()) == [OK] * 3, text
 
 
 def group_of(leader: int) -> list[int]:

@@ -151,16 +151,16 @@ def has_logged(run_dir: Path, step: int) -> bool:
     return metrics.is_file() and f'"step": {step},' in metrics.read_text()
 
 
-def start_and_signal(command: list[str], run_dir: Path, after_step: int, number: int) -> subprocess.Popen:
-    """Signal torchrun alone once a step is logged; return the ended process. No rank may outlive torchrun."""
+def start_and_terminate(command: list[str], run_dir: Path) -> subprocess.Popen:
+    """Send SIGTERM to torchrun alone after step 2; return the ended process. No rank may outlive torchrun."""
     process = start_torchrun(command)
     deadline = time.monotonic() + 120
-    while not has_logged(run_dir, after_step):
+    while not has_logged(run_dir, 2):
         assert process.poll() is None and time.monotonic() < deadline, "ended before the signal"
         time.sleep(0.002)
     ranks = children_of(process)
     assert len(ranks) == 2
-    os.kill(process.pid, number)
+    process.terminate()
     process.wait(60)
     while any(Path(f"/proc/{pid}").exists() for pid in ranks):
         assert time.monotonic() < deadline, "a rank outlived torchrun"
@@ -197,13 +197,14 @@ def command_of(pid: str) -> bytes:
 def killed(tmp_path_factory) -> Path:
     """Make a run of four steps: killed after step 1, started again, killed after a checkpoint, resumed.
 
-    The first kill hits the ranks, the second one torchrun.
+    test_ranks_that_still_import_end_with_torchrun kills torchrun itself.
     """
     run_dir = tmp_path_factory.mktemp("run") / "killed"
     command = [*SMALL, "train.num_steps=4", f"run.dir={run_dir}"]
     done = train(*command, kill_when=lambda: has_logged(run_dir, 1))
     assert done.returncode == -signal.SIGKILL and not (run_dir / "checkpoints" / "step_000002").exists()
-    start_and_signal(command, run_dir, after_step=3, number=signal.SIGKILL)
+    done = train(*command, kill_when=lambda: has_logged(run_dir, 3))
+    assert done.returncode == -signal.SIGKILL and not (run_dir / "summary.json").exists()
     resumed = train(*command)
     assert resumed.returncode == 0 and "resumed from" in resumed.stdout, resumed.stderr[-3000:]
     return run_dir
@@ -236,7 +237,7 @@ def test_a_finished_run_continues_with_more_steps_as_if_never_stopped(killed, un
 
 def test_sigterm_leaves_a_checkpoint_of_the_last_finished_step(undisturbed, tmp_path):
     command = [*SMALL, f"run.dir={tmp_path}", "checkpoint.every=0"]
-    assert start_and_signal(command, tmp_path, after_step=2, number=signal.SIGTERM).returncode != 0
+    assert start_and_terminate(command, tmp_path).returncode != 0
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     assert "step_000002" <= checkpoint.name < "step_000006"
     assert rows_of(tmp_path)[-1]["step"] == int(checkpoint.name[-6:])
@@ -490,6 +491,7 @@ BAD_INPUT = {  # case: (settings, keyword of the message)
     "unknown setting": (["train.learning_rat=1"], "train.learning_rate"),
     "no such file": (["data.train=[{path: nowhere.jsonl}]"], "nowhere.jsonl"),
     "unknown verifier": (["data.train=[{path: ODD_KIND}]"], "row 1"),
+    "code in training data": (["data.train=[{path: CODE}]"], "timeit:timeit"),
     "code in held-out data": (["data.eval=[{path: CODE, kind: exact}]"], "timeit:timeit"),
     "no such file of rewards": (
         [f"data.train=[{{path: {TRAIN_SET}, kind: 'nowhere.py:score', columns: {{kind: null}}}}]"],
@@ -560,17 +562,28 @@ def test_bad_input_is_one_clear_message(case, bad_input_outcomes):
     assert BAD_INPUT[case][1] in lines[0]
 
 
-def test_code_in_training_data_is_refused_and_the_message_comes_last_under_torchrun(tmp_path):
-    code, trace = write_code(tmp_path)
-    done = train(*SMALL, f"data.train=[{{path: {code}}}]", f"run.dir={tmp_path / 'run'}", start=torchrun)
+FAILS = """
+import sys
+from pathlib import Path
+from runtime.launch import leave, run
+
+def main(folder):
+    raise ValueError(f"{folder}: refused")
+
+leave(run(main, lambda argv: Path(argv[0]), sys.argv[1:], lambda folder: folder))
+"""
+
+
+def test_the_message_of_an_error_comes_last_under_torchrun(tmp_path):
+    (tmp_path / "fails.py").write_text(FAILS)
+    done = torchrun(2, tmp_path / "fails.py", tmp_path)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert lines[0].startswith("error on rank 0: ") and "timeit:timeit" in lines[0]
+    assert lines[0].startswith("error on rank 0: ") and "refused" in lines[0]
     rank, message = re.search(r" : error on rank ([01]): (.*)", lines[-2]).groups()  # torchrun picks a rank
-    assert lines[-1].startswith("=====") and message.startswith(str(code))
-    stack = tmp_path / "run" / f"error_rank_{rank}.txt"
+    assert lines[-1].startswith("=====") and message.startswith(str(tmp_path))
+    stack = tmp_path / f"error_rank_{rank}.txt"
     assert str(stack) in message and "Traceback" in stack.read_text()
-    assert not trace.exists()
 
 
 LOST = "model.layers.1.mlp.experts.7.down_proj.weight"  # on rank 1: all ranks check all names

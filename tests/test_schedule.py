@@ -188,22 +188,6 @@ def test_longest_first_follows_its_description(seed):
     assert initial == copy, "the caller's list is not changed"
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_longest_first_is_within_grahams_bound_of_the_optimum(seed):
-    """Within 4/3 - 1/(3 bins) of the best of all assignments (Graham 1969)."""
-    rng = random.Random(seed)
-    num_bins = rng.choice([2, 3])
-    sizes = [rng.randint(1, 30) for _ in range(rng.randint(1, 8))]
-    bins = longest_first(sizes, num_bins)
-    assert len(bins) == len(sizes) and set(bins) <= set(range(num_bins))
-
-    def largest(assignment) -> int:
-        return max(sum(s for s, b in zip(sizes, assignment) if b == n) for n in range(num_bins))
-
-    best = min(map(largest, itertools.product(range(num_bins), repeat=len(sizes))))
-    assert largest(bins) <= (4 / 3 - 1 / (3 * num_bins)) * best + 1e-9
-
-
 # ---- groups with verdicts that take time -------------------------------------------------------------------
 
 

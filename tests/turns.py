@@ -87,7 +87,7 @@ class Slow(Countdown):
     """A step takes a while."""
 
     def step(self, text):
-        time.sleep(0.4)
+        time.sleep(0.2)
         return super().step(text)
 
 class Dice(Countdown):

@@ -21,6 +21,7 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from runtime.agreement import wait_for_ranks
 from runtime.metrics import Clock
 from runtime.watchdog import Watchdog
 
@@ -60,6 +61,7 @@ def hang(kind: str, clock: Clock, folder: Path) -> None:
 
 
 def main(kind: str, folder: Path) -> None:
+    wait_for_ranks(warn_s=30.0, timeout_s=60.0)  # in the store of torchrun's agent, if there is one
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     clock, rank = Clock({}), dist.get_rank()
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"report_{rank}")
