@@ -73,7 +73,7 @@ check-second: lint
 
 check-first check-second: $(STAMP)
 	$(if $(filter %first,$@),$(BIN)/python experiments/report.py --check)
-	$(BIN)/python -m pytest -q $(wildcard tests/test_[$(if $(filter %first,$@),a-ln-oqw-z,mpr-v)]*.py) \
+	$(BIN)/python -m pytest -q $(wildcard tests/test_[$(if $(filter %first,$@),a-ln-oqw-y,mpr-vz)]*.py) \
 	    -m "not slow and not gpu" --durations=5
 
 # Two processes at once: one starts ranks and spends much of its time on one core, the other runs all else meanwhile.

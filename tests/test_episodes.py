@@ -238,6 +238,7 @@ def test_calls_of_many_episodes_are_spread_over_the_workers(calculator):
     assert len({episode.texts[1] for episode in episodes}) == 2
 
 
+@pytest.mark.slow(process="others")
 def test_async_tools_wait_at_the_same_time_within_their_limit(tools, tokenizer):
     """Forty calls of 0.5 s on two workers would take 10 s in a row."""
     prompts = [make_prompt(tokenizer, "2+2")] * 40
@@ -325,6 +326,7 @@ def test_calls_go_to_the_tools_and_other_turns_to_the_environment(tools, tokeniz
     assert episodes[2].texts == ("a", "2", sum_, "4", sum_, "4", "b", "1", "c")
 
 
+@pytest.mark.slow(process="others")
 def test_an_environment_is_rebuilt_in_more_than_the_time_of_one_step(tools, tokenizer):
     """Three steps of 0.2 s run again within a limit of 0.5 s per step; both episodes share a worker."""
     prompts = [make_prompt(tokenizer, "count", "4", "environment")] * 2

@@ -559,6 +559,7 @@ def test_pool_agrees_with_verify_in_any_order():
     assert score([case[:3] for case in cases]) == [case[3] for case in cases]
 
 
+@pytest.mark.slow
 def test_timeout_costs_only_the_item_of_the_worker():
     with RewardPool(1, timeout_s=0.5) as pool:
         pool.submit("hangs", "math", HANGS, "5")
@@ -582,6 +583,7 @@ def test_timeout_holds_when_the_caller_ignores_or_blocks_alarms(mask):
         signal.signal(signal.SIGALRM, old)
 
 
+@pytest.mark.slow
 def test_killed_worker_costs_only_the_item_in_progress():
     with RewardPool(1, timeout_s=60.0) as pool:
         pool.submit("hangs", "math", HANGS, "5")
@@ -596,6 +598,7 @@ def test_killed_worker_costs_only_the_item_in_progress():
         assert (pool.num_timeouts, pool.num_errors, pool.num_restarts) == (0, 1, 1)
 
 
+@pytest.mark.slow
 def test_killed_idle_worker_costs_nothing():
     with RewardPool(2) as pool:
         assert wait_until(lambda: len(children(os.getpid())) == 2)
@@ -611,6 +614,7 @@ def test_killed_idle_worker_costs_nothing():
         assert pool.collect() == {"next": OK} and pool.num_restarts == 2
 
 
+@pytest.mark.slow
 def test_memory_limit_is_an_error_of_one_item():
     bomb = "x" * (64 << 20)
     with RewardPool(1, memory_bytes=100 << 20) as pool:
@@ -637,6 +641,7 @@ def test_stopped_worker_is_replaced(monkeypatch):
         assert not alive(stopped) and (pool.num_timeouts, pool.num_restarts) == (1, 1)
 
 
+@pytest.mark.slow
 def test_workers_are_not_late_while_the_caller_is_busy(monkeypatch):
     monkeypatch.setattr(reward, "START_GRACE_S", 0.0)
     monkeypatch.setattr(reward, "GRACE_S", 0.0)
@@ -648,6 +653,7 @@ def test_workers_are_not_late_while_the_caller_is_busy(monkeypatch):
         assert pool.collect() == dict.fromkeys(range(3), OK)
 
 
+@pytest.mark.slow
 def test_submit_and_poll_do_not_wait():
     with RewardPool(1, timeout_s=20.0) as pool:
         pool.submit("hangs", "math", HANGS, "5")
@@ -674,6 +680,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_parent():
     command = [sys.executable, "-c", PARENT.format(hangs=HANGS)]
     with subprocess.Popen(command, cwd=Path(reward.__file__).parent, stdout=subprocess.PIPE) as parent:
@@ -687,6 +694,7 @@ def test_no_worker_outlives_a_killed_parent():
     assert wait_until(lambda: not any(alive(pid) for pid in workers), 10.0)
 
 
+@pytest.mark.slow
 def test_close_ends_the_workers():
     with RewardPool(2, timeout_s=600.0) as pool:
         pool.submit("hangs", "math", HANGS, "5")
@@ -708,6 +716,7 @@ def write_math_verify(folder: Path, *lines: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeypatch):
     """The module prints by Python, by file descriptor and by a shell, and reads stdin."""
     write_math_verify(
@@ -722,6 +731,7 @@ def test_printing_inside_the_verifier_stays_out_of_the_replies(tmp_path, monkeyp
     assert verdicts == [OK if n % 3 == 0 else WRONG for n in range(30)]
 
 
+@pytest.mark.slow
 def test_a_slow_import_is_no_timeout(tmp_path, monkeypatch):
     write_math_verify(tmp_path)
     module = tmp_path / "math_verify.py"

@@ -29,6 +29,7 @@ from reward import (
 from settings import RewardSettings
 from verifiers.kinds import KINDS, functions_of, is_kind, parts_of
 
+pytestmark = pytest.mark.slow
 OWN = """
 import asyncio, os, signal, subprocess, sys, time
 import sibling_of_own_rewards
@@ -267,7 +268,6 @@ def test_each_call_of_an_async_function_has_a_separate_limit(own):
     assert statuses == ["timeout" if sleep == "30" else "ok" for sleep in seconds]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name, restarts", [("blocks", 2), ("stubborn", 1)])
 def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, monkeypatch):
     monkeypatch.setattr(reward, "GRACE_S", 0.5)

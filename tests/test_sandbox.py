@@ -23,6 +23,7 @@ from verifiers import sandbox
 from verifiers.code import extract_program, same_output, verify
 from verifiers.sandbox import Limits, Sandbox, bubblewrap_arguments, check_sandbox, run_program
 
+pytestmark = pytest.mark.slow
 SECRET = "a secret of the parent"
 
 each_isolation = pytest.mark.parametrize(
