@@ -295,7 +295,7 @@ def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, mon
 def test_a_function_that_misbehaves_costs_only_one_item(name, status, restarts, own, monkeypatch):
     """`deaf` ignores the alarm, so the pool kills the worker after the grace period."""
     monkeypatch.setattr(reward, "GRACE_S", 0.5)
-    timeout_s = 1.0 if status == "timeout" else 20.0  # filling 512 MiB may take more than 2 s
+    timeout_s = 1.0 if status == "timeout" else 20.0  # filling 512 MiB may take more than 1 s
     start = time.monotonic()
     with RewardPool(1, timeout_s=timeout_s, memory_bytes=1 << 29) as pool:
         pool.submit("before", "exact", "a", "a")
