@@ -14,7 +14,7 @@ from runtime.config import explain, read_config, refuse_contradictions
 from runtime.learning_rate import learning_rate
 from runtime.other_names import NAMES_ELSEWHERE
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
-from settings import HOOKS, STAGE_SETTINGS, Config, RewardSettings, ZeroVarianceSettings
+from settings import HOOKS, STAGE_SETTINGS, Config, ZeroVarianceSettings
 from verifiers.kinds import functions_of, is_kind
 
 DEFAULTS = ZeroVarianceSettings()
@@ -93,22 +93,8 @@ def zero_variance_contradictions(config: Config) -> dict[str, bool]:
             zero.skip_rule != "expected" and not zero.history,
         "{zero_variance.rl_zvp} reshapes the groups that {zero_variance.drop} removes: choose one":
             zero.rl_zvp and zero.drop,
-        "{zero_variance.tournament} needs a judge, not {reward.judge}":
-            zero.tournament and config.reward.judge == "none",
-        "{zero_variance.tournament} rewards the groups that {zero_variance.drop} removes: choose one":
-            zero.tournament and zero.drop,
-        "{zero_variance.tournament} and {zero_variance.rl_zvp} reshape the same groups: choose one":
-            zero.tournament and zero.rl_zvp,
-        "{zero_variance.tournament} asks the judge for pairs: leave {reward.judge_mode} at score":
-            zero.tournament and config.reward.judge_mode != "score",
-        "{zero_variance.tournament} mixes no scores: leave {reward.judge_weight} at its default":
-            zero.tournament and config.reward.judge_weight != RewardSettings().judge_weight,
-        "{zero_variance.tournament} gives both signs to right or wrong groups, {algorithm.correctness_guard} "
-        "removes one: choose one": zero.tournament and config.algorithm.correctness_guard,
         "{zero_variance.teacher} teaches groups that {zero_variance.drop} removes: choose one":
             zero.teacher is not None and zero.drop,
-        "{zero_variance.teacher} and {zero_variance.tournament} reshape the same groups: choose one":
-            zero.teacher is not None and zero.tournament,
         "{zero_variance.teacher_groups} leaves no group to {zero_variance.rl_zvp}: set it to all_wrong":
             zero.teacher is not None and zero.rl_zvp and zero.teacher_groups != "all_wrong",
         **{
@@ -135,7 +121,6 @@ def reward_contradictions(config: Config) -> dict[str, bool]:
     reward = config.reward
     is_scalar = reward.judge == "scalar"
     by_score = reward.judge_mode == "score"
-    in_pairs = not by_score or config.zero_variance.tournament
     return {
         "{reward.overlong_buffer} must be at most {rollout.max_new_tokens}":
             reward.overlong_buffer > rollout.max_new_tokens,
@@ -145,9 +130,9 @@ def reward_contradictions(config: Config) -> dict[str, bool]:
             (reward.judge == "none") != (reward.judge_path is None),
         "{reward.judge_mode} needs a judge, not {reward.judge}": reward.judge == "none" and not by_score,
         "{reward.judge_margin} needs pairs and a scalar judge, not {reward.judge} and {reward.judge_mode}":
-            reward.judge_margin > 0 and not (is_scalar and in_pairs),
+            reward.judge_margin > 0 and (by_score or not is_scalar),
         "{reward.judge} compares pairs only: choose another mode than {reward.judge_mode}":
-            reward.judge == "generative" and not in_pairs,
+            reward.judge == "generative" and by_score,
         "{reward.judge} in a folder is an engine of one rank, beside one of {rollout.tensor_parallel} ranks: "
         "ask a server with a function, {reward.judge_path}":
             reward.judge == "generative" and ":" not in (reward.judge_path or ":")

@@ -4,7 +4,6 @@
     judge.scores(prompts, completions)                # one number per completion, without bounds
     judge.compare(prompts, firsts, seconds)           # +1: the first completion is better; 0: tie; -1: worse
     round_robin(judge, prompts, completions, groups)  # rewards in [0, 1] from comparisons within a group
-    tournament(judge, prompts, completions, groups)   # the same, as strengths of a Bradley-Terry model
 
 A scalar judge is a model with a score head, for example a Bradley-Terry reward model. A generative judge is a
 language model that compares two completions and writes a verdict; it runs in a second vLLM engine, or is a
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from batch import ZERO_VARIANCE
 from data.chat import ChatTemplate, load_tokenizer, without_special_tokens
 from data.prompts import Prompt
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
@@ -35,7 +33,6 @@ from verifiers.verdict import SIGNS, last_verdict
 TEMPLATE = """Task:\n{prompt}\n\nFirst answer:\n{first}\n\nSecond answer:\n{second}\n
 Is each answer right, and where does it go wrong? Think step by step. Then say in one last line whether the
 first answer is better than the second, as good or worse:\nVerdict: Better|Tie|Worse"""  # [ours]
-NEWTON_STEPS = 30  # of bradley_terry(); 8 reach the rounding of float64 for groups of 64
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -404,55 +401,3 @@ def round_robin(judge, prompts, completions, group_index: list[int]) -> list[flo
         points[first].append((1 + sign) / 2)
         points[second].append((1 - sign) / 2)
     return [sum(row) / len(row) if row else 0.5 for row in points]
-
-
-def tournament(judge, prompts, completions, group_index: list[int]) -> list[float]:
-    """Return rewards in [0, 1] from a tournament in each group (Reasoning Arena, arXiv 2606.09380).
-
-    Every pair of a group is compared in both orders, which cancels a judge's preference for a position. The
-    strengths of bradley_terry() are scaled so that the weakest completion of a group gets 0 and the strongest
-    gets 1 [secondary: the summaries of the paper]. A group whose strengths are equal gets 0. group_index:
-    group of each completion, in any order.
-
-    The paper's cheaper variant compares a completion with the best, the median and the worst one so far; ours
-    compares all pairs.
-    """
-    groups = groups_of(prompts, completions, group_index)
-    pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
-    signs = compare_pairs(judge, pairs)
-    sign_of = {(first[1], second[1]): sign for (first, second), sign in zip(pairs, signs)}
-    rewards = [0.0] * len(prompts)
-    for group in groups:
-        numbers = [number for _, number, _, _ in group]
-        points = torch.tensor(
-            [[(1 + sign_of.get((i, j), 0)) / 2 for j in numbers] for i in numbers], dtype=torch.float64
-        )  # [G, G], points of the first completion; 1/2 on the diagonal
-        strengths = bradley_terry(points)
-        lowest, highest = strengths.min().item(), strengths.max().item()
-        if not highest - lowest <= ZERO_VARIANCE:  # NaN is passed on
-            for number, strength in zip(numbers, strengths.tolist()):
-                rewards[number] = (strength - lowest) / (highest - lowest)
-    return rewards
-
-
-def bradley_terry(points: torch.Tensor) -> torch.Tensor:
-    """Return the strengths beta [G], float64, of a Bradley-Terry model with an L2 penalty [secondary].
-
-        minimise sum_{i != j} cross_entropy(points_ij, sigmoid(beta_i - beta_j)) + 1/2 |beta|^2
-
-    points [G, G]: result of the comparison of i with j from the view of i, 1 better, 1/2 tie, 0 worse. The
-    penalty keeps the strength of an undefeated completion finite. The loss is a sum over comparisons [ours].
-    Newton's method; the loss is strictly convex.
-    """
-    size = len(points)
-    off_diagonal = 1 - torch.eye(size, dtype=torch.float64)
-    beta = torch.zeros(size, dtype=torch.float64)
-    for _ in range(NEWTON_STEPS):
-        wins = (beta.unsqueeze(1) - beta).sigmoid()  # [G, G]
-        errors = (wins - points) * off_diagonal
-        gradient = errors.sum(dim=1) - errors.sum(dim=0) + beta
-        weights = wins * (1 - wins) * off_diagonal
-        weights = weights + weights.T
-        hessian = weights.sum(dim=1).diag() - weights + torch.eye(size, dtype=torch.float64)
-        beta = beta - torch.linalg.solve(hessian, gradient)
-    return beta

@@ -103,12 +103,6 @@ class ZeroVarianceSettings(Section):
     rl_zvp_coef: float = setting(
         0.1, "stage 3: alpha of RL-ZVP, the factor of the tokens' entropies in the advantages", gt=0
     )
-    tournament: bool = setting(
-        False,
-        "stage 3, instead of rl_zvp: the judge compares the completions of each group without variance, and "
-        "their Bradley-Terry strengths become the rewards (Reasoning Arena); other groups keep the "
-        "verifier's scores",
-    )
     teacher: str | None = setting(
         None,
         "stage 3b: model that scores the policy's completions (on-policy distillation), as the folder of a "

@@ -71,7 +71,7 @@ from data.history import PromptHistory
 from data.prompts import Prompt, prompt_sha
 from data.stages import Offers
 from data.stream import seed_of
-from judges import judge_metrics, pairwise_reference, prompts_for, round_robin, tournament
+from judges import judge_metrics, pairwise_reference, prompts_for, round_robin
 from lifecycle import (
     Run,
     evaluation_is_due,
@@ -540,30 +540,11 @@ def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: JudgeMode)
             return round_robin(judge, prompts, texts, batch.group_index.tolist())
 
 
-def with_tournaments(
-    rewards: list[float], judge, batch: RolloutBatch, texts: list[str], binary: bool
-) -> list[float]:
-    """Return the rewards; a tournament replaces those of equal scores (Reasoning Arena, arXiv 2606.09380).
-
-    A group without variance has no advantages. The judge compares its completions, which differ in quality
-    even if all are right or all are wrong, and the results of the tournament replace the equal scores
-    [secondary]. Groups with variance keep the verifier's scores. Example: in a group of four wrong answers
-    the one that wins all comparisons gets 1, and after group normalisation the largest advantage.
-    """
-    rows = zero_variance_rows(batch, binary).nonzero().flatten().tolist()
-    prompts = prompts_for(judge, [batch.prompts[row] for row in rows])
-    groups = batch.group_index[rows].tolist()
-    judged = dict(zip(rows, tournament(judge, prompts, [texts[row] for row in rows], groups)))
-    return [judged.get(row, reward) for row, reward in enumerate(rewards)]
-
-
 def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config) -> Tensor:
     """Return the reward of each completion [B]: verifier mixed with the judge, minus penalties (stage 2)."""
     settings = config.reward
     rewards = [score_of(verdict, settings.binary) for verdict in batch.verdicts]
-    if judge is not None and config.zero_variance.tournament:
-        rewards = with_tournaments(rewards, judge, batch, texts, settings.binary)
-    elif judge is not None and rewards:
+    if judge is not None and rewards:
         weight = settings.judge_weight
         judged = judge_rewards(judge, batch, texts, settings.judge_mode)
         rewards = [(1 - weight) * score + weight * j for score, j in zip(rewards, judged)]

@@ -1,4 +1,4 @@
-"""Judges that train_rl.py trains: pairs, starts, verdicts, tournaments, and how their quality is measured."""
+"""Judges that train_rl.py trains: pairs, starts, verdicts, and how their quality is measured."""
 
 import json
 import math
@@ -7,31 +7,25 @@ import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, train
-from helpers import FakeRanks, make_config, make_prompts
-from scipy import optimize
+from helpers import make_prompts
 
 import lifecycle
 import train_rl
-from batch import AdvantageInputs, Completion, Group, LossInputs, collate
+from batch import AdvantageInputs, LossInputs
 from data import judge_pairs, judge_start
 from data.tiny import build_tokenizer
 from experiments import judge_quality, report
 from judges import (
     GenerativeJudge,
     ScalarJudge,
-    bradley_terry,
     has_places,
-    judge_metrics,
     refuse_mute_judge,
-    tournament,
 )
 from plugins import ONE_RANK, load_plugin
-from reward import Verdict, verify
-from runtime.checks import warn_of_unreadable_answers
+from reward import verify
 from settings import AlgorithmSettings, RewardSettings
 from tests import preloaded
 
@@ -295,36 +289,7 @@ def test_a_judge_that_cannot_write_a_verdict_is_refused_before_an_engine_starts(
         refuse_mute_judge("generative", str(tmp_path), {"think": False})
 
 
-# ---- tournaments -------------------------------------------------------------------------------------------
-def random_points(size: int, seed: int) -> torch.Tensor:
-    rng = np.random.default_rng(seed)
-    points = torch.tensor(rng.choice([0.0, 0.5, 1.0], size=(size, size)))
-    return points.fill_diagonal_(0.5)
-
-
-@pytest.mark.parametrize("size, seed", [(2, 0), (5, 1), (8, 2), (64, 3)])
-def test_strengths_are_the_minimum_that_scipy_finds(size, seed):
-    points = random_points(size, seed).numpy()
-    off_diagonal = ~np.eye(size, dtype=bool)
-
-    def loss(beta):
-        gaps = beta[:, None] - beta[None, :]
-        cross_entropy = points * np.logaddexp(0, -gaps) + (1 - points) * np.logaddexp(0, gaps)
-        return cross_entropy[off_diagonal].sum() + beta @ beta / 2
-
-    strengths = bradley_terry(torch.tensor(points)).numpy()
-    assert loss(strengths) <= optimize.minimize(loss, np.zeros(size)).fun + 1e-9
-    gradient = optimize.approx_fprime(strengths, loss, 1e-6)
-    assert np.abs(gradient).max() < 1e-4 * size  # forward differences
-
-
-def test_an_undefeated_completion_has_a_finite_strength():
-    points = torch.tensor([[0.5, 1.0, 1.0], [0.0, 0.5, 0.5], [0.0, 0.5, 0.5]], dtype=torch.float64)
-    strengths = bradley_terry(points)
-    assert strengths[0] > 0 and strengths[1] == pytest.approx(strengths[2].item())
-    assert strengths.sum().item() == pytest.approx(0, abs=1e-12) and strengths.isfinite().all()
-
-
+# ---- quality -----------------------------------------------------------------------------------------------
 def longer_is_better(questions: list[str]) -> list[str]:
     """Answer the questions of QUESTION: the longer completion is better."""
     answers = []
@@ -336,72 +301,6 @@ def longer_is_better(questions: list[str]) -> list[str]:
     return answers
 
 
-def test_a_tournament_ranks_each_group_and_leaves_equal_ones_at_0():
-    judge = GenerativeJudge(longer_is_better, QUESTION)
-    texts = ["aa", "a", "xx", "aaaa", "yy", "aaa", "z"]
-    groups = [0, 0, 1, 0, 1, 0, 2]
-    rewards = tournament(judge, ["p"] * 7, texts, groups)
-    assert rewards[1] == 0 and rewards[3] == 1 and 0 < rewards[0] < rewards[5] < 1
-    assert rewards[0] == pytest.approx(1 - rewards[5]), "two wins and two losses mirror each other"
-    assert [rewards[2], rewards[4], rewards[6]] == [0, 0, 0]
-    assert tournament(judge, [], [], []) == []
-
-
-def test_a_preference_for_a_position_cancels():
-    judge = GenerativeJudge(lambda questions: ["Better"] * len(questions), QUESTION)
-    assert tournament(judge, ["p"] * 4, list("abcd"), [0] * 4) == [0.0] * 4
-
-
-def test_a_comparison_without_a_result_is_passed_on():
-    judge = SimpleNamespace(compare=lambda prompts, firsts, seconds: [math.nan] * len(prompts))
-    assert all(map(math.isnan, tournament(judge, ["p"] * 2, ["a", "b"], [0, 0])))
-
-
-def test_the_judge_rewards_groups_with_equal_scores_only(monkeypatch):
-    FakeRanks(1).install(monkeypatch)
-    config = make_config(
-        "zero_variance.tournament=true", "reward.judge=generative", "reward.judge_path=my:judge",
-        f"reward.judge_template='{QUESTION}'",
-    )  # fmt: skip
-    questions = []
-    judge = GenerativeJudge(lambda asked: questions.extend(asked) or longer_is_better(asked), QUESTION)
-    scores = [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
-    texts = ["a", "b", "aa", "b", "a", "aaa", "a", "b"]
-    verdicts = [[Verdict(score, "ok" if score else "wrong") for score in row] for row in scores]
-    verdicts[3][1] = Verdict(0.0, "timeout")  # a group with one verdict is skipped
-    tokenizer = build_tokenizer()
-    completions = [
-        Completion(tokenizer(text)["input_ids"], [-1.0] * len(text), "stop", 0.0) for text in texts
-    ]
-    groups = [Group(n, n, completions[2 * n : 2 * n + 2], row) for n, row in enumerate(verdicts)]
-    batch = collate(groups, make_prompts(4), [[1]] * 4)
-    run = SimpleNamespace(config=config, judge=judge, tokenizer=tokenizer, state=SimpleNamespace(step=0))
-    assert train_rl.add_rewards(run, batch) == {"judge/unreadable_frac": (0, 4)}
-    rewards = batch.rewards
-    assert rewards.tolist() == [1, 0, 1, 0, 0, 1, 0, 0]
-    asked = sorted(question.split("|")[1:3] for question in questions)
-    assert asked == [["a", "aaa"], ["aa", "b"], ["aaa", "a"], ["b", "aa"]], "both orders, two groups"
-    advantages = train_rl.compute_advantages(rewards, batch.valid, batch.group_index)
-    assert (advantages.sign().tolist()) == [1, -1, 1, -1, -1, 1, 0, 0]
-
-
-def test_answers_without_a_verdict_are_measured_and_warned_of(monkeypatch, capsys):
-    FakeRanks(1).install(monkeypatch)
-    answers = iter(["Better", "I like both", "Worse", "Tie"])
-    judge = GenerativeJudge(lambda questions: [next(answers) for _ in questions])
-    judge.compare(["p"] * 4, ["a"] * 4, ["b"] * 4)
-    metrics = judge_metrics(judge)
-    assert metrics == {"judge/unreadable_frac": (1, 4)}
-    assert judge_metrics(judge) == {"judge/unreadable_frac": (0, 0)}, "of the step alone"
-    assert judge_metrics(None) == {}
-    for unreadable_frac, is_warned in ((0.25, True), (0.05, False), (math.nan, False)):
-        warn_of_unreadable_answers({"judge/unreadable_frac": unreadable_frac}, step=3)
-        assert ("reward.judge_template" in capsys.readouterr().out) == is_warned
-    warn_of_unreadable_answers({}, step=3)
-    assert capsys.readouterr().out == ""
-
-
-# ---- quality -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(3))
 def test_inversion_by_distance_equals_a_loop(seed):
     rng = random.Random(seed)

@@ -117,14 +117,13 @@ PAPERS = {  # values of section algorithm that each paper states; plug-ins are f
         "old_policy": "rollout", "loss_agg": "token_mean",
     },
     # Reasoning Arena, 2606.09380: groups with variance have the verifier's rewards
-    "reasoning_arena": GRPO | UNCORRECTED,
     # DeepSeekMath, algorithm 1: mu updates on each batch
     "several_passes": GRPO | UNCORRECTED,
     # 2510.11370: the old policy's routes; the engine's
     "replay_r2": GRPO | UNCORRECTED | {"router_replay": "r2"},
     "replay_r3": GRPO | UNCORRECTED | {"router_replay": "r3"},
 }  # fmt: skip
-UNFILTERED = {"drop": False, "refill": False, "rl_zvp": False, "tournament": False}
+UNFILTERED = {"drop": False, "refill": False, "rl_zvp": False}
 ZERO_VARIANCE = {
     # DAPO, eq. 11: groups that are all right or all wrong are replaced
     "dapo": {"drop": True, "refill": True, "rl_zvp": False},
@@ -135,8 +134,6 @@ ZERO_VARIANCE = {
     },
     # RL-ZVP: groups without variance are reshaped instead
     "rl_zvp": {"drop": False, "refill": False, "rl_zvp": True},
-    # Reasoning Arena: a judge rewards them instead
-    "reasoning_arena": {"drop": False, "refill": False, "rl_zvp": False, "tournament": True},
     # RSTG: groups that are all wrong, by the teacher's pass rate; distillation: all groups, weight 1
     "rstg": UNFILTERED | {"teacher_groups": "all_wrong", "teacher_coef": 1.0},
     "distillation": UNFILTERED | {"teacher_groups": "every", "teacher_coef": 1.0, "teacher_scores": None},
