@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +16,10 @@ from conftest import ROOT
 from transformers import Qwen3MoeConfig
 
 import moe_model
-import train_rl
 from data import tiny
 from data.tiny import Recipe, answer_without_carry, build_tokenizer, problem, sample_problems
 from experiments.bench import gpu as bench_gpu
-from experiments.bench import gpu_kernels, turns
+from experiments.bench import gpu_kernels
 from experiments.bench.common import read_results, spread, write_results
 from experiments.bench.gpu import MODES
 from experiments.bench.workload import Recipe as WorkRecipe
@@ -95,58 +93,8 @@ def test_sync_writes_the_table_it_prints(tmp_path):
 
 
 @pytest.mark.slow
-def test_routes_counts_layers_times_top_k_bytes_a_token(tmp_path):
-    script = tmp_path / "few_tokens.py"
-    script.write_text(
-        "from experiments.bench import routes\n"
-        'routes.WORKLOADS = {"16 new tokens": (8, 16), "32 new tokens": (8, 32)}\n'
-        "routes.main()\n"
-    )
-    done = run(script, "--models", "tiny", "--pairs", 1, "--json", tmp_path / "r.json")
-    rows = read_results(tmp_path / "r.json")
-    assert [row["bytes_per_token"] for row in rows] == [row["layers_times_top_k"] for row in rows] == [4, 4]
-    for row in rows:
-        assert row["ratio"] == pytest.approx(row["seconds_with"] / row["seconds_without"])
-        assert f"| tiny, {row['workload']} | {row['seconds_without']:.3f} |" in done.stdout
-
-
-def test_turns_splits_the_seconds_of_a_rollout(monkeypatch):
-    """A rollout of three steps of 2 s, a wait for tools of 5 s without work, and 1 s beside work."""
-    now = [0.0]
-    monkeypatch.setattr(turns.time, "perf_counter", lambda: now[0])
-
-    def take(seconds: float, result=None):
-        now[0] += seconds
-        return result
-
-    engine = SimpleNamespace(
-        step=lambda: take(2.0, ["output"]),
-        turn_events=lambda episodes, local, line: take(1.0 if line.has_work else 5.0, ["event"]),
-    )
-
-    def sample_step(run):
-        assert [run.engine.step() for _ in range(3)] == [["output"]] * 3
-        for has_work in (True, False):
-            assert run.engine.turn_events(None, None, SimpleNamespace(has_work=has_work)) == ["event"]
-        return [SimpleNamespace(completions=["episode"])], {0: "outcome"}, None
-
-    monkeypatch.setattr(train_rl, "sample_step", sample_step)
-    stopwatch = turns.Stopwatch(engine)
-    run = SimpleNamespace(engine=engine, state=SimpleNamespace(step=4, consumed_prompts=9))
-    figures, episodes, outcomes = stopwatch.measure(run)
-    assert figures == {"rollout": 12.0, "busy": 6.0, "idle": 5.0, "between": 1.0}
-    assert (episodes, outcomes, engine.policy_version, run.state.consumed_prompts) == (
-        ["episode"], ["outcome"], 4, 0,
-    )  # fmt: skip
-    rounds = [{"rows": {"0.5": figures, "0.0": figures}, "num_calls": 7, "num_episodes": 1}] * 3
-    cells = "12.00 (12.00-12.00) | 6.00 (6.00-6.00) | 5.00 (5.00-5.00) | 1.00 (1.00-1.00)"
-    expected = [f"| 0.0 | {cells} | 0.0 |", f"| 0.5 | {cells} | 3.5 |"]
-    assert turns.table_lines({"slots": 2, "rounds": rounds})[2:] == expected
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
-def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, small_recipe, python_stand_in):
+def test_rollout_writes_what_it_prints(tmp_path, small_recipe, python_stand_in):
     files = ("--json", tmp_path / "rollout.json", "--plot", tmp_path / "rollout.png")
     small = ("--repeats", 1, "--slots", 2, "--workers", 2, "--ratios", 0, 2)
     done = bench("rollout", "--workload", small_recipe, *small, *files, python=python_stand_in)
@@ -168,10 +116,6 @@ def test_rollout_writes_what_it_prints_and_the_simulator_reads_it(tmp_path, smal
             assert row["seconds"] == pytest.approx(sum(row["seconds_by_step"]))
             assert f"| {case['ratio']:g} | {row['name']} | {row['seconds']:.2f} (" in done.stdout
     assert rows[1]["seconds"] < rows[0]["seconds"], "rewards that take twice as long as the engines overlap"
-    fitted = bench("simulate", "--fit", tmp_path / "rollout.json", "--json", tmp_path / "fit.json")
-    found = read_results(tmp_path / "fit.json")
-    assert [row["name"] for row in found] == [row["name"] for row in rows] * 2
-    assert re.search(r"largest error: [+-]\d", fitted.stdout)
 
 
 @pytest.mark.slow

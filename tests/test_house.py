@@ -149,7 +149,7 @@ assert not loaded, loaded
 """
 LIGHT = [
     "reward", "runtime.config", "runtime.launch", "runtime.summary",
-    "data.prompts", "data.gsm8k", "data.math_sets", "data.tiny", "data.tiny_judge",
+    "data.prompts", "data.gsm8k", "data.math_sets", "data.tiny",
 ]  # fmt: skip
 
 

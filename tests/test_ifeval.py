@@ -1,4 +1,4 @@
-"""experiments/ifeval.py: reading IFEval, strict figures by hand, a real evaluation; agreement of verdicts."""
+"""experiments/ifeval.py: reading IFEval, strict figures by hand, a real evaluation."""
 
 import json
 import math
@@ -9,7 +9,6 @@ import pytest
 
 from data import random_model
 from experiments import ifeval
-from experiments.bench import ifeval_agreement
 from experiments.bench.common import read_results
 from tests import preloaded
 
@@ -134,21 +133,3 @@ def test_two_models_are_evaluated_by_one_command(dataset, tmp_path, capfd, monke
     table = ifeval.table_lines(result)
     assert f"{first['prompt']['share']:.3f}" in table[-1] and table[-1].endswith("0, 0 (p = 1) |")
     assert "\n".join(table) in capfd.readouterr().out
-
-
-def test_agreement_counts_both_kinds_of_disagreement(dataset, tmp_path):
-    prompts = ifeval_agreement.read_jsonl(dataset)
-    published = [[True, True], [False], [True]]
-    responses = ["IT IS, SO.", "one two three", None]
-    verdicts = tmp_path / "eval_results_strict.jsonl"
-    results = [
-        {"prompt": row["prompt"], "response": response, "follow_instruction_list": of_row}
-        for row, response, of_row in zip(prompts, responses, published)
-    ]
-    verdicts.write_text("".join(json.dumps(result) + "\n" for result in results))
-    rows = ifeval_agreement.compare(prompts, [verdicts])
-    total = ifeval_agreement.agreement(rows)[-1]
-    assert (total["verdicts"], total["published_only"], total["own_only"]) == (4, 2, 1)
-    assert total["agreement"] == 1 / 4
-    level = ifeval_agreement.prompt_level(rows)
-    assert (level["agreement"], level["accuracy_published"], level["accuracy_own"]) == (0, 2 / 3, 1 / 3)

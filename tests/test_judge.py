@@ -1,11 +1,10 @@
-"""judges.py, parts of reward.py, and data/tiny_judge.py, against transformers and loops."""
+"""judges.py and parts of reward.py, against transformers and loops."""
 
 import json
 import math
 import random
 import shutil
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,14 +16,12 @@ from helpers import FakeRanks, make_config, make_prompts
 import lifecycle
 import train_rl
 from batch import Completion, Group, collate
-from data import tiny, tiny_judge
-from data.chains import Chains, habits, sample_sets
+from data import tiny
 from judges import GenerativeJudge, ScalarJudge, build_judge, pairwise_reference, prompts_for, round_robin
 from reward import Verdict, verify
 from runtime.checkpoint import TrainState
 from tests import preloaded
-
-RECIPE = tiny_judge.Recipe()
+from tests.random_judge import save_random_judge
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +38,16 @@ def write_rows(file: Path, rows: list[dict]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def build(recipe, tiny_folder, output) -> bool:
-    return tiny_judge.build(recipe, tiny_folder / "model", tiny_folder / "train.jsonl", output)
-
-
 @pytest.fixture(scope="module")
 def judge_folder(tiny_folder):
-    """Train a judge on few pairs, which is enough for different scores."""
-    recipe = tiny_judge.Recipe(steps=20, num_pairs=200, num_held_out=20)
-    assert build(recipe, tiny_folder, tiny_folder / "judge")
+    """Write a scalar judge of random weights, whose scores differ between texts."""
+    save_random_judge(tiny_folder / "judge", tiny.build_tokenizer())
     return tiny_folder / "judge"
 
 
 @pytest.fixture(scope="module")
-def tiny_judge_folder(tiny_folder):
-    """Train the judge of `python -m data.tiny_judge`."""
-    assert build(RECIPE, tiny_folder, tiny_folder / "tiny_judge")
-    return tiny_folder / "tiny_judge"
-
-
-@pytest.fixture(scope="module")
 def problems(tiny_folder):
-    return tiny_judge.read_problems(tiny_folder / "train.jsonl", "tiny")
+    return [json.loads(line) for line in (tiny_folder / "train.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -500,186 +485,3 @@ def test_pairwise_reference_is_the_sign_against_the_reference():
     rewards = pairwise_reference(FixedJudge(), ["p"] * 40, completions, references)
     assert rewards == [float(fixed_opinion(a, b)) for a, b in zip(completions, references)]
     assert set(rewards) == {1.0, 0.0, -1.0}
-
-
-# ---- the tiny judge ----------------------------------------------------------------------------------------
-
-
-def test_sums_with_all_carries_are_right_and_mistakes_are_wrong(problems):
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    num_without_carry = 0
-    for problem in problems[:500]:
-        a, b = (int(operand.strip("= ")[::-1]) for operand in problem["prompt"].split("+"))
-        digits = len(problem["columns"])
-        written, carrying = tiny_judge.add(problem["columns"], set())
-        assert written == problem["answer"] == f"{a + b:0{digits + 1}d}"[::-1]
-        tens = [10 ** (i + 1) for i in range(digits)]
-        assert carrying == [i for i, ten in enumerate(tens) if a % ten + b % ten >= ten]
-        without_carry = tiny.answer_without_carry(a, b, digits)
-        assert tiny_judge.add(problem["columns"], set(range(9)))[0] == without_carry
-        mistakes = {tiny_judge.mistake(problem, RECIPE, rng) for _ in range(8)}
-        assert problem["answer"] not in mistakes and {len(m) for m in mistakes} == {digits + 1}
-        num_without_carry += without_carry in mistakes
-    assert 300 < num_without_carry < 500
-
-
-@pytest.mark.slow(process="others")
-def test_the_tiny_judge_errs_as_often_as_reward_models(tiny_judge_folder, problems):
-    """Check the record of the judge, and repeat the measurement by a loop over new groups."""
-    import numpy as np
-
-    record = json.loads((tiny_judge_folder / "recipe.json").read_text())
-    judge = ScalarJudge(tiny_judge_folder)
-    assert record["num_held_out"] == RECIPE.num_held_out < len(problems) / 4
-    assert len({problem["prompt"] for problem in problems}) == len(problems), "held out from training"
-    held_out = problems[: record["num_held_out"]]
-    assert 0.70 <= record["pairwise_agreement"] <= 0.80  # measured 0.76 to 0.77, three seeds
-    assert 0.05 < record["inverted_frac"] < 0.40  # measured 0.28 to 0.29, three seeds
-    assert record["pairwise_agreement"] == tiny_judge.pairwise_agreement(judge, held_out, RECIPE)
-    rng = np.random.default_rng(9)
-    groups = []
-    for problem in held_out[:400]:
-        right = [rng.random() < 0.5 for _ in range(8)]
-        completions = [problem["answer"] if ok else tiny_judge.mistake(problem, RECIPE, rng) for ok in right]
-        if len(set(right)) == 2:
-            groups.append(([problem["prompt"]] * 8, completions, right))
-    prompts, texts, rights = (sum(parts, []) for parts in zip(*groups))
-    inverted = []
-    near_mean = []
-    scores_of_all = np.array(judge.scores(prompts, texts))
-    for first in range(0, len(texts), 8):
-        scores = scores_of_all[first : first + 8]
-        for ok, score in zip(rights[first : first + 8], scores):
-            inverted.append(score < scores.mean() if ok else score > scores.mean())
-            near_mean.append(abs(score - scores.mean()) < scores.std(ddof=1) / 4)
-    assert abs(np.mean(inverted) - record["inverted_frac"]) < 0.08
-    assert np.mean(np.array(inverted)[near_mean]) > np.mean(inverted), "scores near the mean err most"
-
-
-def test_the_build_is_deterministic_and_cached(tiny_folder, tmp_path):
-    recipe = tiny_judge.Recipe(steps=5, num_pairs=100, num_held_out=20)
-    weights = []
-    for seed, name in enumerate(("one", "two")):
-        torch.manual_seed(seed)  # the build must not depend on the generator of the caller
-        assert build(recipe, tiny_folder, tmp_path / name)
-        weights.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-    assert not build(recipe, tiny_folder, tmp_path / "one")
-    assert build(replace(recipe, seed=1), tiny_folder, tmp_path / "one")
-    assert (tmp_path / "one" / "model.safetensors").read_bytes() != weights[0]
-    assert sorted(path.name for path in tmp_path.glob("[!.]*")) == ["one", "two"]
-
-
-@pytest.fixture(scope="module")
-def chains_folder(tmp_path_factory):
-    """Write train.jsonl of short chains and the tokenizer of the model as data.tiny does."""
-    folder = tmp_path_factory.mktemp("chains")
-    tiny.build_tokenizer().save_pretrained(folder / "model")
-    rows = sample_sets(Chains(long_steps=(5, 9), num_train=200, num_test=0, num_longer=0), seed=0)["train"]
-    write_rows(folder / "train.jsonl", rows)
-    return folder
-
-
-def test_wrong_chains_miss_steps_by_the_habits_of_operations(chains_folder):
-    """Recompute each step: a missed step is off by the habitual amount, and the chain continues."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    recipe = tiny_judge.RECIPES["chains"]
-    habit_of = habits(Chains(), 0)
-    num_missed = Counter()
-    num_steps = Counter()
-    for problem in tiny_judge.read_problems(chains_folder / "train.jsonl", "chains"):
-        state = problem["prompt"].removesuffix(";")
-        next_states = tiny_judge.mistake(problem, recipe, rng).split(";")
-        assert len(next_states) == problem["difficulty"] == len(problem["answer"].split(";"))
-        missed = []
-        for next_state, reference in zip(next_states, problem["answer"].split(";")):
-            assert next_state[:-1] == reference[:-1]
-            operation, digit, value = state[1], int(state[2]), int(state[-1])
-            right = {"+": value + digit, "-": value - digit, "*": value * digit}[operation] % 10
-            missed.append(int(next_state[-1]) != right)
-            assert not missed[-1] or int(next_state[-1]) == (right + habit_of[state[1:3]][1]) % 10
-            num_missed[state[1:3]] += missed[-1]
-            num_steps[state[1:3]] += 1
-            state = next_state
-        assert any(missed)
-
-    def missed_frac(names: list[str]) -> float:
-        return sum(num_missed[name] for name in names) / sum(num_steps[name] for name in names)
-
-    assert missed_frac([name for name, (frac, _) in habit_of.items() if frac > 0.5]) > 0.6
-    without_habit = missed_frac([name for name, (frac, _) in habit_of.items() if frac == 0])
-    assert 0.1 < without_habit < 0.4, "one step is missed whatever the operation"
-
-
-@pytest.mark.parametrize("task", ["tiny", "chains"])
-def test_the_loss_of_pairs_equals_the_scores_of_beginnings(task, tiny_folder, chains_folder, tmp_path):
-    """ScalarJudge scores each beginning of a text; a pair counts at every end of a step where it differs."""
-    import numpy as np
-
-    recipe = replace(tiny_judge.RECIPES[task], steps=3, num_pairs=100, num_held_out=10, hidden_size=16)
-    folder = chains_folder if task == "chains" else tiny_folder
-    assert tiny_judge.build(recipe, folder / "model", folder / "train.jsonl", tmp_path / "judge")
-    judge = ScalarJudge(tmp_path / "judge")
-    rng = np.random.default_rng(1)
-    losses = []
-    problems = tiny_judge.read_problems(folder / "train.jsonl", task)[:6]
-    pairs = [(p["prompt"] + p["answer"], p["prompt"] + tiny_judge.mistake(p, recipe, rng)) for p in problems]
-    for right, wrong in pairs:
-        for end in range(1, len(right) + 1):
-            if right[:end] != wrong[:end] and right[end : end + 1] in (";", ""):
-                chosen, rejected = judge.scores([right[:end], wrong[:end]], ["", ""])
-                losses.append(math.log1p(math.exp(rejected - chosen)))
-    assert len(losses) == 6 if task == "tiny" else len(losses) > 10
-    texts = [text for side in zip(*pairs) for text in side]
-    loss = tiny_judge.pair_loss(judge.model, tiny.build_tokenizer(), texts)
-    assert loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-5)  # float32
-
-
-def test_a_judge_of_chains_is_trained_on_short_chains_only(chains_folder, tmp_path, monkeypatch):
-    trained = []
-    pair_loss = tiny_judge.pair_loss
-    monkeypatch.setattr(
-        tiny_judge, "pair_loss", lambda m, t, texts: trained.extend(texts) or pair_loss(m, t, texts)
-    )
-    recipe = replace(tiny_judge.RECIPES["chains"], steps=4, num_pairs=200, num_held_out=40, max_difficulty=4)
-    train = chains_folder / "train.jsonl"
-    assert tiny_judge.build(recipe, chains_folder / "model", train, tmp_path / "judge")
-    problems = tiny_judge.read_problems(train, "chains")
-    short = {problem["prompt"] for problem in problems[40:] if problem["difficulty"] <= 4}
-    assert {text.split(";")[0] + ";" for text in trained} <= short
-    assert len(trained) == 4 * 2 * recipe.batch_size
-
-
-BAD_ROWS = [
-    ("tiny", "1-1=", "2"), ("tiny", "12+1=", "13"), ("tiny", "1+1=", "2"), ("tiny", "What is 2?", "2"),
-    ("chains", "b+3=4;", "7"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("task, prompt, answer", BAD_ROWS)
-def test_bad_rows_are_named(task, prompt, answer, tmp_path):
-    write_rows(tmp_path / "bad.jsonl", [{"prompt": prompt, "answer": answer}])
-    with pytest.raises(ValueError, match="row 1"):
-        tiny_judge.read_problems(tmp_path / "bad.jsonl", task)
-
-
-def test_missing_files_are_named(tiny_folder, tmp_path):
-    with pytest.raises(ValueError, match="nothing.jsonl"):
-        tiny_judge.read_problems(tmp_path / "nothing.jsonl", "tiny")
-    with pytest.raises(ValueError, match="tokenizer"):
-        tiny_judge.build(RECIPE, tmp_path / "nothing", tiny_folder / "train.jsonl", tmp_path / "other")
-
-
-def test_the_command_accepts_wider_operands(tiny_folder, tmp_path, monkeypatch):
-    train, _ = tiny.sample_problems(tiny.Recipe(max_digits=7, train_per_difficulty=60, test_per_difficulty=5))
-    write_rows(tmp_path / "wide.jsonl", train)
-    command = ["tiny_judge", "--steps", 3, "--pairs", 64, "--model", tiny_folder / "model"]
-    command += ["--train", tmp_path / "wide.jsonl", "--output", tmp_path / "judge"]
-    monkeypatch.setattr(sys, "argv", [str(word) for word in command])
-    tiny_judge.main()
-    judge = build_judge("scalar", str(tmp_path / "judge"))
-    assert len(judge.scores(["1234567+7654321="], ["88888880"])) == 1

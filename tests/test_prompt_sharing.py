@@ -11,8 +11,6 @@ from helpers import batch_of_rows, make_config, make_ragged_completions
 
 import moe_model
 import train_rl
-from experiments.bench import prompt_sharing
-from experiments.bench.common import read_results
 from moe_model import pack
 
 PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [5, 6, 7], [5, 6, 7, 8], [9], [5, 6, 7, 8]]
@@ -81,17 +79,3 @@ def test_a_group_stays_together_if_that_saves_tokens():
     assert split_lengths("true")[:3] == [12, 12, 12], "6 places are added"
     completions[0]["completion_ids"] += [1]
     assert split_lengths("true")[:3] == [13, 10, 8], "8 places would be added"
-
-
-def test_the_benchmark_measures_all_lengths(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(prompt_sharing, "MODEL", (16, 1, 2, 16, 32))
-    options = ["--prompts", "5", "9", "--completions", "3", "--repeats", "1", "--json", f"{tmp_path}/a.json"]
-    monkeypatch.setattr("sys.argv", ["prompt_sharing", *options])
-    threads = torch.get_num_threads()
-    prompt_sharing.main()
-    torch.set_num_threads(threads)
-    rows = read_results(tmp_path / "a.json")
-    assert [row["prompt_tokens"] for row in rows] == [5, 9]
-    assert [row["tokens_saved"] for row in rows] == pytest.approx([7 * 4 / (8 * 7), 7 * 8 / (8 * 11)])
-    printed = capsys.readouterr().out
-    assert all(line in printed for line in prompt_sharing.table_lines(rows))

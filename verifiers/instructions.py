@@ -12,7 +12,6 @@ Names, arguments and meanings: Zhou et al., Instruction-Following Evaluation for
 - English in capitals or lower case is text with nine of ten letters in ASCII. IFEval asks langdetect, which
   takes short texts and lists of names for other languages: "ocean crest properties" or a list of first names.
 - The frequency of a character such as # is counted. IFEval's code replaces it by a random letter.
-experiments/bench/ifeval_agreement.py compares the verdicts with IFEval's own.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Draw the workload of the rollout benchmark and the simulator: completion lengths and reward seconds.
+"""Draw the workload of the rollout benchmark: completion lengths and reward seconds.
 
     python -m experiments.bench.workload                     # describes the default workload
     python -m experiments.bench.workload --json recipe.json  # writes the recipe, to be edited and passed to

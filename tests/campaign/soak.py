@@ -1,7 +1,7 @@
 """Watch one long run of short steps with all features on, and check for leaks (faults.py --soak STEPS).
 
 Both ranks train in two stages, with zero-variance elimination, ESPO, router replay R3, weights rounded to
-FP8, penalties, a scalar judge (data/tiny_judge.py), and prompts scored by a program in the sandbox of
+FP8, penalties, a scalar judge of random weights, and prompts scored by a program in the sandbox of
 verifiers/code.py. Every second the soak counts memory, threads, descriptors, processes and files in /dev/shm.
 The rows are written to rows.jsonl and drawn in curve.png. A killed run resumes.
 """
@@ -9,17 +9,17 @@ The rows are written to rows.jsonl and drawn in curve.png. A killed run resumes.
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import psutil
 
-from experiments.bench.common import ROOT, TINY, model_folder, pyplot
+from data.chat import load_tokenizer
+from experiments.bench.common import TINY, model_folder, pyplot
 from tests.campaign.started import Started, start_trainer
 from tests.campaign.verdicts import LEFT_S, Failed, end_of
+from tests.random_judge import save_random_judge
 
 EVERY_S = 1.0  # seconds between two samples
 MIN_LOOKS = 20  # minimum samples of a start for a verdict
@@ -151,11 +151,7 @@ def draw(starts: list[list[dict[str, float]]], file: Path) -> None:
 def soak(steps: int, folder: Path) -> tuple[str, str]:
     """Run or resume the steps in this folder, and summarise the sizes along the way."""
     folder.mkdir(parents=True, exist_ok=True)
-    model_folder("tiny")
-    command = [sys.executable, *"-m data.tiny_judge --steps=20 --pairs=640".split()]
-    subprocess.run(
-        [*command, f"--output={folder / 'judge'}"], cwd=ROOT, check=True
-    )  # accuracy is irrelevant here
+    save_random_judge(folder / "judge", load_tokenizer(model_folder("tiny") / "model"))
     (file := folder / "rows.jsonl").touch()
     run = start_trainer(folder / "run", *settings_of(steps, folder))
     try:
