@@ -128,6 +128,9 @@ class Group:
     minibatch: int = 0  # the update of the step that trains on the group
     expected_tokens: float = 0.0  # expected length of each completion; 0: not used (rollout.schedule arrival)
     guessed: bool = False  # expected_tokens is a guess, because this prompt was never sampled
+    latency_tokens: float = 0.0  # expected waits for verdict and tools, as in Request
+    work_tokens: float = 0.0  # cost of each verdict, as in Request
+    rank: int | None = None  # that samples the group; None: not dealt yet
 
     def outcome(self, binary: bool) -> "GroupOutcome":
         """Summarise the group for the other ranks; binary: rewards below 1 count as 0."""

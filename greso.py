@@ -12,6 +12,7 @@ import math
 
 from batch import GroupOutcome
 from data.history import PromptHistory
+from settings import ZeroVarianceSettings
 
 FIRST_ROUND_FACTOR = 1.5  # the authors sample 384 prompts for updates on 256
 SAFETY_FACTOR = 1.25  # on the expected number of prompts of a later round
@@ -50,6 +51,15 @@ def next_round_size(num_missing: int, num_useful: int, num_sampled: int, prompts
     if not num_useful:
         return largest
     return min(largest, math.ceil(SAFETY_FACTOR * num_missing * num_sampled / num_useful))
+
+
+def update(
+    history: PromptHistory, outcomes: list[GroupOutcome], zero: ZeroVarianceSettings, is_first_epoch: bool
+) -> None:
+    """Record the outcomes of a step; from the second epoch of a stage on, adapt the exploration."""
+    update_streaks(history, outcomes)
+    if zero.skip_rule == "consecutive" and not is_first_epoch:
+        adjust_exploration(history, outcomes, zero.target_solved, zero.target_unsolved)
 
 
 def update_streaks(history: PromptHistory, outcomes: list[GroupOutcome]) -> None:

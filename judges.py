@@ -23,10 +23,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from batch import RolloutBatch
 from data.chat import ChatTemplate, load_tokenizer, without_special_tokens
 from data.prompts import Prompt
 from rollout import refuse_beside_graphs_of_experts, set_vllm_environment
 from runtime.metrics import warn_once
+from settings import JudgeMode
 from verifiers.own import explain, load_function
 from verifiers.verdict import SIGNS, last_verdict
 
@@ -334,6 +336,23 @@ def build_judge(
             f"{kind} judge needs such a folder{hint}"
         )
     return judge_of_function(path, template)
+
+
+def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: JudgeMode) -> list[float]:
+    """Return the judge's reward of each completion [ours: the mapping from verdicts to rewards].
+
+    score               sigmoid of a scalar model's score
+    pairwise_reference  better / tie / worse than the reference answer as 1 / 0 / -1
+    round_robin         mean over the group's other completions of better 1, tie 1/2, worse 0
+    """
+    prompts = prompts_for(judge, batch.prompts)
+    match mode:
+        case "score":
+            return torch.tensor(judge.scores(prompts, texts), dtype=torch.float64).sigmoid().tolist()
+        case "pairwise_reference":
+            return pairwise_reference(judge, prompts, texts, [prompt.answer for prompt in batch.prompts])
+        case "round_robin":
+            return round_robin(judge, prompts, texts, batch.group_index.tolist())
 
 
 def judge_metrics(judge) -> dict[str, tuple[float, float]]:

@@ -52,6 +52,17 @@ def load_plugin(algorithm: AlgorithmSettings, hook: str) -> Callable:
     return functools.partial(function, **arguments)
 
 
+def plugin_advantages(algorithm: AlgorithmSettings, inputs: AdvantageInputs) -> Tensor:
+    """Return the advantages [B] of algorithm.advantage, 0 without a verdict; RuntimeError if it is bad."""
+    advantages = load_plugin(algorithm, "advantage")(inputs).to(inputs.rewards.dtype)
+    if advantages.shape != inputs.valid.shape or not advantages[inputs.valid].isfinite().all():
+        raise RuntimeError(
+            f"{algorithm.advantage} must return finite advantages [B] = [{len(inputs.valid)}], and returned "
+            f"{advantages.tolist()} for the rewards {inputs.rewards.tolist()}"
+        )
+    return torch.where(inputs.valid, advantages, 0.0)
+
+
 def check_plugins(config: Config) -> None:
     """Call each plug-in with a small batch; ValueError if a result has a wrong type or shape."""
     checks = {"gain": check_gain, "advantage": check_advantage, "select": check_select}

@@ -31,12 +31,11 @@ import math
 import os
 import random
 import signal
-import statistics
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 
 from runtime import launch
@@ -71,7 +70,7 @@ from data.history import PromptHistory
 from data.prompts import Prompt, prompt_sha
 from data.stages import Offers
 from data.stream import seed_of
-from judges import judge_metrics, pairwise_reference, prompts_for, round_robin
+from judges import judge_metrics, judge_rewards
 from lifecycle import (
     Run,
     evaluation_is_due,
@@ -89,7 +88,7 @@ from lifecycle import (
 )
 from memory_plan import syncs_own_experts
 from moe_model import PackedSequences, num_experts_of, pack, route_table, select_targets
-from plugins import load_plugin
+from plugins import load_plugin, plugin_advantages
 from reward import Verdict, score_of
 from rollout import SyncReport, invalid_route
 from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewards
@@ -97,30 +96,83 @@ from runtime.collectives import ALL_RANKS
 from runtime.learning_rate import learning_rate, set_learning_rate
 from runtime.memory import return_freed_memory
 from runtime.metrics import (
+    UpdateWork,
     batch_metrics,
-    clipped_by_update,
-    load_metrics,
     mismatch_statistics,
+    old_pass_metrics,
     prompt_account,
-    token_metrics,
 )
-from runtime.schedule import deal_groups, exchange, longest_first, split_micro_batches, verdict_tokens
+from runtime.schedule import deal_groups, exchange, longest_first, micro_batches_of, sequence_lengths
+from sampling import Job, captures_routes, requests_of, set_expected_costs
 from settings import (
     MAX_ENTROPY_GROUPS,
     AlgorithmSettings,
     Config,
     Correction,
-    JudgeMode,
     LossAgg,
     Replay,
     ZeroVarianceSettings,
 )
 from verifiers.kinds import parts_of
 
+
 # ============================================================================================================
 # 1 Rollouts: choose prompts, sample and score completions in rounds (arXiv 2512.07710, stages 1b and 1c)
 # ============================================================================================================
-Jobs = list[tuple[Group, Sequence[int]]]  # completions to sample: (group, their numbers within the group)
+def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
+    """Return the probability that the next num verdicts are all hits: E[p^num], a Beta-binomial estimate.
+
+        p ~ Beta(hits + prior, misses + prior)
+
+    With many verdicts the result approaches p^num of the observed rate p; with few verdicts the prior counts
+    more [ours]. A prior below 1/2 expresses that most prompts are nearly always or nearly never solved.
+    Example: 16 hits, 0 misses and prior 0.5 give 0.82 for num = 8.
+    """
+    return math.prod((hits + prior + j) / (hits + misses + 2 * prior + j) for j in range(num))
+
+
+def skip_prob(prompt: int, history: PromptHistory, step: int, config: Config) -> float:
+    """Return the probability of skipping a prompt, because its next group would have no variance (stage 1b).
+
+        min(E[p^G], 1 - explore_solved) + min(E[q^G], 1 - explore_unsolved)
+
+    p is the probability that a completion is fully right, q that a completion is fully wrong. For verifiers
+    that return 0 or 1, and with reward.binary, q = 1 - p. The expectations are over the posterior of p and q
+    given the record, see prob_all(). 0 for a prompt that was never tried, or whose record is retest_steps old
+    [ours, after GRESO (arXiv 2506.02177), which also explores hard prompts more than easy prompts].
+    zero_variance.skip_rule consecutive is the rule of GRESO itself.
+    """
+    zero = config.zero_variance
+    group_size = config.rollout.group_size
+    if zero.skip_rule == "consecutive":
+        return greso.skip_prob(prompt, history)
+    if not history.has_record(prompt, step, zero.retest_steps):
+        return 0.0
+    right, wrong, tried = history.counts(prompt, config.reward.binary)
+    all_right = prob_all(right, tried - right, group_size, zero.prior)
+    all_wrong = prob_all(wrong, tried - wrong, group_size, zero.prior)
+    return min(all_right, 1 - zero.explore_solved) + min(all_wrong, 1 - zero.explore_unsolved)
+
+
+def zero_variance_after(probe: GroupOutcome, history: PromptHistory, step: int, config: Config) -> float:
+    """Return the probability that a probed group ends with zero variance (stage 1c) [ours].
+
+    The remaining completions would all have to get the score of the probe. Their probability is estimated
+    from the probe and, unless it has expired as in skip_prob(), from the record. 0 if the probe has variance
+    already, and if all scores of the probe are the same fraction, for example 0.5, because the record does
+    not count fractions.
+    """
+    zero = config.zero_variance
+    is_right = probe.solved == probe.valid
+    is_wrong = probe.score_sum == 0
+    if probe.has_variance or not probe.valid or not (is_right or is_wrong):
+        return 0.0
+    prompt = probe.prompt_index
+    is_known = history.has_record(prompt, step, zero.retest_steps)
+    right, wrong, tried = history.counts(prompt, config.reward.binary) if is_known else (0.0, 0.0, 0.0)
+    num_same = (right if is_right else wrong) + probe.valid
+    num_other = tried + probe.valid - num_same
+    return prob_all(num_same, num_other, config.rollout.group_size - probe.completions, zero.prior)
 
 
 def choose_prompts(
@@ -135,7 +187,7 @@ def choose_prompts(
     """Return the next prompts that are not skipped (stage 1b), and the number of prompts offered for them.
 
     The dataset offers its prompts in a seeded order; `consumed` counts the offers of the run so far. Each
-    offer is skipped with the probability of skip_prob_of(). Skipping is switched off after a full epoch of
+    offer is skipped with the probability of skip_prob(). Skipping is switched off after a full epoch of
     offers, so that the loop always ends.
 
     offers: the prompts of the current stage; None: all prompts. first: value of `consumed` when the stream of
@@ -147,31 +199,12 @@ def choose_prompts(
     while len(chosen) < num_prompts:
         prompt = offers.prompt(consumed + num_offered - first, config.train.seed)
         may_skip = config.zero_variance.history and num_offered < len(offers.indices)
-        skip_prob = skip_prob_of(prompt, history, step, config) if may_skip else 0.0
+        probability = skip_prob(prompt, history, step, config) if may_skip else 0.0
         draw = random.Random(seed_of(config.train.seed, "skip", consumed + num_offered)).random()
-        if draw >= skip_prob:
+        if draw >= probability:
             chosen.append(prompt)
         num_offered += 1
     return chosen, num_offered
-
-
-def skip_prob_of(prompt: int, history: PromptHistory, step: int, config: Config) -> float:
-    """Return the probability of skipping a prompt, by zero_variance.skip_rule."""
-    zero = config.zero_variance
-    if zero.skip_rule == "consecutive":
-        return greso.skip_prob(prompt, history)
-    return history.skip_prob(
-        prompt, step, config.rollout.group_size, binary=config.reward.binary, prior=zero.prior,
-        retest_steps=zero.retest_steps, explore_solved=zero.explore_solved,
-        explore_unsolved=zero.explore_unsolved,
-    )  # fmt: skip
-
-
-def num_first_prompts(config: Config) -> int:
-    """Return the number of prompts in the first round of a step."""
-    if config.zero_variance.round_size == "adaptive":
-        return greso.first_round_size(config.rollout.prompts_per_step)
-    return config.rollout.prompts_per_step
 
 
 def num_new_prompts(
@@ -180,7 +213,7 @@ def num_new_prompts(
     """Return the number of new prompts in the next round; 0: no further round is needed for new prompts.
 
         refill         P - groups with variance; groups that are still being probed count as useful
-        refill, GRESO  the same, corrected for the zero-variance share of the last round (greso.py)
+        refill, GRESO  1.5 P at first, then corrected for the last round's zero-variance share (greso.py)
         otherwise      (P G - completions sampled - completions reserved for running probes) // G
 
     P: prompts_per_step, G: group_size. last_round: slots of the last round.
@@ -198,15 +231,6 @@ def num_new_prompts(
         num_useful = len(useful.intersection(last_round))
         return greso.next_round_size(num_missing, num_useful, len(last_round), prompts_per_step)
     return num_missing
-
-
-def captures_routes(config: Config, step: int) -> bool:
-    """Tell whether the engine returns the experts of the tokens that it samples at a step."""
-    rollout = config.rollout
-    if config.algorithm.router_replay == "r3" or rollout.capture_routes == "on":
-        return True
-    is_checked = step % rollout.check_every == 0 if rollout.check_every else step == 0
-    return rollout.capture_routes == "auto" and is_checked
 
 
 def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter]:
@@ -229,12 +253,12 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
     config = run.config
     zero = config.zero_variance
     group_size = config.rollout.group_size
-    groups: list[Group] = []  # of all ranks, by slot; only the owner holds the completions
-    owner: list[int] = []  # [groups] rank of each group
+    groups: list[Group] = []  # of all ranks, by slot; only Group.rank holds the completions
     outcomes: dict[int, GroupOutcome] = {}
     account: Counter[str] = Counter()
     probing: list[int] = []  # slots whose probe has not stopped the group
-    num_new = num_first_prompts(config)
+    last_round: list[int] = []  # slots of the last round
+    num_new = num_new_prompts(outcomes, last_round, probing, config)
     while num_new or probing:
         chosen, num_offered = choose_prompts(
             num_new, run.state.consumed_prompts, run.history, run.state.step, config, run.offers,
@@ -242,148 +266,67 @@ def sample_step(run: Run) -> tuple[list[Group], dict[int, GroupOutcome], Counter
         )  # fmt: skip
         run.state.consumed_prompts += num_offered
         num_refilled = num_new if outcomes else 0
-        account.update(offered=num_offered, skipped=num_offered - num_new, rounds=1, refilled=num_refilled)
+        account["rounds"] += 1
+        account["offered"] += num_offered
+        account["skipped"] += num_offered - num_new
+        account["refilled"] += num_refilled
         new_groups = [Group(len(groups) + i, prompt_index) for i, prompt_index in enumerate(chosen)]
         groups += new_groups
         first_samples = range(zero.probe_size or group_size)
         later_samples = range(zero.probe_size, group_size)
-        jobs: Jobs = [(groups[slot], later_samples) for slot in probing]
-        jobs += [(group, first_samples) for group in new_groups]
-        round_outcomes = generate_round(run, jobs, owner)
+        jobs = [Job(groups[slot], later_samples) for slot in probing]
+        jobs += [Job(group, first_samples) for group in new_groups]
+        round_outcomes = generate_round(run, jobs)
         outcomes |= {outcome.slot: outcome for outcome in round_outcomes}
         probing = [o.slot for o in round_outcomes if is_continued(o, run.history, run.state.step, config)]
         last_round = [outcome.slot for outcome in round_outcomes]
         is_over = account["rounds"] >= zero.max_rounds
         num_new = 0 if is_over else num_new_prompts(outcomes, last_round, probing, config)
     num_stopped = sum(outcome.completions < group_size for outcome in outcomes.values())
-    account.update(probed=len(outcomes) if zero.probe_size else 0, stopped=num_stopped)
-    return [group for group in groups if owner[group.slot] == dist.get_rank()], outcomes, account
+    account["probed"] = len(outcomes) if zero.probe_size else 0
+    account["stopped"] = num_stopped
+    return [group for group in groups if group.rank == dist.get_rank()], outcomes, account
 
 
 def is_continued(outcome: GroupOutcome, history: PromptHistory, step: int, config: Config) -> bool:
     """Tell whether a group has been probed and receives its other completions (stage 1c)."""
-    zero = config.zero_variance
-    group_size = config.rollout.group_size
-    if outcome.completions == group_size:
+    if outcome.completions == config.rollout.group_size:
         return False
-    stop_prob = history.zero_variance_after(
-        outcome, step, group_size, binary=config.reward.binary, prior=zero.prior,
-        retest_steps=zero.retest_steps,
-    )  # fmt: skip
-    return stop_prob < zero.probe_stop_prob
+    return zero_variance_after(outcome, history, step, config) < config.zero_variance.probe_stop_prob
 
 
-def set_expected_lengths(run: Run, jobs: Jobs) -> None:
-    """Set expected_tokens and guessed of the groups from the prompts' records (rollout.schedule).
-
-    With `rollout.schedule: arrival` (the baseline), prompts keep their order and no lengths are used.
-    """
-    if run.config.rollout.schedule == "arrival":
-        return
-    lengths = run.history.expected_lengths([group.prompt_index for group, _ in jobs], run.prompts)
-    for (group, _), (tokens, guessed) in zip(jobs, lengths):
-        group.expected_tokens = tokens
-        group.guessed = guessed
-
-
-def generate_round(run: Run, jobs: Jobs, owner: list[int]) -> list[GroupOutcome]:
-    """Deal jobs to ranks, sample and score this rank's, and return all ranks' outcomes by slot. Collective.
-
-    Length-aware scheduling (arXiv 2512.07710): ranks receive about the same number of expected tokens and the
-    same reward work. A group whose probe is continued stays on its rank.
-
-    owner: the rank of each group so far, by slot; the ranks of new groups are appended.
-    """
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    set_expected_lengths(run, jobs)
-    costs = verdict_costs(run)
-    tokens = [len(samples) * (group.expected_tokens or 1.0) for group, samples in jobs]
-    work = []
-    for group, samples in jobs:
-        _, work_tokens = costs[run.prompts[group.prompt_index].kind]
-        work.append(len(samples) * work_tokens)
-    load = [[0.0, 0.0] for _ in range(world_size)]  # [tokens, verdict work] of each rank
-    num_started = sum(group.slot < len(owner) for group, _ in jobs)
-    for number, (group, _) in enumerate(jobs[:num_started]):
-        load[owner[group.slot]][0] += tokens[number]
-        load[owner[group.slot]][1] += work[number]
-    owner += deal_groups(tokens[num_started:], work[num_started:], world_size, load)
-    local_jobs = [(group, samples) for group, samples in jobs if owner[group.slot] == rank]
-    requests, prompts = requests_of(run, local_jobs, costs)
+def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
+    """Deal jobs to ranks, sample and score; return all ranks' outcomes by slot. Collective."""
+    set_expected_costs(run, jobs)
+    deal_jobs(jobs)
+    local_jobs = [job for job in jobs if job.group.rank == dist.get_rank()]
+    requests, prompts = requests_of(run, local_jobs)
     completions, verdicts = generate(run, requests, prompts, "rollout")
-    for (group, _), completion, verdict in zip(samples_of(local_jobs), completions, verdicts):
+    groups = [group for group, samples in local_jobs for _ in samples]
+    for group, completion, verdict in zip(groups, completions, verdicts):
         group.completions.append(completion)
         group.verdicts.append(verdict)
-    gathered: list[list[GroupOutcome]] = [[]] * world_size
+    gathered: list[list[GroupOutcome]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, [group.outcome(run.config.reward.binary) for group, _ in local_jobs])
     return sorted(sum(gathered, []), key=lambda outcome: outcome.slot)
 
 
-def samples_of(jobs: Jobs) -> list[tuple[Group, int]]:
-    """List (group, number within the group) of every completion of some jobs."""
-    return [(group, sample) for group, samples in jobs for sample in samples]
+def deal_jobs(jobs: list[Job]) -> None:
+    """Set the rank of each new group. A group whose probe is continued stays on its rank.
 
-
-def requests_of(run: Run, jobs: Jobs, costs: dict) -> tuple[list[Request], list[Prompt]]:
-    """Return the engine's requests for some jobs, and the prompt of each; costs: by verdict_costs()."""
-    rollout = run.config.rollout
-    prompts = [run.prompts[group.prompt_index] for group, _ in samples_of(jobs)]
-    requests = [
-        Request(
-            prompt_ids=run.prompt_ids[group.prompt_index],
-            seed=seed_of(run.config.train.seed, run.state.step, group.slot, sample),
-            group_seed=seed_of(run.config.train.seed, run.state.step, group.slot),
-            temperature=rollout.temperature,
-            max_new_tokens=rollout.max_new_tokens,
-            group=group.slot,
-            expected_tokens=group.expected_tokens,
-            guessed=group.guessed,
-            latency_tokens=costs[prompt.kind][0] + wait_tokens(run, group),
-            work_tokens=costs[prompt.kind][1],
-            topk=rollout.topk_logprobs if run.config.algorithm.score_centering else 0,
-        )
-        for (group, sample), prompt in zip(samples_of(jobs), prompts)
-    ]
-    return requests, prompts
-
-
-def wait_tokens(run: Run, group: Group) -> float:
-    """Return the time that an episode is expected to wait between its turns, in tokens of one completion.
-
-    This is waits at the prompt's last visit x mean seconds of a call / seconds of an engine step. An episode
-    with tools ends with a turn without calls; an environment answers every turn.
+    Length-aware scheduling (arXiv 2512.07710): ranks receive about the same number of expected tokens and the
+    same reward work.
     """
-    if run.interaction is None or run.config.rollout.schedule == "arrival":
-        return 0.0
-    num_turns = float(run.history.mean_turns[group.prompt_index])
-    num_waits = num_turns if run.interaction.environment else max(0.0, num_turns - 1)
-    return num_waits * run.interaction.mean_seconds() / run.engine.seconds_per_step
-
-
-def verdict_costs(run: Run) -> dict[str, tuple[float, float]]:
-    """Return latency_tokens and work_tokens of a verdict for each kind of verifier. Collective.
-
-    latency_tokens: tokens that one completion generates in the time until a verdict. work_tokens: tokens that
-    the whole engine generates in a worker's time for it. The mean is over the ranks that have scored this
-    kind. The cost is 0 if no rank has, or if rollout.count_reward_time is off.
-    """
-    rollout = run.config.rollout
-    costs: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    if not rollout.count_reward_time or rollout.schedule == "arrival":
-        return costs
-    tokens_per_second = run.engine.tokens_per_second / rollout.tensor_parallel
-    local_costs = {
-        kind: verdict_tokens(seconds, run.engine.seconds_per_step, tokens_per_second, run.pool.at_once(kind))
-        for kind, seconds in run.pool.seconds.items()
-    }
-    gathered: list[dict[str, tuple[float, float]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, local_costs)
-    for kind in sorted({kind for rank_costs in gathered for kind in rank_costs}):
-        kind_costs = [rank_costs[kind] for rank_costs in gathered if kind in rank_costs]
-        latencies, works = zip(*kind_costs)
-        costs[kind] = (statistics.fmean(latencies), statistics.fmean(works))
-    return costs
+    new_jobs = [job for job in jobs if job.group.rank is None]
+    load = [[0.0, 0.0] for _ in range(dist.get_world_size())]  # [tokens, verdict work] of each rank
+    for group, samples in jobs:
+        if group.rank is not None:
+            load[group.rank][0] += len(samples) * (group.expected_tokens or 1.0)
+            load[group.rank][1] += len(samples) * group.work_tokens
+    tokens = [len(samples) * (group.expected_tokens or 1.0) for group, samples in new_jobs]
+    work = [len(samples) * group.work_tokens for group, samples in new_jobs]
+    for (group, _), rank in zip(new_jobs, deal_groups(tokens, work, len(load), load)):
+        group.rank = rank
 
 
 def generate(
@@ -521,23 +464,6 @@ def repetition_ratio(token_ids: list[int], ngram: int, sampled: list[bool] | Non
         if sampled is None or all(sampled[i : i + ngram])
     ]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-
-
-def judge_rewards(judge, batch: RolloutBatch, texts: list[str], mode: JudgeMode) -> list[float]:
-    """Return the judge's reward of each completion [ours: the mapping from verdicts to rewards].
-
-    score               sigmoid of a scalar model's score
-    pairwise_reference  better / tie / worse than the reference answer as 1 / 0 / -1
-    round_robin         mean over the group's other completions of better 1, tie 1/2, worse 0
-    """
-    prompts = prompts_for(judge, batch.prompts)
-    match mode:
-        case "score":
-            return torch.tensor(judge.scores(prompts, texts), dtype=torch.float64).sigmoid().tolist()
-        case "pairwise_reference":
-            return pairwise_reference(judge, prompts, texts, [prompt.answer for prompt in batch.prompts])
-        case "round_robin":
-            return round_robin(judge, prompts, texts, batch.group_index.tolist())
 
 
 def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config) -> Tensor:
@@ -686,13 +612,7 @@ def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> 
         for prompt, verdict in zip(batch.prompts, batch.verdicts)
     ]
     inputs = AdvantageInputs(batch.rewards, parts, batch.valid, batch.group_index, ALL_RANKS)
-    advantages = load_plugin(algorithm, "advantage")(inputs).to(batch.rewards.dtype)
-    if advantages.shape != batch.valid.shape or not advantages[batch.valid].isfinite().all():
-        raise RuntimeError(
-            f"{algorithm.advantage} must return finite advantages [B] = [{len(batch.valid)}], and returned "
-            f"{advantages.tolist()} for the rewards {batch.rewards.tolist()}"
-        )
-    return torch.where(batch.valid, advantages, 0.0)
+    return plugin_advantages(algorithm, inputs)
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
@@ -1237,40 +1157,6 @@ def forward_rows(
     return PolicyOutputs(logprobs, entropy, list(used_TLK.split(lengths)), mismatch, topk)
 
 
-def sequence_lengths(batch: RolloutBatch) -> list[int]:
-    """Return [B], the number of tokens that a forward pass computes for each row: all but the last."""
-    return [max(1, len(p) + len(c) - 1) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
-
-
-def split_lengths(batch: RolloutBatch, config: Config) -> list[int]:
-    """Return [B], the length of each row for the split into micro-batches.
-
-    With train.share_prompts all rows of a group get the length of its longest row, so that they follow each
-    other and share micro-batches. This applies only if the saved prompt tokens cover the added padding of
-    attention.
-    """
-    lengths = sequence_lengths(batch)
-    if not config.train.share_prompts:
-        return lengths
-    rows_of = defaultdict(list)
-    for row, group in enumerate(batch.group_index.tolist()):
-        rows_of[group].append(row)
-    for rows in rows_of.values():
-        longest = max(lengths[row] for row in rows)
-        num_padding = len(rows) * longest - sum(lengths[row] for row in rows)
-        num_saved = (len(rows) - 1) * (len(batch.prompt_ids[rows[0]]) - 1)
-        if num_padding <= num_saved:
-            for row in rows:
-                lengths[row] = longest
-    return lengths
-
-
-def micro_batches_of(batch: RolloutBatch, rows: list[int], config: Config) -> list[list[int]]:
-    """Split rows into micro-batches of at most train.micro_batch_tokens padded tokens."""
-    max_tokens = config.train.tokens_per_forward(on_gpu=torch.cuda.is_available())
-    return split_micro_batches(split_lengths(batch, config), rows, max_tokens, config.train.balance)
-
-
 @torch.no_grad()
 def forward_batch(
     policy,
@@ -1413,53 +1299,6 @@ def rows_with_gradient(batch: RolloutBatch, config: Config) -> Tensor:
     return (batch.advantages != 0).any(dim=1)
 
 
-@dataclass
-class UpdateWork:
-    """The work of a step's updates on this rank so far."""
-
-    # (row numbers, per-token statistics) of each micro-batch
-    statistics: list[tuple[list[int], dict]] = field(default_factory=list)
-    updates: list[int] = field(default_factory=list)  # finished updates before each micro-batch
-    suspects: list[int] = field(default_factory=list)  # rows of this update whose loss is not finite
-    grad_norms: list[float] = field(default_factory=list)
-    num_updates: int = 0
-    num_nonfinite: int = 0  # updates skipped because their gradient was not finite
-    num_empty: int = 0  # updates in which no rank had a row with gradient
-    num_tokens: int = 0  # of the sequences
-    num_grid_tokens: int = 0  # of the padded grids that attention computes
-    loads_LE: Tensor | None = None  # tokens by MoE layer and expert; None for a dense model
-
-    def add_loads(self, loads_LE: Tensor | None, num_rows: int) -> None:
-        """Count the tokens of the experts in a micro-batch; a pass without rows, of one token, adds none."""
-        if loads_LE is not None:
-            counted = loads_LE * (num_rows > 0)
-            self.loads_LE = counted if self.loads_LE is None else self.loads_LE + counted
-
-    def add_tokens(self, lengths: list[int]) -> None:
-        """Count the tokens of a micro-batch with sequences of these lengths."""
-        self.num_tokens += sum(lengths)
-        self.num_grid_tokens += len(lengths) * max(lengths, default=0)
-
-    def end_update(self, trainer) -> None:
-        """Record the result of an optimizer step."""
-        self.num_updates += 1
-        self.suspects = []
-        if trainer.optimizer.overflow:
-            self.num_nonfinite += 1
-        else:
-            self.grad_norms.append(float(trainer.get_global_grad_norm()))
-
-    def metrics(self) -> dict[str, tuple[float, float]]:
-        """Return the metrics of the updates as (sum, count)."""
-        return {
-            "grad_norm": (sum(self.grad_norms), len(self.grad_norms)),
-            "nonfinite_updates_max": (self.num_nonfinite, 1),
-            "padding_frac": (self.num_grid_tokens - self.num_tokens, self.num_grid_tokens),
-            "update_tokens": (self.num_tokens, 1),
-            "update_tokens_max": (self.num_tokens, 1),
-        }
-
-
 def loss_of_rows(
     policy, batch: RolloutBatch, rows: list[int], counts: Tensor, config: Config, work: UpdateWork
 ) -> Tensor:
@@ -1487,22 +1326,6 @@ def loss_of_rows(
         finite = (logprobs.cpu().isfinite() & batch.advantages[rows].isfinite()).all(dim=1)
         work.suspects += [row for row, ok in zip(rows, finite.tolist()) if not ok] or rows
     return loss
-
-
-def old_pass_metrics(batch: RolloutBatch, config: Config) -> dict[str, tuple[float, float]]:
-    """Return entropies and the mismatch over all tokens as (sum, count), if there was an old-logprob pass."""
-    if batch.old_logprobs is None or batch.entropy is None:
-        return {}
-    fractions = config.algorithm.entropy_groups
-    statistics = {
-        "entropy": batch.entropy,
-        "entropy_group": entropy_groups(batch.entropy, batch.response_mask, fractions),
-        **mismatch_statistics(batch.old_logprobs, batch.rollout_logprobs),
-    }
-    if batch.route_mismatch is not None:
-        statistics["mismatch_routes"] = batch.route_mismatch
-    all_rows = list(range(len(batch.prompts)))
-    return token_metrics(batch, [(all_rows, statistics)], len(fractions))
 
 
 def update_policy(
@@ -1540,14 +1363,12 @@ def update_policy(
         if trainer.optimizer.overflow:
             handle_nonfinite("loss", batch, work.suspects, config, step)
         work.end_update(trainer)
-    metrics = work.metrics()
-    metrics |= token_metrics(batch, work.statistics, len(config.algorithm.entropy_groups))
-    metrics |= clipped_by_update(batch, work.statistics, work.updates)
-    if train.skip_zero_gradient:
-        metrics["account/update_tokens_total"] = (work.num_tokens, 1)
-        metrics["empty_updates_max"] = (work.num_empty, 1)
-        metrics |= old_pass_metrics(batch, config)
-    return metrics | load_metrics(work.loads_LE, config.model.ep_size)
+    metrics = work.metrics(batch, config)
+    if train.skip_zero_gradient and batch.entropy is not None:  # updates have left out rows without gradient
+        fractions = config.algorithm.entropy_groups
+        groups = entropy_groups(batch.entropy, batch.response_mask, fractions)
+        metrics |= old_pass_metrics(batch, groups, len(fractions))
+    return metrics
 
 
 # ============================================================================================================
@@ -1642,11 +1463,8 @@ def update_history(run: Run, outcomes: list[GroupOutcome]) -> None:
     """Record a step's outcomes in the prompts' records."""
     zero = run.config.zero_variance
     run.history.update(outcomes, run.state.step, zero.history_decay)
-    greso.update_streaks(run.history, outcomes)
     num_offered = run.state.consumed_prompts - run.state.stage.first_prompt
-    # From the second epoch of the stage on, as in GRESO.
-    if zero.skip_rule == "consecutive" and num_offered > run.offers.epoch_length:
-        greso.adjust_exploration(run.history, outcomes, zero.target_solved, zero.target_unsolved)
+    greso.update(run.history, outcomes, zero, is_first_epoch=num_offered <= run.offers.epoch_length)
 
 
 def add_old_outputs(run: Run, batch: RolloutBatch) -> None:

@@ -1,28 +1,16 @@
 """The record of each training prompt: how often the prompt was solved, and how long the completions were.
 
 The record is used by stages 1b and 1c of zero-variance elimination (arXiv 2512.07710), which skip prompts and
-stop groups, and by the length-aware schedule, which balances expected tokens over ranks.
+stop groups (train_rl.py: skip_prob, zero_variance_after), and by the length-aware schedule, which balances
+expected tokens over ranks.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from data.prompts import OfflineScore, Prompt
-
-
-def prob_all(hits: float, misses: float, num: int, prior: float) -> float:
-    """Return the probability that the next num verdicts are all hits: E[p^num], a Beta-binomial estimate.
-
-        p ~ Beta(hits + prior, misses + prior)
-
-    With many verdicts the result approaches p^num of the observed rate p; with few verdicts the prior counts
-    more [ours]. A prior below 1/2 expresses that most prompts are nearly always or nearly never solved.
-    Example: 16 hits, 0 misses and prior 0.5 give 0.82 for num = 8.
-    """
-    return math.prod((hits + prior + j) / (hits + misses + 2 * prior + j) for j in range(num))
 
 
 @dataclass
@@ -92,27 +80,6 @@ class PromptHistory:
                 self.mean_turns[i] = o.turns / o.completions
                 self.last_step[i] = step
 
-    def skip_prob(
-        self, prompt: int, step: int, group_size: int, *, binary: bool, prior: float, retest_steps: int,
-        explore_solved: float, explore_unsolved: float,
-    ) -> float:  # fmt: skip
-        """Return the probability of skipping a prompt, because its next group would have no variance.
-
-            min(E[p^G], 1 - explore_solved) + min(E[q^G], 1 - explore_unsolved)
-
-        p is the probability that a completion is fully right, q that a completion is fully wrong. For
-        verifiers that return 0 or 1, and with binary, q = 1 - p. The expectations are over the posterior of p
-        and q given the record, see prob_all(). 0 for a prompt that was never tried, or whose record is
-        retest_steps old. Stage 1b [ours, after GRESO (arXiv 2506.02177), which also explores hard prompts
-        more than easy prompts].
-        """
-        if not self.has_record(prompt, step, retest_steps):
-            return 0.0
-        right, wrong, tried = self.counts(prompt, binary)
-        all_right = prob_all(right, tried - right, group_size, prior)
-        all_wrong = prob_all(wrong, tried - wrong, group_size, prior)
-        return min(all_right, 1 - explore_solved) + min(all_wrong, 1 - explore_unsolved)
-
     def has_record(self, prompt: int, step: int, retest_steps: int) -> bool:
         """Tell whether a prompt was tried less than retest_steps steps ago; 0: a record never expires."""
         last_step = int(self.last_step[prompt])
@@ -124,24 +91,3 @@ class PromptHistory:
         tried = float(self.tried[prompt])
         wrong = tried - right if binary else float(self.unsolved[prompt])
         return right, wrong, tried
-
-    def zero_variance_after(
-        self, probe, step: int, group_size: int, *, binary: bool, prior: float, retest_steps: int
-    ) -> float:
-        """Return the probability that a probed group ends with zero variance. Stage 1c [ours].
-
-        The remaining completions would all have to get the score of the probe. Their probability is estimated
-        from the probe and, unless it has expired as in skip_prob(), from the record. 0 if the probe has
-        variance already, and if all scores of the probe are the same fraction, for example 0.5, because the
-        record does not count fractions.
-        """
-        is_right = probe.solved == probe.valid
-        is_wrong = probe.score_sum == 0
-        if probe.has_variance or not probe.valid or not (is_right or is_wrong):
-            return 0.0
-        prompt = probe.prompt_index
-        is_known = self.has_record(prompt, step, retest_steps)
-        right, wrong, tried = self.counts(prompt, binary) if is_known else (0.0, 0.0, 0.0)
-        num_same = (right if is_right else wrong) + probe.valid
-        num_other = tried + probe.valid - num_same
-        return prob_all(num_same, num_other, group_size - probe.completions, prior)

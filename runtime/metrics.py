@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -283,6 +283,77 @@ def clipped_by_update(
         sums[f"clipped/update_{number + 1}"] += values.sum().item()
         counts[f"clipped/update_{number + 1}"] += values.numel()
     return {name: (sums[name], counts[name]) for name in sums}
+
+
+@dataclass
+class UpdateWork:
+    """The work of a step's updates on this rank so far."""
+
+    # (row numbers, per-token statistics) of each micro-batch
+    statistics: list[tuple[list[int], dict]] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)  # finished updates before each micro-batch
+    suspects: list[int] = field(default_factory=list)  # rows of this update whose loss is not finite
+    grad_norms: list[float] = field(default_factory=list)
+    num_updates: int = 0
+    num_nonfinite: int = 0  # updates skipped because their gradient was not finite
+    num_empty: int = 0  # updates in which no rank had a row with gradient
+    num_tokens: int = 0  # of the sequences
+    num_grid_tokens: int = 0  # of the padded grids that attention computes
+    loads_LE: Tensor | None = None  # tokens by MoE layer and expert; None for a dense model
+
+    def add_loads(self, loads_LE: Tensor | None, num_rows: int) -> None:
+        """Count the tokens of the experts in a micro-batch; a pass without rows, of one token, adds none."""
+        if loads_LE is not None:
+            counted = loads_LE * (num_rows > 0)
+            self.loads_LE = counted if self.loads_LE is None else self.loads_LE + counted
+
+    def add_tokens(self, lengths: list[int]) -> None:
+        """Count the tokens of a micro-batch with sequences of these lengths."""
+        self.num_tokens += sum(lengths)
+        self.num_grid_tokens += len(lengths) * max(lengths, default=0)
+
+    def end_update(self, trainer) -> None:
+        """Record the result of an optimizer step."""
+        self.num_updates += 1
+        self.suspects = []
+        if trainer.optimizer.overflow:
+            self.num_nonfinite += 1
+        else:
+            self.grad_norms.append(float(trainer.get_global_grad_norm()))
+
+    def metrics(self, batch: RolloutBatch, config: Config) -> dict[str, tuple[float, float]]:
+        """Return the metrics of the updates as (sum, count). Collective."""
+        metrics = {
+            "grad_norm": (sum(self.grad_norms), len(self.grad_norms)),
+            "nonfinite_updates_max": (self.num_nonfinite, 1),
+            "padding_frac": (self.num_grid_tokens - self.num_tokens, self.num_grid_tokens),
+            "update_tokens": (self.num_tokens, 1),
+            "update_tokens_max": (self.num_tokens, 1),
+        }
+        metrics |= token_metrics(batch, self.statistics, len(config.algorithm.entropy_groups))
+        metrics |= clipped_by_update(batch, self.statistics, self.updates)
+        if config.train.skip_zero_gradient:
+            metrics["account/update_tokens_total"] = (self.num_tokens, 1)
+            metrics["empty_updates_max"] = (self.num_empty, 1)
+        return metrics | load_metrics(self.loads_LE, config.model.ep_size)
+
+
+def old_pass_metrics(
+    batch: RolloutBatch, entropy_groups: Tensor, num_entropy_groups: int
+) -> dict[str, tuple[float, float]]:
+    """Return entropies and the mismatch over all tokens of an old-logprob pass as (sum, count).
+
+    entropy_groups [B, T]: the entropy group of each token.
+    """
+    statistics = {
+        "entropy": batch.entropy,
+        "entropy_group": entropy_groups,
+        **mismatch_statistics(batch.old_logprobs, batch.rollout_logprobs),
+    }
+    if batch.route_mismatch is not None:
+        statistics["mismatch_routes"] = batch.route_mismatch
+    all_rows = list(range(len(batch.prompts)))
+    return token_metrics(batch, [(all_rows, statistics)], num_entropy_groups)
 
 
 def mismatch_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 Reading order: longest_first() and deal_groups() assign items to ranks or updates, WaitingLine orders the
 requests of an engine and CacheRoom limits how many run at once, exchange() moves groups between ranks,
-split_micro_batches() splits the rows of an update.
+micro_batches_of() splits the rows of an update.
 """
 
 import copyreg
@@ -11,6 +11,7 @@ import heapq
 import io
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from batch import Request
+from batch import Request, RolloutBatch
+from settings import Config
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -364,3 +366,37 @@ def split_micro_batches(
     if balance and rows and most > 1:
         micro_batches = split_evenly(lengths, rows, int(most))
     return micro_batches + [[]] * (int(most) - len(micro_batches))
+
+
+def sequence_lengths(batch: RolloutBatch) -> list[int]:
+    """Return [B], the number of tokens that a forward pass computes for each row: all but the last."""
+    return [max(1, len(p) + len(c) - 1) for p, c in zip(batch.prompt_ids, batch.completion_ids)]
+
+
+def split_lengths(batch: RolloutBatch, config: Config) -> list[int]:
+    """Return [B], the length of each row for the split into micro-batches.
+
+    With train.share_prompts all rows of a group get the length of its longest row, so that they follow each
+    other and share micro-batches. This applies only if the saved prompt tokens cover the added padding of
+    attention.
+    """
+    lengths = sequence_lengths(batch)
+    if not config.train.share_prompts:
+        return lengths
+    rows_of = defaultdict(list)
+    for row, group in enumerate(batch.group_index.tolist()):
+        rows_of[group].append(row)
+    for rows in rows_of.values():
+        longest = max(lengths[row] for row in rows)
+        num_padding = len(rows) * longest - sum(lengths[row] for row in rows)
+        num_saved = (len(rows) - 1) * (len(batch.prompt_ids[rows[0]]) - 1)
+        if num_padding <= num_saved:
+            for row in rows:
+                lengths[row] = longest
+    return lengths
+
+
+def micro_batches_of(batch: RolloutBatch, rows: list[int], config: Config) -> list[list[int]]:
+    """Split rows into micro-batches of at most train.micro_batch_tokens padded tokens."""
+    max_tokens = config.train.tokens_per_forward(on_gpu=torch.cuda.is_available())
+    return split_micro_batches(split_lengths(batch, config), rows, max_tokens, config.train.balance)

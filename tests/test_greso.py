@@ -67,7 +67,7 @@ def test_skipping_and_exploration_agree_with_the_lists_of_visits(seed):
         for prompt in range(6):
             z_easy, z_hard = num_latest(visits[prompt], 1.0), num_latest(visits[prompt], 0.0)
             expected = 1 - max(p_easy**z_easy if z_easy else p_hard**z_hard, 0.01)
-            assert train_rl.skip_prob_of(prompt, history, step, config) == pytest.approx(expected, abs=1e-12)
+            assert train_rl.skip_prob(prompt, history, step, config) == pytest.approx(expected, abs=1e-12)
             covered.add((z_easy > 1, z_hard > 1))
     assert covered == {(True, False), (False, True), (False, False)}
 

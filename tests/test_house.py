@@ -15,6 +15,7 @@ from conftest import ROOT
 FLOORS = (  # a file imports from files on the same floor or below; imports have no circles
     ("experiments", "tests"),
     ("train_rl",),
+    ("sampling",),
     ("lifecycle",),
     ("configure", "memory_plan", "greso"),
     (

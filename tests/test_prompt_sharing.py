@@ -10,8 +10,8 @@ from conftest import save_small_moe
 from helpers import batch_of_rows, make_config, make_ragged_completions
 
 import moe_model
-import train_rl
 from moe_model import pack
+from runtime import schedule
 
 PROMPTS = [[5, 6, 7, 8], [9], [5, 6, 7, 8], [5, 6, 7], [5, 6, 7, 8], [9], [5, 6, 7, 8]]
 COMPLETIONS = [[1, 2, 3], [2, 2], [4], [7, 7, 7], [], [3], [8] * 9]
@@ -71,7 +71,7 @@ def test_a_group_stays_together_if_that_saves_tokens():
 
     def split_lengths(share: str) -> list[int]:
         batch = batch_of_rows(completions, list(range(12)))
-        return train_rl.split_lengths(batch, make_config(f"train.share_prompts={share}"))
+        return schedule.split_lengths(batch, make_config(f"train.share_prompts={share}"))
 
     assert split_lengths("false") == lengths
     assert split_lengths("true")[:3] == [11, 11, 11], "4 places are added"

@@ -49,6 +49,7 @@ from reward import Verdict
 from rollout import invalid_route
 from runtime import metrics as M
 from runtime.checks import check_parity, check_routes, mismatch_gate
+from sampling import captures_routes
 
 INVALID_ROUTE = invalid_route(6)
 LAYERS = {"small": (0, 1), "mixed": (0, 2)}  # with experts
@@ -870,7 +871,7 @@ def test_replay_in_a_yaml(text, value, tmp_path):
 )
 def test_routes_are_captured_at_steps_that_replay_or_check_them(change, expected):
     config = settings("rollout.check_every=3", change)
-    assert [step for step in range(8) if train_rl.captures_routes(config, step)] == expected
+    assert [step for step in range(8) if captures_routes(config, step)] == expected
 
 
 def test_replay_of_routes_that_are_not_captured_is_refused():

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from helpers import hashed_answer, make_config, make_group, make_run
 from rank_worker import contents
 
+import sampling
 import train_rl
 from batch import Request
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt
 from data.stream import seed_of
 from runtime.checkpoint import TrainState
+from sampling import Job
 
 # ---- expected lengths --------------------------------------------------------------------------------------
 
@@ -46,19 +48,20 @@ def test_an_expected_length_is_recorded_or_the_mean_of_the_set_or_of_all_prompts
         assert guessed == (i not in recorded)
 
 
-def jobs_of_round() -> train_rl.Jobs:
+def jobs_of_round() -> list[Job]:
     """Make the second halves of two probed groups, and three new groups."""
     groups = [train_rl.Group(slot, slot) for slot in range(5)]
-    return [(group, range(2, 4) if group.slot < 2 else range(4)) for group in groups]
+    return [Job(group, range(2, 4) if group.slot < 2 else range(4)) for group in groups]
 
 
 @pytest.mark.parametrize("schedule", ["arrival", "longest_first"])
+@pytest.mark.usefixtures("one_rank")
 def test_only_longest_first_expects_lengths(schedule):
     config = make_config(f"rollout.schedule={schedule}", "rollout.group_size=4")
     run = make_run(config, None, 5)
     jobs = jobs_of_round()
     run.history.mean_tokens[3] = 7.0
-    train_rl.set_expected_lengths(run, jobs)
+    sampling.set_expected_costs(run, jobs)
     expected = {"arrival": [(0.0, False)] * 5, "longest_first": [(7.0, slot != 3) for slot in range(5)]}
     assert [(group.expected_tokens, group.guessed) for group, _ in jobs] == expected[schedule]
 
@@ -74,29 +77,39 @@ def test_verdicts_cost_tokens_at_the_pace_of_the_engine(schedule, count, ranks):
     seconds = [{"exact": 1e-3, "my:judge": 0.2}, {"my:judge": 0.4, "my:call": 0.3}]  # by rank
 
     def costs(rank):
-        run = make_run(config, None, 1)
+        run = make_run(config, None, 4)
+        run.prompts = [Prompt("x", "1", kind, "set") for kind in ("exact", "my:judge", "my:call", "my:new")]
         run.engine = SimpleNamespace(seconds_per_step=0.01, tokens_per_second=1200.0)
         run.pool = SimpleNamespace(seconds=seconds[rank], at_once=lambda kind: 2 * calls[kind])
-        return train_rl.verdict_costs(run)
+        groups = [train_rl.Group(slot, slot) for slot in range(4)]
+        sampling.set_expected_costs(run, [Job(group, range(4)) for group in groups])
+        return [(group.latency_tokens, group.work_tokens) for group in groups]
 
-    expected = {"exact": (0.2, 0.3), "my:judge": (60.0, 90.0), "my:call": (60.0, 22.5)}
+    expected = [(0.2, 0.3), (60.0, 90.0), (60.0, 22.5), (0.0, 0.0)]
     for costs_of_rank in ranks(2).run(costs):
-        assert costs_of_rank.keys() == (expected.keys() if schedule != "arrival" and count else set())
-        assert all(cost == pytest.approx(expected[kind]) for kind, cost in costs_of_rank.items())
+        for cost, tokens in zip(costs_of_rank, expected, strict=True):
+            assert cost == pytest.approx(tokens if schedule != "arrival" and count else (0.0, 0.0))
 
 
 @pytest.mark.parametrize("schedule, tokens", [("longest_first", 60.0), ("arrival", 0.0)])
+@pytest.mark.usefixtures("one_rank")
 def test_an_episode_waits_for_its_tools_between_its_turns(schedule, tokens):
     """(3 turns - 1) x 0.3 s are 60 steps of 0.01 s; a prompt without a record is not expected to wait."""
     run = make_run(make_config(f"rollout.schedule={schedule}"), None, 5)
     run.interaction = SimpleNamespace(mean_seconds=lambda: 0.3, environment=None)
-    run.engine = SimpleNamespace(seconds_per_step=0.01)
+    run.engine = SimpleNamespace(seconds_per_step=0.01, tokens_per_second=1200.0)
     outcome = make_group(0, 3, [5] * 4, [True] * 4).outcome(False)
     run.history.update([replace(outcome, turns=12)], 0, 0.5)
-    assert train_rl.wait_tokens(run, train_rl.Group(0, 3)) == pytest.approx(tokens)
-    assert train_rl.wait_tokens(run, train_rl.Group(1, 1)) == 0.0
+    run.pool = SimpleNamespace(seconds={})
+
+    def latencies() -> list[float]:
+        groups = [train_rl.Group(0, 3), train_rl.Group(1, 1)]
+        sampling.set_expected_costs(run, [Job(group, range(4)) for group in groups])
+        return [group.latency_tokens for group in groups]
+
+    assert latencies() == pytest.approx([tokens, 0.0])
     run.interaction.environment = "game.py:Game"  # which answers the last turn, too
-    assert train_rl.wait_tokens(run, train_rl.Group(0, 3)) == pytest.approx(1.5 * tokens)
+    assert latencies() == pytest.approx([1.5 * tokens, 0.0])
 
 
 def test_a_request_holds_everything_that_its_completion_depends_on():
@@ -108,8 +121,11 @@ def test_a_request_holds_everything_that_its_completion_depends_on():
     jobs = jobs_of_round()
     jobs[3][0].expected_tokens = 7.0
     jobs[3][0].guessed = True
+    for group, _ in jobs:
+        group.latency_tokens = 2.0
+        group.work_tokens = 3.0
     run = make_run(config, None, 5, state=TrainState(step=6))
-    requests, prompts = train_rl.requests_of(run, jobs, costs={"exact": (2.0, 3.0)})
+    requests, prompts = sampling.requests_of(run, jobs)
     samples = [(group, sample) for group, of_group in jobs for sample in of_group]
     assert len(requests) == len(prompts) == len(samples) == 16
     for request, prompt, (group, sample) in zip(requests, prompts, samples):
@@ -121,7 +137,7 @@ def test_a_request_holds_everything_that_its_completion_depends_on():
             latency_tokens=2.0, work_tokens=3.0, topk=5,
         )  # fmt: skip
     run.config = make_config("rollout.topk_logprobs=5")
-    assert {request.topk for request in train_rl.requests_of(run, jobs, {"exact": (2.0, 3.0)})[0]} == {0}
+    assert {request.topk for request in sampling.requests_of(run, jobs)[0]} == {0}
 
 
 # ---- training batches do not depend on the schedule --------------------------------------------------------

@@ -328,7 +328,7 @@ def split_of_workload(num: int, balance: bool, ranks) -> list[tuple[list[list[in
         outcomes = {group.slot: group.outcome(False) for group in groups}
         trained, _ = train_rl.drop_and_deal(groups[rank::2], outcomes, config)
         batch = train_rl.collate(trained, make_prompts(1), [[1] * recipe.prompt_tokens])
-        row_lengths = train_rl.sequence_lengths(batch)
+        row_lengths = schedule.sequence_lengths(batch)
         assert row_lengths == [recipe.prompt_tokens + len(ids) - 1 for ids in batch.completion_ids]
         rows = list(range(len(row_lengths)))
         return split_micro_batches(row_lengths, rows, math.ceil(total / 2 / num), balance), row_lengths

@@ -46,7 +46,7 @@ from helpers import (
 from rank_worker import sample_steps
 
 import train_rl
-from data.history import PromptHistory, prob_all
+from data.history import PromptHistory
 from data.prompts import OfflineScore, prompt_sha
 from data.stream import foreign_kinds, keep_by_offline_scores, prompts_of_step, seed_of
 from reward import Verdict
@@ -63,16 +63,13 @@ def config_of(**settings) -> train_rl.Config:
 
 
 def skip_prob(history: PromptHistory, prompt: int, step: int, config: train_rl.Config) -> float:
-    names = ("prior", "retest_steps", "explore_solved", "explore_unsolved")
-    settings = {name: getattr(config.zero_variance, name) for name in names}
-    group_size, binary = config.rollout.group_size, config.reward.binary
-    return history.skip_prob(prompt, step, group_size, binary=binary, **settings)
+    return train_rl.skip_prob(prompt, history, step, config)
 
 
 def zero_variance_after(history: PromptHistory, outcome, prior=0.5, step=1, group_size=8, **settings):
-    """Call the method of the history; settings: binary (False) and retest_steps (0: no record expires)."""
-    settings = {"binary": False, "retest_steps": 0} | settings
-    return history.zero_variance_after(outcome, step, group_size, prior=prior, **settings)
+    """Call the trainer's function; settings: reward__binary, and retest_steps (0: no record expires)."""
+    settings = {"rollout__group_size": group_size, "prior": prior, "retest_steps": 0} | settings
+    return train_rl.zero_variance_after(outcome, history, step, config_of(**settings))
 
 
 def history_of(*records: tuple[float, float, int]) -> PromptHistory:
@@ -108,7 +105,7 @@ RECORDS = [(0, 0), (4, 0), (0, 4), (3, 5), (0.5, 0.25), (7.75, 0), (0, 15.9), (1
 def test_prob_all_is_the_integral_over_the_beta_posterior(hits, misses, prior):
     for num in (0, 1, 2, 3, 4, 7, 8, 16, 64):
         expected = scipy.stats.betabinom.pmf(num, num, hits + prior, misses + prior) if num else 1.0
-        assert prob_all(hits, misses, num, prior) == pytest.approx(expected, rel=1e-9)
+        assert train_rl.prob_all(hits, misses, num, prior) == pytest.approx(expected, rel=1e-9)
         if num <= 16:
             assert moment(hits, misses, num, prior) == pytest.approx(expected, rel=1e-5)
 
@@ -122,9 +119,8 @@ def test_skip_prob_is_the_posterior_probability_of_zero_variance(hits, misses, g
         explore = {"explore_solved": solved, "explore_unsolved": unsolved}
         beta = scipy.stats.betabinom(group_size, hits + prior, misses + prior)
         expected = min(beta.pmf(group_size), 1 - solved) + min(beta.pmf(0), 1 - unsolved)
-        probability = history.skip_prob(
-            0, 4, group_size, binary=False, prior=prior, retest_steps=0, **explore
-        )
+        config = config_of(rollout__group_size=group_size, prior=prior, retest_steps=0, **explore)
+        probability = skip_prob(history, 0, 4, config)
         assert probability == pytest.approx(expected, rel=1e-9, abs=1e-9)
         assert 0 <= probability <= 1
 
@@ -1224,7 +1220,7 @@ def test_a_record_of_fractions_counts_entirely_right_and_entirely_wrong_completi
 
     def after(*scores: float, binary: bool = False) -> float:
         outcome = scored_group(*scores, prompt=1).outcome(binary)
-        return zero_variance_after(history, outcome, config.zero_variance.prior, binary=binary)
+        return zero_variance_after(history, outcome, config.zero_variance.prior, reward__binary=binary)
 
     record(0, *[0.5] * 4, *[1.0] * 3, 0.0)
     assert (history.solved[0], history.unsolved[0], history.tried[0]) == (3, 1, 8)

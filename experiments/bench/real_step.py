@@ -429,6 +429,7 @@ def profile_update(trainer: str, args: argparse.Namespace) -> dict[str, list]:
 
     import moe_model
     from data.chat import ChatTemplate, load_tokenizer
+    from runtime.schedule import micro_batches_of
 
     torch.set_num_threads(1)
     if not dist.is_initialized():  # ranks agree on the number of micro-batches
@@ -446,7 +447,7 @@ def profile_update(trainer: str, args: argparse.Namespace) -> dict[str, list]:
         for chat in chats
     ]
     batch = random_batch(prompt_ids, policy.config.vocab_size)
-    parts = train_rl.micro_batches_of(batch, list(range(len(batch.prompts))), config)
+    parts = micro_batches_of(batch, list(range(len(batch.prompts))), config)
     for part in parts[:1]:  # warm up
         train_rl.forward_rows(policy, batch, part, config).logprobs.sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -72,20 +72,19 @@ def replay_workload(trainer: ModuleType) -> None:
     run.is_oracle: the schedule knows the true lengths in advance.
     """
     trainer_requests_of = trainer.requests_of
-    trainer_set_expected_lengths = trainer.set_expected_lengths
+    trainer_set_expected_costs = trainer.set_expected_costs
 
-    def set_expected_lengths(run, jobs) -> None:
-        """Set expected_tokens: the true mean for the oracle, otherwise the trainer's own expectation."""
-        if not run.is_oracle:
-            trainer_set_expected_lengths(run, jobs)
-            return
+    def set_expected_costs(run, jobs) -> None:
+        """Set the trainer's own expectations, and for the oracle the true mean length."""
+        trainer_set_expected_costs(run, jobs)
         lengths = run.workload.lengths[run.state.step]  # [prompt, sample]
-        for group, _ in jobs:
+        for group, _ in jobs if run.is_oracle else ():
             group.expected_tokens = float(lengths[group.prompt_index].mean())
+            group.guessed = False
 
-    def requests_of(run, jobs, costs: dict) -> tuple[list, list]:
+    def requests_of(run, jobs) -> tuple[list, list]:
         """Make greedy requests of the recorded lengths; the answer of a slow prompt is its delay."""
-        requests, prompts = trainer_requests_of(run, jobs, costs)
+        requests, prompts = trainer_requests_of(run, jobs)
         lengths = run.workload.lengths[run.state.step]
         delays = run.workload.reward_seconds[run.state.step]
         samples = [(group.prompt_index, sample) for group, numbers in jobs for sample in numbers]
@@ -99,7 +98,7 @@ def replay_workload(trainer: ModuleType) -> None:
                 prompts[i] = dataclasses.replace(prompts[i], answer=str(float(delays[sample])))
         return requests, prompts
 
-    trainer.set_expected_lengths = set_expected_lengths
+    trainer.set_expected_costs = set_expected_costs
     trainer.requests_of = requests_of
 
 

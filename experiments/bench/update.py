@@ -99,7 +99,7 @@ def work(args) -> None:
 
     import moe_model
     from runtime.metrics import reduce_metrics
-    from runtime.schedule import split_micro_batches
+    from runtime.schedule import micro_batches_of
 
     torch.set_num_threads(1)
     moe_model.init_deepspeed()
@@ -134,11 +134,7 @@ def work(args) -> None:
             figures[name]["pass"].append(middle - start)
             names = ("padding_frac", "update_tokens", "update_tokens_max")
             figures[name] |= reduce_metrics({key: metrics[key] for key in names})
-            lengths = trainer.split_lengths(batch, config)
-            rows = list(range(len(lengths)))
-            limit = config.train.micro_batch_tokens
-            micro_batches = split_micro_batches(lengths, rows, limit, config.train.balance)
-            figures[name]["micro_batches"] = len(micro_batches)
+            figures[name]["micro_batches"] = len(micro_batches_of(batch, range(len(batch.prompts)), config))
             figures[name] |= reduce_metrics({
                 "gradient_share": ((batch.advantages != 0).sum().item(), batch.response_mask.sum().item())
             })  # fmt: skip

@@ -1,0 +1,112 @@
+"""Requests of a rollout round: seeds, expected lengths, expected costs of verdicts and waits.
+
+train_rl.py decides which completions to sample (Job) and which rank samples them. The expectations serve the
+length-aware schedule (arXiv 2512.07710): they order requests and balance ranks, and change no completion.
+"""
+
+import statistics
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from batch import Group, Request
+from data.prompts import Prompt
+from data.stream import seed_of
+from lifecycle import Run
+from runtime.schedule import verdict_tokens
+from settings import Config
+
+
+class Job(NamedTuple):
+    """Completions of one group to sample in a round."""
+
+    group: Group
+    samples: range  # their numbers within the group
+
+
+def captures_routes(config: Config, step: int) -> bool:
+    """Tell whether the engine returns the experts of the tokens that it samples at a step."""
+    rollout = config.rollout
+    if config.algorithm.router_replay == "r3" or rollout.capture_routes == "on":
+        return True
+    is_checked = step % rollout.check_every == 0 if rollout.check_every else step == 0
+    return rollout.capture_routes == "auto" and is_checked
+
+
+def set_expected_costs(run: Run, jobs: list[Job]) -> None:
+    """Set the expected lengths of the groups' completions and the costs of their verdicts. Collective.
+
+    With `rollout.schedule: arrival` (the baseline), prompts keep their order and nothing is expected.
+    """
+    rollout = run.config.rollout
+    if rollout.schedule == "arrival":
+        return
+    costs = verdict_costs(run) if rollout.count_reward_time else {}
+    lengths = run.history.expected_lengths([job.group.prompt_index for job in jobs], run.prompts)
+    for (group, _), (tokens, guessed) in zip(jobs, lengths):
+        latency_tokens, work_tokens = costs.get(run.prompts[group.prompt_index].kind, (0.0, 0.0))
+        group.expected_tokens = tokens
+        group.guessed = guessed
+        group.latency_tokens = latency_tokens + wait_tokens(run, group)
+        group.work_tokens = work_tokens
+
+
+def wait_tokens(run: Run, group: Group) -> float:
+    """Return the time that an episode is expected to wait between its turns, in tokens of one completion.
+
+    This is waits at the prompt's last visit x mean seconds of a call / seconds of an engine step. An episode
+    with tools ends with a turn without calls; an environment answers every turn.
+    """
+    if run.interaction is None:
+        return 0.0
+    num_turns = float(run.history.mean_turns[group.prompt_index])
+    num_waits = num_turns if run.interaction.environment else max(0.0, num_turns - 1)
+    return num_waits * run.interaction.mean_seconds() / run.engine.seconds_per_step
+
+
+def verdict_costs(run: Run) -> dict[str, tuple[float, float]]:
+    """Return latency_tokens and work_tokens of a verdict for each kind of verifier. Collective.
+
+    latency_tokens: tokens that one completion generates in the time until a verdict. work_tokens: tokens that
+    the whole engine generates in a worker's time for it. The mean is over the ranks that have scored this
+    kind; a kind that no rank has scored is not in the result.
+    """
+    tokens_per_second = run.engine.tokens_per_second / run.config.rollout.tensor_parallel
+    local_costs = {
+        kind: verdict_tokens(seconds, run.engine.seconds_per_step, tokens_per_second, run.pool.at_once(kind))
+        for kind, seconds in run.pool.seconds.items()
+    }
+    gathered: list[dict[str, tuple[float, float]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, local_costs)
+    costs = {}
+    for kind in sorted({kind for rank_costs in gathered for kind in rank_costs}):
+        latencies, works = zip(*(rank_costs[kind] for rank_costs in gathered if kind in rank_costs))
+        costs[kind] = (statistics.fmean(latencies), statistics.fmean(works))
+    return costs
+
+
+def requests_of(run: Run, jobs: list[Job]) -> tuple[list[Request], list[Prompt]]:
+    """Return the engine's requests for some jobs, job after job, and the prompt of each."""
+    config = run.config
+    rollout = config.rollout
+    requests = []
+    prompts = []
+    for group, samples in jobs:
+        for sample in samples:
+            prompts.append(run.prompts[group.prompt_index])
+            requests.append(
+                Request(
+                    prompt_ids=run.prompt_ids[group.prompt_index],
+                    seed=seed_of(config.train.seed, run.state.step, group.slot, sample),
+                    group_seed=seed_of(config.train.seed, run.state.step, group.slot),
+                    temperature=rollout.temperature,
+                    max_new_tokens=rollout.max_new_tokens,
+                    group=group.slot,
+                    expected_tokens=group.expected_tokens,
+                    guessed=group.guessed,
+                    latency_tokens=group.latency_tokens,
+                    work_tokens=group.work_tokens,
+                    topk=rollout.topk_logprobs if config.algorithm.score_centering else 0,
+                )
+            )
+    return requests, prompts
