@@ -3,8 +3,6 @@
     python experiments/plan.py --config experiments/models/qwen3_30b_a3b_one_node.yaml
     python experiments/plan.py --config mine.yaml --gpus 8 --gpu-memory-gib 80 --json plan.json
     python experiments/plan.py --config mine.yaml --gpus 32 --search       # settings that fit, fastest first
-    python experiments/plan.py --write-headers experiments/models/*.yaml   # the comments of these files
-    python experiments/plan.py --tables experiments/models/*.yaml          # the tables of docs/gpu.md
 
 Only config.json is read; Qwen3 and Granite 3.1 need no file, as their shapes are listed below. GPU memory is
 estimated by memory_plan.plan_memory(), the same estimate by which train_rl.py refuses a run at its start.
@@ -23,7 +21,6 @@ import json
 import math
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,7 +34,6 @@ import memory_plan
 import moe_model
 import rollout
 from configure import load_config, stage_configs
-from experiments.bench.common import markdown
 from lifecycle import check_model, widest
 from memory_plan import plan_memory, syncs_own_experts
 from moe_model import head_dim, num_experts_of
@@ -189,8 +185,6 @@ class Task:
     num_gpus: int
     prompt_tokens: float  # mean
     new_tokens: float  # mean length of completions
-    tool_calls: float = 0.0  # mean calls of tools, or steps of an environment, per episode
-    tool_seconds: float = 0.0  # mean seconds of a call
 
     def __post_init__(self):
         """Replace model.dtype auto and rollout.sleep_level null by the values that they mean on GPUs."""
@@ -582,18 +576,6 @@ def rollout_seconds(task: Task) -> float:
     return prefill_s + full_s + tail_s
 
 
-def tool_wait_seconds(task: Task, rollout_s: float) -> float:
-    """Return the seconds that tools or an environment add to a rollout of rollout_s seconds.
-
-    An episode whose tool runs takes no place in the engine, so that calls overlap with other episodes. Two
-    waits remain [ours]: the last episode waits for its own calls, a whole number, and workers that have more
-    to do than the engine (one call at a time each; an async tool runs 64) prolong the rollout.
-    """
-    calls = completions_of_engine(task) * task.tool_calls / task.config.rollout.tensor_parallel  # of a rank
-    workers_s = calls * task.tool_seconds / task.config.rollout.tool_workers
-    return max(math.ceil(task.tool_calls) * task.tool_seconds, workers_s - rollout_s)
-
-
 def sync_seconds(task: Task) -> float:
     """Return the seconds of a weight sync: gathering, two copies of the received bytes, Python, FP8.
 
@@ -653,9 +635,8 @@ def phase_seconds(task: Task) -> dict[str, float]:
     adamw_s += offload["seconds of PCIe"] + offload["seconds of AdamW"]
     num_before = task.num_forward_only_passes
     share_before = num_before / (num_before + num_forwards + num_backwards)  # all passes send alike
-    rollout_s = rollout_seconds(task)
     return {
-        "rollout": rollout_s + tool_wait_seconds(task, rollout_s),
+        "rollout": rollout_seconds(task),
         "logprobs": pass_s * num_before + exchanging_s * share_before,
         "update": pass_s * update_passes + exchanging_s * (1 - share_before) + reducing_s + adamw_s,
         "sync": sync_seconds(task),
@@ -723,7 +704,6 @@ def plan_run(task: Task) -> dict:
         "gpus": task.num_gpus,
         "machine": asdict(task.machine),
         "mean_tokens": {"prompt": task.prompt_tokens, "completion": task.new_tokens},
-        "tool_wait_seconds": round(tool_wait_seconds(task, rollout_seconds(task)), 2),
     }
 
 
@@ -880,7 +860,6 @@ def describe(plan: dict, contradicts: bool = False) -> str:
         f"one pass over all completions computes {plan['trained_tokens_per_gpu']:,} tokens on a GPU, and "
         f"{plan['grid_tokens_per_gpu']:,} tokens in attention; a micro-batch of mean lengths keeps "
         f"{plan['mean_activations_gib']} GiB of activations",
-        *([f"tools add {plan['tool_wait_seconds']:g} s to the rollout"] * (plan["tool_wait_seconds"] > 0)),
         describe_checkpoint(plan["checkpoint"]),
         f"sleep needed during updates: {plan['sleep']}",
         f"it fits, and {plan['margin_gib']} GiB or more of a GPU stay free in every phase",
@@ -939,113 +918,15 @@ def describe_search(task: Task, proposals: list[tuple[dict, Task]]) -> str:
     return "\n".join([head, current, *rows])
 
 
-def tables(tasks: dict[str, Task]) -> list[str]:
-    """Return the lines of the two tables of docs/gpu.md: configurations, and paths of a weight sync."""
-    columns = ["settings", "GPUs", "standing", "update", "engine weights", "KV cache", "host", "rollout, s",
-               "logprobs, s", "update, s", "sync, s", "step, s"]  # fmt: skip
-    rows = [config_row(name, task) for name, task in tasks.items()]
-    syncs = [
-        sync_row(name, ep_size, own_experts)
-        for name in ("Qwen3-30B-A3B", "Qwen3-235B-A22B")
-        for ep_size in (8, 16)
-        for own_experts in (False, True)
-    ]
-    names = ["model", "`ep_size`", "path", "over the wire, GB", "handed over, GB", "kept, GB", "seconds"]
-    return [*markdown(columns, rows), "", *markdown(names, syncs)]
-
-
-def config_row(name: str, task: Task) -> list:
-    """Return the row of a configuration: memory in GiB, then seconds."""
-    gib = in_gib(task.parts)
-    seconds = phase_seconds(task)
-    standing = sum(gib[part] for part in ("weights", "gradients", "master weights", "AdamW"))
-    update = gib["gradients in an update"] + gib["activations"] + gib["on the way back"]
-    node_gib = plan_run(task)["host_gib"]["of a node"]
-    sizes = [standing, update, gib["engine weights"], gib["KV cache"], node_gib]
-    times = [*seconds.values(), sum(seconds.values())]
-    return [f"`{name}`", task.num_gpus, *(f"{size:.1f}" for size in sizes), *(f"{s:.0f}" for s in times)]
-
-
-def sync_row(name: str, ep_size: int, own_experts: bool) -> list:
-    """Return the row of one weight sync between H100s, with gathered experts or with each rank's own."""
-    settings = [
-        "data.train=[{path: none}]", f"model.path={name}", f"model.ep_size={ep_size}",
-        f"rollout.tensor_parallel={ep_size}", f"rollout.expert_parallel={json.dumps(own_experts)}",
-    ]  # fmt: skip
-    task = Task(load_config(settings), model_config(name), MACHINES["h100"], ep_size, 200, 2000)
-    path = "own experts" if own_experts else "gathered"
-    sizes = [f"{value / 1e9:.1f}" for value in sync_bytes(task).values()]
-    return [name, ep_size, path, *sizes, f"{sync_seconds(task):.1f}"]
-
-
 # ---- the comment of a YAML ----
 MACHINE_LINE = re.compile(  # GPUs, machine, model, mean tokens of prompts and of completions
     r"# Machine: (\d+) x (\w+); shape of (\S+); mean prompt ([\d,]+), completion ([\d,]+) tokens"
 )
-EXPECTED = "# Expected by experiments/plan.py:"  # first words of the lines that --write-headers adds
 
 
 def comment_of(file: Path) -> list[str]:
     """Return the comment lines at the start of a YAML."""
     return list(itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines()))
-
-
-def is_generated(line: str) -> bool:
-    """Tell whether --write-headers rewrites this comment line."""
-    return line.startswith(("#   torchrun", EXPECTED)) or bool(MACHINE_LINE.match(line))
-
-
-def header(file: Path) -> list[str]:
-    """Return the new comment of a YAML: its handwritten lines, then command, machine and expected figures."""
-    task = read_task(parse_args(["--config", str(file)]))
-    comment = comment_of(file)
-    machine_line = next((line for line in comment if MACHINE_LINE.match(line)), None)
-    if machine_line is None:
-        raise ValueError(
-            f"{file}: the comment at the start names no machine; add a line such as # Machine: 8 x h100; "
-            "shape of Qwen/Qwen3-8B; mean prompt 200, completion 1,200 tokens"
-        )
-    per_node = task.machine.gpus_per_node
-    count = num_nodes(task)
-    nodes = f" --nnodes={count} --node-rank=R --master-addr=HOST" if count > 1 else ""
-    return [
-        *itertools.takewhile(lambda line: not is_generated(line), comment),
-        f"#   torchrun{nodes} --nproc-per-node={min(task.num_gpus, per_node)} "
-        f"--shutdown-timeout={shutdown_seconds(task)} \\",
-        f"#       train_rl.py --config {file.resolve().relative_to(ROOT)}",
-        machine_line,
-        *textwrap.wrap(expected_figures(task), 106, initial_indent="# ", subsequent_indent="# "),
-    ]
-
-
-def shutdown_seconds(task: Task) -> int:
-    """Return torchrun's --shutdown-timeout: a run ends after its step and a checkpoint, in whole minutes.
-
-    Twice the expected step, because a step may take longer.
-    """
-    plan = plan_run(task)
-    return 60 * math.ceil((2 * plan["seconds"]["step"] + plan["checkpoint"]["seconds"]) / 60)
-
-
-def expected_figures(task: Task) -> str:
-    """Write the figures of a plan as one sentence for the comment of a YAML."""
-    plan = plan_run(task)
-    phases = ", ".join(f"{name} {gib:.0f}" for name, gib in plan["phases_gib"].items())
-    seconds = [f"{name} {s:.0f}" for name, s in plan["seconds"].items() if name != "step" and s >= 0.5]
-    verdict = "" if plan["fits"] else f" It does not fit: {plan['why_not']}."
-    return (
-        f"{EXPECTED[2:]} of {task.machine.memory_gib:.0f} GiB of a GPU {phases}, with "
-        f"{plan['memory_gib']['KV cache']:.0f} of keys and values in a rollout; "
-        f"{plan['host_gib']['of a node']:.0f} GiB of a host; "
-        f"a step of {plan['tokens_per_step'] / 1e6:.2f} million tokens in "
-        f"{plan['seconds']['step']:.0f} s ({', '.join(seconds)}), within a factor of two.{verdict}"
-    )
-
-
-def write_header(file: Path) -> None:
-    """Replace the comment at the start of a YAML by header()."""
-    settings = file.read_text().splitlines()[len(comment_of(file)) :]
-    file.write_text("\n".join([*header(file), *settings]) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -1058,7 +939,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_argument = parser.add_argument
     number = {"type": float, "metavar": "N"}
     add_argument(
-        "--config", type=Path, action="append", default=[], metavar="FILE",
+        "--config", type=Path, action="append", required=True, metavar="FILE",
         help="YAML of settings, as for train_rl.py; may be repeated",
     )  # fmt: skip
     add_argument(
@@ -1087,10 +968,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add_argument(
         "--new-tokens", **number,
-        help="mean length of completions, with the text of tools (default: as for prompts)",
+        help="mean length of completions (default: as for prompts)",
     )  # fmt: skip
-    add_argument("--tool-calls", **number, default=0.0, help="mean calls of tools per episode (default: 0)")
-    add_argument("--tool-seconds", **number, default=0.0, help="mean seconds of a call (default: 0)")
     add_argument(
         "--search", action="store_true",
         help="propose ep_size, tensor_parallel, micro_batch_tokens, offload and more, fastest first",
@@ -1098,26 +977,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add_argument(
         "--json", type=Path, metavar="FILE", help="write the plan, or the list of proposals, to FILE"
     )
-    add_files_arguments(parser)
     add_argument("settings", nargs="*", metavar="section.key=value", help="single settings; override files")
     args = parser.parse_intermixed_args(argv)
-    options = [name for name, value in vars(args).items() if value not in (None, [], False, 0.0)]
-    is_plan = args.config and not (args.write_headers or args.tables)
-    if not is_plan and options not in (["write_headers"], ["tables"]):
-        parser.error("give --config, or one of --write-headers and --tables and nothing else")
     return args
-
-
-def add_files_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --write-headers and --tables, which exclude all other options."""
-    parser.add_argument(
-        "--write-headers", type=Path, nargs="+", metavar="FILE",
-        help="rewrite the comment at the start of each file; excludes all other options",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tables", type=Path, nargs="+", metavar="FILE",
-        help="print the tables of docs/gpu.md for these files; excludes all other options",
-    )  # fmt: skip
 
 
 def read_machine(args: argparse.Namespace, name: str, num_gpus: int) -> Machine:
@@ -1178,27 +1040,16 @@ def read_task(args: argparse.Namespace) -> Task:
             f"most rollout.max_prompt_tokens {prompt_limit} and rollout.max_new_tokens {new_limit}: set "
             "--prompt-tokens and --new-tokens"
         )
-    if min(args.tool_calls, args.tool_seconds) < 0:
-        raise ValueError("--tool-calls and --tool-seconds must be 0 or more")
     num_gpus = args.gpus
     if num_gpus is None:
         num_gpus = int(file_gpus or math.lcm(config.model.ep_size, config.rollout.tensor_parallel))
     machine = read_machine(args, args.machine or file_machine or "h100", num_gpus)
-    waits = (args.tool_calls, args.tool_seconds)
-    return Task(config, model, machine, num_gpus, prompt_mean, new_mean, *waits)
+    return Task(config, model, machine, num_gpus, prompt_mean, new_mean)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Plan and print; return the exit code."""
     args = parse_args(argv)
-    if args.write_headers:
-        for file in args.write_headers:
-            write_header(file)
-        return 0
-    if args.tables:
-        tasks = {file.stem: read_task(parse_args(["--config", str(file)])) for file in args.tables}
-        print("\n".join(tables(tasks)))
-        return 0
     task = read_task(args)
     if args.search:
         proposals = search(task)

@@ -1,7 +1,6 @@
 """The planner: counts against transformers, arithmetic against loops, and the committed files."""
 
 import ctypes
-import dataclasses
 import json
 import os
 import re
@@ -628,13 +627,10 @@ def test_a_step_is_within_a_factor_of_two_of_public_measurements(case):
     published = case[-1]
     planned = sum(plan.phase_seconds(measured_task(case)).values())
     assert 0.5 < planned / published < 2
-    row = f"| {published:.0f} | {planned:.0f} | {planned / published:.2f} |"
-    assert row in (ROOT / "docs" / "gpu.md").read_text()
 
 
 def test_fp8_speeds_rollouts_up_as_published():
-    """Qwen3-30B-A3B: by 1.35, and by 1.44 with an FP8 KV cache; docs/gpu.md lists 1, 2 and 4 GPUs."""
-    page = " ".join((ROOT / "docs" / "gpu.md").read_text().split())
+    """Qwen3-30B-A3B: by 1.35, and by 1.44 with an FP8 KV cache, on a number of GPUs that is not published."""
     for settings, published in (({}, 1.35), ({"rollout.kv_cache_fp8": True}, 1.44)):
         speedups = []
         for parallel in (1, 2, 4):
@@ -642,7 +638,6 @@ def test_fp8_speeds_rollouts_up_as_published():
             fp8 = task.with_settings({"rollout.fp8": "on", **settings})
             speedups.append(plan.rollout_seconds(task) / plan.rollout_seconds(fp8))
         assert speedups[0] > published > speedups[2]
-        assert "{:.2f}, {:.2f} and {:.2f}".format(*speedups) in page
 
 
 @pytest.mark.parametrize("mean, limit", [(2000, 4096), (100, 16384), (4096, 4096)])
@@ -654,23 +649,6 @@ def test_a_rollout_samples_every_token_once(mean, limit, monkeypatch):
     prompts_s = 128 * plan.product_seconds(task, 200, 100) / 8  # on the 8 GPUs of an engine
     monkeypatch.setattr(plan, "decode_step_seconds", lambda task, batch, context: batch)
     assert plan.rollout_seconds(task) - prompts_s == pytest.approx(task.completions * mean, rel=1e-6)
-
-
-def test_tools_prolong_a_rollout_by_the_last_wait_or_by_their_workers():
-    """16 workers of an engine of 8 GPUs share 1,024 episodes with 1.5 calls of 2 s: 192 s of each worker."""
-    task = make_task(
-        *FITTING, "rollout.prompts_per_step=128", "rollout.group_size=8", "rollout.tool_workers=2",
-        machine="h200",
-    )  # fmt: skip
-    slow = dataclasses.replace(task, tool_calls=1.5, tool_seconds=2.0)
-    alone = plan.rollout_seconds(task)
-    assert plan.tool_wait_seconds(task, alone) == 0
-    assert plan.tool_wait_seconds(slow, rollout_s=500) == 4, "two calls of the last episode"
-    assert plan.tool_wait_seconds(slow, rollout_s=100) == 192 - 100
-    added = plan.phase_seconds(slow)["rollout"] - plan.phase_seconds(task)["rollout"]
-    assert added == pytest.approx(plan.tool_wait_seconds(slow, alone))
-    assert f"tools add {added:.2f} s" in plan.describe(plan.plan_run(slow))
-    assert "tools add" not in plan.describe(plan.plan_run(task))
 
 
 def test_a_sync_takes_less_than_published_and_more_than_its_bytes():
@@ -838,16 +816,7 @@ def test_stages_are_planned_with_the_largest_sizes(small):
     assert staged.parts == largest.parts
 
 
-@pytest.mark.parametrize("argv", [[], ["--tables", "a.yaml", "--search"], ["--config", "a", "--tables", "b"]])
-def test_the_command_needs_exactly_one_task(argv):
-    with pytest.raises(SystemExit) as error:
-        plan.main(argv)
-    assert error.value.code == 2
-
-
 def test_a_file_without_a_known_machine_is_named(small):
-    with pytest.raises(ValueError, match="Machine"):
-        plan.main(["--write-headers", str(small)])
     line = "# Machine: 8 x x999; shape of Qwen/Qwen3-8B; mean prompt 20, completion 30 tokens\n"
     small.write_text(line + small.read_text())
     with pytest.raises(ValueError, match="x999"):
@@ -897,19 +866,9 @@ def shrunken(config):
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_a_config_fits_the_machine_and_has_the_header_of_the_planner(file):
+def test_a_config_names_its_machine_and_fits_it(file):
+    assert any(plan.MACHINE_LINE.match(line) for line in plan.comment_of(file))
     assert plan.why_not(task_of(file)) is None
-    assert plan.header(file) == plan.comment_of(file), "write headers with --write-headers"
-
-
-def test_new_headers_replace_old_headers(tmp_path, monkeypatch):
-    text = (ROOT / "experiments/models/qwen3_0_6b_one_gpu.yaml").read_text()
-    file = tmp_path / "a.yaml"
-    file.write_text(text.replace("rollout 7", "rollout 9").replace("--nproc", "--old", 1))
-    monkeypatch.setattr(plan, "ROOT", tmp_path)
-    for _ in range(2):
-        assert plan.main(["--write-headers", str(file)]) == 0
-        assert file.read_text() == text.replace("experiments/models/qwen3_0_6b_one_gpu.yaml", "a.yaml")
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
@@ -936,13 +895,6 @@ def test_a_stage_starts_from_the_model_of_the_previous_stage(first, second):
     )
     assert current.model.path == f"{previous.run.dir}/model" and current.run.dir != previous.run.dir
     assert current.data.train != previous.data.train
-
-
-def test_the_page_has_the_tables_of_the_planner():
-    lines = plan.tables({file.stem: task_of(file) for file in CONFIGS})
-    page = (ROOT / "docs" / "gpu.md").read_text()
-    for table in "\n".join(lines).split("\n\n"):
-        assert table in page, "print the tables with --tables"
 
 
 def test_the_rows_of_espo_differ_only_in_the_method():
