@@ -26,13 +26,14 @@ from batch import Completion, Request, Turn
 from data.chat import ChatTemplate, special_tokens, without_special_tokens
 from data.prompts import Prompt
 from data.stream import seed_of
-from reward import RewardPool, Verdict
+from reward import Verdict, worker_options
 from runtime.metrics import warn_once
 from settings import Config
 from verifiers.kinds import ENVIRONMENT
 from verifiers.own import check_score, load_function
 from verifiers.sandbox import check_sandbox
-from verifiers.tools import check_environment, python, schemas_of
+from verifiers.tools import Answer, Close, Step, ToolCall, ToolResult, check_environment, python, schemas_of
+from workers import WorkerPool
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -218,7 +219,7 @@ def extension_of(config: Config, tokenizer, stop_ids: Sequence[int], prompts: li
 # One per run
 # ------------------------------------------------------------------------------------------------------------
 class Interaction:
-    """The tools and the environment of a run, with their workers. log_path: see RewardPool.
+    """The tools and the environment of a run, with their workers. log_path: see WorkerOptions.
 
     Tools share the workers of one pool. An environment's episodes are spread over pools of one worker, so
     that the steps of an episode meet the worker that holds the episode's environment.
@@ -231,6 +232,7 @@ class Interaction:
         self.call_format = self.extension.call_format(next(iter(self.tools))) if self.tools else ""
         self.environment = data.environment
         self.max_turns = config.rollout.max_turns
+        self.max_chars = config.rollout.max_tool_chars
         self.timeout_s = config.rollout.tool_timeout_s
         self.log_note = f"; see {log_path}"
         self.has_warned = False  # of a call that failed in a worker
@@ -240,24 +242,17 @@ class Interaction:
         if any(load_function(name).call is python for name in data.tools):
             check_sandbox(config.reward.sandbox)
 
-        def start(service: str, num_workers: int) -> RewardPool:
-            return RewardPool(
-                num_workers, self.timeout_s, int(config.reward.memory_gib * 2**30), env=config.reward.env,
-                log_path=log_path, service=service, max_chars=config.rollout.max_tool_chars,
-                code_limits={
-                    "isolation": config.reward.sandbox, "timeout_s": config.reward.code_timeout_s,
-                    "memory_bytes": int(config.reward.code_memory_gib * 2**30),
-                },
-            )  # fmt: skip
-
+        options = worker_options(config.reward, log_path) | {"timeout_s": self.timeout_s}
         num_workers = config.rollout.tool_workers
-        self.tool_pool = start("tools", num_workers) if self.tools else None
-        self.environment_pools = [
-            start("environment", 1) for _ in range(num_workers if self.environment else 0)
-        ]
+        self.tool_pool: WorkerPool | None = None
+        if self.tools:
+            self.tool_pool = WorkerPool("verifiers.tools", num_workers, **options)
+        self.environment_pools: list[WorkerPool] = []
+        if self.environment:
+            self.environment_pools = [WorkerPool("verifiers.tools", **options) for _ in range(num_workers)]
 
     @property
-    def pools(self) -> list[RewardPool]:
+    def pools(self) -> list[WorkerPool]:
         """Return all pools."""
         return [*self.environment_pools, *([self.tool_pool] if self.tool_pool else [])]
 
@@ -278,11 +273,11 @@ class Interaction:
         self.num_rollouts += 1
         return Episodes(self, self.num_rollouts, requests, prompts)
 
-    def error_text(self, verdict: Verdict) -> str:
+    def error_text(self, result: ToolResult) -> str:
         """Return the text that the policy reads in place of a result."""
-        if verdict.status == "timeout":
+        if result.status == "timeout":
             return f"Error: no result after {self.timeout_s:g} s"
-        return f"Error: {verdict.detail.removesuffix(self.log_note)}"
+        return f"Error: {result.detail.removesuffix(self.log_note)}"
 
 
 def check_environment_in_time(name: str, row: dict, timeout_s: float) -> None:
@@ -420,7 +415,8 @@ class Episodes:
             episode.results[number] = f"Error: {problem}" if problem else None
             if name is not None and not problem:
                 key = (self.number, row, episode.num_turns, number)
-                self.interaction.tool_pool.submit(key, name, json.dumps(call.arguments), "")
+                task = ToolCall(name, json.dumps(call.arguments), self.interaction.max_chars)
+                self.interaction.tool_pool.put(key, task)
         self.num_waiting += 1
         self.insert_if_complete(row)
 
@@ -428,20 +424,18 @@ class Episodes:
         """Send the last turn to the environment, and all earlier turns in case it is rebuilt."""
         episode = self.episodes[row]
         episode.actions.append(episode.texts[-1])
-        request = {"texts": episode.actions, "messages": episode.messages}
-        self.submit_step(row, request | {"row": row_of(episode.prompt, episode.request.group_seed)})
+        first_row = row_of(episode.prompt, episode.request.group_seed)
+        step = Step(
+            self.interaction.environment, f"{self.number}.{row}", first_row, episode.actions,
+            episode.messages, self.interaction.max_chars,
+        )  # fmt: skip
+        self.pool_of(row).put((self.number, row, episode.num_turns, 0), step)
         self.num_waiting += 1
 
-    def submit_step(self, row: int, request: dict) -> None:
-        """Queue a request to the environment of an episode."""
+    def pool_of(self, row: int) -> WorkerPool[Answer]:
+        """Return the pool whose worker holds the environment of an episode."""
         pools = self.interaction.environment_pools
-        request["episode"] = f"{self.number}.{row}"
-        is_step = "close" not in request
-        key = (self.number, row, self.episodes[row].num_turns if is_step else CLOSE, 0)
-        num_limits = 1 + len(self.episodes[row].actions)  # reset and all steps, in case of a rebuild
-        environment = self.interaction.environment
-        pool = pools[row % len(pools)]
-        pool.submit(key, environment, json.dumps(request), "", num_limits=num_limits, is_timed=is_step)
+        return pools[row % len(pools)]
 
     def poll(self, wait_s: float = 0.0) -> list[Event]:
         """Return the next turns and the ended episodes since the last call.
@@ -451,13 +445,13 @@ class Episodes:
         deadline = time.monotonic() + wait_s
         while True:
             for pool in self.interaction.pools:
-                for (rollout, row, turn, number), verdict in pool.take().items():
+                for (rollout, row, turn, number), reply in pool.take().items():
                     if rollout != self.number or turn == CLOSE:
                         continue
-                    if pool is self.interaction.tool_pool:
-                        self.take_result(row, number, verdict)
+                    if isinstance(reply, ToolResult):
+                        self.take_result(row, number, reply)
                     else:
-                        self.take_answer(row, verdict)
+                        self.take_answer(row, reply)
                 pool.latencies.clear()  # nobody reports the latencies of tools and environments
             if self.events or not self.num_waiting or time.monotonic() >= deadline:
                 break
@@ -466,14 +460,14 @@ class Episodes:
         self.events = []
         return events
 
-    def take_result(self, row: int, number: int, verdict: Verdict) -> None:
+    def take_result(self, row: int, number: int, result: ToolResult) -> None:
         """Record the result of a call."""
         episode = self.episodes[row]
-        episode.num_call_errors += verdict.failed
-        text = self.interaction.error_text(verdict) if verdict.failed else verdict.detail
-        if verdict.failed and not self.interaction.has_warned:
+        episode.num_call_errors += result.failed
+        text = self.interaction.error_text(result) if result.failed else result.text
+        if result.failed and not self.interaction.has_warned:
             self.interaction.has_warned = True
-            note = self.interaction.tool_pool.memory_note(verdict)
+            note = self.interaction.tool_pool.memory_note(result)
             warn_once(f"the policy reads the error of a tool, here of the first that failed: {text}{note}")
         episode.results[number] = text
         self.insert_if_complete(row)
@@ -485,23 +479,22 @@ class Episodes:
             self.num_waiting -= 1
             self.insert(row, [{"role": "tool", "content": text} for text in results])
 
-    def take_answer(self, row: int, verdict: Verdict) -> None:
+    def take_answer(self, row: int, answer: Answer) -> None:
         """Record the environment's answer to a turn."""
         episode = self.episodes[row]
         self.num_waiting -= 1
-        if verdict.failed:
-            episode.verdict = replace(verdict, reward=0.0)
+        if answer.failed:
+            episode.verdict = Verdict(0.0, answer.status, answer.detail)
             self.end(row, "stop")
             return
-        message, done, reward = json.loads(verdict.detail)
-        episode.reward += reward
-        if done:
+        episode.reward += answer.reward
+        if answer.done:
             self.end(row, "stop")
         elif episode.num_turns == self.interaction.max_turns:
             self.end(row, "turns")
         else:
-            episode.messages.append(message)
-            self.insert(row, [{"role": "user", "content": message}])
+            episode.messages.append(answer.message)
+            self.insert(row, [{"role": "user", "content": answer.message}])
 
     def insert(self, row: int, messages: list[dict]) -> None:
         """Insert messages after a turn and ask for the next turn; end the episode if there is no room."""
@@ -534,7 +527,8 @@ class Episodes:
         if self.interaction.environment and episode.verdict is None and episode.prompt.kind == ENVIRONMENT:
             episode.verdict = verdict_of(episode.reward)
         if self.interaction.environment:
-            self.submit_step(row, {"close": True})
+            close = Close(self.interaction.environment, f"{self.number}.{row}")
+            self.pool_of(row).put((self.number, row, CLOSE, 0), close)
         self.events.append((row, episode.completion(finish_reason)))
 
     def routes_of(self, row: int) -> np.ndarray | None:

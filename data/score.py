@@ -52,13 +52,14 @@ from data.chat import load_tokenizer
 from data.prompts import DataSettings, Prompt, PromptSource, check_data, load_set, prompt_sha
 from data.stream import chat_warnings, drop_overlong, dropped_line, seed_of, set_lines
 from moe_model import checkpoint_shards, load_config, model_folder
-from reward import RewardSettings, Verdict, check_functions, start_pool
+from reward import Verdict, check_functions, start_pool
 from rollout import Completion, Request, RolloutEngine, RolloutSettings
 from runtime.checkpoint import digest_of_files
 from runtime.config import explain, merge, read_override
 from runtime.launch import join_ranks, leave, one_line, run
 from runtime.schedule import from_rank_0
 from runtime.user_files import digest_of_file, file_of
+from settings import RewardSettings
 from verifiers.kinds import functions_of
 
 GROUP_SIZE = 8  # G of the summary

@@ -48,17 +48,11 @@ from pydantic import ValidationError
 from data.formats import find_files, is_saved_to_disk
 from data.prompts import DataSettings, Prompt, PromptSource
 from experiments.page.build import build_page, drop_routes, finite, group_rows, text_pieces, token_details
-from reward import (
-    FAILED,
-    RewardPool,
-    RewardSettings,
-    Verdict,
-    check_functions,
-    impossible_references,
-    start_pool,
-)
+from reward import RewardPool, Verdict, check_functions, impossible_references, start_pool
 from runtime.config import Section, explain, flat_settings, merge, read_override, with_settings_apart
 from runtime.launch import leave, one_line, run
+from settings import RewardSettings
+from workers import FAILED
 
 NUM_RESAMPLES = 2000  # of a bootstrap
 MAX_LEVELS = 12  # beyond, difficulties are merged into NUM_RANGES ranges

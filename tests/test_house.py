@@ -20,7 +20,7 @@ FLOORS = (  # a file imports from files on the same floor or below; imports have
     ("configure", "memory_plan", "greso"),
     (
         "judges", "rollout", "vllm_worker", "moe_model", "plugins", "data", "runtime", "batch", "reward",
-        "episodes", "settings", "verifiers",
+        "episodes", "settings", "verifiers", "workers",
     ),
     ("kernels",),
 )  # fmt: skip
@@ -135,10 +135,13 @@ def test_imports_inside_functions_and_conditions_are_listed():
     assert imported_names(tree, inside_functions=False) == ["a.b", "types_only"]
 
 
-def test_a_reward_worker_starts_without_torch():
-    """Each worker process imports reward.py and its start should be quick; judges.py needs torch."""
-    tops = {name.split(".")[0] for name in imported_names(parse(ROOT / "reward.py"), inside_functions=False)}
-    assert not tops & {"torch", "transformers", "numpy", "vllm", "deepspeed"}
+@pytest.mark.parametrize("module", ["reward", "verifiers.tools"])
+def test_a_worker_starts_without_slow_libraries(module):
+    """Each worker process imports workers.py and the module of its tasks, and its start should be quick."""
+    slow = "torch transformers numpy pydantic vllm deepspeed sympy math_verify tokenizers asyncio"
+    code = f"import sys, workers, {module}; print(*set({slow.split()}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "\n"), done
 
 
 IMPORT_ALL = """

@@ -22,6 +22,7 @@ from helpers import FakeRanks, make_config
 
 import lifecycle
 import reward
+import workers
 from data.prompts import Prompt
 from data.stream import LoadedSets
 from reward import RewardPool, Verdict, impossible_references, verify
@@ -628,7 +629,7 @@ def test_memory_limit_is_an_error_of_one_item():
 
 @pytest.mark.slow
 def test_stopped_worker_is_replaced(monkeypatch):
-    monkeypatch.setattr(reward, "START_GRACE_S", 3.0)
+    monkeypatch.setattr(workers, "START_GRACE_S", 3.0)
     with RewardPool(1, timeout_s=0.5) as pool:
         assert wait_until(lambda: children(os.getpid()))
         (stopped,) = children(os.getpid())
@@ -643,8 +644,8 @@ def test_stopped_worker_is_replaced(monkeypatch):
 
 @pytest.mark.slow
 def test_workers_are_not_late_while_the_caller_is_busy(monkeypatch):
-    monkeypatch.setattr(reward, "START_GRACE_S", 0.0)
-    monkeypatch.setattr(reward, "GRACE_S", 0.0)
+    monkeypatch.setattr(workers, "START_GRACE_S", 0.0)
+    monkeypatch.setattr(workers, "GRACE_S", 0.0)
     with RewardPool(1, timeout_s=0.5) as pool:
         big = "7" * 1_000_000  # does not fit the pipe, so most of the text waits for the next poll
         for n in range(3):

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from conftest import ROOT
 
-import reward
+import workers
 from data.tiny import build_tokenizer
 from reward import (
-    ASYNC_CALLS,
     RewardPool,
+    Scoring,
     Verdict,
     check_functions,
     decoder_json,
@@ -28,6 +28,8 @@ from reward import (
 )
 from settings import RewardSettings
 from verifiers.kinds import KINDS, functions_of, is_kind, parts_of
+from verifiers.tools import ToolCall
+from workers import ASYNC_CALLS, WorkerPool
 
 pytestmark = pytest.mark.slow
 OWN = """
@@ -241,8 +243,7 @@ def test_calls_of_an_async_function_run_concurrently(own):
         assert pool.at_once("own_rewards:waits") == 1, "the pool has not called the function yet"
         for key in range(40):
             pool.submit(key, "own_rewards:waits", "0.2", "")
-        pool.submit("untimed", "own_rewards:waits", "0.0", "", is_timed=False)
-        assert list(pool.collect().values()) == [OK] * 41
+        assert list(pool.collect().values()) == [OK] * 40
         assert pool.num_restarts == 0 and 0.2 <= pool.seconds["own_rewards:waits"]
         assert (pool.at_once("own_rewards:waits"), pool.at_once("exact")) == (ASYNC_CALLS, 1)
     assert time.monotonic() - start < 4
@@ -270,7 +271,7 @@ def test_each_call_of_an_async_function_has_a_separate_limit(own):
 
 @pytest.mark.parametrize("name, restarts", [("blocks", 2), ("stubborn", 1)])
 def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, monkeypatch):
-    monkeypatch.setattr(reward, "GRACE_S", 0.5)
+    monkeypatch.setattr(workers, "GRACE_S", 0.5)
     with RewardPool(1, timeout_s=1.0) as pool:
         pool.submit("first", "own_rewards:blocks", "good", "")
         pool.collect()
@@ -294,7 +295,7 @@ def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, mon
 )  # fmt: skip
 def test_a_function_that_misbehaves_costs_only_one_item(name, status, restarts, own, monkeypatch):
     """`deaf` ignores the alarm, so the pool kills the worker after the grace period."""
-    monkeypatch.setattr(reward, "GRACE_S", 0.5)
+    monkeypatch.setattr(workers, "GRACE_S", 0.5)
     timeout_s = 1.0 if status == "timeout" else 20.0  # filling 512 MiB may take more than 1 s
     start = time.monotonic()
     with RewardPool(1, timeout_s=timeout_s, memory_bytes=1 << 29) as pool:
@@ -324,18 +325,18 @@ def test_a_worker_that_leaks_memory_is_replaced(own):
 
 def test_an_exhausted_worker_finishes_its_queue_and_is_replaced(monkeypatch):
     """A busy worker never has an empty queue, unless the pool stops to fill the queue."""
-    monkeypatch.setattr(reward, "_has_ended", lambda process: False)
+    monkeypatch.setattr(workers, "_has_ended", lambda process: False)
     replaced = []
     monkeypatch.setattr(RewardPool, "_replace", lambda self, worker, *why: replaced.append(worker))
     replies, write = os.pipe()
     os.set_blocking(replies, False)
-    items = [reward._Item(key, "exact", "a", "a", {}) for key in range(2)]
+    items = [workers._Item(key, Scoring("exact", "a", "a", {})) for key in range(2)]
     lines = deque({item.number: item} for item in items)
     with RewardPool(1) as pool, os.fdopen(replies, "rb", 0) as stdout:
-        worker = reward._Worker(SimpleNamespace(stdout=stdout), lines)
+        worker = workers._Process(SimpleNamespace(stdout=stdout), lines)
         for item, fields in zip(items, [(0.0, "error", "MemoryError: "), (1.0, "ok", "")]):
-            assert not replaced and reward._load(worker) == (reward.WINDOW if len(lines) == 1 else 2)
-            os.write(write, json.dumps([item.number, *fields, {}, 0.1]).encode() + b"\n")
+            assert not replaced and worker.load() == (workers.WINDOW if len(lines) == 1 else 2)
+            os.write(write, json.dumps([item.number, [*fields, {}], 0.1]).encode() + b"\n")
             pool._receive(worker)
         monkeypatch.undo()  # so that the pool sees its own workers end
     os.close(write)
@@ -359,16 +360,16 @@ def test_an_error_of_memory_names_the_setting(answer, is_noted, own):
     (verdict,) = scored(("own_rewards:given", "x", answer), memory_bytes=1 << 29)
     assert verdict.status == "error" and len(verdict.detail) <= 200
     assert ("0.5 GiB" in verdict.detail and "reward.memory_gib" in verdict.detail) == is_noted
-    with RewardPool(1, memory_bytes=1 << 29, service="tools", max_chars=500) as pool:
-        pool.submit(0, "own_rewards:given", json.dumps({"completion": "x", "answer": answer}), "")
-        (verdict,) = pool.collect().values()
-        assert "memory_gib" not in verdict.detail
-        assert ("reward.memory_gib" in pool.memory_note(verdict)) == is_noted
+    with WorkerPool("verifiers.tools", memory_bytes=1 << 29) as pool:
+        pool.put(0, ToolCall("own_rewards:given", json.dumps({"completion": "x", "answer": answer}), 500))
+        (result,) = pool.collect().values()
+        assert "memory_gib" not in result.detail
+        assert ("reward.memory_gib" in pool.memory_note(result)) == is_noted
 
 
 def test_text_that_a_function_writes_into_the_pipe_is_no_verdict(own):
     texts = [
-        "garbage\n", '["x", 1.0, "ok", "", {}, 0.1]\n', '["x", {"fields": []}]\n', "half a line", "[]\n",
+        "garbage\n", '["x", [1.0, "ok", "", {}], 0.1]\n', '["x", [[]]]\n', "half a line", "[]\n",
         "[" * 9999 + "\n", "\n",
     ]  # fmt: skip
     with RewardPool(1) as pool:
@@ -439,7 +440,7 @@ def test_child_processes_in_other_sessions_end_with_the_worker(own):
 
 
 def test_a_stopped_or_killed_guard_does_not_delay_close(own, monkeypatch):
-    monkeypatch.setattr(reward, "STOP_S", 0.1)
+    monkeypatch.setattr(workers, "STOP_S", 0.1)
     for number in (signal.SIGSTOP, signal.SIGKILL):
         with RewardPool(1, timeout_s=60.0) as pool:
             leader = pool._workers[0].process.pid
@@ -484,7 +485,7 @@ def test_output_of_functions_goes_to_the_log(own, tmp_path):
 
 @pytest.mark.parametrize("num_bytes, name", [(10, "rewards.log"), (11, "rewards.log.1")])
 def test_a_large_log_is_renamed_when_a_pool_starts(num_bytes, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(reward, "MAX_LOG_BYTES", 10)
+    monkeypatch.setattr(workers, "MAX_LOG_BYTES", 10)
     log = tmp_path / "rewards.log"
     log.write_text("x" * num_bytes)
     RewardPool(1, log_path=log).close()
@@ -506,7 +507,8 @@ def test_an_item_of_code_has_the_time_limit_of_the_tests():
     limits = {"isolation": "bubblewrap", "timeout_s": 2.0, "memory_bytes": 1 << 30}
     expected = {"math": 1.5, "instructions": 1.5, "code": 1.5 + 3 * 2.0, "0.5*math + 0.5*code": 1.5 + 3 * 2.0}
     with RewardPool(1, timeout_s=1.5, code_limits=limits) as pool:
-        assert {kind: pool._limit_s([reward._Item(0, kind, "", "", {})]) for kind in expected} == expected
+        items = {kind: workers._Item(0, Scoring(kind, "", "", {})) for kind in expected}
+        assert {kind: pool._limit_s([item]) for kind, item in items.items()} == expected
 
 
 def test_columns_of_a_row_do_not_change_the_limits_of_a_program():
@@ -617,8 +619,8 @@ def test_rules_overtake_slow_items(own):
             pool.submit(("rule", key), "exact", "a", "a")
         order = []
         while pool.poll():
-            order += [k for k, v in pool._verdicts.items() if v is not None and k not in order]
-        order += [k for k in pool._verdicts if k not in order]
+            order += [k for k, v in pool._replies.items() if v is not None and k not in order]
+        order += [k for k in pool._replies if k not in order]
         assert set(pool.collect().values()) == {OK}
     assert order[0] == ("slow", 0) and {kind for kind, _ in order[1:41]} == {"rule"}
 
@@ -631,7 +633,7 @@ def test_a_full_backlog_makes_submit_wait(own):
         sizes = []
         for key in range(9):
             pool.submit(key, "own_rewards:sleeps", "0.05", "")
-            sizes.append(sum(verdict is None for verdict in pool._verdicts.values()))
+            sizes.append(sum(verdict is None for verdict in pool._replies.values()))
         seconds = time.monotonic() - start
         assert len(pool.collect()) == 9
     assert max(sizes) == 3

@@ -110,6 +110,15 @@ def load_library():
     return math_verify
 
 
+def warm_up() -> None:
+    """Load math-verify, SymPy and the grammar of LaTeX, which takes seconds on a slow machine."""
+    load_library()
+    import sympy  # noqa: F401
+
+    verify(r"\boxed{\frac{1}{2}}", "0.5")
+    verify(r"\boxed{x^2}", "x")
+
+
 # Notations that math-verify misreads: 1e-05 as a product with e, 10\,000 as the numbers 10 and 000.
 _EXPONENT = re.compile(r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?![\w.]*\w)")
 _ROOT = re.compile(r"\u221a\s*(\d+(?:\.\d+)?|\w|\([^()]*\)|\{[^{}]*\})")

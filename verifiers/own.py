@@ -29,6 +29,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 LIBRARY_PATHS = (  # excluded from the location of an error, because the mistake is in the user's file
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     str(PROJECT / "reward.py"),
+    str(PROJECT / "workers.py"),
     str(PROJECT / "plugins.py"),
     str(PROJECT / "verifiers"),
 )

@@ -1,10 +1,9 @@
-"""Tools and environments, as the reward workers run them: a call of a function, a step of an environment.
+"""Tools and environments, as tasks of workers.py: a call of a function, a step of an environment.
 
     data.tools: [my_tools.py:search, verifiers.tools:python]     functions with type hints and a docstring
     data.environment: games.py:Maze                              class with reset(row) and step(text)
 
-A call never raises: an error becomes text for the policy. The functions below return (1.0, "ok", text) or
-(0.0, "error", reason), the fields of a Verdict.
+The error of a tool becomes text for the policy, and the error of an environment ends the episode.
 """
 
 import contextlib
@@ -12,14 +11,11 @@ import functools
 import inspect
 import json
 import math
-import signal
-from typing import Any
+from dataclasses import dataclass
 
-from verifiers.own import OwnFunction, explain, load_function, printable
-from verifiers.sandbox import Limits, run_program
-
-Outcome = tuple[float, str, str]  # reward, status, detail of a Verdict
-code_limits: dict = {}  # isolation, timeout_s, memory_bytes of python(); reward.py sets the worker's limits
+from verifiers.own import explain, load_function, printable
+from verifiers.sandbox import Isolation, Limits, run_program
+from workers import MAX_DETAIL, Reply, Task, Worker
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -49,15 +45,38 @@ def schemas_of(names: list[str]) -> list[dict]:
     return schemas
 
 
-async def call_tool(function: OwnFunction, arguments: str, max_chars: int) -> Outcome:
-    """Call a tool with arguments in JSON; return the text of the result, cut at max_chars characters."""
-    try:
-        bound = inspect.signature(function.call).bind(**json.loads(arguments))
-        result = function.call(*bound.args, **bound.kwargs)
-        text = text_of(await result if function.is_async else result)
-    except Exception as error:  # tools raise anything, for example MemoryError or RecursionError
-        return 0.0, "error", cut(explain(error), max_chars)
-    return 1.0, "ok", cut(text, max_chars)
+@dataclass(frozen=True)
+class ToolResult(Reply):
+    """The text of a tool's result; detail: the reason of a failure."""
+
+    text: str = ""
+    status: str = "ok"
+    detail: str = ""
+
+    is_for_policy = True
+
+
+@dataclass(frozen=True)
+class ToolCall(Task[ToolResult]):
+    """A call of the tool `kind` with arguments in JSON; the text of the result is cut at max_chars."""
+
+    arguments: str
+    max_chars: int
+
+    reply_type = ToolResult
+
+    async def run(self, worker: Worker) -> ToolResult:
+        """Call the tool."""
+        try:
+            function = load_function(self.kind)
+            bound = inspect.signature(function.call).bind(**json.loads(self.arguments))
+            is_python = function.call is python
+            call = functools.partial(run_python, **worker.code_limits) if is_python else function.call
+            result = call(*bound.args, **bound.kwargs)
+            text = text_of(await result if function.is_async else result)
+        except Exception as error:  # tools raise anything, for example MemoryError or RecursionError
+            return ToolResult(status="error", detail=cut(explain(error), self.max_chars))
+        return ToolResult(cut(text, self.max_chars))
 
 
 def text_of(result) -> str:
@@ -83,8 +102,14 @@ def python(code: str) -> str:
     Args:
         code: The source code of the program.
     """
-    limits = Limits(code_limits.get("timeout_s", 3.0), code_limits.get("memory_bytes", 1 << 30))
-    result = run_program(code, "", limits, code_limits.get("isolation", "bubblewrap"))
+    return run_python(code)
+
+
+def run_python(
+    code: str, isolation: Isolation = "bubblewrap", timeout_s: float = 3.0, memory_bytes: int = 1 << 30
+) -> str:
+    """Run python() within the limits of a run."""
+    result = run_program(code, "", Limits(timeout_s, memory_bytes), isolation)
     reasons = {"time": "the program was stopped at the time limit", "output": "the program wrote too much"}
     lines = [result.stdout, result.stderr, reasons.get(result.reason, "")]
     return "\n".join(line.rstrip("\n") for line in lines if line) or "(the program printed nothing)"
@@ -93,46 +118,77 @@ def python(code: str) -> str:
 # ------------------------------------------------------------------------------------------------------------
 # Environments
 # ------------------------------------------------------------------------------------------------------------
-class Episodes:
-    """The environments of the episodes that live in this worker, one instance for each episode.
+@dataclass(frozen=True)
+class Answer(Reply):
+    """An environment's answer to a turn; detail: the reason of a failure."""
 
-    A request is {episode, row, texts, messages}: all texts of the policy so far, and the environment's
-    answers to all but the last. Usually only the last text is new. If this worker is younger than the episode
-    (another episode's step has killed the worker before), the environment is rebuilt by reset(row) and the
-    earlier texts; a different answer then is an error, because the policy has read the first answer. The
-    worker's timer starts anew for each step, so that a rebuilt episode has as much time as the first one.
+    message: str | None = None
+    done: bool = False
+    reward: float = 0.0
+    status: str = "ok"
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Step(Task[Answer]):
+    """The next step of an episode in the environment `kind`; the worker holds an instance per episode.
+
+    texts: all texts of the policy so far; messages: the environment's answers to all but the last text.
+    Usually only the last text is new. If the worker is younger than the episode (another episode's step has
+    killed the worker before), the environment is rebuilt by reset(row) and the earlier texts; a different
+    answer then is an error, because the policy has read the first answer. The worker's timer starts anew for
+    each step, so that a rebuilt episode has as much time as the first one.
     """
 
-    def __init__(self):
-        self.running: dict[str, tuple[Any, int]] = {}  # {episode: (environment, number of steps)}
+    episode: str
+    row: dict
+    texts: list[str]
+    messages: list[str]
+    max_chars: int  # of a message
 
-    def step(self, function: OwnFunction, request: str, max_chars: int) -> Outcome:
-        """Give the last text to the environment; return JSON of (message or null, done, reward)."""
-        request = json.loads(request)
-        episode = request["episode"]
-        limit_s, _ = signal.getitimer(signal.ITIMER_REAL)  # of reset or one step; 0 without a timer
-        environment, num_steps = self.running.pop(episode, (None, 0))
-        if request.get("close"):
-            close(environment)
-            return 1.0, "ok", "[]"
+    reply_type = Answer
+
+    @property
+    def num_limits(self) -> int:
+        """Return the number of limits of reset and all steps."""
+        return 1 + len(self.texts)
+
+    async def run(self, worker: Worker) -> Answer:
+        """Give the last text to the environment."""
+        environment, num_steps = worker.environments.pop(self.episode, (None, 0))
         try:
             if environment is None:
-                environment = function.call()
-                environment.reset(request["row"])
-            texts = request["texts"]
-            for number in range(num_steps, len(texts)):
-                signal.setitimer(signal.ITIMER_REAL, limit_s)
-                answer = checked_answer(environment.step(texts[number]), max_chars)
-                if number < len(texts) - 1 and answer[0] != request["messages"][number]:
+                environment = load_function(self.kind).call()
+                environment.reset(self.row)
+            for number in range(num_steps, len(self.texts)):
+                worker.restart_limit()
+                answer = checked_answer(environment.step(self.texts[number]), self.max_chars)
+                if number < len(self.texts) - 1 and answer.message != self.messages[number]:
                     raise ValueError(
                         f"the environment was rebuilt after a crash, and its answer to turn {number + 1} is "
                         "another one: an environment has to depend on the row and the texts only"
                     )
-            self.running[episode] = (environment, len(texts))
         except Exception as error:  # environments raise anything
             close(environment)
-            return 0.0, "error", explain(error)[:200]
-        return 1.0, "ok", json.dumps(answer)
+            return Answer(status="error", detail=explain(error)[:MAX_DETAIL])
+        worker.environments[self.episode] = (environment, len(self.texts))
+        return answer
+
+
+@dataclass(frozen=True)
+class Close(Task[Answer]):
+    """The end of an episode in the environment `kind`."""
+
+    episode: str
+
+    reply_type = Answer
+    is_timed = False
+
+    async def run(self, worker: Worker) -> Answer:
+        """Close the environment, if this worker holds it."""
+        environment, _ = worker.environments.pop(self.episode, (None, 0))
+        close(environment)
+        return Answer()
 
 
 def close(environment) -> None:
@@ -142,8 +198,8 @@ def close(environment) -> None:
             environment.close()
 
 
-def checked_answer(answer, max_chars: int) -> tuple[str | None, bool, float]:
-    """Return (message or None, done, reward) of a step; ValueError unless the answer has this form."""
+def checked_answer(answer, max_chars: int) -> Answer:
+    """Return the answer of step(); ValueError unless it is (message or None, done, reward)."""
     shown = printable(repr(answer))[:80]
     if not isinstance(answer, tuple) or len(answer) != 3:
         raise ValueError(f"step() returned {shown}, not (message or None, done, reward)")
@@ -154,7 +210,8 @@ def checked_answer(answer, max_chars: int) -> tuple[str | None, bool, float]:
         raise ValueError("step() returned no message and done False: the policy needs a message to go on")
     if isinstance(reward, str) or not math.isfinite(float(reward)):
         raise ValueError(f"step() returned the reward {reward!r}, not a finite number")
-    return message if message is None else cut(text_of(message), max_chars), bool(done), float(reward)
+    shown_message = None if message is None else cut(text_of(message), max_chars)
+    return Answer(shown_message, bool(done), float(reward))
 
 
 def check_environment(name: str, row: dict) -> None:

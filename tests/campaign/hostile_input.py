@@ -105,6 +105,7 @@ IN_A_RUN = ("raises", "gives_nan", "gives_2", "gives_text", "leaves", "exits", "
 def hostile_function(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
     """Score items with a hostile function between rules, and run the check that precedes a run."""
     import reward
+    import workers
     from settings import RewardSettings
 
     (folder / "hostile.py").write_text(HOSTILE)
@@ -113,7 +114,7 @@ def hostile_function(name: str, bench: Bench, folder: Path) -> tuple[str, str]:
     message = ""
     rules = {("exact", "a", "a"): 1.0, ("exact", "b", "a"): 0.0, ("characters", "ab", "ac"): 0.5}
     tag = {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
-    with mock.patch.object(reward, "GRACE_S", 1.0), mock.patch.dict(os.environ, tag):
+    with mock.patch.object(workers, "GRACE_S", 1.0), mock.patch.dict(os.environ, tag):
         with reward.RewardPool(2, timeout_s=1.0, memory_bytes=1 << 30) as pool:
             for i in range(3):
                 for item in rules:
