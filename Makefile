@@ -1,4 +1,4 @@
-# make demo   install, make the tiny model, train it by RL, print a summary (two cores, 8 GB, no GPU needed)
+# make demo   install, train the committed tiny model by RL, print a summary (two cores, 8 GB, no GPU needed)
 # make install  only install, into .venv (several minutes the first time)
 # make quick  tests of the method alone (losses, advantages, elimination, plug-ins): under a minute, for a fork
 # make check  style, types, the tables of the docs, and the quick tests: under two minutes on two cores
@@ -43,7 +43,6 @@ TWO_AT_ONCE = $(MAKE) --no-print-directory --jobs=2 --output-sync=target
 install: $(STAMP)
 
 demo: $(STAMP)
-	$(BIN)/python -m data.tiny
 	$(BIN)/torchrun --nproc-per-node=$(RANKS) train_rl.py --config experiments/environments/demo.yaml \
 	    model.ep_size=$(RANKS)
 

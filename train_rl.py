@@ -9,7 +9,6 @@ in DAPO and Dr.GRPO]. Every other method changes one or more axes: the tokens th
 treatment of groups without variance (multi-stage zero-variance elimination, arXiv 2512.07710).
 experiments/methods/ has one YAML per method.
 
-    python -m data.tiny            # build the tiny model and its tasks, once
     torchrun --nproc-per-node=2 train_rl.py --config experiments/environments/demo.yaml
     torchrun --nproc-per-node=2 train_rl.py --config experiments/environments/tiny.yaml \
         --config experiments/methods/espo.yaml train.seed=1 run.dir=runs/espo
