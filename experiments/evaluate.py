@@ -11,7 +11,7 @@
 a checkpoint of a run, or a run. For a run, the newest checkpoint is evaluated, even while the run trains.
 Each prompt is completed once greedily and --samples times by sampling. Settings of train_rl.py's sections
 data, rollout and reward may follow the options, for example rollout.stop=[...] reward.timeout_s=30
-data.on_bad_row=drop. docs/data_and_rewards.md explains the estimators of the figures and the use of the page.
+data.on_bad_row=drop. docs/evaluation.md explains the estimators of the figures and the use of the page.
 
 Output files:
     --json         figures with 95 % intervals, over all prompts, by source and by difficulty; the settings

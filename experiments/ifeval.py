@@ -6,7 +6,7 @@
 IFEval (Zhou et al., arXiv 2311.07911) has 541 prompts with 834 instructions that a rule can verify.
 experiments/evaluate.py completes every prompt greedily, rendered by the chat template. Strict means that a
 completion is judged as it is: the prompt level counts prompts with all instructions met, the instruction
-level counts instructions. Verdicts come from verifiers/instructions.py; docs/data_and_rewards.md says how
+level counts instructions. Verdicts come from verifiers/instructions.py; docs/evaluation.md says how
 often they agree with IFEval's own code. Intervals are Wilson's 95 %; at the instruction level they take the
 instructions of a prompt as independent. The p-value is McNemar's exact test of the prompts on which the first
 and the last model differ.

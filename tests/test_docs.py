@@ -173,9 +173,8 @@ def test_the_index_names_every_page():
 
 
 def findings_of(page: Path) -> list[str]:
-    """List the rows of the section or page of findings whose last cell links a page with the evidence."""
-    text = page.read_text()
-    lines = text[text.index("# Findings") :].splitlines()
+    """List the rows of a page of findings whose last cell links a page with the evidence."""
+    lines = page.read_text().splitlines()
     return [line for line in lines if re.match(r"\| .*\]\([^)]*\.md\) \|$", line)]
 
 
@@ -188,12 +187,18 @@ def test_a_figure_of_a_finding_is_on_the_linked_page():
         assert not missing, f"{cells[0]}: {missing}"
 
 
-def test_the_findings_of_the_readme_are_rows_of_the_page():
-    rows = findings_of(ROOT / "README.md")
-    as_on_the_page = [
-        row.replace("](docs/", "](").replace("](experiments/", "](../experiments/") for row in rows
+def test_a_figure_of_the_findings_in_the_readme_is_on_the_page():
+    section = (ROOT / "README.md").read_text().partition("## Findings")[2].partition("\n## ")[0]
+    figures = re.findall(r"\d+\.\d+", section)
+    assert figures and not [figure for figure in figures if figure not in FINDINGS.read_text()]
+
+
+def test_the_code_in_the_readme_is_that_of_the_method():
+    source = "".join((ROOT / "train_rl.py").read_text().split())
+    (snippet,) = [
+        text for language, text in blocks_in((ROOT / "README.md").read_text()) if language == "python"
     ]
-    assert rows and not set(as_on_the_page) - set(findings_of(FINDINGS))
+    assert "".join(snippet.split()) in source
 
 
 # ---- from TRL or verl --------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_pairs_are_made_anew_for_another_verifier(tmp_path):
 
 @pytest.mark.slow
 def test_from_a_policy_to_a_judge_that_was_trained_by_rl(tmp_path):
-    """data.judge_pairs, data.judge_start, and two steps of train_rl.py, as docs/data_and_rewards.md says."""
+    """data.judge_pairs, data.judge_start, and two steps of train_rl.py, as docs/judges.md says."""
     start = ROOT / "experiments" / "starts" / "tiny"
     pairs = tmp_path / "pairs"
     command = (

@@ -528,7 +528,7 @@ def test_a_linked_python_folder_is_bound_by_link_and_target(tmp_path, monkeypatc
 
 @NEEDS_BUBBLEWRAP
 def test_an_assert_without_a_constant_can_be_forged():
-    """docs/data_and_rewards.md warns about these asserts."""
+    """docs/rewards.md warns about these asserts."""
     program = "class E:\n    __eq__ = lambda a, b: True\nadd = lambda a, b: E()"
     assert verify(fenced(program), '["x = 3\\nassert add(1, 2) == x"]')[0] == 1.0
 

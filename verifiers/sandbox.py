@@ -15,7 +15,7 @@ A program is confined in two layers:
    opening sockets, sending signals, tracing and mounting. A program is therefore a single process with some
    threads, and the memory limit of the process covers all of its work.
 
-docs/data_and_rewards.md lists the attacks that were tried, and the attacks that these layers do not stop.
+docs/rewards.md lists the attacks that were tried, and the attacks that these layers do not stop.
 """
 
 import contextlib
