@@ -268,8 +268,12 @@ class PolicyOutputs(NamedTuple):
 
     logprobs: Tensor  # [b, T]
     entropy: Tensor  # [b, T] detached
-    routes: list[Tensor] | None  # [b] of [p + c - 1, L, K] ids of the experts used; None: a dense model
-    route_mismatch: Tensor | None  # [b, T] 1 if routes differ from the engine's; None: no engine routes
+    routes: list[Tensor] | None = (
+        None  # [b] of [p + c - 1, L, K] ids of the experts used; None: a dense model
+    )
+    route_mismatch: Tensor | None = (
+        None  # [b, T] 1 if routes differ from the engine's; None: no engine routes
+    )
     topk_logprobs: list[Tensor] | None = None  # [b] of [c, k] of the engine's most likely tokens
 
 

@@ -152,7 +152,6 @@ class Run:
     generation_config: str | None  # text of generation_config.json, which may list more end-of-sequence ids
     signals: Signals
     progress: tqdm
-    parity_is_due: bool = True  # at the first step, then every rollout.check_every steps
 
     @property
     def policy(self) -> moe_model.Policy:

@@ -57,6 +57,7 @@ class SyncReport:
 
     num_tensors: int
     num_bytes: int
+    is_checked: bool  # the engine's weights were compared with the policy's
 
 
 class RolloutEngine:
@@ -337,7 +338,7 @@ class RolloutEngine:
             self.check_weights(check_against)
         self.wake_up("kv_cache")
         self.policy_version = policy_version
-        return SyncReport(counter.num_tensors, counter.num_bytes)
+        return SyncReport(counter.num_tensors, counter.num_bytes, check_against is not None)
 
     def check_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Compare the engine's weights with named_tensors, by checksum in the engine's dtype.

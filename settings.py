@@ -147,6 +147,7 @@ class ZeroVarianceSettings(Section):
 
 
 LossAgg = Literal["sequence_mean", "token_mean", "token_group_mean", "sequence_sum", "fixed_length"]
+OldPolicy = Literal["trainer", "rollout"]
 Correction = Literal[
     "none", "token_tis", "sequence_tis", "token_mask", "sequence_mask", "geometric_mask"
 ]  # fmt: skip
@@ -251,7 +252,7 @@ class AlgorithmSettings(Section):
         "that a mismatch of trainer and engine causes no drift; needs rollout.topk_logprobs, clip_mode none "
         "or weight, and rollout_correction none, token_tis or token_mask",
     )
-    old_policy: Literal["trainer", "rollout"] = setting(
+    old_policy: OldPolicy = setting(
         "trainer",
         "denominator of the ratio. trainer: the trainer's policy before the updates of the step. rollout: "
         "the engine's log-probabilities, which saves a forward pass (bypass).",

@@ -109,6 +109,7 @@ from settings import (
     Config,
     Correction,
     LossAgg,
+    OldPolicy,
     Replay,
     ZeroVarianceSettings,
 )
@@ -1201,66 +1202,92 @@ def needs_old_pass(config: Config) -> bool:
     return has_token_advantages or is_off_policy or config.algorithm.select is not None
 
 
+def old_logprobs_of(
+    logprobs: Tensor, recorded: Tensor | None, rollout: Tensor, has_moved: bool, old_policy: OldPolicy
+) -> Tensor:
+    """Return the log-probabilities of the ratio's denominator, without gradient, in any common shape.
+
+        trainer  the trainer's policy before the step's first update, in which the ratio is exactly 1: a
+                 second pass rounds differently, in bfloat16 by more than the clips of GSPO and ESPO allow
+        rollout  the engine's (bypass), without an old-logprob pass: the ratio also corrects the mismatch
+
+    logprobs: of the current policy; recorded: of the old-logprob pass, None without one; rollout: of the
+    engine. has_moved: False in the first update of a step, whose policy has sampled the completions.
+    """
+    if old_policy == "trainer":
+        return logprobs.detach() if recorded is None or not has_moved else recorded
+    return rollout
+
+
 def micro_batch_loss(
-    logprobs: Tensor,
-    entropy: Tensor,
+    outputs: PolicyOutputs,
     batch: RolloutBatch,
     rows: list[int],
     counts: Tensor,
     log_vocab: float,
     config: Config,
     has_moved: bool = True,
-    topk_logprobs: list[Tensor] | None = None,  # [b] of [c, k] with gradient, see expected_gain()
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return policy_loss() of some rows and its per-token statistics [b, T].
 
-    counts: completions and tokens of the update over all ranks. has_moved: False in the first update of a
-    step, whose policy has sampled these rows. algorithm.old_policy chooses the denominator of the ratio:
-
-        trainer  the trainer's policy before the step's first update, in which the ratio is exactly 1: a
-                 second pass rounds differently, in bfloat16 by more than the clips of GSPO and ESPO allow
-        rollout  the engine's (bypass), without an old-logprob pass: the ratio also corrects the mismatch
+    counts: completions and tokens of the update over all ranks. has_moved: see old_logprobs_of().
     """
-    device = logprobs.device
     algorithm = config.algorithm
-    mask = batch.response_mask[rows].to(device)  # [b, T]
-    rollout_logprobs = batch.rollout_logprobs[rows].to(device)
+    inputs, correction = loss_inputs(outputs, batch, rows, log_vocab, has_moved, algorithm)
+    num_completions, num_tokens = counts.tolist()
+    weights = loss_weights(
+        inputs.mask, inputs.token_groups, num_completions, num_tokens, config.rollout.max_new_tokens,
+        algorithm.loss_agg,
+    )  # fmt: skip
+    loss, statistics = policy_loss(inputs, weights)
+    if "mask" in algorithm.rollout_correction:
+        masked = (correction == 0).to(inputs.logprobs.dtype)
+        statistics["masked"] = torch.maximum(masked, statistics.get("masked", masked))
+    statistics["entropy"] = inputs.entropy
+    statistics["entropy_group"] = entropy_groups(inputs.entropy, inputs.mask, algorithm.entropy_groups)
     recorded = batch.old_logprobs
-    trainer_logprobs = logprobs.detach() if recorded is None else recorded[rows].to(device)
-    old_logprobs = rollout_logprobs
-    if algorithm.old_policy == "trainer":
-        old_logprobs = trainer_logprobs if has_moved else logprobs.detach()
-    entropy = entropy.detach() if batch.entropy is None else batch.entropy[rows].to(device)
-    token_groups = token_groups_of(entropy, mask, algorithm)
+    if recorded is None and has_moved:
+        return loss, statistics  # the old policy's distance to the engine is unknown
+    trainer = outputs.logprobs.detach() if recorded is None else recorded[rows].to(inputs.mask.device)
+    return loss, statistics | mismatch_statistics(trainer, inputs.rollout_logprobs)
+
+
+def loss_inputs(
+    outputs: PolicyOutputs,
+    batch: RolloutBatch,
+    rows: list[int],
+    log_vocab: float,
+    has_moved: bool,
+    algorithm: AlgorithmSettings,
+) -> tuple[LossInputs, Tensor]:
+    """Return the inputs of the loss of some rows, and the correction that is a factor of the advantages."""
+
+    def take(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[rows].to(outputs.logprobs.device)  # [b, T]
+
+    mask = take(batch.response_mask)
+    rollout = take(batch.rollout_logprobs)
+    recorded = take(batch.old_logprobs)
+    old = old_logprobs_of(outputs.logprobs, recorded, rollout, has_moved, algorithm.old_policy)
+    entropy = outputs.entropy.detach() if batch.entropy is None else take(batch.entropy)
     correction = correction_weights(
-        old_logprobs, rollout_logprobs, mask, algorithm.rollout_correction,
-        algorithm.rollout_correction_cap, algorithm.rollout_correction_floor,
+        old, rollout, mask, algorithm.rollout_correction, algorithm.rollout_correction_cap,
+        algorithm.rollout_correction_floor,
     )  # fmt: skip
     inputs = LossInputs(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        ref_logprobs=None if batch.ref_logprobs is None else batch.ref_logprobs[rows].to(device),
-        advantages=batch.advantages[rows].to(device) * correction,
+        logprobs=outputs.logprobs,
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        ref_logprobs=take(batch.ref_logprobs),
+        advantages=take(batch.advantages) * correction,
         entropy=entropy,
-        token_groups=token_groups,
+        token_groups=token_groups_of(entropy, mask, algorithm),
         mask=mask,
         log_vocab=log_vocab,
         settings=algorithm,
-        expected_gain=expected_gain(topk_logprobs, batch, rows, log_vocab, has_moved, algorithm),
+        expected_gain=expected_gain(outputs.topk_logprobs, batch, rows, log_vocab, has_moved, algorithm),
     )
-    num_completions, num_tokens = counts.tolist()
-    longest = config.rollout.max_new_tokens
-    weights = loss_weights(mask, token_groups, num_completions, num_tokens, longest, algorithm.loss_agg)
-    loss, statistics = policy_loss(inputs, weights)
-    if "mask" in algorithm.rollout_correction:
-        masked = (correction == 0).to(logprobs.dtype)
-        statistics["masked"] = torch.maximum(masked, statistics.get("masked", masked))
-    statistics["entropy"] = entropy
-    statistics["entropy_group"] = entropy_groups(entropy, mask, algorithm.entropy_groups)
-    if batch.old_logprobs is None and has_moved:
-        return loss, statistics  # the old policy's distance to the engine is unknown
-    return loss, statistics | mismatch_statistics(trainer_logprobs, rollout_logprobs)
+    return inputs, correction
 
 
 def expected_gain(
@@ -1273,17 +1300,16 @@ def expected_gain(
 ) -> Tensor | None:
     """Return A times score_centre() of each token, [b, T]; None if algorithm.score_centering is off.
 
-    topk_logprobs: [b] of [c, k], the policy's, of the engine's most likely tokens, with gradient. The old
-    log-probabilities follow algorithm.old_policy, see micro_batch_loss().
+    topk_logprobs: [b] of [c, k], the policy's, of the engine's most likely tokens, with gradient.
     """
     if topk_logprobs is None:
         return None
     current = torch.cat(topk_logprobs)  # [N, k], N completion tokens
     rollout = torch.cat([batch.topk_logprobs[i] for i in rows]).to(current)
-    trainer = current.detach()
-    if has_moved and batch.old_topk_logprobs is not None:
-        trainer = torch.cat([batch.old_topk_logprobs[i] for i in rows]).to(current)
-    old = trainer if algorithm.old_policy == "trainer" else rollout
+    recorded = None
+    if batch.old_topk_logprobs is not None:
+        recorded = torch.cat([batch.old_topk_logprobs[i] for i in rows]).to(current)
+    old = old_logprobs_of(current, recorded, rollout, has_moved, algorithm.old_policy)
     covers_vocab = math.log(current.shape[1]) >= log_vocab
     centre_N = score_centre(current, old, rollout, covers_vocab, algorithm)
     mask = batch.response_mask[rows].to(current.device)  # [b, T]
@@ -1311,13 +1337,11 @@ def loss_of_rows(
     if not rows:
         return logprobs.sum()
     log_vocab = math.log(getattr(policy, "module", policy).lm_head.weight.shape[0])
-    loss, statistics = micro_batch_loss(
-        logprobs, outputs.entropy, batch, rows, counts, log_vocab, config, work.num_updates > 0,
-        outputs.topk_logprobs,
-    )  # fmt: skip
+    has_moved = work.num_updates > 0
+    loss, statistics = micro_batch_loss(outputs, batch, rows, counts, log_vocab, config, has_moved)
     if batch.route_mismatch is not None:
         statistics["mismatch_routes"] = batch.route_mismatch[rows].to(logprobs.device)
-    elif outputs.route_mismatch is not None and not (batch.old_logprobs is None and work.num_updates):
+    elif outputs.route_mismatch is not None and not (batch.old_logprobs is None and has_moved):
         statistics["mismatch_routes"] = outputs.route_mismatch
     work.statistics.append((rows, statistics))
     work.updates.append(work.num_updates)
@@ -1379,7 +1403,7 @@ def main(config: Config) -> None:
     if run is None:
         return
     state = run.state
-    sync_engine(run, check=True)
+    parity_is_due = sync_engine(run, is_first=True).is_checked
     while not state.is_last(config):
         evaluate_if_due(run)
         config = next_stage_if_due(run)  # settings of the current stage
@@ -1402,7 +1426,8 @@ def main(config: Config) -> None:
         # Old and reference log-probabilities, if the update needs them
         if trained:
             with run.clock("logprobs"):
-                add_old_outputs(run, batch)
+                add_old_outputs(run, batch, parity_is_due)
+            parity_is_due = False
 
         # Rewards: verifier, judge, penalties; the teacher's log-probabilities; advantages
         with run.clock("judge"):
@@ -1419,8 +1444,8 @@ def main(config: Config) -> None:
         state.step += 1
 
         # Weight sync
-        every = config.rollout.check_every
-        report = sync_engine(run, check=every > 0 and state.step % every == 0)
+        report = sync_engine(run)
+        parity_is_due |= report.is_checked
 
         # Log, checkpoint
         metrics |= batch_metrics(batch, groups, config)
@@ -1434,20 +1459,21 @@ def main(config: Config) -> None:
     finish(run)
 
 
-def sync_engine(run: Run, check: bool) -> SyncReport:
+def sync_engine(run: Run, is_first: bool = False) -> SyncReport:
     """Send the policy's weights to the engine. Collective.
 
-    check: compare the engine's weights with the policy's, and log-probabilities at the next step.
+    In the first sync of a launch, then every rollout.check_every steps, the engine's weights are compared
+    with the policy's, and main() has the next old-logprob pass compare log-probabilities, too.
     """
     own_experts = syncs_own_experts(run.config)
+    every = run.config.rollout.check_every
+    check = is_first or every > 0 and run.state.step % every == 0
 
     def tensors():
         return moe_model.hf_tensors(run.policy, own_experts)
 
     with run.clock("sync"):
-        report = run.engine.sync(tensors(), run.state.step, tensors() if check else None)
-    run.parity_is_due |= check
-    return report
+        return run.engine.sync(tensors(), run.state.step, tensors() if check else None)
 
 
 def evaluate_if_due(run: Run) -> None:
@@ -1466,30 +1492,29 @@ def update_history(run: Run, outcomes: list[GroupOutcome]) -> None:
     greso.update(run.history, outcomes, zero, is_first_epoch=num_offered <= run.offers.epoch_length)
 
 
-def add_old_outputs(run: Run, batch: RolloutBatch) -> None:
+def add_old_outputs(run: Run, batch: RolloutBatch, parity_is_due: bool) -> None:
     """Add the outputs of the policy and of the reference model before the updates, if needed. Collective.
 
     If only a parity check needs the pass, its outputs are discarded, because a check must not change an
     update.
     """
-    algorithm = run.config.algorithm
-    if needs_old_pass(run.config) or run.parity_is_due:
+    config = run.config
+    algorithm = config.algorithm
+    is_needed = needs_old_pass(config)
+    if is_needed or parity_is_due:
+        keep_topk = algorithm.score_centering and is_needed
         keep_routes = algorithm.router_replay == "r2"
-        outputs = forward_batch(
-            run.policy, batch, run.config, keep_routes=keep_routes,
-            keep_topk=algorithm.score_centering and needs_old_pass(run.config),
-        )  # fmt: skip
-        if run.parity_is_due:
-            check_parity(outputs.logprobs, batch, run.config, run.state.step)
-            run.parity_is_due = False
-        if needs_old_pass(run.config):
+        outputs = forward_batch(run.policy, batch, config, keep_routes=keep_routes, keep_topk=keep_topk)
+        if parity_is_due:
+            check_parity(outputs.logprobs, batch, config, run.state.step)
+        if is_needed:
             batch.old_logprobs = outputs.logprobs
             batch.entropy = outputs.entropy
             batch.old_routes = outputs.routes
             batch.old_topk_logprobs = outputs.topk_logprobs
             batch.route_mismatch = outputs.route_mismatch
     if run.reference is not None and algorithm.kl_coef > 0:  # the reference uses its own router
-        batch.ref_logprobs = forward_batch(run.reference, batch, run.config, replay=False).logprobs
+        batch.ref_logprobs = forward_batch(run.reference, batch, config, replay=False).logprobs
 
 
 def add_rewards(run: Run, batch: RolloutBatch) -> dict[str, tuple[float, float]]:

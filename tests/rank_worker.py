@@ -94,12 +94,10 @@ def updates(folder: Path) -> dict:
     micro_batch_loss = train_rl.micro_batch_loss
     losses = []
 
-    def recording(logprobs, entropy, batch, rows, counts, log_vocab, config, has_moved, topk):
+    def recording(outputs, batch, rows, counts, log_vocab, config, has_moved):
         has_moved |= batch.is_off_policy
-        loss, statistics = micro_batch_loss(
-            logprobs, entropy, batch, rows, counts, log_vocab, config, has_moved, topk
-        )
-        losses.append((rows, logprobs.detach().clone(), statistics["ratio"].clone(), loss.item()))
+        loss, statistics = micro_batch_loss(outputs, batch, rows, counts, log_vocab, config, has_moved)
+        losses.append((rows, outputs.logprobs.detach().clone(), statistics["ratio"].clone(), loss.item()))
         return loss, statistics
 
     groups = expert_groups({case["ep_size"] for case in request["cases"]}, num_experts=2)

@@ -21,6 +21,7 @@ from helpers import FakeRanks, make_batch, make_config, make_group, make_prompts
 import memory_plan
 import moe_model
 import train_rl
+from batch import PolicyOutputs
 from kernels.linear_logprob_entropy import linear_logprob_entropy, topk_logprobs
 from rollout import check_topk, topk_of
 from settings import Config, RolloutSettings
@@ -92,10 +93,10 @@ def expected_gradient(config: Config, policy=POLICY, old=OLD, engine=ENGINE, adv
         batch.old_topk_logprobs = topk_rows(torch.tensor(old))
     logprobs = torch.stack([table[list(prefixes_of(y)), list(y)] for y in COMPLETIONS])
     counts = torch.tensor([1, 1])
-    loss, _ = train_rl.micro_batch_loss(
-        logprobs, torch.zeros_like(logprobs), batch, list(range(len(COMPLETIONS))), counts, math.log(VOCAB),
-        config, topk_logprobs=topk_rows(table) if config.algorithm.score_centering else None,
-    )  # fmt: skip
+    topk = topk_rows(table) if config.algorithm.score_centering else None
+    outputs = PolicyOutputs(logprobs, torch.zeros_like(logprobs), topk_logprobs=topk)
+    rows = list(range(len(COMPLETIONS)))
+    loss, _ = train_rl.micro_batch_loss(outputs, batch, rows, counts, math.log(VOCAB), config)
     loss.backward()
     return -logits.grad
 
@@ -329,8 +330,8 @@ def test_the_engines_tokens_reach_the_update_and_the_old_policy(monkeypatch):
         for num_tokens, completion in zip([3, 1, 2], group.completions)
     ]
     batch = train_rl.collate([group], make_prompts(1), [[1, 2]])
-    run = SimpleNamespace(config=config, policy=policy, parity_is_due=False, reference=None)
-    train_rl.add_old_outputs(run, batch)
+    run = SimpleNamespace(config=config, policy=policy, reference=None)
+    train_rl.add_old_outputs(run, batch, parity_is_due=False)
     for row, completion in enumerate(group.completions):
         assert torch.equal(batch.topk_ids[row], completion.topk_ids)
         assert torch.equal(batch.topk_logprobs[row], completion.topk_logprobs)

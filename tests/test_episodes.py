@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
 import train_rl
-from batch import Completion, Group, Request, RolloutBatch, Turn
+from batch import Completion, Group, PolicyOutputs, Request, RolloutBatch, Turn
 from data.chat import without_special_tokens
 from data.prompts import check_data, load_prompts
 from data.tiny import Recipe, build_policy
@@ -407,7 +407,9 @@ def test_inserted_tokens_are_outside_of_every_loss(method, float64):
     for one, values in ((batch, logprobs), (spread, torch.zeros(spread.response_mask.shape))):
         values = values if one is batch else values.scatter(1, order, logprobs)
         values = values.requires_grad_()
-        loss, statistics = train_rl.micro_batch_loss(values, one.entropy, one, rows, counts, 3.0, config)
+        loss, statistics = train_rl.micro_batch_loss(
+            PolicyOutputs(values, one.entropy), one, rows, counts, 3.0, config
+        )
         (gradient,) = torch.autograd.grad(loss, values)
         assert (gradient[~one.response_mask] == 0).all()
         results.append([loss, gradient[one.response_mask]])

@@ -21,7 +21,7 @@ from conftest import ROOT, assert_close
 from helpers import FakeRanks, loss_inputs, make_batch
 
 import train_rl
-from batch import AdvantageInputs, Completion, Group, RolloutBatch, collate
+from batch import AdvantageInputs, Completion, Group, PolicyOutputs, RolloutBatch, collate
 from data.prompts import Prompt
 from plugins import ONE_RANK, load_plugin
 from reward import Verdict
@@ -138,7 +138,7 @@ def run_loss(case: dict, config: Config, padding: int = 0, elsewhere: tuple[int,
     counts = torch.tensor([len(mask) + elsewhere[0], int(mask.sum()) + elsewhere[1]])
     unused = torch.full_like(logprobs, math.nan)  # the batch has the old policy's entropies
     loss, statistics = train_rl.micro_batch_loss(
-        logprobs, unused, batch, list(range(len(mask))), counts, LOG_VOCAB, config
+        PolicyOutputs(logprobs, unused), batch, list(range(len(mask))), counts, LOG_VOCAB, config
     )
     loss.backward()
     for name, tensor in tensors.items():
@@ -655,7 +655,7 @@ def test_the_distance_to_the_engine_is_unknown_after_an_update_without_an_old_pa
     batch.ref_logprobs = None
     logprobs = batch.rollout_logprobs + 0.25
     _, statistics = train_rl.micro_batch_loss(
-        logprobs, batch.entropy, batch, [0, 1], torch.tensor([2, 8]), LOG_VOCAB,
+        PolicyOutputs(logprobs, batch.entropy), batch, [0, 1], torch.tensor([2, 8]), LOG_VOCAB,
         config_of(old_policy=old_policy), has_moved,
     )  # fmt: skip
     assert ("abs_dlogp" in statistics) == ("mismatch_k3" in statistics) == (not has_moved)
@@ -669,7 +669,7 @@ def test_the_first_update_of_a_step_has_ratio_one_whatever_the_old_pass_rounded(
     batch, _ = batch_of(random_case(1, 0.3, [3, 5]))
     logprobs = (batch.old_logprobs + 0.01).requires_grad_()
     config = config_of(ratio_level="entropy_group", clip_mode="entropy_adaptive")
-    arguments = logprobs, batch.entropy, batch, [0, 1], torch.tensor([2, 8]), LOG_VOCAB, config
+    arguments = PolicyOutputs(logprobs, batch.entropy), batch, [0, 1], torch.tensor([2, 8]), LOG_VOCAB, config
     _, statistics = train_rl.micro_batch_loss(*arguments, has_moved=False)
     assert (statistics["ratio"] == 1).all() and not statistics["clipped"].any()
     distance = (batch.old_logprobs - batch.rollout_logprobs).abs()
@@ -721,7 +721,7 @@ def test_the_defaults_are_grpo_bit_by_bit(spread, kl_coef):
         theirs = logprobs.clone().requires_grad_()
         counts = torch.tensor([11, 99])
         loss, _ = train_rl.micro_batch_loss(
-            ours, batch.entropy, batch, list(range(8)), counts, LOG_VOCAB, config
+            PolicyOutputs(ours, batch.entropy), batch, list(range(8)), counts, LOG_VOCAB, config
         )
         expected_loss = grpo_loss(
             theirs, batch.old_logprobs, expected, batch.response_mask, 11, kl_coef, batch.ref_logprobs
@@ -1168,7 +1168,7 @@ def gradient_of(**algorithm) -> torch.Tensor:
     logprobs = (batch.old_logprobs + noise(1.5)).requires_grad_()
     counts = torch.tensor([12, int(batch.response_mask.sum())])
     loss, _ = train_rl.micro_batch_loss(
-        logprobs, batch.entropy, batch, list(range(12)), counts, LOG_VOCAB, config
+        PolicyOutputs(logprobs, batch.entropy), batch, list(range(12)), counts, LOG_VOCAB, config
     )
     loss.backward()
     return logprobs.grad

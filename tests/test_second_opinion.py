@@ -20,7 +20,7 @@ from conftest import ROOT, assert_close
 from helpers import FakeRanks, make_batch
 
 import train_rl
-from batch import RolloutBatch
+from batch import PolicyOutputs, RolloutBatch
 from settings import Config
 
 pytestmark = [
@@ -101,7 +101,9 @@ def our_loss(batch: RolloutBatch, logprobs: torch.Tensor, settings: dict) -> tor
     batch.advantages = train_rl.select_tokens(batch.advantages, batch, config, 0)
     rows = list(range(len(logprobs)))
     counts = torch.tensor([len(logprobs), int(batch.response_mask.sum())])
-    return train_rl.micro_batch_loss(logprobs, batch.entropy, batch, rows, counts, 1.0, config)[0]
+    return train_rl.micro_batch_loss(
+        PolicyOutputs(logprobs, batch.entropy), batch, rows, counts, 1.0, config
+    )[0]
 
 
 def their_loss(batch: RolloutBatch, logprobs: torch.Tensor, ours: dict, settings: dict) -> torch.Tensor:

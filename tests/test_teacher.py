@@ -22,6 +22,7 @@ import lifecycle
 import memory_plan
 import moe_model
 import train_rl
+from batch import PolicyOutputs
 from data.prompts import prompt_sha
 from data.score import model_digest
 from data.stages import Offers
@@ -166,7 +167,7 @@ def test_loss_and_gradient_of_mixed_updates(loss_agg, rule, float64):
         for rows in (range(6), range(6, len(mask))):
             rows = list(rows)
             loss, _ = train_rl.micro_batch_loss(
-                logprobs[rows], batch.entropy[rows], batch, rows, counts, 1.0, config
+                PolicyOutputs(logprobs[rows], batch.entropy[rows]), batch, rows, counts, 1.0, config
             )
             loss.backward()
             losses.append(loss.item())
