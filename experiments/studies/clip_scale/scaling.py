@@ -110,8 +110,9 @@ def is_at_an_end(figures: dict) -> bool:
     return figures["alpha"] in (min(ALPHAS.values()), max(ALPHAS.values()))
 
 
-def slopes_of(data: list[dict]) -> dict[int, float]:
-    """Return {seed: slope of log eps on log tokens} of the seeds that have every measured length."""
+def slopes_of(data: list[dict], lengths: tuple[str, ...] = LENGTHS) -> dict[int, float]:
+    """Return {seed: slope of log eps on log tokens} of the seeds that have every measured length of these."""
+    data = [figures for figures in data if figures["length"] in lengths]
     num_lengths = len({figures["length"] for figures in data})
     slopes = {}
     for seed in sorted({figures["seed"] for figures in data}):
@@ -129,32 +130,35 @@ def table_lines(data: list[dict]) -> list[str]:
         of_length = [figures for figures in data if figures["length"] == length]
         if not of_length:
             continue
-        shares = [f"{np.mean([f['shares'][name] for f in of_length]):.3f}" for name in ALPHAS]
-        alpha, entropy, tokens, eps, log_ratio = (
-            np.mean([f[name] for f in of_length])
-            for name in ("alpha", "entropy", "tokens", "eps", "abs_log_ratio")
-        )
+        tokens, alpha, eps = (np.mean([f[name] for f in of_length]) for name in ("tokens", "alpha", "eps"))
         num_at_an_end = sum(map(is_at_an_end, of_length))
-        cells = [f"{tokens:.1f}", f"{entropy:.3f}", *shares, f"{alpha:.3f}", num_at_an_end, f"{eps:.2e}"]
-        lines.append([length, len(of_length), *cells, f"{log_ratio:.2e}"])
-    clipped = [f"clipped at {alpha}" for alpha in ALPHAS.values()]
-    heads = ["length", "n", "uncertain tokens", "entropy", *clipped, "alpha*", "at an end", "eps*"]
-    return markdown([*heads, "abs_log_ratio"], lines)
+        lines.append([length, f"{tokens:.1f}", f"{alpha:.3f}", f"{eps:.2e}", num_at_an_end])
+    return markdown(["length", "uncertain tokens", "alpha*", "eps*", "at an end"], lines)
 
 
 def slope_lines(data: list[dict]) -> list[str]:
-    """Return the table of the slope: mean and interval over the seeds, and p against 0 and -0.5.
+    """Return the table of the power of eps* in the uncertain tokens: mean and interval over the seeds.
 
+    The first row is the declared endpoint, over all lengths. The others, between neighbouring lengths and
+    their change, are exploratory: one power describes all lengths only if the change is near 0.
     censored: number of the seeds with an alpha* at an end of the grid at any length.
     """
-    by_seed = slopes_of(data)
-    slopes = np.array(list(by_seed.values()))
-    censored = {figures["seed"] for figures in data if is_at_an_end(figures)} & by_seed.keys()
-    p_values = [report.show_p(report.paired_p(slopes - value)) for value in (0.0, -0.5)]
-    interval = report.show_interval(report.t_interval(slopes), "+.2f")
-    heads = ["slope", "n", "censored", "mean", "95 % interval", "p against 0", "p against -0.5"]
-    cells = [len(slopes), len(censored), f"{slopes.mean():+.2f}", interval, *p_values]
-    return markdown(heads, [["log eps* on log tokens", *cells]])
+    powers = {"all lengths (declared)": slopes_of(data)}
+    for pair in zip(LENGTHS, LENGTHS[1:]):
+        powers[" to ".join(pair)] = slopes_of(data, pair)
+    _, first, second = powers.values()
+    powers["change of the power"] = {
+        seed: second[seed] - first[seed] for seed in first.keys() & second.keys()
+    }
+    lines = []
+    for name, by_seed in powers.items():
+        values = np.array(list(by_seed.values()))
+        if len(values):
+            censored = {figures["seed"] for figures in data if is_at_an_end(figures)} & by_seed.keys()
+            interval = report.show_interval(report.t_interval(values), "+.2f")
+            p = report.show_p(report.paired_p(values))
+            lines.append([name, len(values), len(censored), f"{values.mean():+.2f}", interval, p])
+    return markdown(["lengths", "n", "censored", "power", "95 % interval", "p against 0"], lines)
 
 
 def sequence_lines(data: list[dict]) -> list[str]:
