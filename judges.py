@@ -8,7 +8,7 @@
 A scalar judge is a model with a score head, for example a Bradley-Terry reward model. A generative judge is a
 language model that compares two completions and writes a verdict; it runs in a second vLLM engine, or is a
 function, for example a client of a server (`reward.judge_path=my_judge.py:ask`). train_rl.py trains such a
-model on the pairs of data/judge_pairs.py.
+model on comparisons of kind `verdict`.
 """
 
 import functools
@@ -274,7 +274,7 @@ def refuse_mute_judge(kind: str, path: str | None, template_args: dict | None = 
     if missing:
         raise ValueError(
             f"reward.judge_path {path}: the judge cannot write {', '.join(missing)}, because its vocabulary "
-            "has no tokens for the word; name a judge that was trained on verdicts (data/judge_pairs.py)"
+            "has no tokens for the word; name a judge that was trained on verdicts (docs/judges.md)"
         )
 
 

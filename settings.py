@@ -880,8 +880,8 @@ class RewardSettings(Section):
     )
     judge_template: Text | None = setting(
         None,
-        "question to a generative judge, with {prompt}, {first} and {second}, for example the --question of "
-        "data.judge_pairs with which the judge was trained; null: an instruction in English (judges.py)",
+        "question to a generative judge, with {prompt}, {first} and {second}, for example the question with "
+        "which the judge was trained; null: an instruction in English (judges.py)",
     )
     judge_chat_template_args: dict[str, Any] = setting(
         {},

@@ -4,7 +4,7 @@
     verify("The first forgets a carry.\\nVerdict: Worse", "Worse")  # (1.0, "ok", "")
 
 A judge reasons before it concludes, so the last verdict of a text counts. With this verifier train_rl.py
-trains a judge as a policy: the prompt is a comparison and the answer is the label (data/judge_pairs.py).
+trains a judge as a policy: the prompt is a comparison and the answer is the label (docs/judges.md).
 """
 
 import re

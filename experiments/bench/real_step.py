@@ -7,9 +7,9 @@
     python -m experiments.bench.real_step --trainers dense dense_block_128 --max-new-tokens 16
     python -m experiments.bench.real_step --trainers dense moe --profile --json real_profile.json
 
-experiments.bench.trl_step documents the environment of TRL. A step has 8 prompts x 8 completions of at most
-96 tokens, one update at a learning rate of 2e-5, and the reward of verifiers/instructions.py. These trainers
-take turns, in reverse order in every second round:
+The environment of TRL has the packages of requirements-cpu.txt and experiments/bench/requirements-trl.txt. A
+step has 8 prompts x 8 completions of at most 96 tokens, one update at a learning rate of 2e-5, and the reward
+of verifiers/instructions.py. These trainers take turns, in reverse order in every second round:
     dense     train_rl.py, SmolLM2-135M, two ranks with one thread each, micro-batches of the default size.
     moe       train_rl.py, the same model upcycled to 4 experts of which a token uses 2, model.ep_size=2.
     dense_block_128  like dense, with vLLM's default size of a KV block on CPUs, 128 tokens instead of 32, on
@@ -42,6 +42,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from experiments.bench.common import (
@@ -54,7 +55,6 @@ from experiments.bench.common import (
     with_range,
     write_results,
 )
-from experiments.bench.trl_step import timed_training, trl_config
 
 TRAINERS = ("dense", "dense_block_128", "moe", "trl", "trl_bf16")
 TRL_TRAINERS = TRAINERS[3:]
@@ -197,6 +197,49 @@ def is_followed(completions: list, answer: list[str], **columns) -> list[float]:
     ]
 
 
+def trl_config(args: argparse.Namespace, output: Path):
+    """Return TRL's equivalent of the settings of our trainers."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(output), max_steps=args.steps + WARMUP_STEPS, learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, per_device_train_batch_size=16,
+        gradient_accumulation_steps=NUM_PROMPTS * GROUP_SIZE // 16, num_generations=GROUP_SIZE,
+        max_completion_length=args.max_new_tokens, temperature=1.0, loss_type="grpo", beta=0.0, epsilon=0.2,
+        use_vllm=False, vllm_importance_sampling_correction=False, bf16=args.trainers == ["trl_bf16"],
+        use_cpu=True, gradient_checkpointing=False, save_strategy="no", logging_steps=1, report_to="none",
+        disable_tqdm=True, seed=args.seed, model_init_kwargs={"dtype": "float32"},
+    )  # fmt: skip
+
+
+def timed_training(model: Path, reward: Callable, config, rows) -> dict[str, list[float]]:
+    """Train with TRL; return the seconds, with generation, and the mean completion length of each step."""
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+    start = [0.0]
+    seconds = []
+    lengths = []
+
+    class Clock(TrainerCallback):
+        """Measures the time of each step, including generation."""
+
+        def on_step_begin(self, *_, **__):
+            start[0] = start[0] or time.perf_counter()
+
+        def on_step_end(self, *_, **__):
+            seconds.append(time.perf_counter() - start[0])
+            start[0] = time.perf_counter()
+
+        def on_log(self, *_, logs: dict, **__):
+            lengths.extend(value for key, value in logs.items() if key == "completions/mean_length")
+
+    GRPOTrainer(
+        model=str(model), reward_funcs=reward, args=config, train_dataset=rows, callbacks=[Clock()]
+    ).train()
+    return {"seconds": seconds, "lengths": lengths}
+
+
 def train_with_trl(args: argparse.Namespace) -> None:
     """Train with TRL in this process; write the seconds and mean completion lengths of the steps."""
     import torch
@@ -208,15 +251,7 @@ def train_with_trl(args: argparse.Namespace) -> None:
         {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in rows
     ]
     with tempfile.TemporaryDirectory() as scratch:
-        changes = {
-            "learning_rate": LEARNING_RATE,
-            "per_device_train_batch_size": 16,
-            "gradient_accumulation_steps": NUM_PROMPTS * GROUP_SIZE // 16,
-            "seed": args.seed,
-            "model_init_kwargs": {"dtype": "float32"},
-            "bf16": args.trainers == ["trl_bf16"],
-        }
-        config = trl_config(Path(scratch), args.max_new_tokens, args.steps + WARMUP_STEPS, False, **changes)
+        config = trl_config(args, Path(scratch))
         figures = timed_training(args.dense, is_followed, config, Dataset.from_list(chats))
     figures["versions"] = versions()
     args.result.write_text(json.dumps(figures))
