@@ -17,7 +17,7 @@ STEP_FIGURES = {  # name in metrics.jsonl: (heading, format)
     "tool_tokens": ("inserted tokens", ".1f"),
     "zero_variance_frac": ("groups without variance", ".2f"),
 }
-SHOWN_STEPS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+SHOWN_STEPS = (1, 3, 5, 8, 12)
 
 
 def read_run(folder: Path) -> dict:
