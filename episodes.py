@@ -27,6 +27,7 @@ from data.chat import ChatTemplate, special_tokens, without_special_tokens
 from data.prompts import Prompt
 from data.stream import seed_of
 from reward import Verdict, worker_options
+from rollout import Event
 from runtime.metrics import warn_once
 from settings import Config
 from verifiers.kinds import ENVIRONMENT
@@ -367,7 +368,6 @@ class Episode:
 
 
 CLOSE = -1  # in place of the number of a turn: the end of an environment
-Event = tuple[int, Request | Completion]  # a row, and its next turn or its end
 
 
 class Episodes:

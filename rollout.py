@@ -153,7 +153,7 @@ class RolloutEngine:
 
         on_finished(index, completion): called when a completion ends. on_step(): called after each step of
         the engine. capture_routes: return routed experts, if the engine can. episodes: decides what follows a
-        turn of the requests; None: every request ends after one turn.
+        turn of the requests; None: every request is an episode of one turn.
 
         The ranks of a shared engine pass different requests, with group numbers that are unique among the
         ranks, and each rank receives the completions of its requests. vLLM runs a scheduler on every rank,
@@ -169,7 +169,10 @@ class RolloutEngine:
         engine_requests, first = self.gather_requests(requests)
         local = range(first, first + len(requests))
         self.switch_capture(self.captures_routes and capture_routes)
-        completions, captured = self.run_requests(engine_requests, local, on_finished, on_step, episodes)
+        turns = OneTurn(local) if episodes is None else episodes
+        if episodes is not None and self.settings.tensor_parallel > 1:
+            turns = SharedTurns(episodes, local, self.tensor_parallel_group())
+        completions, captured = self.run_requests(engine_requests, local, turns, on_finished, on_step)
         if not self.is_capturing:
             return completions
         num_rows = [len(r.prompt_ids) + len(c.token_ids) - 1 for r, c in zip(requests, completions)]
@@ -187,15 +190,12 @@ class RolloutEngine:
         return sum(gathered, []), first
 
     def run_requests(
-        self, requests: list[Request], local: range, on_finished: Callable, on_step: Callable,
-        episodes: "Turns | None",
-    ) -> tuple[list[Completion], list[np.ndarray | None]]:  # fmt: skip
+        self, requests: list[Request], local: range, turns: "Turns", on_finished: Callable, on_step: Callable
+    ) -> tuple[list[Completion], list[np.ndarray | None]]:
         """Run requests to the end: fill the engine, and start the next request as soon as one has ended.
 
         local: the indices of this rank's requests. Returns the completion and the captured routes of each of
-        this rank's requests. vLLM returns the output of all requests on every rank of a shared engine; the
-        output of other ranks' requests is dropped at once, because routes are large, for example 384 bytes
-        per token in a model of 48 layers with 8 experts per token.
+        this rank's requests. vLLM returns the output of all requests on every rank of a shared engine.
 
         Each turn of an episode is a request of its own. While tools run, an episode takes no slot of the
         engine: waiting requests start. An episode that returns comes before them.
@@ -205,36 +205,24 @@ class RolloutEngine:
         block_size = self.engine.vllm_config.cache_config.block_size
         line = TurnLine(requests, self.settings, self.num_blocks, block_size, self.previous_rollout)
         completions: list[Completion | None] = [None] * len(local)
-        captured: list[np.ndarray | None] = [None] * len(local)
-
-        def finish(index: int, completion: Completion, routes: np.ndarray | None) -> None:
-            line.waiting.record_length(index, len(completion.token_ids))
-            if index in local:
-                row = local.index(index)
-                completions[row] = completion
-                captured[row] = routes
-                on_finished(row, completion)
-
         while line.is_busy:
-            for index, end in self.turn_events(episodes, local, line) if line.between_turns else ():
-                finish(index, end, episodes.routes_of(local.index(index)) if index in local else None)
-            for index, request in line.starting():
+            for turn_id, request in line.starting():
                 params = sampling_params(request, self.stop_ids, self.stop_texts)
-                prompt = {"prompt_token_ids": request.prompt_ids}
-                self.engine.add_request(f"{index}.{line.num_turns[index]}", prompt, params)
-            num_steps += line.num_running > 0
-            for output in self.step() if line.num_running else ():
-                index = int(output.request_id.partition(".")[0])
-                seconds = time.perf_counter() - start
-                turn = completion_of(output.outputs[0], seconds, requests[index].topk)
-                routes = output.outputs[0].routed_experts if self.is_capturing else None
-                line.end_turn(index, len(turn.token_ids))
-                if episodes is None:
-                    finish(index, turn, routes)
-                    continue
-                line.between_turns.add(index)
-                if index in local:
-                    episodes.end_turn(local.index(index), turn, routes)
+                self.engine.add_request(turn_id, {"prompt_token_ids": request.prompt_ids}, params)
+            num_steps += bool(line.running)
+            outputs = self.step() if line.running else []
+            for output in outputs:
+                sample = output.outputs[0]
+                index = line.end_turn(output.request_id, len(sample.token_ids))
+                turn = completion_of(sample, time.perf_counter() - start, requests[index].topk)
+                turns.end_turn(index, turn, sample.routed_experts if self.is_capturing else None)
+            wait_s = 0.0 if line.has_work else EVENT_WAIT_S
+            events = turns.poll(wait_s) if line.between_turns else []
+            for index, event in events:
+                line.take_event(index, event)
+                if isinstance(event, Completion) and index in local:
+                    completions[index - local.start] = event
+                    on_finished(index - local.start, event)
             line.room.take_step()
             on_step()
         if num_steps:
@@ -242,24 +230,7 @@ class RolloutEngine:
             self.seconds_per_step = seconds / num_steps
             self.tokens_per_second = line.room.tokens / seconds
             self.previous_rollout = (line.room.tokens, line.room.ended)
-        return completions, captured
-
-    def turn_events(self, episodes: "Turns", local: range, line: "TurnLine") -> list[tuple[int, Completion]]:
-        """Queue the next turns of all ranks of this engine; return the ended episodes by request index.
-
-        Waits a moment if the engine has nothing else to do. The ranks of a shared engine call this at the
-        same iterations and receive the same events, so that they add the same requests in the same order.
-        """
-        events = [(local[row], event) for row, event in episodes.poll(0.0 if line.has_work else EVENT_WAIT_S)]
-        if self.settings.tensor_parallel > 1:
-            gathered: list = [None] * self.settings.tensor_parallel
-            dist.all_gather_object(gathered, events, group=self.tensor_parallel_group())
-            events = sum(gathered, [])
-        for index, event in events:
-            line.between_turns.remove(index)
-            if isinstance(event, Request):
-                line.add_turn(index, event)
-        return [(index, event) for index, event in events if isinstance(event, Completion)]
+        return completions, [turns.routes_of(index) for index in local]
 
     def switch_capture(self, on: bool) -> None:
         """Start or stop the capture of routed experts, for the next requests; none may be running.
@@ -375,21 +346,78 @@ class RolloutEngine:
             self.llm.sleep(level=self.settings.sleep_level)
 
 
-Event = Request | Completion  # the next turn of an episode, or the end of the episode
+Event = tuple[int, Request | Completion]  # index of a request, and the next turn or the end of its episode
 EVENT_WAIT_S = 0.05  # wait of an idle engine for the next turn, while tools run
 
 
 class Turns(Protocol):
-    """Interface of the episodes of several turns (episodes.Episodes)."""
+    """Interface of the episodes of a rollout, by index of the request (episodes.Episodes)."""
 
-    def end_turn(self, row: int, turn: Completion, routes: np.ndarray | None) -> None:
+    def end_turn(self, index: int, turn: Completion, routes: np.ndarray | None) -> None:
         """Take a turn of the policy."""
 
-    def poll(self, wait_s: float) -> list[tuple[int, Event]]:
+    def poll(self, wait_s: float) -> list[Event]:
         """Return the next turns and the ended episodes since the last call; wait for the first."""
 
-    def routes_of(self, row: int) -> np.ndarray | None:
+    def routes_of(self, index: int) -> np.ndarray | None:
         """Return the routes of an ended episode."""
+
+
+class OneTurn:
+    """Episodes of one turn, of all ranks of an engine. local: the indices of this rank's requests.
+
+    Routes of other ranks are dropped at once, because routes are large, for example 384 bytes per token in a
+    model of 48 layers with 8 experts per token.
+    """
+
+    def __init__(self, local: range):
+        self.local = local
+        self.events: list[Event] = []
+        self.routes: dict[int, np.ndarray | None] = {}
+
+    def end_turn(self, index: int, turn: Completion, routes: np.ndarray | None) -> None:
+        """End the episode."""
+        self.events.append((index, turn))
+        if index in self.local:
+            self.routes[index] = routes
+
+    def poll(self, wait_s: float) -> list[Event]:
+        """Return the episodes that ended since the last call."""
+        events = self.events
+        self.events = []
+        return events
+
+    def routes_of(self, index: int) -> np.ndarray | None:
+        """Return the routes of an ended episode of this rank."""
+        return self.routes[index]
+
+
+class SharedTurns:
+    """The episodes of all ranks of an engine; each rank plays its own, and all receive the same events.
+
+    So all ranks add the same requests in the same order. local: the indices of this rank's requests.
+    """
+
+    def __init__(self, episodes: Turns, local: range, group):
+        self.episodes = episodes
+        self.local = local
+        self.group = group
+
+    def end_turn(self, index: int, turn: Completion, routes: np.ndarray | None) -> None:
+        """Take a turn of the policy; turns of other ranks are dropped."""
+        if index in self.local:
+            self.episodes.end_turn(index - self.local.start, turn, routes)
+
+    def poll(self, wait_s: float) -> list[Event]:
+        """Return the events of all ranks, which call this at the same iterations."""
+        events = [(self.local[row], event) for row, event in self.episodes.poll(wait_s)]
+        gathered: list = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(gathered, events, group=self.group)
+        return sum(gathered, [])
+
+    def routes_of(self, index: int) -> np.ndarray | None:
+        """Return the routes of an ended episode of this rank."""
+        return self.episodes.routes_of(index - self.local.start)
 
 
 class TurnLine:
@@ -403,29 +431,26 @@ class TurnLine:
         self.max_num_seqs = settings.sequences_at_once
         self.waiting = WaitingLine(self.requests, self.max_num_seqs)
         self.room = CacheRoom(self.requests, num_blocks, block_size, settings.prefix_caching, previous)
-        self.num_running = 0
-        self.num_turns = [0] * len(requests)  # started turns of each request
-        self.between_turns: set[int] = set()  # requests whose tools run; they take no slot of the engine
+        self.num_turns = 0  # started turns of all requests
+        self.running: dict[str, int] = {}  # {id of a turn in the engine: request}
+        self.between_turns: set[int] = (
+            set()
+        )  # requests that wait for an event, and take no slot of the engine
         self.returning: deque[int] = deque()  # requests whose next turn can start
 
     @property
     def has_work(self) -> bool:
         """Tell whether the engine can compute something now."""
-        return bool(self.waiting or self.num_running or self.returning)
+        return bool(self.waiting or self.running or self.returning)
 
     @property
     def is_busy(self) -> bool:
         """Tell whether a request has not ended."""
         return self.has_work or bool(self.between_turns)
 
-    def add_turn(self, index: int, request: Request) -> None:
-        """Queue the next turn of an episode, ahead of the waiting requests."""
-        self.requests[index] = request
-        self.returning.append(index)
-
-    def starting(self) -> Iterator[tuple[int, Request]]:
-        """Yield the requests that fit into the engine, and count them as running."""
-        while self.num_running < self.max_num_seqs and (self.returning or self.waiting):
+    def starting(self) -> Iterator[tuple[str, Request]]:
+        """Yield an id and the request of each turn that fits into the engine, and count it as running."""
+        while len(self.running) < self.max_num_seqs and (self.returning or self.waiting):
             index = self.returning[0] if self.returning else self.waiting.peek()
             if not self.room.has_room_for(index):
                 return
@@ -434,14 +459,26 @@ class TurnLine:
             else:
                 self.waiting.pop()
             self.room.start(index)
-            self.num_running += 1
-            self.num_turns[index] += 1
-            yield index, self.requests[index]
+            self.num_turns += 1
+            turn_id = str(self.num_turns)
+            self.running[turn_id] = index
+            yield turn_id, self.requests[index]
 
-    def end_turn(self, index: int, num_tokens: int) -> None:
-        """Record the end of a running request."""
-        self.num_running -= 1
+    def end_turn(self, turn_id: str, num_tokens: int) -> int:
+        """Record the end of a running turn; return the index of the request."""
+        index = self.running.pop(turn_id)
         self.room.end(index, num_tokens)
+        self.between_turns.add(index)
+        return index
+
+    def take_event(self, index: int, event: Request | Completion) -> None:
+        """Queue the next turn of an episode, ahead of the waiting requests, or record the end."""
+        self.between_turns.remove(index)
+        if isinstance(event, Request):
+            self.requests[index] = event
+            self.returning.append(index)
+        else:
+            self.waiting.record_length(index, len(event.token_ids))
 
 
 def completion_of(sample, seconds: float, topk: int) -> Completion:

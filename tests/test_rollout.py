@@ -220,12 +220,12 @@ def test_the_next_turn_of_an_episode_starts_before_a_waiting_request():
     requests = [Request([5, 6, 7], seed, 1.0, 4) for seed in range(2)]
     settings = RolloutSettings(max_num_seqs=1)
     line = TurnLine(requests, settings, num_blocks=100, block_size=16, previous=(0, 0))
-    ((first, request),) = line.starting()
-    line.end_turn(first, 2)
-    line.add_turn(first, request)
-    assert [index for index, _ in line.starting()] == [first]
-    line.end_turn(first, 2)
-    assert [index for index, _ in line.starting()] == [1 - first]
+    ((turn_id, request),) = line.starting()
+    first = line.end_turn(turn_id, 2)
+    line.take_event(first, request)
+    for expected in (first, 1 - first):
+        ((turn_id, _),) = line.starting()
+        assert line.end_turn(turn_id, 2) == expected
 
 
 def results_of_two_ranks(folder, mode) -> list[dict]:
