@@ -151,7 +151,7 @@ MACHINES = {
     "a100": Machine(79.3, 312, 2039, 300, 25, 32, has_fp8=False),
     "b200": Machine(178.0, 2250, 8000, 900, 50, 64, has_fp8=False),
 }
-# Achieved shares of the peaks [ours: chosen once against the measurements in docs/gpu.md]
+# Achieved shares of the peaks [ours: chosen once against the measurements in tests/test_plan.py: MEASURED]
 PRODUCT_SHARE = 0.50  # dense layers, attention and head
 EXPERT_PRODUCT_SHARE = 0.12  # grouped products of few rows each, and the permutation of rows around them
 MEMORY_SHARE = 0.60
@@ -167,7 +167,7 @@ FP8_S_PER_MATRIX = 2.5 / (2 * 128 * 48)
 TENSORS_PER_LAYER = 9  # besides experts: four projections, four norms, the router
 DISK_GBS = 1.0  # of a node, writing a checkpoint [ours: a guess; a local NVMe disk is faster]
 TAIL_DIVISOR = 8  # in the tail of a rollout one of this many completions still runs [ours: a guess]
-CORE_GBS = 20  # memory rate of a host core in AdamW; a rank has one core [ours: docs/gpu.md measures 23]
+CORE_GBS = 20  # memory rate of a host core in AdamW; a rank has one core [ours: 23 measured]
 HOST_GIB_PER_GPU = 240  # about 2 TB for eight GPUs, a common size of nodes
 PROCESS_BYTES = 6 * GIB  # host memory of a rank: Python, CUDA, vLLM, its reward workers [ours: a guess]
 
