@@ -1,6 +1,7 @@
 """Estimate the memory of a run, by part, before anything is loaded.
 
     trainer     memory_by_part()       weights, gradients, optimizer states, activations, sync buffers
+    engine      engine_memory()        weights, workspace, KV cache
     GPU         plan_memory()          trainer and engine together, with the reason if a phase does not fit
     CPU         host_bytes_by_phase()  trainer, engine and processes of a rank; ranks share their node
     start       check_memory()         refuses a run that does not fit
@@ -14,11 +15,13 @@ experiments/bench/memory.py compares the sums with the resident memory of update
 
 import functools
 import itertools
+import math
 import os
 
 import torch
 from transformers import PretrainedConfig
 
+from fp8 import splits_into_blocks
 from kernels.linear_logprob_entropy import BLOCK_ELEMENTS
 from moe_model import (
     CHUNK_ELEMENTS,
@@ -30,15 +33,8 @@ from moe_model import (
     num_experts_of,
     parameter_counts,
 )
-from rollout import (
-    CPU_BLOCK_SIZE,
-    engine_memory,
-    engine_weight_bytes,
-    kv_bytes_per_token,
-    smallest_kv_cache_bytes,
-)
 from runtime.checks import say
-from runtime.memory import GIB, NodeMemory, bytes_by_phase, trainer_bytes, why_too_small
+from runtime.memory import GIB, NodeMemory, bytes_by_phase, margin_bytes, trainer_bytes, why_too_small
 from settings import MICRO_BATCH_SIZES, Config, ModelSettings, RolloutSettings
 
 REDUCE_BUCKET = 500_000_000  # elements of DeepSpeed's reduce_bucket_size
@@ -304,6 +300,148 @@ def memory_by_part(
         "optimizer step": optimizer_step_bytes(counts, settings, zero_stage, num_ranks, is_fused),
         "sync buffers": sync_buffer_bytes(config, settings, own_experts),
     }
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The engine on one rank
+# ------------------------------------------------------------------------------------------------------------
+def kv_bytes_per_token(hf_config, settings: RolloutSettings) -> int:
+    """Return the bytes of the KV cache per token and rank.
+
+    If tensor_parallel exceeds the number of KV heads, several ranks hold the same head.
+    """
+    heads = max(1, hf_config.num_key_value_heads // settings.tensor_parallel)
+    itemsize = 1 if settings.kv_cache_fp8 else getattr(torch, settings.dtype).itemsize
+    return 2 * hf_config.num_hidden_layers * heads * head_dim(hf_config) * itemsize
+
+
+# Tokens. vLLM caches whole blocks of a prompt. Its default on CPUs, 128, is longer than many prompts, which
+# are then computed once per completion. The attention kernel for CPUs takes multiples of 32.
+CPU_BLOCK_SIZE = 32
+
+
+def block_size_of(options: dict) -> int:
+    """Return the tokens of a KV cache block: the option of an engine, or vLLM's default on GPUs."""
+    return options.get("block_size", 16)
+
+
+def smallest_kv_cache_bytes(hf_config, settings: RolloutSettings, max_model_len: int, block_size: int) -> int:
+    """Return the bytes of a KV cache that holds one completion of full length.
+
+    vLLM stores whole blocks of tokens and reserves one block for itself.
+    """
+    num_blocks = math.ceil(max_model_len / block_size) + 1
+    return num_blocks * block_size * kv_bytes_per_token(hf_config, settings)
+
+
+def check_kv_cache(hf_config, settings: RolloutSettings, max_model_len: int, block_size: int) -> None:
+    """Raise ValueError if rollout.kv_cache_gib is too small for one completion of full length."""
+    smallest = smallest_kv_cache_bytes(hf_config, settings, max_model_len, block_size)
+    if settings.kv_cache_gib is None or int(settings.kv_cache_gib * GIB) >= smallest:
+        return
+    enough_gib = math.ceil(smallest / GIB * 1e4) / 1e4  # rounded up, to be readable
+    raise ValueError(
+        f"rollout.kv_cache_gib {settings.kv_cache_gib:g} is too small for one completion of full length "
+        f"({max_model_len:,} tokens with the prompt, in blocks of {block_size}): set it to {enough_gib:g} or "
+        "more, or lower rollout.max_new_tokens or rollout.max_prompt_tokens"
+    )
+
+
+def engine_weight_bytes(hf_config, settings: RolloutSettings) -> int:
+    """Return the bytes of the engine's weights per rank; FP8 leaves the embeddings in 16 bits."""
+    counts = parameter_counts(hf_config)
+    itemsize = getattr(torch, settings.dtype).itemsize
+    layer_itemsize = 1 if settings.fp8 == "on" else itemsize
+    num_bytes = counts.embeddings * itemsize + (counts.experts + counts.others) * layer_itemsize
+    return num_bytes // settings.tensor_parallel
+
+
+# CUDA graphs, workspaces and the activations of a prefill, of an engine that generates up to 256 completions
+# at once [ours: a guess; vLLM measures the actual size]
+ENGINE_EXTRA_BYTES = 4 * GIB
+GRAPH_BYTES = 2 * 2**20  # larger CUDA graphs, per additional completion [ours: a guess, 1 GiB for 512]
+VLLM_SHARE = 0.92  # vLLM's default; CUDA itself needs the remaining memory
+
+
+def engine_extra_bytes(hf_config, settings: RolloutSettings) -> int:
+    """Return the bytes that an engine takes besides weights and KV cache.
+
+    A completion beyond the first 256 adds three rows of float32 logits (gathered from the ranks, in the order
+    of the vocabulary, divided by the temperature) and larger CUDA graphs [ours: read in vLLM, not measured].
+    """
+    additional = max(0, settings.sequences_at_once - 256)
+    return ENGINE_EXTRA_BYTES + additional * (3 * 4 * hf_config.vocab_size + GRAPH_BYTES)
+
+
+def room_of_engine(trainer_bytes: int, free: int, total: int) -> float:
+    """Return the bytes of a GPU that vLLM may take.
+
+    The rest is for the trainer, with a margin for errors of the estimate trainer_bytes. At least 1 GiB is
+    subtracted from the free memory, because vLLM creates a CUDA context before it measures the free memory.
+    """
+    margin = margin_bytes(total) if trainer_bytes else 0
+    return min(VLLM_SHARE * total, free - max(trainer_bytes, GIB) - margin)
+
+
+def engine_memory(hf_config, settings: RolloutSettings, trainer_bytes: int, total: int) -> dict[str, int]:
+    """Return {part of the engine: bytes}. A negative `KV cache` is the size of the missing memory.
+
+    total: bytes of the GPU. Without rollout.kv_cache_gib the KV cache takes the memory that weights and
+    workspace leave in the engine's room.
+    """
+    weights = engine_weight_bytes(hf_config, settings)
+    workspace = engine_extra_bytes(hf_config, settings)
+    if settings.kv_cache_gib is None:
+        room = int(room_of_engine(trainer_bytes, total, total))
+        kv_cache = room - weights - workspace
+    else:
+        kv_cache = int(settings.kv_cache_gib * GIB)
+    return {"engine weights": weights, "engine workspace": workspace, "KV cache": kv_cache}
+
+
+def memory_share(
+    hf_config, settings: RolloutSettings, max_model_len: int, trainer_bytes: int, free: int, total: int
+) -> float:
+    """Return the share of a GPU that vLLM may take for weights, workspaces and KV cache.
+
+        share = min(0.92 total, free - trainer_bytes - margin) / total
+
+    free, total: bytes of this GPU before the engine starts. Raises ValueError, with settings that would fit,
+    if the share is too small for the weights and one completion of full length.
+    """
+    room = room_of_engine(trainer_bytes, free, total)
+    smallest = smallest_engine_bytes(hf_config, settings, max_model_len)
+    if smallest <= room:
+        return room / total
+    advice = fitting_settings(hf_config, settings, max_model_len, room)[:1]
+    if not settings.sleep_level:
+        advice.append("rollout.sleep_level=2")
+    advice = " or ".join(advice) or "more GPUs, a shorter rollout.max_new_tokens or a smaller model"
+    raise ValueError(
+        f"this GPU is too small: of {total / GIB:.0f} GiB {free / GIB:.0f} are free, the trainer takes "
+        f"{trainer_bytes / GIB:.0f} of them, {margin_bytes(total) / GIB:.0f} stay free as a margin, and the "
+        f"engine needs {smallest / GIB:.0f} for weights, graphs and one completion of full length; try "
+        f"{advice}, or set rollout.kv_cache_gib to skip this estimate"
+    )
+
+
+def smallest_engine_bytes(hf_config, settings: RolloutSettings, max_model_len: int) -> int:
+    """Return the bytes of an engine whose KV cache holds one completion of full length."""
+    kv_cache = max_model_len * kv_bytes_per_token(hf_config, settings)
+    return engine_weight_bytes(hf_config, settings) + kv_cache + engine_extra_bytes(hf_config, settings)
+
+
+def fitting_settings(hf_config, settings: RolloutSettings, max_model_len: int, room: float) -> list[str]:
+    """List changes of tensor_parallel and fp8 whose engine fits into room bytes, smallest change first."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    changes = []
+    for fp8 in dict.fromkeys((settings.fp8, "on")):
+        for size in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
+            can_quantise = fp8 != "on" or splits_into_blocks(hf_config, size)
+            changed = settings.model_copy(update={"fp8": fp8, "tensor_parallel": size})
+            if can_quantise and smallest_engine_bytes(hf_config, changed, max_model_len) <= room:
+                changes.append(f"rollout.tensor_parallel={size} rollout.fp8={fp8}")
+    return changes
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ Coverage (each parameter received data) is checked at every sync; checksum (the 
 check_weights()) and parity (equal log-probabilities, runtime/checks.py) at the first and every check_every
 steps.
 
-Reading order: RolloutEngine (generate, sync, check_weights), options and checks of an engine, its memory,
-routed experts, FP8, environment variables. vllm_worker.py contains the code that runs inside vLLM's worker.
+Reading order: RolloutEngine (generate, sync, check_weights), the turns of a rollout, options and checks of an
+engine, routed experts, environment variables. memory_plan.py estimates the engine's memory, fp8.py rounds its
+weights, and vllm_worker.py contains the code that runs inside vLLM's worker.
 """
 
 import dataclasses
@@ -33,15 +34,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from batch import Completion, Request
-from kernels.fp8_block import BLOCK, fp8_round, mxfp4_round
-from moe_model import expert_width, head_dim, is_moe_layer, num_experts_of, parameter_counts
+from fp8 import FP8_QUANTIZATION, quantise_for_engine, split_widths, splits_into_blocks
+from kernels.fp8_block import BLOCK
+from memory_plan import CPU_BLOCK_SIZE, block_size_of, check_kv_cache, kv_bytes_per_token, memory_share
+from moe_model import is_moe_layer, num_experts_of
 from runtime.machine import fp8_problem, fp8_toolkit
-from runtime.memory import GIB, fixed_segments, margin_bytes
+from runtime.memory import GIB, fixed_segments
 from runtime.schedule import CacheRoom, WaitingLine
 from settings import RolloutSettings
 from vllm_worker import (
     compare_weights_in_worker,
-    engine_name,
     kernels_in_worker,
     load_weights_in_worker,
     switch_capture_in_worker,
@@ -761,169 +763,6 @@ def refuse_beside_graphs_of_experts() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Memory
-# ------------------------------------------------------------------------------------------------------------
-def kv_bytes_per_token(hf_config, settings: RolloutSettings) -> int:
-    """Return the bytes of the KV cache per token and rank.
-
-    If tensor_parallel exceeds the number of KV heads, several ranks hold the same head.
-    """
-    heads = max(1, hf_config.num_key_value_heads // settings.tensor_parallel)
-    itemsize = 1 if settings.kv_cache_fp8 else getattr(torch, settings.dtype).itemsize
-    return 2 * hf_config.num_hidden_layers * heads * head_dim(hf_config) * itemsize
-
-
-# Tokens. vLLM caches whole blocks of a prompt. Its default on CPUs, 128, is longer than many prompts, which
-# are then computed once per completion. The attention kernel for CPUs takes multiples of 32.
-CPU_BLOCK_SIZE = 32
-
-
-def block_size_of(options: dict) -> int:
-    """Return the tokens of a KV cache block: the option of an engine, or vLLM's default on GPUs."""
-    return options.get("block_size", 16)
-
-
-def smallest_kv_cache_bytes(hf_config, settings: RolloutSettings, max_model_len: int, block_size: int) -> int:
-    """Return the bytes of a KV cache that holds one completion of full length.
-
-    vLLM stores whole blocks of tokens and reserves one block for itself.
-    """
-    num_blocks = math.ceil(max_model_len / block_size) + 1
-    return num_blocks * block_size * kv_bytes_per_token(hf_config, settings)
-
-
-def check_kv_cache(hf_config, settings: RolloutSettings, max_model_len: int, block_size: int) -> None:
-    """Raise ValueError if rollout.kv_cache_gib is too small for one completion of full length."""
-    smallest = smallest_kv_cache_bytes(hf_config, settings, max_model_len, block_size)
-    if settings.kv_cache_gib is None or int(settings.kv_cache_gib * GIB) >= smallest:
-        return
-    enough_gib = math.ceil(smallest / GIB * 1e4) / 1e4  # rounded up, to be readable
-    raise ValueError(
-        f"rollout.kv_cache_gib {settings.kv_cache_gib:g} is too small for one completion of full length "
-        f"({max_model_len:,} tokens with the prompt, in blocks of {block_size}): set it to {enough_gib:g} or "
-        "more, or lower rollout.max_new_tokens or rollout.max_prompt_tokens"
-    )
-
-
-def engine_weight_bytes(hf_config, settings: RolloutSettings) -> int:
-    """Return the bytes of the engine's weights per rank; FP8 leaves the embeddings in 16 bits."""
-    counts = parameter_counts(hf_config)
-    itemsize = getattr(torch, settings.dtype).itemsize
-    layer_itemsize = 1 if settings.fp8 == "on" else itemsize
-    num_bytes = counts.embeddings * itemsize + (counts.experts + counts.others) * layer_itemsize
-    return num_bytes // settings.tensor_parallel
-
-
-# CUDA graphs, workspaces and the activations of a prefill, of an engine that generates up to 256 completions
-# at once [ours: a guess; vLLM measures the actual size]
-ENGINE_EXTRA_BYTES = 4 * GIB
-GRAPH_BYTES = 2 * 2**20  # larger CUDA graphs, per additional completion [ours: a guess, 1 GiB for 512]
-VLLM_SHARE = 0.92  # vLLM's default; CUDA itself needs the remaining memory
-
-
-def engine_extra_bytes(hf_config, settings: RolloutSettings) -> int:
-    """Return the bytes that an engine takes besides weights and KV cache.
-
-    A completion beyond the first 256 adds three rows of float32 logits (gathered from the ranks, in the order
-    of the vocabulary, divided by the temperature) and larger CUDA graphs [ours: read in vLLM, not measured].
-    """
-    additional = max(0, settings.sequences_at_once - 256)
-    return ENGINE_EXTRA_BYTES + additional * (3 * 4 * hf_config.vocab_size + GRAPH_BYTES)
-
-
-def room_of_engine(trainer_bytes: int, free: int, total: int) -> float:
-    """Return the bytes of a GPU that vLLM may take.
-
-    The rest is for the trainer, with a margin for errors of the estimate trainer_bytes. At least 1 GiB is
-    subtracted from the free memory, because vLLM creates a CUDA context before it measures the free memory.
-    """
-    margin = margin_bytes(total) if trainer_bytes else 0
-    return min(VLLM_SHARE * total, free - max(trainer_bytes, GIB) - margin)
-
-
-def engine_memory(hf_config, settings: RolloutSettings, trainer_bytes: int, total: int) -> dict[str, int]:
-    """Return {part of the engine: bytes}. A negative `KV cache` is the size of the missing memory.
-
-    total: bytes of the GPU. Without rollout.kv_cache_gib the KV cache takes the memory that weights and
-    workspace leave in the engine's room.
-    """
-    weights = engine_weight_bytes(hf_config, settings)
-    workspace = engine_extra_bytes(hf_config, settings)
-    if settings.kv_cache_gib is None:
-        room = int(room_of_engine(trainer_bytes, total, total))
-        kv_cache = room - weights - workspace
-    else:
-        kv_cache = int(settings.kv_cache_gib * GIB)
-    return {"engine weights": weights, "engine workspace": workspace, "KV cache": kv_cache}
-
-
-def memory_share(
-    hf_config, settings: RolloutSettings, max_model_len: int, trainer_bytes: int, free: int, total: int
-) -> float:
-    """Return the share of a GPU that vLLM may take for weights, workspaces and KV cache.
-
-        share = min(0.92 total, free - trainer_bytes - margin) / total
-
-    free, total: bytes of this GPU before the engine starts. Raises ValueError, with settings that would fit,
-    if the share is too small for the weights and one completion of full length.
-    """
-    room = room_of_engine(trainer_bytes, free, total)
-    smallest = smallest_engine_bytes(hf_config, settings, max_model_len)
-    if smallest <= room:
-        return room / total
-    advice = fitting_settings(hf_config, settings, max_model_len, room)[:1]
-    if not settings.sleep_level:
-        advice.append("rollout.sleep_level=2")
-    advice = " or ".join(advice) or "more GPUs, a shorter rollout.max_new_tokens or a smaller model"
-    raise ValueError(
-        f"this GPU is too small: of {total / GIB:.0f} GiB {free / GIB:.0f} are free, the trainer takes "
-        f"{trainer_bytes / GIB:.0f} of them, {margin_bytes(total) / GIB:.0f} stay free as a margin, and the "
-        f"engine needs {smallest / GIB:.0f} for weights, graphs and one completion of full length; try "
-        f"{advice}, or set rollout.kv_cache_gib to skip this estimate"
-    )
-
-
-def smallest_engine_bytes(hf_config, settings: RolloutSettings, max_model_len: int) -> int:
-    """Return the bytes of an engine whose KV cache holds one completion of full length."""
-    kv_cache = max_model_len * kv_bytes_per_token(hf_config, settings)
-    return engine_weight_bytes(hf_config, settings) + kv_cache + engine_extra_bytes(hf_config, settings)
-
-
-def fitting_settings(hf_config, settings: RolloutSettings, max_model_len: int, room: float) -> list[str]:
-    """List changes of tensor_parallel and fp8 whose engine fits into room bytes, smallest change first."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    changes = []
-    for fp8 in dict.fromkeys((settings.fp8, "on")):
-        for size in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
-            can_quantise = fp8 != "on" or splits_into_blocks(hf_config, size)
-            changed = settings.model_copy(update={"fp8": fp8, "tensor_parallel": size})
-            if can_quantise and smallest_engine_bytes(hf_config, changed, max_model_len) <= room:
-                changes.append(f"rollout.tensor_parallel={size} rollout.fp8={fp8}")
-    return changes
-
-
-def split_widths(hf_config, expert_parallel: bool) -> dict[str, int]:
-    """Return {part: width} of the parts of a layer whose width tensor parallelism splits."""
-    is_moe = [is_moe_layer(hf_config, layer) for layer in range(hf_config.num_hidden_layers)]
-    num_shared = getattr(hf_config, "n_shared_experts", 0) or 0
-    widths = {}
-    if any(is_moe) and not expert_parallel:
-        widths["an expert"] = expert_width(hf_config)
-    if any(is_moe) and num_shared:
-        widths["the shared experts"] = num_shared * expert_width(hf_config)
-    if not all(is_moe):
-        widths["the MLP"] = hf_config.intermediate_size
-    widths["the input of the attention's output"] = hf_config.num_attention_heads * head_dim(hf_config)
-    return widths
-
-
-def splits_into_blocks(hf_config, tensor_parallel: int, expert_parallel: bool = False) -> bool:
-    """Tell whether tensor parallelism splits a layer into whole FP8 blocks, or splits nothing."""
-    widths = split_widths(hf_config, expert_parallel).values()
-    return tensor_parallel == 1 or all(width % (tensor_parallel * BLOCK) == 0 for width in widths)
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Routed experts
 # ------------------------------------------------------------------------------------------------------------
 WITHOUT_ROUTES = "set rollout.capture_routes=off, and algorithm.router_replay to off or r2, not r3"
@@ -969,100 +808,6 @@ def validate_routes(captured: list[np.ndarray | None], num_rows: list[int], hf_c
     tables = np.split(ids_TLK, np.cumsum(num_rows)[:-1])[: len(num_rows)]
     # Copy: a view would keep the routes of all completions in memory, and pickle would send them all.
     return [torch.from_numpy(ids.copy()) for ids in tables]
-
-
-# ------------------------------------------------------------------------------------------------------------
-# FP8
-# ------------------------------------------------------------------------------------------------------------
-FP8_QUANTIZATION = {"ignore": ["re:.*mlp\\.gate$"]}  # the router; vLLM skips head, embeddings, norms itself
-
-
-def simulate_rounding(
-    named_tensors: Iterable[tuple[str, Tensor]], round_weight: Callable[[Tensor], Tensor] = fp8_round
-) -> Iterator[tuple[str, Tensor]]:
-    """Round the weights that vLLM would quantise: linear layers and experts, but neither router nor head.
-
-    vLLM fuses some projections (queries, keys and values; gate and up of a dense layer) and quantises each
-    fused matrix as a whole, so that blocks can span two projections. Therefore fused projections are
-    collected, rounded as one matrix in vLLM's order and yielded together. Granite's experts are fused in
-    files, too (input_linear, output_linear).
-    """
-    pending: dict[str, dict[str, Tensor]] = {}  # {fused parameter: {name: projection}}
-    for name, tensor in named_tensors:
-        if not name.removesuffix(".weight").endswith(("_proj", ".w1", ".w2", ".w3", *GRANITE_EXPERTS)):
-            yield name, tensor
-            continue
-        # [E, 2I, D]; vLLM pads both halves to whole blocks
-        if name.endswith(("experts.gate_up_proj", f"{GRANITE_EXPERTS[0]}.weight")):
-            yield name, round_experts(tensor.unflatten(1, (2, -1)), round_weight).flatten(1, 2)
-            continue
-        if name.endswith(("experts.down_proj", f"{GRANITE_EXPERTS[1]}.weight")):  # [E, D, I]
-            yield name, round_experts(tensor, round_weight)
-            continue
-        target = engine_name(name)
-        projections = pending.setdefault(target, {})
-        projections[name] = tensor
-        if len(projections) == num_projections(target):
-            del pending[target]
-            projections = dict(sorted(projections.items(), key=place_in_fused))
-            rounded = round_weight(torch.cat(list(projections.values()), dim=-2))
-            yield from zip(projections, rounded.split([len(weight) for weight in projections.values()]))
-    if pending:
-        names = [name for projections in pending.values() for name in projections]
-        raise ValueError(f"no partner of {', '.join(names)}: vLLM fuses these projections with others")
-
-
-GRANITE_EXPERTS = (".input_linear", ".output_linear")
-FUSED_ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # a file may hold another order
-
-
-def place_in_fused(item: tuple[str, Tensor]) -> int:
-    """Return the place of a named projection in the matrix that vLLM fuses; 0 for one that is not fused."""
-    names = [name in item[0] for name in FUSED_ORDER]
-    return names.index(True) if any(names) else 0
-
-
-EXPERTS_PER_ROUNDING = 8  # per call, because rounding makes several float32 copies of its input
-
-
-def round_experts(experts: Tensor, round_weight: Callable[[Tensor], Tensor]) -> Tensor:
-    """Round fused experts [E, ...] to float32, some experts at a time to bound the temporary memory.
-
-    For example, gate and up of 128 experts of width 768 and hidden size 2,048 are 1.5 GiB in float32, and a
-    rounding of all experts at once holds several such tensors.
-    """
-    rounded = torch.empty_like(experts, dtype=torch.float32)
-    for chunk, target in zip(experts.split(EXPERTS_PER_ROUNDING), rounded.split(EXPERTS_PER_ROUNDING)):
-        target.copy_(round_weight(chunk))
-    return rounded
-
-
-def num_projections(target: str) -> int:
-    """Return the number of projections that vLLM fuses into a parameter."""
-    if ".qkv_proj." in target:
-        return 3
-    return 2 if ".gate_up_proj." in target else 1
-
-
-ROUNDINGS = {"fp8": fp8_round, "mxfp4": mxfp4_round}  # rollout.simulate_format
-
-
-def quantise_for_engine(
-    named_tensors: Iterable[tuple[str, Tensor]], fp8: str, simulate_format: str = "fp8"
-) -> Iterable[tuple[str, Tensor]]:
-    """Convert the policy's tensors to the values that a sync sends (rollout.fp8)."""
-    match fp8:
-        case "simulate":
-            return simulate_rounding(named_tensors, ROUNDINGS[simulate_format])
-        case "on":
-            # vLLM quantises the bfloat16 weights that the trainer computes with. The bias of GLM's router
-            # stays float32, because its values differ by little compared with their mean.
-            return (
-                (name, tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16())
-                for name, tensor in named_tensors
-            )
-        case "off":
-            return named_tensors
 
 
 # ------------------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ sys.path.insert(0, str(ROOT))
 
 from transformers import AutoConfig, PretrainedConfig
 
+import fp8
 import memory_plan
 import moe_model
-import rollout
 from configure import load_config, stage_configs
 from lifecycle import check_model, widest
 from memory_plan import plan_memory, syncs_own_experts
@@ -308,7 +308,7 @@ class Task:
     @property
     def kv_bytes(self) -> int:
         """Return the bytes of keys and values of one token."""
-        return rollout.kv_bytes_per_token(self.model, self.config.rollout)
+        return memory_plan.kv_bytes_per_token(self.model, self.config.rollout)
 
     @property
     def num_updates(self) -> int:
@@ -336,7 +336,7 @@ def contradiction(task: Task) -> str | None:
     kv_heads = task.model.num_key_value_heads
     per_step = config.rollout.prompts_per_step
     minibatches = config.train.minibatches_per_step
-    fits_fp8_blocks = config.rollout.fp8 != "on" or rollout.splits_into_blocks(
+    fits_fp8_blocks = config.rollout.fp8 != "on" or fp8.splits_into_blocks(
         task.model, parallel, config.rollout.expert_parallel
     )
     per_node = task.machine.gpus_per_node

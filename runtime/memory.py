@@ -1,6 +1,6 @@
 """Estimate a rank's memory in each phase of a step, name the phase that does not fit, read a node's memory.
 
-The parts come from memory_plan.memory_by_part() (trainer) and rollout.engine_memory() (vLLM), as
+The parts come from memory_plan.memory_by_part() (trainer) and memory_plan.engine_memory() (vLLM), as
 {name: bytes}, for example {"weights": ..., "KV cache": ...}. memory_plan.check_memory() makes the estimate
 before a model is loaded, and experiments/plan.py makes it without a GPU. On CPUs the ranks of a node share
 its memory: node_memory() measures the memory that the node has left for the ranks.

@@ -10,9 +10,10 @@ from engines import VOCAB, assert_samples_are_the_trainers, random_requests, sav
 from transformers import Glm4MoeConfig, GraniteMoeConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2Config
 
 from data.score import weights_of
+from fp8 import simulate_rounding
 from kernels.fp8_block import fp8_round
 from moe_model import Policy, file_name, hf_tensors, random_weights
-from rollout import RolloutEngine, simulate_rounding
+from rollout import RolloutEngine
 from settings import RolloutSettings
 
 FAMILIES = ["olmoe", "mixtral", "glm", "granite"]

@@ -17,10 +17,10 @@ FLOORS = (  # a file imports from files on the same floor or below; imports have
     ("train_rl",),
     ("sampling",),
     ("lifecycle",),
-    ("configure", "memory_plan", "greso"),
+    ("configure", "greso"),
     (
-        "judges", "rollout", "vllm_worker", "moe_model", "plugins", "data", "runtime", "batch", "reward",
-        "episodes", "settings", "verifiers", "workers",
+        "judges", "rollout", "vllm_worker", "memory_plan", "fp8", "moe_model", "plugins", "data", "runtime",
+        "batch", "reward", "episodes", "settings", "verifiers", "workers",
     ),
     ("kernels",),
 )  # fmt: skip

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import make_config
 
+import fp8
 import lifecycle
 import rollout
 from experiments.plan import model_config
@@ -217,7 +218,7 @@ def test_fp8_needs_whole_blocks_of_experts_of_a_dense_mlp_and_of_the_attention_o
     Qwen2.5-0.5B has 14 heads of 64: half of them are 3.5 blocks, and half of its MLP is 19 blocks.
     """
     config = model_config(model)
-    assert rollout.splits_into_blocks(config, size) == is_whole
+    assert fp8.splits_into_blocks(config, size) == is_whole
     settings = RolloutSettings(fp8="on", tensor_parallel=size)
     if not is_whole:
         with pytest.raises(ValueError, match="rollout.tensor_parallel"):

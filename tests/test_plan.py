@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config, Qwen3
 import lifecycle
 import memory_plan
 import moe_model
-import rollout
 from configure import load_config
 from experiments import plan
 from runtime.memory import (
@@ -268,7 +267,7 @@ def test_plan_and_engine_divide_a_gpu_alike():
     total = int(task.machine.memory_gib * GIB)
     trainer = trainer_bytes(task.parts, engine_sleeps=True)
     limit = task.config.rollout.max_prompt_tokens + task.config.rollout.max_new_tokens
-    share = rollout.memory_share(task.model, task.config.rollout, limit, trainer, total, total)
+    share = memory_plan.memory_share(task.model, task.config.rollout, limit, trainer, total, total)
     engine = sum(task.parts[name] for name in ("engine weights", "engine workspace", "KV cache"))
     assert engine == pytest.approx(share * total, abs=2)
     assert task.with_settings({"rollout.kv_cache_gib": 2.0}).parts["KV cache"] == 2 * GIB
@@ -468,9 +467,9 @@ def test_a_kv_cache_for_less_than_one_completion_is_refused(block_size, tokens, 
     smallest = num_blocks * block_size * 30 * 3 * 64 * 2 * 2 / GIB
     settings = host_config().rollout
     exact = settings.model_copy(update={"kv_cache_gib": smallest})
-    rollout.check_kv_cache(UPCYCLED, exact, tokens, block_size)
+    memory_plan.check_kv_cache(UPCYCLED, exact, tokens, block_size)
     with pytest.raises(ValueError, match="rollout.kv_cache_gib") as error:
-        rollout.check_kv_cache(
+        memory_plan.check_kv_cache(
             UPCYCLED, settings.model_copy(update={"kv_cache_gib": 0.99 * smallest}), tokens, block_size
         )
     advised = float(re.search("set it to ([0-9.]+)", str(error.value))[1])
@@ -598,7 +597,7 @@ def test_sync_bytes_equal_a_loop_over_tensors(expert_parallel):
         loaded += size // 8 if is_expert and expert_parallel else size
     num_bytes = plan.sync_bytes(task)
     assert (num_bytes["over the wire"], num_bytes["handed over"]) == (wire, loaded)
-    assert num_bytes["kept"] == rollout.engine_weight_bytes(task.model, task.config.rollout)
+    assert num_bytes["kept"] == memory_plan.engine_weight_bytes(task.model, task.config.rollout)
 
 
 # ---- seconds -----------------------------------------------------------------------------------------------

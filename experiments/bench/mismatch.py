@@ -41,8 +41,9 @@ from experiments.bench.common import (
     pyplot,
     write_results,
 )
+from fp8 import quantise_for_engine
 from reward import Verdict
-from rollout import RolloutEngine, quantise_for_engine
+from rollout import RolloutEngine
 from runtime.launch import leave, run
 from runtime.metrics import effective_sample_size, mismatch_statistics, reduce_metrics, token_metrics
 from settings import Config, RolloutSettings
