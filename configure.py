@@ -12,7 +12,6 @@ from data.prompts import check_data
 from judges import has_places
 from runtime.config import explain, read_config, refuse_contradictions
 from runtime.learning_rate import learning_rate
-from runtime.other_names import NAMES_ELSEWHERE
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
 from settings import HOOKS, STAGE_SETTINGS, Config, ZeroVarianceSettings
 from verifiers.kinds import functions_of, is_kind
@@ -22,7 +21,7 @@ DEFAULTS = ZeroVarianceSettings()
 
 def load_config(argv: list[str], description: str = "") -> Config:
     """Read a command line: defaults < YAMLs of --config < section.key=value; ValueError names the setting."""
-    config = read_config(Config, argv, "train_rl.py", description, NAMES_ELSEWHERE)
+    config = read_config(Config, argv, "train_rl.py", description)
     check_stages(config)
     return config
 
@@ -46,7 +45,7 @@ def stage_configs(config: Config) -> list[Config]:
     """Return the complete settings of each stage; a run without `stages` is a single stage."""
 
     def explain_error(error, prefix: str) -> str:
-        return explain(error, Config, NAMES_ELSEWHERE, prefix)
+        return explain(error, Config, prefix)
 
     return settings_of_stages(config, STAGE_SETTINGS, explain_error)
 

@@ -145,6 +145,7 @@ from experiments.notes import Shown, notes_of
 from experiments.starts import all_problems
 from experiments.tuning import check_tuning
 from runtime.config import flat_settings, with_paths
+from runtime.old_settings import present_settings, with_present_names
 from settings import Config
 
 STEP_KEYS = ("tokens_total", "gradient_tokens_total", "zero_variance_frac", "seconds_per_step")
@@ -375,7 +376,7 @@ def config_of(folder: Path) -> dict:
         raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file}: expected sections of settings, got {config!r}")
-    return with_paths(config, Config, from_root)
+    return with_paths(present_settings(config), Config, from_root)
 
 
 def versions_of(folder: Path) -> dict:
@@ -732,7 +733,9 @@ def mean_offline_tokens(runs: list[Run]) -> float | None:
 
 def settings_of(run: Run) -> dict:
     """Return the recorded settings of a run, or the settings of its folder."""
-    return run.record.get("settings") or (provenance(run.folder)["settings"] if run.folder else {})
+    if settings := run.record.get("settings"):
+        return with_present_names(settings)
+    return provenance(run.folder)["settings"] if run.folder else {}
 
 
 def scorings_of(runs: list[Run]) -> set[tuple[tuple[str, ...], float]]:

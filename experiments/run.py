@@ -61,6 +61,7 @@ from experiments import report, starts
 from experiments.bench.common import markdown
 from experiments.declaration import records_of, warnings_of_launch
 from runtime.config import differences, flat_settings, with_paths_from
+from runtime.old_settings import present_settings, with_present_names
 from runtime.provenance import commit_of
 
 STUDIES = ROOT / "experiments" / "studies"
@@ -150,7 +151,7 @@ def changed_settings(run: Run) -> list[str]:
     if not (run.folder / "config.yaml").is_file():
         return []
     try:
-        values = yaml.safe_load((run.folder / "config.yaml").read_text())
+        values = present_settings(yaml.safe_load((run.folder / "config.yaml").read_text()))
         saved = script.Config.model_validate(with_paths_from(run.folder, values, script.Config))
     except (yaml.YAMLError, ValueError) as error:
         return [f"its config.yaml is not of this version ({' '.join(str(error).split())})"]
@@ -464,7 +465,7 @@ def recorded_settings(args: argparse.Namespace, recorded: report.Run) -> list[st
     defaults = flat_settings(script.Config().model_dump(mode="json"))
     config = script.load_config(["--config", str(args.rows[0])])
     present = flat_settings(config.model_dump(mode="json", exclude_defaults=True))
-    past = recorded.record.get("settings", {})
+    past = with_present_names(recorded.record.get("settings", {}))
     stages = nested_stages(past)
     overrides = [] if stages == nested_stages(present) else [f"stages={json.dumps(stages)}"]
     overrides.append(f"model.ep_size={past.get('model.ep_size', defaults['model.ep_size'])}")

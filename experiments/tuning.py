@@ -16,6 +16,7 @@ from pathlib import Path
 
 from experiments.declaration import commit_problems, read_declaration, records_of
 from runtime.config import flat_settings, read_override
+from runtime.old_settings import with_present_names
 from settings import Config
 
 Key = tuple[str, str, int]  # row, settings, seed
@@ -73,7 +74,7 @@ def chosen_problems(record: dict, settings: str) -> list[str]:
     problems = []
     for text in settings.split():
         ((name, value),) = flat_settings(read_override(text)).items()
-        recorded = record.get("settings", {}).get(name, defaults.get(name))
+        recorded = with_present_names(record.get("settings", {})).get(name, defaults.get(name))
         if not agrees(recorded, value):
             problems.append(f"{name} is {recorded}, and {value} was chosen")
     return problems

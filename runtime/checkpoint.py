@@ -36,6 +36,7 @@ from torch import Tensor
 from runtime.config import complete, differences, free_on_resume, with_paths_to
 from runtime.launch import one_line
 from runtime.memory import GIB
+from runtime.old_settings import present_settings
 from runtime.provenance import commit_of, git, machine_of, now, versions_of
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
@@ -609,7 +610,10 @@ OTHER_VERSION = "state.json was written by another version of this program"
 
 
 def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
-    """Return state.json of a checkpoint, and a list with the problem of this file, if any."""
+    """Return state.json of a checkpoint, and a list with the problem of this file, if any.
+
+    Settings of an earlier version are returned by their present names.
+    """
     record = {}
     problem = []
     try:
@@ -617,10 +621,12 @@ def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
         is_complete = record.keys() >= {"topology", "config", "state"}
         if not is_complete or unknown_counters(record["state"]):
             problem = [OTHER_VERSION]
+        elif "sha256" in record and record.pop("sha256") != digest_of_record(record):
+            problem = ["state.json has changed since it was written"]
+        else:
+            record["config"] = present_settings(record["config"])
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         problem = [f"state.json cannot be read: {error}"]
-    if not problem and "sha256" in record and record.pop("sha256") != digest_of_record(record):
-        problem = ["state.json has changed since it was written"]
     return record, problem
 
 

@@ -33,6 +33,8 @@ from pydantic import (
 )
 from pydantic_core import to_json
 
+from runtime.old_settings import NAMES_ELSEWHERE, successor_of
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Define settings
@@ -232,11 +234,10 @@ def read_config(
     argv: list[str],
     prog: str,
     description: str = "",
-    names_elsewhere: dict[str, str] | None = None,
 ) -> Schema:
     """Read a command line: defaults < the YAML files of --config, in order < section.key=value.
 
-    names_elsewhere: see explain(). ValueError names the setting and the remedy.
+    ValueError names the setting and the remedy.
     """
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -268,7 +269,7 @@ def read_config(
     try:
         return schema.model_validate(values)
     except ValidationError as error:
-        raise ValueError(explain(error, schema, names_elsewhere)) from error
+        raise ValueError(explain(error, schema)) from error
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -310,22 +311,21 @@ def free_on_resume(schema: type[BaseModel]) -> frozenset[str]:
     return frozenset(name for name, info in fields if (info.json_schema_extra or {}).get("free_on_resume"))
 
 
-def explain(
-    error: ValidationError,
-    schema: type[BaseModel],
-    names_elsewhere: dict[str, str] | None = None,
-    prefix: str = "",
-) -> str:
-    """Describe every wrong setting: the dotted name, the error, and for an unknown name the nearest one.
+def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -> str:
+    """Describe every wrong setting: the dotted name, the error, and for an unknown name the right one.
 
-    names_elsewhere: {last part of a name in another library: our setting}. A match wins over similar
-    spelling, for example num_generations suggests rollout.group_size. prefix: put in front of every name.
+    A setting of an earlier version gets its successor, any other unknown name the nearest one. prefix: put in
+    front of every name.
     """
     lines = []
     wrong = wrong_settings(error)
     for name, item in wrong[:MAX_ERRORS]:
-        if item["type"] == "extra_forbidden":
-            near = nearest_setting(name, schema, names_elsewhere or {})
+        successor = successor_of(name, item["input"])
+        if successor:
+            old = name if item["type"] == "extra_forbidden" else f"{name} {item['input']!r}"
+            lines.append(f"{prefix}{old}: of an earlier version, now {successor}")
+        elif item["type"] == "extra_forbidden":
+            near = nearest_setting(name, schema)
             lines.append(f"{prefix}{name}: unknown setting, did you mean {near}?")
         else:
             message = lowered(item["msg"].removeprefix("Value error, "))
@@ -337,12 +337,13 @@ def explain(
     return "; ".join(lines + more)
 
 
-def nearest_setting(name: str, schema: type[BaseModel], names_elsewhere: dict[str, str]) -> str:
+def nearest_setting(name: str, schema: type[BaseModel]) -> str:
     """Return the setting for a name of another library, else the nearest name; an equal last part wins."""
     parts = name.split(".")[::-1]
-    if translated := [names_elsewhere[part] for part in parts if part in names_elsewhere]:
-        return translated[0]  # also by a group, for example filter_groups.enable
     names = [*setting_fields(schema), *schema.model_fields]
+    translated = [NAMES_ELSEWHERE[part] for part in parts if NAMES_ELSEWHERE.get(part) in names]
+    if translated:
+        return translated[0]  # also by a group, for example filter_groups.enable
     same_leaf = [candidate for candidate in names if candidate.rsplit(".", 1)[-1] == parts[0]]
     (near,) = difflib.get_close_matches(name, same_leaf or names, n=1, cutoff=0.0)
     return near
@@ -454,15 +455,18 @@ def settings_help(schema: type[BaseModel], section: str | None = None) -> str:
 # Compare settings
 # ------------------------------------------------------------------------------------------------------------
 def complete(schema: type[BaseModel], saved: dict) -> dict:
-    """Fill a dump of settings with the defaults of missing settings, also inside lists of sections."""
-    completed = {}
+    """Fill a dump of settings with the defaults of missing settings, also inside lists of sections.
+
+    Settings that the schema lacks stay, so that differences() names them.
+    """
+    completed = {name: value for name, value in saved.items() if name not in schema.model_fields}
     for name, info in schema.model_fields.items():
         value = saved.get(name)
         entry = section_in_list(info.annotation)
         if is_section(info.annotation):
             completed[name] = complete(info.annotation, value or {})
         elif name in saved and entry:
-            completed[name] = [item | complete(entry, item) for item in value]
+            completed[name] = [complete(entry, item) for item in value]
         elif name in saved or info.is_required():
             completed[name] = value
         else:

@@ -19,7 +19,7 @@ import train_rl
 from configure import check_config
 from experiments import evaluate, plan
 from runtime.config import free_on_resume, setting_fields
-from runtime.other_names import NAMES_ELSEWHERE
+from runtime.old_settings import NAMES_ELSEWHERE
 from tests import preloaded
 
 DOCS = ROOT / "docs"
