@@ -58,13 +58,13 @@ class ZeroVarianceSettings(Section):
     )
     explore_solved: float = setting(
         0.1,
-        "about the smallest probability of sampling a prompt whose record has right verdicts only",
+        "approximate lower bound of the probability that a prompt with only right verdicts is sampled",
         ge=0,
         le=1,
     )
     explore_unsolved: float = setting(
         0.1,
-        "about the smallest probability of sampling a prompt whose record has wrong verdicts only",
+        "approximate lower bound of the probability that a prompt with only wrong verdicts is sampled",
         ge=0,
         le=1,
     )

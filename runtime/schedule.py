@@ -88,8 +88,8 @@ class WaitingLine:
        measurement. Until the scout has finished, the group counts as the longest possible; then every waiting
        request of the group is expected to have the mean length of the finished ones [ours: the best of four
        simulated rules, see experiments/bench/README.md].
-    1. Very long requests, if class 2 has any: longer than the tokens of classes 1 and 3, divided by the slots
-       [ours, because Johnson's rule assumes a single slot].
+    1. Outliers: requests longer than one slot's share of all tokens outside of class 2. Only if class 2 has
+       requests [ours, because Johnson's rule assumes a single slot].
     2. Requests that keep the reward workers busy longer than the engine (work_tokens > expected tokens),
        shortest first, because workers that start late finish late (Johnson's rule for two machines, 1954).
     3. All other requests, longest first, because a long completion that starts last runs alone at the end.
