@@ -60,8 +60,8 @@ def small_recipe(tmp_path_factory) -> Path:
 @pytest.mark.usefixtures("demo_model")
 def test_mismatch_writes_the_table_it_prints(tmp_path):
     options = ("--models", "tiny", "--prompts", 6, "--repeats", 2)
-    files = ("--json", tmp_path / "mismatch.json", "--plot", tmp_path / "mismatch.png")
-    done = bench("mismatch", *options, *files)
+    file = ("--json", tmp_path / "mismatch.json")
+    done = bench("mismatch", *options, *file)
     rows = read_results(tmp_path / "mismatch.json")
     cases = [(row["engine"], row["fp8"], row["trainer"], row["router_replay"]) for row in rows]
     assert len(cases) == len(set(cases)) == 33 and all(row["n"] == 2 for row in rows)
@@ -71,11 +71,10 @@ def test_mismatch_writes_the_table_it_prints(tmp_path):
         assert case[3] != "r3" or row["mismatch_routes"]["max"] == 0
         exact = case[:2] == ("float32", "off") or case[:3] == ("float32", "simulate", "engine's weights")
         assert (row["abs_dlogp"]["mean"] < 1e-5) == exact, case  # else the weights or the products differ
-    for row in (row for row in rows if row["router_replay"] == "off"):
+    for row in (row for row in rows if row["router_replay"] == "off" and row["trainer"] != "bfloat16"):
         start = f"| tiny | {row['engine']} | {row['fp8']} | {row['trainer']} |"
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(start)]
         assert f"{row['mismatch_k3']['mean']:.1e} ->" in line
-    assert (tmp_path / "mismatch.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -95,14 +94,13 @@ def test_sync_writes_the_table_it_prints(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("demo_model")
 def test_rollout_writes_what_it_prints(tmp_path, small_recipe, python_stand_in):
-    files = ("--json", tmp_path / "rollout.json", "--plot", tmp_path / "rollout.png")
+    file = ("--json", tmp_path / "rollout.json")
     small = ("--repeats", 1, "--slots", 2, "--workers", 2, "--ratios", 0, 2)
-    done = bench("rollout", "--workload", small_recipe, *small, *files, python=python_stand_in)
+    done = bench("rollout", "--workload", small_recipe, *small, *file, python=python_stand_in)
     assert "all rows of a ratio gave the same completions and rewards" in done.stdout
     record = read_results(tmp_path / "rollout.json")
     slow_share = WorkRecipe.load(small_recipe).slow_share
     assert [case["ratio"] for case in record["cases"]] == [0, 2] and slow_share != WorkRecipe().slow_share
-    assert (tmp_path / "rollout.png").stat().st_size > 10_000
     for case in record["cases"]:
         (recipe,) = map(WorkRecipe.of, case["recipes"])
         rows = case["rows"]
@@ -114,7 +112,7 @@ def test_rollout_writes_what_it_prints(tmp_path, small_recipe, python_stand_in):
             # a pace fitted to so few steps is rough, so that the engines' part of the bound may be too large
             assert row["seconds"] > asleep <= row["bound"] > 0 and 0 < row["bubble"] < 1
             assert row["seconds"] == pytest.approx(sum(row["seconds_by_step"]))
-            assert f"| {case['ratio']:g} | {row['name']} | {row['seconds']:.2f} (" in done.stdout
+            assert f"| {case['ratio']:g} | {row['name']} | {row['seconds']:.1f} |" in done.stdout
     assert rows[1]["seconds"] < rows[0]["seconds"], "rewards that take twice as long as the engines overlap"
 
 
@@ -224,8 +222,8 @@ def test_a_committed_model_takes_the_place_of_the_warm_start(tmp_path, capsys):
 @pytest.mark.slow
 def test_kernels_writes_what_it_prints(tmp_path):
     sizes = ("--rows", 48, "--vocab", 500, 8000, "--hidden", 64, "--fp8-shape", 130, 300, "--repeats", 2)
-    files = ("--json", tmp_path / "kernels.json", "--plot", tmp_path / "kernels.png")
-    done = bench("kernels", *sizes, *files)
+    file = ("--json", tmp_path / "kernels.json")
+    done = bench("kernels", *sizes, *file)
     found = read_results(tmp_path / "kernels.json")
     versions = {row["version"] for row in found["head"]}
     assert {"naive", "chunked"} <= versions and len(found["head"]) == 2 * len(versions)
@@ -239,7 +237,6 @@ def test_kernels_writes_what_it_prints(tmp_path):
             assert all(0 < error < 1e-4 for error in row["errors"].values())
     assert [row["operation"] for row in found["fp8"]] == ["weights", "activations"]
     assert all(1e-3 < row["error"] < 2**-4 for row in found["fp8"]), "E4M3 rounds to 3 bits"
-    assert (tmp_path / "kernels.png").stat().st_size > 10_000
 
 
 def gpu(mode: str, out: Path, *options: object) -> subprocess.CompletedProcess:

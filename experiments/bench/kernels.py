@@ -1,6 +1,6 @@
 """Measure the kernels: time, rate relative to this machine's peak, peak memory and error of every version.
 
-    python -m experiments.bench.kernels --json kernels.json --plot kernels.png
+    python -m experiments.bench.kernels --json kernels.json
                                               # 16 sizes on a GPU, 6 on a CPU: about ten minutes
     python -m experiments.bench.kernels --rows 32768 --vocab 151936 --hidden 4096
 
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from experiments.bench.common import make_parser, markdown, pyplot, spread, with_range, write_results
+from experiments.bench.common import make_parser, markdown, spread, with_range, write_results
 from kernels import fp8_block
 from kernels.linear_logprob_entropy import linear_logprob_entropy, naive
 
@@ -309,6 +309,20 @@ def table_lines(data: dict) -> list[str]:
     return markdown([*names, "error: logprob, entropy, dx, dW"], rows)
 
 
+def summary_lines(data: dict) -> list[str]:
+    """Return a line per size of the head: seconds of forward and backward (over naive), and MiB."""
+    versions = list(dict.fromkeys(row["version"] for row in data["head"]))
+    sizes: dict[tuple, dict[str, str]] = {}
+    for row in data["head"]:
+        cells = sizes.setdefault((row["rows"], row["vocab"], row["hidden"]), {})
+        if not row["left_out"]:
+            ratio = head_cells(row, data["head"])[2]
+            mib = (row["peak_bytes"] - row["gradient_bytes"]) / 2**20
+            cells[row["version"]] = f"{statistics.median(row['update_s']):.3g} ({ratio}), {mib:,.0f}"
+    rows = [[*size, *(cells.get(version, "-") for version in versions)] for size, cells in sizes.items()]
+    return markdown(["rows", "vocabulary", "hidden", *versions], rows)
+
+
 def head_cells(row: dict, rows: list[dict]) -> list[str]:
     """Return the table cells of one version; `/ naive` is the median of ratios within a round."""
     same = ("rows", "vocab", "hidden")
@@ -344,36 +358,9 @@ def fp8_lines(data: dict) -> list[str]:
     return markdown(["FP8", "version", "seconds", "GB/s", "of a copy", "error"], rows)
 
 
-def plot_head(rows: list[dict], path: Path) -> None:
-    """Draw seconds and memory of an update over vocabulary sizes, at the largest number of rows."""
-    plt = pyplot()
-    widths = sorted({row["hidden"] for row in rows})
-    figure, grid = plt.subplots(2, len(widths), figsize=(5 * len(widths), 6), squeeze=False, sharex=True)
-    most = max(row["rows"] for row in rows)
-    for (top, bottom), width in zip(grid.T, widths):
-        for version in dict.fromkeys(row["version"] for row in rows):
-            version_rows = [r for r in rows if r["version"] == version and not r["left_out"]]
-            version_rows = [r for r in version_rows if r["hidden"] == width and r["rows"] == most]
-            vocab = [r["vocab"] for r in version_rows]
-            top.plot(
-                vocab, [statistics.median(r["update_s"]) for r in version_rows], marker="o", label=version
-            )
-            memory = [((r["peak_bytes"] or 0) - r["gradient_bytes"]) / 2**20 for r in version_rows]
-            bottom.plot(vocab, memory, marker="o", label=version)
-        top.set(title=f"{most:,} rows, hidden size {width:,}", ylabel="forward + backward, s")
-        bottom.set(xlabel="vocabulary", ylabel="MiB beyond gradients", yscale="log", xscale="log")
-        top.set(yscale="log")
-        for axes in (top, bottom):
-            axes.grid(alpha=0.3)
-    grid[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = make_parser(__doc__, plot=True)
+    parser = make_parser(__doc__)
     add = parser.add_argument
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", choices=SIZES, default=default_device, help="device to measure (default: %(default)s)")
@@ -418,8 +405,6 @@ def main(argv: list[str] | None = None) -> None:
     results = {"machine": machine, "torch": torch.__version__, "dtype": args.dtype, "ceilings": peak}
     results |= {"head": head, "fp8": fp8}
     print("\n".join([*table_lines(results), "", *fp8_lines(results)]))
-    if args.plot:
-        plot_head(head, args.plot)
     write_results(args.json, results)
 
 

@@ -1,7 +1,7 @@
 """Measure the mismatch between trainer and engine on the same tokens, and the effect of replay and TIS.
 
     python -m experiments.bench.mismatch                      # both models: about five minutes on one core
-    python -m experiments.bench.mismatch --json mismatch.json --plot mismatch.png
+    python -m experiments.bench.mismatch --json mismatch.json
     python -m experiments.bench.mismatch --script changed.py  # with a changed copy of train_rl.py
 
 Models: data/built/tiny (2 layers, 8 experts, top 2) and data/built/deep (8 layers, 32 experts, top 4), built
@@ -22,7 +22,6 @@ import copy
 import math
 import statistics
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -38,7 +37,6 @@ from experiments.bench.common import (
     make_parser,
     markdown,
     model_folder,
-    pyplot,
     write_results,
 )
 from fp8 import quantise_for_engine
@@ -58,10 +56,6 @@ ENGINES = {  # name: (FP8 settings, trainers)
 }
 REPLAY = ("off", "r2", "r3")
 TIS_CAP = 2.0
-COLUMNS = {
-    "mismatch_routes": "routes differ", "abs_dlogp": "mean abs(dlogp)", "abs_dlogp_max": "max",
-    "mismatch_k3": "k3 KL", "mismatch_ess": "ESS", "ess_tis": "ESS, TIS",
-}  # fmt: skip
 
 
 def sample(engine: RolloutEngine, prompts, prompt_ids, config, seed: int):
@@ -193,56 +187,29 @@ def summary(values: list[float]) -> dict[str, float | list[float] | None]:
 
 
 def table_lines(data: list[dict]) -> list[str]:
-    """Return one line per model, engine and trainer: without replay -> with the engine's routes (r3)."""
+    """Return one line per model, engine and trainer: without replay -> with the engine's routes (r3).
+
+    Rows of a trainer in bfloat16, ranges, maxima and effective sample sizes are in the record alone.
+    """
     names = ["model", "engine", "fp8", "trainer"]
     rows = []
-    for row in (row for row in data if row["router_replay"] == "off"):
-        (replayed,) = (
-            other for other in data
-            if other["router_replay"] == "r3" and all(other[name] == row[name] for name in names)
-        )  # fmt: skip
-        cells = [row[name] for name in names]
-        for metric in COLUMNS:
-            small = metric.startswith(("abs", "mismatch_k3"))
-            texts = [f"{side[metric]['mean']:{'.1e' if small else '.4f'}}" for side in (row, replayed)]
-            if metric == "abs_dlogp":  # with its range
-                for k, side in enumerate((row, replayed)):
-                    texts[k] += f" ({side[metric]['min']:.1e} to {side[metric]['max']:.1e})"
-            cells.append(" -> ".join(texts))
-        rows.append(cells)
-    return markdown([*names, *COLUMNS.values()], rows)
-
-
-def plot_table(rows: list[dict], path: Path) -> None:
-    """Draw mean |dlogp| with and without the engine's routes, by model and precision."""
-    plt = pyplot()
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    size = (6 * len(models), 4.5)
-    figure, axes = plt.subplots(1, len(models), figsize=size, layout="constrained", sharey=True)
-    for axis, model in zip(axes if len(models) > 1 else [axes], models):
-        model_rows = [row for row in rows if row["model"] == model]
-        cases = list(dict.fromkeys((row["engine"], row["fp8"], row["trainer"]) for row in model_rows))
-        for offset, replay in ((-0.2, "off"), (0.2, "r3")):
-            replay_rows = [row for row in model_rows if row["router_replay"] == replay]
-            heights = [row["abs_dlogp"]["mean"] for row in replay_rows]
-            low = [row["abs_dlogp"]["mean"] - row["abs_dlogp"]["min"] for row in replay_rows]
-            high = [row["abs_dlogp"]["max"] - row["abs_dlogp"]["mean"] for row in replay_rows]
-            places = [i + offset for i in range(len(cases))]
-            axis.bar(places, heights, 0.4, yerr=[low, high], label=f"router_replay {replay}")
-        labels = [f"{e}{' + FP8' * (f != 'off')}\n{t}" for e, f, t in cases]
-        axis.set_xticks(range(len(cases)), labels, rotation=60, ha="right", fontsize=8)
-        axis.set(yscale="log", title=f"{model}: {MODELS[model]}", ylabel="mean |dlogp|, nats")
-        axis.margins(y=0.3)  # room for the legend
-        axis.grid(axis="y", alpha=0.3)
-        axis.legend(loc="upper right")
-    figure.suptitle("trainer against engine on the engine's samples (engine above, trainer below)")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    for row in data:
+        if row["router_replay"] == "off" and row["trainer"] != "bfloat16":
+            (replayed,) = (
+                other for other in data
+                if other["router_replay"] == "r3" and all(other[name] == row[name] for name in names)
+            )  # fmt: skip
+            figures = [
+                [f"{side[m]['mean']:.1e}" for side in (row, replayed)] for m in ("abs_dlogp", "mismatch_k3")
+            ]
+            cells = [row[name] for name in names]
+            rows.append([*cells, f"{row['mismatch_routes']['mean']:.4f}", *(" -> ".join(f) for f in figures)])
+    return markdown([*names, "routes differ", "mean abs(dlogp)", "k3 KL"], rows)
 
 
 def read(argv: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = make_parser(__doc__, plot=True, script=True)
+    parser = make_parser(__doc__, script=True)
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to measure (default: both)"
     )
@@ -268,8 +235,6 @@ def main(args: argparse.Namespace) -> None:
     progress.close()
     print("\n".join(table_lines(rows)))
     write_results(args.json, rows)
-    if args.plot:
-        plot_table(rows, args.plot)
 
 
 if __name__ == "__main__":

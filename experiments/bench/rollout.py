@@ -1,7 +1,7 @@
 """Measure the time that overlapped rewards and length-aware scheduling save in a rollout.
 
     python -m experiments.bench.rollout                       # two ranks, tiny MoE, five rounds of all rows
-    python -m experiments.bench.rollout --json rollout.json --plot rollout.png
+    python -m experiments.bench.rollout --json rollout.json
     python -m experiments.bench.rollout --script changed.py   # with a changed copy of train_rl.py
 
 The workload is heavy-tailed (experiments.bench.workload) and fixes the length of every completion, so that
@@ -42,7 +42,6 @@ from experiments.bench.common import (
     load_trainer,
     make_parser,
     markdown,
-    pyplot,
     run_rank,
     run_ranks,
     write_results,
@@ -401,23 +400,19 @@ def seconds_of_steps(rounds: list[list[dict]], name: str) -> list[list[float]]:
 
 
 def table_lines(data: dict) -> list[str]:
-    """Return the table of all rows at all ratios."""
+    """Return the table of all rows at all ratios; ratios with their range over the rounds."""
     rows = [
         [
             f"{case['ratio']:g}",
-            r["name"],
-            *(
-                f"{r[figure]:.2f} ({r[f'{figure}_min']:.2f}-{r[f'{figure}_max']:.2f})"
-                for figure in ("seconds", "speedup", "gain", "over_bound", "over_bound_later")
-            ),
-            f"{r['bubble']:.3f}",
-            f"{r['latency_median']:.3f}, {r['latency_p99']:.2f}",
+            row["name"],
+            f"{row['seconds']:.1f}",
+            f"{row['speedup']:.2f} ({row['speedup_min']:.2f}-{row['speedup_max']:.2f})",
+            f"{row['over_bound']:.2f}",
         ]
         for case in data["cases"]
-        for r in case["rows"]
+        for row in case["rows"]
     ]
-    names = ["rewards", "row", "seconds", "speed-up", "over the stack before", "over the bound"]
-    names += ["from the second step on", "bubble", "reward latency, p99, s"]
+    names = ["rewards", "row", "seconds", "speed-up", "over the bound"]
     return markdown(names, rows)
 
 
@@ -436,36 +431,9 @@ def print_record(record: dict) -> None:
     print("all rows of a ratio gave the same completions and rewards")
 
 
-def plot_record(record: dict, path: Path) -> None:
-    """Draw the seconds of each row (busy and idle) beside the lower bound, one panel per ratio."""
-    plt = pyplot()
-    cases = record["cases"]
-    size = (2 + 3.2 * len(cases), 2.8)
-    figure, axes = plt.subplots(1, len(cases), figsize=size, layout="constrained", sharey=True, squeeze=False)
-    for axis, case in zip(axes[0], cases):
-        rows = case["rows"][::-1]
-        names = [r["name"] for r in rows]
-        seconds = np.array([r["seconds"] for r in rows])
-        idle = seconds * np.array([r["bubble"] for r in rows])
-        axis.barh(names, seconds - idle, label="engines busy, mean over ranks")
-        axis.barh(names, idle, left=seconds - idle, alpha=0.4, label="idle (bubble)")
-        bounds = [r["bound"] for r in rows]
-        axis.scatter(bounds, names, marker="|", s=250, color="black", label="lower bound at the row's pace")
-        for i, r in enumerate(rows):
-            axis.text(seconds[i], i, f" {r['speedup']:.2f}x", va="center", fontsize=8)
-        axis.set(
-            xlabel=f"seconds of {case['recipes'][0]['num_steps']} rollouts",
-            title=f"rewards {case['ratio']:g}",
-        )
-        axis.margins(x=0.2)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
 def main() -> None:
     """Start the ranks and print the table; in a rank, run work()."""
-    parser = make_parser(__doc__, plot=True, script=True)
+    parser = make_parser(__doc__, script=True)
     add = parser.add_argument
     add("--workload", type=Path, metavar="FILE", help="recipe file, written by experiments.bench.workload")
     add(
@@ -492,8 +460,6 @@ def main() -> None:
     record = make_record(ranks, args.ratios, args.slots, args.workers)
     print_record(record)
     write_results(args.json, record)
-    if args.plot:
-        plot_record(record, args.plot)
 
 
 if __name__ == "__main__":
