@@ -10,10 +10,17 @@ import math
 import plugins
 from data.prompts import check_data
 from judges import has_places
-from runtime.config import explain, read_config, refuse_contradictions
+from runtime.config import (
+    explain,
+    free_per_stage,
+    mark,
+    read_config,
+    refuse_contradictions,
+    setting_fields,
+)  # fmt: skip
 from runtime.learning_rate import learning_rate
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
-from settings import HOOKS, STAGE_SETTINGS, Config, ZeroVarianceSettings
+from settings import HOOKS, Config, ZeroVarianceSettings
 from verifiers.kinds import functions_of, is_kind
 
 DEFAULTS = ZeroVarianceSettings()
@@ -47,7 +54,23 @@ def stage_configs(config: Config) -> list[Config]:
     def explain_error(error, prefix: str) -> str:
         return explain(error, Config, prefix)
 
-    return settings_of_stages(config, STAGE_SETTINGS, explain_error)
+    return settings_of_stages(config, free_per_stage(Config), explain_error)
+
+
+def widest(configs: list[Config], on_gpu: bool) -> Config:
+    """Return settings with the largest sizes of all stages, for which engine and policy are built."""
+    if len(configs) == 1:
+        return configs[0]
+    largest: dict[str, dict] = {}
+    for name, info in setting_fields(Config).items():
+        if mark(info, "per_stage") == "largest":
+            section, key = name.split(".")
+            values = [getattr(getattr(config, section), key) for config in configs]
+            largest.setdefault(section, {})[key] = max(values, key=lambda value: (value is not None, value))
+    tokens = max(config.train.tokens_per_forward(on_gpu) for config in configs)
+    largest["train"] = {"micro_batch_tokens": tokens}
+    sections = {name: getattr(configs[0], name).model_copy(update=keys) for name, keys in largest.items()}
+    return configs[0].model_copy(update=sections)
 
 
 def hand_over_metrics(config: Config) -> set[str]:

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import moe_model
 from batch import Completion, Group, Request, RolloutBatch
-from configure import config_warnings, stage_configs
+from configure import config_warnings, stage_configs, widest
 from data.chat import load_tokenizer
 from data.history import PromptHistory
 from data.prompts import OfflineScore, Prompt, load_scores, prompt_sha
@@ -189,7 +189,7 @@ def set_up(config: Config) -> Run | None:
     ep_group = moe_model.create_expert_parallel_group(config.model.ep_size, num_experts_of(hf_config))
     node = None if torch.cuda.is_available() else node_memory(config.run.memory_gib)
     configs = with_micro_batches(stage_configs(config), hf_config, state, node)
-    largest = widest(configs)
+    largest = widest(configs, torch.cuda.is_available())
     memory_line = check_sizes(largest, configs, hf_config, node)
     tokenizer = load_tokenizer(model_dir)
     pool = start_pool(config.reward, tokenizer, worker_log(config, "reward"))
@@ -285,28 +285,6 @@ def check_ranks(config: Config, world_size: int) -> None:
         )
 
 
-def widest(configs: list[Config]) -> Config:
-    """Return settings with the largest sizes of all stages, for which engine and policy are built."""
-    if len(configs) == 1:
-        return configs[0]
-    first = configs[0]
-    sections = {}
-    for section, keys in {
-        "rollout": ("max_prompt_tokens", "max_new_tokens"), "eval": ("max_new_tokens",),
-        "algorithm": ("kl_coef", "score_centering"), "zero_variance": ("teacher",),
-    }.items():  # fmt: skip
-        values = {key: [getattr(getattr(config, section), key) for config in configs] for key in keys}
-        largest = {
-            key: max(of_stages, key=lambda value: (value is not None, value))
-            for key, of_stages in values.items()
-        }
-        sections[section] = getattr(first, section).model_copy(update=largest)
-    on_gpu = torch.cuda.is_available()
-    tokens = max(config.train.tokens_per_forward(on_gpu) for config in configs)
-    sections["train"] = first.train.model_copy(update={"micro_batch_tokens": tokens})
-    return first.model_copy(update=sections)
-
-
 def with_micro_batches(
     configs: list[Config], hf_config, state: TrainState, node: NodeMemory | None
 ) -> list[Config]:
@@ -319,7 +297,7 @@ def with_micro_batches(
     if node is None or not any(is_open):
         return configs
     if state.micro_batch_tokens is None:
-        largest = widest(configs)
+        largest = widest(configs, torch.cuda.is_available())
         state.micro_batch_tokens = choose_micro_batch(largest, hf_config, dist.get_world_size(), node)
     return [
         with_setting(config, "train.micro_batch_tokens", state.micro_batch_tokens) if is_open_here else config
@@ -760,7 +738,8 @@ def announce(
         "starting vLLM and DeepSpeed"
     )
     if memory_line is not None:
-        say(f"{memory_line}; micro-batches of {widest(configs).train.micro_batch_tokens:,} tokens")
+        tokens = max(stage.train.tokens_per_forward(on_gpu=False) for stage in configs)
+        say(f"{memory_line}; micro-batches of {tokens:,} tokens")
 
 
 def check_trackers(config: Config) -> None:

@@ -11,7 +11,7 @@ setting at its default a run is plain GRPO.
 import os
 import re
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
@@ -33,6 +33,8 @@ TeacherGroups = Literal["all_wrong", "zero_variance", "every"]
 
 class ZeroVarianceSettings(Section):
     """Multi-stage zero-variance elimination (arXiv 2512.07710), stage by stage."""
+
+    per_stage: ClassVar[bool] = True
 
     offline_scores: str | None = setting(
         None, "stage 1: file of pass rates written by data/score.py, for example scores.jsonl; null: off"
@@ -107,6 +109,7 @@ class ZeroVarianceSettings(Section):
         None,
         "stage 3b: model that scores the policy's completions (on-policy distillation), as the folder of a "
         "Hugging Face checkpoint with the policy's tokenizer; null: no teacher",
+        per_stage="largest",
     )
     teacher_groups: TeacherGroups = setting(
         "all_wrong",
@@ -171,6 +174,8 @@ PluginArgs = Annotated[dict[str, bool | int | float | str | list[float]], Before
 
 class AlgorithmSettings(Section):
     """The policy-gradient loss: ratio, clip, weights, advantages, corrections, and hooks for your own."""
+
+    per_stage: ClassVar[bool] = True
 
     ratio_level: Literal["token", "sequence", "entropy_group"] = setting(
         "token",
@@ -251,6 +256,7 @@ class AlgorithmSettings(Section):
         "subtract the expected gradient under the engine's distribution from the gradient of each token, so "
         "that a mismatch of trainer and engine causes no drift; needs rollout.topk_logprobs, clip_mode none "
         "or weight, and rollout_correction none, token_tis or token_mask",
+        per_stage="largest",
     )
     old_policy: OldPolicy = setting(
         "trainer",
@@ -265,24 +271,27 @@ class AlgorithmSettings(Section):
     mismatch_gate: float = setting(
         0.015,
         "warn if the k3 KL between trainer and engine exceeds this threshold, in nats; 0: no gate",
-        True,
+        on_resume="free",
         ge=0,
     )
     mismatch_patience: int = setting(
         10,
         "stop the run after this many consecutive steps above mismatch_gate or skew_gate; 0: never stop",
-        True,
+        on_resume="free",
         ge=0,
     )
     skew_gate: float = setting(
         0.0,
         "warn if the absolute value of the metric skew_positive or skew_negative exceeds this threshold, for "
         "example 0.01; 0: no gate",
-        True,
+        on_resume="free",
         ge=0,
     )
     kl_coef: float = setting(
-        0.0, "beta of the KL penalty (k3) to the initial policy; 0: no reference model is loaded", ge=0
+        0.0,
+        "beta of the KL penalty (k3) to the initial policy; 0: no reference model is loaded",
+        per_stage="largest",
+        ge=0,
     )
     gain: str | None = setting(
         None,
@@ -317,18 +326,21 @@ MICRO_BATCH_SIZES = (4096, 2048, 1024, 512)  # on CPUs; larger micro-batches are
 class TrainSettings(Section):
     """Length of a run, optimizer, and the composition of an update."""
 
-    num_steps: int = setting(200, "number of steps; a step is one rollout and its updates", True, ge=1)
+    num_steps: int = setting(
+        200, "number of steps; a step is one rollout and its updates", on_resume="free", ge=1
+    )
     max_generated_tokens: int | None = setting(
         None,
         "stop after this many tokens over all ranks: generated tokens, plus tokens that a teacher scores "
         "times zero_variance.teacher_token_cost; null: no limit",
-        True,
+        on_resume="free",
         ge=1,
     )
     minibatches_per_step: int = setting(
         1,
         "split each rollout into this many minibatches of whole groups, with one update each; above 1, later "
         "updates are off-policy",
+        per_stage=True,
         ge=1,
     )
     micro_batch_tokens: int | None = setting(
@@ -336,50 +348,59 @@ class TrainSettings(Section):
         "padded tokens per forward pass and rank, for example 1024; a longer row has a forward pass of its "
         "own. null: 32768 on GPUs; on CPUs the largest of 4096, 2048, 1024 and 512 that fits into memory, "
         "chosen at the first launch and kept on resume",
-        True,
+        on_resume="free",
+        per_stage=True,
         ge=1,
     )
     balance: bool = setting(
         True,
         "true: give every rank and micro-batch about the same number of tokens. false: the same number of "
         "rows, in their order.",
-        True,
+        on_resume="free",
+        per_stage=True,
     )
     skip_zero_gradient: bool = setting(
         True,
         "true: completions whose advantages are all 0 skip the forward and backward passes of updates. "
         "false: compute them, with the same result.",
-        True,
+        on_resume="free",
+        per_stage=True,
     )
     share_prompts: bool = setting(
         True,
         "true: the completions of a micro-batch that have the same prompt share one pass over the prompt. "
         "false: every completion repeats its prompt.",
-        True,
+        on_resume="free",
+        per_stage=True,
     )
     passes_per_rollout: int = setting(
-        1, "epochs: passes over a step's completions, each with minibatches_per_step updates", ge=1
+        1,
+        "epochs: passes over a step's completions, each with minibatches_per_step updates",
+        per_stage=True,
+        ge=1,
     )
-    learning_rate: float = setting(1e-6, "highest learning rate of AdamW", True, gt=0)
+    learning_rate: float = setting(
+        1e-6, "highest learning rate of AdamW", on_resume="free", per_stage=True, gt=0
+    )
     lr_schedule: Literal[
         "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
         "polynomial", "inverse_sqrt",
     ] = setting(
         "constant_with_warmup",
         "learning rate schedule, by the name in transformers; decaying schedules decay over num_steps",
-        True,
+        on_resume="free",
     )  # fmt: skip
     lr_schedule_args: dict[str, float] = setting(
         {},
         "arguments of the schedule for transformers' get_scheduler(), for example {min_lr_rate: 0.1} or "
         "{num_cycles: 2}",
-        True,
+        on_resume="free",
     )
-    warmup_steps: int = setting(0, "steps of linear warm-up", True, ge=0)
+    warmup_steps: int = setting(0, "steps of linear warm-up", on_resume="free", ge=0)
     betas: tuple[FractionBelow1, FractionBelow1] = setting(
         (0.9, 0.95), "decay rates of AdamW's two moving averages"
     )
-    weight_decay: float = setting(0.0, "weight decay of AdamW", True, ge=0)
+    weight_decay: float = setting(0.0, "weight decay of AdamW", on_resume="free", ge=0)
     max_grad_norm: float = setting(1.0, "clip gradients to this global norm", gt=0)
     fused_adamw: bool | None = setting(
         None,
@@ -394,7 +415,7 @@ class TrainSettings(Section):
         False,
         "true: keep float32 weights and optimizer states in host memory and run the optimizer step there; "
         "saves GPU memory on few GPUs, needs zero_stage 2. false: keep them on the GPU.",
-        True,
+        on_resume="free",
     )
     seed: int = setting(0, "seed of the prompt order and of sampling", ge=0, lt=2**32)
 
@@ -411,17 +432,23 @@ class TrainSettings(Section):
 class EvalSettings(Section):
     """When and how held-out sets are evaluated."""
 
+    per_stage: ClassVar[bool] = True
+
     every: int = setting(
         50,
         "evaluate every N steps, and always at the first and last step; 0: only at the first and last",
-        True,
+        on_resume="free",
         ge=0,
     )
     num_samples: int = setting(
-        8, "k sampled completions per prompt for avg@k and pass@k; 0: greedy only", True, ge=0
+        8, "k sampled completions per prompt for avg@k and pass@k; 0: greedy only", on_resume="free", ge=0
     )
     max_new_tokens: int | None = setting(
-        None, "cut completions of evaluations at this length; null: rollout.max_new_tokens", True, ge=1
+        None,
+        "cut completions of evaluations at this length; null: rollout.max_new_tokens",
+        on_resume="free",
+        per_stage="largest",
+        ge=1,
     )
 
 
@@ -447,14 +474,14 @@ class ModelSettings(Section):
         False, "true: the routers of a MoE keep their initial weights. false: routers are trained."
     )
     activation_checkpointing: bool = setting(
-        False, "recompute layers in the backward pass to save memory", True
+        False, "recompute layers in the backward pass to save memory", on_resume="free"
     )
     logprob_kernel: Literal["auto", "naive", "chunked", "triton"] = setting(
         "auto",
         "computation of log-probabilities and entropies. naive: from the full logits. chunked: over blocks "
         "of the vocabulary, in torch. triton: by kernels (NVIDIA GPUs). auto: triton if available, else "
         "chunked.",
-        True,
+        on_resume="free",
     )
 
 
@@ -468,15 +495,18 @@ def without_empty_text(stops: list[int | str]) -> list[int | str]:
 class RolloutSettings(Section):
     """Sampling: how much, in which order, and by which engine."""
 
-    prompts_per_step: int = setting(128, "prompts per step, over all ranks", ge=1, le=2**20)
-    group_size: int = setting(8, "G: completions per prompt", ge=1, le=2**16)
+    prompts_per_step: int = setting(128, "prompts per step, over all ranks", per_stage=True, ge=1, le=2**20)
+    group_size: int = setting(8, "G: completions per prompt", per_stage=True, ge=1, le=2**16)
     temperature: float = setting(
-        1.0, "temperature of sampling and of the trainer's log-probabilities", ge=0.01, le=2
+        1.0, "temperature of sampling and of the trainer's log-probabilities", per_stage=True, ge=0.01, le=2
     )
-    max_prompt_tokens: int = setting(1024, "longest prompt; data.on_bad_row decides on longer ones", ge=1)
+    max_prompt_tokens: int = setting(
+        1024, "longest prompt; data.on_bad_row decides on longer ones", per_stage="largest", ge=1
+    )
     max_new_tokens: int = setting(
         16384,
         "cut completions at this many tokens; all turns of an episode share them, tool results included",
+        per_stage="largest",
         ge=1,
     )
     max_turns: int = setting(
@@ -495,7 +525,7 @@ class RolloutSettings(Section):
     tool_workers: int = setting(
         4,
         "processes per rank for tools, and as many again for environments; each runs at most 64 async calls",
-        True,
+        on_resume="free",
         ge=1,
     )
     max_tool_chars: int = setting(
@@ -514,7 +544,7 @@ class RolloutSettings(Section):
         None,
         "completions that an engine generates at once; null: 256 for each rank of the engine "
         "(tensor_parallel), at most 1024",
-        True,
+        on_resume="free",
         ge=1,
         le=4096,  # the smallest limit of vLLM's tokens per step, on CPUs (engine/arg_utils.py)
     )
@@ -522,29 +552,33 @@ class RolloutSettings(Section):
         "longest_first",
         "order of prompts across and within engines. arrival: the order of the data. longest_first: "
         "longest expected completions first.",
-        True,
+        on_resume="free",
+        per_stage=True,
     )
     count_reward_time: bool = setting(
-        True, "longest_first: count the seconds of slow verifiers as additional tokens", True
+        True,
+        "longest_first: count the seconds of slow verifiers as additional tokens",
+        on_resume="free",
+        per_stage=True,
     )
     kv_cache_gib: float | None = setting(
         None,
         "size of the KV cache per rank, in GiB, at least one completion of full length; null: on a GPU the "
         "memory that trainer and weights leave free, on a CPU at most 1 GiB",
-        True,
+        on_resume="free",
         gt=0,
         le=2**16,
     )
-    prefix_caching: bool = setting(True, "share the prompt's KV cache within a group", True)
+    prefix_caching: bool = setting(True, "share the prompt's KV cache within a group", on_resume="free")
     sleep_level: Literal[0, 2] | None = setting(
         None,
         "GPU memory that the engine frees during updates. 0: none. 2: weights and KV cache, which the next "
         "sync restores. null: 2 in a training run on GPUs, else 0.",
-        True,
+        on_resume="free",
         hint="vLLM's level 1 keeps weights that the next sync overwrites; 2 frees as much",
     )
     enforce_eager: bool = setting(
-        False, "disable CUDA graphs and compilation on GPUs, for example to debug an error", True
+        False, "disable CUDA graphs and compilation on GPUs, for example to debug an error", on_resume="free"
     )
     fp8: Switch[Literal["off", "simulate", "on"]] = setting(
         "off",
@@ -576,26 +610,29 @@ class RolloutSettings(Section):
         ge=0,
     )
     max_invalid_routes: float = setting(
-        0.01, "stop the run if a larger fraction of the captured routes is invalid", True, ge=0
+        0.01, "stop the run if a larger fraction of the captured routes is invalid", on_resume="free", ge=0
     )
     check_every: int = setting(
         50,
         "check the engine's weights and parity at the first sync and every N steps; 0: at the first sync "
         "only",
-        True,
+        on_resume="free",
+        per_stage=True,
         ge=0,
     )
     parity_mean: float = setting(
         0.1,
         "stop the run if a parity check finds a mean difference between the log-probabilities of trainer and "
         "engine above this, in nats",
-        True,
+        on_resume="free",
+        per_stage=True,
         gt=0,
     )
     parity_p99: float = setting(
         1e-3,
         "the same for the 99th percentile, in nats; checked only if policy and engine are float32",
-        True,
+        on_resume="free",
+        per_stage=True,
         gt=0,
     )
 
@@ -750,12 +787,13 @@ class DataSettings(Section):
         [],
         "prompt sets to train on, concatenated: paths, or mappings with the settings of a set, for example "
         "[a.jsonl, {path: b.jsonl, weight: 2}]",
+        per_stage=True,
     )
     eval: PromptSources = setting(
         [],
         "held-out prompt sets, in the notation of train; each has its own metrics, for example "
         "eval/test/accuracy",
-        True,
+        on_resume="free",
     )
     chat: Literal["auto", "always", "never"] = setting(
         "auto",
@@ -792,41 +830,52 @@ class RewardSettings(Section):
         [],
         "functions of your own that rows may name in the column kind, for example rewards.py:brevity, "
         "my_module:score or 0.8*math + 0.2*rewards.py:brevity",
-        True,
+        on_resume="free",
     )
     env: list[str] = setting(
-        [], "environment variables that worker processes receive, for example [JUDGE_API_KEY]", True
+        [],
+        "environment variables that worker processes receive, for example [JUDGE_API_KEY]",
+        on_resume="free",
     )
-    num_workers: int = setting(1, "processes per rank that score completions", True, ge=1)
+    num_workers: int = setting(1, "processes per rank that score completions", on_resume="free", ge=1)
     timeout_s: float = setting(
-        10.0, "seconds after which a verdict counts as a timeout", True, gt=0, le=86400
+        10.0, "seconds after which a verdict counts as a timeout", on_resume="free", gt=0, le=86400
     )
     memory_gib: float = setting(
         2.0,
         "address space of a worker process, and of each of its children, in GiB",
-        True,
+        on_resume="free",
         ge=0.125,
         le=65536,
     )
     max_failed_frac: float = setting(
-        0.5, "stop the run if a larger fraction of a step's verdicts times out or crashes", True, gt=0, le=1
+        0.5,
+        "stop the run if a larger fraction of a step's verdicts times out or crashes",
+        on_resume="free",
+        per_stage=True,
+        gt=0,
+        le=1,
     )
     overlap: bool = setting(
         True,
         "true: score each completion as soon as it ends, during generation. false: score all completions "
         "after generation.",
-        True,
+        on_resume="free",
+        per_stage=True,
     )
     decode: Literal["workers", "engine"] = setting(
         "workers",
         "process that turns tokens into text. workers: the worker processes. engine: the engine's process, "
         "between two engine steps.",
-        True,
+        on_resume="free",
     )
     max_backlog: int = setting(
-        4096, "completions that may wait for a verdict; the engine pauses if the backlog is full", True, ge=1
+        4096,
+        "completions that may wait for a verdict; the engine pauses if the backlog is full",
+        on_resume="free",
+        ge=1,
     )
-    binary: bool = setting(False, "true: rewards below 1 count as 0. false: fractions count.")
+    binary: bool = setting(False, "true: rewards below 1 count as 0. false: fractions count.", per_stage=True)
     sandbox: Literal["bubblewrap", "rlimits"] = setting(
         "bubblewrap",
         "isolation of programs of kind code. bubblewrap: Linux namespaces without network and without this "
@@ -849,13 +898,21 @@ class RewardSettings(Section):
         0,
         "tokens before max_new_tokens over which the overlong penalty grows from 0 to overlong_coef (DAPO); "
         "0: off",
+        per_stage=True,
         ge=0,
     )
-    overlong_coef: float = setting(1.0, "penalty of a completion that is max_new_tokens long", ge=0)
-    repetition_coef: float = setting(
-        0.0, "factor of the fraction of repeated n-grams, subtracted from the reward; 0: off", ge=0
+    overlong_coef: float = setting(
+        1.0, "penalty of a completion that is max_new_tokens long", per_stage=True, ge=0
     )
-    repetition_ngram: int = setting(4, "length of the n-grams whose repetitions are counted, in tokens", ge=1)
+    repetition_coef: float = setting(
+        0.0,
+        "factor of the fraction of repeated n-grams, subtracted from the reward; 0: off",
+        per_stage=True,
+        ge=0,
+    )
+    repetition_ngram: int = setting(
+        4, "length of the n-grams whose repetitions are counted, in tokens", per_stage=True, ge=1
+    )
     judge: Literal["none", "scalar", "generative"] = setting(
         "none",
         "reward model that is mixed with the verifier. none: the verifier alone. scalar: a model with a "
@@ -866,7 +923,7 @@ class RewardSettings(Section):
         "folder of the judge, or path/file.py:function that maps a list of questions to answers; null: no "
         "judge",
     )
-    judge_weight: float = setting(0.5, "w in reward = (1 - w) verifier + w judge", gt=0, le=1)
+    judge_weight: float = setting(0.5, "w in reward = (1 - w) verifier + w judge", per_stage=True, gt=0, le=1)
     judge_margin: float = setting(
         0.0,
         "largest difference of a scalar judge's scores that counts as a tie; 0: only equal scores tie",
@@ -877,6 +934,7 @@ class RewardSettings(Section):
         "question to the judge. score: each completion alone, for scalar judges. pairwise_reference: "
         "comparison with the reference answer. round_robin: comparison with every other completion of the "
         "group.",
+        per_stage=True,
     )
     judge_template: Text | None = setting(
         None,
@@ -897,57 +955,65 @@ class CheckpointSettings(Section):
     """When checkpoints are written, and how a run resumes from them."""
 
     every: int = setting(
-        50, "write a checkpoint every N steps, and always at the last; 0: only at the last", True, ge=0
+        50,
+        "write a checkpoint every N steps, and always at the last; 0: only at the last",
+        on_resume="free",
+        ge=0,
     )
-    keep: int = setting(2, "number of newest checkpoints to keep", True, ge=1)
+    keep: int = setting(2, "number of newest checkpoints to keep", on_resume="free", ge=1)
     resume: Literal["auto", "weights", "never"] = setting(
         "auto",
         "use of the newest checkpoint in run.dir. auto: resume exactly. weights: resume with a fresh "
         "optimizer, for example on another number of ranks; later launches of the same command then resume "
         "exactly. never: raise an error if there is a checkpoint.",
-        True,
+        on_resume="free",
     )
     on_damage: Literal["stop", "older"] = setting(
         "stop",
         "reaction to a damaged newest checkpoint. stop: raise an error that names it. older: set it aside "
         "and resume from the newest intact one.",
-        True,
+        on_resume="free",
     )
 
 
 class RunSettings(Section):
     """Folder of a run, reports, and limits of waiting."""
 
-    dir: str = setting("runs/default", "folder of all files that the run writes", True, pattern=r"^[^\x00]+$")
+    dir: str = setting(
+        "runs/default", "folder of all files that the run writes", on_resume="free", pattern=r"^[^\x00]+$"
+    )
     memory_gib: float | None = setting(
         None,
         "memory that all ranks of a node may take together on CPUs, in GiB, for example 16 on a shared node; "
         "null: the memory that is available at the start",
-        True,
+        on_resume="free",
         gt=0,
         le=2**20,
     )
     log_every: int = setting(
-        10, "print a line on the console and write a group to samples.jsonl every N steps", True, ge=1
+        10,
+        "print a line on the console and write a group to samples.jsonl every N steps",
+        on_resume="free",
+        ge=1,
     )
     trackers: list[str] = setting(
         ["tensorboard"],
         "trackers that receive the metrics in addition to metrics.jsonl, by accelerate's names, for example "
         "wandb or mlflow",
-        True,
+        on_resume="free",
     )
     warn_s: float = setting(
         300.0,
         "warn after a rank has waited this many seconds for another rank, naming it; then double the "
         "interval",
-        True,
+        on_resume="free",
         gt=0,
         le=2e6,
     )
     timeout_s: float = setting(
         1800.0,
         "abort after a rank has waited this many seconds for another rank, and print the other rank's stacks",
-        True,
+        on_resume="free",
         gt=0,
         le=2e6,
     )
@@ -955,13 +1021,13 @@ class RunSettings(Section):
         "checkpoint",
         "reaction to SIGTERM or Ctrl-C. checkpoint: finish the step, write a checkpoint, exit; a second "
         "signal exits at once. stop: exit at once.",
-        True,
+        on_resume="free",
     )
     on_nonfinite: Literal["stop", "skip"] = setting(
         "stop",
         "reaction to a NaN or infinite reward or gradient. stop: end the run. skip: continue without that "
         "update.",
-        True,
+        on_resume="free",
     )
 
 
@@ -1042,20 +1108,3 @@ class Config(Section):
         judges = [judge] if ":" in judge and not os.path.isdir(judge) else []
         names = [*hooks, *self.reward.functions, *verifiers, *self.data.tools, self.data.environment, *judges]
         return list(dict.fromkeys(name for name in names if name))
-
-
-# Sections and settings that a stage may change, because every step reads them. The other settings configure
-# the engine, policy, optimizer, judge and reward workers, which are built once per run.
-STAGE_SETTINGS = frozenset(
-    {
-        "data.train", "zero_variance", "algorithm", "eval",
-        "rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.max_prompt_tokens",
-        "rollout.max_new_tokens", "rollout.schedule", "rollout.count_reward_time", "rollout.check_every",
-        "rollout.parity_mean", "rollout.parity_p99",
-        "reward.max_failed_frac", "reward.overlap", "reward.binary", "reward.overlong_buffer",
-        "reward.overlong_coef", "reward.repetition_coef", "reward.repetition_ngram", "reward.judge_weight",
-        "reward.judge_mode",
-        "train.minibatches_per_step", "train.passes_per_rollout", "train.micro_batch_tokens", "train.balance",
-        "train.skip_zero_gradient", "train.share_prompts", "train.learning_rate",
-    }
-)  # fmt: skip

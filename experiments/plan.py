@@ -33,8 +33,8 @@ from transformers import AutoConfig, PretrainedConfig
 import fp8
 import memory_plan
 import moe_model
-from configure import load_config, stage_configs
-from lifecycle import check_model, widest
+from configure import load_config, stage_configs, widest
+from lifecycle import check_model
 from memory_plan import plan_memory, syncs_own_experts
 from moe_model import head_dim, num_experts_of
 from runtime.memory import GIB, bytes_by_phase, margin_bytes
@@ -1005,11 +1005,7 @@ def read_config(args: argparse.Namespace) -> Config:
     """Return the settings; for a run in stages, settings with the largest sizes of all stages."""
     files = [argument for file in args.config for argument in ("--config", str(file))]
     stages = stage_configs(load_config([*files, *args.settings]))
-    if len(stages) == 1:
-        return stages[0]
-    tokens = max(stage.train.tokens_per_forward(on_gpu=True) for stage in stages)
-    config = widest(stages)
-    return config.model_copy(update={"train": config.train.model_copy(update={"micro_batch_tokens": tokens})})
+    return widest(stages, on_gpu=True)
 
 
 def mean_tokens(option: float | None, comment: str | None, limit: int) -> float:

@@ -19,7 +19,7 @@ import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -43,6 +43,7 @@ class Section(BaseModel):
     """A group of settings, one line per field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    per_stage: ClassVar[bool] = False  # tells whether a stage may set every setting of the section
 
     @field_validator("*", mode="before")
     @classmethod
@@ -58,18 +59,22 @@ class Section(BaseModel):
 def setting(
     default,
     description: str,
-    free_on_resume: bool = False,
+    *,
+    on_resume: Literal["fixed", "free"] = "fixed",
+    per_stage: bool | Literal["largest"] = False,
     is_path: bool = False,
     hint: str = "",
     **limits,
 ):
     """Define a field with a description for --help; the default `...` makes the setting required.
 
-    free_on_resume: the value may change when a run resumes, because the setting affects speed, logging or
-    checks but not the training result, for example run.log_every. is_path: a relative path in a YAML file
-    starts from the folder of this file. hint: end of the message about a wrong value.
+    on_resume: free if the value may change when a run resumes, because the setting affects speed, logging or
+    checks but not the training result, for example run.log_every. per_stage: True if a stage may set it,
+    because every step reads it; "largest" if engine and policy are then built for the largest value of all
+    stages, for example rollout.max_new_tokens. is_path: a relative path in a YAML file starts from the folder
+    of this file. hint: end of the message about a wrong value.
     """
-    extra = {"free_on_resume": free_on_resume, "is_path": is_path, "hint": hint}
+    extra = {"on_resume": on_resume, "per_stage": per_stage, "is_path": is_path, "hint": hint}
     return Field(default, description=description, json_schema_extra=extra, **limits)
 
 
@@ -168,7 +173,7 @@ def with_paths(values: dict, schema: type[BaseModel], change: Callable[[str], st
         elif section_in_list(info.annotation) and isinstance(value, list):
             # an entry of `stages` holds sections of the whole schema
             changed[name] = [with_paths(v, schema, change) if isinstance(v, dict) else v for v in value]
-        elif (info.json_schema_extra or {}).get("is_path") and isinstance(value, str):
+        elif mark(info, "is_path") and isinstance(value, str):
             changed[name] = change(value)
     return changed
 
@@ -307,8 +312,22 @@ def setting_fields(schema: type[BaseModel], prefix: str = "") -> dict[str, objec
 
 def free_on_resume(schema: type[BaseModel]) -> frozenset[str]:
     """List the dotted names of the settings that may change when a run resumes."""
-    fields = setting_fields(schema).items()
-    return frozenset(name for name, info in fields if (info.json_schema_extra or {}).get("free_on_resume"))
+    return frozenset(
+        name for name, info in setting_fields(schema).items() if mark(info, "on_resume") == "free"
+    )
+
+
+def free_per_stage(schema: type[BaseModel]) -> frozenset[str]:
+    """List the dotted names of the settings, and of the whole sections, that a stage may set."""
+    sections = {n: f.annotation for n, f in schema.model_fields.items() if is_section(f.annotation)}
+    whole = {name for name, section in sections.items() if section.per_stage}
+    marked = {name for name, info in setting_fields(schema).items() if mark(info, "per_stage")}
+    return frozenset(whole | {name for name in marked if name.split(".")[0] not in whole})
+
+
+def mark(info, name: str) -> object:
+    """Return what setting() notes about a field, for example on_resume; None for a field without a note."""
+    return (info.json_schema_extra or {}).get(name)
 
 
 def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -> str:
@@ -330,7 +349,7 @@ def explain(error: ValidationError, schema: type[BaseModel], prefix: str = "") -
         else:
             message = lowered(item["msg"].removeprefix("Value error, "))
             info = setting_fields(schema).get(name)
-            hint = (info.json_schema_extra or {}).get("hint") if info else ""
+            hint = mark(info, "hint") if info else ""
             end = f" ({hint})" if hint else ""
             lines.append(f"{prefix}{name}: {message}, found {repr(item['input'])[:200]}{end}")
     more = [f"and {len(wrong) - MAX_ERRORS:,} more"] if len(wrong) > MAX_ERRORS else []
@@ -443,11 +462,13 @@ def settings_help(schema: type[BaseModel], section: str | None = None) -> str:
         else f"{section}: {section_text(schema.model_fields[section])}\n\nsettings"
     )
     lines = [f"{title} (section.key=value, or in YAML):"]
+    per_stage = free_per_stage(schema)
     for name, info in setting_fields(schema).items():
         if section in (None, re.split(r"[.\[]", name)[0]):
             default = "required" if info.is_required() else f"default {info.default!r}"
-            free = "; may change on resume" if name in free_on_resume(schema) else ""
-            lines.append(f"  {name}  ({default}{free})\n      {info.description}")
+            marks = "; may change on resume" if mark(info, "on_resume") == "free" else ""
+            marks += "; per stage" if {name, name.split(".")[0]} & per_stage else ""
+            lines.append(f"  {name}  ({default}{marks})\n      {info.description}")
     return "\n".join(lines)
 
 

@@ -28,6 +28,8 @@ from runtime.config import (
     complete,
     differences,
     free_on_resume,
+    free_per_stage,
+    mark,
     setting_fields,
     with_paths_from,
     with_paths_to,
@@ -687,11 +689,13 @@ def test_help_prints_every_setting_with_its_default_and_meaning(capsys):
     text = " ".join(printed.split())
     assert printed.startswith("usage: ") and " ".join(train_rl.__doc__.split()) in text
     assert len(SETTINGS) > 40
+    per_stage = free_per_stage(Config)
     for name, info in SETTINGS.items():
         assert len(info.description.split()) >= 2, name
         default = "required" if info.is_required() else f"default {info.default!r}"
-        free = "; may change on resume" if info.json_schema_extra["free_on_resume"] else ""
-        assert f" {name} ({default}{free}) {' '.join(info.description.split())} " in text + " ", name
+        marks = "; may change on resume" if mark(info, "on_resume") == "free" else ""
+        marks += "; per stage" if {name, name.split(".")[0]} & per_stage else ""
+        assert f" {name} ({default}{marks}) {' '.join(info.description.split())} " in text + " ", name
 
     sections = printed.partition("sections (")[2].partition("settings (")[0]
     assert [line.split()[0] for line in sections.splitlines()[1:] if line] == list(Config.model_fields)

