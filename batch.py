@@ -84,7 +84,7 @@ class Completion:
     num_calls: int = 0  # calls of tools
     num_call_errors: int = 0  # calls that were malformed, raised an error or exceeded the time limit
     has_open_call: bool = False  # the last turn calls a tool and has no result: no turn or budget is left
-    verdict: Verdict | None = None  # by the environment; None: a verifier scores the completion
+    verdict: Verdict | None = None  # by the environment, or else by a verifier as soon as it has scored
 
     @property
     def fields(self) -> dict:
@@ -117,14 +117,21 @@ class Completion:
         return self.token_ids[len(self.token_ids) - self.turns[-1].num_tokens :]
 
 
+def are_equal(scores: list[float]) -> bool:
+    """Tell whether the valid scores of a group are equal up to rounding, so that their advantages are 0.
+
+    [ours] Only the verifier's score decides: penalties would hide that a group teaches nothing.
+    """
+    return max(scores) - min(scores) <= ZERO_VARIANCE
+
+
 @dataclass
 class Group:
     """One prompt of a step with its completions so far."""
 
     slot: int  # number of the group in this step, counted over all ranks
     prompt_index: int  # of the prompt in the training set
-    completions: list[Completion] = field(default_factory=list)
-    verdicts: list[Verdict] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)  # with their verdicts
     minibatch: int = 0  # the update of the step that trains on the group
     expected_tokens: float = 0.0  # expected length of each completion; 0: not used (rollout.schedule arrival)
     guessed: bool = False  # expected_tokens is a guess, because this prompt was never sampled
@@ -134,7 +141,7 @@ class Group:
 
     def outcome(self, binary: bool) -> "GroupOutcome":
         """Summarise the group for the other ranks; binary: rewards below 1 count as 0."""
-        valid = [verdict for verdict in self.verdicts if not verdict.failed]
+        valid = [c.verdict for c in self.completions if not c.verdict.failed]
         scores = [score_of(verdict, binary) for verdict in valid]
         return GroupOutcome(
             slot=self.slot,
@@ -146,9 +153,8 @@ class Group:
             tokens=sum(len(completion.token_ids) for completion in self.completions),
             inserted_tokens=sum(len(c.token_ids) - c.num_sampled for c in self.completions),
             turns=sum(turn.sampled for c in self.completions for turn in c.turns),
-            completions=len(self.verdicts),
-            # [ours] only the verifier's score decides: penalties would hide that a group teaches nothing
-            has_variance=len(scores) >= 2 and max(scores) - min(scores) > ZERO_VARIANCE,
+            completions=len(self.completions),
+            has_variance=len(scores) >= 2 and not are_equal(scores),
         )
 
 
@@ -168,6 +174,11 @@ class GroupOutcome:
     inserted_tokens: int = 0  # part of `tokens`: inserted by tools and environments
     turns: int = 0  # of the policy, in all completions together; 0: completions have a single turn
 
+    @property
+    def is_tied(self) -> bool:
+        """Tell whether the group has two or more valid scores, all equal."""
+        return self.valid >= 2 and not self.has_variance
+
 
 # ------------------------------------------------------------------------------------------------------------
 # Training
@@ -181,6 +192,11 @@ class RolloutBatch:
     completion_ids: list[list[int]]  # [B] ragged
     finish_reason: list[str]  # [B] as in Completion
     verdicts: list[Verdict]  # [B]
+    scores: Tensor  # [B] float64, score_of() each verdict
+    valid: Tensor  # [B] bool, False without a verdict or, later, with a reward that is not finite
+    # [B] bool, a valid completion of a group of two or more valid scores, all equal. The verdicts decide: a
+    # reward that is not finite (run.on_nonfinite skip) makes a completion invalid, and changes no tie
+    is_tied: Tensor
     response_mask: Tensor  # [B, T] bool, sampled tokens of completions, on which the loss is computed
     rollout_logprobs: Tensor  # [B, T] by the engine
     group_index: Tensor  # [B] int64, number of the group on this rank
@@ -195,7 +211,6 @@ class RolloutBatch:
     route_mismatch: Tensor | None = None  # [B, T] 1 if old_routes differ from the engine's, else 0
     ref_logprobs: Tensor | None = None  # [B, T] by the initial policy; None without a KL penalty
     rewards: Tensor | None = None  # [B]
-    valid: Tensor | None = None  # [B] bool, False without a verdict or with a reward that is not finite
     is_taught: Tensor | None = None  # [B] bool, the teacher teaches this completion; None without a teacher
     teacher_logprobs: Tensor | None = None  # [B, T] by the teacher, 0 in rows that it does not teach
     confidence: Tensor | None = None  # [B] factor of the teacher's advantages, in [0, 1]
@@ -209,28 +224,30 @@ class RolloutBatch:
             return None
         return torch.cat([self.response_mask[i, : len(self.completion_ids[i])] for i in rows])
 
-    def verifier_signs(self, binary: bool) -> Tensor:
+    def verifier_signs(self) -> Tensor:
         """Return [B], the sign that the verifier gives the advantage of each completion: +1, -1 or 0.
 
         This is the sign of the score minus the mean score of the group's valid completions. In a group of
         equal scores, completions with score 1 have +1 and completions with score 0 have -1. 0: the score is
         the mean of the group, or there is no verdict. Example: scores 0.75, 0.5, 0.5, 0.25 give 1, 0, 0, -1.
         """
-        scores = torch.tensor([score_of(verdict, binary) for verdict in self.verdicts])
-        signs = torch.zeros_like(scores)
+        signs = torch.zeros_like(self.scores)
         for group in self.group_index.unique():
             members = (self.group_index == group) & self.valid
-            excess = scores[members] - scores[members].mean()
+            scores = self.scores[members]
+            excess = scores - scores.mean()
             if (excess.abs() <= ZERO_VARIANCE).all():  # a fraction gets 0
-                excess = (scores[members] >= 1).to(scores) - (scores[members] <= 0).to(scores)
+                excess = (scores >= 1).to(scores) - (scores <= 0).to(scores)
             signs[members] = torch.where(excess.abs() <= ZERO_VARIANCE, 0.0, excess.sign())
         return signs
 
 
-def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]]) -> RolloutBatch:
+def collate(
+    groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[int]], binary: bool = False
+) -> RolloutBatch:
     """Make the batch of one rank's groups, log-probabilities padded right with 0.
 
-    prompts, prompt_ids: the training set, which Group.prompt_index points into.
+    prompts, prompt_ids: the training set, which Group.prompt_index points into. binary: as in score_of().
     """
     rows = [(index, group, i) for index, group in enumerate(groups) for i in range(len(group.completions))]
     completions = [group.completions[i] for _, group, i in rows]
@@ -244,16 +261,23 @@ def collate(groups: list[Group], prompts: list[Prompt], prompt_ids: list[list[in
         sampled = torch.tensor([x for c in completions for x in c.sampled_mask])
         response_mask = response_mask.masked_scatter(response_mask, sampled)
     routes = [c.routed_experts for c in completions]
+    verdicts = [c.verdict for c in completions]
+    valid = torch.tensor([not verdict.failed for verdict in verdicts], dtype=torch.bool)
+    tied_groups = torch.tensor([group.outcome(binary).is_tied for group in groups], dtype=torch.bool)
+    group_index = torch.tensor([index for index, _, _ in rows], dtype=torch.int64)
     has_topk = all(c.topk_ids is not None for c in completions) and len(completions) > 0
     return RolloutBatch(
         prompts=[prompts[group.prompt_index] for _, group, _ in rows],
         prompt_ids=[prompt_ids[group.prompt_index] for _, group, _ in rows],
         completion_ids=[c.token_ids for c in completions],
         finish_reason=[c.finish_reason for c in completions],
-        verdicts=[group.verdicts[i] for _, group, i in rows],
+        verdicts=verdicts,
+        scores=torch.tensor([score_of(verdict, binary) for verdict in verdicts], dtype=torch.float64),
+        valid=valid,
+        is_tied=tied_groups[group_index] & valid,
         response_mask=response_mask,
         rollout_logprobs=rollout_logprobs,
-        group_index=torch.tensor([index for index, _, _ in rows], dtype=torch.int64),
+        group_index=group_index,
         minibatch=torch.tensor([group.minibatch for _, group, _ in rows], dtype=torch.int64),
         routed_experts=None if all(ids is None for ids in routes) else routes,
         topk_ids=[c.topk_ids for c in completions] if has_topk else None,

@@ -82,7 +82,7 @@ def adjust_exploration(
     """
     if not outcomes:
         return
-    uniform = [outcome for outcome in outcomes if outcome.valid >= 2 and not outcome.has_variance]
+    uniform = [outcome for outcome in outcomes if outcome.is_tied]
     num_solved = sum(2 * outcome.score_sum > outcome.valid for outcome in uniform)
     shares = (num_solved / len(outcomes), (len(uniform) - num_solved) / len(outcomes))
     for kind, (share, target) in enumerate(zip(shares, (target_solved, target_unsolved))):

@@ -896,8 +896,9 @@ def prompt_outcomes(verdicts: list[Verdict], eval_sets: EvalSets, config: Config
     return {name: [round(value, 4) for _, value in of_name] for name, of_name in pairs.items()}
 
 
-def log_evaluation(run: Run, completions: list[Completion], verdicts: list[Verdict]) -> None:
+def log_evaluation(run: Run, completions: list[Completion]) -> None:
     """Record and log the result of an evaluation; outcomes.json holds it prompt by prompt. Collective."""
+    verdicts = [completion.verdict for completion in completions]
     run.pool.latencies = []  # only latencies of training are reported
     metrics = evaluation_metrics(completions, verdicts, run.eval_sets, run.config)
     run.state.add_evaluation(metrics, run.rule)
@@ -972,7 +973,7 @@ def measure_rollout(run: Run, sampled: list[Group], seconds: float) -> dict[str,
     metrics |= schedule_metrics(sampled, run.pool, run.clock.step["rollout"], seconds)
     if config.has_turns:
         metrics |= turn_metrics([completion for group in sampled for completion in group.completions])
-    verdicts = [verdict for group in sampled for verdict in group.verdicts]
+    verdicts = [c.verdict for group in sampled for c in group.completions]
     check_verdicts(verdicts, config.reward.max_failed_frac, f"step {run.state.step + 1}")
     num_invalid, num_routes = metrics["invalid_routes_frac"]
     check_routes(int(num_invalid), int(num_routes), config.rollout.max_invalid_routes)

@@ -88,7 +88,6 @@ from lifecycle import (
 from memory_plan import syncs_own_experts
 from moe_model import PackedSequences, num_experts_of, pack, route_table, select_targets
 from plugins import load_plugin, plugin_advantages
-from reward import Verdict, score_of
 from rollout import SyncReport, invalid_route
 from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewards
 from runtime.collectives import ALL_RANKS
@@ -301,11 +300,9 @@ def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
     deal_jobs(jobs)
     local_jobs = [job for job in jobs if job.group.rank == dist.get_rank()]
     requests, prompts = requests_of(run, local_jobs)
-    completions, verdicts = generate(run, requests, prompts, "rollout")
-    groups = [group for group, samples in local_jobs for _ in samples]
-    for group, completion, verdict in zip(groups, completions, verdicts):
-        group.completions.append(completion)
-        group.verdicts.append(verdict)
+    completions = iter(generate(run, requests, prompts, "rollout"))
+    for group, samples in local_jobs:
+        group.completions += [next(completions) for _ in samples]
     gathered: list[list[GroupOutcome]] = [[]] * dist.get_world_size()
     dist.all_gather_object(gathered, [group.outcome(run.config.reward.binary) for group, _ in local_jobs])
     return sorted(sum(gathered, []), key=lambda outcome: outcome.slot)
@@ -329,9 +326,7 @@ def deal_jobs(jobs: list[Job]) -> None:
         group.rank = rank
 
 
-def generate(
-    run: Run, requests: list[Request], prompts: list[Prompt], phase: str
-) -> tuple[list[Completion], list[Verdict]]:
+def generate(run: Run, requests: list[Request], prompts: list[Prompt], phase: str) -> list[Completion]:
     """Generate completions and score each as soon as it ends (overlapped rewards); keep the requests' order.
 
     prompts: the prompt of each request. phase: "rollout" or "eval", under which the clock records the
@@ -365,7 +360,7 @@ def generate(
             for index, completion in enumerate(completions):
                 submit(run, index, prompts[index], completion)
         verdicts = run.pool.collect()
-    return completions, [c.verdict or verdicts[index] for index, c in enumerate(completions)]
+    return [replace(c, verdict=verdicts.get(index, c.verdict)) for index, c in enumerate(completions)]
 
 
 def submit(run: Run, key: Hashable, prompt: Prompt, completion: Completion) -> None:
@@ -469,7 +464,7 @@ def repetition_ratio(token_ids: list[int], ngram: int, sampled: list[bool] | Non
 def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config) -> Tensor:
     """Return the reward of each completion [B]: verifier mixed with the judge, minus penalties (stage 2)."""
     settings = config.reward
-    rewards = [score_of(verdict, settings.binary) for verdict in batch.verdicts]
+    rewards = batch.scores.tolist()
     if judge is not None and rewards:
         weight = settings.judge_weight
         judged = judge_rewards(judge, batch, texts, settings.judge_mode)
@@ -480,11 +475,6 @@ def compute_rewards(batch: RolloutBatch, judge, texts: list[str], config: Config
         repeats = settings.repetition_coef and repetition_ratio(token_ids, settings.repetition_ngram, sampled)
         rewards[i] += settings.overlong_coef * length - settings.repetition_coef * repeats
     return torch.tensor(rewards)
-
-
-def has_verdict(verdicts: list[Verdict]) -> Tensor:
-    """Return [B] bool, False if the verifier timed out or failed."""
-    return torch.tensor([not verdict.failed for verdict in verdicts], dtype=torch.bool)
 
 
 def compute_advantages(
@@ -537,17 +527,6 @@ def guard_correctness(advantages: Tensor, signs: Tensor) -> Tensor:
     return torch.where(advantages.sign() * signs < 0, 0.0, advantages)
 
 
-def zero_variance_rows(batch: RolloutBatch, binary: bool) -> Tensor:
-    """Mark, [B] bool, the valid completions of groups that have two or more valid scores, all equal."""
-    scores = torch.tensor([score_of(verdict, binary) for verdict in batch.verdicts])
-    rows = torch.zeros(len(scores), dtype=torch.bool)
-    for group in batch.group_index.unique():
-        members = (batch.group_index == group) & batch.valid
-        if members.sum() >= 2:  # [ours] groups with fewer verdicts are skipped, not reshaped
-            rows |= members & bool(scores[members].max() - scores[members].min() <= ZERO_VARIANCE)
-    return rows
-
-
 def rl_zvp_advantages(entropy: Tensor, mask: Tensor, rewarded: Tensor, coef: float) -> Tensor:
     """Return token advantages of completions of zero-variance groups (RL-ZVP, arXiv 2509.21880, eq. 5).
 
@@ -577,10 +556,9 @@ def teacher_rows(batch: RolloutBatch, config: Config) -> Tensor:
     rule = config.zero_variance.teacher_groups
     if rule == "every":
         return batch.valid.clone()
-    rows = zero_variance_rows(batch, config.reward.binary)
+    rows = batch.is_tied & batch.valid
     if rule == "all_wrong":
-        scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in batch.verdicts])
-        rewarded_groups = batch.group_index[rows & (scores > 0)]
+        rewarded_groups = batch.group_index[rows & (batch.scores > 0)]
         rows &= ~torch.isin(batch.group_index, rewarded_groups)
     return rows
 
@@ -623,13 +601,13 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
     algorithm = config.algorithm
     advantages = completion_advantages(batch, algorithm).unsqueeze(1) * batch.response_mask  # [B, T]
     if config.zero_variance.rl_zvp and batch.prompts:
-        rows = zero_variance_rows(batch, config.reward.binary)  # [B]
-        scores = torch.tensor([score_of(verdict, config.reward.binary) for verdict in batch.verdicts])  # [B]
+        rows = batch.is_tied & batch.valid  # [B]
         advantages[rows] = rl_zvp_advantages(
-            batch.entropy[rows], batch.response_mask[rows], scores[rows] > 0, config.zero_variance.rl_zvp_coef
-        )
+            batch.entropy[rows], batch.response_mask[rows], batch.scores[rows] > 0,
+            config.zero_variance.rl_zvp_coef,
+        )  # fmt: skip
     if algorithm.correctness_guard:
-        advantages = guard_correctness(advantages, batch.verifier_signs(config.reward.binary))
+        advantages = guard_correctness(advantages, batch.verifier_signs())
     if batch.is_taught is not None:
         rows = batch.is_taught  # [B]
         advantages[rows] = teacher_advantages(
@@ -1419,7 +1397,7 @@ def main(config: Config) -> None:
         # Eliminate zero variance, deal the other groups to ranks and minibatches
         with run.clock("deal"):
             groups, trained = drop_and_deal(sampled, outcomes, config)
-        batch = collate(groups, run.prompts, run.prompt_ids)
+        batch = collate(groups, run.prompts, run.prompt_ids, config.reward.binary)
         share_prompt_routes(batch, config)
         update_history(run, list(outcomes.values()))
 
@@ -1480,8 +1458,7 @@ def evaluate_if_due(run: Run) -> None:
     """Evaluate the policy on the held-out sets if an evaluation is due. Collective."""
     if run.eval_sets and evaluation_is_due(run.state, run.config):
         requests, prompts = evaluation_requests(run.eval_sets, run.config)
-        completions, verdicts = generate(run, requests, prompts, "eval")
-        log_evaluation(run, completions, verdicts)
+        log_evaluation(run, generate(run, requests, prompts, "eval"))
 
 
 def update_history(run: Run, outcomes: list[GroupOutcome]) -> None:
@@ -1522,7 +1499,6 @@ def add_rewards(run: Run, batch: RolloutBatch) -> dict[str, tuple[float, float]]
     ids = batch.answer_ids if run.judge else []
     # batch_decode([]) would return one empty text
     texts = run.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
-    batch.valid = has_verdict(batch.verdicts)
     rewards = compute_rewards(batch, run.judge, texts, run.config)
     batch.rewards, batch.valid = refuse_nonfinite_rewards(
         rewards, batch.valid, batch, run.config, run.state.step

@@ -68,7 +68,7 @@ def exact_sum(values: Iterable[float]) -> Fraction:
 def rollout_metrics(groups: list[Group], binary: bool, invalid_route: int) -> dict[str, tuple[float, float]]:
     """Measure all completions sampled on this rank, dropped groups included, as (sum, count)."""
     completions = [c for group in groups for c in group.completions]
-    verdicts = [v for group in groups for v in group.verdicts]
+    verdicts = [c.verdict for c in completions]
     outcomes = [group.outcome(binary) for group in groups]
     equal = [o for o in outcomes if not o.has_variance]
     lengths = [c.num_sampled for c in completions]
@@ -164,7 +164,7 @@ def batch_metrics(batch: RolloutBatch, groups: list[Group], config: Config) -> d
     taught = torch.zeros_like(batch.valid) if batch.is_taught is None else batch.is_taught  # [B]
     signs = batch.advantages.sum(dim=1).sign()  # [B]; all tokens of a completion share a sign
     is_judged = batch.valid & ~taught
-    inverted = (signs * batch.verifier_signs(config.reward.binary) < 0) & is_judged
+    inverted = (signs * batch.verifier_signs() < 0) & is_judged
     with_gradient = (batch.advantages != 0).sum(dim=1)  # [B]
     without_gradient = batch.response_mask.sum(dim=1) - with_gradient  # [B]
     group_size = config.rollout.group_size

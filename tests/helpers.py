@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from fake_ranks import FakeRanks as FakeRanks
 from safetensors.torch import load_file
 
 import train_rl
-from batch import Completion, Group, LossInputs, Request, RolloutBatch
+from batch import Completion, Group, LossInputs, Request, RolloutBatch, collate
 from configure import load_config
 from data.history import PromptHistory
 from data.prompts import Prompt
@@ -65,12 +66,33 @@ def make_verdict(right: bool | None, share: float = 0.0) -> Verdict:
 def make_group(slot: int, prompt: int, lengths=(), rights=(), shares=None) -> Group:
     """Make a group of completions with these lengths; rights and shares are arguments of make_verdict()."""
     shares = shares or [0.0] * len(rights)
-    return Group(
-        slot,
-        prompt,
-        completions=[make_completion(length) for length in lengths],
-        verdicts=[make_verdict(right, share) for right, share in zip(rights, shares, strict=True)],
-    )
+    pairs = zip(lengths, zip(rights, shares, strict=True), strict=True)
+    return Group(slot, prompt, [make_judged(length, *of_verdict) for length, of_verdict in pairs])
+
+
+@functools.cache
+def make_judged(length: int, right: bool | None, share: float = 0.0) -> Completion:
+    return replace(make_completion(length), verdict=make_verdict(right, share))
+
+
+def judged(completions: list[Completion], verdicts: list[Verdict]) -> list[Completion]:
+    """Give completions their verdicts."""
+    return [replace(c, verdict=verdict) for c, verdict in zip(completions, verdicts, strict=True)]
+
+
+def judge_batch(batch: RolloutBatch, verdicts: list[Verdict], binary: bool = False) -> None:
+    """Give the completions of a batch other verdicts, by collate()."""
+    completions = judged([make_completion(1)] * len(verdicts), verdicts)
+    groups = [
+        Group(slot, 0, [c for c, index in zip(completions, batch.group_index.tolist()) if index == slot])
+        for slot in batch.group_index.unique().tolist()
+    ]
+    collated = collate(groups, batch.prompts[:1], [[1]], binary)
+    rows = batch.group_index.argsort(stable=True).argsort()
+    batch.verdicts = verdicts
+    batch.scores = collated.scores[rows]
+    batch.valid = collated.valid[rows]
+    batch.is_tied = collated.is_tied[rows]
 
 
 def no_history(num_prompts: int) -> PromptHistory:
@@ -103,6 +125,8 @@ def make_batch(
         completion_ids=completion_ids,
         finish_reason=["stop"] * num,
         verdicts=[make_verdict(False)] * num,
+        scores=torch.zeros(num, dtype=torch.float64),
+        is_tied=torch.zeros(num, dtype=torch.bool),
         response_mask=torch.arange(width) < torch.tensor(lengths, dtype=torch.int64).view(-1, 1),
         group_index=torch.tensor(group_index or [0] * num, dtype=torch.int64),
         minibatch=torch.zeros(num, dtype=torch.int64),

@@ -17,7 +17,7 @@ import torch
 warnings.filterwarnings("ignore", category=FutureWarning)
 
 import torch.distributed as dist
-from helpers import batch_of_rows, hashed_answer, make_config, make_group, make_prompts, make_run
+from helpers import batch_of_rows, hashed_answer, judge_batch, make_config, make_group, make_prompts, make_run
 from model_suites import model
 
 import moe_model
@@ -119,7 +119,7 @@ def finite_batch(completions: list[dict]) -> train_rl.RolloutBatch:
     prompts = make_prompts(len(completions))
     batch = batch_of_rows(completions, rows)
     batch.prompts = [prompts[i] for i in rows]
-    batch.verdicts = [Verdict(1.0, "ok")] * len(rows)
+    judge_batch(batch, [Verdict(1.0, "ok")] * len(rows))
     batch.rewards = torch.ones(len(rows))
     batch.ref_logprobs = None
     return batch
@@ -239,7 +239,12 @@ def schedule(folder: Path) -> dict:
 # ------------------------------------------------------------------------------------------------------------
 def contents(groups: list[train_rl.Group]) -> list[tuple]:
     return [
-        (g.slot, g.prompt_index, [c.token_ids for c in g.completions], [v.status for v in g.verdicts])
+        (
+            g.slot,
+            g.prompt_index,
+            [c.token_ids for c in g.completions],
+            [c.verdict.status for c in g.completions],
+        )
         for g in groups
     ]
 
@@ -288,7 +293,6 @@ def run_update_of_groups(case: dict, model: Path, group) -> dict:
         batch = train_rl.collate(groups, make_prompts(16), [[2, 3, i] for i in range(16)])
         batch.old_logprobs, batch.entropy, *_ = train_rl.forward_batch(policy, batch, config)
         batch.rewards = train_rl.compute_rewards(batch, None, [], config)
-        batch.valid = train_rl.has_verdict(batch.verdicts)
         batch.advantages = train_rl.token_advantages(batch, config)
         trained = batch_metrics(batch, groups, config)
         metrics = reduce_metrics(trained | train_rl.update_policy(engine, batch, config))

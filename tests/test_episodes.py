@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 from conftest import ROOT
-from helpers import make_batch, make_config, make_prompts
+from helpers import judge_batch, judged, make_batch, make_config, make_prompts
 from tokenizers import AddedToken
 from turns import chat_tokenizer, make_interaction, make_prompt, write_tools
 
@@ -432,7 +432,9 @@ def episode_batch() -> RolloutBatch:
     lengths = [[3, 2, 4], [5], [2, 6, 1, 1, 3], [1, 9, 2]]
     completions = [episode_of(of_turns, seed) for seed, of_turns in enumerate(lengths)]
     verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong")] * 2
-    groups = [Group(slot, slot, completions[2 * slot : 2 * slot + 2], verdicts[:2]) for slot in range(2)]
+    groups = [
+        Group(slot, slot, judged(completions[2 * slot : 2 * slot + 2], verdicts[:2])) for slot in range(2)
+    ]
     return train_rl.collate(groups, make_prompts(2), [[5, 6, 7], [8, 9, 10, 11]])
 
 
@@ -471,7 +473,7 @@ def test_penalties_and_accounts_tell_sampled_and_inserted_tokens_apart(one_rank)
     assert [len(answer) for answer in batch.answer_ids] == [4, 5, 3, 2]
     cut = replace(episode_of([5], 1, "turns"), num_calls=2, num_call_errors=1, has_open_call=True)
     completions = [episode_of([3, 2, 4], 0), cut]
-    group = Group(0, 0, completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")])
+    group = Group(0, 0, judged(completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")]))
     outcome = group.outcome(False)
     assert (outcome.tokens, outcome.inserted_tokens) == (14, 2)
     metrics = turn_metrics(completions) | rollout_metrics([group], False, 255)
@@ -485,9 +487,8 @@ def test_penalties_and_accounts_tell_sampled_and_inserted_tokens_apart(one_rank)
 
 def test_rl_zvp_reshapes_sampled_tokens_only(one_rank):
     batch = episode_batch()
-    batch.verdicts = [Verdict(0.0, "wrong")] * 4
+    judge_batch(batch, [Verdict(0.0, "wrong")] * 4)
     batch.rewards = torch.zeros(4)
-    batch.valid = torch.ones(4, dtype=torch.bool)
     batch.entropy = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(0))
     batch.entropy[~batch.response_mask] = 9.0  # would be the highest entropy of each row
     advantages = train_rl.token_advantages(batch, make_config("zero_variance.rl_zvp=true"))

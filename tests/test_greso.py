@@ -59,7 +59,8 @@ def test_skipping_and_exploration_agree_with_the_lists_of_visits(seed):
         history.update(outcomes, step, config.zero_variance.history_decay)
         greso.update_streaks(history, outcomes)
         greso.adjust_exploration(history, outcomes, 0.3, 0.2)
-        rights = [[v.status == "ok" for v in group.verdicts if v.status != "timeout"] for group in groups]
+        verdicts = [[c.verdict for c in group.completions] for group in groups]
+        rights = [[v.status == "ok" for v in of_group if v.status != "timeout"] for of_group in verdicts]
         easy = sum(len(r) > 1 and all(r) for r in rights) / 3
         hard = sum(len(r) > 1 and not any(r) for r in rights) / 3
         p_easy = max(p_easy - 0.01, 0.05) if easy >= 0.3 else min(p_easy + 0.01, 0.95)

@@ -21,6 +21,7 @@ from helpers import (
     WORK,
     FakeRanks,
     RankSuite,
+    judged,
     make_batch,
     make_config,
     make_prompts,
@@ -152,10 +153,8 @@ def test_collate_shapes_and_values():
     ]
     verdicts = [Verdict(float(status == "ok"), status) for status in statuses]
     groups = [
-        Group(
-            4, 2, completions=completions[:2], verdicts=verdicts[:2]
-        ),  # slot 4 of the step, prompt 2 of the set
-        Group(9, 1, minibatch=1, completions=completions[2:], verdicts=verdicts[2:]),
+        Group(4, 2, judged(completions[:2], verdicts[:2])),  # slot 4 of the step, prompt 2 of the set
+        Group(9, 1, judged(completions[2:], verdicts[2:]), minibatch=1),
     ]
     batch = collate(groups, prompts, [[7], [2, 3], [1]])
     assert batch.prompts == [prompts[2]] * 2 + [prompts[1]] * 3
@@ -163,21 +162,21 @@ def test_collate_shapes_and_values():
     assert batch.finish_reason == reasons and batch.verdicts == verdicts
     assert batch.group_index.tolist() == batch.minibatch.tolist() == [0, 0, 1, 1, 1]
     assert batch.group_index.dtype == batch.minibatch.dtype == torch.int64
-    valid = train_rl.has_verdict(batch.verdicts)
-    assert valid.tolist() == [True, True, False, False, True] and valid.dtype == torch.bool
+    assert batch.valid.tolist() == [True, True, False, False, True] and batch.valid.dtype == torch.bool
+    assert batch.scores.tolist() == [1, 0, 0, 0, 0] and not batch.is_tied.any()
     assert batch.response_mask.dtype == torch.bool
     assert batch.response_mask.tolist() == [[t < len(row) for t in range(3)] for row in ids]
     rows = [[-0.5, -1.5, 0.0], [-1.5, -2.5, 0.0], [-2.5, 0.0, 0.0], [-3.5, -4.5, -5.5], [-4.5, 0.0, 0.0]]
     assert_close(batch.rollout_logprobs, torch.tensor(rows))
-    later = ("rewards", "valid", "advantages", "old_logprobs", "entropy", "ref_logprobs")
-    assert [getattr(batch, name) for name in later] == [None] * 6
+    later = ("rewards", "advantages", "old_logprobs", "entropy", "ref_logprobs")
+    assert [getattr(batch, name) for name in later] == [None] * 5
 
 
 def test_a_rank_without_groups_has_a_batch_without_rows():
     batch = collate([], [], [])
     assert batch.response_mask.shape == batch.rollout_logprobs.shape == (0, 1)
     assert batch.group_index.shape == batch.minibatch.shape == (0,)
-    assert train_rl.has_verdict(batch.verdicts).shape == (0,)
+    assert batch.valid.shape == batch.scores.shape == batch.is_tied.shape == (0,)
 
 
 @pytest.mark.parametrize(

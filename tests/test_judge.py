@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import FakeRanks, make_config, make_prompts
+from helpers import FakeRanks, judged, make_config, make_prompts
 
 import lifecycle
 import train_rl
@@ -200,7 +200,7 @@ def test_a_judge_gets_prompts_and_plain_texts_and_a_share_of_the_reward(judge_fo
     ids = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
     completions = [Completion(row, [-1.0] * len(row), "stop", 0.0) for row in ids]
     verdicts = [Verdict(score, "ok" if score == 1 else "wrong") for score in scores]
-    groups = [Group(i, i, completions[2 * i :][:2], verdicts[2 * i :][:2]) for i in (0, 1)]
+    groups = [Group(i, i, judged(completions, verdicts)[2 * i :][:2]) for i in (0, 1)]
     prompts = make_prompts(2)
     batch = collate(groups, prompts, [[1], [2]])
     train_rl.add_rewards(run, batch)

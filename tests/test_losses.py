@@ -18,7 +18,7 @@ import pytest
 import reference
 import torch
 from conftest import ROOT, assert_close
-from helpers import FakeRanks, loss_inputs, make_batch
+from helpers import FakeRanks, judge_batch, judged, loss_inputs, make_batch
 
 import train_rl
 from batch import AdvantageInputs, Completion, Group, PolicyOutputs, RolloutBatch, collate
@@ -709,9 +709,8 @@ def test_the_defaults_are_grpo_bit_by_bit(spread, kl_coef):
     for seed in range(10):
         batch, logprobs = batch_of(random_case(seed, spread, [7, 3, 1, 0, 5, 8, 2, 2]), padding=seed % 2)
         statuses = [rng.choice(["ok", "ok", "wrong", "no_answer", "timeout"]) for _ in range(8)]
-        batch.verdicts = [Verdict(float(status == "ok"), status) for status in statuses]
-        batch.valid = torch.tensor([status != "timeout" for status in statuses])
         batch.group_index = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+        judge_batch(batch, [Verdict(float(status == "ok"), status) for status in statuses])
         batch.rewards = train_rl.compute_rewards(batch, None, [], config)
         batch.advantages = train_rl.token_advantages(batch, config)
         expected = grpo_advantages(batch.rewards, batch.valid, batch.group_index)
@@ -770,13 +769,12 @@ def random_groups(seed: int, num_groups: int = 4) -> list[Group]:
             status = rng.choice(choices)
             score = 1.0 if status == "ok" else rng.choice([0.0, 0.5]) if status == "wrong" else 0.0
             verdicts.append(Verdict(score, status))
-        groups.append(Group(slot, 0, completions=completions, verdicts=verdicts))
+        groups.append(Group(slot, 0, judged(completions, verdicts)))
     return groups
 
 
-def batch_of_groups(groups: list[Group], seed: int = 0) -> RolloutBatch:
-    batch = collate(groups, [Prompt("a", "1", "exact", "set")], [[1]])
-    batch.valid = train_rl.has_verdict(batch.verdicts)
+def batch_of_groups(groups: list[Group], seed: int = 0, binary: bool = False) -> RolloutBatch:
+    batch = collate(groups, [Prompt("a", "1", "exact", "set")], [[1]], binary)
     generator = torch.Generator().manual_seed(seed)
     batch.entropy = torch.rand(batch.response_mask.shape, generator=generator) * 2 * batch.response_mask
     return batch
@@ -802,7 +800,7 @@ def test_rewards(shape, float64):
     if "judge_weight" in shape:
         judge = SimpleNamespace(scores=lambda prompts, texts: [len(text) - 3.0 for text in texts])
     for seed in range(5):
-        batch = batch_of_groups(random_groups(seed))
+        batch = batch_of_groups(random_groups(seed), binary=settings.binary)
         texts = ["x" * i for i in range(len(batch.verdicts))]
         expected = [
             reference.shaped_reward(
@@ -836,13 +834,14 @@ def test_advantages_of_tokens(advantage, tie_band, correctness_guard, rl_zvp, bi
     for seed in range(8):
         rng = random.Random(seed)
         groups = random_groups(seed)
-        batch = batch_of_groups(groups, seed)
+        batch = batch_of_groups(groups, seed, binary)
         scores = [float(v.status == "ok") if binary else v.reward for v in batch.verdicts]
         batch.rewards = torch.tensor([x - rng.choice([0.0, rng.random()]) for x in scores])
         if advantage == "maxrl":
             batch.rewards = batch.rewards + 1  # MaxRL divides by the mean
-        sizes = [len(group.verdicts) for group in groups]
-        valid = [[v.status in ("ok", "wrong", "no_answer") for v in group.verdicts] for group in groups]
+        sizes = [len(group.completions) for group in groups]
+        has_verdict = ("ok", "wrong", "no_answer")
+        valid = [[c.verdict.status in has_verdict for c in group.completions] for group in groups]
         rewards = [row.tolist() for row in batch.rewards.split(sizes)]
         settings["std_of_batch"] = reference.batch_std(list(zip(rewards, valid)))
         actual = train_rl.token_advantages(batch, config)
@@ -886,7 +885,6 @@ def test_rl_zvp_worked_out_by_hand(float64):
 def test_a_batch_without_rows_has_no_advantages():
     batch = collate([], [], [])
     config = settings_of(zero_variance__rl_zvp=True)
-    batch.valid = train_rl.has_verdict([])
     batch.rewards = train_rl.compute_rewards(batch, None, [], config)
     assert train_rl.token_advantages(batch, config).shape == (0, 1)
 
@@ -1151,7 +1149,7 @@ def gradient_of(**algorithm) -> torch.Tensor:
         Verdict(0.0, "wrong", parts={"exact": 0.0, "characters": 0.2}),
         Verdict(0.0, "wrong", parts={"exact": 0.0, "characters": 0.6}),
     ]
-    batch = batch_of_groups([Group(g, 0, completions=completions, verdicts=verdicts) for g in range(4)])
+    batch = batch_of_groups([Group(g, 0, judged(completions, verdicts)) for g in range(4)])
     batch.prompts = [Prompt("a", "1", SEVERAL, "set")] * 12
     generator = torch.Generator().manual_seed(1)
 

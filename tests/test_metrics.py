@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FakeRanks, make_batch, make_config, make_prompts
+from helpers import FakeRanks, judge_batch, judged, make_batch, make_config, make_prompts
 
 import lifecycle
 import train_rl
@@ -67,11 +67,11 @@ def test_metrics_of_a_rollout_counted_by_hand(monkeypatch):
         completion(5, seconds=2.0, cut=True, routes=routes_of([INVALID, 0, 0, 1, 1, INVALID])),
     ]
     groups = [
-        [Group(0, 0, first, [ok, half])],
+        [Group(0, 0, judged(first, [ok, half]))],
         [
-            Group(1, 1, [completion(2), completion(2)], [ok, ok]),
-            Group(2, 2, [completion(1), completion(4)], [silent, late]),
-            Group(3, 3, [completion(6, cut=True), completion(6, seconds=9.0, cut=True)], [late, late]),
+            Group(1, 1, judged([completion(2), completion(2)], [ok, ok])),
+            Group(2, 2, judged([completion(1), completion(4)], [silent, late])),
+            Group(3, 3, judged([completion(6, cut=True), completion(6, seconds=9.0, cut=True)], [late] * 2)),
         ],
     ]
     metrics, same_metrics = reduced(monkeypatch, lambda rank: rollout_metrics(groups[rank], False, INVALID))
@@ -84,7 +84,7 @@ def test_metrics_of_a_rollout_counted_by_hand(monkeypatch):
         "cut_at_limit_frac": 3 / 8, "verdict/ok_frac": 3 / 8, "verdict/wrong_frac": 1 / 8,
         "verdict/no_answer_frac": 1 / 8, "verdict/timeout_frac": 3 / 8, "verdict/error_frac": 0,
     })  # fmt: skip
-    groups[0][0].verdicts = [ok, Verdict(0.0, "wrong")]
+    groups[0][0].completions = judged(first, [ok, Verdict(0.0, "wrong")])
     binary, _ = reduced(monkeypatch, lambda rank: rollout_metrics(groups[rank], True, INVALID))
     assert binary["score"] == pytest.approx(3 / 5)
 
@@ -115,10 +115,10 @@ def test_the_time_of_a_rollout_counted_by_hand(monkeypatch):
 def test_metrics_of_a_batch_counted_by_hand():
     """An advantage that contradicts its score is an inversion; a row without a verdict counts nowhere."""
     batch = make_batch([[0] * length for length in (2, 1, 2, 2, 2)], group_index=[0, 0, 0, 1, 0])
-    batch.verdicts = [Verdict(score, "wrong") for score in (1.0, 0.9, 0.3, 0.0)] + [Verdict(0.0, "timeout")]
+    wrong = [Verdict(score, "wrong") for score in (1.0, 0.9, 0.3, 0.0)]
+    judge_batch(batch, [*wrong, Verdict(0.0, "timeout")])
     batch.advantages = torch.tensor([[0.5, 0.5], [-1.0, 0.0], [0.25, 0.25], [0.0, 0.0], [0.0, 0.0]])
     batch.rewards = torch.tensor([1.0, 0.5, 0.25, 0.25, 7.0])
-    batch.valid = torch.tensor([True, True, True, True, False])
     groups = [Group(0, 0, [completion(2)] * 4), Group(1, 1, [completion(2)])]
     config = make_config("rollout.group_size=4")
     metrics = {name: total / count for name, (total, count) in batch_metrics(batch, groups, config).items()}
@@ -143,12 +143,13 @@ def test_metrics_of_a_batch_counted_by_hand():
 def test_the_signs_of_a_verifier_worked_out_by_hand(scores, signs):
     """None: no verdict. With binary, fractions are wrong."""
     batch = make_batch([[0]] * 8, group_index=[0] * 4 + [1] * 4)
-    batch.verdicts = [
+    verdicts = [
         Verdict(score or 0.0, "timeout" if score is None else "wrong") for score in [*scores, 1.0, 0.9, 0, 0]
     ]
-    batch.valid = torch.tensor([not verdict.failed for verdict in batch.verdicts])
-    assert batch.verifier_signs(binary=False).tolist() == [*signs, 1, 1, -1, -1]
-    assert batch.verifier_signs(binary=True)[4:].tolist() == [1, -1, -1, -1]
+    judge_batch(batch, verdicts)
+    assert batch.verifier_signs().tolist() == [*signs, 1, 1, -1, -1]
+    judge_batch(batch, verdicts, binary=True)
+    assert batch.verifier_signs()[4:].tolist() == [1, -1, -1, -1]
 
 
 def test_the_clipped_share_of_each_update_counted_by_hand(monkeypatch):

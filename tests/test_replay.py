@@ -29,6 +29,7 @@ from helpers import (
     WORK,
     RankSuite,
     batch_of_rows,
+    judged,
     make_batch,
     make_config,
     make_prompts,
@@ -361,7 +362,7 @@ def test_r3_over_several_turns_equals_transformers_with_forced_routers(share, fo
         for e in episodes
     ]  # fmt: skip
     verdicts = [Verdict(1.0, "ok"), Verdict(0.0, "wrong")]
-    groups = [Group(slot, slot, completions[2 * slot : 2 * slot + 2], verdicts) for slot in range(2)]
+    groups = [Group(slot, slot, judged(completions[2 * slot : 2 * slot + 2], verdicts)) for slot in range(2)]
     prompt_ids = [episodes[0]["prompt_ids"], episodes[2]["prompt_ids"]]
     batch = train_rl.collate(groups, make_prompts(2), prompt_ids)
     config = settings("algorithm.router_replay=r3", "model.dtype=float32", f"train.share_prompts={share}")
@@ -411,7 +412,7 @@ def test_r3_of_a_shared_prompt_does_not_depend_on_the_rows_of_the_micro_batch(fo
     for row in ids:
         routes = random_routes("mixed", len(prompt) + len(row) - 1, rng)
         completions.append(Completion(row, [-1.0] * len(row), "stop", 0.0, routes))
-    groups = [Group(0, 0, completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")])]
+    groups = [Group(0, 0, judged(completions, [Verdict(1.0, "ok"), Verdict(0.0, "wrong")]))]
     for share in (False, True):
         batch = train_rl.collate(groups, make_prompts(1), [prompt])
         if share:

@@ -57,7 +57,7 @@ def random_groups(rng: random.Random) -> list[train_rl.Group]:
 
 def taught_batch(groups, config: train_rl.Config, rng: random.Random) -> train_rl.RolloutBatch:
     """Make a batch with random log-probabilities of policy and teacher, and advantages; padding holds 9.0."""
-    batch = train_rl.collate(groups, make_prompts(100), [[1, 2]] * 100)
+    batch = train_rl.collate(groups, make_prompts(100), [[1, 2]] * 100, config.reward.binary)
     mask = batch.response_mask
 
     def noise(low: float, high: float) -> torch.Tensor:
@@ -68,7 +68,6 @@ def taught_batch(groups, config: train_rl.Config, rng: random.Random) -> train_r
     batch.rollout_logprobs = batch.old_logprobs.clone()
     batch.entropy = noise(0, 2)
     batch.rewards = train_rl.compute_rewards(batch, None, [], config)
-    batch.valid = train_rl.has_verdict(batch.verdicts)
     if config.zero_variance.teacher is not None:
         batch.is_taught = train_rl.teacher_rows(batch, config)
         batch.teacher_logprobs = noise(-6, -0.1)
@@ -79,7 +78,8 @@ def taught_batch(groups, config: train_rl.Config, rng: random.Random) -> train_r
 
 def is_taught(group: train_rl.Group, rule: str) -> bool:
     """Decide by the words of the setting whether a group is taught."""
-    scores = [verdict.reward for verdict in group.verdicts if verdict.status in ("ok", "wrong")]
+    verdicts = [completion.verdict for completion in group.completions]
+    scores = [verdict.reward for verdict in verdicts if verdict.status in ("ok", "wrong")]
     if rule == "every":
         return bool(scores)
     return len(scores) >= 2 and len(set(scores)) == 1 and (rule == "zero_variance" or scores[0] == 0)
@@ -188,7 +188,7 @@ def oracle_advantages(batch, groups, rule: str, ragged) -> list[list[float]]:
     expected = []
     for group in groups:
         start = len(expected)
-        valid = [verdict.status in ("ok", "wrong") for verdict in group.verdicts]
+        valid = [c.verdict.status in ("ok", "wrong") for c in group.completions]
         of_rewards = reference.group_advantages(rewards[start : start + len(valid)], valid)
         for i, ok in enumerate(valid):
             row = start + i
@@ -250,7 +250,6 @@ def test_the_teacher_computes_its_groups_only_and_with_its_own_router(rule, fold
     batch.routed_experts = [
         torch.randint(0, 2, (2 + len(ids), 5, 1), dtype=torch.uint8) for ids in batch.completion_ids
     ]
-    batch.valid = train_rl.has_verdict(batch.verdicts)
     batch.old_logprobs = torch.zeros(batch.response_mask.shape)
     teacher = moe_model.build_policy(config.model, folder, None, torch.device("cpu"))
     run = SimpleNamespace(config=config, teacher=teacher, clock=Clock({}), confidences={})
@@ -443,7 +442,6 @@ def test_a_pass_rate_is_the_confidence_of_the_prompts_groups(scored, folder):
     config = config_of(teacher_groups="every", teacher_scores=file, model__dtype="float32")
     groups = [make_group(i, i, [1, 2], [True, False]) for i in (1, 0)]
     batch = train_rl.collate(groups, prompts, [[1]] * 3)
-    batch.valid = train_rl.has_verdict(batch.verdicts)
     batch.old_logprobs = torch.zeros(batch.response_mask.shape)
     teacher = moe_model.build_policy(config.model, folder, None, torch.device("cpu"))
     run = SimpleNamespace(config=config, teacher=teacher, clock=Clock({}), confidences=confidences)

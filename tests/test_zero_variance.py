@@ -20,7 +20,7 @@ import random
 import shutil
 import statistics
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ from helpers import (
     RankSuite,
     assert_same_run,
     hashed_answer,
+    judged,
     make_completion,
     make_config,
     make_group,
@@ -248,14 +249,14 @@ def test_failed_verdicts_and_binary_rewards_have_no_variance_of_fractions():
     partial = group_of(False, False, False, shares=[0.2, 0.2, 0.7])
     assert partial.outcome(False).has_variance and not partial.outcome(True).has_variance
     failed = scored_group(0.0, 1.0)
-    failed.verdicts[0] = Verdict(0.0, "error")
+    failed.completions[0] = replace(failed.completions[0], verdict=Verdict(0.0, "error"))
     assert not failed.outcome(False).has_variance
 
 
 def scored_group(*scores: float, prompt: int = 0) -> train_rl.Group:
     """Make a group of completions of one token with these scores; 1 is right."""
     verdicts = [Verdict(score, "ok" if score == 1 else "wrong") for score in scores]
-    return train_rl.Group(prompt, prompt, [make_completion(1)] * len(scores), verdicts)
+    return train_rl.Group(prompt, prompt, judged([make_completion(1)] * len(scores), verdicts))
 
 
 def test_an_outcome_counts_verdicts_tokens_and_completions():
@@ -267,9 +268,8 @@ def test_an_outcome_counts_verdicts_tokens_and_completions():
 def test_a_weighted_sum_is_right_only_if_all_its_parts_are():
     """The status of a weighted sum is the status of the first kind, so the score decides."""
     mixed = scored_group(0.8, 1.0, 0.2, 0.0)
-    mixed.verdicts[0] = Verdict(0.8, "ok")
-    partly_right = scored_group(*[0.8] * 8)
-    partly_right.verdicts = [Verdict(0.8, "ok")] * 8
+    mixed.completions[0] = replace(mixed.completions[0], verdict=Verdict(0.8, "ok"))
+    partly_right = train_rl.Group(0, 0, judged([make_completion(1)] * 8, [Verdict(0.8, "ok")] * 8))
     for binary, expected in ((False, 0.01), (True, 0.868)):
         outcome = mixed.outcome(binary)
         assert (outcome.solved, outcome.unsolved) == (1, 1)
@@ -414,7 +414,7 @@ class Real:
         tally["completions"] = sum(o.completions for o in outcomes.values())
         tally["useful"] = sum(o.completions for o in outcomes.values() if o.has_variance)
         right = {"ok": True, "wrong": False, "timeout": None}
-        return [(g.prompt_index, [right[v.status] for v in g.verdicts]) for g in groups], tally
+        return [(g.prompt_index, [right[c.verdict.status] for c in g.completions]) for g in groups], tally
 
 
 def random_settings(rng: random.Random) -> tuple[int, dict]:
@@ -977,11 +977,10 @@ def test_the_compared_updates_differ_from_each_other():
 
 def batch_of(groups, config: train_rl.Config, seed: int = 0) -> train_rl.RolloutBatch:
     """Make the batch of a step with rewards, advantages and random entropies."""
-    batch = train_rl.collate(groups, make_prompts(100), [[1, 2]] * 100)
+    batch = train_rl.collate(groups, make_prompts(100), [[1, 2]] * 100, config.reward.binary)
     entropy = torch.rand(batch.response_mask.shape, generator=torch.Generator().manual_seed(seed))
     batch.entropy = entropy * batch.response_mask
     batch.rewards = train_rl.compute_rewards(batch, None, [], config)
-    batch.valid = train_rl.has_verdict(batch.verdicts)
     batch.advantages = train_rl.token_advantages(batch, config)
     return batch
 
@@ -1014,9 +1013,10 @@ def test_rl_zvp_reshapes_only_groups_of_equal_scores(seed, binary):
     entropies = [row[mask].tolist() for row, mask in zip(batch.entropy, batch.response_mask)]
     expected = []
     for group in groups:
-        rows = slice(len(expected), len(expected) + len(group.verdicts))
-        scores = [float(v.status == "ok") if binary else v.reward for v in group.verdicts]
-        valid = [v.status in ("ok", "wrong") for v in group.verdicts]
+        rows = slice(len(expected), len(expected) + len(group.completions))
+        verdicts = [completion.verdict for completion in group.completions]
+        scores = [float(v.status == "ok") if binary else v.reward for v in verdicts]
+        valid = [v.status in ("ok", "wrong") for v in verdicts]
         rewards = batch.rewards[rows].tolist()
         expected += reference.token_advantages(rewards, scores, valid, entropies[rows], settings)
     for values, mask, of_tokens in zip(batch.advantages, batch.response_mask, expected, strict=True):
@@ -1038,7 +1038,7 @@ def test_rl_zvp_by_hand():
     batch = batch_of(groups, config)
     batch.entropy = torch.tensor([[0.5, 2.0]] * 11)
     rows = [True, True, False, True, True] + [False] * 6
-    assert train_rl.zero_variance_rows(batch, False).tolist() == rows
+    assert batch.is_tied.tolist() == rows
     zero = [0.0, 0.0]
     right, wrong = [0.05, 0.2], [-0.15, 0.0]
     unit = 1 / math.sqrt(2)  # rewards 1 and 0: distance 1/2 from the mean, std sqrt(1/2)
@@ -1052,7 +1052,7 @@ def test_a_length_penalty_does_not_count_as_variance(right):
     """Equal verdicts of unequal length have unequal rewards, yet RL-ZVP and dropping apply."""
     penalty = {"reward__overlong_buffer": 8, "rollout__max_new_tokens": 8}
     group = group_of(right, right)
-    group.completions[1] = make_completion(8)
+    group.completions[1] = replace(make_completion(8), verdict=group.completions[1].verdict)
     batch = batch_of([group], config_of(rl_zvp=True, **penalty))
     assert batch.rewards[0] > batch.rewards[1]
     sign = 1 if right else -1

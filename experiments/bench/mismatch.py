@@ -22,6 +22,7 @@ import copy
 import math
 import statistics
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -67,11 +68,9 @@ def sample(engine: RolloutEngine, prompts, prompt_ids, config, seed: int):
         for i, ids in enumerate(prompt_ids)
         for k in range(size)
     ]
-    completions = engine.generate(requests, 0)
-    groups = [
-        Group(i, i, completions[i * size : (i + 1) * size], [Verdict(0.0, "wrong")] * size)
-        for i in range(len(prompts))
-    ]
+    wrong = Verdict(0.0, "wrong")
+    completions = [replace(completion, verdict=wrong) for completion in engine.generate(requests, 0)]
+    groups = [Group(i, i, completions[i * size : (i + 1) * size]) for i in range(len(prompts))]
     return collate(groups, prompts, prompt_ids)
 
 

@@ -517,8 +517,9 @@ def random_batch(prompt_ids: list[list[int]], vocab_size: int):
         group = Group(slot, slot)
         for _ in range(GROUP_SIZE):
             tokens = torch.randint(vocab_size, (PROFILED_COMPLETION,), generator=generator).tolist()
-            group.completions.append(Completion(tokens, [0.0] * PROFILED_COMPLETION, "length", 0.0))
-            group.verdicts.append(Verdict(0.0, "wrong"))
+            logprobs = [0.0] * PROFILED_COMPLETION
+            wrong = Verdict(0.0, "wrong")
+            group.completions.append(Completion(tokens, logprobs, "length", 0.0, verdict=wrong))
         groups.append(group)
     return collate(groups, [Prompt("x", "1", "exact", "bench")] * len(prompt_ids), prompt_ids)
 

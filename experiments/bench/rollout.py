@@ -222,7 +222,7 @@ class Rank:
             gathered = [None] * dist.get_world_size()
             dist.all_gather_object(gathered, groups)
             groups = sorted(sum(gathered, []), key=lambda group: group.slot)
-            results = [([c.token_ids for c in group.completions], group.verdicts) for group in groups]
+            results = [[(c.token_ids, c.verdict) for c in group.completions] for group in groups]
             figures["digest"].append(hashlib.sha256(repr(results).encode()).hexdigest())
             run.history.update(list(outcomes.values()), state.step, run.config.zero_variance.history_decay)
             state.step += 1

@@ -65,9 +65,9 @@ def make_groups(workload: Workload, share: float) -> list:
         group = Group(slot, 0)
         for sample, length in enumerate(lengths):
             tokens = torch.randint(3, 98, (length,), generator=generator).tolist()
-            group.completions.append(Completion(tokens, [-3.0] * length, "stop", 0.0))
             right = sample % 2 == 1 or slot not in varied
-            group.verdicts.append(Verdict(float(right), "ok" if right else "wrong"))
+            verdict = Verdict(float(right), "ok" if right else "wrong")
+            group.completions.append(Completion(tokens, [-3.0] * length, "stop", 0.0, verdict=verdict))
         groups.append(group)
     return groups
 
@@ -86,7 +86,6 @@ def make_batch(trainer, groups: list, prompt_tokens: int, config):
     )
     batch = collate(local_groups, [Prompt("x", "1", "exact", "bench")], [[1] * prompt_tokens])
     batch.rewards = torch.tensor([verdict.reward for verdict in batch.verdicts])
-    batch.valid = trainer.has_verdict(batch.verdicts)
     batch.advantages = trainer.token_advantages(batch, config)
     return batch
 
