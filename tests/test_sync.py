@@ -26,14 +26,13 @@ from engines import (
 )
 from transformers import Glm4MoeConfig, Qwen3Config, Qwen3MoeConfig
 
-import fp8
 import memory_plan
 import rollout
 import vllm_worker
 from batch import Request
 from data.tiny import Recipe, build_policy, build_tokenizer
 from experiments.plan import model_config
-from fp8 import simulate_rounding
+from fp8 import FP8_QUANTIZATION, quantise_for_engine, simulate_rounding
 from kernels.fp8_block import fp8_round, mxfp4_round
 from moe_model import Policy, hf_tensors, random_weights
 from rollout import RolloutEngine, invalid_route, validate_routes
@@ -475,7 +474,7 @@ def test_vllm_would_quantise_exactly_the_tensors_that_the_simulation_rounds(kind
     sent = dict(hf_tensors(policy))
     out = simulate_rounding(hf_tensors(policy))
     changed = {engine_name(name) for name, tensor in out if not torch.equal(tensor, sent[name])}
-    assert quantised_names(fp8.FP8_QUANTIZATION) == changed
+    assert quantised_names(FP8_QUANTIZATION) == changed
     routers = {engine_name(name) for name in sent if name.endswith("mlp.gate.weight")}
     assert quantised_names(None) - changed == routers, "without the setting vLLM quantises routers too"
 
@@ -823,7 +822,7 @@ def test_the_bias_of_a_router_is_sent_in_float32_also_with_fp8():
         ("layers.0.mlp.gate.e_score_correction_bias", torch.tensor([7.0, 7.001])),
         ("w", torch.ones(2)),
     ]
-    (_, bias), (_, weight) = fp8.quantise_for_engine(tensors, "on")
+    (_, bias), (_, weight) = quantise_for_engine(tensors, "on")
     assert bias.tolist() == tensors[0][1].tolist() and weight.dtype == torch.bfloat16
 
 
