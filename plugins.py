@@ -20,14 +20,18 @@ part of the run's record and of every checkpoint. docs/plugins.md has a complete
 import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
 import torch
 from torch import Tensor
 
-from batch import AdvantageInputs, Collectives, LossInputs, SelectInputs
+from batch import AdvantageInputs, Collectives, LossInputs, RolloutBatch, SelectInputs
+from data.stream import seed_of
+from runtime.collectives import ALL_RANKS
 from settings import AlgorithmSettings, Config
+from verifiers.kinds import parts_of
 from verifiers.own import explain, load_function
 
 
@@ -52,15 +56,48 @@ def load_plugin(algorithm: AlgorithmSettings, hook: str) -> Callable:
     return functools.partial(function, **arguments)
 
 
-def plugin_advantages(algorithm: AlgorithmSettings, inputs: AdvantageInputs) -> Tensor:
-    """Return the advantages [B] of algorithm.advantage, 0 without a verdict; RuntimeError if it is bad."""
-    advantages = load_plugin(algorithm, "advantage")(inputs).to(inputs.rewards.dtype)
-    if advantages.shape != inputs.valid.shape or not advantages[inputs.valid].isfinite().all():
+def plugin_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> Tensor:
+    """Return the advantages [B] of algorithm.advantage, 0 without a verdict; RuntimeError for bad advantages.
+
+    Collective if the plug-in calls collectives.
+    """
+    parts = [
+        {kind: (weight, verdict.parts.get(kind, verdict.reward)) for weight, kind in parts_of(prompt.kind)}
+        for prompt, verdict in zip(batch.prompts, batch.verdicts)
+    ]
+    inputs = AdvantageInputs(batch.rewards, parts, batch.valid, batch.group_index, ALL_RANKS)
+    advantages = load_plugin(algorithm, "advantage")(inputs).to(batch.rewards.dtype)
+    if advantages.shape != batch.valid.shape or not advantages[batch.valid].isfinite().all():
         raise RuntimeError(
-            f"{algorithm.advantage} must return finite advantages [B] = [{len(inputs.valid)}], and returned "
-            f"{advantages.tolist()} for the rewards {inputs.rewards.tolist()}"
+            f"{algorithm.advantage} must return finite advantages [B] = [{len(batch.valid)}], and returned "
+            f"{advantages.tolist()} for the rewards {batch.rewards.tolist()}"
         )
-    return torch.where(inputs.valid, advantages, 0.0)
+    return torch.where(batch.valid, advantages, 0.0)
+
+
+def plugin_selection(advantages: Tensor, batch: RolloutBatch, config: Config, step: int) -> Tensor:
+    """Return the advantages [B, T] after algorithm.select has seen the tokens of one minibatch at a time.
+
+    Collective if the plug-in calls collectives.
+    """
+    places: Counter[int] = Counter()  # of a row in its group: equal completions draw different numbers
+    seeds = []
+    for group, prompt, ids in zip(batch.group_index.tolist(), batch.prompt_ids, batch.completion_ids):
+        seeds.append(seed_of(config.train.seed, "select", step, places[group], *prompt, *ids))
+        places[group] += 1
+    for number in range(config.train.minibatches_per_step):
+        inputs = SelectInputs(
+            advantages=advantages,
+            old_logprobs=batch.old_logprobs,
+            entropy=batch.entropy,
+            mask=batch.response_mask & (batch.minibatch == number).unsqueeze(1),
+            group_index=batch.group_index,
+            generators=[Random(seed) for seed in seeds],
+            ranks=ALL_RANKS,
+        )
+        selected = load_plugin(config.algorithm, "select")(inputs)
+        advantages = torch.where(inputs.mask, selected.to(advantages.dtype), advantages)
+    return advantages
 
 
 def check_plugins(config: Config) -> None:

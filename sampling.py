@@ -1,15 +1,18 @@
-"""Requests of a rollout round: seeds, expected lengths, expected costs of verdicts and waits.
+"""Sample and score completions: requests with expected costs, generation, verdicts that overlap generation.
 
 train_rl.py decides which completions to sample (Job) and which rank samples them. The expectations serve the
 length-aware schedule (arXiv 2512.07710): they order requests and balance ranks, and change no completion.
 """
 
 import statistics
+from collections.abc import Hashable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch.distributed as dist
+from tqdm import tqdm
 
-from batch import Group, Request
+from batch import Completion, Group, Request
 from data.prompts import Prompt
 from data.stream import seed_of
 from lifecycle import Run
@@ -110,3 +113,54 @@ def requests_of(run: Run, jobs: list[Job]) -> tuple[list[Request], list[Prompt]]
                 )
             )
     return requests, prompts
+
+
+def generate(run: Run, requests: list[Request], prompts: list[Prompt], phase: str) -> list[Completion]:
+    """Generate completions and score each as soon as it ends (overlapped rewards); keep the requests' order.
+
+    prompts: the prompt of each request. phase: "rollout" or "eval", under which the clock records the
+    generation. The clock's phase "reward" is the remaining wait for verdicts. With reward.overlap off,
+    scoring begins after generation.
+    """
+    overlap = run.config.reward.overlap
+    hidden = None if dist.get_rank() == 0 else True  # None: visible on a terminal only
+    progress = tqdm(total=len(requests), desc=phase, position=1, leave=False, delay=1.0, disable=hidden)
+    num_ended = 0
+
+    def on_finished(index: int, completion: Completion) -> None:
+        nonlocal num_ended
+        num_ended += 1
+        if overlap:
+            submit(run, index, prompts[index], completion)
+        progress.update()
+
+    def describe() -> str:
+        return f"{len(requests) - num_ended} of {len(requests)} completions to generate"
+
+    captures = phase == "rollout" and captures_routes(run.config, run.state.step)
+    episodes = run.interaction.episodes(requests, prompts) if run.interaction else None
+    with run.clock(phase, describe):
+        completions = run.engine.generate(
+            requests, run.state.step, on_finished, run.pool.poll, captures, episodes
+        )
+    progress.close()
+    with run.clock("reward", run.pool.describe):
+        if not overlap:
+            for index, completion in enumerate(completions):
+                submit(run, index, prompts[index], completion)
+        verdicts = run.pool.collect()
+    return [replace(c, verdict=verdicts.get(index, c.verdict)) for index, c in enumerate(completions)]
+
+
+def submit(run: Run, key: Hashable, prompt: Prompt, completion: Completion) -> None:
+    """Queue a completion for the reward workers, as token ids or, with reward.decode engine, as text.
+
+    Of an episode, the verifier scores the last turn. Functions of the user may also take `turns`.
+    """
+    if completion.verdict is not None:  # by the environment
+        return
+    completion_or_text = completion.answer_ids
+    if run.config.reward.decode == "engine":
+        completion_or_text = run.tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
+    fields = prompt.fields | completion.fields
+    run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, fields)

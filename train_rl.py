@@ -33,7 +33,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,26 +46,21 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read when torch is impo
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 import greso
 import moe_model
 from batch import (
     ZERO_VARIANCE,
-    AdvantageInputs,
-    Completion,
     Group,
     GroupOutcome,
     LossInputs,
     PolicyOutputs,
-    Request,
     RolloutBatch,
-    SelectInputs,
     collate,
 )
 from configure import load_config
 from data.history import PromptHistory
-from data.prompts import Prompt, prompt_sha
+from data.prompts import prompt_sha
 from data.stages import Offers
 from data.stream import seed_of
 from judges import judge_metrics, judge_rewards
@@ -87,10 +81,9 @@ from lifecycle import (
 )
 from memory_plan import syncs_own_experts
 from moe_model import PackedSequences, num_experts_of, pack, route_table, select_targets
-from plugins import load_plugin, plugin_advantages
+from plugins import load_plugin, plugin_advantages, plugin_selection
 from rollout import SyncReport, invalid_route
 from runtime.checks import check_parity, handle_nonfinite, refuse_nonfinite_rewards
-from runtime.collectives import ALL_RANKS
 from runtime.learning_rate import learning_rate, set_learning_rate
 from runtime.memory import return_freed_memory
 from runtime.metrics import (
@@ -101,7 +94,7 @@ from runtime.metrics import (
     prompt_account,
 )
 from runtime.schedule import deal_groups, exchange, longest_first, micro_batches_of, sequence_lengths
-from sampling import Job, captures_routes, requests_of, set_expected_costs
+from sampling import Job, generate, requests_of, set_expected_costs
 from settings import (
     MAX_ENTROPY_GROUPS,
     AlgorithmSettings,
@@ -112,7 +105,6 @@ from settings import (
     Replay,
     ZeroVarianceSettings,
 )
-from verifiers.kinds import parts_of
 
 
 # ============================================================================================================
@@ -326,57 +318,6 @@ def deal_jobs(jobs: list[Job]) -> None:
         group.rank = rank
 
 
-def generate(run: Run, requests: list[Request], prompts: list[Prompt], phase: str) -> list[Completion]:
-    """Generate completions and score each as soon as it ends (overlapped rewards); keep the requests' order.
-
-    prompts: the prompt of each request. phase: "rollout" or "eval", under which the clock records the
-    generation. The clock's phase "reward" is the remaining wait for verdicts. With reward.overlap off,
-    scoring begins after generation.
-    """
-    overlap = run.config.reward.overlap
-    hidden = None if dist.get_rank() == 0 else True  # None: visible on a terminal only
-    progress = tqdm(total=len(requests), desc=phase, position=1, leave=False, delay=1.0, disable=hidden)
-    num_ended = 0
-
-    def on_finished(index: int, completion: Completion) -> None:
-        nonlocal num_ended
-        num_ended += 1
-        if overlap:
-            submit(run, index, prompts[index], completion)
-        progress.update()
-
-    def describe() -> str:
-        return f"{len(requests) - num_ended} of {len(requests)} completions to generate"
-
-    captures = phase == "rollout" and captures_routes(run.config, run.state.step)
-    episodes = run.interaction.episodes(requests, prompts) if run.interaction else None
-    with run.clock(phase, describe):
-        completions = run.engine.generate(
-            requests, run.state.step, on_finished, run.pool.poll, captures, episodes
-        )
-    progress.close()
-    with run.clock("reward", run.pool.describe):
-        if not overlap:
-            for index, completion in enumerate(completions):
-                submit(run, index, prompts[index], completion)
-        verdicts = run.pool.collect()
-    return [replace(c, verdict=verdicts.get(index, c.verdict)) for index, c in enumerate(completions)]
-
-
-def submit(run: Run, key: Hashable, prompt: Prompt, completion: Completion) -> None:
-    """Queue a completion for the reward workers, as token ids or, with reward.decode engine, as text.
-
-    Of an episode, the verifier scores the last turn. Functions of the user may also take `turns`.
-    """
-    if completion.verdict is not None:  # by the environment
-        return
-    completion_or_text = completion.answer_ids
-    if run.config.reward.decode == "engine":
-        completion_or_text = run.tokenizer.decode(completion.answer_ids, skip_special_tokens=True)
-    fields = prompt.fields | completion.fields
-    run.pool.submit(key, prompt.kind, completion_or_text, prompt.answer, fields)
-
-
 # ============================================================================================================
 # 2 Filter groups without variance, deal the others to ranks and updates
 # ============================================================================================================
@@ -581,16 +522,11 @@ def teacher_advantages(
 
 def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> Tensor:
     """Return the advantages [B] by algorithm.advantage or else by compute_advantages()."""
-    if algorithm.advantage is None:
-        return compute_advantages(
-            batch.rewards, batch.valid, batch.group_index, algorithm.adv_norm, algorithm.tie_band
-        )
-    parts = [
-        {kind: (weight, verdict.parts.get(kind, verdict.reward)) for weight, kind in parts_of(prompt.kind)}
-        for prompt, verdict in zip(batch.prompts, batch.verdicts)
-    ]
-    inputs = AdvantageInputs(batch.rewards, parts, batch.valid, batch.group_index, ALL_RANKS)
-    return plugin_advantages(algorithm, inputs)
+    if algorithm.advantage is not None:
+        return plugin_advantages(batch, algorithm)
+    return compute_advantages(
+        batch.rewards, batch.valid, batch.group_index, algorithm.adv_norm, algorithm.tie_band
+    )
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
@@ -621,9 +557,8 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step:
     """Return the advantages [B, T] after leave_out_cut and algorithm.select set some of them to 0.
 
     leave_out_cut: completions cut at max_new_tokens, and episodes whose next text would exceed it, have no
-    policy loss (DAPO, arXiv 2503.14476, section 3.4). A select plug-in sees the tokens of one minibatch at a
-    time. Tokens with advantage 0 still count in means and weights [ours]. Collective if the plug-in calls
-    collectives.
+    policy loss (DAPO, arXiv 2503.14476, section 3.4). Tokens with advantage 0 still count in means and
+    weights [ours]. Collective if the plug-in calls collectives.
     """
     algorithm = config.algorithm
     if algorithm.leave_out_cut:
@@ -632,24 +567,7 @@ def select_tokens(advantages: Tensor, batch: RolloutBatch, config: Config, step:
         advantages = advantages.masked_fill(was_cut.unsqueeze(1), 0.0)
     if algorithm.select is None or batch.entropy is None:  # no entropy: every group was dropped
         return advantages
-    places: Counter[int] = Counter()  # of a row in its group: equal completions draw different numbers
-    seeds = []
-    for group, prompt, ids in zip(batch.group_index.tolist(), batch.prompt_ids, batch.completion_ids):
-        seeds.append(seed_of(config.train.seed, "select", step, places[group], *prompt, *ids))
-        places[group] += 1
-    for number in range(config.train.minibatches_per_step):
-        inputs = SelectInputs(
-            advantages=advantages,
-            old_logprobs=batch.old_logprobs,
-            entropy=batch.entropy,
-            mask=batch.response_mask & (batch.minibatch == number).unsqueeze(1),
-            group_index=batch.group_index,
-            generators=[random.Random(seed) for seed in seeds],
-            ranks=ALL_RANKS,
-        )
-        selected = load_plugin(algorithm, "select")(inputs)
-        advantages = torch.where(inputs.mask, selected.to(advantages.dtype), advantages)
-    return advantages
+    return plugin_selection(advantages, batch, config, step)
 
 
 # ============================================================================================================
