@@ -9,6 +9,7 @@ import math
 
 import plugins
 from data.prompts import check_data
+from fp8 import check_fp8
 from judges import has_places
 from runtime.config import (
     explain,
@@ -98,6 +99,7 @@ def check_config(config: Config) -> None:
         zero_variance_contradictions, reward_contradictions, loss_contradictions, rollout_contradictions,
     ):  # fmt: skip
         refuse_contradictions(config, contradictions(config))
+    check_fp8(config.rollout)
     learning_rate(config.train, 0)  # raises if the schedule does not accept its arguments
     plugins.check_plugins(config)
 
@@ -241,12 +243,6 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
             rollout.max_turns != type(rollout)().max_turns and not config.has_turns,
         "{rollout.expert_parallel} needs an engine of several ranks, more than {rollout.tensor_parallel}":
             rollout.expert_parallel and rollout.tensor_parallel == 1,
-        "{rollout.simulate_format} is the format of rollout.fp8 simulate, not of {rollout.fp8}":
-            rollout.simulate_format != "fp8" and rollout.fp8 != "simulate",
-        "{rollout.expert_parallel} and {rollout.fp8}: vLLM quantises on GPUs itself, set fp8 to on":
-            rollout.expert_parallel and rollout.fp8 == "simulate",
-        "{rollout.fp8} needs bfloat16, not {rollout.dtype}":
-            rollout.fp8 == "on" and rollout.dtype != "bfloat16",
     }  # fmt: skip
 
 

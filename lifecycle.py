@@ -44,6 +44,7 @@ from data.score import model_digest
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
 from episodes import Interaction
+from fp8 import check_fp8, fp8_refusal
 from judges import build_judge, refuse_failing_judge, refuse_mute_judge
 from memory_plan import (
     check_memory,
@@ -99,7 +100,7 @@ from runtime.checks import (
 )
 from runtime.config import flat_settings
 from runtime.launch import Signals, Stopped
-from runtime.machine import check_address, check_machine
+from runtime.machine import check_address, check_machine, device_of_rank
 from runtime.memory import NodeMemory, node_memory, trainer_bytes
 from runtime.metrics import (
     Clock,
@@ -237,7 +238,8 @@ def connect_ranks(config: Config) -> tuple[Accelerator, Clock, Watchdog]:
     """
     check_trackers(config)
     dtypes = (config.model.dtype, config.rollout.dtype)
-    check_machine(bfloat16="bfloat16" in dtypes or "auto" in dtypes, fp8=config.rollout.fp8 == "on")
+    has_bfloat16 = "bfloat16" in dtypes or "auto" in dtypes
+    check_machine(has_bfloat16, fp8_refusal(config.rollout, device=device_of_rank()))
     check_driver()
     check_address()
     wait_for_ranks(config.run.warn_s, config.run.timeout_s)
@@ -341,14 +343,7 @@ def check_model(config: Config, hf_config) -> None:
             "rollout.max_prompt_tokens + the larger max_new_tokens of rollout and eval, each the largest of "
             f"all stages, is {context}, but the model's context is {hf_config.max_position_embeddings}"
         )
-    attention_width = hf_config.num_attention_heads * moe_model.head_dim(hf_config)
-    sizes = {"hidden size": hf_config.hidden_size, "heads x head size": attention_width}
-    odd_sizes = [f"{name} {size}" for name, size in sizes.items() if size % 128]
-    if config.rollout.fp8 == "on" and odd_sizes:
-        raise ValueError(
-            "rollout.fp8 on: vLLM quantises activations in blocks of 128 values, the model has "
-            f"{' and '.join(odd_sizes)}: set it to simulate or off"
-        )
+    check_fp8(config.rollout, hf_config)
     replay = config.algorithm.router_replay
     if replay != "off" and num_experts_of(hf_config) == 0:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense and has no router; set off")

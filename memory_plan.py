@@ -21,7 +21,7 @@ import os
 import torch
 from transformers import PretrainedConfig
 
-from fp8 import splits_into_blocks
+from fp8 import fp8_refusal
 from kernels.linear_logprob_entropy import BLOCK_ELEMENTS
 from moe_model import (
     CHUNK_ELEMENTS,
@@ -34,6 +34,7 @@ from moe_model import (
     parameter_counts,
 )
 from runtime.checks import say
+from runtime.machine import device_of_rank
 from runtime.memory import GIB, NodeMemory, bytes_by_phase, margin_bytes, trainer_bytes, why_too_small
 from settings import MICRO_BATCH_SIZES, Config, ModelSettings, RolloutSettings
 
@@ -434,12 +435,13 @@ def smallest_engine_bytes(hf_config, settings: RolloutSettings, max_model_len: i
 def fitting_settings(hf_config, settings: RolloutSettings, max_model_len: int, room: float) -> list[str]:
     """List changes of tensor_parallel and fp8 whose engine fits into room bytes, smallest change first."""
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = device_of_rank() if torch.cuda.is_available() else None  # None: a plan for another machine
     changes = []
     for fp8 in dict.fromkeys((settings.fp8, "on")):
         for size in (n for n in range(1, num_ranks + 1) if num_ranks % n == 0):
-            can_quantise = fp8 != "on" or splits_into_blocks(hf_config, size)
             changed = settings.model_copy(update={"fp8": fp8, "tensor_parallel": size})
-            if can_quantise and smallest_engine_bytes(hf_config, changed, max_model_len) <= room:
+            is_refused = fp8_refusal(changed, hf_config, device) is not None
+            if not is_refused and smallest_engine_bytes(hf_config, changed, max_model_len) <= room:
                 changes.append(f"rollout.tensor_parallel={size} rollout.fp8={fp8}")
     return changes
 

@@ -34,11 +34,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from batch import Completion, Request
-from fp8 import FP8_QUANTIZATION, quantise_for_engine, split_widths, splits_into_blocks
-from kernels.fp8_block import BLOCK
+from fp8 import FP8_QUANTIZATION, check_fp8, quantise_for_engine
 from memory_plan import CPU_BLOCK_SIZE, block_size_of, check_kv_cache, kv_bytes_per_token, memory_share
 from moe_model import is_moe_layer, num_experts_of
-from runtime.machine import fp8_problem, fp8_toolkit
+from runtime.machine import device_of_rank, fp8_toolkit
 from runtime.memory import GIB, fixed_segments
 from runtime.schedule import CacheRoom, WaitingLine
 from settings import RolloutSettings
@@ -98,7 +97,9 @@ class RolloutEngine:
         )
         self.num_experts = num_experts_of(self.hf_config)
         self.captures_routes = settings.capture_routes != "off" and self.num_experts > 0
-        check_fp8(settings, self.hf_config)
+        check_fp8(settings, self.hf_config, device_of_rank())
+        if settings.fp8 == "on":
+            refuse_scales_of_two()
         check_topk(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, self.captures_routes, timeout_s)
         check_kv_cache(self.hf_config, settings, max_model_len, block_size_of(options))
@@ -669,14 +670,12 @@ def check_hardware(settings: RolloutSettings) -> None:
         raise ValueError(
             "rollout.expert_parallel needs a GPU (vLLM's CPU kernel has to hold all experts): set it to false"
         )
-    if on_gpu and torch.cuda.get_device_capability() >= (8, 9):
-        return
-    device = torch.cuda.get_device_name() if on_gpu else "a CPU"
-    needed = f"needs a GPU of compute capability 8.9 or later, this is {device}: set it to"
-    if settings.fp8 == "on":
-        raise ValueError(f"rollout.fp8 on {needed} simulate (weights rounded in the same way) or off")
-    if settings.kv_cache_fp8:
-        raise ValueError(f"rollout.kv_cache_fp8 {needed} false")
+    device = device_of_rank()
+    if settings.kv_cache_fp8 and device.capability < (8, 9):
+        raise ValueError(
+            "rollout.kv_cache_fp8 needs a GPU of compute capability 8.9 or later, this is "
+            f"{device.name}: set it to false"
+        )
 
 
 def check_driver() -> None:
@@ -694,29 +693,8 @@ def check_driver() -> None:
         ) from error
 
 
-def check_fp8(settings: RolloutSettings, hf_config) -> None:
-    """Raise ValueError if vLLM's FP8 cannot run, would differ from kernels/fp8_block.py, or is too large."""
-    if settings.fp8 != "on":
-        return
-    problem = fp8_problem() if torch.cuda.is_available() else None
-    if problem:
-        raise ValueError(problem)
-    size = settings.tensor_parallel
-    if not splits_into_blocks(hf_config, size, settings.expert_parallel):
-        widths = split_widths(hf_config, settings.expert_parallel)
-        name, width = next((name, width) for name, width in widths.items() if width % (size * BLOCK))
-        is_expert = name == "an expert"
-        effect = (
-            "vLLM pads such parts, and a sync would hold the model twice"
-            if is_expert
-            else "vLLM multiplies such parts with another kernel, or not at all"
-        )
-        raise ValueError(
-            f"rollout.tensor_parallel {size} with rollout.fp8 on splits {name} of width {width} into parts "
-            f"of {width / size:g}, which are no whole blocks of {BLOCK}: {effect}. Set "
-            f"{'rollout.expert_parallel=true or ' if is_expert else ''}a tensor_parallel that divides the "
-            f"{width / BLOCK:g} blocks of {name}"
-        )
+def refuse_scales_of_two() -> None:
+    """Raise ValueError if vLLM would round the scales of FP8 to powers of two, against our environment."""
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
     if is_deep_gemm_e8m0_used():

@@ -30,13 +30,14 @@ sys.path.insert(0, str(ROOT))
 
 from transformers import AutoConfig, PretrainedConfig
 
-import fp8
 import memory_plan
 import moe_model
 from configure import load_config, stage_configs, widest
+from fp8 import fp8_refusal
 from lifecycle import check_model
 from memory_plan import plan_memory, syncs_own_experts
 from moe_model import head_dim, num_experts_of
+from runtime.machine import Device
 from runtime.memory import GIB, bytes_by_phase, margin_bytes
 from settings import Config
 from train_rl import needs_old_pass
@@ -142,14 +143,19 @@ class Machine:
     host_gbs: float  # PCIe
     gpus_per_node: int = 8
     host_gib: float | None = None  # host memory of a node; None: HOST_GIB_PER_GPU for each GPU
-    has_fp8: bool = True  # a Hopper GPU, on which rollout.fp8 on runs (runtime/machine.py)
+    capability: tuple[int, int] = (9, 0)  # compute capability
+
+    @property
+    def device(self) -> Device:
+        """Return the facts on which FP8 depends, with compilers."""
+        return Device("the GPU of --machine", self.capability)
 
 
 MACHINES = {
     "h100": Machine(79.6, 989, 3350, 450, 50, 64),
     "h200": Machine(139.8, 989, 4800, 450, 50, 64),
-    "a100": Machine(79.3, 312, 2039, 300, 25, 32, has_fp8=False),
-    "b200": Machine(178.0, 2250, 8000, 900, 50, 64, has_fp8=False),
+    "a100": Machine(79.3, 312, 2039, 300, 25, 32, capability=(8, 0)),
+    "b200": Machine(178.0, 2250, 8000, 900, 50, 64, capability=(10, 0)),
 }
 # Achieved shares of the peaks [ours: chosen once against the measurements in tests/test_plan.py: MEASURED]
 PRODUCT_SHARE = 0.50  # dense layers, attention and head
@@ -336,9 +342,6 @@ def contradiction(task: Task) -> str | None:
     kv_heads = task.model.num_key_value_heads
     per_step = config.rollout.prompts_per_step
     minibatches = config.train.minibatches_per_step
-    fits_fp8_blocks = config.rollout.fp8 != "on" or fp8.splits_into_blocks(
-        task.model, parallel, config.rollout.expert_parallel
-    )
     per_node = task.machine.gpus_per_node
     checks = {
         f"model.ep_size {ep_size} must divide the number of GPUs, {num_gpus}": num_gpus % ep_size,
@@ -355,12 +358,9 @@ def contradiction(task: Task) -> str | None:
             num_gpus > per_node and num_gpus % per_node,
         "rollout.expert_parallel true needs rollout.tensor_parallel above 1":
             config.rollout.expert_parallel and parallel == 1,
-        "rollout.fp8 on runs on Hopper GPUs only: choose another --machine, or rollout.fp8=off":
-            config.rollout.fp8 == "on" and not task.machine.has_fp8,
-        f"rollout.fp8 on with rollout.tensor_parallel {parallel} splits experts within blocks of 128 values; "
-        "set rollout.expert_parallel=true or a smaller tensor_parallel": not fits_fp8_blocks,
     }  # fmt: skip
-    return next((message for message, is_wrong in checks.items() if is_wrong), None)
+    wrong = next((message for message, is_wrong in checks.items() if is_wrong), None)
+    return wrong or fp8_refusal(config.rollout, task.model, task.machine.device)
 
 
 def why_not(task: Task) -> str | None:
@@ -729,7 +729,8 @@ def single_changes(task: Task) -> Iterator[dict]:
     if not config.train.offload_optimizer:
         offloaded = {"train.zero_stage": 2, "train.offload_optimizer": True}
         yield {name: value for name, value in offloaded.items() if task.setting(name) != value}
-    if config.rollout.fp8 != "on" and task.machine.has_fp8:
+    quantised = config.rollout.model_copy(update={"fp8": "on"})
+    if config.rollout.fp8 != "on" and fp8_refusal(quantised, device=task.machine.device) is None:
         yield {"rollout.fp8": "on"}
     yield from dealt_prompts(task)
 

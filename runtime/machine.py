@@ -15,12 +15,12 @@ import shutil
 import socket
 import sysconfig
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 FIRST_DRIVER = {12: 525, 13: 580}  # {CUDA version: first driver of NVIDIA for Linux}, CUDA's release notes
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
-FP8_INSTEAD = "or set rollout.fp8 to simulate (weights rounded in the same way) or off"
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -89,36 +89,6 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     kind, _, digits = architecture.partition("_")
     version = divmod(int(re.sub(r"\D", "", digits)), 10)  # sm_90a has a letter
     return version <= capability and (kind == "compute" or version[0] == capability[0])
-
-
-def unusable_fp8(
-    name: str, capability: tuple[int, int], toolkit: Path | None, compiler: str | None
-) -> str | None:
-    """Explain why vLLM's FP8 kernels cannot run on a GPU, or round differently from the trainer's simulation.
-
-    toolkit: folder of the CUDA toolkit that contains nvcc; None if missing. compiler: path of the C++
-    compiler that nvcc calls; None if missing.
-    """
-    version = ".".join(map(str, capability))
-    if capability >= (10, 0):
-        return (
-            f"rollout.fp8 on is for Hopper GPUs only (H100, H200), this is {name} (compute capability "
-            f"{version}), whose kernels expect powers of two as scales, unlike the trainer: take a Hopper "
-            f"GPU, {FP8_INSTEAD}"
-        )
-    if capability < (8, 9):
-        return f"rollout.fp8 on needs a Hopper GPU (H100, H200), this is {name}: take one, {FP8_INSTEAD}"
-    if capability < (9, 0):  # Ada: kernels of Marlin and Triton, compiled without nvcc
-        return None
-    if toolkit is None:
-        return (
-            "rollout.fp8 on: vLLM compiles its FP8 kernels with nvcc, which is not in CUDA_HOME/bin or, if "
-            "CUDA_HOME is unset, neither on PATH nor in site-packages/nvidia or /usr/local/cuda: install the "
-            f"CUDA toolkit of torch's CUDA version and set CUDA_HOME, {FP8_INSTEAD}"
-        )
-    if compiler is None:
-        return f"rollout.fp8 on: nvcc calls g++, which is missing: install build-essential, {FP8_INSTEAD}"
-    return None
 
 
 def unreachable_address(address: str | None, environment: Mapping[str, str]) -> str | None:
@@ -194,14 +164,28 @@ def fp8_toolkit() -> Path | None:
     return find_toolkit(os.environ, installed_toolkits(torch.version.cuda or ""))
 
 
-def fp8_problem() -> str | None:
-    """Explain why vLLM's FP8 kernels cannot run on the GPU of this rank; None if they can."""
+@dataclass(frozen=True)
+class Device:
+    """The facts of a rank's device on which FP8 rollouts depend (fp8.py)."""
+
+    name: str
+    capability: tuple[int, int]  # compute capability of a GPU; (0, 0) for a CPU
+    has_nvcc: bool = True  # in a CUDA toolkit that fp8_toolkit() finds
+    has_cxx: bool = True  # the C++ compiler that nvcc calls
+
+
+def device_of_rank() -> Device:
+    """Collect the facts of this rank's device."""
     import torch
 
+    if not torch.cuda.is_available():
+        return Device("a CPU", (0, 0))
     rank = int(os.environ.get("LOCAL_RANK", 0))
-    name = torch.cuda.get_device_name(rank)
     compiler = os.environ.get("NVCC_CCBIN") or shutil.which("g++")
-    return unusable_fp8(name, torch.cuda.get_device_capability(rank), fp8_toolkit(), compiler)
+    return Device(
+        torch.cuda.get_device_name(rank), torch.cuda.get_device_capability(rank),
+        has_nvcc=fp8_toolkit() is not None, has_cxx=compiler is not None,
+    )  # fmt: skip
 
 
 def check_gpus() -> None:
@@ -225,32 +209,26 @@ def check_address() -> None:
         raise ValueError(line)
 
 
-def check_machine(bfloat16: bool = False, fp8: bool = False) -> None:
-    """Raise ValueError if the GPU of this rank, its driver or a compiler is unfit or missing.
+def check_machine(bfloat16: bool = False, fp8_refusal: str | None = None) -> None:
+    """Raise ValueError if the device of this rank, its driver or a compiler is unfit or missing.
 
-    bfloat16, fp8: tell whether the run computes in bfloat16, and whether vLLM quantises to FP8. A machine
-    whose GPU is hidden by the user passes, a machine whose GPU is hidden by an old driver is refused.
+    bfloat16: tells whether the run computes in bfloat16. fp8_refusal: see fp8.py. A machine whose GPU is
+    hidden by the user counts as a CPU, a machine whose GPU is hidden by an old driver is refused.
     """
     import torch
 
-    if torch.version.cuda is None:  # a build of torch for CPUs
-        return
-    if not torch.cuda.is_available():
+    problems = [fp8_refusal]
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        check_gpus()
+        device = device_of_rank()
+        architectures = torch.cuda.get_arch_list()
+        gpu_problem = unsupported_gpu(device.name, device.capability, architectures, bfloat16)
+        problems = [missing_compiler(find_compiler(os.environ), find_headers()), gpu_problem, fp8_refusal]
+    elif torch.version.cuda is not None:  # otherwise a build of torch for CPUs
         is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-        has_driver = DRIVER_FILE.is_file() and not is_hidden
-        line = old_driver(DRIVER_FILE.read_text(), torch.version.cuda) if has_driver else None
-        if line:
-            raise ValueError(line)
-        return
-    check_gpus()
-    rank = int(os.environ["LOCAL_RANK"])
-    name = torch.cuda.get_device_name(rank)
-    capability = torch.cuda.get_device_capability(rank)
-    problems = [
-        missing_compiler(find_compiler(os.environ), find_headers()),
-        unsupported_gpu(name, capability, torch.cuda.get_arch_list(), bfloat16),
-        fp8_problem() if fp8 else None,
-    ]
+        if DRIVER_FILE.is_file() and not is_hidden:
+            driver_problem = old_driver(DRIVER_FILE.read_text(), torch.version.cuda)
+            problems = [driver_problem or fp8_refusal]
     lines = [line for line in problems if line]
     if lines:
         raise ValueError(". ".join(lines))

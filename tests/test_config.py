@@ -492,6 +492,7 @@ def test_every_contradiction_is_refused_by_some_case(monkeypatch):
         raised.update(message for message, refused in contradictions.items() if refused)
 
     monkeypatch.setattr(configure, "refuse_contradictions", note)
+    monkeypatch.setattr(configure, "check_fp8", lambda settings: None)
     monkeypatch.setattr(plugins, "check_plugins", lambda config: None)
     for settings, _, _ in REFUSED:
         load(*settings.split())

@@ -1,12 +1,14 @@
 """Checks of a machine with a GPU: each cause is one line with its remedy, before anything is loaded."""
 
 import os
+import re
 import stat
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import make_config
+from transformers import Glm4MoeConfig, LlamaConfig, Qwen3MoeConfig
 
 import fp8
 import lifecycle
@@ -73,24 +75,20 @@ def test_a_gpu_that_torch_or_bfloat16_does_not_support_is_refused(capability, bf
 
 @pytest.mark.parametrize(
     ("capability", "toolkit", "compiler", "keyword"),
-    [((9, 0), "cuda", "g++", None), ((9, 0), None, "g++", "nvcc"), ((9, 0), "cuda", None, "g\\+\\+"),
-     ((8, 9), None, None, None), ((8, 6), "cuda", "g++", "Hopper"),
-     ((10, 0), "cuda", "g++", "Hopper GPUs only"), ((12, 0), "cuda", "g++", "Hopper GPUs only")],
+    [((9, 0), True, True, None), ((9, 0), False, True, "nvcc"), ((9, 0), True, False, "g\\+\\+"),
+     ((8, 9), True, True, "only weights"), ((8, 6), True, True, "Hopper"), ((0, 0), True, True, "Hopper"),
+     ((10, 0), True, True, "Hopper GPUs only"), ((12, 0), True, True, "Hopper GPUs only")],
 )  # fmt: skip
-def test_fp8_without_its_gpu_or_its_compilers_is_refused(
-    capability, toolkit, compiler, keyword, tmp_path, monkeypatch
-):
+def test_fp8_without_its_gpu_or_its_compilers_is_refused(capability, toolkit, compiler, keyword):
     """RolloutEngine and the start of a run ask the same function."""
-    line = machine.unusable_fp8("a card", capability, toolkit and tmp_path, compiler)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(rollout, "fp8_problem", lambda: line)
+    device = machine.Device("a card", capability, toolkit, compiler)
     settings = RolloutSettings(fp8="on", tensor_parallel=4)
-    if keyword is None:
-        assert line is None
-    else:
-        assert "rollout.fp8" in line and "simulate" in line
-        with pytest.raises(ValueError, match=keyword):
-            rollout.check_fp8(settings, model_config("Qwen/Qwen3-8B"))
+    for model in (None, model_config("Qwen/Qwen3-8B")):
+        line = fp8.fp8_refusal(settings, model, device)
+        assert (line is None) == (keyword is None)
+        assert line is None or ("rollout.fp8" in line and "simulate" in line and re.search(keyword, line))
+    for elsewhere in ("off", "simulate"):
+        assert fp8.fp8_refusal(RolloutSettings(fp8=elsewhere), None, device) is None
 
 
 # ---- look around -------------------------------------------------------------------------------------------
@@ -174,7 +172,8 @@ def test_a_complete_machine_passes_and_too_many_ranks_do_not(bare_gpu, tmp_path)
         make_program(tmp_path / "bin" / name)
     (tmp_path / "Python.h").touch()
     bare_gpu["PATH"] = str(tmp_path / "bin")
-    assert machine.check_machine(bfloat16=True, fp8=True) is None
+    on = RolloutSettings(fp8="on")
+    assert machine.check_machine(True, fp8.fp8_refusal(on, device=machine.device_of_rank())) is None
     bare_gpu["LOCAL_WORLD_SIZE"] = "2"
     with pytest.raises(ValueError, match="nproc-per-node"):
         machine.check_machine()
@@ -218,11 +217,21 @@ def test_fp8_needs_whole_blocks_of_experts_of_a_dense_mlp_and_of_the_attention_o
     Qwen2.5-0.5B has 14 heads of 64: half of them are 3.5 blocks, and half of its MLP is 19 blocks.
     """
     config = model_config(model)
-    assert fp8.splits_into_blocks(config, size) == is_whole
-    settings = RolloutSettings(fp8="on", tensor_parallel=size)
-    if not is_whole:
-        with pytest.raises(ValueError, match="rollout.tensor_parallel"):
-            rollout.check_fp8(settings, config)
+    line = fp8.fp8_refusal(RolloutSettings(fp8="on", tensor_parallel=size), config)
+    assert (line is None) == is_whole and (line is None or "rollout.tensor_parallel" in line)
+
+
+def test_fp8_needs_widths_of_whole_blocks_also_on_one_gpu():
+    """SmolLM2 has hidden sizes 576 and 960, the first layer of GLM-4.5-Air a width of 10,944 = 85.5 * 128."""
+    on = RolloutSettings(fp8="on")
+    for hidden in (576, 960):
+        small = LlamaConfig(hidden_size=hidden, num_attention_heads=8, intermediate_size=1536)
+        assert f"width {hidden} of the model" in fp8.fp8_refusal(on, small)
+        assert fp8.fp8_refusal(RolloutSettings(fp8="simulate"), small) is None
+    air = Glm4MoeConfig(hidden_size=4096, intermediate_size=10944, first_k_dense_replace=1)
+    assert "10944 of the MLP" in fp8.fp8_refusal(on, air)
+    narrow = Qwen3MoeConfig(hidden_size=1024, num_attention_heads=8, head_dim=128, moe_intermediate_size=96)
+    assert fp8.fp8_refusal(on, narrow) is None, "vLLM pads experts"
 
 
 def test_the_first_start_with_fp8_may_compile_for_long(monkeypatch):

@@ -728,7 +728,7 @@ ON_HOPPER = [("h100", True), ("h200", True), ("a100", False), ("b200", False)]
 
 @pytest.mark.parametrize("machine, has_fp8", ON_HOPPER)
 def test_fp8_is_planned_on_the_machines_that_run_it(machine, has_fp8):
-    """On the others runtime/machine.py refuses the start."""
+    """On the others fp8.py refuses the start."""
     problem = plan.contradiction(make_task("rollout.fp8=on", machine=machine))
     assert (problem is None) == has_fp8 and (has_fp8 or "Hopper" in problem)
     assert ({"rollout.fp8": "on"} in list(plan.single_changes(make_task(machine=machine)))) == has_fp8
@@ -875,7 +875,7 @@ def test_a_config_loads_with_a_shrunken_model_of_its_layout(file, tmp_path):
     task = task_of(file)
     small = shrunken(task.model)
     AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "model")
-    lifecycle.check_model(task.config, moe_model.load_config(tmp_path / "model"))
+    lifecycle.check_model(task.config, task.model)
     settings = task.config.model.model_copy(update={"dtype": "float32"})
     policy = moe_model.build_policy(settings, tmp_path / "model", None, torch.device("cpu"))
     logprobs, _, routes, _ = policy(moe_model.pack([[1, 2]], [[3, 4, 5]], "cpu"))

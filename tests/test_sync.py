@@ -32,10 +32,11 @@ import vllm_worker
 from batch import Request
 from data.tiny import Recipe, build_policy, build_tokenizer
 from experiments.plan import model_config
-from fp8 import FP8_QUANTIZATION, quantise_for_engine, simulate_rounding
+from fp8 import FP8_QUANTIZATION, check_fp8, quantise_for_engine, simulate_rounding
 from kernels.fp8_block import fp8_round, mxfp4_round
 from moe_model import Policy, hf_tensors, random_weights
 from rollout import RolloutEngine, invalid_route, validate_routes
+from runtime import machine
 from settings import RolloutSettings
 from vllm_worker import engine_name
 
@@ -828,7 +829,7 @@ def test_the_bias_of_a_router_is_sent_in_float32_also_with_fp8():
 
 def test_vllms_fp8_is_refused_if_it_would_differ_from_the_simulation(monkeypatch):
     def check(**options):
-        rollout.check_fp8(RolloutSettings(**options), QWEN3_30B)
+        check_fp8(RolloutSettings(**options), QWEN3_30B)
 
     for size, whole_experts in ((1, False), (2, False), (8, True)):
         check(fp8="on", tensor_parallel=size, expert_parallel=whole_experts)
@@ -837,11 +838,15 @@ def test_vllms_fp8_is_refused_if_it_would_differ_from_the_simulation(monkeypatch
         with pytest.raises(ValueError, match="expert_parallel=true"):
             check(fp8="on", tensor_parallel=size)
     air = Glm4MoeConfig(  # GLM-4.5-Air: parts that expert parallelism leaves to tensor parallelism
-        moe_intermediate_size=1408, intermediate_size=10944, n_shared_experts=1, first_k_dense_replace=1
+        moe_intermediate_size=1408,
+        intermediate_size=12288,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        head_dim=128,
     )
     settings = RolloutSettings(fp8="on", tensor_parallel=8, expert_parallel=True)
     with pytest.raises(ValueError, match="the shared experts of width 1408 into parts of 176"):
-        rollout.check_fp8(settings, air)
+        check_fp8(settings, air)
     monkeypatch.delenv("VLLM_USE_DEEP_GEMM_E8M0", raising=False)
     rollout.set_vllm_environment(on_gpu=True)
     import vllm.envs
@@ -849,7 +854,7 @@ def test_vllms_fp8_is_refused_if_it_would_differ_from_the_simulation(monkeypatch
     assert vllm.envs.VLLM_USE_DEEP_GEMM_E8M0 is False
     monkeypatch.setattr("vllm.utils.deep_gemm.is_deep_gemm_e8m0_used", lambda: True)
     with pytest.raises(ValueError, match="VLLM_USE_DEEP_GEMM_E8M0"):
-        check(fp8="on")
+        rollout.refuse_scales_of_two()
 
 
 def test_a_driver_that_torch_cannot_use_is_an_error_of_one_line(monkeypatch):
@@ -879,13 +884,12 @@ def test_fp8_without_its_hardware_is_refused(option, engine_of, monkeypatch):
     with pytest.raises(ValueError, match=f"rollout.{name}"):
         engine_of("moe", **option)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    with pytest.raises(ValueError, match=f"rollout.{name}.*an old GPU"):
-        rollout.check_hardware(RolloutSettings(**option))
-    for capability in ((8, 9), (9, 0)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda version=capability: version)
-        assert rollout.check_hardware(RolloutSettings(sleep_level=2, **option)) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda rank: "an old GPU")
+    for capability, is_old in (((8, 6), True), ((9, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank, version=capability: version)
+        with pytest.raises(ValueError, match="an old GPU") if is_old else contextlib.nullcontext():
+            rollout.check_hardware(RolloutSettings(sleep_level=2, **option))
+            check_fp8(RolloutSettings(**option), device=machine.device_of_rank())
 
 
 def test_a_vllm_without_routed_experts_is_refused(engine_of, monkeypatch):

@@ -122,7 +122,7 @@ def policy_of(trainer: str, policy, engine_dtype: str, fp8: str) -> torch.nn.Mod
 
 def starts(model: str, engine: str) -> list[tuple[bool, tuple[str, ...]]]:
     """List the engines to start one after another, as (vLLM quantises, FP8 settings)."""
-    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     quantises = has_fp8 and engine == "bfloat16" and model in WHOLE_BLOCKS
     return [(False, ENGINES[engine][0])] + [(True, ("on",))] * quantises
 
