@@ -236,29 +236,6 @@ def test_an_error_names_our_setting(name, setting):
             train_rl.load_config([f"{written}=1"])
 
 
-def test_the_three_jobs_of_the_page_have_equal_sizes():
-    (job,) = [text for language, text in blocks_of(FROM_OTHERS) if language == "yaml"]
-    config = train_rl.Config.model_validate(yaml.safe_load(job))
-    check_config(config)
-    (trl,) = [text for language, text in blocks_of(FROM_OTHERS) if language == "python"]
-    compile(trl, "gsm8k_trl.py", "exec")
-    (verl,) = [text for language, text in blocks_of(FROM_OTHERS) if "verl.trainer" in text]
-    options = dict(word.split("=", 1) for word in shlex.split(verl) if "=" in word)
-    sizes = {
-        "data.train_batch_size": str(config.rollout.prompts_per_step),
-        "actor_rollout_ref.rollout.n": str(config.rollout.group_size),
-        "data.max_response_length": str(config.rollout.max_new_tokens),
-        "trainer.total_training_steps": str(config.train.num_steps),
-    }
-    assert {name: options[name] for name in sizes} == sizes
-    for name, value in (
-        ("num_generations", config.rollout.group_size),
-        ("max_completion_length", config.rollout.max_new_tokens),
-        ("max_steps", config.train.num_steps),
-    ):
-        assert f"{name}={value}," in trl
-
-
 @pytest.mark.parametrize("page", [ROOT / "README.md", FROM_OTHERS, ROAD], ids=lambda page: page.stem)
 def test_the_job_of_a_page_fits_eight_gpus_of_80_gb(page):
     """The planner refuses a job that does not fit; with an explicit kv_cache_gib it would only warn."""
