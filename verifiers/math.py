@@ -111,12 +111,12 @@ def load_library():
 
 
 def warm_up() -> None:
-    """Load math-verify, SymPy and the grammar of LaTeX, which takes seconds on a slow machine."""
+    """Load math-verify, SymPy and the grammar of LaTeX; the first verdicts would spend their limit on that."""
     load_library()
     import sympy  # noqa: F401
 
-    verify(r"\boxed{\frac{1}{2}}", "0.5")
-    verify(r"\boxed{x^2}", "x")
+    for answer, completion in (("0.5", r"\frac{1}{2}"), ("2x", "x^2"), ("(1, 2)", "(1, x)")):
+        verify(rf"\boxed{{{completion}}}", answer)
 
 
 # Notations that math-verify misreads: 1e-05 as a product with e, 10\,000 as the numbers 10 and 000.
