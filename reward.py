@@ -218,16 +218,8 @@ def _gsm8k(completion: str, answer: str) -> Verdict:
     return _compare_numbers(match, answer.rpartition("####")[2])
 
 
-def _math(completion: str, answer: str) -> Verdict:
-    return Verdict(*verifiers.math.verify(completion, answer))
-
-
-def _chain(completion: str, answer: str) -> Verdict:
-    return Verdict(*verifiers.chain.verify(completion, answer))
-
-
-def _verdict(completion: str, answer: str) -> Verdict:
-    return Verdict(*verifiers.verdict.verify(completion, answer))
+def _rule_of(module) -> Callable[[str, str], Verdict]:
+    return lambda completion, answer: Verdict(*module.verify(completion, answer))
 
 
 def _code(completion: str, answer: str, code_limits: dict) -> Verdict:
@@ -245,8 +237,9 @@ def _instructions(completion: str, answer: str, fields: dict) -> Verdict:
 
 # Rules are fast and need only the completion and the answer. Slow kinds may run for seconds.
 RULES = {
-    "exact": _exact, "characters": _characters, "chain": _chain, "verdict": _verdict, "numeric": _numeric,
-    "gsm8k": _gsm8k, "math": _math,
+    "exact": _exact, "characters": _characters, "chain": _rule_of(verifiers.chain),
+    "verdict": _rule_of(verifiers.verdict), "numeric": _numeric, "gsm8k": _gsm8k,
+    "math": _rule_of(verifiers.math),
 }  # fmt: skip
 assert tuple(RULES) == RULE_KINDS
 
@@ -277,9 +270,9 @@ class Scoring(Task[Verdict]):
 
         return TOTAL_LIMITS * code_limits.get("timeout_s", 0.0)
 
-    def values(self, traits: Traits | None) -> list:
+    def values(self, traits: Traits) -> list:
         """Return the task with the fields that the kind reads."""
-        names = [] if self.is_fast else traits.fields if traits else None
+        names = [] if self.is_fast else traits.fields
         fields = {name: value for name, value in self.fields.items() if names is None or name in names}
         return [self.kind, self.completion, self.answer, fields]
 

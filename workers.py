@@ -30,7 +30,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -63,7 +63,7 @@ class Reply:
 
 
 class Traits(NamedTuple):
-    """A worker's report about a kind, after the import of the libraries of the kind."""
+    """A worker's report about a kind, after the import of the libraries of the kind; before, the defaults."""
 
     fields: list[str] | None = None  # columns that the kind reads; None: all
     required: list[str] = []  # columns without which the kind raises an error
@@ -100,8 +100,8 @@ class Task(Generic[R]):
         """Return the seconds by which the task's limit exceeds the pool's."""
         return 0.0
 
-    def values(self, traits: Traits | None) -> list:
-        """Return the fields to send; traits: None before the first report of a worker about this kind."""
+    def values(self, traits: Traits) -> list:
+        """Return the fields to send to a worker."""
         return [getattr(self, column.name) for column in fields(self)]
 
     def prepare(self) -> Traits:
@@ -227,7 +227,7 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
         self.num_timeouts = 0
         self.num_errors = 0
         self.num_restarts = 0  # workers replaced
-        self.traits: dict[str, Traits] = {}  # {kind: report of a worker}, set at the first use
+        self.traits: dict[str, Traits] = defaultdict(Traits)  # by kind
         set_aside_large_log(self.options.log_path)
         self._tokenizer: int | None = None  # a file in memory, freed when this process ends
         if self.options.tokenizer:
@@ -242,7 +242,7 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
 
     def at_once(self, kind: str) -> int:
         """Return the number of tasks of a kind that the workers can run at the same time."""
-        return len(self._workers) * (ASYNC_CALLS if self._traits_of(kind).can_share else 1)
+        return len(self._workers) * (ASYNC_CALLS if self.traits[kind].can_share else 1)
 
     def put(self, key: Hashable, task: Task[R]) -> None:
         """Queue a task; blocks only if the backlog is full. `key` must be new since the last collect()."""
@@ -313,9 +313,6 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
     def __exit__(self, *exc_info) -> None:
         self.close()
 
-    def _traits_of(self, kind: str) -> Traits:
-        return self.traits.get(kind, Traits())
-
     def _ready(self, wait_ms: int) -> list[_Process]:
         """Wait until a pipe can be read or written; return the workers that have output."""
         poller = select.poll()  # select.select() refuses file descriptors above 1023
@@ -381,13 +378,13 @@ class WorkerPool(contextlib.AbstractContextManager, Generic[R]):
 
     def _can_share(self, item: _Item) -> bool:
         """Tell whether an item may run in a worker together with other items."""
-        return self._traits_of(item.task.kind).can_share and not item.is_suspect
+        return self.traits[item.task.kind].can_share and not item.is_suspect
 
     def _line(self, items: list[_Item]) -> bytes:
         """Encode items for a worker."""
         rows = []
         for item in items:
-            values = item.task.values(self.traits.get(item.task.kind))
+            values = item.task.values(self.traits[item.task.kind])
             rows.append([item.number, type(item.task).__name__, *values])
         # ASCII JSON escapes newlines, null bytes and lone surrogates, and so preserves any text.
         return json.dumps([self._limit_s(items), rows]).encode() + b"\n"

@@ -111,7 +111,7 @@ def load_library():
 
 
 def warm_up() -> None:
-    """Load math-verify, SymPy and the grammar of LaTeX; the first verdicts would spend their limit on that."""
+    """Load math-verify, SymPy and the grammar of LaTeX; else the first verdict would pay for it."""
     load_library()
     import sympy  # noqa: F401
 
