@@ -24,15 +24,22 @@ Options = TypeVar("Options")
 def die_with_torchrun() -> None:
     """Have Linux kill this rank when torchrun dies, because an orphan would keep writing to the run's folder.
 
-    Call this before slow imports: the kernel sends no signal if torchrun has died earlier.
+    Call this before slow imports: the kernel sends no signal if torchrun has died earlier. The system's first
+    process has then adopted the rank.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # torchrun died between the two calls
+        if os.getppid() != parent or parent == 1 and not is_launcher(Path("/proc/1/cmdline").read_bytes()):
             os._exit(1)
 
 
+def is_launcher(command: bytes) -> bool:
+    """Tell whether a command line may be torchrun's, which is the first process in some containers."""
+    return b"torch" in command or b"python" in command
+
+
+COPY_S = 1.0  # one request to stop may arrive twice within this time
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -48,7 +55,7 @@ class Signals:
     """Remember a first SIGTERM or SIGINT; end the process at the second.
 
     One request to stop can reach a rank twice, from torchrun and from a scheduler that signals all processes
-    of a job, so a repetition within one second counts as the same signal. A thread notes when signals
+    of a job, so a repetition within COPY_S counts as the same signal. A thread notes when signals
     arrive, because Python's handlers wait for the end of a long call in C, for example of a collective.
     """
 
@@ -82,7 +89,7 @@ class Signals:
 
     def handle(self, number: int, arrived_at: float) -> None:
         """Remember the first signal, end the process at the second."""
-        if self.received and arrived_at > self.received_at + 1:
+        if self.received and arrived_at > self.received_at + COPY_S:
             os._exit(128 + number)
         if not self.received:
             self.received = number

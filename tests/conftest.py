@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests import preloaded
+from tests.patience import limit
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -103,12 +104,21 @@ def needs_demo(item: pytest.Item) -> bool:
 def torchrun(
     num_ranks: int, *arguments: object, timeout_s: float = 240, **options
 ) -> subprocess.CompletedProcess:
-    """Run a script by torchrun itself, as a user does. preloaded.run() starts six times as fast."""
+    """Run a script by torchrun itself, as a user does. preloaded.run() starts six times as fast.
+
+    timeout_s: on a quiet machine.
+    """
     address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     command = torchrun_command(num_ranks, *address, *arguments)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)} | options.pop("env", {})
     return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, **options
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=limit(timeout_s),
+        **options,
     )
 
 
@@ -126,7 +136,7 @@ def torchrun_command(num_ranks: int, *arguments: object) -> list[str]:
 def two_agents(num_ranks: int, *arguments: object, timeout_s: float = 240) -> subprocess.CompletedProcess:
     """Run a script as on two nodes, both on this machine: each agent of torchrun starts half of the ranks."""
     port = free_port()
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + limit(timeout_s)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     agents = []
     for node in range(2):
@@ -171,7 +181,7 @@ def demo_model():
     equal, _, _ = filecmp.cmpfiles(start, ROOT / "data" / "built" / "tiny", files, shallow=False)
     if len(equal) < len(files):
         command = [sys.executable, "-m", "data.tiny", "--model", str(start / "model")]
-        subprocess.run(command, cwd=ROOT, check=True, timeout=600)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=limit(600))
     TWO_ENDS.mkdir(parents=True, exist_ok=True)
     for file in (ROOT / "data" / "built" / "tiny" / "model").iterdir():
         if not (TWO_ENDS / file.name).is_symlink():

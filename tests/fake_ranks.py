@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from tests.patience import limit
+
 
 class FakeRanks:
     """Stands in for torch.distributed: ranks are threads of this process."""
@@ -30,7 +32,7 @@ class FakeRanks:
         return len(self.items)
 
     def barrier(self) -> None:
-        self.barrier_of_ranks.wait(20)
+        self.barrier_of_ranks.wait(limit(20))
 
     def gather(self, item) -> list:
         """Return the items of all ranks, as copies, like between processes."""

@@ -27,6 +27,8 @@ from unittest import mock
 
 import huggingface_hub.constants
 
+from tests.patience import limit
+
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARIES = [
     "pytest", "train_rl", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker",
@@ -104,7 +106,8 @@ def run(
 ) -> subprocess.CompletedProcess:
     """Run a script with its arguments on num_ranks processes. If a rank fails, end all ranks.
 
-    0 ranks: one process without torchrun's environment. subprocess.TimeoutExpired after timeout_s.
+    0 ranks: one process without torchrun's environment. subprocess.TimeoutExpired after timeout_s
+    on a quiet machine.
     kill_when: polled while the ranks run; if True, all ranks are killed (SIGKILL). num_nodes: the nodes that
     the ranks believe to be on.
     """
@@ -114,7 +117,7 @@ def run(
         for own in rank_environments(num_ranks, num_nodes):
             ranks.append(context.Process(target=run_rank, args=(arguments, common | own, folder, str(cwd))))
             ranks[-1].start()
-        deadline, waiting = time.monotonic() + timeout_s, {rank.sentinel: rank for rank in ranks}
+        deadline, waiting = time.monotonic() + limit(timeout_s), {rank.sentinel: rank for rank in ranks}
         killed = False
         while waiting and not any(rank.exitcode for rank in ranks) and time.monotonic() < deadline:
             for sentinel in multiprocessing.connection.wait(waiting, timeout=0.01 if kill_when else 1):

@@ -21,6 +21,7 @@ from experiments import evaluate, plan
 from runtime.config import free_on_resume, setting_fields
 from runtime.old_settings import NAMES_ELSEWHERE
 from tests import preloaded
+from tests.patience import limit
 
 DOCS = ROOT / "docs"
 ROAD = DOCS / "data_and_rewards.md"
@@ -67,7 +68,7 @@ def run_command(text: str, folder: Path) -> subprocess.CompletedProcess:
     if program not in ("python", "torchrun"):
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         options = {"cwd": folder, "env": {**os.environ, "PATH": path}, "capture_output": True, "text": True}
-        return subprocess.run(["bash", "-ec", text], timeout=120, **options)
+        return subprocess.run(["bash", "-ec", text], timeout=limit(120), **options)
     ranks = arguments.pop(0).removeprefix("--nproc-per-node=") if program == "torchrun" else 0
     return preloaded.run(int(ranks), *arguments, cwd=folder)
 

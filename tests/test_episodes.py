@@ -28,6 +28,7 @@ from reward import Verdict
 from runtime.checkpoint import TrainState
 from runtime.metrics import log_samples, rollout_metrics, turn_metrics
 from settings import DataSettings
+from tests.patience import limit
 from verifiers.tools import schemas_of
 
 
@@ -75,6 +76,9 @@ def test_calls_of_llama():
 
 
 # ---- one turn after another, without an engine -------------------------------------------------------------
+TOOL_S = round(limit(0.5), 1)  # limit of a call, and of a step of an environment
+
+
 def play(interaction, prompts: list, turns: list[list[str]], budget: int = 400) -> list[Completion]:
     """Let a policy say turns[row] one after another; return the episodes.
 
@@ -89,9 +93,9 @@ def play(interaction, prompts: list, turns: list[list[str]], budget: int = 400) 
     said = [iter(texts) for texts in turns]
     ended: dict[int, Completion] = {}
     seeds = set()
-    deadline = time.monotonic() + 60
+    start = time.monotonic()
     while len(ended) < len(requests):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < start + limit(60)
         for row, event in events:
             if isinstance(event, Completion):
                 ended[row] = event
@@ -121,9 +125,9 @@ def call(name: str, **arguments) -> str:
 
 @pytest.fixture(scope="module")
 def calculator(tools, tokenizer):
-    """Return an interaction with all tools and a time limit of half a second."""
+    """Return an interaction with all tools and a short time limit."""
     prompts = [make_prompt(tokenizer, "2+2", "4", tools=schemas_of([f"{tools}:add"]))]
-    settings = ("rollout.tool_timeout_s=0.5", "rollout.max_turns=3", "rollout.max_tool_chars=80")
+    settings = (f"rollout.tool_timeout_s={TOOL_S:g}", "rollout.max_turns=3", "rollout.max_tool_chars=80")
     interaction = make_interaction(tools, prompts, *settings, tools=("add", "slow_add", "odd"))
     yield interaction
     interaction.close()
@@ -168,7 +172,8 @@ def test_several_calls_of_a_turn_are_answered_in_their_order(calculator):
 
 ODD = {  # behaviour of a tool: words of the text that the policy reads, and whether this counts as an error
     "bytes": ("bytes", True), "nothing": ("nothing", True), "raise": ("no such row", True),
-    "hang": ("no result after 0.5 s", True), "die": ("died", True), "long": ("10,000,000 characters", False),
+    "hang": (f"no result after {TOOL_S:g} s", True), "die": ("died", True),
+    "long": ("10,000,000 characters", False),
     "json": ('{"what": "json"}', False), "half": ("?", False),
 }  # fmt: skip
 
@@ -240,24 +245,27 @@ def test_calls_of_many_episodes_are_spread_over_the_workers(calculator):
 
 @pytest.mark.slow(process="others")
 def test_async_tools_wait_at_the_same_time_within_their_limit(tools, tokenizer):
-    """Forty calls of 0.5 s on two workers would take 10 s in a row."""
+    """Forty calls on two workers would take more than three limits in a row."""
+    seconds = round(limit(3), 1)
     prompts = [make_prompt(tokenizer, "2+2")] * 40
-    interaction = make_interaction(tools, prompts, "rollout.tool_timeout_s=3", tools=("fetch",))
+    interaction = make_interaction(tools, prompts, f"rollout.tool_timeout_s={seconds:g}", tools=("fetch",))
     play(interaction, prompts[:2], [[call("fetch", a=0, seconds=0), "end"]] * 2)
     start = time.monotonic()
-    turns = [[call("fetch", a=i, seconds=30 if i == 7 else 0.5), "end"] for i in range(40)]
+    turns = [[call("fetch", a=i, seconds=3000 if i == 7 else seconds / 6), "end"] for i in range(40)]
     episodes = play(interaction, prompts, turns)
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 8 / 3 * seconds
     interaction.close()
     texts = [episode.texts[1] for episode in episodes]
-    assert texts == [f'{{"a": {i}}}' if i != 7 else "Error: no result after 3 s" for i in range(40)]
+    assert texts == [
+        f'{{"a": {i}}}' if i != 7 else f"Error: no result after {seconds:g} s" for i in range(40)
+    ]
 
 
 # ---- environments ------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def countdown(tools, tokenizer):
     prompts = [make_prompt(tokenizer, "count", "3", "environment")]
-    settings = ("rollout.tool_timeout_s=0.5", "rollout.max_turns=4")
+    settings = (f"rollout.tool_timeout_s={TOOL_S:g}", "rollout.max_turns=4")
     interaction = make_interaction(tools, prompts, *settings, environment="Countdown")
     yield interaction
     interaction.close()
@@ -330,7 +338,7 @@ def test_calls_go_to_the_tools_and_other_turns_to_the_environment(tools, tokeniz
 def test_an_environment_is_rebuilt_in_more_than_the_time_of_one_step(tools, tokenizer):
     """Three steps of 0.2 s run again within a limit of 0.5 s per step; both episodes share a worker."""
     prompts = [make_prompt(tokenizer, "count", "4", "environment")] * 2
-    settings = ("rollout.tool_timeout_s=0.5", "rollout.tool_workers=1")
+    settings = (f"rollout.tool_timeout_s={TOOL_S:g}", "rollout.tool_workers=1")
     interaction = make_interaction(tools, prompts, *settings, environment="Slow")
     hanging, other = play(interaction, prompts, [["a", "b", "c", "hang"], list("abcd")])
     interaction.close()
@@ -560,7 +568,7 @@ class Picky(Half):
     def reset(self, row): raise KeyError("board")
     def step(self, text): pass
 class Waiting(Picky):
-    def reset(self, row): __import__("time").sleep(600)
+    def reset(self, row): __import__("time").sleep(3000)
 '''
 
 

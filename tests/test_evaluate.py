@@ -54,6 +54,7 @@ from experiments.page.build import (
     token_details,
 )
 from tests import preloaded
+from tests.patience import limit
 
 TINY = ROOT / "data" / "built" / "tiny"
 HOSTILE = (
@@ -644,7 +645,7 @@ def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
         browser += ["--disable-component-update", "--disable-sync", "--dump-dom"]
         address = f"http://127.0.0.1:{server.server_port}/outer"
         done = subprocess.run(
-            [*browser, address], capture_output=True, text=True, errors="replace", timeout=60
+            [*browser, address], capture_output=True, text=True, errors="replace", timeout=limit(60)
         )
         server.shutdown()
     careless, *states = json.loads(re.search(r"<body>(.*)</body>", done.stdout, re.DOTALL)[1])
@@ -654,7 +655,7 @@ def test_a_browser_runs_no_markup_of_a_completion(tmp_path):
 
 def run_python(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(60))
 
 
 def test_importing_the_page_needs_no_torch():

@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT
 
 from data import random_model
+from tests.patience import limit
 
 REVISION = "0" * 40  # of a model in the cache of the hub
 
@@ -38,7 +39,7 @@ def test_gsm8k_runs_from_raw_questions_to_an_evaluated_model(python_stand_in, tm
     ]  # fmt: skip
     done = subprocess.run(
         ["bash", "examples/gsm8k_8gpu.sh", *settings],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(300),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "before: " in done.stdout and "after: " in done.stdout

@@ -27,6 +27,7 @@ from experiments.bench.workload import Workload
 from runtime import summary
 from runtime.checkpoint import TrainState
 from tests import preloaded
+from tests.patience import limit
 
 
 def run(*arguments: object, timeout_s: float = 300) -> subprocess.CompletedProcess:
@@ -287,7 +288,7 @@ print(update(Path("."), dry=True).figures["R3 / live routes"])
 @pytest.mark.slow(process="others")
 def test_pieces_of_kernels_need_torch_and_triton_alone():
     command = [sys.executable, "-c", WITHOUT_LIBRARIES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(120))
     assert done.returncode == 0 and 0.1 < float(done.stdout) < 10, done.stderr
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from tests.patience import limit
+
 FLOORS = (  # a file imports from files on the same floor or below; imports have no circles
     ("experiments", "tests"),
     ("train_rl",),
@@ -161,7 +163,9 @@ def assert_imports_are_silent(folder: Path, modules: list[str], forbidden: str) 
     """Import modules in a fresh process, which may print nothing and may not load the forbidden modules."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", IMPORT_ALL, forbidden, *modules]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit(120)
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(folder.iterdir()) == []
 
@@ -228,10 +232,12 @@ def test_the_commands_of_make_are_valid_shell(stack):
         "demo lint quick bench table record test-ranks test-others test-sandbox check-first check-second"
     ).split()
     make = ["make", "--dry-run", "--always-make", f"STACK={stack}", "RANKS=2", *targets]
-    commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    commands = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, timeout=limit(30))
     assert commands.returncode == 0, commands.stderr
     assert f"/installed-{stack}" in commands.stdout
-    checked = subprocess.run(["sh", "-n"], input=commands.stdout, capture_output=True, text=True, timeout=30)
+    checked = subprocess.run(
+        ["sh", "-n"], input=commands.stdout, capture_output=True, text=True, timeout=limit(30)
+    )
     assert (checked.returncode, checked.stderr) == (0, "")
 
 

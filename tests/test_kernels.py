@@ -31,6 +31,7 @@ import kernels.fp8_block as fp8
 import kernels.linear_logprob_entropy as head
 from experiments.bench import kernel_compile
 from kernels.linear_logprob_entropy import linear_logprob_entropy
+from tests.patience import limit
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -286,7 +287,9 @@ def triton_results(tmp_path_factory):
         output = tmp_path_factory.mktemp("kernels") / "results.pt"
         environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, __file__, str(output)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(300)
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         return torch.load(output, weights_only=True)
 
@@ -673,7 +676,7 @@ def test_problems_of_machine_code_are_named():
 def test_kernels_compile_with_the_triton_of_the_gpu_stack():
     """The GPU stack installs an earlier Triton than the CPU stack, with which the tests above compile."""
     command = [sys.executable, "-m", "experiments.bench.kernel_compile", "--gpu-stack"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit(300))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"Triton {kernel_compile.GPU_TRITON}" in done.stdout
 

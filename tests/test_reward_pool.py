@@ -27,6 +27,7 @@ from reward import (
     verify,
 )
 from settings import RewardSettings
+from tests.patience import limit, wait_until
 from verifiers.kinds import KINDS, functions_of, is_kind, parts_of
 from verifiers.tools import ToolCall
 from workers import ASYNC_CALLS, WorkerPool
@@ -49,14 +50,20 @@ def colours(completion, answer): raise ValueError("\\x1b[31mred\\nline two")
 def of_sibling(completion, answer): return sibling_of_own_rewards.SHARE
 def coroutine(completion, answer): return waits("0", answer)
 async def waits(completion, answer): await asyncio.sleep(float(completion)); return 1.0
+calls = 0
+async def meets(completion, answer):
+    global calls
+    calls += 1
+    while calls < int(completion): await asyncio.sleep(0.001)
+    return 1.0
 async def waits_for(level): await asyncio.sleep(0.01); return level
 async def raises_async(completion): raise KeyError("late")
 async def blocks(completion, answer):
-    if completion == "bad": time.sleep(100)
+    if completion == "bad": time.sleep(3000)
     await asyncio.sleep(0.05); return 1.0
 async def stubborn(completion, answer):
     while True:
-        try: await asyncio.sleep(100)
+        try: await asyncio.sleep(3000)
         except asyncio.CancelledError: pass
 def writes(completion, answer):
     for fd in range(3, 64):
@@ -65,7 +72,7 @@ def writes(completion, answer):
     return 0.0
 def forks(completion, answer):
     if os.fork() == 0:
-        time.sleep(100); os._exit(0)
+        time.sleep(3000); os._exit(0)
     if completion == "dies": os.abort()
     return 1.0
 def flees(completion, answer):
@@ -75,7 +82,7 @@ def flees(completion, answer):
         if os.fork() == 0:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             subprocess.Popen(["sleep", answer], start_new_session=True)
-            os.write(tell, b"1"); time.sleep(100)
+            os.write(tell, b"1"); time.sleep(3000)
         os._exit(0)
     os.read(started, 1)
     if completion == "dies": os.abort()
@@ -113,7 +120,7 @@ def own(tmp_path, monkeypatch):
 
 
 def scored(*items: tuple, **options) -> list[Verdict]:
-    with RewardPool(**{"num_workers": 2, "timeout_s": 5.0} | options) as pool:
+    with RewardPool(**{"num_workers": 2, "timeout_s": limit(5)} | options) as pool:
         for key, item in enumerate(items):
             pool.submit(key, *item)
         return list(pool.collect().values())
@@ -237,21 +244,19 @@ def test_a_sum_is_a_weighted_mean_with_the_status_of_the_first_part(own):
 
 
 def test_calls_of_an_async_function_run_concurrently(own):
-    """One worker: 40 calls of 0.2 s, one after another, would take 8 s."""
-    start = time.monotonic()
-    with RewardPool(1, timeout_s=60.0) as pool:
-        assert pool.at_once("own_rewards:waits") == 1, "the pool has not called the function yet"
+    """One worker: all 40 calls have begun before the first one ends."""
+    with RewardPool(1, timeout_s=limit(60)) as pool:
+        assert pool.at_once("own_rewards:meets") == 1, "the pool has not called the function yet"
         for key in range(40):
-            pool.submit(key, "own_rewards:waits", "0.2", "")
+            pool.submit(key, "own_rewards:meets", "40" if key else "1", "")
         assert list(pool.collect().values()) == [OK] * 40
-        assert pool.num_restarts == 0 and 0.2 <= pool.seconds["own_rewards:waits"]
-        assert (pool.at_once("own_rewards:waits"), pool.at_once("exact")) == (ASYNC_CALLS, 1)
-    assert time.monotonic() - start < 4
+        assert pool.num_restarts == 0 and pool.seconds["own_rewards:meets"] > 0
+        assert (pool.at_once("own_rewards:meets"), pool.at_once("exact")) == (ASYNC_CALLS, 1)
 
 
 def test_a_sum_of_code_and_an_async_function_is_scored_alone(own):
     """Programs that share a call would run one after another under the time limit of one call."""
-    with RewardPool(1, timeout_s=60.0) as pool:
+    with RewardPool(1, timeout_s=limit(60)) as pool:
         kinds = ("0.5*code + 0.5*own_rewards:waits", "0.5*exact + 0.5*own_rewards:waits")
         for kind in kinds:
             pool.submit(kind, kind, "0", "[]")
@@ -260,19 +265,19 @@ def test_a_sum_of_code_and_an_async_function_is_scored_alone(own):
 
 
 def test_each_call_of_an_async_function_has_a_separate_limit(own):
-    seconds = ["0", "0", "30", "0.1", "0", "30"]
-    with RewardPool(1, timeout_s=0.8) as pool:
+    seconds = ["0", "0", "3000", "0.1", "0", "3000"]
+    with RewardPool(1, timeout_s=limit(0.8)) as pool:
         for key, sleep in enumerate(seconds):
             pool.submit(key, "own_rewards:waits", sleep, "")
         statuses = [verdict.status for verdict in pool.collect().values()]
         assert pool.num_restarts == 0 and pool.num_timeouts == 2
-    assert statuses == ["timeout" if sleep == "30" else "ok" for sleep in seconds]
+    assert statuses == ["timeout" if sleep == "3000" else "ok" for sleep in seconds]
 
 
 @pytest.mark.parametrize("name, restarts", [("blocks", 2), ("stubborn", 1)])
 def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, monkeypatch):
-    monkeypatch.setattr(workers, "GRACE_S", 0.5)
-    with RewardPool(1, timeout_s=1.0) as pool:
+    monkeypatch.setattr(workers, "GRACE_S", limit(0.5))
+    with RewardPool(1, timeout_s=limit(1)) as pool:
         pool.submit("first", "own_rewards:blocks", "good", "")
         pool.collect()
         for key in range(6):
@@ -295,9 +300,8 @@ def test_an_async_call_that_cannot_be_stopped_is_killed(name, restarts, own, mon
 )  # fmt: skip
 def test_a_function_that_misbehaves_costs_only_one_item(name, status, restarts, own, monkeypatch):
     """`deaf` ignores the alarm, so the pool kills the worker after the grace period."""
-    monkeypatch.setattr(workers, "GRACE_S", 0.5)
-    timeout_s = 1.0 if status == "timeout" else 20.0  # filling 512 MiB may take more than 1 s
-    start = time.monotonic()
+    monkeypatch.setattr(workers, "GRACE_S", limit(0.5))
+    timeout_s = limit(1 if status == "timeout" else 20)  # filling 512 MiB may take more than 1 s
     with RewardPool(1, timeout_s=timeout_s, memory_bytes=1 << 29) as pool:
         pool.submit("before", "exact", "a", "a")
         pool.submit("bad", f"own_rewards:{name}", "x", "")
@@ -308,13 +312,12 @@ def test_a_function_that_misbehaves_costs_only_one_item(name, status, restarts, 
         assert pool.num_restarts == restarts and len(pool.latencies) == 23
     assert verdicts.pop("bad").status == status
     assert set(verdicts.values()) == {OK} and len(verdicts) == 22
-    assert time.monotonic() - start < timeout_s + 20, "the limit, and the start of a worker on a busy machine"
 
 
 def test_a_worker_that_leaks_memory_is_replaced(own):
     """Each call keeps 48 of the 512 MiB of a worker; a full worker is replaced at the cost of one item."""
     own.write_text("kept = []\ndef keeps(completion): kept.append(bytearray(48 << 20)); return 1.0\n")
-    with RewardPool(1, timeout_s=20.0, memory_bytes=1 << 29) as pool:
+    with RewardPool(1, timeout_s=limit(20), memory_bytes=1 << 29) as pool:
         for key in range(24):
             pool.submit(key, "own_rewards:keeps", "x", "")
         statuses = [verdict.status for verdict in pool.collect().values()]
@@ -400,15 +403,13 @@ def group_of(leader: int) -> list[int]:
 @pytest.mark.parametrize("completion, restarts", [("stays", 0), ("dies", 1)])
 def test_child_processes_of_a_function_end_with_the_worker(completion, restarts, own):
     """A child process holds the pipe open, and the pool notices the death of the worker nevertheless."""
-    start = time.monotonic()
-    with RewardPool(1, timeout_s=60.0) as pool:
+    with RewardPool(1, timeout_s=limit(60)) as pool:
         leader = pool._workers[0].process.pid
         pool.submit(0, "own_rewards:forks", completion, "")
         (verdict,) = pool.collect().values()
         assert (verdict.status, pool.num_restarts) == ("error" if restarts else "ok", restarts)
         if not restarts:
             assert len(group_of(leader)) == 3, "the worker, the guard and the child"
-    assert time.monotonic() - start < 30
     wait_until_none(group_of, leader)
 
 
@@ -421,16 +422,13 @@ def sleepers(seconds: str) -> list[int]:
 
 
 def wait_until_none(find, *arguments) -> None:
-    end = time.monotonic() + 10
-    while find(*arguments) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert find(*arguments) == []
+    assert wait_until(lambda: find(*arguments) == [])
 
 
 def test_child_processes_in_other_sessions_end_with_the_worker(own):
     """Each item forks twice, calls setsid() twice and starts `sleep`, with all signals blocked."""
-    seconds = {completion: f"100{i}.{os.getpid()}" for i, completion in enumerate(("dies", "stays"))}
-    with RewardPool(1, timeout_s=60.0) as pool:
+    seconds = {completion: f"300{i}.{os.getpid()}" for i, completion in enumerate(("dies", "stays"))}
+    with RewardPool(1, timeout_s=limit(60)) as pool:
         for completion, answer in seconds.items():
             pool.submit(completion, "own_rewards:flees", completion, answer)
         assert [verdict.status for verdict in pool.collect().values()] == ["error", "ok"]
@@ -442,20 +440,20 @@ def test_child_processes_in_other_sessions_end_with_the_worker(own):
 def test_a_stopped_or_killed_guard_does_not_delay_close(own, monkeypatch):
     monkeypatch.setattr(workers, "STOP_S", 0.1)
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        with RewardPool(1, timeout_s=60.0) as pool:
+        with RewardPool(1, timeout_s=limit(60)) as pool:
             leader = pool._workers[0].process.pid
             pool.submit(0, "own_rewards:forks", "stays", "")
             pool.collect()
             os.kill(leader, number)
             start = time.monotonic()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < limit(5)
         wait_until_none(group_of, leader)
 
 
 KILLED = """
 import os, signal, sys
 from reward import RewardPool
-pool = RewardPool(1, timeout_s=60.0)
+pool = RewardPool(1, timeout_s=3000.0)
 pool.submit(0, "own_rewards:forks", "stays", "")
 pool.submit(1, "own_rewards:flees", "stays", sys.argv[1])
 pool.collect()
@@ -465,7 +463,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_child_processes_of_a_function_end_with_a_killed_run(own):
-    seconds = f"1004.{os.getpid()}"
+    seconds = f"3004.{os.getpid()}"
     command = [sys.executable, "-c", KILLED, seconds]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -612,7 +610,7 @@ def test_a_column_that_some_rows_lack_is_named_before_a_run(own):
 
 def test_rules_overtake_slow_items(own):
     """The first slow item occupies the only worker; after this item the rules go first."""
-    with RewardPool(1, timeout_s=10.0) as pool:
+    with RewardPool(1, timeout_s=limit(10)) as pool:
         for key in range(3):
             pool.submit(("slow", key), "own_rewards:sleeps", "0.2", "")
         for key in range(40):  # more than one window
@@ -626,7 +624,7 @@ def test_rules_overtake_slow_items(own):
 
 
 def test_a_full_backlog_makes_submit_wait(own):
-    with RewardPool(1, timeout_s=10.0, max_backlog=3) as pool:
+    with RewardPool(1, timeout_s=limit(10), max_backlog=3) as pool:
         pool.submit("warm", "own_rewards:sleeps", "0", "")
         pool.collect()
         start = time.monotonic()
@@ -643,7 +641,7 @@ def test_a_full_backlog_makes_submit_wait(own):
 def test_a_latency_is_the_time_from_submit_to_verdict(own):
     """Latencies are in the order of the verdicts, and include the time behind another item."""
     start = time.monotonic()
-    with RewardPool(1, timeout_s=10.0) as pool:
+    with RewardPool(1, timeout_s=limit(10)) as pool:
         for key in range(3):
             pool.submit(key, "own_rewards:sleeps", "0.1", "")
         pool.submit("rule", "exact", "a", "a")

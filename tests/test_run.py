@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from data.calculator import TEMPLATE
 from runtime.checkpoint import digest_of_record
 from tests import preloaded
+from tests.patience import limit, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("demo_model")]
 TINY = ROOT / "data" / "built" / "tiny"
@@ -154,41 +154,37 @@ def has_logged(run_dir: Path, step: int) -> bool:
 def start_and_terminate(command: list[str], run_dir: Path) -> subprocess.Popen:
     """Send SIGTERM to torchrun alone after step 2; return the ended process. No rank may outlive torchrun."""
     process = start_torchrun(command)
-    deadline = time.monotonic() + 120
-    while not has_logged(run_dir, 2):
-        assert process.poll() is None and time.monotonic() < deadline, "ended before the signal"
-        time.sleep(0.002)
+    assert wait_until(lambda: has_logged(run_dir, 2) or process.poll() is not None, 120)
+    assert process.poll() is None, "ended before the signal"
     ranks = children_of(process)
     assert len(ranks) == 2
     process.terminate()
-    process.wait(60)
-    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
-        assert time.monotonic() < deadline, "a rank outlived torchrun"
-        time.sleep(0.01)
+    process.wait(limit(60))
+    assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks)), "a rank outlived it"
     assert not (run_dir / "summary.json").exists()
     return process
 
 
 def test_ranks_that_still_import_end_with_torchrun(tmp_path):
+    """A rank that has mapped torch's libraries still imports for seconds."""
     process = start_torchrun([*SMALL, f"run.dir={tmp_path}"])
     ranks = []
-    while len(ranks) < 2:
-        assert process.poll() is None
-        ranks = [pid for pid in children_of(process) if b"train_rl" in command_of(pid)]
-    time.sleep(0.7)  # importing torch takes longer
+
+    def import_torch() -> bool:
+        ranks[:] = [pid for pid in children_of(process) if b"train_rl" in read(f"/proc/{pid}/cmdline")]
+        return len(ranks) == 2 and all(b"libtorch" in read(f"/proc/{pid}/maps") for pid in ranks)
+
+    assert wait_until(import_torch)
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 5  # for a busy machine
-    while any(b"train_rl" in command_of(pid) for pid in ranks) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(b"train_rl" in command_of(pid) for pid in ranks)
+    assert wait_until(lambda: not any(b"train_rl" in read(f"/proc/{pid}/cmdline") for pid in ranks))
     assert not (tmp_path / "lock").exists(), "the ranks were still importing"
 
 
-def command_of(pid: str) -> bytes:
-    """Return the command line of a process, or nothing if the process has ended."""
+def read(file: str) -> bytes:
+    """Return the content of a process's file in /proc, or nothing if the process has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(file).read_bytes()
     except OSError:
         return b""
 

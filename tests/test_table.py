@@ -10,7 +10,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from experiments.studies.score_centering import secondary
 from runtime.checkpoint import prepare_run_dir
 from runtime.config import flat_settings
 from tests import preloaded
+from tests.patience import limit, wait_until
 from train_rl import load_config
 
 T_975 = {1: 12.7062047364, 2: 4.3026527297, 4: 2.7764451052}  # 97.5 % quantiles of Student's t, from tables
@@ -1180,14 +1180,11 @@ def test_a_signal_ends_every_tree_and_nothing_else(number, table, tmp_path, monk
     scheduler = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(run.main(argv)))
     scheduler.start()
     try:
-        deadline = time.monotonic() + 90
-        while not pids.is_file() or pids.read_text().count("\n") < 2:
-            assert scheduler.is_alive() and time.monotonic() < deadline
-            time.sleep(0.1)
+        assert wait_until(lambda: pids.is_file() and pids.read_text().count("\n") >= 2, 90)
         started = [int(pid) for pid in pids.read_text().split()]
         assert len(started) == 4 and all(alive(pid) for pid in started)
         os.kill(scheduler.pid, number)
-        scheduler.join(30)
+        scheduler.join(limit(30))
         assert scheduler.exitcode == 130
         assert not any(alive(pid) for pid in started)
         assert bystander.poll() is None and len(pids.read_text().split()) == 4, "the third run never started"

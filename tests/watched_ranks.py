@@ -1,4 +1,4 @@
-"""Hang on one of two watched ranks: watched_ranks.py KIND FOLDER.
+"""Hang on one of two watched ranks: watched_ranks.py KIND FOLDER TIMEOUT_S.
 
 Rank 1 hangs in a phase of a step, as the rank of a run would; rank 0 continues to the next collective and
 waits. KIND fails: rank 1 reports an error, but does not end.
@@ -25,10 +25,10 @@ from runtime.agreement import wait_for_ranks
 from runtime.metrics import Clock
 from runtime.watchdog import Watchdog
 
-WARN_S, TIMEOUT_S = 1.0, 3.0
+FOREVER_S = 3000
 
 
-def hangs_here(seconds: float = 60.0) -> None:
+def hangs_here(seconds: float = FOREVER_S) -> None:
     """Hang in a function whose name appears in the stack trace."""
     time.sleep(seconds)
 
@@ -50,7 +50,7 @@ def hang(kind: str, clock: Clock, folder: Path) -> None:
             dist.barrier(group=pair)
         case "interpreter":
             with clock("deal"):
-                ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the interpreter's lock
+                ctypes.PyDLL(None).sleep(FOREVER_S)  # PyDLL keeps the interpreter's lock
         case "fails":
             Watchdog.running.tell_failure("error on rank 1: no memory")
             Watchdog.running.stop()
@@ -60,19 +60,20 @@ def hang(kind: str, clock: Clock, folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def main(kind: str, folder: Path) -> None:
-    wait_for_ranks(warn_s=30.0, timeout_s=60.0)  # in the store of torchrun's agent, if there is one
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+def main(kind: str, folder: Path, timeout_s: float) -> None:
+    warn_s = timeout_s / 3
+    wait_for_ranks(10 * timeout_s, 20 * timeout_s)  # in the store of torchrun's agent, if there is one
+    dist.init_process_group("gloo", timeout=timedelta(seconds=10 * timeout_s))
     clock, rank = Clock({}), dist.get_rank()
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"report_{rank}")
-    watchdog = Watchdog(clock, WARN_S, TIMEOUT_S).start()
+    watchdog = Watchdog(clock, warn_s, timeout_s).start()
     watchdog.follow(SimpleNamespace(step=4), folder)
     with clock("reward"):
         dist.all_reduce(torch.ones(1))
     if kind == "everybody":
         with clock("rollout"):
             hangs_here()
-    time.sleep(WARN_S)  # some heartbeats
+    time.sleep(warn_s)  # some heartbeats
     if rank == 1:
         hang(kind, clock, folder)
     if rank == 0 and kind == "other collective":
@@ -80,11 +81,11 @@ def main(kind: str, folder: Path) -> None:
     if kind != "slow":
         dist.all_gather_object([None, None], rank)
     for _ in range(12):
-        time.sleep(rank * TIMEOUT_S / 6)
+        time.sleep(rank * timeout_s / 6)
         dist.barrier()
     watchdog.stop()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]))
