@@ -21,22 +21,22 @@ from typing import TypeVar
 Options = TypeVar("Options")
 
 
+FIRST_PROCESS = Path("/proc/1")
+
+
 def die_with_torchrun() -> None:
     """Have Linux kill this rank when torchrun dies, because an orphan would keep writing to the run's folder.
 
     Call this before slow imports: the kernel sends no signal if torchrun has died earlier. The system's first
-    process has then adopted the rank.
+    process has then adopted the rank. In some containers torchrun itself is the first process.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent or parent == 1 and not is_launcher(Path("/proc/1/cmdline").read_bytes()):
+        command = (FIRST_PROCESS / "cmdline").read_bytes()
+        is_orphan = parent == 1 and not (b"torch" in command or b"python" in command)
+        if os.getppid() != parent or is_orphan:
             os._exit(1)
-
-
-def is_launcher(command: bytes) -> bool:
-    """Tell whether a command line may be torchrun's, which is the first process in some containers."""
-    return b"torch" in command or b"python" in command
 
 
 COPY_S = 1.0  # one request to stop may arrive twice within this time

@@ -617,7 +617,7 @@ class Site(BaseHTTPRequestHandler):
     def do_GET(self):
         name = self.path.strip("/")
         if name == "slow":
-            time.sleep(3)
+            time.sleep(limit(3))
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
         self.end_headers()

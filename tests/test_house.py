@@ -180,6 +180,88 @@ def test_importing_every_module_is_silent(tmp_path):
     assert_imports_are_silent(tmp_path, MODULES, "vllm datasets math_verify matplotlib experiments tests")
 
 
+# ---- limits of time in tests -------------------------------------------------------------------------------
+TESTS = [path for path in PYTHON if unit_of(path) == "tests" and path not in CAMPAIGN]
+SCALED = ("preloaded.run", "torchrun", "two_agents", "train", "start", "launch")  # scale their timeout_s
+FOREVER_S = 1000  # a longer sleep stands for a process that hangs
+
+
+def is_fixed(node: ast.AST | None) -> bool:
+    """Tell whether an expression is a positive number of seconds, without any name."""
+    parts = list(ast.walk(node)) if node else []
+    is_number = bool(parts) and all(
+        isinstance(part, (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop))
+        or (isinstance(part, ast.Constant) and isinstance(part.value, (int, float)))
+        for part in parts
+    )
+    return is_number and 0 < eval(ast.unparse(node)) < FOREVER_S
+
+
+def is_time(node: ast.AST, durations: set[str]) -> bool:
+    """Tell whether an expression reads a clock, or a name that holds a duration."""
+    clocks = ("time.monotonic", "time.perf_counter", "time.time")
+    return any(
+        isinstance(part, ast.Call) and ast.unparse(part.func) in clocks
+        or isinstance(part, ast.Name) and part.id in durations
+        for part in ast.walk(node)
+    )  # fmt: skip
+
+
+def fixed_call(node: ast.Call) -> bool:
+    name = ast.unparse(node.func)
+    if name == "time.sleep" or name.endswith((".wait", ".join", ".communicate")):
+        return any(map(is_fixed, [*node.args[:1], *(keyword.value for keyword in node.keywords)]))
+    limits = [keyword.value for keyword in node.keywords if keyword.arg in ("timeout", "timeout_s", "wall_s")]
+    return not name.endswith("Settings") and name not in SCALED and any(map(is_fixed, limits))
+
+
+def fixed_limits(tree: ast.AST) -> list[int]:
+    """List the lines on which a time is compared with a fixed number, or a call waits for one."""
+    assigned = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Assign) and is_time(node.value, set())
+    ]
+    durations = {target.id for node in assigned for target in node.targets if isinstance(target, ast.Name)}
+    loops = [node for node in ast.walk(tree) if isinstance(node, (ast.While, ast.For, ast.AsyncFor))]
+    pauses = {id(node) for loop in loops for node in ast.walk(loop)}  # between two looks at a condition
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            for op, *pair in zip(node.ops, sides, sides[1:]):
+                small, large = pair if isinstance(op, (ast.Lt, ast.LtE)) else reversed(pair)
+                lines += [node.lineno] if is_time(small, durations) and is_fixed(large) else []
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+            sides = (node.left, node.right)
+            is_deadline = any(is_time(side, set()) for side in sides) and any(map(is_fixed, sides))
+            lines += [node.lineno] if is_deadline else []
+        elif isinstance(node, ast.Call) and fixed_call(node):
+            is_pause = ast.unparse(node.func) == "time.sleep" and id(node) in pauses
+            lines += [] if is_pause else [node.lineno]
+    return lines
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
+def test_limits_of_time_scale_with_the_speed_of_the_machine(path):
+    """Wait for a condition, or use limit() of tests/patience.py: other processes may take the processor."""
+    assert fixed_limits(parse(path)) == []
+
+
+def test_a_fixed_limit_of_time_is_noticed():
+    bad = [
+        "deadline = time.monotonic() + 5", "assert time.monotonic() - start < 5", "process.wait(5)",
+        "s = time.time() - start\nassert 3 * 5 >= s", "subprocess.run(command, timeout=60)",
+        "time.sleep(0.1)",
+        "RewardPool(1, timeout_s=0.5)", "assert 0 < time.monotonic() - start <= 60.0",
+    ]  # fmt: skip
+    good = [
+        "deadline = time.monotonic() + limit(5)", "s = time.time() - start\nassert s >= 5", "','.join(words)",
+        "while waits():\n    time.sleep(0.1)", "time.sleep(3000)", "RewardSettings(timeout_s=5)",
+        "assert time.monotonic() - start < 8 * timeout_s", "train(timeout_s=120)",
+    ]  # fmt: skip
+    assert all(fixed_limits(ast.parse(code)) for code in bad)
+    assert not any(fixed_limits(ast.parse(code)) for code in good)
+
+
 # ---- sizes and docstrings ----------------------------------------------------------------------------------
 
 

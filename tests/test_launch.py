@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -62,6 +63,23 @@ def test_a_first_signal_is_remembered_and_a_second_ends_the_process(waiting, num
     waiting.send_signal(number)
     assert waiting.wait(limit(5)) == 128 + number
     assert number.name in waiting.stderr.read()
+
+
+@pytest.mark.parametrize(
+    "parents, command, ends",
+    [([7, 7], b"", False), ([7, 1], b"init", True), ([1, 1], b"init", True), ([1, 1], b"torchrun", False)],
+)
+def test_a_rank_whose_torchrun_has_died_ends_at_once(parents, command, ends, tmp_path, monkeypatch):
+    """The first process adopts orphans; in some containers torchrun itself is the first process."""
+    exits = []
+    (tmp_path / "cmdline").write_bytes(command)
+    monkeypatch.setattr(launch, "FIRST_PROCESS", tmp_path)
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(os, "getppid", lambda: parents.pop(0))
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    launch.die_with_torchrun()
+    assert exits == [1] * ends
 
 
 def test_ctrl_c_during_imports_ends_a_run_without_a_stack():

@@ -115,7 +115,9 @@ def test_a_rank_may_wait_longer_while_another_rank_compiles_kernels(phase, idle_
     ended = []
     watchdog = object.__new__(Watchdog)
     vars(watchdog).update(rank=0, num_ranks=2, warn_s=1e3, next_warning=1e3, interval=0.0, clock=clock)
-    vars(watchdog).update(timeout_s=40.0, setup_timeout_s=160.0, _end=lambda line, beats: ended.append(line))
+    watchdog.timeout_s = 40.0
+    watchdog.setup_timeout_s = 160.0
+    watchdog._end = lambda line, beats: ended.append(line)
     both = [beat | {"phase": phase, "idle_s": idle_s} for beat in beats("waits", "works")]
     watchdog.read_beats = lambda: both
     watchdog._judge(both[0])
