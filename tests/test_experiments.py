@@ -72,7 +72,8 @@ def test_mismatch_writes_the_table_it_prints(tmp_path):
         assert case[3] != "r3" or row["mismatch_routes"]["max"] == 0
         exact = case[:2] == ("float32", "off") or case[:3] == ("float32", "simulate", "engine's weights")
         assert (row["abs_dlogp"]["mean"] < 1e-5) == exact, case  # else the weights or the products differ
-    for row in (row for row in rows if row["router_replay"] == "off" and row["trainer"] != "bfloat16"):
+    shown = [row for row in rows if row["mismatch_routes"]["mean"] > 0 and row["trainer"] != "bfloat16"]
+    for row in (row for row in shown if row["router_replay"] == "off"):
         start = f"| tiny | {row['engine']} | {row['fp8']} | {row['trainer']} |"
         (line,) = [line for line in done.stdout.splitlines() if line.startswith(start)]
         assert f"{row['mismatch_k3']['mean']:.1e} ->" in line

@@ -188,12 +188,13 @@ def summary(values: list[float]) -> dict[str, float | list[float] | None]:
 def table_lines(data: list[dict]) -> list[str]:
     """Return one line per model, engine and trainer: without replay -> with the engine's routes (r3).
 
-    Rows of a trainer in bfloat16, ranges, maxima and effective sample sizes are in the record alone.
+    Rows without route differences, of a trainer in bfloat16, ranges and maxima are in the record alone.
     """
     names = ["model", "engine", "fp8", "trainer"]
     rows = []
     for row in data:
-        if row["router_replay"] == "off" and row["trainer"] != "bfloat16":
+        is_shown = row["trainer"] != "bfloat16" and row["mismatch_routes"]["mean"] > 0
+        if row["router_replay"] == "off" and is_shown:
             (replayed,) = (
                 other for other in data
                 if other["router_replay"] == "r3" and all(other[name] == row[name] for name in names)
