@@ -173,7 +173,7 @@ def piece_lines(name: str, record: dict, expected: dict[str, str]) -> list[str]:
     return lines
 
 
-IN_TEXT = ("attention", "optimizer", "profile", "tiny")
+IN_TEXT = ("attention", "long", "optimizer", "profile", "tiny")
 
 
 def table_lines(data: dict) -> list[str]:
