@@ -13,7 +13,7 @@ in nats.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,19 +202,17 @@ class RolloutBatch:
     group_index: Tensor  # [B] int64, number of the group on this rank
     minibatch: Tensor  # [B] int64, update of the step
     routed_experts: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] expert ids by the engine
-    topk_ids: list[Tensor] | None = None  # [B] of [c, k] the engine's most likely tokens (score centering)
+    topk_ids: list[Tensor] | None = None  # [B] of [c, k] the engine's most likely tokens (Request.topk)
     topk_logprobs: list[Tensor] | None = None  # [B] of [c, k] by the engine, of these tokens
     old_logprobs: Tensor | None = None  # [B, T] by the trainer before the updates
-    old_topk_logprobs: list[Tensor] | None = None  # [B] of [c, k] by the trainer before the updates
     entropy: Tensor | None = None  # [B, T] full vocabulary, of the trainer's policy before the updates
     old_routes: list[Tensor] | None = None  # [B] of [p + c - 1, L, K] by the trainer before the updates
     route_mismatch: Tensor | None = None  # [B, T] 1 if old_routes differ from the engine's, else 0
     ref_logprobs: Tensor | None = None  # [B, T] by the initial policy; None without a KL penalty
     rewards: Tensor | None = None  # [B]
-    is_taught: Tensor | None = None  # [B] bool, the teacher teaches this completion; None without a teacher
-    teacher_logprobs: Tensor | None = None  # [B, T] by the teacher, 0 in rows that it does not teach
-    confidence: Tensor | None = None  # [B] factor of the teacher's advantages, in [0, 1]
     advantages: Tensor | None = None  # [B, T]
+    replaced: Tensor | None = None  # [B] bool, completions whose advantages an extra has replaced
+    extras: dict[str, Any] = field(default_factory=dict)  # what each extra keeps for the step, by its name
     turns: list[tuple[Turn, ...]] | None = None  # [B]; None: no completion has inserted tokens
     answer_ids: list[list[int]] = field(default_factory=list)  # [B] ragged, the scored tokens of completions
 
@@ -319,7 +317,7 @@ class LossInputs:
     mask: Tensor  # bool, sampled tokens of completions
     log_vocab: float  # log of the vocabulary's size
     settings: AlgorithmSettings
-    expected_gain: Tensor | None = None  # subtracted from the gain (score_centre()); None: no score centering
+    added_gain: Tensor | None = None  # by extras, added to the gain; None: no extra does
     log_ratio: Tensor = field(init=False)  # log pi - log pi_old of each token, with gradient
     ratio: Tensor = field(init=False)  # of the token's group, with gradient; set by token_gain()
 

@@ -9,6 +9,8 @@ import math
 
 import plugins
 from data.prompts import check_data
+from extras.base import active
+from extras.settings import without_effect
 from fp8 import check_fp8
 from judges import has_places
 from runtime.config import (
@@ -21,10 +23,8 @@ from runtime.config import (
 )  # fmt: skip
 from runtime.learning_rate import learning_rate
 from runtime.stages import check_hand_overs, place_of, settings_of_stages
-from settings import HOOKS, Config, ZeroVarianceSettings
+from settings import HOOKS, Config
 from verifiers.kinds import functions_of, is_kind
-
-DEFAULTS = ZeroVarianceSettings()
 
 
 def load_config(argv: list[str], description: str = "") -> Config:
@@ -43,9 +43,8 @@ def check_stages(config: Config) -> None:
         except ValueError as error:
             prefix = f"{place_of(config.stages, number)}: " if config.stages else ""
             raise ValueError(f"{prefix}{error}") from error
-    teachers = sorted({c.zero_variance.teacher for c in configs if c.zero_variance.teacher is not None})
-    if len(teachers) > 1:
-        raise ValueError(f"zero_variance.teacher: stages name {', '.join(teachers)}, a run has one teacher")
+    for extra in dict.fromkeys(extra for stage_config in configs for extra in active(stage_config)):
+        extra.check_stages(configs)
     check_hand_overs(config.stages, configs, [hand_over_metrics(stage_config) for stage_config in configs])
 
 
@@ -100,6 +99,9 @@ def check_config(config: Config) -> None:
     ):  # fmt: skip
         refuse_contradictions(config, contradictions(config))
     check_fp8(config.rollout)
+    refuse_contradictions(config, without_effect(config))
+    for extra in active(config):
+        refuse_contradictions(config, extra.contradictions(config))
     learning_rate(config.train, 0)  # raises if the schedule does not accept its arguments
     plugins.check_plugins(config)
 
@@ -117,21 +119,9 @@ def zero_variance_contradictions(config: Config) -> dict[str, bool]:
             zero.skip_rule != "expected" and not zero.history,
         "{zero_variance.rl_zvp} reshapes the groups that {zero_variance.drop} removes: choose one":
             zero.rl_zvp and zero.drop,
-        "{zero_variance.teacher} teaches groups that {zero_variance.drop} removes: choose one":
-            zero.teacher is not None and zero.drop,
-        "{zero_variance.teacher_groups} leaves no group to {zero_variance.rl_zvp}: set it to all_wrong":
-            zero.teacher is not None and zero.rl_zvp and zero.teacher_groups != "all_wrong",
-        **{
-            f"{{zero_variance.{name}}} has no effect without {{zero_variance.teacher}}":
-                zero.teacher is None and getattr(zero, name) != getattr(DEFAULTS, name)
-            for name in ("teacher_groups", "teacher_coef", "teacher_scores", "teacher_token_cost")
-        },
-        **{
-            f"{{zero_variance.{name}}} holds pass rates of single turns, but completions have turns with "
-            "data.tools or data.environment: set it to null":
-                config.has_turns and getattr(zero, name) is not None
-            for name in ("offline_scores", "teacher_scores")
-        },
+        "{zero_variance.offline_scores} holds pass rates of single turns, but completions have turns with "
+        "data.tools or data.environment: set it to null":
+            config.has_turns and zero.offline_scores is not None,
         "{zero_variance.explore_solved}, {zero_variance.explore_unsolved} and {zero_variance.retest_steps} "
         "would skip some prompts for ever: set one of them above 0": zero.history and loses_prompts,
         "{zero_variance.probe_size} must be below {rollout.group_size}":
@@ -174,24 +164,7 @@ def loss_contradictions(config: Config) -> dict[str, bool]:
     """List contradictions among ratio, clips, corrections and hooks, for refuse_contradictions()."""
     algo = config.algorithm
     is_capped = algo.clip_mode in ("fixed", "entropy_adaptive")
-    is_centered = algo.score_centering
     return {
-        "{algorithm.score_centering} is not implemented for inserted tokens of {data.tools}: leave one out":
-            is_centered and bool(config.data.tools),
-        "{algorithm.score_centering} is not implemented for inserted tokens of {data.environment}: leave one "
-        "out": is_centered and config.data.environment is not None,
-        "{algorithm.score_centering} needs the weight of every token, also of those not sampled, and "
-        "{algorithm.gain} hides it: leave one of them out": is_centered and algo.gain is not None,
-        "{algorithm.score_centering} centers a weight of log pi, not the min of {algorithm.clip_mode}: set "
-        "clip_mode to none or weight": is_centered and algo.clip_mode not in ("none", "weight"),
-        "{algorithm.score_centering} needs a ratio per token, not per {algorithm.ratio_level}":
-            is_centered and algo.ratio_level != "token",
-        "{algorithm.score_centering} needs a weight per token; {algorithm.rollout_correction} has one per "
-        "completion: set it to none, token_tis or token_mask": is_centered
-            and algo.rollout_correction in ("sequence_tis", "sequence_mask", "geometric_mask"),
-        "{algorithm.score_centering} needs the engine's most likely tokens, not {rollout.topk_logprobs}: set "
-        "topk_logprobs to 128, or to the size of a small vocabulary":
-            is_centered and config.rollout.topk_logprobs == 0,
         "{algorithm.clip_mode} clips each token before the mean: {algorithm.ratio_level} has no mean":
             algo.clip_mode == "before_mean" and algo.ratio_level == "token",
         "{algorithm.entropy_clip_form} has no effect with {algorithm.clip_mode}":
@@ -248,7 +221,8 @@ def rollout_contradictions(config: Config) -> dict[str, bool]:
 
 def config_warnings(config: Config) -> list[str]:
     """List legitimate but unusual combinations, to be printed once at the start."""
-    return [*loss_warnings(config), *elimination_warnings(config), *timeout_warnings(config)]
+    of_extras = [warning for extra in active(config) for warning in extra.warnings(config)]
+    return [*loss_warnings(config), *elimination_warnings(config), *timeout_warnings(config), *of_extras]
 
 
 def loss_warnings(config: Config) -> list[str]:
@@ -274,12 +248,12 @@ def loss_warnings(config: Config) -> list[str]:
             "uses the routes of the old policy anyway"
         )
     is_shared = algo.ratio_level != "token" and algo.ratio_form == "geometric" and algo.clip_mode != "weight"
-    zero = config.zero_variance
-    if is_shared and (zero.teacher is not None or zero.rl_zvp):
-        source = "zero_variance.teacher" if zero.teacher is not None else "zero_variance.rl_zvp"
+    sources = [extra.name for extra in active(config) if extra.replaces_advantages]
+    sources += ["zero_variance.rl_zvp"] if config.zero_variance.rl_zvp else []
+    if is_shared and sources:
         warnings.append(
             f"algorithm.ratio_form 'geometric' at algorithm.ratio_level {algo.ratio_level!r} averages the "
-            f"advantages of the tokens of a ratio, but {source} has an advantage for each token: take "
+            f"advantages of the tokens of a ratio, but {sources[0]} has an advantage for each token: take "
             "algorithm.ratio_form stop_gradient to keep them"
         )
     if is_shared and (algo.select is not None or algo.rollout_correction == "token_mask"):
@@ -304,7 +278,7 @@ def loss_warnings(config: Config) -> list[str]:
 
 
 def elimination_warnings(config: Config) -> list[str]:
-    """List unusual combinations of zero-variance elimination with a judge, a teacher and small groups."""
+    """List unusual combinations of zero-variance elimination with a judge and small groups."""
     zero = config.zero_variance
     warnings = []
     by_record = [name for name in ("history", "offline_scores", "probe_size") if getattr(zero, name)]
@@ -314,13 +288,10 @@ def elimination_warnings(config: Config) -> list[str]:
             f"reward.judge with zero_variance.{', '.join(by_scores)}: the verifier's scores alone decide "
             "whether a group has variance, so differences that only the judge sees do not count"
         )
-    if zero.teacher is not None and by_record:
-        warnings.append(
-            f"zero_variance.teacher with zero_variance.{', '.join(by_record)}: prompts of equal scores are "
-            "skipped or stopped early, although the teacher would teach them"
-        )
-    has_baseline = zero.teacher_groups == "every" or config.algorithm.advantage is not None
-    if config.rollout.group_size == 1 and not has_baseline:
+    needs_baseline = config.algorithm.advantage is None and all(
+        e.needs_baseline(config) for e in active(config)
+    )
+    if config.rollout.group_size == 1 and needs_baseline:
         warnings.append("rollout.group_size 1: a group of one has no baseline, all advantages are 0")
     return warnings
 

@@ -13,7 +13,6 @@ A function marked Collective must be called by all ranks.
 """
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -39,11 +38,11 @@ from batch import Completion, Group, Request, RolloutBatch
 from configure import config_warnings, stage_configs, widest
 from data.chat import load_tokenizer
 from data.history import PromptHistory
-from data.prompts import OfflineScore, Prompt, load_scores, prompt_sha
-from data.score import model_digest
+from data.prompts import OfflineScore, Prompt, prompt_sha
 from data.stages import Offers, Window, load_stages, offers_of, unite
 from data.stream import EvalSets, LoadedSets, digest_of, leave_out, refuse_unknown_tokens, seed_of
 from episodes import Interaction
+from extras.base import Extra, Launch, active
 from fp8 import check_fp8, fp8_refusal
 from judges import build_judge, refuse_failing_judge, refuse_mute_judge
 from memory_plan import (
@@ -51,7 +50,6 @@ from memory_plan import (
     choose_micro_batch,
     engine_settings,
     max_model_len,
-    teacher_config,
     trainer_memory,
     with_setting,
     with_sleep_level,
@@ -78,7 +76,6 @@ from runtime.checkpoint import (
     TrainState,
     check_free_disk,
     check_run_dir_is_shared,
-    digest_of_weights,
     find_checkpoint,
     lock_run_dir,
     prepare_run_dir,
@@ -95,6 +92,7 @@ from runtime.checks import (
     check_verdicts,
     mismatch_gate,
     refuse_nonfinite_weights,
+    same_digest,
     say,
     warn_of_unreadable_answers,
 )
@@ -147,8 +145,7 @@ class Run:
     interaction: Interaction | None  # tools and environment; None without
     trainer: Any  # DeepSpeed's engine around the policy
     reference: moe_model.Policy | None  # the initial policy, for a KL penalty
-    teacher: moe_model.Policy | None  # of zero_variance.teacher
-    confidences: dict[str, dict[str, float]]  # {zero_variance.teacher_scores: {prompt_sha: pass rate}}
+    extras: dict[str, Any]  # what each active extra keeps for a launch (extras/base.py)
     judge: Any  # of judges.py; None without a judge
     generation_config: str | None  # text of generation_config.json, which may list more end-of-sequence ids
     signals: Signals
@@ -197,12 +194,13 @@ def set_up(config: Config) -> Run | None:
     loaded, offline_scores, offers = load_data(configs, tokenizer, pool, checkpoint)
     refuse_unknown_tokens(loaded, hf_config.vocab_size, model_dir)
     refuse_other_prompts(checkpoint, loaded.train, config)
-    check_fixed_models(largest, hf_config, tokenizer, state)
-    confidences = load_confidences(configs, loaded, offers)
-    check_confidences(config, confidences, state)
+    check_fixed_models(largest, state)
+    launch = Launch(largest, configs, hf_config, tokenizer, loaded, offers, state, max_model_len(largest))
+    launch.check()
     interaction = start_interaction(configs[0], loaded, tokenizer, model_dir)
     announce(configs, hf_config, loaded, model_dir, tokenizer, accelerator.device, memory_line)
-    record_launch(given, record, loaded, config.model.dtype, begins_with_evaluation(state, configs, loaded))
+    evaluates = begins_with_evaluation(state, configs, loaded)
+    record_launch(given, record, loaded, config.model.dtype, evaluates, launch.models())
     start_trackers(accelerator, config, state.step)
 
     # ---- engine, policy ----
@@ -212,11 +210,9 @@ def set_up(config: Config) -> Run | None:
         engine = start_engine(largest, hf_config, model_dir)
         judge = scalar_judge or load_judge(config.reward)
         dist.barrier()
-        policy = moe_model.build_policy(config.model, model_dir, ep_group, accelerator.device)
-        refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
-        trainer = moe_model.deepspeed_engine(policy, config.train)
-        moe_model.set_group_timeouts(config.run.timeout_s + MARGIN_S)
-        reference, teacher = build_fixed_models(largest, ep_group, accelerator.device)
+        trainer = build_trainer(config, active(largest), model_dir, ep_group, accelerator.device)
+        reference = build_reference(largest, ep_group, accelerator.device)
+        launch.build(ep_group, accelerator.device)
         history = PromptHistory.from_offline(offline_scores, configs[0].rollout.group_size)
         if checkpoint:
             history = resume(checkpoint, trainer, history, loaded.train, config)
@@ -225,8 +221,8 @@ def set_up(config: Config) -> Run | None:
         offers=offers[state.stage.number], stage_offers=offers, lock=lock, accelerator=accelerator,
         clock=clock, watchdog=watchdog, state=state, history=history, tokenizer=tokenizer,
         prompts=loaded.train, prompt_ids=loaded.train_ids, eval_sets=loaded.eval_sets, engine=engine,
-        pool=pool, interaction=interaction, trainer=trainer, reference=reference, teacher=teacher,
-        confidences=confidences, judge=judge, signals=listen(config),
+        pool=pool, interaction=interaction, trainer=trainer, reference=reference,
+        extras=launch.extras, judge=judge, signals=listen(config),
         generation_config=read_generation_config(model_dir), progress=progress_bar(config, state),
     )  # fmt: skip
 
@@ -349,11 +345,10 @@ def check_model(config: Config, hf_config) -> None:
         raise ValueError(f"algorithm.router_replay {replay}: the model is dense and has no router; set off")
 
 
-# ---- judge, teacher and reference ----
-def check_fixed_models(config: Config, hf_config, tokenizer, state: TrainState) -> None:
-    """Raise ValueError if judge, teacher or reference are unfit, or differ from those of the checkpoint."""
+# ---- judge and reference ----
+def check_fixed_models(config: Config, state: TrainState) -> None:
+    """Raise ValueError if judge or reference are unfit, or differ from those of the checkpoint."""
     check_judge(config, state)
-    check_teacher(config, hf_config, tokenizer, state)
     if config.algorithm.kl_coef > 0:  # the reference is read from model.path at every launch
         folder = moe_model.model_folder(config.model.path)
         state.reference = same_digest(config, "model.path", folder, state.reference)
@@ -368,124 +363,24 @@ def check_judge(config: Config, state: TrainState) -> None:
         state.judge = same_digest(config, "reward.judge_path", Path(reward.judge_path), state.judge)
 
 
-def check_teacher(config: Config, hf_config, tokenizer, state: TrainState) -> None:
-    """Raise ValueError if zero_variance.teacher does not fit the policy or has changed since the checkpoint.
-
-    The teacher scores the policy's token ids, so it needs the same tokens under the same ids. Its embedding
-    may have more rows, which some models of a family have as padding.
-    """
-    path = config.zero_variance.teacher
-    if path is None:
-        return
-    teacher = teacher_config(path)
-    folder = moe_model.model_folder(path)
-    own = tokenizer.get_vocab()
-    other = load_tokenizer(folder, "zero_variance.teacher").get_vocab()
-    if own != other or teacher.vocab_size < hf_config.vocab_size:
-        differing = sorted(own.items() ^ other.items(), key=lambda item: item[1])
-        example = f", for example the token {differing[0][0]!r}" if differing else ""
-        raise ValueError(
-            f"zero_variance.teacher: {path} has another vocabulary ({len(other):,} tokens, "
-            f"{teacher.vocab_size:,} embeddings) than the policy ({len(own):,}, {hf_config.vocab_size:,})"
-            f"{example}: a teacher scores the policy's token ids, take a model with the same tokenizer"
-        )
-    context = max_model_len(config)
-    if context > teacher.max_position_embeddings:
-        raise ValueError(
-            f"zero_variance.teacher: completions with their prompts have up to {context} tokens, but the "
-            f"context of {path} is {teacher.max_position_embeddings}: lower rollout.max_new_tokens"
-        )
-    if num_experts_of(teacher) % config.model.ep_size:
-        raise ValueError(
-            f"zero_variance.teacher: model.ep_size {config.model.ep_size} must divide the "
-            f"{num_experts_of(teacher)} experts of {path}"
-        )
-    state.teacher = same_digest(config, "zero_variance.teacher", folder, state.teacher)
+def build_trainer(
+    config: Config, extras: list[Extra], model_dir: Path, ep_group, device: torch.device
+) -> Any:
+    """Build the policy and DeepSpeed's engine around it. Collective."""
+    policy = moe_model.build_policy(config.model, model_dir, ep_group, device)
+    refuse_nonfinite_weights(policy, f"model.path: {model_dir}", "take a model whose weights are finite")
+    for extra in extras:
+        extra.adapt(policy, config)
+    trainer = moe_model.deepspeed_engine(policy, config.train)
+    moe_model.set_group_timeouts(config.run.timeout_s + MARGIN_S)
+    return trainer
 
 
-def same_digest(config: Config, setting: str, folder: Path, recorded: str | None) -> str | None:
-    """Return the digest of the weights that a setting names; ValueError if the recorded one differs.
-
-    None if the folder has no weights, for example if a judge is a function.
-    """
-    digest = digest_of_weights(folder)
-    if recorded not in (None, digest):
-        refuse_or_say(config, setting, f"the weights in {folder} have", "them")
-    return digest
-
-
-def refuse_or_say(config: Config, setting: str, subject: str, pronoun: str) -> None:
-    """Raise ValueError for a file that changed since the checkpoint; with resume=weights only report it."""
-    if config.checkpoint.resume == "auto":
-        raise ValueError(
-            f"{setting}: {subject} changed since the checkpoint: restore {pronoun}, or resume from the "
-            "weights alone with checkpoint.resume=weights"
-        )
-    say(f"{setting}: {subject} changed since the checkpoint")
-
-
-def check_confidences(config: Config, confidences: dict, state: TrainState) -> None:
-    """Raise ValueError if the pass rates of zero_variance.teacher_scores differ from the checkpoint's."""
-    if not confidences:
-        return
-    rates = sorted(sorted(of_file.items()) for of_file in confidences.values())
-    digest = hashlib.sha256(json.dumps(rates).encode()).hexdigest()[:16]
-    if state.teacher_scores not in (None, digest):
-        refuse_or_say(config, "zero_variance.teacher_scores", "the pass rates have", "the file")
-    state.teacher_scores = digest
-
-
-def load_confidences(
-    configs: list[Config], loaded: LoadedSets, offers: list[Offers]
-) -> dict[str, dict[str, float]]:
-    """Return {file: {prompt_sha: the teacher's pass rate}} of zero_variance.teacher_scores, for all stages.
-
-    A prompt whose verdicts all failed has the pass rate 0. ValueError for a file of another model, or if a
-    training prompt of a stage is missing.
-    """
-    confidences = {}
-    for config, of_stage in zip(configs, offers):
-        path = config.zero_variance.teacher_scores
-        if path is None:
-            continue
-        scores = load_scores(path)
-        with open(path, encoding="utf-8") as file:
-            model = str(json.loads(file.readline())["model"])
-        teacher = config.zero_variance.teacher
-        if model.split()[-1:] != [model_digest(moe_model.model_folder(teacher))]:
-            raise ValueError(
-                f"zero_variance.teacher_scores: {path} was measured with another model ({model}) than "
-                f"zero_variance.teacher {teacher}: score the prompts with the teacher"
-            )
-        shas = {prompt_sha(loaded.train[index]) for index in of_stage.indices}
-        if missing := shas - scores.keys():
-            raise ValueError(
-                f"zero_variance.teacher_scores: {path} lacks {len(missing):,} of {len(shas):,} training "
-                "prompts: score all of them with data/score.py, using the template of the training run"
-            )
-        confidences[path] = {sha: score.pass_rate if score else 0.0 for sha, score in scores.items()}
-    return confidences
-
-
-def build_fixed_models(
-    config: Config, ep_group, device: torch.device
-) -> tuple[moe_model.Policy | None, moe_model.Policy | None]:
-    """Build the models that are never trained: the reference of a KL penalty, and the teacher. Collective.
-
-    Both are spread over the expert-parallel ranks and computed in the dtype of the policy.
-    """
-    reference = None
-    teacher = None
-    if config.algorithm.kl_coef > 0:
-        reference = moe_model.build_policy(config.model, config.model.path, ep_group, device)
-    if path := config.zero_variance.teacher:
-        settings = config.model.model_copy(update={"freeze_router": False})  # a dense teacher has no router
-        is_moe = num_experts_of(teacher_config(path)) > 0
-        teacher = moe_model.build_policy(settings, path, ep_group if is_moe else None, device)
-        refuse_nonfinite_weights(
-            teacher, f"zero_variance.teacher: {path}", "take a model with finite weights"
-        )
-    return reference, teacher
+def build_reference(config: Config, ep_group, device: torch.device) -> moe_model.Policy | None:
+    """Build the initial policy, the reference of a KL penalty, if there is one. Collective."""
+    if config.algorithm.kl_coef == 0:
+        return None
+    return moe_model.build_policy(config.model, config.model.path, ep_group, device)
 
 
 # ---- data ----
@@ -585,7 +480,12 @@ def open_run_dir(config: Config) -> tuple[IO | None, Path | None, dict | None]:
 
 
 def record_launch(
-    config: Config, record: dict | None, loaded: LoadedSets, dtype: str, evaluates: bool
+    config: Config,
+    record: dict | None,
+    loaded: LoadedSets,
+    dtype: str,
+    evaluates: bool,
+    models: dict[str, str],
 ) -> None:
     """Write the record of a launch that has passed all checks; a refused launch leaves the earlier one.
 
@@ -593,7 +493,7 @@ def record_launch(
     """
     if dist.get_rank() == 0:
         run_dir = Path(config.run.dir)
-        prepare_run_dir(run_dir, config, record, evaluates)
+        prepare_run_dir(run_dir, config, record, evaluates, models)
         digests = {
             name or "train": digest_of(prompts)[:16] for name, (prompts, _) in loaded.by_name().items()
         }
@@ -707,7 +607,10 @@ def start_engine(config: Config, hf_config, model_dir: Path) -> RolloutEngine:
     reserved = trainer_bytes(parts, engine_sleeps=config.rollout.sleep_level > 0)
     timeout_s = setup_timeout_s(config) + MARGIN_S
     settings = engine_settings(config, hf_config)
-    engine = RolloutEngine(model_dir, max_model_len(config), settings, reserved, timeout_s)
+    options: dict[str, Any] = {}
+    for extra in active(config):
+        options |= extra.engine_options(config)
+    engine = RolloutEngine(model_dir, max_model_len(config), settings, reserved, timeout_s, options)
     say(engine.describe())
     return engine
 

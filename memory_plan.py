@@ -13,7 +13,6 @@ step, sync). tests/test_plan.py compares the formulas with the tensors that torc
 experiments/bench/memory.py compares the sums with the resident memory of updates on CPUs.
 """
 
-import functools
 import itertools
 import math
 import os
@@ -21,6 +20,7 @@ import os
 import torch
 from transformers import PretrainedConfig
 
+from extras.base import active
 from fp8 import fp8_refusal
 from kernels.linear_logprob_entropy import BLOCK_ELEMENTS
 from moe_model import (
@@ -29,7 +29,6 @@ from moe_model import (
     expert_width,
     head_dim,
     is_moe_layer,
-    load_config,
     num_experts_of,
     parameter_counts,
 )
@@ -485,45 +484,6 @@ def rounded_bytes(config: Config, hf_config: PretrainedConfig) -> int:
     return 4 * parameter_counts(hf_config).experts // sum(layers_with_experts(hf_config)) // held
 
 
-@functools.cache  # a search makes a thousand estimates
-def teacher_config(path: str) -> PretrainedConfig:
-    """Read config.json of zero_variance.teacher; ValueError names the setting."""
-    try:
-        return load_config(path)
-    except ValueError as error:
-        raise ValueError(f"zero_variance.teacher: {str(error).removeprefix('model.path: ')}") from error
-
-
-def teacher_bytes(config: Config) -> int:
-    """Return the bytes of the teacher's weights on a rank, which are held in the policy's dtype; 0: none.
-
-    Its forward pass keeps no activations and is smaller than an update of a policy of the same width. A wider
-    teacher takes more than the estimate says, by the size of one layer's activations.
-    """
-    path = config.zero_variance.teacher
-    if path is None:
-        return 0
-    counts = parameter_counts(teacher_config(path))
-    num_held = counts.experts // config.model.ep_size + counts.embeddings + counts.others
-    return num_held * itemsize_of(config.model)
-
-
-def centering_bytes(config: Config, hf_config: PretrainedConfig, tokens: int) -> int:
-    """Return the bytes that score centering adds to the backward pass of a micro-batch; 0: it is off.
-
-    For k tokens of each position: log-probabilities, weights and gradients of 40 bytes [ours: from the sizes
-    of the tensors, not measured], and a float32 gradient of the head. With k at least an eighth of the
-    vocabulary, all logits and their gradient are held instead (topk_logprobs()).
-    """
-    if not config.algorithm.score_centering:
-        return 0
-    k = config.rollout.topk_logprobs
-    vocab = hf_config.vocab_size
-    if 8 * (k + 1) >= vocab:
-        return tokens * (40 * k + 2 * 4 * vocab)
-    return tokens * 40 * k + 4 * vocab * hf_config.hidden_size
-
-
 def trainer_memory(
     config: Config, hf_config: PretrainedConfig, num_ranks: int, on_gpu: bool = True
 ) -> dict[str, int]:
@@ -541,8 +501,9 @@ def trainer_memory(
         offload_optimizer=on_gpu and config.train.offload_optimizer,  # on CPUs it moves nothing
         fused_adamw=config.train.fused_adamw,
     )  # fmt: skip
-    parts["reference"] += teacher_bytes(config)
-    parts["on the way back"] += centering_bytes(config, hf_config, tokens)
+    for extra in active(config):
+        for part, num_bytes in extra.memory(config, hf_config, tokens).items():
+            parts[part] += num_bytes
     if on_gpu:
         parts["sync buffers"] += rounded_bytes(config, hf_config)
         parts["communicators"] = COMMUNICATOR_BYTES * num_communicators(config, hf_config, num_ranks)

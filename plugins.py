@@ -29,6 +29,7 @@ from torch import Tensor
 
 from batch import AdvantageInputs, Collectives, LossInputs, RolloutBatch, SelectInputs
 from data.stream import seed_of
+from extras.settings import SECTIONS
 from runtime.collectives import ALL_RANKS
 from settings import AlgorithmSettings, Config
 from verifiers.kinds import parts_of
@@ -134,7 +135,7 @@ OUR_METRICS = """
     cut_at_turns_frac entropy entropy_group generated_tokens grad_norm invalid_routes_frac inversion_frac
     learning_rate length_error length_known_frac max_vio max_vio_ranks mismatch padding_frac ref_kl_k3
     reward reward_latency rollout_bubble rollout_tail_frac score seconds_per_step skew_negative skew_positive
-    stage step straggler_rank straggler_seconds sync_bytes sync_tensors teacher_frac teacher_kl_k1 tool_calls
+    stage step straggler_rank straggler_seconds sync_bytes sync_tensors tool_calls
     tool_errors_frac tool_tokens turns update_tokens zero_variance_frac
 """.split()  # docs/metrics.md, except ratio, clipped, clip_eps and masked, which a plug-in may replace
 OUR_GROUPS = "account clip_eps clipped eval judge part seconds verdict zero_variance".split()
@@ -176,6 +177,7 @@ def is_reserved(name: str) -> bool:
     """Tell whether a plug-in's statistic would replace a metric of ours, or be reduced like another kind."""
     group, slash, _ = name.partition("/")
     is_ours = group in OUR_METRICS or group.startswith("mismatch_") or bool(slash) and group in OUR_GROUPS
+    is_ours |= group.partition("_")[0] in SECTIONS
     return is_ours or name.rpartition("_")[2] in SUFFIXES
 
 

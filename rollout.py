@@ -72,6 +72,7 @@ class RolloutEngine:
     trainer_bytes: GPU memory that the trainer will take (runtime.memory.trainer_bytes). The engine takes the
         remaining memory, unless rollout.kv_cache_gib sets the size of the KV cache.
     timeout_s: time limit of collectives among the ranks of the engine; None: torch's default.
+    more_options: arguments of vllm.LLM besides those of engine_options(), for example {"max_logprobs": 128}.
 
     With rollout.sleep_level the engine starts asleep, so that the trainer can be built in the free memory.
     Raises ValueError for settings that this machine or this version of vLLM does not support.
@@ -84,6 +85,7 @@ class RolloutEngine:
         settings: RolloutSettings,
         trainer_bytes: int = 0,
         timeout_s: float | None = None,
+        more_options: dict | None = None,
     ):
         self.on_gpu = torch.cuda.is_available()
         check_hardware(settings)
@@ -100,8 +102,8 @@ class RolloutEngine:
         check_fp8(settings, self.hf_config, device_of_rank())
         if settings.fp8 == "on":
             refuse_scales_of_two()
-        check_topk(settings, self.hf_config)
         options = engine_options(model_path, max_model_len, settings, self.captures_routes, timeout_s)
+        options |= more_options or {}
         check_kv_cache(self.hf_config, settings, max_model_len, block_size_of(options))
         if self.on_gpu and settings.kv_cache_gib is None:
             free, total = torch.cuda.mem_get_info()
@@ -556,8 +558,6 @@ def engine_options(
         "tensor_parallel_size": settings.tensor_parallel,
         "enable_expert_parallel": settings.expert_parallel,
     }
-    if settings.topk_logprobs:
-        options["max_logprobs"] = settings.topk_logprobs
     if not on_gpu:
         # For a prompt in chunks, vLLM rewinds the random generator of the request, and CPU generators cannot
         # be rewound. Without chunks, a prompt that exceeds the step's budget waits for the next step.
@@ -644,19 +644,10 @@ def topk_of(flat_logprobs, topk: int) -> tuple[Tensor, Tensor]:
     logprobs = torch.tensor(flat_logprobs.logprobs, dtype=torch.float32).view(-1, 1 + topk)[:, 1:]
     if logprobs.isneginf().any():
         raise RuntimeError(
-            "rollout.topk_logprobs: the engine gives a probability of 0 to some of its most likely tokens, "
-            "as top-k and top-p sampling do: algorithm.score_centering needs samples of the whole vocabulary"
+            "Request.topk: the engine gives a probability of 0 to some of its most likely tokens, as top-k "
+            "and top-p sampling do: their log-probabilities need samples of the whole vocabulary"
         )
     return ids.contiguous(), logprobs.contiguous()
-
-
-def check_topk(settings: RolloutSettings, hf_config) -> None:
-    """Raise ValueError if the engine cannot return that many log-probabilities per token."""
-    if settings.topk_logprobs > hf_config.vocab_size:
-        raise ValueError(
-            f"rollout.topk_logprobs {settings.topk_logprobs} exceeds the engine's limit, the "
-            f"{hf_config.vocab_size:,} tokens of the model's vocabulary: set it to that number or less"
-        )
 
 
 def check_hardware(settings: RolloutSettings) -> None:

@@ -109,7 +109,6 @@ def requests_of(run: Run, jobs: list[Job]) -> tuple[list[Request], list[Prompt]]
                     guessed=group.guessed,
                     latency_tokens=group.latency_tokens,
                     work_tokens=group.work_tokens,
-                    topk=rollout.topk_logprobs if config.algorithm.score_centering else 0,
                 )
             )
     return requests, prompts

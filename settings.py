@@ -16,6 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from data.formats import stem_of
+from extras.settings import CenteringSettings, TeacherSettings
 from runtime.config import Section, Switch, setting
 from verifiers.kinds import KINDS, functions_of, parts_of
 
@@ -28,7 +29,6 @@ FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 # ============================================================================================================
 MAX_ENTROPY_GROUPS = 16  # the paper uses 2
 HOOKS = ("gain", "advantage", "select")  # settings of section algorithm that name plug-ins
-TeacherGroups = Literal["all_wrong", "zero_variance", "every"]
 
 
 class ZeroVarianceSettings(Section):
@@ -104,31 +104,6 @@ class ZeroVarianceSettings(Section):
     rl_zvp: bool = setting(False, "stage 3: give groups without variance RL-ZVP advantages")
     rl_zvp_coef: float = setting(
         0.1, "stage 3: alpha of RL-ZVP, the factor of the tokens' entropies in the advantages", gt=0
-    )
-    teacher: str | None = setting(
-        None,
-        "stage 3b: model that scores the policy's completions (on-policy distillation), as the folder of a "
-        "Hugging Face checkpoint with the policy's tokenizer; null: no teacher",
-        per_stage="largest",
-    )
-    teacher_groups: TeacherGroups = setting(
-        "all_wrong",
-        "stage 3b: groups that the teacher teaches in place of the rewards. all_wrong: all scores are 0. "
-        "zero_variance: all scores are equal. every: all groups.",
-    )
-    teacher_coef: float = setting(
-        1.0, "stage 3b: factor of the advantages log pi_teacher - log pi_old, which are in nats", gt=0
-    )
-    teacher_scores: str | None = setting(
-        None,
-        "stage 3b: file of the teacher's pass rates, written by data/score.py with the teacher as its model; "
-        "a prompt's pass rate is then a factor of the advantages (RSTG's confidence); null: factor 1",
-    )
-    teacher_token_cost: float = setting(
-        0.0,
-        "stage 3b: price of a token that the teacher scores, in generated tokens, for example 1 for a "
-        "teacher of the policy's size; train.max_generated_tokens counts the price; 0: the teacher is free",
-        ge=0,
     )
     drop: bool = setting(
         False, "for comparison: leave groups without variance out of the update (DAPO's filter)"
@@ -237,7 +212,7 @@ class AlgorithmSettings(Section):
         False,
         "set an advantage to 0 if its sign contradicts the verifier: positive although the score is below "
         "the mean of the group, or negative although it is above. In a group of equal scores: positive with "
-        "score 0, or negative with score 1. Advantages from a teacher are exempt.",
+        "score 0, or negative with score 1. Advantages of an extra are exempt.",
     )
     rollout_correction: Correction = setting(
         "none",
@@ -250,13 +225,6 @@ class AlgorithmSettings(Section):
     )
     rollout_correction_floor: float = setting(
         0.0, "lower bound of the importance weight, used like the upper one; 0: no bound", ge=0
-    )
-    score_centering: bool = setting(
-        False,
-        "subtract the expected gradient under the engine's distribution from the gradient of each token, so "
-        "that a mismatch of trainer and engine causes no drift; needs rollout.topk_logprobs, clip_mode none "
-        "or weight, and rollout_correction none, token_tis or token_mask",
-        per_stage="largest",
     )
     old_policy: OldPolicy = setting(
         "trainer",
@@ -331,8 +299,8 @@ class TrainSettings(Section):
     )
     max_generated_tokens: int | None = setting(
         None,
-        "stop after this many tokens over all ranks: generated tokens, plus tokens that a teacher scores "
-        "times zero_variance.teacher_token_cost; null: no limit",
+        "stop after this many tokens over all ranks: generated tokens, plus tokens that an extra charges "
+        "(teacher.token_cost); null: no limit",
         on_resume="free",
         ge=1,
     )
@@ -601,13 +569,6 @@ class RolloutSettings(Section):
         "auto",
         "return the experts of each token from the engine. auto: for router_replay r3, else at steps 0, N, "
         "2N, ... of check_every N. on: at every step. off: never.",
-    )
-    topk_logprobs: int = setting(
-        0,
-        "k: also return the log-probabilities of the engine's k most likely tokens at each position, for "
-        "algorithm.score_centering, for example 128; centering is exact if k is the size of the vocabulary; "
-        "0: none",
-        ge=0,
     )
     max_invalid_routes: float = setting(
         0.01, "stop the run if a larger fraction of the captured routes is invalid", on_resume="free", ge=0
@@ -1077,6 +1038,8 @@ class Config(Section):
     reward: RewardSettings = RewardSettings()
     zero_variance: ZeroVarianceSettings = ZeroVarianceSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
+    teacher: TeacherSettings = TeacherSettings()
+    centering: CenteringSettings = CenteringSettings()
     train: TrainSettings = TrainSettings()
     eval: EvalSettings = EvalSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -1090,13 +1053,6 @@ class Config(Section):
     def has_turns(self) -> bool:
         """Tell whether completions are episodes of several turns."""
         return bool(self.data.tools) or self.data.environment is not None
-
-    @property
-    def teacher(self) -> str | None:
-        """Return zero_variance.teacher of the run or of one of its stages; all stages have the same."""
-        sections = [(stage.model_extra or {}).get("zero_variance") or {} for stage in self.stages]
-        teachers = [section["teacher"] for section in sections if section.get("teacher")]
-        return next(iter(teachers), self.zero_variance.teacher)
 
     @property
     def functions(self) -> list[str]:

@@ -60,9 +60,9 @@ from batch import (
 )
 from configure import load_config
 from data.history import PromptHistory
-from data.prompts import prompt_sha
 from data.stages import Offers
 from data.stream import seed_of
+from extras.base import MicroBatch, active, added_gain, charged_tokens, metrics_of
 from judges import judge_metrics, judge_rewards
 from lifecycle import (
     Run,
@@ -292,6 +292,8 @@ def generate_round(run: Run, jobs: list[Job]) -> list[GroupOutcome]:
     deal_jobs(jobs)
     local_jobs = [job for job in jobs if job.group.rank == dist.get_rank()]
     requests, prompts = requests_of(run, local_jobs)
+    for extra in active(run.config):
+        requests = extra.requests(run, requests)
     completions = iter(generate(run, requests, prompts, "rollout"))
     for group, samples in local_jobs:
         group.completions += [next(completions) for _ in samples]
@@ -334,8 +336,7 @@ def only_variance_teaches(config: Config) -> bool:
     reward = config.reward
     has_penalties = reward.overlong_buffer > 0 or reward.repetition_coef > 0
     has_plugin = config.algorithm.advantage is not None
-    has_teacher = config.zero_variance.teacher is not None
-    reshapes = config.zero_variance.rl_zvp or has_teacher
+    reshapes = config.zero_variance.rl_zvp or any(extra.replaces_advantages for extra in active(config))
     sources = (reshapes, config.algorithm.kl_coef > 0, has_penalties, has_plugin)
     return not any(sources) and reward.judge == "none"
 
@@ -484,42 +485,6 @@ def rl_zvp_advantages(entropy: Tensor, mask: Tensor, rewarded: Tensor, coef: flo
     return torch.where(rewarded.unsqueeze(1), coef * entropy, coef * (entropy - highest)) * mask
 
 
-def teacher_rows(batch: RolloutBatch, config: Config) -> Tensor:
-    """Mark, [B] bool, the completions that the teacher teaches (stage 3b), whole groups at a time.
-
-    all_wrong      groups of zero variance whose scores are 0 (RSTG, arXiv 2608.00782) [secondary]
-    zero_variance  groups of two or more valid scores, all equal
-    every          all groups
-
-    A group never mixes both signals: its completions with a verdict are all taught, or all keep the
-    advantages of their rewards. Completions without a verdict have no policy loss in either case [ours].
-    """
-    rule = config.zero_variance.teacher_groups
-    if rule == "every":
-        return batch.valid.clone()
-    rows = batch.is_tied & batch.valid
-    if rule == "all_wrong":
-        rewarded_groups = batch.group_index[rows & (batch.scores > 0)]
-        rows &= ~torch.isin(batch.group_index, rewarded_groups)
-    return rows
-
-
-def teacher_advantages(
-    teacher_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, confidence: Tensor, coef: float
-) -> Tensor:
-    """Return token advantages [B, T] of on-policy distillation, 0 on padding.
-
-        A_t = coef w (log pi_teacher(y_t) - log pi_old(y_t))
-
-    logprobs [B, T] in nats, without gradient; mask [B, T] bool; confidence [B]: w, the teacher's pass rate on
-    the prompt (RSTG, arXiv 2608.00782) [secondary], or 1. The completions are the policy's own, so that the
-    expected policy gradient is minus the gradient of the token's KL(pi, pi_teacher). The student is the
-    policy before the step's updates. Advantages are neither centred nor normalised (as in NeMo-RL's MOPD).
-    """
-    gap = (teacher_logprobs - old_logprobs) * mask  # [B, T]
-    return coef * confidence.unsqueeze(1) * gap
-
-
 def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> Tensor:
     """Return the advantages [B] by algorithm.advantage or else by compute_advantages()."""
     if algorithm.advantage is not None:
@@ -530,7 +495,7 @@ def completion_advantages(batch: RolloutBatch, algorithm: AlgorithmSettings) -> 
 
 
 def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
-    """Return token advantages [B, T] from rewards, after RL-ZVP, the correctness guard and the teacher.
+    """Return token advantages [B, T] from rewards, after RL-ZVP, the correctness guard and extras.
 
     Collective if an algorithm.advantage plug-in calls collectives.
     """
@@ -544,12 +509,8 @@ def token_advantages(batch: RolloutBatch, config: Config) -> Tensor:
         )  # fmt: skip
     if algorithm.correctness_guard:
         advantages = guard_correctness(advantages, batch.verifier_signs())
-    if batch.is_taught is not None:
-        rows = batch.is_taught  # [B]
-        advantages[rows] = teacher_advantages(
-            batch.teacher_logprobs[rows], batch.old_logprobs[rows], batch.response_mask[rows],
-            batch.confidence[rows], config.zero_variance.teacher_coef,
-        )  # fmt: skip
+    for extra in active(config):
+        advantages = extra.advantages(batch, advantages, config)
     return advantages
 
 
@@ -775,75 +736,14 @@ def correction_weights(
             return ((mean >= floor) & (mean <= cap)).to(log_ratio.dtype).expand(mask.shape)
 
 
-SMALLEST_TAIL = 1e-6  # a smaller tail probability is rounding error [secondary: as in torchtitan]
-
-
-def weight_of_tokens(
-    logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, algorithm: AlgorithmSettings
+def correction_of(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, algorithm: AlgorithmSettings
 ) -> Tensor:
-    """Return the factor W of A grad log pi that each token has in the loss, [n, k]: correction times ratio.
-
-    Log-probabilities [n, k] are of any tokens, sampled or not.
-    """
-    correction = correction_weights(
-        old_logprobs, rollout_logprobs, torch.ones_like(logprobs), algorithm.rollout_correction,
+    """Return correction_weights() by the settings."""
+    return correction_weights(
+        old_logprobs, rollout_logprobs, mask, algorithm.rollout_correction,
         algorithm.rollout_correction_cap, algorithm.rollout_correction_floor,
     )  # fmt: skip
-    ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
-    if algorithm.clip_mode == "weight":
-        ratio = ratio.clamp(1 - algorithm.clip_eps_low, 1 + algorithm.clip_eps_high)
-    return correction * ratio
-
-
-def tail_of(probabilities: Tensor) -> Tensor:
-    """Return the probability outside of the k given tokens, [n, k] -> [n, 1], at least SMALLEST_TAIL."""
-    return (1 - probabilities.sum(dim=1, keepdim=True)).clamp(min=SMALLEST_TAIL)
-
-
-def score_centre(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    covers_vocab: bool,
-    algorithm: AlgorithmSettings,
-) -> Tensor:
-    """Return a value per token whose gradient is the expected weighted score under the engine, [n].
-
-    Score centering (arXiv 2609.20807) [secondary: formula as in torchtitan and NeMo RL]. Let p be the policy,
-    q the engine, s_v = grad log p_v, and W_v the weight of token v (weight_of_tokens()). Tokens are sampled
-    from q, and the expected gradient has two parts:
-
-        E_q[A W s] = E_q[A] mu + Cov_q(A, W s),   mu = E_q[W s] = sum_v q_v W_v s_v
-
-    mu is 0 if W = p / q, and if q = p and W = 1. Otherwise the first part is a drift that no reward has
-    caused: with W = 1 it pulls p toward q if E_q[A] > 0 and away from q if E_q[A] < 0. Every sync hands the
-    result to the engine, so the drift adds up. The loss subtracts A mu. The engine returns only the head H of
-    q, its k most likely tokens; the tail is modelled as q = rho p,
-
-        rho = (1 - sum_H q) / (1 - sum_H p),   alpha = rho W(tail)
-        mu  = sum_H (q_v W_v - alpha p_v) s_v,   because sum_v p_v s_v = 0
-
-    Returns sum_H sg(q_v W_v - alpha p_v) log p_v, to be multiplied by A. Example: with W = 1, q = (0.5, 0.3)
-    and p = (0.4, 0.4) on H, both tails are 0.2, rho = 1, and the coefficients are 0.1 and -0.1.
-
-    logprobs [n, k] of the head by the policy, with gradient; old_logprobs [n, k] by the trainer before the
-    update, rollout_logprobs [n, k] by the engine. covers_vocab: the head is the whole vocabulary, so the tail
-    is empty, alpha = 0, and the result is exact. A correction with one weight per completion, for example
-    sequence_mask, is refused (configure.py): W of a token then depends on the other tokens [ours].
-    """
-    log_p = logprobs.detach()
-    p = log_p.exp()
-    q = rollout_logprobs.exp()
-    expected = q * weight_of_tokens(log_p, old_logprobs, rollout_logprobs, algorithm)  # [n, k]
-    if not covers_vocab:
-        p_tail = tail_of(p)
-        q_tail = tail_of(q)
-        # The tail counts as one token: its weight W comes from the total probabilities of the tail.
-        tail_weight = weight_of_tokens(
-            p_tail.log(), tail_of(old_logprobs.exp()).log(), q_tail.log(), algorithm
-        )
-        expected = expected - q_tail / p_tail * tail_weight * p
-    return (expected * logprobs).sum(dim=1)
 
 
 def pessimistic(ratio: Tensor, advantages: Tensor, low, high, cap: float | None) -> tuple[Tensor, Tensor]:
@@ -930,13 +830,13 @@ def policy_loss(inputs: LossInputs, weights: Tensor) -> tuple[Tensor, dict[str, 
         KL = exp(d) - d - 1,   d = ref_logprobs - logprobs        (k3; DeepSeekMath, eq. 4)
 
     token_gain() turns the ratio of the policies into a gain; masks and corrections are factors of the
-    advantages; weights [B, T] are those of loss_weights(). With algorithm.score_centering, expected_gain is
-    subtracted from the gain (score_centre()). The loss is a scalar with gradient.
+    advantages; weights [B, T] are those of loss_weights(); extras may add terms to the gain. The loss is a
+    scalar with gradient.
     """
     settings = inputs.settings
     gain, statistics = token_gain(inputs)
-    if inputs.expected_gain is not None:
-        gain = gain - inputs.expected_gain
+    if inputs.added_gain is not None:
+        gain = gain + inputs.added_gain
     if settings.kl_coef > 0:
         log_ref_ratio = (inputs.ref_logprobs - inputs.logprobs).clamp(max=MAX_LOG_RATIO)
         statistics["ref_kl_k3"] = log_ref_ratio.expm1() - log_ref_ratio  # k3, >= 0
@@ -1007,10 +907,10 @@ def forward_rows(
 ) -> PolicyOutputs:
     """Compute log-probabilities, entropies and routes of the completions of `rows`. Collective.
 
-    with_topk: also compute the log-probabilities that score centering needs, if it is on.
+    with_topk: also compute the log-probabilities of the engine's most likely tokens, if it returned them.
     A rank without rows sends one dummy sequence through the model, because the other ranks wait for it in the
-    model's collectives; its result [1, T] is multiplied by 0. replay: False for the reference model and the
-    teacher, which use their own router; their routes are not compared with the engine's.
+    model's collectives; its result [1, T] is multiplied by 0. replay: False for other models than the
+    policy, which use their own router; their routes are not compared with the engine's.
     """
     device = next(policy.parameters()).device
     routes = routes_to_replay(batch, config.algorithm.router_replay) if replay and rows else None
@@ -1028,7 +928,7 @@ def forward_rows(
         mask[0, 0] = True
     replay_ids_TLK = None if routes is None else routes_of_tokens(routes, rows, packed)
     topk_ids_Nk = None
-    if rows and with_topk and config.algorithm.score_centering:
+    if rows and with_topk and batch.topk_ids is not None:
         topk_ids_Nk = torch.cat([batch.topk_ids[i] for i in rows]).to(device)
     logprobs_N, entropy_N, layer_ids, topk_Nk = policy(
         packed, temperature=config.rollout.temperature, replay_ids_TLK=replay_ids_TLK, topk_ids_Nk=topk_ids_Nk
@@ -1065,7 +965,7 @@ def forward_batch(
 ) -> PolicyOutputs:
     """Call forward_rows() on some rows without gradient and return its outputs on the CPU. Collective.
 
-    keep_routes, keep_topk: return the routes of each row, or the log-probabilities for score centering.
+    keep_routes, keep_topk: return the routes of each row, or the log-probabilities of batch.topk_ids.
     rows: the rows to compute, None: all; the outputs of the other rows are 0.
     """
     logprobs, entropy, mismatch = (torch.zeros(batch.response_mask.shape) for _ in range(3))
@@ -1093,8 +993,7 @@ def forward_batch(
 def needs_old_pass(config: Config) -> bool:
     """Tell whether the update needs old log-probabilities or entropies before its own forward pass."""
     is_off_policy = config.train.num_updates > 1 and config.algorithm.old_policy == "trainer"
-    zero = config.zero_variance
-    has_token_advantages = zero.rl_zvp or zero.teacher is not None  # of entropies or old log-probabilities
+    has_token_advantages = config.zero_variance.rl_zvp or any(e.replaces_advantages for e in active(config))
     return has_token_advantages or is_off_policy or config.algorithm.select is not None
 
 
@@ -1130,6 +1029,8 @@ def micro_batch_loss(
     """
     algorithm = config.algorithm
     inputs, correction = loss_inputs(outputs, batch, rows, log_vocab, has_moved, algorithm)
+    micro_batch = MicroBatch(inputs, outputs, batch, rows, has_moved, old_logprobs_of, correction_of)
+    inputs.added_gain = added_gain(config, micro_batch)
     num_completions, num_tokens = counts.tolist()
     weights = loss_weights(
         inputs.mask, inputs.token_groups, num_completions, num_tokens, config.rollout.max_new_tokens,
@@ -1166,10 +1067,7 @@ def loss_inputs(
     recorded = take(batch.old_logprobs)
     old = old_logprobs_of(outputs.logprobs, recorded, rollout, has_moved, algorithm.old_policy)
     entropy = outputs.entropy.detach() if batch.entropy is None else take(batch.entropy)
-    correction = correction_weights(
-        old, rollout, mask, algorithm.rollout_correction, algorithm.rollout_correction_cap,
-        algorithm.rollout_correction_floor,
-    )  # fmt: skip
+    correction = correction_of(old, rollout, mask, algorithm)
     inputs = LossInputs(
         logprobs=outputs.logprobs,
         old_logprobs=old,
@@ -1181,36 +1079,8 @@ def loss_inputs(
         mask=mask,
         log_vocab=log_vocab,
         settings=algorithm,
-        expected_gain=expected_gain(outputs.topk_logprobs, batch, rows, log_vocab, has_moved, algorithm),
     )
     return inputs, correction
-
-
-def expected_gain(
-    topk_logprobs: list[Tensor] | None,
-    batch: RolloutBatch,
-    rows: list[int],
-    log_vocab: float,
-    has_moved: bool,
-    algorithm: AlgorithmSettings,
-) -> Tensor | None:
-    """Return A times score_centre() of each token, [b, T]; None if algorithm.score_centering is off.
-
-    topk_logprobs: [b] of [c, k], the policy's, of the engine's most likely tokens, with gradient.
-    """
-    if topk_logprobs is None:
-        return None
-    current = torch.cat(topk_logprobs)  # [N, k], N completion tokens
-    rollout = torch.cat([batch.topk_logprobs[i] for i in rows]).to(current)
-    recorded = None
-    if batch.old_topk_logprobs is not None:
-        recorded = torch.cat([batch.old_topk_logprobs[i] for i in rows]).to(current)
-    old = old_logprobs_of(current, recorded, rollout, has_moved, algorithm.old_policy)
-    covers_vocab = math.log(current.shape[1]) >= log_vocab
-    centre_N = score_centre(current, old, rollout, covers_vocab, algorithm)
-    mask = batch.response_mask[rows].to(current.device)  # [b, T]
-    advantages = batch.advantages[rows].to(current)
-    return advantages * torch.zeros_like(advantages).masked_scatter(mask, centre_N)
 
 
 def rows_with_gradient(batch: RolloutBatch, config: Config) -> Tensor:
@@ -1315,8 +1185,7 @@ def main(config: Config) -> None:
         # Eliminate zero variance, deal the other groups to ranks and minibatches
         with run.clock("deal"):
             groups, trained = drop_and_deal(sampled, outcomes, config)
-        batch = collate(groups, run.prompts, run.prompt_ids, config.reward.binary)
-        share_prompt_routes(batch, config)
+        batch = batch_of(run, groups)
         update_history(run, list(outcomes.values()))
 
         # Old and reference log-probabilities, if the update needs them
@@ -1325,10 +1194,11 @@ def main(config: Config) -> None:
                 add_old_outputs(run, batch, parity_is_due)
             parity_is_due = False
 
-        # Rewards: verifier, judge, penalties; the teacher's log-probabilities; advantages
+        # Rewards: verifier, judge, penalties; advantages
         with run.clock("judge"):
             metrics |= add_rewards(run, batch)
-        add_teacher_outputs(run, batch)
+        for extra in active(config):
+            extra.after_rewards(run, batch, forward_batch)
         batch.advantages = select_tokens(token_advantages(batch, config), batch, config, state.step)
 
         # Update
@@ -1344,15 +1214,24 @@ def main(config: Config) -> None:
         parity_is_due |= report.is_checked
 
         # Log, checkpoint
-        metrics |= batch_metrics(batch, groups, config)
+        metrics |= batch_metrics(batch, groups, config) | metrics_of(config, batch)
         reduced = reduce_step_metrics(metrics, prompt_account(account, outcomes, trained))
         num_dlogp_tokens = int(reduced.pop("measured_tokens_total", 0))  # weight of this step's abs_dlogp
-        state.add_step(reduced, run.rule, num_dlogp_tokens, config.zero_variance.teacher_token_cost)
+        state.add_step(reduced, run.rule, num_dlogp_tokens, charged_tokens(config, reduced))
         log_step(run, batch, reduced, report, step_start)
         save_if_due(run, reduced)
         del sampled, groups, batch  # or their routes would stay in memory during the next rollout
     evaluate_if_due(run)
     finish(run)
+
+
+def batch_of(run: Run, groups: list[Group]) -> RolloutBatch:
+    """Return the batch of the groups that this rank trains on."""
+    batch = collate(groups, run.prompts, run.prompt_ids, run.config.reward.binary)
+    share_prompt_routes(batch, run.config)
+    for extra in active(run.config):
+        extra.after_rollout(run, batch, groups)
+    return batch
 
 
 def sync_engine(run: Run, is_first: bool = False) -> SyncReport:
@@ -1366,7 +1245,10 @@ def sync_engine(run: Run, is_first: bool = False) -> SyncReport:
     check = is_first or every > 0 and run.state.step % every == 0
 
     def tensors():
-        return moe_model.hf_tensors(run.policy, own_experts)
+        named = moe_model.hf_tensors(run.policy, own_experts)
+        for extra in active(run.config):
+            named = extra.tensors(run.policy, named)
+        return named
 
     with run.clock("sync"):
         return run.engine.sync(tensors(), run.state.step, tensors() if check else None)
@@ -1397,7 +1279,7 @@ def add_old_outputs(run: Run, batch: RolloutBatch, parity_is_due: bool) -> None:
     algorithm = config.algorithm
     is_needed = needs_old_pass(config)
     if is_needed or parity_is_due:
-        keep_topk = algorithm.score_centering and is_needed
+        keep_topk = batch.topk_ids is not None and is_needed
         keep_routes = algorithm.router_replay == "r2"
         outputs = forward_batch(run.policy, batch, config, keep_routes=keep_routes, keep_topk=keep_topk)
         if parity_is_due:
@@ -1406,8 +1288,9 @@ def add_old_outputs(run: Run, batch: RolloutBatch, parity_is_due: bool) -> None:
             batch.old_logprobs = outputs.logprobs
             batch.entropy = outputs.entropy
             batch.old_routes = outputs.routes
-            batch.old_topk_logprobs = outputs.topk_logprobs
             batch.route_mismatch = outputs.route_mismatch
+            for extra in active(config):
+                extra.after_old_pass(batch, outputs)
     if run.reference is not None and algorithm.kl_coef > 0:  # the reference uses its own router
         batch.ref_logprobs = forward_batch(run.reference, batch, config, replay=False).logprobs
 
@@ -1422,25 +1305,6 @@ def add_rewards(run: Run, batch: RolloutBatch) -> dict[str, tuple[float, float]]
         rewards, batch.valid, batch, run.config, run.state.step
     )
     return judge_metrics(run.judge)
-
-
-def add_teacher_outputs(run: Run, batch: RolloutBatch) -> None:
-    """Choose the completions that the teacher teaches; add its log-probabilities and confidence. Collective.
-
-    The teacher computes these completions only, at the temperature of the policy and with its own router: it
-    never replays the student's routes.
-    """
-    if run.config.zero_variance.teacher is None or batch.old_logprobs is None:
-        return  # without old log-probabilities every group was dropped
-    with run.clock("logprobs"):
-        batch.is_taught = teacher_rows(batch, run.config)
-        rows = batch.is_taught.nonzero().flatten().tolist()
-        outputs = forward_batch(run.teacher, batch, run.config, replay=False, rows=rows)
-        batch.teacher_logprobs = outputs.logprobs
-    batch.confidence = torch.ones(len(batch.prompts))
-    if scores := run.config.zero_variance.teacher_scores:
-        pass_rates = run.confidences[scores]
-        batch.confidence = torch.tensor([pass_rates[prompt_sha(prompt)] for prompt in batch.prompts])
 
 
 def read_arguments(argv: list[str]) -> Config:

@@ -34,7 +34,7 @@ Recipe "deep". The additions of "habits" for a model with 8 layers and 4 active 
 routed to 32 experts in total (4 in each of 8 layers) instead of 4, so that trainer and engine disagree about
 routes as often as in large models.
 
-Recipe "habits_teacher". A teacher for the student "habits" (zero_variance.teacher): the same prompts and
+Recipe "habits_teacher". A teacher for the student "habits" (teacher.path): the same prompts and
 model size, but a corpus with fewer mistakes, half of which consists of right products. The teacher still
 makes mistakes of the same kinds. Recipe "chains_teacher" does the same for "chains": one of the three strong
 habits remains, and weak habits are a third as frequent.

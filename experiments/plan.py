@@ -33,6 +33,7 @@ from transformers import AutoConfig, PretrainedConfig
 import memory_plan
 import moe_model
 from configure import load_config, stage_configs, widest
+from extras.base import active
 from fp8 import fp8_refusal
 from lifecycle import check_model
 from memory_plan import plan_memory, syncs_own_experts
@@ -323,12 +324,9 @@ class Task:
 
     @property
     def num_forward_only_passes(self) -> int:
-        """Return the forward passes of a step without a backward pass: old policy, reference and teacher.
-
-        A teacher counts as one pass of a model of the policy's size over all groups, the most that it can be.
-        """
-        has_teacher = self.config.zero_variance.teacher is not None
-        return needs_old_pass(self.config) + (self.config.algorithm.kl_coef > 0) + has_teacher
+        """Return the forward passes of a step without a backward pass: old policy, reference, extras."""
+        of_extras = sum(extra.num_passes for extra in active(self.config))
+        return needs_old_pass(self.config) + (self.config.algorithm.kl_coef > 0) + of_extras
 
 
 def contradiction(task: Task) -> str | None:

@@ -339,8 +339,9 @@ def missing_files(run: Run) -> dict[str, str]:
         for kind, sources in section.get("data", {}).items():
             if kind in ("train", "eval"):
                 files |= {f"{prefix}data.{kind}[{i}].path": each["path"] for i, each in enumerate(sources)}
-        for name in ("offline_scores", "teacher", "teacher_scores"):
-            files[f"{prefix}zero_variance.{name}"] = section.get("zero_variance", {}).get(name)
+        for name in ("zero_variance.offline_scores", "teacher.path", "teacher.scores"):
+            group, _, key = name.partition(".")
+            files[prefix + name] = section.get(group, {}).get(key)
     return {name: path for name, path in files.items() if path is not None and not Path(path).exists()}
 
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from runtime.config import complete, differences, free_on_resume, with_paths_to
 from runtime.launch import one_line
 from runtime.memory import GIB
-from runtime.old_settings import present_settings
+from runtime.old_settings import present_counters, present_settings
 from runtime.provenance import commit_of, git, machine_of, now, versions_of
 from runtime.schedule import from_rank_0, longest_first
 from runtime.stages import HandOver, StagePosition, after_measurement, after_step
@@ -50,7 +50,7 @@ class TrainState:
     step: int = 0  # finished steps, which is also the version of the policy
     consumed_prompts: int = 0  # prompts offered so far, sampled or skipped: the position in the dataset
     generated_tokens: int = 0  # over all ranks, training rollouts only
-    charged_for_teacher: float = 0.0  # tokens that the teacher scored, each at the price of its step
+    charged_tokens: float = 0.0  # by extras, in addition to generated_tokens
     gradient_tokens: int = 0  # generated tokens with a non-zero advantage
     trained_tokens: int = 0  # tokens over which the steps measured abs_dlogp
     abs_dlogp_sum: float = 0.0  # nats, over trained_tokens
@@ -63,10 +63,9 @@ class TrainState:
     first_eval: dict[str, float] = field(default_factory=dict)  # metrics before the first step
     last_eval: dict[str, float] = field(default_factory=dict)  # metrics of the latest evaluation
     stage: StagePosition = field(default_factory=StagePosition)
-    teacher: str | None = None  # digest of the weights of zero_variance.teacher
     judge: str | None = None  # digest of the weights of reward.judge_path
     reference: str | None = None  # digest of the weights of model.path, if there is a KL penalty to them
-    teacher_scores: str | None = None  # digest of the pass rates of zero_variance.teacher_scores
+    extras: dict[str, dict] = field(default_factory=dict)  # what each extra keeps, by its name
 
     def __post_init__(self):
         if isinstance(self.stage, dict):  # as read from state.json
@@ -75,12 +74,12 @@ class TrainState:
     def is_last(self, config) -> bool:
         """Tell whether the run has reached train.num_steps or train.max_generated_tokens.
 
-        Tokens that a teacher scores are part of the budget, at the price of zero_variance.teacher_token_cost.
+        Tokens that extras charge are part of the budget, for example those that a teacher scores.
         The answer is the same for the settings of each stage.
         """
         budget = config.train.max_generated_tokens or math.inf
-        charged = self.generated_tokens + self.charged_for_teacher
-        return self.step >= config.train.num_steps or charged >= budget
+        spent = self.generated_tokens + self.charged_tokens
+        return self.step >= config.train.num_steps or spent >= budget
 
     def add_evaluation(self, metrics: dict[str, float], rule: HandOver) -> None:
         """Record the metrics of an evaluation at this step; rule: the hand-over of the current stage."""
@@ -91,15 +90,16 @@ class TrainState:
         self.evaluated_step = self.step
 
     def add_step(
-        self, metrics: dict[str, float], rule: HandOver, num_dlogp_tokens: int, teacher_token_cost: float
+        self, metrics: dict[str, float], rule: HandOver, num_dlogp_tokens: int, charged_tokens: float = 0.0
     ) -> None:
         """Add the tokens and the account/ metrics of a finished step.
 
-        rule, teacher_token_cost: of the current stage. num_dlogp_tokens: tokens behind the mean abs_dlogp.
+        rule: of the current stage. num_dlogp_tokens: tokens behind the mean abs_dlogp. charged_tokens: of
+        extras, besides the generated tokens.
         """
         self.stage = after_step(self.stage, rule, int(metrics["tokens_total"]), metrics)
         self.generated_tokens += int(metrics["tokens_total"])
-        self.charged_for_teacher += teacher_token_cost * metrics.get("account/teacher_tokens_total", 0)
+        self.charged_tokens += charged_tokens
         self.gradient_tokens += int(metrics["gradient_tokens_total"])
         if math.isfinite(metrics.get("abs_dlogp", math.nan)):
             self.trained_tokens += num_dlogp_tokens
@@ -206,11 +206,14 @@ def keep_earlier_record(run_dir: Path) -> Path | None:
     return backup
 
 
-def prepare_run_dir(run_dir: Path, config, record: dict | None, evaluates: bool = True) -> None:
+def prepare_run_dir(
+    run_dir: Path, config, record: dict | None, evaluates: bool = True, models: dict[str, str] | None = None
+) -> None:
     """Write settings, source code and versions, and drop metrics of steps after the checkpoint.
 
     record: the state.json of the checkpoint to resume from; None for a start from step 0, which moves the
-    files of an earlier launch to earlier_N. evaluates: the launch begins with an evaluation. If the
+    files of an earlier launch to earlier_N. evaluates: the launch begins with an evaluation. models: {name in
+    versions.json: folder} of models besides policy and judge. If the
     environment changed between launches, for example the version of torch or the commit, versions.json lists
     the earlier ones under `earlier`.
     """
@@ -224,7 +227,7 @@ def prepare_run_dir(run_dir: Path, config, record: dict | None, evaluates: bool 
         versions = versions_of() | save_source(run_dir / "source", map(file_of, user_files))
         versions |= {"date": now(), "machine": machine_of()}
         versions["weights"] = digest_of_weights(Path(config.model.path))
-        models = {"judge_weights": config.reward.judge_path, "teacher_weights": config.teacher}
+        models = {"judge_weights": config.reward.judge_path, **(models or {})}
         versions |= {name: digest_of_weights(Path(folder)) for name, folder in models.items() if folder}
         versions |= {"plugins": user_files} if user_files else {}
         earlier = earlier_starts(run_dir / "versions.json", versions) if record else []
@@ -619,12 +622,14 @@ def read_state(checkpoint: Path) -> tuple[dict, list[str]]:
     try:
         record = json.loads((checkpoint / "state.json").read_text())
         is_complete = record.keys() >= {"topology", "config", "state"}
-        if not is_complete or unknown_counters(record["state"]):
+        has_changed = "sha256" in record and record.pop("sha256") != digest_of_record(record)
+        counters = present_counters(record["state"]) if is_complete else {}
+        if not is_complete or unknown_counters(counters):
             problem = [OTHER_VERSION]
-        elif "sha256" in record and record.pop("sha256") != digest_of_record(record):
+        elif has_changed:
             problem = ["state.json has changed since it was written"]
         else:
-            record["config"] = present_settings(record["config"])
+            record |= {"config": present_settings(record["config"]), "state": counters}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         problem = [f"state.json cannot be read: {error}"]
     return record, problem

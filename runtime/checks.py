@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from batch import RolloutBatch
-from runtime.checkpoint import TrainState
+from runtime.checkpoint import TrainState, digest_of_weights
 from runtime.launch import one_line
 from runtime.metrics import histogram, reduce_metrics
 from settings import Config
@@ -130,7 +130,7 @@ def mismatch_gate(metrics: dict[str, float], state: TrainState, config: Config) 
         return (
             f"{message}: the engine samples from another policy than the trained one. Reduce the mismatch "
             "(algorithm.router_replay=r3, rollout.fp8=off, rollout.dtype=float32), or, if "
-            "algorithm.rollout_correction or algorithm.score_centering handles the difference, raise "
+            "algorithm.rollout_correction or centering.enabled handles the difference, raise "
             f"algorithm.{setting} or algorithm.mismatch_patience"
         )
     say(f"warning: {message}")
@@ -208,3 +208,24 @@ def refuse_nonfinite_weights(policy: torch.nn.Module, whose: str, advice: str) -
             f"{whose}: {len(names)} of {len(largest)} weight tensors hold NaN or infinity, the first is "
             f"{names[0]}; {advice}"
         )
+
+
+def same_digest(config, setting: str, folder: Path, recorded: str | None) -> str | None:
+    """Return the digest of the weights that a setting names; ValueError if the recorded one differs.
+
+    None if the folder has no weights, for example if a judge is a function.
+    """
+    digest = digest_of_weights(folder)
+    if recorded not in (None, digest):
+        refuse_or_say(config, setting, f"the weights in {folder} have", "them")
+    return digest
+
+
+def refuse_or_say(config, setting: str, subject: str, pronoun: str) -> None:
+    """Raise ValueError for a file that changed since the checkpoint; with resume=weights only report it."""
+    if config.checkpoint.resume == "auto":
+        raise ValueError(
+            f"{setting}: {subject} changed since the checkpoint: restore {pronoun}, or resume from the "
+            "weights alone with checkpoint.resume=weights"
+        )
+    say(f"{setting}: {subject} changed since the checkpoint")

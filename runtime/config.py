@@ -33,7 +33,7 @@ from pydantic import (
 )
 from pydantic_core import to_json
 
-from runtime.old_settings import NAMES_ELSEWHERE, successor_of
+from runtime.old_settings import NAMES_ELSEWHERE, present_settings, successor_of
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -150,6 +150,8 @@ def read_yaml(path: Path, schema: type[BaseModel], above: tuple[Path, ...] = ())
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected sections such as `train:`, found a {type(values).__name__}")
+    if path.with_name("declared.json").is_file():  # rows of a declared study keep the names of their time
+        values = present_settings(values)
     values = with_paths_from(path.parent, values, schema)
     if "base" not in values:
         return values

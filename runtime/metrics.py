@@ -158,12 +158,11 @@ def batch_metrics(batch: RolloutBatch, groups: list[Group], config: Config) -> d
     """Measure the training batch, as (sum, count): reward, inversion, tokens with and without gradient.
 
     inversion_frac: fraction of completions whose advantage contradicts the verifier, for example a right
-    completion with a negative advantage (RolloutBatch.verifier_signs()). Completions that a teacher teaches
-    have no common sign of their tokens and are not counted.
+    completion with a negative advantage (RolloutBatch.verifier_signs()). Completions whose
+    advantages an extra has replaced have no common sign of their tokens and are not counted.
     """
-    taught = torch.zeros_like(batch.valid) if batch.is_taught is None else batch.is_taught  # [B]
     signs = batch.advantages.sum(dim=1).sign()  # [B]; all tokens of a completion share a sign
-    is_judged = batch.valid & ~taught
+    is_judged = batch.valid if batch.replaced is None else batch.valid & ~batch.replaced  # [B]
     inverted = (signs * batch.verifier_signs() < 0) & is_judged
     with_gradient = (batch.advantages != 0).sum(dim=1)  # [B]
     without_gradient = batch.response_mask.sum(dim=1) - with_gradient  # [B]
@@ -176,28 +175,6 @@ def batch_metrics(batch: RolloutBatch, groups: list[Group], config: Config) -> d
         "gradient_tokens_total": (with_gradient.sum().item(), 1),
         "account/wasted_stopped_tokens_total": (without_gradient[of_probe].sum().item(), 1),
         "account/wasted_kept_tokens_total": (without_gradient[~of_probe].sum().item(), 1),
-        **teacher_metrics(batch),
-    }
-
-
-def teacher_metrics(batch: RolloutBatch) -> dict[str, tuple[float, float]]:
-    """Measure the teacher's work on a batch, as (sum, count); {} without a teacher.
-
-    teacher_frac            share of the groups that the teacher taught
-    account/teacher_tokens  tokens of completions that the teacher scored
-    teacher_kl_k1           mean of log pi_old - log pi_teacher over these tokens: KL(pi_old, pi_teacher) (k1)
-    """
-    if batch.is_taught is None:
-        return {}
-    num_groups = len(batch.group_index.unique())
-    num_taught = len(batch.group_index[batch.is_taught].unique())
-    mask = batch.response_mask & batch.is_taught.unsqueeze(1)  # [B, T]
-    num_tokens = mask.sum().item()
-    gap = (batch.old_logprobs - batch.teacher_logprobs)[mask]
-    return {
-        "teacher_frac": (num_taught, num_groups),
-        "account/teacher_tokens_total": (num_tokens, 1),
-        "teacher_kl_k1": (gap.sum().item(), num_tokens),
     }
 
 

@@ -6,14 +6,31 @@ RENAMED, REMOVED and OLD_VALUES are all that the project knows of its earlier se
     a checkpoint               a resume reads its settings by their present names (runtime/checkpoint.py)
     a record of a run          report.py --check compares its settings, run.py --row repeats them
 
-For example, with a row "zero_variance.teacher": "teacher.path" in RENAMED, zero_variance.teacher=x raises
-"of an earlier version, now teacher.path", and a checkpoint that holds the old name resumes.
+    a row of a declared study  keeps the names of its time (runtime/config.py: read_yaml)
+
+For example, zero_variance.teacher=x raises "of an earlier version, now teacher.path", and a checkpoint that
+holds the old name resumes. RENAMED_COUNTERS does the same for the counters of a checkpoint.
 """
 
 import re
 
 # {name of a setting in an earlier version: its present name, with the same values and the same default}
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "algorithm.score_centering": "centering.enabled",
+    "rollout.topk_logprobs": "centering.topk",
+    "zero_variance.teacher": "teacher.path",
+    "zero_variance.teacher_coef": "teacher.coef",
+    "zero_variance.teacher_groups": "teacher.groups",
+    "zero_variance.teacher_scores": "teacher.scores",
+    "zero_variance.teacher_token_cost": "teacher.token_cost",
+}
+
+# {counter of runtime.checkpoint.TrainState: keys of its present place}
+RENAMED_COUNTERS = {
+    "charged_for_teacher": ("charged_tokens",),
+    "teacher": ("extras", "teacher", "weights"),
+    "teacher_scores": ("extras", "teacher", "scores"),
+}
 
 # {name: (old default, successor)}. The old default had no effect, so that old checkpoints and records that
 # hold it stay valid without the setting.
@@ -95,6 +112,18 @@ def present_settings(dump: dict) -> dict:
                 present.setdefault(present_section, {})[key] = value
         else:
             present[section] = values
+    return present
+
+
+def present_counters(counters: dict) -> dict:
+    """Return the counters of a checkpoint's state.json in their present places; None has no place."""
+    present = {name: value for name, value in counters.items() if name not in RENAMED_COUNTERS}
+    for old, (*groups, key) in RENAMED_COUNTERS.items():
+        if counters.get(old) is not None:
+            inner = present
+            for group in groups:
+                inner = inner.setdefault(group, {})
+            inner[key] = counters[old]
     return present
 
 

@@ -31,9 +31,9 @@ def folders(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings, words", [
-    (["algorithm.score_centering=true", "algorithm.clip_mode=none", "rollout.topk_logprobs=99"],
-     ["rollout.topk_logprobs 99", "98"]),
-    (["zero_variance.teacher={}/more"], ["zero_variance.teacher", "'new'"]),
+    (["centering.enabled=true", "algorithm.clip_mode=none", "centering.topk=99"],
+     ["centering.topk 99", "98"]),
+    (["teacher.path={}/more"], ["teacher.path", "'new'"]),
     (["reward.judge=generative", "reward.judge_mode=round_robin", "reward.judge_path={}/mute"],
      ["reward.judge_path", "Better"]),
 ])  # fmt: skip

@@ -18,13 +18,13 @@ import torch
 from conftest import SMALL, assert_close, train
 from helpers import FakeRanks, make_batch, make_config, make_group, make_prompts, rows_of
 
-import memory_plan
 import moe_model
 import train_rl
-from batch import PolicyOutputs
+from batch import PolicyOutputs, Request
+from extras.base import active
 from kernels.linear_logprob_entropy import linear_logprob_entropy, topk_logprobs
-from rollout import check_topk, topk_of
-from settings import Config, RolloutSettings
+from rollout import topk_of
+from settings import Config
 
 VOCAB = 5
 COMPLETIONS = list(itertools.product(range(VOCAB), repeat=2))
@@ -35,8 +35,8 @@ LIKE_THE_SOURCE = {"clip_mode": "none", "loss_agg": "sequence_sum"}
 
 def config_of(topk: int = VOCAB, **algorithm) -> Config:
     bounds = BOUNDS if algorithm.get("rollout_correction", "none") != "none" else {}
-    algorithm = {"score_centering": True} | LIKE_THE_SOURCE | bounds | algorithm
-    return make_config(section="algorithm", rollout__topk_logprobs=topk, **algorithm)
+    algorithm = LIKE_THE_SOURCE | bounds | {"centering__enabled": True} | algorithm
+    return make_config(section="algorithm", centering__topk=topk, **algorithm)
 
 
 def table(seed: int, spread: float = 1.0) -> list[list[float]]:
@@ -71,7 +71,7 @@ def expected_gradient(config: Config, policy=POLICY, old=OLD, engine=ENGINE, adv
 
     old None: an update without an old-logprob pass.
     """
-    topk = config.rollout.topk_logprobs
+    topk = config.centering.topk
     logits = torch.tensor(policy).requires_grad_()
     table = logits.log_softmax(dim=1)
     weights = {y: math.exp(sum(logprobs_of(engine, y))) for y in COMPLETIONS}
@@ -90,10 +90,10 @@ def expected_gradient(config: Config, policy=POLICY, old=OLD, engine=ENGINE, adv
     batch.topk_logprobs = topk_rows(torch.tensor(engine))
     if old is not None:
         batch.old_logprobs = torch.tensor([logprobs_of(old, y) for y in COMPLETIONS])
-        batch.old_topk_logprobs = topk_rows(torch.tensor(old))
+        batch.extras["centering"] = topk_rows(torch.tensor(old))
     logprobs = torch.stack([table[list(prefixes_of(y)), list(y)] for y in COMPLETIONS])
     counts = torch.tensor([1, 1])
-    topk = topk_rows(table) if config.algorithm.score_centering else None
+    topk = topk_rows(table) if config.centering.enabled else None
     outputs = PolicyOutputs(logprobs, torch.zeros_like(logprobs), topk_logprobs=topk)
     rows = list(range(len(COMPLETIONS)))
     loss, _ = train_rl.micro_batch_loss(outputs, batch, rows, counts, math.log(VOCAB), config)
@@ -133,7 +133,7 @@ def oracle(config: Config, policy=POLICY, old=OLD, engine=ENGINE, advantages=ADV
         for row, token in zip(prefixes_of(y), y):
             p, o, q = ([math.exp(x) for x in table[row]] for table in (policy, old, engine))
             weight = weight_of(p[token], o[token], q[token], config)
-            head = heads(engine, config.rollout.topk_logprobs)[row]
+            head = heads(engine, config.centering.topk)[row]
             p_tail, o_tail, q_tail = (1 - sum(x[v] for v in head) for x in (p, o, q))
             for v in range(VOCAB):  # the score of token v is e_v - p
                 if v not in head:
@@ -197,7 +197,7 @@ def test_an_advantage_of_the_prefix_alone_moves_nothing(correction, float64):
     constant = dict.fromkeys(COMPLETIONS, 0.7)
     config = config_of(rollout_correction=correction)
     assert_close(expected_gradient(config, old=None, advantages=constant), [[0.0] * VOCAB] * (1 + VOCAB))
-    plain = config_of(rollout_correction=correction, score_centering=False)
+    plain = config_of(rollout_correction=correction, centering__enabled=False)
     assert expected_gradient(plain, old=None, advantages=constant).abs().max() > 0.03
 
 
@@ -206,7 +206,7 @@ def test_an_advantage_of_the_prefix_alone_moves_nothing(correction, float64):
 def test_without_a_mismatch_it_is_reinforce(correction, topk, float64):
     policies = {"policy": POLICY, "old": POLICY, "engine": POLICY}
     gradient = expected_gradient(config_of(topk, rollout_correction=correction), **policies)
-    reinforce = expected_gradient(config_of(score_centering=False), **policies)
+    reinforce = expected_gradient(config_of(centering__enabled=False), **policies)
     assert_close(gradient, reinforce)
     assert reinforce.abs().max() > 0.1
 
@@ -340,7 +340,7 @@ def test_the_engines_tokens_reach_the_update_and_the_old_policy(monkeypatch):
             x_ND = policy.hidden(packed)[0][packed.predictor_index]
             log_p = (x_ND @ policy.lm_head.weight.T).log_softmax(dim=1)
         expected = log_p.gather(1, completion.topk_ids.long())
-        torch.testing.assert_close(batch.old_topk_logprobs[row], expected, rtol=1e-4, atol=1e-5)  # float32
+        torch.testing.assert_close(batch.extras["centering"][row], expected, rtol=1e-4, atol=1e-5)  # float32
 
 
 @pytest.mark.slow
@@ -365,8 +365,8 @@ def test_a_run_on_two_ranks_centers(demo_model, tmp_path):
 ])  # fmt: skip
 def test_the_plan_counts_the_memory_of_centering(topk, expected):
     hf_config = SimpleNamespace(vocab_size=300, hidden_size=16)
-    assert memory_plan.centering_bytes(config_of(topk), hf_config, tokens=32) == expected
-    assert memory_plan.centering_bytes(make_config(), hf_config, tokens=32) == 0
+    config = config_of(topk)
+    assert [e.memory(config, hf_config, 32) for e in active(config)] == [{"on the way back": expected}]
 
 
 # ---- the engine's side -------------------------------------------------------------------------------------
@@ -384,6 +384,17 @@ def test_the_engines_flat_list_becomes_a_table():
 
 def test_more_tokens_than_the_vocabulary_are_refused():
     model = SimpleNamespace(vocab_size=92)
-    check_topk(RolloutSettings(topk_logprobs=92), model)
-    with pytest.raises(ValueError, match=r"rollout\.topk_logprobs 93.*92"):
-        check_topk(RolloutSettings(topk_logprobs=93), model)
+    (centering,) = active(config_of())
+    centering.check(SimpleNamespace(config=config_of(92), hf_config=model))
+    with pytest.raises(ValueError, match=r"centering\.topk 93.*92"):
+        centering.check(SimpleNamespace(config=config_of(93), hf_config=model))
+    assert centering.engine_options(config_of(92)) == {"max_logprobs": 92}
+
+
+def test_requests_of_a_rollout_ask_for_the_likeliest_tokens():
+    requests = [Request([slot], slot, 1.0, 4, group=slot) for slot in range(3)]
+    for config, topk in ((config_of(6), 6), (make_config("centering.topk=6"), 0)):
+        asked = requests
+        for extra in active(config):
+            asked = extra.requests(SimpleNamespace(config=config), asked)
+        assert asked == [replace(request, topk=topk) for request in requests]

@@ -473,8 +473,8 @@ def set_up_functions(monkeypatch) -> MagicMock:
     """Replace the functions that lifecycle.set_up() calls before the engine starts; the trackers fail."""
     functions = MagicMock()
     names = """
-    announce check_confidences check_fixed_models check_ranks check_sizes connect_ranks is_finished
-    load_confidences load_data load_judge load_tokenizer moe_model node_memory num_experts_of open_run_dir
+    announce check_fixed_models check_ranks check_sizes connect_ranks is_finished
+    load_data load_judge load_tokenizer moe_model node_memory num_experts_of open_run_dir
     record_launch refuse_nonfinite_weights refuse_unknown_tokens start_engine start_interaction start_pool
     start_trackers state_of with_dtype with_micro_batches
     """
@@ -515,7 +515,7 @@ def test_the_stage_decides_whether_a_launch_begins_with_an_evaluation(
     set_up_functions.load_data.return_value = (MagicMock(eval_sets=sets), [], [])
     with pytest.raises(ValueError, match="no login"):
         lifecycle.set_up(config)
-    assert set_up_functions.record_launch.call_args.args[-1] is evaluates
+    assert set_up_functions.record_launch.call_args.args[-2] is evaluates
 
 
 def test_versions_record_earlier_starts_that_differ(run, tmp_path, monkeypatch):
@@ -758,29 +758,16 @@ def test_a_resume_with_a_changed_reference_is_refused(run, tmp_path, one_rank):
     settings = [f"model.path={tmp_path / 'model'}", "algorithm.kl_coef=0.1"]
     state = TrainState()
     for _ in range(2):
-        lifecycle.check_fixed_models(make_config(*settings), None, None, state)
+        lifecycle.check_fixed_models(make_config(*settings), state)
     (file,) = (tmp_path / "model").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match=r"model\.path: the weights in"):
-        lifecycle.check_fixed_models(make_config(*settings), None, None, state)
+        lifecycle.check_fixed_models(make_config(*settings), state)
     for other in ("algorithm.kl_coef=0", "checkpoint.resume=weights"):
-        lifecycle.check_fixed_models(make_config(*settings, other), None, None, state)
+        lifecycle.check_fixed_models(make_config(*settings, other), state)
     saved = asdict(state)
     del saved["reference"]  # a checkpoint of an earlier version
-    lifecycle.check_fixed_models(make_config(*settings), None, None, TrainState(**saved))
-
-
-def test_a_resume_with_changed_pass_rates_of_a_teacher_is_refused(one_rank):
-    state = TrainState()
-    rates = {"scores.jsonl": {"a": 0.25, "b": 1.0}}
-    lifecycle.check_confidences(make_config(), rates, state)
-    moved = {"moved.jsonl": {"b": 1.0, "a": 0.25}}
-    lifecycle.check_confidences(make_config(), moved, state)
-    changed = {"scores.jsonl": {"a": 0.5, "b": 1.0}}
-    with pytest.raises(ValueError, match="zero_variance.teacher_scores"):
-        lifecycle.check_confidences(make_config(), changed, state)
-    lifecycle.check_confidences(make_config("checkpoint.resume=weights"), changed, state)
-    lifecycle.check_confidences(make_config(), {}, state)
+    lifecycle.check_fixed_models(make_config(*settings), TrainState(**saved))
 
 
 def test_a_resume_with_a_changed_plugin_is_refused(run, tmp_path):

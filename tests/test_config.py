@@ -203,7 +203,7 @@ NOT_IN_YAMLS = {  # {(setting, choice): the reason to have a choice that no YAML
         for name in CHOICES["train.lr_schedule"]
         if name not in ("constant", "constant_with_warmup")
     },
-    ("zero_variance.teacher_groups", "zero_variance"): "also teaches prompts that are always solved",
+    ("teacher.groups", "zero_variance"): "also teaches prompts that are always solved",
     ("rollout.capture_routes", "off"): "engines that cannot return the experts of a token",
     ("checkpoint.resume", "weights"): "a run that resumes with another number of ranks",
     ("checkpoint.on_damage", "older"): "a start after a disk has failed",
@@ -332,7 +332,7 @@ def test_a_value_out_of_range_is_refused_with_the_range(setting):
 SAPO = "experiments/plugins/sapo.py:sapo"
 RLOO = "experiments/plugins/rloo.py:rloo"
 TOP_ENTROPY = "experiments/plugins/top_entropy.py:top_entropy"
-TOPK = "rollout.topk_logprobs=8"
+TOPK = "centering.topk=8"
 REFUSED = [
     ("rollout.max_turns=3", "rollout.max_turns 3", "data.tools"),
     ("zero_variance.probe_size=8 rollout.group_size=8", "zero_variance.probe_size 8", "rollout.group_size 8"),
@@ -347,22 +347,22 @@ REFUSED = [
         "zero_variance.skip_rule 'consecutive'", "zero_variance.history False",
     ),
     ("zero_variance.rl_zvp=true zero_variance.drop=true", "zero_variance.rl_zvp", "zero_variance.drop"),
-    ("zero_variance.teacher=x zero_variance.drop=true", "zero_variance.teacher 'x'", "zero_variance.drop"),
+    ("teacher.path=x zero_variance.drop=true", "teacher.path 'x'", "zero_variance.drop"),
     (
-        "zero_variance.teacher=x zero_variance.teacher_groups=every zero_variance.rl_zvp=true",
-        "zero_variance.teacher_groups 'every'", "zero_variance.rl_zvp",
+        "teacher.path=x teacher.groups=every zero_variance.rl_zvp=true",
+        "teacher.groups 'every'", "zero_variance.rl_zvp",
     ),
-    ("zero_variance.teacher_groups=every", "zero_variance.teacher_groups", "zero_variance.teacher None"),
-    ("zero_variance.teacher_coef=0.5", "zero_variance.teacher_coef 0.5", "zero_variance.teacher None"),
-    ("zero_variance.teacher_scores=x", "zero_variance.teacher_scores 'x'", "zero_variance.teacher None"),
-    ("zero_variance.teacher_token_cost=1", "zero_variance.teacher_token_cost", "zero_variance.teacher None"),
+    ("teacher.groups=every", "teacher.groups", "teacher.path None"),
+    ("teacher.coef=0.5", "teacher.coef 0.5", "teacher.path None"),
+    ("teacher.scores=x", "teacher.scores 'x'", "teacher.path None"),
+    ("teacher.token_cost=1", "teacher.token_cost", "teacher.path None"),
     (
         "zero_variance.offline_scores=x data.environment=g.py:G",
         "zero_variance.offline_scores 'x'", "data.environment",
     ),
     (
-        "zero_variance.teacher=x zero_variance.teacher_scores=y data.environment=g.py:G",
-        "zero_variance.teacher_scores 'y'", "data.environment",
+        "teacher.path=x teacher.scores=y data.environment=g.py:G",
+        "teacher.scores 'y'", "data.environment",
     ),
     (
         "zero_variance.history=true zero_variance.explore_unsolved=0 zero_variance.retest_steps=0",
@@ -381,32 +381,32 @@ REFUSED = [
     ),
     ("reward.judge=generative reward.judge_path=x", "reward.judge 'generative'", "reward.judge_mode 'score'"),
     (
-        f"algorithm.score_centering=true {TOPK} algorithm.gain={SAPO}",
-        "algorithm.score_centering", "algorithm.gain",
+        f"centering.enabled=true {TOPK} algorithm.gain={SAPO}",
+        "centering.enabled", "algorithm.gain",
     ),
     (
-        f"algorithm.score_centering=true {TOPK}",
-        "algorithm.score_centering True", "algorithm.clip_mode 'fixed'",
+        f"centering.enabled=true {TOPK}",
+        "centering.enabled True", "algorithm.clip_mode 'fixed'",
     ),
     (
-        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none data.tools=[verifiers.tools:python]",
-        "algorithm.score_centering True", "inserted tokens of data.tools",
+        f"centering.enabled=true {TOPK} algorithm.clip_mode=none data.tools=[verifiers.tools:python]",
+        "centering.enabled True", "inserted tokens of data.tools",
     ),
     (
-        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none data.environment=games.py:Game",
-        "algorithm.score_centering True", "inserted tokens of data.environment",
+        f"centering.enabled=true {TOPK} algorithm.clip_mode=none data.environment=games.py:Game",
+        "centering.enabled True", "inserted tokens of data.environment",
     ),
     (
-        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none algorithm.ratio_level=sequence",
-        "algorithm.score_centering", "algorithm.ratio_level 'sequence'",
+        f"centering.enabled=true {TOPK} algorithm.clip_mode=none algorithm.ratio_level=sequence",
+        "centering.enabled", "algorithm.ratio_level 'sequence'",
     ),
     *((
-        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=none algorithm.rollout_correction={mode}",
-        "algorithm.score_centering", f"algorithm.rollout_correction '{mode}'",
+        f"centering.enabled=true {TOPK} algorithm.clip_mode=none algorithm.rollout_correction={mode}",
+        "centering.enabled", f"algorithm.rollout_correction '{mode}'",
     ) for mode in ("sequence_tis", "sequence_mask", "geometric_mask")),
     (
-        "algorithm.score_centering=true algorithm.clip_mode=none",
-        "algorithm.score_centering", "rollout.topk_logprobs 0",
+        "centering.enabled=true algorithm.clip_mode=none",
+        "centering.enabled", "centering.topk 0",
     ),
     (
         "reward.judge=scalar reward.judge_path=x reward.judge_template='{prompt}{first}{second}'",
@@ -502,8 +502,8 @@ def test_every_contradiction_is_refused_by_some_case(monkeypatch):
 def test_the_refused_settings_are_legitimate_alone():
     """Only the combination is refused: with another value of either setting, the config loads."""
     legitimate = (
-        "zero_variance.teacher=x zero_variance.rl_zvp=true", "zero_variance.teacher=x",
-        "zero_variance.teacher=x zero_variance.teacher_groups=every zero_variance.teacher_token_cost=1",
+        "teacher.path=x zero_variance.rl_zvp=true", "teacher.path=x",
+        "teacher.path=x teacher.groups=every teacher.token_cost=1",
         "zero_variance.probe_size=7", "zero_variance.rl_zvp=true", "zero_variance.drop=true",
         "zero_variance.refill=true zero_variance.drop=true", "reward.judge=scalar reward.judge_path=x",
         "zero_variance.history=true zero_variance.explore_unsolved=0",
@@ -515,7 +515,7 @@ def test_the_refused_settings_are_legitimate_alone():
         f"algorithm.gain={SAPO}", f"algorithm.advantage={RLOO}",
         "algorithm.rollout_correction=token_mask algorithm.rollout_correction_floor=0.5",
         "algorithm.adv_norm=mean_only", "algorithm.clip_cap=3",
-        f"algorithm.score_centering=true {TOPK} algorithm.clip_mode=weight", TOPK,
+        f"centering.enabled=true {TOPK} algorithm.clip_mode=weight", TOPK,
         "algorithm.ratio_form=literal algorithm.ratio_level=sequence",
         "algorithm.old_policy=rollout algorithm.router_replay=r3",
         "algorithm.rollout_correction=sequence_tis algorithm.router_replay=r2",
@@ -554,9 +554,9 @@ def test_unusual_settings_are_warned_about_with_both_names():
         assert "algorithm.ratio_form 'geometric'" in warning and "algorithm.ratio_level" in warning
         for remedy in ("algorithm.ratio_form=stop_gradient", "algorithm.clip_mode=weight"):
             assert config_warnings(load(*masked, remedy)) == []
-    for source in ("teacher=x", "rl_zvp=true"):
-        per_token = (gspo, *narrow, several, f"zero_variance.{source}")
-        assert f"zero_variance.{source.partition('=')[0]} has" in warning_of(*per_token)
+    for source in ("teacher.path=x", "zero_variance.rl_zvp=true"):
+        per_token = (gspo, *narrow, several, source)
+        assert f"{source.partition('=')[0]} has" in warning_of(*per_token)
         assert config_warnings(load(*per_token, "algorithm.ratio_form=stop_gradient")) == []
     judge = ("reward.judge=scalar", "reward.judge_path=x")
     assert config_warnings(load(*judge)) == []
@@ -572,11 +572,11 @@ def test_unusual_settings_are_warned_about_with_both_names():
         *judge, "zero_variance.rl_zvp=true", "zero_variance.history=true"
     )
     assert "rollout.group_size 1" in warning_of("rollout.group_size=1")
-    taught = ("rollout.group_size=1", "zero_variance.teacher=x")
+    taught = ("rollout.group_size=1", "teacher.path=x")
     assert "rollout.group_size 1" in warning_of(*taught)
-    assert config_warnings(load(*taught, "zero_variance.teacher_groups=every")) == []
+    assert config_warnings(load(*taught, "teacher.groups=every")) == []
     assert config_warnings(load("rollout.group_size=1", f"algorithm.advantage={RLOO}")) == []
-    taught = ("zero_variance.teacher=x", "zero_variance.history=true", "zero_variance.probe_size=4")
+    taught = ("teacher.path=x", "zero_variance.history=true", "zero_variance.probe_size=4")
     assert "zero_variance.history, probe_size:" in warning_of(*taught)
     mask = ("algorithm.rollout_correction=geometric_mask", several)
     assert "masks hardly anything" in warning_of(*mask)

@@ -22,13 +22,13 @@ FLOORS = (  # a file imports from files on the same floor or below; imports have
     ("configure", "greso"),
     (
         "judges", "rollout", "vllm_worker", "memory_plan", "fp8", "moe_model", "plugins", "data", "runtime",
-        "batch", "reward", "episodes", "settings", "verifiers", "workers",
+        "batch", "reward", "episodes", "extras", "settings", "verifiers", "workers",
     ),
     ("kernels",),
 )  # fmt: skip
 # runtime/ serves every run; of the method it imports only the types and the settings.
 BELOW_RUNTIME = ("runtime", "batch", "settings")
-FOLDERS = ("experiments", "tests", "data", "kernels", "runtime", "verifiers")
+FOLDERS = ("experiments", "tests", "data", "extras", "kernels", "runtime", "verifiers")
 PYTHON = sorted([*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.py"))])
 CAMPAIGN = [path for path in PYTHON if path.is_relative_to(ROOT / "tests" / "campaign")]
 CODE = [path for path in PYTHON if "tests" not in path.relative_to(ROOT).parts] + CAMPAIGN

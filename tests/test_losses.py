@@ -1135,8 +1135,8 @@ SINGLE = {  # another value of each remaining setting, and settings under which 
     "advantage_args": ({"eps": 0.5}, ADVANTAGES["batch_std"]),
     "select_args": ({"fraction": 0.6}, plugin("select", TOP_ENTROPY)),
 }
-# tests/test_replay.py and tests/test_centering.py
-ELSEWHERE = {"router_replay", "mismatch_gate", "mismatch_patience", "skew_gate", "score_centering"}
+# tests/test_replay.py
+ELSEWHERE = {"router_replay", "mismatch_gate", "mismatch_patience", "skew_gate"}
 
 
 def gradient_of(**algorithm) -> torch.Tensor:

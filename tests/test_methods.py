@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 from configure import load_config
+from extras.settings import SECTIONS
 from settings import HOOKS, Config, ZeroVarianceSettings
 
 METHODS = ROOT / "experiments" / "methods"
@@ -57,7 +58,7 @@ PAPERS = {  # values of section algorithm that each paper states; plug-ins are f
     # REINFORCE with a baseline: A grad log pi, nothing is clipped
     "reinforce": UNCORRECTED | {"ratio_level": "token", "clip_mode": "none"},
     # score centering, 2609.20807: REINFORCE minus the expected gradient under the engine
-    "score_centering": UNCORRECTED | {"score_centering": True, "ratio_level": "token", "clip_mode": "none"},
+    "score_centering": UNCORRECTED | {"ratio_level": "token", "clip_mode": "none"},
     # min(pi_train / pi_engine, 2) per token; the product per completion; completions above the cap left out
     "tis_token": GRPO | {"rollout_correction": "token_tis", "rollout_correction_cap": 2.0},
     "tis_sequence": GRPO | {"rollout_correction": "sequence_tis"},
@@ -134,10 +135,13 @@ ZERO_VARIANCE = {
     },
     # RL-ZVP: groups without variance are reshaped instead
     "rl_zvp": {"drop": False, "refill": False, "rl_zvp": True},
-    # RSTG: groups that are all wrong, by the teacher's pass rate; distillation: all groups, weight 1
-    "rstg": UNFILTERED | {"teacher_groups": "all_wrong", "teacher_coef": 1.0},
-    "distillation": UNFILTERED | {"teacher_groups": "every", "teacher_coef": 1.0, "teacher_scores": None},
 }  # fmt: skip
+EXTRAS = {  # {method: {section: settings}}
+    # RSTG: groups that are all wrong, by the teacher's pass rate; distillation: all groups, weight 1
+    "rstg": {"teacher": {"groups": "all_wrong", "coef": 1.0}},
+    "distillation": {"teacher": {"groups": "every", "coef": 1.0, "scores": None}},
+    "score_centering": {"centering": {"enabled": True}},
+}
 
 
 @functools.cache
@@ -159,6 +163,10 @@ def test_a_method_has_the_values_of_its_paper(name):
         assert value == (pytest.approx(expected, rel=1e-12) if is_float else expected), f"algorithm.{setting}"
     for setting, expected in ZERO_VARIANCE.get(name, UNFILTERED).items():
         assert getattr(config.zero_variance, setting) == expected, f"zero_variance.{setting}"
+    for section in SECTIONS:
+        expected = EXTRAS.get(name, {}).get(section)
+        assert getattr(config, section).is_on == (expected is not None)
+        assert getattr(config, section).model_dump().items() >= (expected or {}).items()
 
 
 def test_method_files_differ_and_leave_model_data_and_run_alone():
@@ -176,7 +184,7 @@ def test_method_files_differ_and_leave_model_data_and_run_alone():
 SWITCHES = [name for name, info in ZeroVarianceSettings.model_fields.items() if info.annotation is bool]
 
 
-@pytest.mark.parametrize("name", [*SWITCHES, "offline_scores", "probe_size", "teacher", "teacher_scores"])
+@pytest.mark.parametrize("name", [*SWITCHES, "offline_scores", "probe_size"])
 def test_every_stage_is_on_in_one_file_and_off_in_another(name):
     off = getattr(ZeroVarianceSettings(), name)
     is_on = {getattr(resolved(path).zero_variance, name) != off for path in FILES}

@@ -151,7 +151,7 @@ def test_runs_that_break_a_rule_do_not_enter_the_file(old, new, message, runs, m
 
 
 BROKEN = [
-    {"zero_variance.teacher": "x"},
+    {"teacher.path": "x"},
     {"data.tools": ["sums.py:add"]},
     {"data.environment": "sums.py:Sums"},
     {"data.chat_template_args": {"chat_template": "x"}},

@@ -803,7 +803,7 @@ def test_a_skew_counts_like_the_kl_and_only_if_it_is_measured(one_rank, capsys):
     assert "algorithm.mismatch_gate" in second and "skew" not in second
     problem = mismatch_gate({"skew_positive": 0.02}, state, config)
     assert "0.02" in problem and "raise algorithm.skew_gate" in problem
-    assert "algorithm.score_centering" in problem
+    assert "centering.enabled" in problem
 
 
 def test_invalid_routes_are_tolerated_up_to_the_threshold(one_rank):

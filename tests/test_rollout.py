@@ -39,14 +39,14 @@ def folder(tokenizer, tmp_path_factory):
     return save_model(policy, tmp_path_factory.mktemp("model"))
 
 
-def make_engine(folder, dtype="float32", **settings):
+def make_engine(folder, dtype="float32", more_options=None, **settings):
     settings = RolloutSettings(max_num_seqs=64, dtype=dtype, kv_cache_gib=0.25, **settings)
-    return RolloutEngine(folder, 64, settings)
+    return RolloutEngine(folder, 64, settings, more_options=more_options)
 
 
 @pytest.fixture(scope="module")
 def shared_engine(folder, tokenizer):
-    return make_engine(folder, topk_logprobs=len(tokenizer))
+    return make_engine(folder, more_options={"max_logprobs": len(tokenizer)})
 
 
 @pytest.fixture

@@ -115,8 +115,7 @@ def test_an_episode_waits_for_its_tools_between_its_turns(schedule, tokens):
 def test_a_request_holds_everything_that_its_completion_depends_on():
     """Seeds depend on run, step, slot and sample; temperature and limit are settings of the rollout."""
     config = make_config(
-        "rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3", "rollout.topk_logprobs=5",
-        "algorithm.score_centering=true", "algorithm.clip_mode=none",
+        "rollout.temperature=0.7", "rollout.max_new_tokens=9", "train.seed=3",
     )  # fmt: skip
     jobs = jobs_of_round()
     jobs[3][0].expected_tokens = 7.0
@@ -134,10 +133,8 @@ def test_a_request_holds_everything_that_its_completion_depends_on():
             [group.slot], seed_of(3, 6, group.slot, sample), 0.7, 9, group=group.slot,
             group_seed=seed_of(3, 6, group.slot),
             expected_tokens=7.0 if group.slot == 3 else 0.0, guessed=group.slot == 3,
-            latency_tokens=2.0, work_tokens=3.0, topk=5,
+            latency_tokens=2.0, work_tokens=3.0,
         )  # fmt: skip
-    run.config = make_config("rollout.topk_logprobs=5")
-    assert {request.topk for request in sampling.requests_of(run, jobs)[0]} == {0}
 
 
 # ---- training batches do not depend on the schedule --------------------------------------------------------

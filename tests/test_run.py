@@ -277,7 +277,7 @@ def test_reference_minibatches_recomputation_zero_2_and_frozen_routers_run_toget
         "algorithm.old_policy=rollout", "model.freeze_router=true", "checkpoint.every=1",
         "train.warmup_steps=3", "train.learning_rate=1e-3",
         "algorithm.select=experiments/plugins/top_entropy.py:top_entropy",
-        "algorithm.select_args={fraction: 0.1}", "zero_variance.teacher=data/built/tiny/model",
+        "algorithm.select_args={fraction: 0.1}", "teacher.path=data/built/tiny/model",
     ]  # fmt: skip
     done = train(*settings)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -154,14 +154,14 @@ def test_engine_and_policy_are_built_for_the_largest_stage():
         load(
             "[{name: a, until: {steps: 2}, rollout: {max_new_tokens: 9, max_prompt_tokens: 30}}, "
             "{name: b, rollout: {max_new_tokens: 20, max_prompt_tokens: 3}, "
-            "algorithm: {kl_coef: 0.1, clip_mode: none, score_centering: true}, "
+            "algorithm: {kl_coef: 0.1, clip_mode: none}, centering: {enabled: true}, "
             "eval: {max_new_tokens: 40}, train: {micro_batch_tokens: 50000}}]",
-            "rollout.topk_logprobs=4",
+            "centering.topk=4",
         )
     )
     largest = widest(configs, on_gpu=False)
     assert lifecycle.max_model_len(largest) == 70 and largest.algorithm.kl_coef == 0.1
-    assert largest.algorithm.score_centering, "its memory is counted"
+    assert largest.centering.enabled, "its memory is counted"
     assert largest.train.micro_batch_tokens == 50000 and largest.eval.max_new_tokens == 40
     plain = load_config([TRAIN])
     assert widest([plain], on_gpu=False) == plain

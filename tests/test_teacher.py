@@ -28,6 +28,8 @@ from data.prompts import prompt_sha
 from data.score import model_digest
 from data.stages import Offers
 from data.tiny import build_tokenizer
+from extras.base import Launch, active
+from extras.teacher import Lesson, Teacher, taught_rows, teacher_advantages, teacher_config
 from runtime.checkpoint import TrainState
 from runtime.memory import standing_bytes
 from runtime.metrics import Clock, batch_metrics, reduce_metrics
@@ -39,8 +41,8 @@ GROUP_SIZE = 4
 
 
 def config_of(**settings) -> train_rl.Config:
-    """Make a config with a teacher; settings: of section `zero_variance`, or section__key."""
-    return make_config(section="zero_variance", **({"teacher": "unused"} | settings))
+    """Make a config with a teacher; settings: of section `teacher`, or section__key."""
+    return make_config(section="teacher", **({"path": "unused"} | settings))
 
 
 def random_groups(rng: random.Random) -> list[train_rl.Group]:
@@ -68,10 +70,10 @@ def taught_batch(groups, config: train_rl.Config, rng: random.Random) -> train_r
     batch.rollout_logprobs = batch.old_logprobs.clone()
     batch.entropy = noise(0, 2)
     batch.rewards = train_rl.compute_rewards(batch, None, [], config)
-    if config.zero_variance.teacher is not None:
-        batch.is_taught = train_rl.teacher_rows(batch, config)
-        batch.teacher_logprobs = noise(-6, -0.1)
-        batch.confidence = torch.tensor([rng.choice([0.0, 0.25, 1.0]) for _ in groups])[batch.group_index]
+    if config.teacher.is_on:
+        logprobs = noise(-6, -0.1)
+        confidence = torch.tensor([rng.choice([0.0, 0.25, 1.0]) for _ in groups])[batch.group_index]
+        batch.extras["teacher"] = Lesson(taught_rows(batch, config), logprobs, confidence)
     batch.advantages = train_rl.token_advantages(batch, config)
     return batch
 
@@ -95,15 +97,17 @@ def test_a_group_is_taught_as_a_whole_or_not_at_all(rule):
     num_taught = []
     for seed in range(20):
         groups = random_groups(random.Random(seed))
-        config = config_of(teacher_groups=rule, **penalty)
+        config = config_of(groups=rule, **penalty)
         batch = taught_batch(groups, config, random.Random(seed))
-        plain = taught_batch(groups, config_of(teacher="null", **penalty), random.Random(seed))
-        gap = (batch.teacher_logprobs - batch.old_logprobs) * batch.confidence.unsqueeze(1)
+        plain = taught_batch(groups, config_of(path="null", **penalty), random.Random(seed))
+        gap = (batch.extras["teacher"].logprobs - batch.old_logprobs) * batch.extras[
+            "teacher"
+        ].confidence.unsqueeze(1)
         for number, group in enumerate(groups):
             rows = batch.group_index == number
             taught = is_taught(group, rule)
             num_taught.append(taught)
-            assert batch.is_taught[rows].tolist() == [taught and ok for ok in batch.valid[rows].tolist()]
+            assert batch.replaced[rows].tolist() == [taught and ok for ok in batch.valid[rows].tolist()]
             expected = gap if taught else plain.advantages
             mask = batch.response_mask & (rows & batch.valid).unsqueeze(1)
             assert torch.equal(batch.advantages[mask], expected[mask])
@@ -114,21 +118,22 @@ def test_a_group_is_taught_as_a_whole_or_not_at_all(rule):
 def test_scores_that_are_equal_up_to_rounding_never_split_a_group():
     groups = [make_group(0, 0, [2, 2], [False, False], [0.0, 9e-7])]
     for rule in RULES:
-        batch = taught_batch(groups, config_of(teacher_groups=rule), random.Random(0))
-        assert len(set(batch.is_taught.tolist())) == 1, rule
+        batch = taught_batch(groups, config_of(groups=rule), random.Random(0))
+        assert len(set(batch.replaced.tolist())) == 1, rule
 
 
 def test_a_teacher_of_one_stage_is_the_teacher_of_the_run():
     """versions.json records the digest of its weights."""
-    stages = [{"name": "a", "until": {"steps": 1}}, {"name": "b", "zero_variance": {"teacher": "large"}}]
-    assert make_config(f"stages={json.dumps(stages)}").teacher == "large"
-    assert (config_of().teacher, make_config().teacher) == ("unused", None)
+    stages = [{"name": "a", "until": {"steps": 1}}, {"name": "b", "teacher": {"path": "large"}}]
+    config = configure.widest(configure.stage_configs(make_config(f"stages={json.dumps(stages)}")), False)
+    models = [extra.models(config) for extra in active(config)]
+    assert models == [{"teacher_weights": "large"}] and active(make_config()) == []
 
 
 def test_rl_zvp_keeps_the_right_groups_if_the_teacher_has_the_wrong_ones():
     groups = [make_group(i, i, [3, 3], [right] * 2) for i, right in enumerate([True, False])]
-    batch = taught_batch(groups, config_of(rl_zvp=True), random.Random(0))
-    assert batch.is_taught.tolist() == [False, False, True, True]
+    batch = taught_batch(groups, config_of(zero_variance__rl_zvp=True), random.Random(0))
+    assert batch.replaced.tolist() == [False, False, True, True]
     assert_close(batch.advantages[:2], 0.1 * batch.entropy[:2], rtol=1e-6)
 
 
@@ -136,7 +141,7 @@ def test_a_binary_reward_makes_partly_right_groups_wrong():
     groups = [make_group(0, 0, [1, 1], [False, False], [0.5, 0.25])]
     for binary in (True, False):
         batch = taught_batch(groups, config_of(reward__binary=binary), random.Random(0))
-        assert batch.is_taught.tolist() == [binary] * 2
+        assert batch.replaced.tolist() == [binary] * 2
 
 
 # ---- weights of the loss -----------------------------------------------------------------------------------
@@ -150,7 +155,7 @@ def test_loss_and_gradient_of_mixed_updates(loss_agg, rule, float64):
     for seed in range(4):
         rng = random.Random(seed)
         config = config_of(
-            teacher_groups=rule, teacher_coef=0.3, algorithm__loss_agg=loss_agg, algorithm__ratio_level=level,
+            groups=rule, coef=0.3, algorithm__loss_agg=loss_agg, algorithm__ratio_level=level,
             rollout__max_new_tokens=8, algorithm__rollout_correction="token_tis",
         )  # fmt: skip
         groups = random_groups(rng)
@@ -182,9 +187,9 @@ def test_loss_and_gradient_of_mixed_updates(loss_agg, rule, float64):
 def oracle_advantages(batch, groups, rule: str, ragged) -> list[list[float]]:
     """Return the advantages of all tokens, group by group, from lists."""
     old = ragged(batch.old_logprobs)
-    teacher = ragged(batch.teacher_logprobs)
+    teacher = ragged(batch.extras["teacher"].logprobs)
     rewards = batch.rewards.tolist()
-    confidence = batch.confidence.tolist()
+    confidence = batch.extras["teacher"].confidence.tolist()
     expected = []
     for group in groups:
         start = len(expected)
@@ -216,7 +221,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl_of_each_token(float64):
         policy = logits.log_softmax(1)
         logprobs = torch.stack([torch.stack([policy[place] for place in row]) for row in places])  # [V^2, 2]
         of_teacher = torch.tensor([[teacher[place] for place in row] for row in places])
-        advantages = train_rl.teacher_advantages(
+        advantages = teacher_advantages(
             of_teacher, logprobs.detach(), torch.ones(len(places), 2, dtype=torch.bool),
             torch.full((len(places),), weight), coef,
         )  # fmt: skip
@@ -238,11 +243,21 @@ def folder(tmp_path):
     return tmp_path / "teacher"
 
 
+def lesson_of(
+    config: train_rl.Config, batch: train_rl.RolloutBatch, teacher: Teacher | None
+) -> Lesson | None:
+    """Let the teacher compute a batch as main() does."""
+    run = SimpleNamespace(config=config, clock=Clock({}), extras={"teacher": teacher})
+    for extra in active(config):
+        extra.after_rewards(run, batch, train_rl.forward_batch)
+    return batch.extras.get("teacher")
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_the_teacher_computes_its_groups_only_and_with_its_own_router(rule, folder):
     """Against transformers. The engine's routes are of a student with other layers and experts."""
     config = config_of(
-        teacher_groups=rule, rollout__temperature=0.7, algorithm__router_replay="r3", model__dtype="float32",
+        groups=rule, rollout__temperature=0.7, algorithm__router_replay="r3", model__dtype="float32",
         train__micro_batch_tokens=16,
     )  # fmt: skip
     groups = random_groups(random.Random(1))
@@ -252,27 +267,24 @@ def test_the_teacher_computes_its_groups_only_and_with_its_own_router(rule, fold
     ]
     batch.old_logprobs = torch.zeros(batch.response_mask.shape)
     teacher = moe_model.build_policy(config.model, folder, None, torch.device("cpu"))
-    run = SimpleNamespace(config=config, teacher=teacher, clock=Clock({}), confidences={})
-    train_rl.add_teacher_outputs(run, batch)
-    assert torch.equal(batch.is_taught, train_rl.teacher_rows(batch, config))
-    assert batch.is_taught.any() and not batch.is_taught.all() and batch.confidence.eq(1).all()
+    lesson = lesson_of(config, batch, Teacher({}, teacher))
+    assert torch.equal(lesson.is_taught, taught_rows(batch, config)) and lesson.confidence.eq(1).all()
+    assert lesson.is_taught.any() and not lesson.is_taught.all()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     for row, ids in enumerate(batch.completion_ids):
         expected = torch.zeros(len(ids))
-        if batch.is_taught[row]:
+        if lesson.is_taught[row]:
             with torch.no_grad():
                 logits = model(torch.tensor([[3, 1, 2, *ids]])).logits[0, 2:-1]
             expected = (logits / 0.7).log_softmax(1)[torch.arange(len(ids)), ids]
-        actual = batch.teacher_logprobs[row, : len(ids)]
+        actual = lesson.logprobs[row, : len(ids)]
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)  # float32, two implementations
 
 
-def test_without_a_teacher_or_without_a_group_nothing_is_computed():
-    for config, old in ((config_of(teacher="null"), torch.zeros(1, 1)), (config_of(), None)):
-        batch = train_rl.collate([], [], [])
-        batch.old_logprobs = old
-        train_rl.add_teacher_outputs(SimpleNamespace(config=config), batch)
-        assert batch.is_taught is None
+def test_without_a_group_nothing_is_computed():
+    batch = train_rl.collate([], [], [])
+    assert lesson_of(config_of(), batch, None) is None
+    assert train_rl.metrics_of(config_of(), batch) == {}
 
 
 # ---- metrics, budget ---------------------------------------------------------------------------------------
@@ -289,23 +301,24 @@ def test_metrics_by_hand():
     taught = batch.response_mask & torch.tensor([[True], [True], [False], [False], [True], [True]])
     batch.advantages[taught] = 1.0  # wrong completions, pushed up
     batch.advantages[2:4, 0] = torch.tensor([-1.0, -1.0])  # a right completion, pushed down
-    metrics = reduce_metrics(batch_metrics(batch, groups, config))
+    metrics = reduce_metrics(batch_metrics(batch, groups, config) | train_rl.metrics_of(config, batch))
     assert metrics["teacher_frac"] == pytest.approx(2 / 3)
     assert metrics["account/teacher_tokens_total"] == 7
-    gap = (batch.old_logprobs - batch.teacher_logprobs)[taught]
+    gap = (batch.old_logprobs - batch.extras["teacher"].logprobs)[taught]
     assert metrics["teacher_kl_k1"] == pytest.approx(gap.mean().item(), rel=1e-5)
     assert metrics["inversion_frac"] == 1 / 2
-    plain = taught_batch(groups, config_of(teacher="null"), random.Random(0))
+    plain = taught_batch(groups, config_of(path="null"), random.Random(0))
     assert not [name for name in batch_metrics(plain, groups, config) if "teacher" in name]
 
 
 @pytest.mark.parametrize("cost, is_last", [(0, False), (0.5, False), (1, True)])
 def test_the_budget_of_tokens_charges_the_teacher(cost, is_last):
-    config = config_of(teacher_token_cost=cost, train__max_generated_tokens=100)
+    config = config_of(token_cost=cost, train__max_generated_tokens=100)
     state = TrainState()
     step = {"tokens_total": 40, "gradient_tokens_total": 0, "account/wasted_dropped_tokens": 0, "score": 0.0}
     for _ in range(2):
-        state.add_step(step | {"account/teacher_tokens_total": 10}, lifecycle.HandOver(), 0, cost)
+        metrics = step | {"account/teacher_tokens_total": 10}
+        state.add_step(metrics, lifecycle.HandOver(), 0, train_rl.charged_tokens(config, metrics))
     assert state.generated_tokens == 80 and state.account["teacher_tokens"] == 20
     assert state.is_last(config) == is_last
     without_teacher = make_config("train.max_generated_tokens=100")  # as in a later stage
@@ -317,8 +330,8 @@ def test_the_memory_of_the_teacher_is_that_of_its_weights(folder):
     plain, taught = (
         standing_bytes(memory_plan.trainer_memory(config, hf_config, 1, on_gpu=False))
         for config in (
-            config_of(teacher="null", model__dtype="float32"),
-            config_of(teacher=folder, model__dtype="float32"),
+            config_of(path="null", model__dtype="float32"),
+            config_of(path=folder, model__dtype="float32"),
         )
     )
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -338,9 +351,18 @@ def student(tmp_path):
 
 
 def teacher_in(tmp_path, **settings) -> train_rl.Config:
-    memory_plan.teacher_config.cache_clear()  # the tests change config.json
+    teacher_config.cache_clear()  # the tests change config.json
     values = {"rollout__max_prompt_tokens": 8, "rollout__max_new_tokens": 8}
-    return config_of(teacher=tmp_path / "teacher", **values | settings)
+    return config_of(path=tmp_path / "teacher", **values | settings)
+
+
+def check(config: train_rl.Config, hf_config, tokenizer, state: TrainState, prompts=(), offers=()) -> Teacher:
+    """Check a teacher as set_up() does."""
+    loaded = SimpleNamespace(train=prompts)
+    context = memory_plan.max_model_len(config)
+    launch = Launch(config, [config], hf_config, tokenizer, loaded, offers, state, context)
+    launch.check()
+    return launch.extras["teacher"]
 
 
 def change_json(path, **values) -> None:
@@ -349,10 +371,9 @@ def change_json(path, **values) -> None:
 
 def test_a_teacher_with_the_same_tokenizer_is_accepted_and_remembered(student, tmp_path):
     state = TrainState()
-    lifecycle.check_teacher(teacher_in(tmp_path), *student, state)
-    assert len(bytes.fromhex(state.teacher)) == 8
-    lifecycle.check_teacher(teacher_in(tmp_path), *student, state)
-    lifecycle.check_teacher(config_of(teacher="null"), None, None, TrainState())
+    check(teacher_in(tmp_path), *student, state)
+    assert len(bytes.fromhex(state.extras["teacher"]["weights"])) == 8
+    check(teacher_in(tmp_path), *student, state)
 
 
 def test_another_vocabulary_is_refused_by_one_sentence(student, tmp_path):
@@ -362,9 +383,9 @@ def test_another_vocabulary_is_refused_by_one_sentence(student, tmp_path):
     ids["7"], ids["8"] = ids["8"], ids["7"]
     (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(vocabulary))
     with pytest.raises(ValueError, match="vocabulary") as caught:
-        lifecycle.check_teacher(teacher_in(tmp_path), hf_config, tokenizer, TrainState())
+        check(teacher_in(tmp_path), hf_config, tokenizer, TrainState())
     message = str(caught.value)
-    assert message.startswith("zero_variance.teacher") and str(tmp_path / "teacher") in message
+    assert message.startswith("teacher.path") and str(tmp_path / "teacher") in message
     assert "same tokenizer" in message and "\n" not in message and message.count(". ") == 0
 
 
@@ -378,37 +399,36 @@ def test_another_vocabulary_is_refused_by_one_sentence(student, tmp_path):
 )
 def test_a_teacher_that_does_not_fit_is_refused_by_name(changes, settings, word, student, tmp_path):
     change_json(tmp_path / "teacher" / "config.json", **changes)
-    with pytest.raises(ValueError, match=f"zero_variance.teacher.*{word}"):
-        lifecycle.check_teacher(teacher_in(tmp_path, **settings), *student, TrainState())
+    with pytest.raises(ValueError, match=f"teacher.path.*{word}"):
+        check(teacher_in(tmp_path, **settings), *student, TrainState())
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    config = teacher_in(tmp_path)
-    with pytest.raises(ValueError, match="zero_variance.teacher.*config.json") as caught:
-        memory_plan.teacher_bytes(config)
+def test_a_missing_folder_is_named(folder, tmp_path):
+    config = config_of(path=tmp_path / "none", model__dtype="float32")
+    with pytest.raises(ValueError, match="teacher.path.*config.json") as caught:
+        memory_plan.trainer_memory(config, moe_model.load_config(folder), 1, on_gpu=False)
     assert "model.path" not in str(caught.value)
 
 
 def test_a_resume_with_another_teacher_is_refused(student, tmp_path):
-    state = TrainState(teacher="0" * 16)
-    with pytest.raises(ValueError, match="zero_variance.teacher.*changed.*resume"):
-        lifecycle.check_teacher(teacher_in(tmp_path), *student, state)
-    lifecycle.check_teacher(teacher_in(tmp_path, checkpoint__resume="weights"), *student, state)
-    assert state.teacher != "0" * 16
+    state = TrainState(extras={"teacher": {"weights": "0" * 16}})
+    with pytest.raises(ValueError, match="teacher.path.*changed.*resume"):
+        check(teacher_in(tmp_path), *student, state)
+    check(teacher_in(tmp_path, checkpoint__resume="weights"), *student, state)
+    assert state.extras["teacher"]["weights"] != "0" * 16
 
 
 def test_stages_share_one_teacher():
     def stages(first: str, second: str) -> str:
         parts = [("a", first, ", until: {steps: 1}"), ("b", second, "")]
         return ", ".join(
-            f"{{name: {name}, zero_variance: {{teacher: {teacher}}}{until}}}"
-            for name, teacher, until in parts
+            f"{{name: {name}, teacher: {{path: {teacher}}}{until}}}" for name, teacher, until in parts
         )
 
-    with pytest.raises(ValueError, match="zero_variance.teacher.*x, y"):
+    with pytest.raises(ValueError, match="teacher.path.*x, y"):
         make_config(f"stages=[{stages('x', 'y')}]")
     config = make_config(f"stages=[{stages('null', 'y')}]")
-    assert configure.widest(configure.stage_configs(config), on_gpu=False).zero_variance.teacher == "y"
+    assert configure.widest(configure.stage_configs(config), on_gpu=False).teacher.path == "y"
 
 
 # ---- the teacher's pass rates ------------------------------------------------------------------------------
@@ -427,9 +447,9 @@ def scored(student, tmp_path):
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in [header, *rows]))
 
-    def load(prompts=prompts, indices=(0, 1, 2)):
-        config = teacher_in(tmp_path, teacher_scores=file)
-        return lifecycle.load_confidences([config], SimpleNamespace(train=prompts), [Offers(indices)])
+    def load(prompts=prompts, indices=(0, 1, 2), state=None, **settings):
+        config = teacher_in(tmp_path, scores=file, **settings)
+        return check(config, *student, state or TrainState(), prompts, [Offers(indices)]).confidences
 
     return load, file
 
@@ -439,25 +459,38 @@ def test_a_pass_rate_is_the_confidence_of_the_prompts_groups(scored, folder):
     confidences = load()
     prompts = make_prompts(3)
     assert confidences == {str(file): dict(zip(map(prompt_sha, prompts), [0.25, 1.0, 0.0]))}
-    config = config_of(teacher_groups="every", teacher_scores=file, model__dtype="float32")
+    config = config_of(groups="every", scores=file, model__dtype="float32")
     groups = [make_group(i, i, [1, 2], [True, False]) for i in (1, 0)]
     batch = train_rl.collate(groups, prompts, [[1]] * 3)
     batch.old_logprobs = torch.zeros(batch.response_mask.shape)
     teacher = moe_model.build_policy(config.model, folder, None, torch.device("cpu"))
-    run = SimpleNamespace(config=config, teacher=teacher, clock=Clock({}), confidences=confidences)
-    train_rl.add_teacher_outputs(run, batch)
-    assert batch.confidence.tolist() == [1.0, 1.0, 0.25, 0.25]
+    lesson = lesson_of(config, batch, Teacher(confidences, teacher))
+    assert lesson.confidence.tolist() == [1.0, 1.0, 0.25, 0.25]
 
 
 def test_scores_of_another_model_or_of_other_prompts_are_refused(scored):
     load, file = scored
     assert load(make_prompts(9), (0, 2)), "a stage may offer fewer prompts"
-    with pytest.raises(ValueError, match="teacher_scores.*lacks 1 of 4"):
+    with pytest.raises(ValueError, match="teacher.scores.*lacks 1 of 4"):
         load([*make_prompts(3), replace(make_prompts(1)[0], text="new")], (0, 1, 2, 3))
     lines = file.read_text().splitlines()
     file.write_text("\n".join([json.dumps({"model": "teacher 0123"}), *lines[1:]]) + "\n")
-    with pytest.raises(ValueError, match="teacher_scores.*another model"):
+    with pytest.raises(ValueError, match="teacher.scores.*another model"):
         load()
     file.unlink()
     with pytest.raises(ValueError, match="scores.jsonl.*data.score"):
         load()
+
+
+def test_a_resume_with_changed_pass_rates_is_refused(scored):
+    load, file = scored
+    state = TrainState()
+    load(state=state)
+    text = file.read_text()
+    file.write_text(text.replace('"mean_tokens": 1.0', '"mean_tokens": 2.0'))
+    load(state=state)
+    file.write_text(text.replace('"pass_rate": 0.25', '"pass_rate": 0.125'))
+    with pytest.raises(ValueError, match="teacher.scores.*changed.*resume"):
+        load(state=state)
+    load(state=state, checkpoint__resume="weights")
+    load(state=state)

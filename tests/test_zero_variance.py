@@ -780,7 +780,7 @@ def test_every_minibatch_is_dealt_to_the_ranks_separately(num_minibatches, drop,
         ({}, True),
         ({"train__skip_zero_gradient": False}, False),
         ({"rl_zvp": True}, False),
-        ({"teacher": "x"}, False),
+        ({"teacher__path": "x"}, False),
         ({"algorithm__kl_coef": 0.1}, False),
         ({"reward__overlong_buffer": 3}, False),
         ({"reward__repetition_coef": 0.1}, False),
@@ -1160,7 +1160,7 @@ def test_a_sum_of_metrics_does_not_depend_on_the_distribution_over_ranks():
 def test_history_probes_and_rl_zvp_resume_exactly(demo_model, tmp_path):
     """Resume from the checkpoint of step 2, including the record, as if killed after that step."""
     straight = tmp_path / "straight"
-    command = [*SHORT, *STAGES, RL_ZVP, "zero_variance.teacher=data/built/tiny/model"]
+    command = [*SHORT, *STAGES, RL_ZVP, "teacher.path=data/built/tiny/model"]
     done = train(*command, f"run.dir={straight}", ranks=1, timeout_s=120)
     assert done.returncode == 0, done.stderr[-3000:]
     assert_account_adds_up(straight)

@@ -63,7 +63,7 @@ FIXED = (
 FORBIDDEN = (  # patterns of settings
     "stages*.data.*", "data.chat*", "data.system_prompt", "data.on_bad_row",  # other prompts
     "data.tools", "data.environment",  # programs that could compute the sums
-    "*zero_variance.teacher*", "*reward.judge",  # models whose tokens would not be counted
+    "*teacher.*", "*reward.judge",  # models whose tokens would not be counted
     "stages*.eval.*", "stages*.rollout.temperature", "rollout.stop",  # other evaluations
     "stages*.until.metric",  # held-out figures are for measuring, not for training
 )  # fmt: skip

@@ -1,0 +1,181 @@
+"""The interface of the extras: mechanisms that neither paper names and that are more than one function.
+
+A loss, an advantage or a selection of tokens is a plug-in (plugins.py). A mechanism with a model, with other
+requests to the engine or with a forward pass of its own is an extra: one file, extras/NAME.py, that is
+imported only if its settings switch it on (active()). To add one:
+
+1. Write its section in extras/settings.py, with a property `is_on`, and add it to SECTIONS there and to
+   Config in settings.py. By default it is off, and a run is then bitwise the run without the file.
+2. Write extras/NAME.py: a class derived from Extra, and `EXTRA = THE_CLASS()` at its end. Override the calls
+   that the mechanism needs; they stand below in the order in which a run makes them.
+3. Keep state where its life ends: of a step in batch.extras[NAME], of a launch in run.extras[NAME], and of a
+   run, for a resume, in run.state.extras[NAME] as values of JSON. EXTRA has no state of its own, because
+   settings change from stage to stage.
+4. Refuse what the mechanism cannot do, in one sentence each: contradictions() and check().
+5. Write tests/test_NAME.py with an oracle that does not import the file, a YAML in experiments/methods, and
+   a row of CHANGELOG.md. CONTRIBUTING.md lists all places and the test that turns red at each.
+
+Completions that begin with a draft would override requests() and after_rollout(); adapters with a low rank
+(LoRA) would override adapt() and tensors().
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from batch import Group, LossInputs, PolicyOutputs, Request, RolloutBatch
+from extras.settings import SECTIONS
+
+
+@dataclass
+class Launch:
+    """What check() and build() of an extra see of a run that is being set up."""
+
+    config: Any  # with the largest sizes of all stages
+    configs: list  # settings of each stage
+    hf_config: Any  # of the policy
+    tokenizer: Any
+    loaded: Any  # data.stream.LoadedSets
+    offers: list  # data.stages.Offers of each stage
+    state: Any  # runtime.checkpoint.TrainState, of the checkpoint or new
+    context: int  # longest prompt + completion, in tokens
+    extras: dict[str, Any] = field(default_factory=dict)  # becomes run.extras
+
+    def check(self) -> None:
+        """Let all extras read and check their files. Collective."""
+        for extra in active(self.config):
+            extra.check(self)
+
+    def build(self, ep_group, device) -> None:
+        """Let all extras build their models. Collective."""
+        for extra in active(self.config):
+            extra.build(self, ep_group, device)
+
+    def models(self) -> dict[str, str]:
+        """Return {name in versions.json: folder} of the extras' models."""
+        return {name: folder for e in active(self.config) for name, folder in e.models(self.config).items()}
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What gain() sees of the rows of a micro-batch."""
+
+    inputs: LossInputs
+    outputs: PolicyOutputs  # of the update's forward pass, with gradient
+    batch: RolloutBatch
+    rows: list[int]
+    has_moved: bool  # the policy is no longer the one that the old-logprob pass has seen
+    old_logprobs_of: Callable[..., Tensor]  # of train_rl.py
+    correction_of: Callable[..., Tensor]  # of train_rl.py: the weights of algorithm.rollout_correction
+
+
+class Extra:
+    """A mechanism that is off unless its section says so. Every call does nothing by default."""
+
+    name = ""  # in messages: the setting that switches the extra on
+    # advantages() gives each token its own one, of old log-probabilities, also in groups of equal scores
+    replaces_advantages = False
+    num_passes = 0  # forward passes of a step beside old policy and reference, at most
+
+    # ---- settings and plan ----
+    def contradictions(self, config) -> dict[str, bool]:
+        """List contradictions with other settings, for refuse_contradictions()."""
+        return {}
+
+    def check_stages(self, configs: list) -> None:
+        """Raise ValueError if the settings of the stages contradict each other."""
+
+    def warnings(self, config) -> list[str]:
+        """List legitimate but unusual combinations, printed once at the start."""
+        return []
+
+    def needs_baseline(self, config) -> bool:
+        """Tell whether a group of one completion would have no gradient."""
+        return True
+
+    def memory(self, config, hf_config, tokens: int) -> dict[str, int]:
+        """Return {part of runtime.memory: bytes on a rank}; tokens: of a micro-batch."""
+        return {}
+
+    def models(self, config) -> dict[str, str]:
+        """Return {name in versions.json: folder of a model that is not trained}."""
+        return {}
+
+    # ---- set-up ----
+    def check(self, launch: Launch) -> None:
+        """Read small files; ValueError if they do not fit, before an engine starts. Collective."""
+
+    def engine_options(self, config) -> dict[str, Any]:
+        """Return options of vllm.LLM that differ from rollout.engine_options()."""
+        return {}
+
+    def adapt(self, policy, config) -> None:
+        """Change the policy before the optimizer takes its parameters."""
+
+    def build(self, launch: Launch, ep_group, device) -> None:
+        """Build models that are not trained, after the policy. Collective."""
+
+    # ---- a step ----
+    def requests(self, run, requests: list[Request]) -> list[Request]:
+        """Return this rank's requests of a rollout round, in their order."""
+        return requests
+
+    def after_rollout(self, run, batch: RolloutBatch, groups: list[Group]) -> None:
+        """See the completions that this rank trains on."""
+
+    def after_old_pass(self, batch: RolloutBatch, outputs: PolicyOutputs) -> None:
+        """See the outputs of the policy before the updates of a step, if there is such a pass."""
+
+    def after_rewards(self, run, batch: RolloutBatch, forward_batch: Callable) -> None:
+        """Compute forward passes of other models; forward_batch() of train_rl.py. Collective."""
+
+    def advantages(self, batch: RolloutBatch, advantages: Tensor, config) -> Tensor:
+        """Return the advantages [B, T], and mark rows with other advantages in batch.replaced."""
+        return advantages
+
+    def gain(self, micro_batch: MicroBatch) -> Tensor | None:
+        """Return a term to add to the gain of each token, [b, T]; None: no term."""
+        return None
+
+    def metrics(self, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
+        """Return metrics of a step as (sum, count)."""
+        return {}
+
+    def charged_tokens(self, metrics: dict[str, float], config) -> float:
+        """Return the tokens that a step adds to train.max_generated_tokens beside the generated ones."""
+        return 0.0
+
+    def tensors(self, policy, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of a sync to the engine."""
+        yield from named
+
+
+def active(config) -> list[Extra]:
+    """List the extras that the settings of a stage switch on, in the order of SECTIONS."""
+    return [load(name) for name in SECTIONS if getattr(config, name).is_on]
+
+
+@functools.cache
+def load(name: str) -> Extra:
+    """Import extras/NAME.py."""
+    return importlib.import_module(f"extras.{name}").EXTRA
+
+
+def added_gain(config, micro_batch: MicroBatch) -> Tensor | None:
+    """Return the sum of gain() over the active extras, [b, T]; None if none has a term."""
+    terms = [term for extra in active(config) if (term := extra.gain(micro_batch)) is not None]
+    return functools.reduce(Tensor.add, terms) if terms else None
+
+
+def metrics_of(config, batch: RolloutBatch) -> dict[str, tuple[float, float]]:
+    """Return the metrics of the active extras."""
+    return {name: value for extra in active(config) for name, value in extra.metrics(batch).items()}
+
+
+def charged_tokens(config, metrics: dict[str, float]) -> float:
+    """Return the tokens that the active extras charge for a step."""
+    return sum(extra.charged_tokens(metrics, config) for extra in active(config))

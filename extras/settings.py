@@ -1,0 +1,83 @@
+"""Settings of the extras, one section each. Without torch: `--help` and error messages know every extra,
+also if it is off and its file is not imported.
+"""
+
+from typing import ClassVar, Literal
+
+from runtime.config import Section, setting
+
+TeacherGroups = Literal["all_wrong", "zero_variance", "every"]
+
+
+class TeacherSettings(Section):
+    """Extra: a teacher scores the policy's completions (RSTG, on-policy distillation), extras/teacher.py."""
+
+    per_stage: ClassVar[bool] = True
+
+    path: str | None = setting(
+        None,
+        "model that scores the policy's completions, as the folder of a Hugging Face checkpoint with the "
+        "policy's tokenizer; null: no teacher",
+        per_stage="largest",
+    )
+    groups: TeacherGroups = setting(
+        "all_wrong",
+        "groups that the teacher teaches in place of the rewards. all_wrong: all scores are 0. "
+        "zero_variance: all scores are equal. every: all groups.",
+    )
+    coef: float = setting(
+        1.0, "factor of the advantages log pi_teacher - log pi_old, which are in nats", gt=0
+    )
+    scores: str | None = setting(
+        None,
+        "file of the teacher's pass rates, written by data/score.py with the teacher as its model; a "
+        "prompt's pass rate is then a factor of the advantages (RSTG's confidence); null: factor 1",
+    )
+    token_cost: float = setting(
+        0.0,
+        "price of a token that the teacher scores, in generated tokens, for example 1 for a teacher of the "
+        "policy's size; train.max_generated_tokens counts the price; 0: the teacher is free",
+        ge=0,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether there is a teacher."""
+        return self.path is not None
+
+
+class CenteringSettings(Section):
+    """Extra: score centering, no drift by a mismatch of trainer and engine, extras/centering.py."""
+
+    enabled: bool = setting(
+        False,
+        "subtract the expected gradient under the engine's distribution from the gradient of each token, so "
+        "that a mismatch of trainer and engine causes no drift; needs topk, algorithm.clip_mode none or "
+        "weight, and algorithm.rollout_correction none, token_tis or token_mask",
+        per_stage="largest",
+    )
+    topk: int = setting(
+        0,
+        "k: the engine also returns the log-probabilities of its k most likely tokens at each position, for "
+        "example 128; centering is exact if k is the size of the vocabulary",
+        ge=0,
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Tell whether gradients are centered."""
+        return self.enabled
+
+
+def without_effect(config) -> dict[str, bool]:
+    """List settings that change nothing while their extra is off, for refuse_contradictions()."""
+    defaults = TeacherSettings()
+    return {
+        f"{{teacher.{name}}} has no effect without {{teacher.path}}": not config.teacher.is_on
+        and getattr(config.teacher, name) != getattr(defaults, name)
+        for name in ("groups", "coef", "scores", "token_cost")
+    }
+
+
+# {name of an extra, which is that of its section and of its file: class of the section}
+SECTIONS = {"teacher": TeacherSettings, "centering": CenteringSettings}
